@@ -15,13 +15,14 @@ import operator
 import re
 import sys
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 _MOST = sys.float_info.max
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-_MOST, le=_MOST)] | int
@@ -610,14 +611,23 @@ class PlacesDiffer(Reason, frozen=True):
 
 
 class ReturnedEarly(Reason, frozen=True):
-    ranks: tuple[RankId, ...]
+    ranks: tuple[RankId, ...]  # those that have returned, or that wait for them
     waiting: bool
+    lines: tuple[CodeLine | None, ...] = ()  # at which they wait
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks))
-        if self.waiting:
-            return f"ranks returned while others wait to train: {ranks}"
-        return f"{ranks} returned while others train"
+        return self.at([f"{line.file}, line {line.line}" if line else "" for line in self.lines])
+
+    def at(self, places: Sequence[str]) -> str:
+        """Return the reason with the line of code at which each rank waits, where it is known."""
+        if not self.waiting:
+            return f"{', '.join(map(str, self.ranks))} returned while others train"
+        pairs = zip_longest(self.ranks, places)
+        ranks = [f"{rank}, at {place}" if place else f"{rank}" for rank, place in pairs]
+        return (
+            f"ranks returned while others wait to train: {'; '.join(ranks)}. All ranks must enter "
+            "the same elastic loops, and outside them call the same operations"
+        )
 
 
 class NoLoop(Reason, frozen=True):
@@ -1004,6 +1014,7 @@ class RankReady(Event, frozen=True):
     # at once, and to the scheduler only when the memory of the process is free.
     gone: tuple[int, ...] = ()
     own: bool = False  # the failure was its own, or that of all ranks: its communicator works
+    line: CodeLine | None = None  # of user code, at which it waits
 
 
 class RankFormed(Event, frozen=True):

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from nbelastic.cluster import Returned, summary_of, unpack_error
 from nbelastic.errors import Detached, JobError, JobStopped
-from nbelastic.messages import NotReady, Stopping, Text
+from nbelastic.messages import NotReady, ReturnedEarly, Stopping, Text
 
 from .failure import exception_for
 
@@ -72,7 +72,7 @@ def _ending(
                 log.returned = found
         starts = [start for start in outcome.starts if start in log.failures]
         failures = {start: unpack_error(log.failures[start]) for start in starts}
-        if isinstance(outcome.reason, NotReady):
+        if isinstance(outcome.reason, NotReady | ReturnedEarly):
             outcome = replace(outcome, reason=Text(log.in_words(outcome.reason)))
         return exception_for(name, outcome, failures, log.names, log.modules)
     try:

@@ -337,9 +337,9 @@ class ShardSampler:
     def snapshot(self) -> SamplerSnapshot:
         """Return a snapshot for :meth:`go_back`, at a cost that does not grow with progress."""
         self._in_state = True
-        context = current_or_none()
-        if self._iterated is not None and isinstance(context, Session) and not self._records:
-            if context.version >= self._iterated + _SILENT_COMMITS:
+        if self._iterated is not None and not self._records:
+            context = current_or_none()
+            if isinstance(context, Session) and context.version - self._iterated >= _SILENT_COMMITS:
                 self._iterated = None
                 warn(context, NOT_RECORDED)
         return self._present

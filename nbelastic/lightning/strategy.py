@@ -141,7 +141,7 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
         self._alone.close()
 
     def leave(self) -> None:
-        """Wait for no other rank any more: callbacks save files after an error, which is one's own."""
+        """Wait for no other rank any more: callbacks save files after an error."""
         self._alone.enter_context(by_itself())
 
     def synchronize(self) -> None:

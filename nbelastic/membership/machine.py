@@ -259,6 +259,7 @@ class Machine:
             loop=event.loop,
             store=event.store,
             unreached=event.unreached,
+            line=event.line,
         )
         self.roster.note_version(rank, event.version)
         if was_member:
@@ -697,7 +698,8 @@ class Machine:
 
     def _gather_returned(self, ready: list[Rank]) -> None:
         if ready:
-            early = why.ReturnedEarly(tuple(map(self.roster.id, ready)), waiting=True)
+            lines = tuple(rank.line for rank in ready)
+            early = why.ReturnedEarly(tuple(map(self.roster.id, ready)), True, lines)
             self._fail(FailureKind.RETURNED_EARLY, early)
         elif self.roster.plan is not None or not self.roster.any_in(Stage.STARTING):
             self._conclude()

@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from nbelastic.messages import FRESH, EndReason, Number, Slot
+from nbelastic.messages import FRESH, CodeLine, EndReason, Number, Slot
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
@@ -68,6 +68,7 @@ class Rank:
     loop: int = 0
     store: tuple[str, int] = ("", 0)
     unreached: tuple[int, ...] = ()
+    line: CodeLine | None = None  # of user code, at which it waited last
     planned: int = 0  # newest generation that it was planned into
     formed: bool = False
     leaving: bool = False  # it was asked to leave

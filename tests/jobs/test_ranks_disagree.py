@@ -95,3 +95,27 @@ def test_an_operation_that_meets_gradients_ends_the_job_long_before_it_stalls(
     reason = str(job.exception(50))  # stall_timeout is 60 s
     assert "allreduce 'loss' (average) of float32[2]" in reason
     assert "rank 1" in reason
+
+
+def meet_on_rank_0(kind):
+    import torch
+    import torch.distributed as dist
+
+    import nbelastic.torch as hvd
+
+    hvd.init()
+    if kind == "barrier":
+        dist.init_process_group("nbelastic")
+    if hvd.rank() == 0 and kind == "barrier":
+        dist.barrier()
+    elif hvd.rank() == 0:
+        hvd.allreduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("kind", ["barrier", "allreduce"])
+def test_an_operation_of_one_rank_without_a_loop_is_named_by_its_line(crew, kind):
+    first = meet_on_rank_0.__code__.co_firstlineno
+    line = first + (10 if kind == "barrier" else 12)
+    place = rf"test_ranks_disagree.py, line {line}, in meet_on_rank_0\. All ranks must"
+    with pytest.raises(RankFailed, match=place):
+        crew.fit(meet_on_rank_0, args=(kind,), np=2)

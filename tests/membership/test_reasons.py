@@ -124,7 +124,8 @@ SENTENCES = [
     ),
     (
         why.ReturnedEarly((ONE,), waiting=True),
-        "ranks returned while others wait to train: rank 0 on tcp://A0",
+        "ranks returned while others wait to train: rank 0 on tcp://A0. All ranks must enter the "
+        "same elastic loops, and outside them call the same operations",
     ),
     (
         why.NoLoop(GONE),

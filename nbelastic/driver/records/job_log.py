@@ -14,7 +14,7 @@ from nbelastic.cluster import JobLog, Modules, Returned
 from nbelastic.driver import display
 from nbelastic.driver.clock import steady_time
 from nbelastic.driver.status import HistoryEvent, Output
-from nbelastic.messages import NotReady, Record
+from nbelastic.messages import NotReady, Record, ReturnedEarly
 
 from .describe import OUTPUT_GAP, history_detail, reset_detail, straggler_detail
 from .metrics import MetricsAggregator
@@ -88,6 +88,8 @@ class KernelLog(JobLog):
 
     def in_words(self, reason: Reason) -> str:
         """Return a reason with the lines that ranks were executing last, where it is about them."""
+        if isinstance(reason, ReturnedEarly):
+            return reason.at([_place(line) for line in reason.lines])
         if not isinstance(reason, NotReady):
             return str(reason)
         return reason.at({start: _place(each.line) for start, each in self._latest.items()})

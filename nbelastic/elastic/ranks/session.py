@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import connect
 from nbelastic.elastic.ranks.context import Context, one_of_all, when_formed
 from nbelastic.elastic.ranks.reset_timings import ResetTimings
 from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
+from nbelastic.elastic.ranks.stack import user_line
 from nbelastic.elastic.ranks.telemetry import Telemetry
 from nbelastic.elastic.ranks.unreachable import UnreachablePeers
 from nbelastic.elastic.ranks.warmup import warm_up
@@ -29,7 +31,17 @@ from nbelastic.errors import (
     Stopped,
 )
 from nbelastic.membership import place_of
-from nbelastic.messages import FRESH, Beat, LoopDone, Place, Plan, RankFormed, RankNote, RankReady
+from nbelastic.messages import (
+    FRESH,
+    Beat,
+    CodeLine,
+    LoopDone,
+    Place,
+    Plan,
+    RankFormed,
+    RankNote,
+    RankReady,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -249,6 +261,7 @@ class Session(Context):
 
     def _await_plan(self, loop: int, failed: bool, detail: str, own: bool) -> Plan:
         assert self._store is not None
+        line: Any = user_line(threading.get_ident())
         with self._changed:
             self._member = False
             reported = -1
@@ -275,6 +288,7 @@ class Session(Context):
                             unreached=self._unreachable.unreached,
                             gone=self._unreachable.gone,
                             own=own,
+                            line=CodeLine(*line) if line else None,
                         )
                     )
                     self.timings.mark("ready")
