@@ -1619,7 +1619,7 @@ class JobHandover(Message, frozen=True):
 
 
 class AttachRefusal(Message, frozen=True):
-    """Answer to an attach: the job is ``unknown`` on this cluster, or ``taken`` by another."""
+    """Answer to an attach: the job is ``unknown``, has ``ended``, or is ``taken`` by another."""
 
     problem: str
     jobs: tuple[str, ...] = ()
@@ -1651,6 +1651,8 @@ class JobInfo:
         Slots that it has, also for ranks that are starting or leaving.
     share : int or None
         As in :class:`nbelastic.JobStatus`.
+    ended : float or None
+        Time of its end; None while it is on the cluster. The scheduler remembers the last 20 jobs.
     """
 
     name: str
@@ -1665,6 +1667,7 @@ class JobInfo:
     max_np: int | None = None
     slots: int = 0
     share: int | None = None
+    ended: float | None = None
 
 
 class JobSummaries(Message, frozen=True):

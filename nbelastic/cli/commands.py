@@ -80,11 +80,14 @@ def _address(scheduler: str | None, scheduler_file: str | None) -> str:
     return found
 
 
-def _job_name(name: str | None, address: str) -> str:
-    """Return a job's name; that of the only job there, if none was given."""
+def _job_name(name: str | None, address: str, *, ended: bool = False) -> str:
+    """Return a job's name; by default that of the only job there, or of the last that ended."""
     if name is not None:
         return name
-    found = [job.name for job in driver.jobs(address)]
+    jobs = driver.jobs(address)
+    found = [job.name for job in jobs if job.ended is None]
+    if not found and ended:
+        found = [job.name for job in jobs][-1:]
     if len(found) != 1:
         there = ", ".join(found) or "none"
         raise OptionError(f"a job's name is missing; there are: {there}")
@@ -102,6 +105,8 @@ def jobs(scheduler: str | None, scheduler_file: str | None) -> None:
         for job in driver.jobs(address):
             age = duration(time.time() - job.started)
             kernel = "" if job.attached else "without a kernel"
+            if job.ended is not None:
+                kernel = f"ended {duration(time.time() - job.ended)} ago"
             rows.append((job.name, job.state, f"{job.size:,}", f"{job.commits:,}", age, kernel))
         widths = [max(len(row[i]) for row in rows) for i in range(6)]
         for row in rows:
@@ -120,7 +125,7 @@ def status(name: str | None, scheduler: str | None, scheduler_file: str | None) 
     address = _address(scheduler, scheduler_file)
 
     def show() -> int:
-        job = driver.look(_job_name(name, address), cluster=address)
+        job = driver.look(_job_name(name, address, ended=True), cluster=address)
         snapshot = JobSnapshot.of(job)
         click.echo(line(snapshot))
         if snapshot.status.reason:
@@ -167,7 +172,7 @@ def logs(
     address = _address(scheduler, scheduler_file)
 
     def show() -> int:
-        job = driver.look(_job_name(name, address), cluster=address)
+        job = driver.look(_job_name(name, address, ended=True), cluster=address)
         click.echo(job.logs(rank), nl=False)
         return 0
 

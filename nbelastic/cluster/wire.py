@@ -43,7 +43,11 @@ PART_BYTES = 2**30
 
 def pack(message: Message | ToDriver) -> dict[str, Any]:
     """Write a message as Dask can carry it."""
-    data = encode(message)
+    return in_parts(encode(message))
+
+
+def in_parts(data: bytes) -> dict[str, Any]:
+    """Wrap an encoded message as Dask can carry it."""
     parts = [data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)]
     return {"protocol": PROTOCOL, "body": parts}
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @with_hints
 def jobs(cluster: Any) -> JobTable:
-    """Return the jobs on a cluster, also those without a kernel.
+    """Return the jobs on a cluster, also those without a kernel, and the last that have ended.
 
     The value is a tuple of :class:`~nbelastic.JobInfo`, which a notebook shows as a table.
 
@@ -114,7 +114,7 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
 
 
 def look(name: str, *, cluster: Any) -> Job:
-    """Return a job as it is now, without taking it over: its kernel keeps it.
+    """Return a job as it is now, or as it ended, without taking it over: its kernel keeps it.
 
     Its status, history, logs and metrics are those of this moment, and do not change. To wait for
     it, :func:`attach`.
@@ -176,6 +176,11 @@ def _name_of_job(name: str | None) -> str:
 
 
 def _unknown(name: str, refusal: AttachRefusal) -> OptionError:
+    if refusal.problem == "ended":
+        return OptionError(
+            f"name={name!r}: the job has ended; dask elastic status|why|logs {name} show what the "
+            "scheduler remembers of it"
+        )
     there = ", ".join(refusal.jobs) or "none"
     return OptionError(f"name={name!r}: no such job on this cluster; there are: {there}")
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
+import nbelastic
 from nbelastic.cli.entry import elastic
+from nbelastic.cluster.job_log import JobLog
 from nbelastic.cluster.journal import JournalFile
+from nbelastic.cluster.scheduler import job_service
+from nbelastic.cluster.scheduler.job_service import JobService
 from nbelastic.cluster.wire import pack
 from nbelastic.driver import display
-from nbelastic.errors import JobStopped
+from nbelastic.errors import JobStopped, RankFailed
 from nbelastic.membership import Machine
-from nbelastic.messages import JobWish, Limits, RankLeft
+from nbelastic.messages import AttachRefusal, JobWish, Limits, RankLeft
 from tests.support.clusters import kinds, until
 
 
@@ -60,9 +65,7 @@ def call(crew):
 
 
 def test_jobs_status_and_logs_show_a_job_of_another_kernel(job, call):
-    assert [line.split()[:3] for line in call("jobs").splitlines()[1:]] == [
-        ["night", "running", "2"]
-    ]
+    assert call("jobs").splitlines()[1].split()[:3] == ["night", "running", "2"]
     status = call("status", "night")
     assert status.startswith("night: running · 2 ranks")
     assert "Rank 1 has joined" in status and status.count("running  ") == 2
@@ -104,6 +107,49 @@ def test_attach_takes_a_job_over_and_waits_for_its_end(crew, call):
 def test_a_job_that_does_not_exist_is_named_with_those_that_do(job, call):
     for command in ("status", "stop", "logs"):
         assert "no such job on this cluster; there are: night" in call(command, "dawn", code=2)
+
+
+def test_a_job_that_has_ended_answers_still(crew, call):
+    def fail():
+        print("hello")
+        raise ArithmeticError("of the user")
+
+    with pytest.raises(RankFailed):
+        crew.fit(fail, np=1, name="failed")
+    crew.fit(train, kwargs={"seconds": 0.5}, np=1, name="good")
+    rows = [line.split() for line in call("jobs").splitlines()]
+    assert [row[:2] for row in rows[-2:]] == [["failed", "failed"], ["good", "finished"]]
+    assert "ended" in rows[-1] and rows[-1][-1] == "ago"
+    assert "finished" in call("status") and "hello from 0" in call("logs")  # of the last
+    status = call("status", "failed")
+    assert "failed" in status and "ArithmeticError: of the user" in status
+    assert call("logs", "failed").endswith("hello\n")
+    assert "ArithmeticError: of the user" in call("why", "failed")
+    for command in ("stop", "attach"):
+        assert "name='failed': the job has ended; dask elastic" in call(command, "failed", code=2)
+    assert [info.state for info in nbelastic.jobs(crew.client)][-2:] == ["failed", "finished"]
+    crew.fit(train, kwargs={"seconds": 0.5}, np=1, name="failed")  # another of this name
+    assert "ArithmeticError" not in call("status", "failed")
+
+
+def test_the_scheduler_remembers_the_last_jobs_within_a_limit(monkeypatch):
+    service = JobService.__new__(JobService)
+    service._ended = {}
+    record = SimpleNamespace(steps=1, epoch=1, log=JobLog(), machine=Machine(Limits()), started=0.0)
+    record.client, record.ranks = None, {}
+    size = 10
+    record.controller = SimpleNamespace(describe=lambda: AttachRefusal("x" * size))
+    for number in range(job_service.MOST_ENDED + 3):
+        service.remember(f"job-{number}", record)
+    assert list(service._ended) == [f"job-{n}" for n in range(3, job_service.MOST_ENDED + 3)]
+    monkeypatch.setattr(job_service, "ENDED_BYTES", 1000)
+    size = 700
+    service.remember("large", record)
+    service.remember("large", record)
+    assert "large" in service._ended and service._ended_bytes <= 1000
+    size = 1001
+    service.remember("too large", record)
+    assert not service._ended
 
 
 def test_a_user_cannot_send_an_event_of_a_rank(crew, job):

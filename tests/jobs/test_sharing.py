@@ -83,7 +83,7 @@ def trains(job, size=None):
 
 
 def held(crew):
-    return {info.name: info.slots for info in nbelastic.jobs(crew.client)}
+    return {each.name: each.slots for each in nbelastic.jobs(crew.client) if each.ended is None}
 
 
 def kept_all(job):

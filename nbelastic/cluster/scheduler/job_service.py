@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
 import time
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 
 from nbelastic.cluster.dask_compat import hold_keys, shorten_batching
 from nbelastic.cluster.journal import open_journal
-from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
+from nbelastic.cluster.wire import FROM_KERNELS, in_parts, pack, unpack
 from nbelastic.errors import OptionError
 from nbelastic.membership import unpack_machine, view
 from nbelastic.messages import (
@@ -33,6 +34,7 @@ from nbelastic.messages import (
     LimitsChanged,
     OpenRequest,
     SlotBusy,
+    encode,
 )
 
 from .controller import JobController
@@ -50,6 +52,9 @@ logger = logging.getLogger(__name__)
 CLOSE_GRACE = 5.0
 """Seconds that ranks have to end when their job is closed, and that Dask has to see it."""
 
+MOST_ENDED, ENDED_BYTES = 20, 64 * 2**20
+"""Ended jobs that are remembered, and bytes of their histories and logs; the oldest go first."""
+
 POLL = 0.005
 
 KEEPER = "fire-and-forget"
@@ -64,6 +69,7 @@ class JobService:
         self._scheduler = scheduler
         self._jobs = plugin.jobs
         self._given_up: deque[str] = deque(maxlen=100)
+        self._ended: dict[str, tuple[JobInfo, bytes]] = {}  # with the packed description
         scheduler.handlers["nbelastic_open"] = self.open
         scheduler.handlers["nbelastic_attach"] = self.attach
         scheduler.handlers["nbelastic_drives"] = self.drives
@@ -156,45 +162,49 @@ class JobService:
         tasks = [self._scheduler.tasks[key] for key in keys if key in self._scheduler.tasks]
         return any(task.state == "processing" for task in tasks)
 
+    def remember(self, job: str, record: JobRecord) -> None:
+        """Keep the history and the log of a job that has ended, for those who ask why."""
+        if not record.steps and record.epoch == 1:
+            return  # it has not begun
+        record.log.results.clear()
+        info = _info_of(job, record)
+        info = dataclasses.replace(info, attached=False, slots=0, ended=time.time())
+        self._ended.pop(job, None)
+        self._ended[job] = info, encode(record.controller.describe())
+        while len(self._ended) > MOST_ENDED or self._ended_bytes > ENDED_BYTES:
+            del self._ended[next(iter(self._ended))]
+
+    @property
+    def _ended_bytes(self) -> int:
+        return sum(len(packed) for _, packed in self._ended.values())
+
     async def list_jobs(self) -> dict[str, Any]:
-        """Return a summary of each job."""
-        found = []
-        for name, record in self._jobs.items():
-            seen = view(record.machine, record.machine.roster.now)
-            limits = record.machine.roster.limits
-            found.append(
-                JobInfo(
-                    name=name,
-                    state=seen.state,
-                    size=seen.size,
-                    commits=seen.commits,
-                    started=record.started,
-                    attached=record.client is not None,
-                    priority=limits.priority,
-                    weight=limits.weight,
-                    min_np=limits.min_np,
-                    max_np=limits.max_np,
-                    slots=len(record.ranks),
-                    share=seen.share,
-                )
-            )
-        return pack(JobSummaries(tuple(found)))
+        """Return a summary of each job, and of the newest that have ended."""
+        there = [_info_of(name, record) for name, record in self._jobs.items()]
+        ended = [info for name, (info, _) in self._ended.items() if name not in self._jobs]
+        return pack(JobSummaries((*there, *ended)))
+
+    def _refusal(self, job: str) -> dict[str, Any]:
+        problem = "ended" if job in self._ended else "unknown"
+        return pack(AttachRefusal(problem, tuple(sorted(self._jobs))))
 
     # -- for users who do not drive a job --------------------------------------------------------
 
     async def look(self, job: str) -> dict[str, Any]:
-        """Return all that is known of a job; its driver keeps it."""
+        """Return all that is known of a job, also if it has ended; its driver keeps it."""
         record = self._jobs.get(job)
-        if record is None:
-            return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
-        return pack(record.controller.describe())
+        if record is not None:
+            return pack(record.controller.describe())
+        if job in self._ended:
+            return in_parts(self._ended[job][1])
+        return self._refusal(job)
 
     async def wish(self, message: Any) -> dict[str, Any] | None:
         """Pass a user's event to a job, as if its driver's user had sent it."""
         asked: JobWish = unpack(message, JobWish)
         record = self._jobs.get(asked.job)
         if record is None or record.closing:
-            return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
+            return self._refusal(asked.job)
         if isinstance(asked.event, LimitsChanged):
             _check_limits(asked.event)
         record.controller.take_in(asked.event)
@@ -233,7 +243,7 @@ class JobService:
         asked: AttachRequest = unpack(message, AttachRequest)
         record = self._jobs.get(asked.job)
         if record is None or record.closing or self._is_gone(asked.client, asked.topic):
-            return pack(AttachRefusal("unknown", tuple(sorted(self._jobs))))
+            return self._refusal(asked.job)
         if asked.again and record.topic != asked.topic:
             return pack(AttachRefusal("taken"))
         if record.client is not None and record.topic != asked.topic:
@@ -316,6 +326,25 @@ class JobService:
         known = [key for key in keys if key in self._scheduler.tasks]
         if known and client in self._scheduler.clients:
             self._scheduler.client_releases_keys(keys=known, client=client)
+
+
+def _info_of(name: str, record: JobRecord) -> JobInfo:
+    seen = view(record.machine, record.machine.roster.now)
+    limits = record.machine.roster.limits
+    return JobInfo(
+        name=name,
+        state=seen.state,
+        size=seen.size,
+        commits=seen.commits,
+        started=record.started,
+        attached=record.client is not None,
+        priority=limits.priority,
+        weight=limits.weight,
+        min_np=limits.min_np,
+        max_np=limits.max_np,
+        slots=len(record.ranks),
+        share=seen.share,
+    )
 
 
 def _check_limits(wish: LimitsChanged) -> None:

@@ -169,6 +169,7 @@ class ElasticPlugin(SchedulerPlugin):
         if record is None:
             return
         record.controller.stop()
+        self._job_service.remember(job, record)
         record.release()
         release_keys(self._scheduler, record.holder)
         self._job_service.forget_tasks([record.key(s) for s in range(record.machine.roster.starts)])
