@@ -12,7 +12,6 @@ import weakref
 from typing import TYPE_CHECKING
 
 from nbelastic.elastic.ranks.session import Session, warn
-from nbelastic.elastic.state import hooks_of
 from nbelastic.messages import FRESH, WeightsSampled
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.ranks.context import Context
     from nbelastic.elastic.state import State
-    from nbelastic.elastic.state.commit_store import Sample
+    from nbelastic.elastic.state.state import Sample
 
 MOMENTS = (1, 10, 100)
 """Commits of a generation after which parameters are sampled, in addition to the loop's end.
@@ -91,7 +90,6 @@ class TrainingChecks:
     def __init__(self, session: Session, state: State) -> None:
         self._session = session
         self._state = state
-        self._hooks = hooks_of(state)
         self._parameters = _check_of(session)
         self._began = time.monotonic()
         self._exchanges = 0
@@ -140,7 +138,7 @@ class TrainingChecks:
         if before is None or session.size == 1 or session.rank != 0:
             return
         try:
-            self._moving = now = self._hooks.moving_values()
+            self._moving = now = self._state._moving_values()
         except Exception:  # attributes of users' classes raise what they like
             return
         names = [name for name, token in now.items() if before.get(name, token) != token]
@@ -170,7 +168,7 @@ class TrainingChecks:
 
     def _sample(self, moment: int) -> None:
         steps = max(self._commits, REGULAR)
-        self._parameters.send(moment, self._hooks.sample, besides=steps)
+        self._parameters.send(moment, self._state._sample, besides=steps)
 
 
 class ParameterCheck:
