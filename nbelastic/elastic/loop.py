@@ -10,7 +10,6 @@ from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.elastic.ranks.torch_modes import TorchModes
-from nbelastic.elastic.state import hooks_of
 from nbelastic.elastic.training_checks import TrainingChecks
 from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt, RanksDisagree
 from nbelastic.messages import FRESH
@@ -68,14 +67,14 @@ UNASKED = (
 
 def _train(session: Session, state: State, call: Callable[[], object]) -> object:
     loop = session.next_loop()
-    checks, on_commit = TrainingChecks(session, state), hooks_of(state).on_commit
+    checks = TrainingChecks(session, state)
     try:
         with checkpointing(session, state, loop) as checkpoints:
-            on_commit.append(checks.committed)
+            state._on_commit += (checks.committed,)
             return _train_on(session, state, call, loop, checkpoints, checks)
     finally:
         checks.close()
-        on_commit.clear()
+        state._on_commit = ()
 
 
 def _train_on(
@@ -93,9 +92,7 @@ def _train_on(
     while True:
         detail = "" if failure is None else str(failure)
         with timeline.span("RESET"):
-            plan = session.form(
-                loop, hooks_of(state).step_bytes, failed=failure is not None, detail=detail
-            )
+            plan = session.form(loop, state._step_bytes, failed=failure is not None, detail=detail)
         failure = None
         try:
             resized = checkpoints.load(plan)
@@ -109,7 +106,7 @@ def _train_on(
             checkpoints.begun()
             checks.begun(resumed=checkpoints.resumed)
             try:
-                hooks_of(state).run_due()
+                state._run_due()
                 result = call()
             except BaseException:  # perhaps in an evaluation without gradients
                 modes.restore()

@@ -18,12 +18,14 @@ COUNT = 64
 _OF_BATCHES = re.compile(r"running_(mean|var)$")
 
 
-def sample(things: Iterable[object]) -> tuple[float, ...]:
+def sample(things: Iterable[object], *, models_only: bool = False) -> tuple[float, ...]:
     """Return values from all over the parameters that models and optimizers train.
 
-    It takes time that does not depend on how many there are, and changes nothing.
+    With `models_only`, those that were made to be a model's. It takes time that does not depend on
+    how many there are, and changes nothing.
     """
     found: dict[int, torch.Tensor] = {}
+    kind = torch.nn.Parameter if models_only else torch.Tensor
     for thing in things:
         if isinstance(thing, torch.nn.Module):
             parameters = list(thing.parameters())
@@ -31,14 +33,8 @@ def sample(things: Iterable[object]) -> tuple[float, ...]:
             parameters = [p for group in thing.param_groups for p in group["params"]]
         else:
             continue
-        found.update((id(each), each) for each in parameters if _is_plain(each))
-    return _values_of(list(found.values()))
-
-
-def sample_of_parameters(optimizers: Iterable[torch.optim.Optimizer]) -> tuple[float, ...]:
-    """Return values of what optimizers train, as far as it was made to be a model's."""
-    trained = (p for each in optimizers for group in each.param_groups for p in group["params"])
-    found = {id(p): p for p in trained if isinstance(p, torch.nn.Parameter) and _is_plain(p)}
+        trained = (each for each in parameters if isinstance(each, kind) and each.requires_grad)
+        found.update((id(each), each) for each in trained if _lies(each))
     return _values_of(list(found.values()))
 
 
@@ -61,10 +57,6 @@ def _values_of(tensors: list[torch.Tensor]) -> tuple[float, ...]:
         values = tensor.detach().take(places.to(tensor.device)).float()
         by_device.setdefault(tensor.device, []).append(values)
     return tuple(value for each in by_device.values() for value in torch.cat(each).tolist())
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return _lies(tensor) and tensor.requires_grad
 
 
 def _lies(tensor: torch.Tensor) -> bool:

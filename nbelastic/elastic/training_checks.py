@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 from nbelastic.elastic.ranks.session import Session, warn
-from nbelastic.elastic.state import hooks_of
 from nbelastic.messages import FRESH, WeightsSampled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
 
     from nbelastic.elastic.ranks.context import Context
     from nbelastic.elastic.state import State
-    from nbelastic.elastic.state.commit_store import Sample
+    from nbelastic.elastic.state.state import Sample
 
 MOMENTS = (1, 10, 100)
 """Commits of a generation after which parameters are sampled, in addition to the loop's end.
@@ -90,7 +90,7 @@ class TrainingChecks:
     def __init__(self, session: Session, state: State) -> None:
         self._session = session
         self._state = state
-        self._hooks = hooks_of(state)
+        self._parameters = _check_of(session)
         self._began = time.monotonic()
         self._exchanges = 0
         self._commits = 0  # of the present generation
@@ -110,8 +110,7 @@ class TrainingChecks:
         self._resumed = resumed
         epoch = getattr(self._state, "epoch", None)
         self._epoch = epoch if isinstance(epoch, int) else None
-        if self._session.stepped is not None:
-            self._session.stepped.begin()
+        self._parameters.begin()
         if self._is_new and self._session.version > 0:
             self.close()  # other ranks have committed before this rank joined
         self._is_new = False
@@ -125,7 +124,6 @@ class TrainingChecks:
             self.close()
         if self._commits in MOMENTS:
             self._sample(self._commits)
-            self._sample_besides(self._commits)
             self._look_for_moving()
 
     def _check_epoch(self) -> None:
@@ -140,7 +138,7 @@ class TrainingChecks:
         if before is None or session.size == 1 or session.rank != 0:
             return
         try:
-            self._moving = now = self._hooks.moving_values()
+            self._moving = now = self._state._moving_values()
         except Exception:  # attributes of users' classes raise what they like
             return
         names = [name for name, token in now.items() if before.get(name, token) != token]
@@ -152,7 +150,6 @@ class TrainingChecks:
     def ended(self) -> None:
         """Record that the loop has ended on this rank."""
         self._sample(0)
-        self._sample_besides(0)
         if self._waits and not self._resumed:
             warn(self._session, NEVER_COMMITTED)
 
@@ -170,18 +167,109 @@ class TrainingChecks:
             warn(self._session, NO_COMMIT)
 
     def _sample(self, moment: int) -> None:
-        _send(self._session, moment, self._sample_of_state)
+        steps = max(self._commits, REGULAR)
+        self._parameters.send(moment, self._state._sample, besides=steps)
 
-    def _sample_besides(self, moment: int) -> None:
-        _send_besides(self._session, moment, max(self._commits, REGULAR))
 
-    def _sample_of_state(self) -> tuple[Sample, tuple[str, ...]]:
-        """Return what the state trains; if it has no parameters, what optimizers have stepped."""
-        values, plain = self._hooks.sample()
-        stepped = self._session.stepped
-        if stepped is None:
-            return values, plain
-        return (values, plain or stepped.plain()) if values else stepped.sample()
+class ParameterCheck:
+    """Samples of what a rank trains, which the driver compares with those of other ranks.
+
+    It has the parameters that were broadcast in a job without an elastic loop, and the optimizers
+    that have stepped: the latest few, in the order of their first steps. That is their order in the
+    present generation, which is the same on all its ranks. They are kept until the rank ends,
+    because a function may have dropped its own when it returns.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._broadcast: Callable[[], Sample] | None = None
+        self._first = 0  # operation after the broadcast
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._steps: dict[int, int] = {}  # in the present generation
+        self._within: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def begin(self) -> None:
+        """Begin a generation."""
+        self._steps.clear()
+
+    def watch(self, sample: Callable[[], Sample]) -> None:
+        """Sample parameters that were broadcast, also after a few operations from here on."""
+        self.close()
+        self._broadcast, self._first = sample, self._session.exchanges
+        self._session.before_exchange += (self._count,)
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Add a step of an optimizer.
+
+        Those in its attributes step for it, perhaps only on this rank's share of the parameters, as
+        that of a ``ZeroRedundancyOptimizer`` does.
+        """
+        for each in vars(optimizer).values():
+            if hasattr(each, "param_groups"):
+                self._within.add(each)
+                self._drop(id(each))
+        if optimizer in self._within:
+            return
+        key = id(optimizer)
+        steps = self._steps.get(key, 0)
+        self._steps[key] = steps + 1
+        if steps == 0:
+            self._optimizers.pop(key, None)
+            self._optimizers[key] = optimizer
+            if len(self._optimizers) > MOST_OPTIMIZERS:
+                self._drop(next(iter(self._optimizers)))
+
+    def send(
+        self, moment: int, own: Callable[[], tuple[Sample, tuple[str, ...]]], *, besides: int = 0
+    ) -> None:
+        """Send a sample, if there are other ranks: `own` values, else those of all optimizers.
+
+        Send another one of what optimizers train in `besides` steps or more of this generation that
+        do not average gradients, as far as it was made to be a model's.
+        """
+        from nbelastic.elastic.parameter_samples import sample
+
+        session, found = self._session, self._optimizers
+        if session.size == 1 or session.generation == 0:
+            return
+        plain = {key: each for key, each in found.items() if not hasattr(each, "_reducer")}
+        regular = [each for key, each in plain.items() if 0 < besides <= self._steps.get(key, 0)]
+        try:
+            values, names = own()
+            values, names = values or sample(found.values()), names or _kinds_of(plain.values())
+            others = sample(regular, models_only=True)
+        except Exception:  # parameters of users' classes raise what they like
+            return
+        place = (session.spec.start, session.generation, moment)
+        if values:
+            session.port.report(WeightsSampled(*place, _finite(values), names))
+        if others:
+            kinds = _kinds_of(regular)
+            session.port.report(WeightsSampled(*place, _finite(others), kinds, besides=True))
+
+    def returned(self) -> None:
+        """Record that the function has returned."""
+        if not self._session.loops:
+            self.send(0, self._own, besides=REGULAR if self._broadcast else 0)
+
+    def close(self) -> None:
+        """Count no more operations."""
+        session = self._session
+        session.before_exchange = tuple(e for e in session.before_exchange if e != self._count)
+
+    def _own(self) -> tuple[Sample, tuple[str, ...]]:
+        return () if self._broadcast is None else self._broadcast(), ()
+
+    def _count(self) -> None:
+        session = self._session
+        if session.loops:
+            self.close()
+        elif session.exchanges - self._first in MOMENTS:
+            self.send(-session.exchanges, self._own)
+
+    def _drop(self, key: int) -> None:
+        self._optimizers.pop(key, None)
+        self._steps.pop(key, None)
 
 
 def watch(context: Context, sample: Callable[[], Sample]) -> None:
@@ -190,65 +278,7 @@ def watch(context: Context, sample: Callable[[], Sample]) -> None:
     `sample` returns values of the parameters. It replaces an earlier one.
     """
     if isinstance(context, Session):
-        if isinstance(context.before_return, _Watch):
-            context.before_return.close()
-        context.before_return = _Watch(context, sample)
-
-
-class SteppedOptimizers:
-    """Optimizers that have stepped on a rank, the latest few, in the order of their first steps.
-
-    That is their order in the present generation, which is the same on all its ranks. They are kept
-    until the rank ends, because a function may have dropped its own when it returns.
-    """
-
-    def __init__(self) -> None:
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._steps: dict[int, int] = {}  # in the present generation
-
-    def begin(self) -> None:
-        """Begin a generation."""
-        self._steps.clear()
-
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add a step of an optimizer."""
-        key = id(optimizer)
-        steps = self._steps.get(key, 0)
-        self._steps[key] = steps + 1
-        if steps == 0:
-            self._optimizers.pop(key, None)
-            self._optimizers[key] = optimizer
-            if len(self._optimizers) > MOST_OPTIMIZERS:
-                oldest = next(iter(self._optimizers))
-                del self._optimizers[oldest]
-                self._steps.pop(oldest, None)
-
-    def sample(self) -> tuple[Sample, tuple[str, ...]]:
-        """Return values of their parameters, and the kinds of those that are not distributed."""
-        from nbelastic.elastic.parameter_samples import sample
-
-        return sample(self._optimizers.values()), self.plain()
-
-    def plain(self) -> tuple[str, ...]:
-        """Return the kinds of those that are not distributed."""
-        found = self._optimizers.values()
-        names = [type(each).__name__ for each in found if not hasattr(each, "_reducer")]
-        return tuple(dict.fromkeys(names))
-
-    def sample_regular(self, steps: int) -> tuple[Sample, tuple[str, ...]]:
-        """Return the same of those that are not distributed and train parameters of models.
-
-        They must have made so many steps in the present generation.
-        """
-        from nbelastic.elastic.parameter_samples import sample_of_parameters
-
-        found = [
-            each
-            for key, each in self._optimizers.items()
-            if self._steps.get(key, 0) >= steps and not hasattr(each, "_reducer")
-        ]
-        names = tuple(dict.fromkeys(type(each).__name__ for each in found))
-        return sample_of_parameters(found), names
+        _check_of(context).watch(sample)
 
 
 def note_step(context: Context, optimizer: torch.optim.Optimizer) -> None:
@@ -257,72 +287,19 @@ def note_step(context: Context, optimizer: torch.optim.Optimizer) -> None:
     Outside a job, and on a rank alone, nothing is done. Parameters that were broadcast are compared
     earlier.
     """
-    if context.size == 1 or not isinstance(context, Session):
-        return
-    if context.stepped is None:
-        context.stepped = stepped = SteppedOptimizers()
-        if context.before_return is None:
-            context.before_return = lambda: _sample_at_end(context, stepped)
-    context.stepped.add(optimizer)
+    if context.size > 1 and isinstance(context, Session):
+        _check_of(context).add(optimizer)
 
 
-def _sample_at_end(session: Session, stepped: SteppedOptimizers) -> None:
-    if not session.loops:
-        _send(session, 0, stepped.sample)
+def _check_of(session: Session) -> ParameterCheck:
+    if session.parameters is None:
+        session.parameters = ParameterCheck(session)
+    return session.parameters
 
 
-class _Watch:
-    """Samples of parameters after certain operations, the same on all ranks, and at the end."""
-
-    def __init__(self, session: Session, sample: Callable[[], Sample]) -> None:
-        self._session = session
-        self._sample = sample
-        self._first = session.exchanges
-        session.before_exchange += (self._count,)
-
-    def __call__(self) -> None:
-        if not self._session.loops:
-            _send(self._session, 0, self._sample_with_names)
-            _send_besides(self._session, 0, REGULAR)
-
-    def close(self) -> None:
-        session = self._session
-        session.before_exchange = tuple(e for e in session.before_exchange if e != self._count)
-
-    def _count(self) -> None:
-        session = self._session
-        if session.loops:
-            self.close()
-        elif session.exchanges - self._first in MOMENTS:
-            _send(session, -session.exchanges, self._sample_with_names)
-
-    def _sample_with_names(self) -> tuple[Sample, tuple[str, ...]]:
-        stepped = self._session.stepped
-        return self._sample(), () if stepped is None else stepped.plain()
+def _kinds_of(optimizers: Iterable[object]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(type(each).__name__ for each in optimizers))
 
 
-def _send_besides(session: Session, moment: int, steps: int) -> None:
-    """Send a sample of what optimizers train regularly that are not distributed."""
-    stepped = session.stepped
-    if stepped is not None:
-        _send(session, moment, lambda: stepped.sample_regular(steps), besides=True)
-
-
-def _send(
-    session: Session,
-    moment: int,
-    sample: Callable[[], tuple[Sample, tuple[str, ...]]],
-    *,
-    besides: bool = False,
-) -> None:
-    """Send a sample of a rank's parameters, if it has any and there are other ranks."""
-    if session.size == 1 or session.generation == 0:
-        return
-    try:
-        values, plain = sample()
-    except Exception:  # parameters of users' classes raise what they like
-        return
-    if values:
-        values = tuple(each if math.isfinite(each) else NOT_FINITE for each in values)
-        place = (session.spec.start, session.generation, moment)
-        session.port.report(WeightsSampled(*place, values, plain, besides))
+def _finite(values: Sample) -> Sample:
+    return tuple(each if math.isfinite(each) else NOT_FINITE for each in values)

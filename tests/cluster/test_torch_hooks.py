@@ -113,8 +113,25 @@ def test_what_the_latest_optimizers_have_stepped_is_sampled_at_the_end(session):
         step(optimizer)
         expected = [*expected[-2:], optimizer]
     session.generation = 1
-    session.before_return()
+    session.parameters.returned()
     assert session.port == [WeightsSampled(3, 1, 0, sample(expected), ("SGD",))]
+
+
+def test_of_an_optimizer_that_steps_another_the_shard_within_is_not_compared(session):
+    """Each rank's optimizer within a ZeroRedundancyOptimizer has other parameters."""
+
+    class Sharding(torch.optim.SGD):
+        def step(self):
+            self.optim.step()
+
+    model = torch.nn.Linear(3, 2)
+    outer = Sharding(model.parameters(), 0.1)
+    outer.optim = torch.optim.SGD([model.bias], 0.1)
+    session.generation = 1
+    step(outer)
+    step(outer)
+    session.parameters.returned()
+    assert session.port == [WeightsSampled(3, 1, 0, sample([model]), ("Sharding",))]
 
 
 def test_what_was_broadcast_is_sampled_instead(session):
@@ -122,14 +139,14 @@ def test_what_was_broadcast_is_sampled_instead(session):
     session.generation = 1
     watch(session, lambda: (1.0,))
     step(torch.optim.SGD(model.parameters(), 0.1))
-    session.before_return()
+    session.parameters.returned()
     assert [each.values for each in session.port] == [(1.0,)]
-    session.before_return.close()
+    session.parameters.close()
 
 
 def test_steps_of_ranks_that_never_met_are_not_sampled(session):
     step(torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1))
-    session.before_return()
+    session.parameters.returned()
     assert session.port == []
 
 
@@ -137,7 +154,7 @@ def test_steps_outside_a_job_are_not_noted():
     context = LocalContext()
     with activate(context):
         step(torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1))
-    assert (context.stepped, context.before_return) == (None, None)
+    assert context.parameters is None
 
 
 # -- init_process_group ----------------------------------------------------------------------------

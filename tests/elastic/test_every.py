@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.elastic.loop import run
-from nbelastic.elastic.state import ObjectState, hooks_of
+from nbelastic.elastic.state import ObjectState
 from nbelastic.errors import CollectiveError, OptionError
 from nbelastic.torch.elastic import TorchState
 from tests.support.world import run_ranks
@@ -135,6 +135,6 @@ def test_wrong_arguments_are_named(state, arguments, message):
 
 
 def test_in_the_loop_it_is_too_late(state):
-    hooks_of(state).on_commit.append(print)
+    state._on_commit = (print,)
     with pytest.raises(OptionError, match="call it before the elastic loop"):
         state.every(1, print)

@@ -7,7 +7,6 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.parameter_samples import COUNT, sample, sampler_of
-from nbelastic.elastic.state import hooks_of
 from nbelastic.torch.elastic import TorchState
 from tests.support.world import run_ranks
 from tests.torch.training import loss_of, make_model
@@ -72,7 +71,7 @@ def test_a_state_tells_of_optimizers_that_do_not_average(wrapped):
         state = TorchState(model, optimizer)
         loss_of(model, 0, context.rank, context.size).backward()
         optimizer.step()
-        return hooks_of(state).sample()
+        return state._sample()
 
     (first, plain), (second, _) = run_ranks(2, rank_main)
     assert plain == (() if wrapped else ("SGD",))

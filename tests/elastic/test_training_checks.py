@@ -228,10 +228,10 @@ def test_what_is_trained_besides_a_broadcast_is_sampled_at_the_end(session):
     other = optimizer_of(5.0)
     for _ in range(20):
         note_step(session, other)
-    session.before_return()
+    session.parameters.returned()
     found = [(note.moment, note.besides, note.values) for note in session.port]
     assert found == [(0, False, (1.0,)), (0, True, (5.0,))]
-    session.before_return.close()
+    session.parameters.close()
 
 
 # -- without an elastic loop -----------------------------------------------------------------------
@@ -248,23 +248,23 @@ def test_without_a_loop_operations_are_counted_and_the_end_is_sampled(session):
     operate(session, 50)
     watch(session, lambda: (2.0,))  # in the place of the first
     operate(session, 200)
-    session.before_return()
+    session.parameters.returned()
     assert session.port.moments() == [-4, -13, -54, -63, -153, 0]
-    session.before_return.close()
+    session.parameters.close()
 
 
 def test_a_loop_samples_by_itself(session):
     watch(session, lambda: (1.0,))
     session.next_loop()
     operate(session, 50)
-    session.before_return()
+    session.parameters.returned()
     assert session.port == []
 
 
 def test_outside_a_job_nothing_is_watched():
     context = LocalContext()
     watch(context, lambda: (1.0,))
-    assert (context.before_return, context.before_exchange) == (None, ())
+    assert (context.parameters, context.before_exchange) == (None, ())
 
 
 class Moving(Sampled):

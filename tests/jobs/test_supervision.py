@@ -92,3 +92,21 @@ def test_it_is_warned_of_without_an_elastic_loop_too(crew, measured, wrapped):
 
     job = crew.fit(work, np=2)
     assert job.status.headlines == (() if wrapped else ("ranks train different parameters",))
+
+
+def test_a_sharded_optimizer_is_not_warned_of(crew):
+    def work():
+        import torch
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from torch.nn.parallel import DistributedDataParallel
+
+        torch.distributed.init_process_group("nbelastic")
+        model = DistributedDataParallel(torch.nn.Linear(4, 4))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+        for _ in range(12):
+            optimizer.zero_grad()
+            (model(torch.randn(8, 4)) - torch.distributed.get_rank()).pow(2).mean().backward()
+            optimizer.step()
+        torch.distributed.destroy_process_group()
+
+    assert crew.fit(work, np=2).status.warnings == ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import random
 from typing import Any
 
 import pytest
@@ -44,22 +46,17 @@ def _take_scale(optimizer: Any, found: dict) -> None:
 
 
 KINDS = {
-    "sam": lambda net, rank: wrappers.Sam(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9),
-    "lookahead by identity": lambda net, rank: wrappers.KeyedLookahead(sgd(net)),
-    "lookahead in a list": lambda net, rank: wrappers.ListLookahead(sgd(net)),
-    "lookahead in a state dict": lambda net, rank: wrappers.NestedLookahead(sgd(net)),
-    "schedule-free": lambda net, rank: wrappers.ScheduleFree(sgd(net)),
-    "averaging": lambda net, rank: wrappers.Averaging(net.parameters(), lr=0.1, momentum=0.9),
-    "counting": lambda net, rank: wrappers.Counting(net.parameters(), lr=0.1, momentum=0.9),
-    "scheduled": lambda net, rank: wrappers.Scheduled(net.parameters(), lr=0.1, momentum=0.9),
-    "no optimizer": lambda net, rank: wrappers.Plain(sgd(net)),
-    "distributing": lambda net, rank: wrappers.Distributing(
-        net.parameters(), rank=rank, lr=0.1, momentum=0.9
-    ),
-    "twice": lambda net, rank: wrappers.NestedLookahead(
+    "sam": lambda net: wrappers.Sam(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9),
+    "lookahead by identity": lambda net: wrappers.KeyedLookahead(sgd(net)),
+    "lookahead in a state dict": lambda net: wrappers.NestedLookahead(sgd(net)),
+    "schedule-free": lambda net: wrappers.ScheduleFree(sgd(net)),
+    "averaging": lambda net: wrappers.Averaging(net.parameters(), lr=0.1, momentum=0.9),
+    "counting": lambda net: wrappers.Counting(net.parameters(), lr=0.1, momentum=0.9),
+    "no optimizer": lambda net: wrappers.Plain(sgd(net)),
+    "twice": lambda net: wrappers.NestedLookahead(
         wrappers.Sam(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     ),
-    "hooks": lambda net, rank: hooked(net),
+    "hooks": hooked,
 }
 
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
@@ -72,7 +69,7 @@ class Training:
             for number, parameter in enumerate(self.net.parameters()):
                 generator = torch.Generator().manual_seed(number + 10 * rank)
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        self.optimizer = kind(self.net, rank)
+        self.optimizer = kind(self.net)
         self.state = TorchState(self.net, self.optimizer, batch=0)
 
     def loss(self) -> torch.Tensor:
@@ -158,7 +155,6 @@ def test_a_newcomer_goes_on_exactly(kind: Any, steps: int) -> None:
         training.step(2)
         training.state.restore()
         training.step(5)
-        assert getattr(training.optimizer, "rank", context.rank) == context.rank
         return training.bits()
 
     first, second = run_ranks(2, main)
@@ -196,22 +192,26 @@ def test_what_optimizers_share_stays_shared() -> None:
         assert same(group["params"], list(training.net.parameters()))
 
 
-class Averages:
-    def __init__(self, net: nn.Module) -> None:
-        self.shadow = [parameter.detach().clone() for parameter in net.parameters()]
-
-
 class ZeroRedundancyOptimizer(torch.optim.SGD):
     pass
 
 
-def with_hidden(net: nn.Module) -> Any:
-    class Hiding(torch.optim.SGD):
-        averages = None
+class Kept:
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
-    optimizer = Hiding(net.parameters(), lr=0.1)
-    optimizer.averages = Averages(net)
-    return optimizer
+
+def with_attribute(value: Any) -> Any:
+    def make(net: nn.Module) -> Any:
+        class Hiding(torch.optim.SGD):
+            rho, note, called = 0.5, ("a", 1), staticmethod(abs)
+
+        optimizer = Hiding(net.parameters(), lr=0.1)
+        optimizer.first = next(net.parameters())
+        optimizer.kept = value
+        return optimizer
+
+    return make
 
 
 def with_slots(net: nn.Module) -> Any:
@@ -240,7 +240,11 @@ def that_does_not_load(net: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (with_hidden, r"Hiding.averages \(a Averages\) holds tensors that a state cannot see"),
+        (with_attribute([0.5]), r"Hiding.kept \(a list\) holds values that a state cannot see"),
+        (with_attribute({"m": torch.ones(1)}), r"Hiding.kept \(a dict\) holds values"),
+        (with_attribute(torch.ones(1)), r"Hiding.kept \(a Tensor\) holds values"),
+        (with_attribute(random.Random(1)), r"Hiding.kept \(a Random\) holds values"),
+        (with_attribute(Kept(1)), r"Hiding.kept \(a Kept\) holds values .* give the class state_"),
         (with_slots, r"Slotted keeps attributes in __slots__, which a state cannot see"),
         (
             lambda net: ZeroRedundancyOptimizer(net.parameters(), lr=0.1),
@@ -259,19 +263,17 @@ def test_what_cannot_be_exact_is_refused_by_name(make: Any, message: str) -> Non
         TorchState(net, make(net))
 
 
-def test_objects_of_an_optimizer_keep_their_identity() -> None:
-    """A loop may refer to the schedule that it has given to its optimizer."""
-    training = Training(KINDS["scheduled"])
-    schedule, draws = training.optimizer.schedule, training.optimizer.draws
-    training.step(2)
-    training.state.save()
-    drawn = draws.getstate()
-    training.step(1)
-    training.state.restore()
-    assert training.optimizer.schedule is schedule
-    assert schedule.calls == 2
-    assert training.optimizer.draws is draws
-    assert draws.getstate() == drawn
+@pytest.mark.parametrize("value", [0.5, "a", None, (1, 2)])
+@pytest.mark.parametrize("other", [{}, abs, logging.getLogger()])
+def test_plain_attributes_are_kept_and_what_cannot_change_is_not(value: Any, other: Any) -> None:
+    net = nn.Linear(2, 1)
+    optimizer = with_attribute(value)(net)
+    optimizer.other = other
+    state = TorchState(net, optimizer)
+    optimizer.kept, optimizer.late = 7, 1
+    state.restore()
+    assert optimizer.kept == value
+    assert not hasattr(optimizer, "late")
 
 
 def test_a_wrapper_whose_optimizer_is_named_as_well_needs_no_state_dict() -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import defaultdict
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -100,34 +98,6 @@ class KeyedLookahead(Optimizer):
         self.fast_state = self.optimizer.state
 
 
-class ListLookahead(Optimizer):
-    """Lookahead whose base is not initialised, and whose slow weights are an attribute."""
-
-    def __init__(self, base: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
-        self.optimizer = base
-        self.param_groups = self.optimizer.param_groups
-        self.alpha = alpha
-        self.k = k
-        for group in self.param_groups:
-            group["step_counter"] = 0
-        self.slow_weights = [
-            [p.clone().detach() for p in group["params"]] for group in self.param_groups
-        ]
-        self.state = base.state
-
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step(closure)
-        for group, slow_weights in zip(self.param_groups, self.slow_weights, strict=True):
-            group["step_counter"] += 1
-            if group["step_counter"] % self.k == 0:
-                for p, q in zip(group["params"], slow_weights, strict=True):
-                    q.data.add_(p.data - q.data, alpha=self.alpha)
-                    p.data.copy_(q.data)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-
 class NestedLookahead(Optimizer):
     """Lookahead whose state dict has its state as it is, and its counter in an attribute."""
 
@@ -165,7 +135,6 @@ class ScheduleFree(Optimizer):
         self.base = base
         self.momentum = momentum
         self.train_mode = False
-        self.mean_of: dict[torch.Tensor, torch.Tensor] = {}
 
     @property
     def param_groups(self) -> Any:
@@ -177,10 +146,10 @@ class ScheduleFree(Optimizer):
 
     def _swap(self, to: bool) -> None:
         if self.train_mode != to:
-            for p, mean in self.mean_of.items():
+            for p, values in self.state.items():
                 held = p.data.clone()
-                p.data.copy_(mean)
-                mean.copy_(held)
+                p.data.copy_(values["mean"])
+                values["mean"].copy_(held)
         self.train_mode = to
 
     def train(self) -> None:
@@ -196,7 +165,7 @@ class ScheduleFree(Optimizer):
         for group in self.param_groups:
             group["k"] = group.get("k", 0) + 1
             for p in group["params"]:
-                mean = self.mean_of.setdefault(p, p.detach().clone())
+                mean = self.state[p].setdefault("mean", p.detach().clone())
                 mean.lerp_(p, 1 / group["k"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -271,33 +240,6 @@ class Counting(torch.optim.SGD):
         super().load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
 
 
-class Schedule:
-    """A schedule that counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self) -> float:
-        self.calls += 1
-        return 1 / self.calls
-
-
-class Scheduled(torch.optim.SGD):
-    """An optimizer whose options come from objects of its own."""
-
-    def __init__(self, params: Any, **kwargs: Any) -> None:
-        super().__init__(params, **kwargs)
-        self.schedule = Schedule()
-        self.draws = random.Random(1)
-        self.numpy_draws = np.random.default_rng(1)
-
-    def step(self, closure: Any = None) -> None:
-        noise = self.draws.random() + self.numpy_draws.random()
-        for group in self.param_groups:
-            group["lr"] = 0.05 * self.schedule() * noise
-        super().step(closure)
-
-
 class Plain:
     """A wrapper that is no torch optimizer, and forgets about half of what it wraps."""
 
@@ -319,24 +261,3 @@ class Plain:
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.steps = state_dict["steps"]
-
-
-class Distributing(torch.optim.SGD):
-    """An optimizer that knows its rank, and averages in a dict by parameter."""
-
-    def __init__(self, params: Any, rank: int, **kwargs: Any) -> None:
-        super().__init__(params, **kwargs)
-        self.rank = rank
-        self.means: Any = defaultdict(lambda: torch.zeros(()))
-        self.history: list[float] = []
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.means[p] = 0.5 * self.means[p] + p.mean()
-                p.sub_(self.means[p], alpha=0.01)
-        self.history.append(float(sum(self.means.values())))
-        if self.history[-1] > 0:
-            self.param_groups[0]["lr"] *= 0.9

@@ -23,7 +23,7 @@ from nbelastic.elastic.checkpoint.format import Header
 from nbelastic.elastic.checkpoint.reader import Reader
 from nbelastic.elastic.checkpoint.writer import Writer
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
-from nbelastic.elastic.state import ObjectState, hooks_of, store_of
+from nbelastic.elastic.state import ObjectState
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import Leaving, NbelasticError, OptionError, StateMismatch, Stopped
 from nbelastic.messages import FRESH, RankNote
@@ -70,12 +70,12 @@ class checkpointing:  # noqa: N801 (a generator would set the traceback of users
 
     def __init__(self, session: Session, state: State, loop: int) -> None:
         self._session = session
-        self._on_commit = hooks_of(state).on_commit
+        self._state = state
         self._checkpoints = CheckpointManager(session, state, loop)
 
     def __enter__(self) -> CheckpointManager:
         if self._session.spec.checkpoint is not None:
-            self._on_commit.append(self._checkpoints.committed)
+            self._state._on_commit += (self._checkpoints.committed,)
             self._session.save_commit = self._checkpoints.save
         return self._checkpoints
 
@@ -88,7 +88,7 @@ class checkpointing:  # noqa: N801 (a generator would set the traceback of users
             elif kind is not None:
                 self._checkpoints.abandon()
         finally:
-            self._on_commit.clear()
+            self._state._on_commit = ()
             self._session.save_commit = None
 
 
@@ -113,8 +113,7 @@ class CheckpointManager:
                 f"checkpoint={without_secrets(spec.url)!r}: a {type(state).__name__} cannot be "
                 "written to disk; derive it from ObjectState or TorchState"
             )
-        store = store_of(state)
-        unwritable = ", state.".join(store.unwritable())
+        unwritable = ", state.".join(state._unwritable())
         if unwritable:
             raise OptionError(
                 f"checkpoint={without_secrets(spec.url)!r}: handlers of yours keep "
@@ -123,7 +122,6 @@ class CheckpointManager:
             )
         self._spec = spec
         self._state = state
-        self._store = store
         self._files = CheckpointFiles(spec.url, spec.run)
         self._writer = Writer(self._files, self._report)
 
@@ -227,7 +225,7 @@ class CheckpointManager:
 
     def _report_settings(self) -> None:
         """Report settings of the function that are not those of the checkpoint."""
-        found = self._store.adopt_settings()
+        found = self._state._adopt_settings()
         if found:
             more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
             self._report(OTHER_SETTINGS.format(", ".join(found[:MOST_NAMES]) + more))
@@ -240,9 +238,9 @@ class CheckpointManager:
         return next(iter(unlisted.values()), None)
 
     def _take_over(self, path: str, checkpoint: Checkpoint) -> None:
-        session, store, header = self._session, self._store, checkpoint.header
+        session, state, header = self._session, self._state, checkpoint.header
         payload, (_, progress) = unstored(checkpoint.tensors)
-        samplers = store.samplers()
+        samplers = state._samplers()
         # The length of an epoch that a user's own sampler draws is known when it is drawn again.
         lengths = [None if each.shuffle is None else each.length for each in progress]
         now = [None if each.shuffle is None else len(each.dataset) for each in samplers]
@@ -251,7 +249,7 @@ class CheckpointManager:
                 f"{path} was made with samplers of {lengths} samples; now they have {now}"
             )
         try:
-            store.unpack(payload)
+            state._unpack(payload)
         except StateMismatch as error:
             raise StateMismatch(
                 f"{path} does not fit the state that the function has built: {error}. Build what "
@@ -261,7 +259,7 @@ class CheckpointManager:
             raise NbelasticError(f"{path} does not fit the state: {error}") from error
         for sampler, each in zip(samplers, progress, strict=True):
             sampler.install(each, session.rank, session.size, resumed=True)
-        self._state.save()
+        state.save()
         detail = f"goes on from {path} (commit {header.version} of job {header.job})"
         self._report(detail)
         self._report_settings()
@@ -273,12 +271,12 @@ class CheckpointManager:
     def committed(self) -> None:
         """Write the last commit, if it is due. All ranks call this together."""
         if self._session.version % self._spec.every == 0:
-            progress = self._store.progress()
+            progress = self._state._progress_at_commit()
             if progress:
                 from nbelastic.elastic.sampler import agree_on_progress
 
                 progress = agree_on_progress(progress, self._session)
-            self._store.complete()
+            self._state._complete_commit()
             if self._session.rank == 0 and not self._writer.busy:
                 self._begin(progress)
 
@@ -286,7 +284,7 @@ class CheckpointManager:
         """Begin to write the last commit: the job is suspended, and this rank has its state."""
         present = (self._session.generation, self._session.version)
         if self._writer.written != present and not self._writer.busy:
-            self._begin(self._store.progress())
+            self._begin(self._state._progress_at_commit())
 
     def left(self) -> None:
         """Record that the generation was left as planned, at the last commit."""
@@ -325,7 +323,7 @@ class CheckpointManager:
         self._writer.wait(deadline, self._on_progress)
         present = (self._session.generation, self._session.version)
         if self._writer.written != present and not self._writer.busy:
-            self._begin(self._store.progress())
+            self._begin(self._state._progress_at_commit())
             self._writer.wait(deadline, self._on_progress)
         if self._writer.busy:
             self._report(f"the last one was given up after {longest:g} s")
@@ -343,7 +341,7 @@ class CheckpointManager:
 
     def _copy(self, progress: Sequence[SamplerProgress]) -> tuple[Header, dict[str, StoredTensor]]:
         session = self._session
-        tensors = stored(self._store.pack(), (self._store.as_dict, list(progress)))
+        tensors = stored(self._state._pack_commit(), (type(self._state)._as_dict, list(progress)))
         header = Header(
             job=session.spec.job,
             loop=self._loop,

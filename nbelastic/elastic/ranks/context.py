@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.followed import FollowedSamplers
     from nbelastic.elastic.ranks.step_share import StepShare
     from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
-    from nbelastic.elastic.training_checks import SteppedOptimizers
+    from nbelastic.elastic.training_checks import ParameterCheck
 
 # Ranks leave a generation at the same step, without a collective of their own. Each rank learns of
 # a coming change at its own moment (`change_flag`). The flag rides on a reduction that takes place
@@ -56,10 +56,9 @@ class Context(abc.ABC):
     exchanges = 0  # calls of :meth:`communicator`, each just before an operation
     before_exchange: tuple[Callable[[], None], ...] = ()  # called before each of these
     defers = False  # whether the operation that begins may wait behind others of process groups
-    before_return: Callable[[], None] | None = None  # called when the function has returned
     # Called as each generation has formed, before the state is synchronised.
     after_forming: tuple[Callable[[], None], ...] = ()
-    stepped: SteppedOptimizers | None = None  # on this rank, if it is one of several
+    parameters: ParameterCheck | None = None  # what this rank trains, once it is known
     # Whether there is a process group of torch.distributed with other ranks; None without a group.
     in_torch_group: bool | None = None
     receive_buffer: ReceiveBuffer | None = None

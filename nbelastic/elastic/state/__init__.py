@@ -5,10 +5,8 @@ from nbelastic.elastic.state.state import (
     ObjectState,
     State,
     check_names,
-    hooks_of,
     public,
     refuse_by_name,
-    store_of,
 )
 
 __all__ = [
@@ -16,8 +14,6 @@ __all__ = [
     "ObjectState",
     "State",
     "check_names",
-    "hooks_of",
     "public",
     "refuse_by_name",
-    "store_of",
 ]

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_source
 from nbelastic.elastic.ranks.timeline import timeline
-from nbelastic.elastic.state.commit_store import CommitStore, StateHooks
 from nbelastic.elastic.state.in_place import Originals, adopt
 from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.elastic.state.transfer import allgather_object, spread_everywhere
@@ -46,6 +45,8 @@ _MIXED = 3  # Horovod's HostUpdateResult.mixed
 
 SENT = "sent to other ranks or to a checkpoint"
 
+Sample = tuple[float, ...]
+
 Task = TypeVar("Task", bound="Callable[[], object]")
 
 
@@ -57,7 +58,8 @@ class State:
     the elastic loop.
     """
 
-    _on_commit: Sequence[Callable[[], None]] = ()  # of the elastic loop, while it runs in a job
+    # What the elastic loop needs of a state has names that no value of a user's can have.
+    _on_commit: tuple[Callable[[], None], ...] = ()  # the loop's calls, while it runs in a job
 
     def __init__(self, bcast_object: object = None, get_rank: object = None) -> None:
         del bcast_object, get_rank  # Horovod's signature; the loop knows both
@@ -155,7 +157,7 @@ class State:
     def _run_due(self) -> None:
         """Call functions that are due at the last commit."""
 
-    def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
+    def _sample(self) -> tuple[Sample, tuple[str, ...]]:
         """Return values of trained parameters, and optimizers that do not average gradients."""
         return (), ()
 
@@ -504,28 +506,6 @@ class ObjectState(State):
                 f"the state of rank {source} does not fit the one that this rank has built: "
                 f"{error}. All ranks must build the same state"
             ) from None
-
-
-def hooks_of(state: State) -> StateHooks:
-    """Return what the elastic loop needs of a state."""
-    on_commit = state.__dict__.setdefault("_on_commit", [])
-    return StateHooks(
-        on_commit, state._run_due, state._sample, state._moving_values, state._step_bytes
-    )
-
-
-def store_of(state: ObjectState) -> CommitStore:
-    """Return what checkpoints need of a state."""
-    return CommitStore(
-        pack=state._pack_commit,
-        progress=state._progress_at_commit,
-        complete=state._complete_commit,
-        unwritable=state._unwritable,
-        as_dict=type(state)._as_dict,
-        unpack=state._unpack,
-        samplers=state._samplers,
-        adopt_settings=state._adopt_settings,
-    )
 
 
 def refuse_by_name(

@@ -31,13 +31,12 @@ from nbelastic.torch.state.flatten import (
     nested,
     refs_in,
 )
-from nbelastic.torch.state.module_settings import COMPILED, ModuleSettings, uncompiled
-from nbelastic.torch.state.optimizer_adapter import (
-    OptimizerAdapter,
-    attributes_of,
-    load,
-    same_lists,
-    within,
+from nbelastic.torch.state.optimizer_adapter import OptimizerAdapter, load, same_lists, within
+from nbelastic.torch.state.settings import (
+    COMPILED,
+    Settings,
+    attributes_of_optimizers,
+    uncompiled,
 )
 from nbelastic.torch.state.structure import LAZY, TensorNames, word_for
 
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
-    from nbelastic.torch.state.module_settings import SentSettings
+    from nbelastic.torch.state.settings import SentSettings
     from nbelastic.torch.state.structure import Structure
 
 
@@ -64,7 +63,7 @@ class ModuleContent(NamedTuple):
     tensors: list[tuple[str, str, str, Any, bool, bool]]
     extras: list[tuple[str, Node]]  # extra states by paths of modules
     custom: list[tuple[str, Node]]  # overridden state dicts by paths of modules
-    settings: ModuleSettings | SentSettings
+    settings: Settings | SentSettings
 
 
 class ModuleAdapter(Adapter):
@@ -89,12 +88,12 @@ class ModuleAdapter(Adapter):
                     tensors.append((path, kind, name, node, trains, persistent))
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                 extras.append((path, flattener.flatten(module.get_extra_state())))
-        return ModuleContent(tensors, extras, _custom(flattener, obj), ModuleSettings(obj))
+        return ModuleContent(tensors, extras, _custom(flattener, obj), Settings(obj))
 
     def restore(
         self, unflattener: Unflattener, obj: torch.nn.Module, content: ModuleContent
     ) -> None:
-        tensors, extras, custom, *settings = content  # checkpoints may be older
+        tensors, extras, custom, settings = content
         modules = {uncompiled(path): each for path, each in obj.named_modules()}
         captured = set()
         for raw, kind, name, node, requires_grad, _ in tensors:
@@ -111,8 +110,7 @@ class ModuleAdapter(Adapter):
                 into = getattr(module, kind)
                 for name in [n for n in into if (path, kind, n) not in captured]:
                     del into[name]
-        for each in settings:
-            each.restore(obj)
+        settings.restore(obj)
         for path, node in extras:
             extra = unflattener.unflatten(node)
             unflattener.flush()
@@ -121,7 +119,7 @@ class ModuleAdapter(Adapter):
             load(modules[uncompiled(path)], unflattener, node)
 
     def parts(self, label: str, content: ModuleContent, names: TensorNames) -> Structure:
-        tensors, extras, _, *settings = content
+        tensors, extras, _, settings = content
         paths = [_join(label, uncompiled(path)) for path, _ in extras]
         found: Structure = {("extra state of", path): "" for path in paths}
         for path, kind, name, node, requires_grad, _ in tensors:
@@ -137,8 +135,7 @@ class ModuleAdapter(Adapter):
                 if isinstance(node, TensorRef):
                     names.known.setdefault(node, full)
             found["parameter" if is_parameter else "buffer", full] = words
-        for each in settings:
-            found.update({(k, _join(label, path)): t for (k, path), t in each.described.items()})
+        found.update({(k, _join(label, path)): t for (k, path), t in settings.described.items()})
         return found
 
     def state_dict(self, content: ModuleContent, *, whole: bool = False) -> Node:
@@ -225,29 +222,18 @@ class SamplerAdapter(Adapter):
 class StateDictAdapter(Adapter):
     """Other objects with ``state_dict`` and ``load_state_dict``: schedulers, scalers, metrics.
 
-    Optimizers that they wrap are captured by themselves, and put in place after the object.
+    Optimizers that they wrap are objects of the state themselves.
     """
 
-    def capture(self, flattener: Flattener, obj: Any) -> tuple[Node, list[Node]]:
-        return flattener.flatten(obj.state_dict()), [*map(flattener.flatten, wrapped_in(obj))]
+    def capture(self, flattener: Flattener, obj: Any) -> Node:
+        return flattener.flatten(obj.state_dict())
 
     def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
-        state_dict, inner = content
-        for node in inner:
-            unflattener.unflatten(node)
-        with same_lists(wrapped_in(obj)):
-            load(obj, unflattener, state_dict)
-        done: set[int] = set()
-        for node in inner:
-            optimizer = unflattener.objects[node.number]
-            _OPTIMIZERS.put_back(unflattener, optimizer, node.content, done)
+        with same_lists(obj):
+            load(obj, unflattener, content)
 
     def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        return {("tensor", name): names.words[ref] for name, ref in refs_in(content[0], label)}
-
-    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
-        del whole
-        return cast("Node", content[0])
+        return {("tensor", name): names.words[ref] for name, ref in refs_in(content, label)}
 
 
 class LoaderAdapter(Adapter):
@@ -307,12 +293,11 @@ class EpochAdapter(Adapter):
         obj.set_epoch(unflattener.unflatten(content)["epoch"])
 
 
-_OPTIMIZERS = OptimizerAdapter()
 _ADAPTERS: list[tuple[type, Adapter]] = [
     (ShardSampler, SamplerAdapter()),
     (Loader, LoaderAdapter()),
     (torch.nn.Module, ModuleAdapter()),
-    (torch.optim.Optimizer, _OPTIMIZERS),
+    (torch.optim.Optimizer, OptimizerAdapter()),
     (torch.amp.GradScaler, ScalerAdapter()),
     (torch.Generator, GeneratorAdapter()),
 ]
@@ -472,7 +457,8 @@ def _inside(value: object) -> Iterable[tuple[object, object]]:
             return ()
         return value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
     if isinstance(value, torch.optim.Optimizer):
-        return attributes_of(value).items()
+        common = attributes_of_optimizers()
+        return [(name, each) for name, each in vars(value).items() if name not in common]
     if adapter_of(value) is _STATE_DICT:
         return [(f"optimizer {n}", each) for n, each in enumerate(wrapped_in(value))]
     return ()
@@ -525,13 +511,23 @@ class CapturedState(NamedTuple):
         """Return the structure of the objects, to be compared with another one."""
         names = TensorNames([*map(word_for, self.tensors)], {})
         structure: Structure = {}
-        for node in models_first(self.captured, self.objects):
+        for node in in_order(self.captured, self.objects):
             adapter = adapter_of(self.objects[node.number])
             assert adapter is not None
             structure.update(adapter.parts(self.labels[node.number], node.content, names))
         return structure
 
 
-def models_first(captured: Iterable[ObjectNode], objects: Sequence[object]) -> list[ObjectNode]:
-    """Return nodes with those of models first, which own the tensors that others share."""
-    return sorted(captured, key=lambda node: not isinstance(objects[node.number], torch.nn.Module))
+def in_order(captured: Iterable[ObjectNode], objects: Sequence[object]) -> list[ObjectNode]:
+    """Return nodes in the order of restoration.
+
+    Models own the tensors that others share. Whatever wraps an optimizer may change it.
+    """
+
+    def place(node: ObjectNode) -> tuple[bool, bool, int]:
+        obj = objects[node.number]
+        if isinstance(obj, torch.optim.Optimizer):
+            return True, True, -len(within(obj))
+        return not isinstance(obj, torch.nn.Module), False, 0
+
+    return sorted(captured, key=place)

@@ -11,8 +11,8 @@ from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.torch.identity import same
 from nbelastic.torch.state.adapters import (
     capture_object,
+    in_order,
     labels_of,
-    models_first,
     objects_in,
     restore_object,
 )
@@ -108,7 +108,7 @@ def rebuild(
     unflattener: Unflattener, captured: list[ObjectNode], nodes: dict[str, Node]
 ) -> tuple[dict[str, Any], dict[int, Any]]:
     """Return values by name, and what objects have by id; restore objects in place."""
-    for obj in models_first(captured, unflattener.objects):  # tensors that others share stay theirs
+    for obj in in_order(captured, unflattener.objects):
         unflattener.unflatten(obj)
     owned = unflattener.begin_values()
     built = {name: unflattener.unflatten(node) for name, node in nodes.items()}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nbelastic.elastic.parameter_samples import sample
 from nbelastic.torch.state.adapters import wrapped_in
 from nbelastic.torch.state.optimizer_adapter import hooks_see_steps
 
@@ -36,8 +37,6 @@ LARGE = 1 << 28
 
 # Commits after which values are compared before the next step: the first ones, and a few more.
 SAMPLED_UNTIL, SAMPLED_AT = 4, (10, 100, 1000)
-
-MOST_VALUES = 64  # values of a tensor that are compared then
 
 _address_of = torch.Tensor.data_ptr
 _version_of = operator.attrgetter("_version")
@@ -87,10 +86,11 @@ class LazyCommit:
         self._exchanges = self._generation = 0
         self._cache: StructureCache | None = None
         self._sees_steps = False  # of all optimizers
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._tensors: list[torch.Tensor] = []
         self._marks: Marks = ([], [])
         self._commits = 0
-        self._values: list[torch.Tensor] | None = None  # some, at the last commit
+        self._values: str | None = None  # some of the parameters', at the last commit
         self._watcher = _Hook(weakref.ref(self), "_before_exchange")
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -137,7 +137,7 @@ class LazyCommit:
             self._sees_steps = all(map(hooks_see_steps, optimizers)) and not any(
                 wrapped_in(e) for e in cache.objects if e not in optimizers
             )
-            self._tensors = _tensors_of(optimizers)
+            self._optimizers, self._tensors = optimizers, _tensors_of(optimizers)
             self.tensors = frozenset(map(id, self._tensors))
             is_large = sum(each.nbytes for each in self._tensors) >= LARGE
             self._needed = 1 if is_large else LEARNED
@@ -145,7 +145,7 @@ class LazyCommit:
             self._marks = _marks_of(self._tensors)
         self._commits += 1
         looks = self._commits <= SAMPLED_UNTIL or self._commits in SAMPLED_AT
-        self._values = _some_of(self._tensors) if looks and not self._broken else None
+        self._values = self._look() if looks and not self._broken else None
         self.uncopied = self.trusted and self._sees_steps and context is not None and not copy
         if not self.uncopied:
             self._unwatch()
@@ -181,7 +181,7 @@ class LazyCommit:
     def _before_step(self) -> None:
         if self.unchanged:
             before, self._values = self._values, None
-            if before is None or _equal(before, _some_of(self._tensors)):
+            if before is None or before == self._look():
                 return
             self._broken = True
         self._regular = False
@@ -202,6 +202,9 @@ class LazyCommit:
         if self.stepped or not unchanged:
             self._regular = False
             self._on_break(unchanged)
+
+    def _look(self) -> str:
+        return repr(sample(self._optimizers))  # as text, a value that is no number equals itself
 
     def _watch(self) -> None:
         context, watcher = self._context, self._watcher
@@ -252,22 +255,3 @@ def _tensors_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tenso
 
 def _marks_of(tensors: Sequence[torch.Tensor]) -> Marks:
     return [*map(_address_of, tensors)], [*map(_version_of, tensors)]
-
-
-def _some_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a few values of each parameter, as one tensor for each device and type."""
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for each in tensors:
-        if each.requires_grad and each.is_contiguous() and each.numel():
-            row = each.detach().view(-1)
-            some = row[:: max(1, each.numel() // MOST_VALUES)]
-            found.setdefault((each.device, each.dtype), []).append(some)
-    return [torch.cat(parts) for parts in found.values()]
-
-
-def _equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Return whether values are the same, those that are no numbers included."""
-    return all(
-        torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
-        for one, other in zip(some, others, strict=True)
-    )

@@ -1,72 +1,54 @@
 """Adapter for optimizers, including wrappers of others and classes of users.
 
-An optimizer that is not torch's may keep state anywhere. The adapter captures:
+Of each optimizer the adapter captures groups of parameters, the state of each parameter, and plain
+attributes, as modules have them. If a class overrides ``state_dict()`` or ``load_state_dict()``,
+the state dict is captured as well, and holds whatever else the optimizer keeps. Without them, other
+attributes are refused.
 
-- groups of parameters and the state of each parameter, also of optimizers in its attributes;
-- attributes that hold numbers, strings, tensors, random generators, containers of them, or objects
-  of plain classes with numbers and strings (a schedule that counts);
-- its ``state_dict()``, if it overrides that method or ``load_state_dict()``.
-
-A restore puts all of it back. A rank that receives it takes over the attributes that have changed
-since the sender's optimizer was built, so that attributes that differ by rank stay. The state dict
-is loaded before groups and state, and lists and dicts that optimizers share stay shared. Objects
-are changed in place, because the user's loop may refer to them.
+Optimizers in attributes are objects of the state themselves. Those around them are restored first,
+because a ``load_state_dict()`` may replace groups and state of the optimizers within. Groups and
+state come last, and in place: lists and dicts that optimizers share stay shared.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import functools
-import pickle
 import random
 import weakref
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nbelastic.elastic.state.in_place import adopt, attributes_in
+from nbelastic.elastic.state.in_place import attributes_in
 from nbelastic.errors import NbelasticError, StateMismatch
 from nbelastic.torch.gradients.reducer import Reducer
 from nbelastic.torch.state.flatten import (
     ATOMS,
     Adapter,
     ContainerNode,
-    ObjectNode,
     TensorRef,
     ValueNode,
-    children_of,
-    is_container,
     mapping,
     nested,
 )
+from nbelastic.torch.state.settings import Settings, attributes_of_optimizers, is_plain
 from nbelastic.torch.state.structure import OWN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
+    from nbelastic.torch.state.settings import SentSettings
     from nbelastic.torch.state.structure import Structure, TensorNames
 
 _Optimizer = torch.optim.Optimizer
 
-
-@functools.cache
-def _common() -> frozenset[str]:
-    """Return attributes of any optimizer: torch's, ours, those of schedulers and scalers."""
-    torchs = vars(torch.optim.SGD([torch.zeros(1)]))  # the first one of a process imports Dynamo
-    ours = {"_reducer", "_op", "_skips"}
-    return frozenset(
-        {*torchs, *ours, "step", "_opt_called", "_step_count", "grad_scale", "found_inf"}
-    )
-
-
-_ARRAYS = (np.generic, np.ndarray)
-_COLLECTIONS = (set, frozenset, collections.deque)
-_RANDOM = (random.Random, np.random.Generator, np.random.RandomState)
-_DEEPEST = 6  # levels of objects within objects that are searched for tensors
+_DATA = (
+    *(torch.Tensor, np.generic, np.ndarray, set, frozenset, collections.deque),
+    *(random.Random, np.random.Generator, np.random.RandomState),
+)
 
 _LISTS = ("param_groups", "state")
 
@@ -77,11 +59,8 @@ _ADVICE = (
     "load_state_dict(), or register a handler (elastic.state.set_handler_registry)"
 )
 
-# Pickled attributes without tensors of each optimizer, from its first capture.
-_built: weakref.WeakKeyDictionary[Any, dict[str, bytes]] = weakref.WeakKeyDictionary()
-
-# Names of each optimizer's attributes that were searched for tensors.
-_searched: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+# Optimizers whose attributes were searched, and whose state dict was loaded once.
+_checked: weakref.WeakSet[_Optimizer] = weakref.WeakSet()
 
 
 class OptimizerContent(NamedTuple):
@@ -89,9 +68,7 @@ class OptimizerContent(NamedTuple):
 
     groups: Sequence[tuple[list[TensorRef], dict[str, Node]]]  # parameters, and options
     state: Sequence[tuple[TensorRef, dict[str, Node]]]  # of each parameter that has some
-    attributes: Mapping[str, Node] = MappingProxyType({})  # others
-    changed: frozenset[str] = frozenset()  # of them, since it was built; or with tensors
-    inner: Sequence[ObjectNode] = ()  # objects with an adapter among its attributes
+    settings: Settings | SentSettings | None = None  # plain attributes; of torch's own, none
     custom: Node | None = None  # its state dict, if that is not torch's
 
 
@@ -106,72 +83,31 @@ class OptimizerAdapter(Adapter):
             )
             for group in obj.param_groups
         ]
-        state = [
+        state: Any = [
             (
                 flattener.flatten(owner),
                 {key: flattener.flatten(each) for key, each in values.items()},
             )
             for owner, values in obj.state.items()
         ]
-        content: Any = OptimizerContent(groups, state)  # type: ignore[arg-type]
-        return content if is_torchs(obj) else self._capture_more(flattener, obj, content)
-
-    def _capture_more(
-        self, flattener: Flattener, obj: _Optimizer, content: OptimizerContent
-    ) -> OptimizerContent:
-        attributes = attributes_of(obj)
-        if _searched.get(obj) != frozenset(attributes):
-            _refuse(flattener, obj)
-            _searched[obj] = frozenset(attributes)
-        if _overrides(obj) and obj not in _built:
-            with same_lists(within(obj)):  # an error should come now, not after a failure
-                _load(obj, obj.state_dict())
-        plain = {name: each for name, each in attributes.items() if _is_plain(each)}
-        as_bytes = {name: _frozen(each) for name, each in plain.items()}
-        built = _built.setdefault(obj, {k: v for k, v in as_bytes.items() if v is not None})
-        inner = [
-            flattener.flatten(each)
-            for value in attributes.values()
-            for each in nested(value)
-            if flattener.is_object(each) and each is not obj
-        ]
-        custom = None
-        if _overrides(obj):
-            custom = flattener.flatten(obj.state_dict())
-        return content._replace(
-            attributes={name: flattener.flatten(each) for name, each in plain.items()},
-            changed=frozenset(
-                name for name, each in as_bytes.items() if each is None or built.get(name) != each
-            ),
-            inner=[node for node in inner if isinstance(node, ObjectNode)],
-            custom=custom,
-        )
+        if is_torchs(obj):
+            return OptimizerContent(groups, state)  # type: ignore[arg-type]
+        if obj not in _checked:
+            _check(flattener, obj)
+            _checked.add(obj)
+        custom = flattener.flatten(obj.state_dict()) if overrides(obj) else None
+        return OptimizerContent(groups, state, Settings(obj), custom)  # type: ignore[arg-type]
 
     def restore(self, unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent) -> None:
-        for node in content.inner:
-            unflattener.unflatten(node)
-        self.put_back(unflattener, obj, content, set())
+        self._put_back(unflattener, obj, content)
         if content.custom is not None:
-            with same_lists(within(obj)):
+            with same_lists(obj):
                 load(obj, unflattener, content.custom)
-            self.put_back(unflattener, obj, content, set())
+            self._put_back(unflattener, obj, content)
+        if content.settings is not None:
+            content.settings.restore(obj)
 
-    def put_back(
-        self, unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent, done: set[int]
-    ) -> None:
-        """Put groups, state and attributes in place, also in the optimizers within."""
-        if id(obj) in done:
-            return
-        done.add(id(obj))
-        for node in content.inner:
-            inner = unflattener.objects[node.number]
-            if isinstance(inner, _Optimizer):
-                self.put_back(unflattener, inner, node.content, done)
-        self._put_back_groups(unflattener, obj, content)
-        if not is_torchs(obj):
-            _put_back_attributes(unflattener, obj, content)
-
-    def _put_back_groups(
+    def _put_back(
         self, unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent
     ) -> None:
         groups, state = content.groups, content.state
@@ -212,7 +148,7 @@ class OptimizerAdapter(Adapter):
         if content.custom is not None and not whole:
             return content.custom
         groups, state = _lists_of(content, whole)
-        nodes = {"state": state, "param_groups": groups, **(content.attributes if whole else {})}
+        nodes = {"state": state, "param_groups": groups}
         if isinstance(content.custom, ContainerNode) and content.custom.keys is not None:
             pairs = zip(content.custom.keys, content.custom.nodes, strict=True)
             nodes = {**{str(key): node for key, node in pairs}, **nodes}
@@ -247,30 +183,9 @@ def options_of(flattener: Flattener, group: dict[str, Any]) -> dict[str, Node]:
     return {key: flattener.flatten(each) for key, each in group.items() if key != "params"}
 
 
-def attributes_of(obj: _Optimizer) -> dict[str, Any]:
-    """Return an optimizer's own attributes, except groups and state under any name."""
-    if is_torchs(obj):
-        return {}
-    lists = [vars(each).get(name) for each in within(obj) for name in _LISTS]
-    known = set(map(id, lists))
-    return {
-        name: value
-        for name, value in vars(obj).items()
-        if name not in _common() and id(value) not in known
-    }
-
-
-def is_simple(obj: _Optimizer) -> bool:
-    """Return whether an optimizer consists of groups and state."""
-    if is_torchs(obj):
-        return True
-    values = attributes_of(obj).values()
-    return not (_overrides(obj) or any(map(_is_plain, values)) or len(within(obj)) > 1)
-
-
 def is_torchs(obj: _Optimizer) -> bool:
     """Return whether a class is torch's own; distributed ones have their base's module."""
-    return type(obj).__module__.startswith("torch.optim.") and not _overrides(obj)
+    return type(obj).__module__.startswith("torch.optim.") and not overrides(obj)
 
 
 def hooks_see_steps(obj: _Optimizer) -> bool:
@@ -291,7 +206,7 @@ def hooks_see_steps(obj: _Optimizer) -> bool:
     )
 
 
-def _overrides(obj: _Optimizer) -> bool:
+def overrides(obj: _Optimizer) -> bool:
     """Return whether an optimizer overrides or hooks its state dict."""
     kind = type(obj)
     return (
@@ -320,88 +235,47 @@ def within(obj: object) -> list[_Optimizer]:
         if isinstance(each, _Optimizer):
             found[id(each)] = each
         for name, value in getattr(each, "__dict__", {}).items():
-            for item in nested(value) if name not in _common() else ():
+            for item in nested(value) if name not in attributes_of_optimizers() else ():
                 if isinstance(item, _Optimizer) and id(item) not in found:
                     found[id(item)] = item
                     queue.append(item)
     return list(found.values())
 
 
-def _is_plain(value: object) -> bool:
-    """Return whether a value consists of numbers, strings, arrays, tensors and records."""
-    return all(_is_data(each) or is_container(each) or _is_record(each) for each in nested(value))
-
-
-def _is_data(value: object) -> bool:
-    return (
-        type(value) in ATOMS
-        or isinstance(value, (torch.Tensor, *_ARRAYS, *_RANDOM))
-        or (type(value) in _COLLECTIONS and ATOMS.issuperset(map(type, value)))  # type: ignore[call-overload]
-    )
-
-
-def _is_record(value: object, depth: int = 0) -> bool:
-    """Return whether an object of a user's class holds numbers and strings, and no tensors."""
-    attributes = attributes_in(value)
-    return (
-        bool(attributes)
-        and depth <= _DEEPEST
-        and all(
-            is_container(each)
-            or (_is_data(each) and not isinstance(each, torch.Tensor))
-            or _is_record(each, depth + 1)
-            for part in (attributes or {}).values()
-            for each in nested(part)
-        )
-    )
-
-
-def _frozen(value: object) -> bytes | None:
-    """Return a plain value as bytes; None if it has tensors or cannot be pickled."""
-    if any(isinstance(each, torch.Tensor) for each in nested(value)):
-        return None
-    try:
-        return pickle.dumps(value)
-    except Exception:  # such as a dict's factory that is a local function
-        return None
-
-
-def _refuse(flattener: Flattener, obj: _Optimizer) -> None:
-    """Raise an error if an optimizer keeps tensors where they cannot be captured."""
+def _check(flattener: Flattener, obj: _Optimizer) -> None:
+    """Raise an error if an optimizer keeps what neither attributes nor its state dict hold."""
     name = type(obj).__qualname__
     if any(kind.__name__ == _SHARDED for kind in type(obj).__mro__):
         raise NbelasticError(
             f"a {name} keeps of the optimizer's state only this rank's share, which is lost with "
             "the rank; use the optimizer that it is made of, in DistributedOptimizer"
         )
-    if _overrides(obj):
+    if overrides(obj):
+        with same_lists(obj):  # an error should come now, not after a failure
+            _load(obj, obj.state_dict())
         return
     if any("__slots__" in vars(kind) for kind in type(obj).__mro__):
         raise NbelasticError(
             f"{name} keeps attributes in __slots__, which a state cannot see{_ADVICE}"
         )
-    seen = {id(p) for group in obj.param_groups for p in group["params"]}
-    for attribute, value in attributes_of(obj).items():
+    shared = [vars(each).get(name) for each in within(obj) for name in _LISTS]
+    known = {id(each) for each in shared} | {id(p) for g in obj.param_groups for p in g["params"]}
+    for attribute, value in vars(obj).items():
+        if attribute in attributes_of_optimizers() or id(value) in known or is_plain(value):
+            continue
         for each in nested(value):
-            plain = flattener.is_object(each) or is_container(each) or _is_plain(each)
-            if not plain and _holds_tensors(each, seen):
-                kind = type(each).__qualname__
+            if id(each) not in known and not flattener.is_object(each) and _is_data(each):
+                kind = type(value).__qualname__
                 raise NbelasticError(
-                    f"{name}.{attribute} (a {kind}) holds tensors that a state cannot see{_ADVICE}"
+                    f"{name}.{attribute} (a {kind}) holds values that a state cannot see{_ADVICE}"
                 )
 
 
-def _holds_tensors(value: object, seen: set[int], depth: int = 0) -> bool:
-    """Return whether an object holds a tensor that is not in `seen`."""
-    if id(value) in seen or depth > _DEEPEST:
-        return False
-    if callable(value):
-        return False
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        return True
-    inside = [*children_of(value), *getattr(value, "__dict__", {}).values()]
-    return any(_holds_tensors(each, seen, depth + 1) for each in inside)
+def _is_data(value: object) -> bool:
+    """Return whether a value may change in training: a number, a tensor, an object with any."""
+    return not callable(value) and (
+        isinstance(value, _DATA) or type(value) in ATOMS or bool(attributes_in(value))
+    )
 
 
 def load(obj: Any, unflattener: Unflattener, node: Node) -> None:
@@ -423,8 +297,12 @@ def _load(obj: Any, state_dict: Any) -> None:
 
 
 @contextlib.contextmanager
-def same_lists(optimizers: Sequence[_Optimizer]) -> Iterator[None]:
-    """Put back lists and dicts that ``load_state_dict`` replaces: others may refer to them."""
+def same_lists(obj: object) -> Iterator[None]:
+    """Put back lists and dicts that ``load_state_dict`` replaces: others may refer to them.
+
+    These are the groups and states of an optimizer, and of those within an object.
+    """
+    optimizers = within(obj)
     before = [{k: vars(each)[k] for k in _LISTS if k in vars(each)} for each in optimizers]
     yield
     replaced = {
@@ -437,27 +315,6 @@ def same_lists(optimizers: Sequence[_Optimizer]) -> Iterator[None]:
         for name, value in list(vars(each).items()):
             if id(value) in replaced:
                 vars(each)[name] = replaced[id(value)][1]
-
-
-def _put_back_attributes(
-    unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent
-) -> None:
-    captured, changed = content.attributes, content.changed
-    built = _built.get(obj, {})
-    for name, node in captured.items():
-        live = vars(obj).get(name)
-        if isinstance(node, TensorRef) and isinstance(live, torch.Tensor):
-            value: Any = unflattener.tensor(node, live)
-        elif unflattener.local or name in changed or name not in built:
-            value = unflattener.unflatten(node)
-        else:
-            value = pickle.loads(built[name])
-        if not is_container(value) and not isinstance(value, torch.Tensor):
-            value = adopt(live, value)  # the loop may refer to it
-        vars(obj)[name] = value
-    for name, value in attributes_of(obj).items():
-        if name not in captured and _is_plain(value):
-            del vars(obj)[name]
 
 
 def _parameters(

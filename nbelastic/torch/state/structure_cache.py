@@ -18,7 +18,7 @@ import torch
 from nbelastic.torch.identity import same
 from nbelastic.torch.state.adapters import keeps_more
 from nbelastic.torch.state.flatten import ATOMS, ObjectNode, TensorRef, is_dense, is_flat
-from nbelastic.torch.state.optimizer_adapter import is_simple, is_torchs, options_of
+from nbelastic.torch.state.optimizer_adapter import options_of, overrides
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +97,7 @@ class _OptimizerStructure:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._simple = is_simple(optimizer)
+        self._overrides = overrides(optimizer)
         self._row = self._look()
         self._names = self._look_at_names()
 
@@ -105,7 +105,7 @@ class _OptimizerStructure:
         return (
             self._look_at_names() == self._names
             and same(self._row, self._look())
-            and (is_torchs(self._optimizer) or is_simple(self._optimizer) == self._simple)
+            and overrides(self._optimizer) == self._overrides
         )
 
     def _look_at_names(self) -> list[str]:
@@ -142,11 +142,10 @@ def recapture(flattener: Flattener, obj: object, node: ObjectNode, known: Row) -
 
     A model's settings may have changed, and an optimizer's learning rate and the like.
     """
-    if isinstance(obj, torch.nn.Module):
-        settings = node.content.settings.renewed()
-        if settings is node.content.settings:
-            return node
-        return ObjectNode(node.number, node.content._replace(settings=settings))
+    settings = getattr(node.content, "settings", None)
+    renewed = None if settings is None else settings.renewed()
+    if renewed is not settings:
+        node = ObjectNode(node.number, node.content._replace(settings=renewed))
     if not isinstance(obj, torch.optim.Optimizer):
         return node
     if known and same(known, _options_in(obj)):
@@ -198,7 +197,7 @@ def _is_complete(obj: object) -> bool:
         return bool(getattr(obj, "nbelastic_complete", False))  # an integration's object says so
     if not all(isinstance(values, dict) for values in obj.state.values()):
         return False
-    if not is_simple(obj):
+    if overrides(obj):
         return False
     values = [value for values in obj.state.values() for value in values.values()]
     return all(map(_is_usual, obj.state)) and all(

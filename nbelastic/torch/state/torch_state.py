@@ -42,7 +42,7 @@ from nbelastic.torch.state.copies import Copies, nbytes_of
 from nbelastic.torch.state.flatten import Flattener, Unflattener
 from nbelastic.torch.state.handlers import own_handler
 from nbelastic.torch.state.lazy_commit import LazyCommit
-from nbelastic.torch.state.module_settings import moving_values
+from nbelastic.torch.state.settings import moving_values
 from nbelastic.torch.state.structure import changes, check_fit
 
 if TYPE_CHECKING:

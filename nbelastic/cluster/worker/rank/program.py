@@ -179,8 +179,8 @@ class RankProgram:
         except BaseException as error:  # the user's, whatever it is: it goes to the kernel
             self._report_error(error)
         else:
-            if session.before_return is not None:
-                session.before_return()
+            if session.parameters is not None:
+                session.parameters.returned()
             self.returned = True
             self._finish(RankReturned(start, isolated=trainers_of(session)), result=result)
         finally:

@@ -1,8 +1,8 @@
-"""Settings of modules, such as modes, rates and flags; and values that move.
+"""Settings of modules and optimizers, such as modes; and values that move.
 
 No ``state_dict`` has settings, and training may change them (``bn.eval()``, ``dropout.p = 0``). A
-commit keeps all of a model's settings. To another rank, or to a checkpoint, those are sent that
-have changed since the model was captured first, so that what differs by rank stays. A module or a
+commit keeps all settings of an object. To another rank, or to a checkpoint, those are sent that
+have changed since the object was captured first, so that what differs by rank stays. A module or a
 function that was replaced cannot be sent, and is described, so that such a rank can be refused.
 
 Other values in modules that change from commit to commit are neither rolled back nor sent;
@@ -24,7 +24,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nbelastic.torch.state.flatten import ATOMS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+_Object = torch.nn.Module | torch.optim.Optimizer
 
 COMPILED = "_orig_mod"  # name of a model in the one that ``torch.compile`` returns
 
@@ -33,9 +35,17 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, f
 
 _SAMPLED = 16  # values of a tensor that are looked at
 
-_built: Any = WeakIdKeyDictionary()  # settings of each module by name, from its first capture
+_built: Any = WeakIdKeyDictionary()  # settings of each part by name, from its first capture
 
-_ANY = ("_modules",)  # attribute that all modules have
+
+@functools.cache
+def attributes_of_optimizers() -> frozenset[str]:
+    """Return attributes of any optimizer: torch's, ours, those of schedulers and scalers."""
+    torchs = vars(torch.optim.SGD([torch.zeros(1)]))  # the first one of a process imports Dynamo
+    ours = {"_reducer", "_op", "_skips"}
+    return frozenset(
+        {*torchs, *ours, "step", "_opt_called", "_step_count", "grad_scale", "found_inf"}
+    )
 
 
 def uncompiled(path: str) -> str:
@@ -44,7 +54,7 @@ def uncompiled(path: str) -> str:
 
 
 class SentSettings:
-    """Settings that have changed since a model was built, on the rank that sends them.
+    """Settings that have changed since an object was built, on the rank that sends them.
 
     The classes of modules, and functions among their attributes, are `described` by kind and path.
     """
@@ -55,69 +65,71 @@ class SentSettings:
         self._changed = changed
         self.described = described
 
-    def restore(self, model: torch.nn.Module) -> None:
-        """Set them on a model of this rank."""
-        for path, module in model.named_modules():
-            live = vars(module)
+    def restore(self, obj: _Object) -> None:
+        """Set them on an object of this rank."""
+        for path, part in _parts_of(obj).items():
+            live = vars(part)
             new = self._changed.get(uncompiled(path), {})
-            if COMPILED in module._modules:  # it refers to the module within for what it lacks
+            if COMPILED in live.get(
+                "_modules", ()
+            ):  # it refers to the one within for what it lacks
                 new = {name: value for name, value in new.items() if name in live}
             _set(live, new)
 
 
-class ModuleSettings:
-    """Settings of all modules of a model as they are now."""
+class Settings:
+    """Settings of an optimizer, or of all modules of a model, as they are now."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._modules = dict(model.named_modules())
-        self._kinds = [*map(type, self._modules.values())]
-        self._dicts = [module.__dict__ for module in self._modules.values()]
+    def __init__(self, obj: _Object) -> None:
+        self._obj = obj
+        self._parts = _parts_of(obj)
+        self._kinds = [*map(type, self._parts.values())]
+        self._dicts = [part.__dict__ for part in self._parts.values()]
         self._sizes = [*map(len, self._dicts)]
         self._present = [frozenset(each) for each in self._dicts]
-        self._names = [_settings_in(module) for module in self._modules.values()]
-        # Of one name an itemgetter would make no tuple.
-        self._readers = [operator.itemgetter(*(names or _ANY), *_ANY) for names in self._names]
+        self._names = [_settings_in(part) for part in self._parts.values()]
+        self._readers = [*map(_reader_of, self._names)]
         self._rows = self._read()
-        for module, values in zip(self._modules.values(), self._values(), strict=True):
-            _built.setdefault(module, values)
+        for part, values in zip(self._parts.values(), self._values(), strict=True):
+            _built.setdefault(part, values)
 
     @property
     def described(self) -> dict[tuple[str, str], str]:
         """Classes of modules, and functions among their attributes, by kind and path."""
         found = {}
-        for (raw, module), kind in zip(self._modules.items(), self._kinds, strict=True):
+        for (raw, part), kind in zip(self._parts.items(), self._kinds, strict=True):
             path = uncompiled(raw)
             found["class of", path] = getattr(kind, "cls_to_become", kind).__qualname__
-            for name, value in vars(module).items():
+            for name, value in vars(part).items():
                 if isinstance(value, _FUNCTIONS) and name not in _BASE:
                     found["function", f"{path}.{name}".lstrip(".")] = _describe(value)
         return found
 
-    def renewed(self) -> ModuleSettings:
+    def renewed(self) -> Settings:
         """Return the present settings: this object, if they are the same.
 
-        The modules must be the same.
+        Modules must be the same.
         """
         try:
             if [*map(len, self._dicts)] == self._sizes and self._read() == self._rows:
                 return self
         except Exception:  # an attribute is gone, or is a tensor by now
             pass
-        return ModuleSettings(self._model)
+        return Settings(self._obj)
 
-    def restore(self, model: torch.nn.Module) -> None:
-        """Set the settings of the same model again, and remove those that are new."""
-        del model
+    def restore(self, obj: _Object) -> None:
+        """Set the settings of the same object again, and remove those that are new."""
+        base = _base_of(obj)
         for live, present, values in zip(self._dicts, self._present, self._values(), strict=True):
             _set(live, values)
-            for name in [n for n, v in live.items() if n not in present and _is_setting(n, v)]:
+            new = [name for name in live if name not in present and name not in base]
+            for name in [each for each in new if is_plain(live[each])]:
                 del live[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
         changed: dict[str, dict[str, Any]] = {}
-        for (path, module), values in zip(self._modules.items(), self._values(), strict=True):
-            built = _built.get(module, {})
+        for (path, part), values in zip(self._parts.items(), self._values(), strict=True):
+            built = _built.get(part, {})
             new = {n: v for n, v in values.items() if n not in built or not _same(built[n], v)}
             if new:
                 changed.setdefault(uncompiled(path), {}).update(new)
@@ -128,7 +140,7 @@ class ModuleSettings:
 
     def _values(self) -> Iterator[dict[str, Any]]:
         for names, row in zip(self._names, self._rows, strict=True):
-            yield dict(zip(names, row, strict=False))
+            yield dict(zip(names, row, strict=True))
 
 
 def moving_values(models: Iterable[torch.nn.Module]) -> dict[str, object]:
@@ -162,26 +174,39 @@ def _token(value: object) -> object:
     return None
 
 
-def _settings_in(module: torch.nn.Module) -> list[str]:
-    if isinstance(module, LazyModuleMixin):  # it sets some of them together with its parameters
+def _parts_of(obj: _Object) -> dict[str, Any]:
+    return dict(obj.named_modules()) if isinstance(obj, torch.nn.Module) else {"": obj}
+
+
+def _base_of(obj: _Object) -> frozenset[str]:
+    return _BASE if isinstance(obj, torch.nn.Module) else attributes_of_optimizers()
+
+
+def _settings_in(part: _Object) -> list[str]:
+    if isinstance(part, LazyModuleMixin):  # it sets some of them together with its parameters
         return []
-    return [name for name, value in vars(module).items() if _is_setting(name, value)]
+    base = _base_of(part)
+    return [name for name, value in vars(part).items() if name not in base and is_plain(value)]
 
 
-def _is_setting(name: str, value: object) -> bool:
-    return name not in _BASE and _is_plain(value)
+def _reader_of(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Return a function that reads attributes; for several names it is in C."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    return lambda live: tuple(live[name] for name in names)
 
 
-def _is_plain(value: object) -> bool:
+def is_plain(value: object) -> bool:
+    """Return whether a value is a number, a string, a flag, or a tuple of them."""
     if isinstance(value, tuple):
-        return type(value) in (tuple, torch.Size) and all(map(_is_plain, value))
+        return type(value) in (tuple, torch.Size) and all(map(is_plain, value))
     return type(value) in ATOMS
 
 
 def _set(live: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set attributes, but not in place of what is no setting by now."""
     for name, value in values.items():
-        if name not in live or (live[name] is not value and _is_plain(live[name])):
+        if name not in live or (live[name] is not value and is_plain(live[name])):
             live[name] = value
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nbelastic.errors import StateMismatch
-from nbelastic.torch.state.module_settings import moving_values
+from nbelastic.torch.state.settings import moving_values
 from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import StaticContext, run_ranks
 
