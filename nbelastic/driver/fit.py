@@ -297,7 +297,7 @@ def terms_of(payload: JobPayload, options: Options, held: HeldPartitions | None 
         versions=own_versions(),
         heartbeat_timeout=float(options.heartbeat_timeout),
         lease=float(options.lease),
-        options=pickle.dumps(options.pack()),
+        options=pickle.dumps(options),
         machine=pack_machine(Machine(options.limits())),
         partitions=() if held is None else held.keys,
         notices=options.notices == "auto",

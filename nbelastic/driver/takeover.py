@@ -101,7 +101,7 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
         answer = job_client.attach()
         if isinstance(answer, AttachRefusal):
             raise _unknown(name, answer)
-        driver = Driver(name, Options.unpack(pickle.loads(answer.options)), cleanup)
+        driver = Driver(name, pickle.loads(answer.options), cleanup)
         driver.adopt(answer)
         inbox.hand_over(driver)
         driver.start(job_client)
@@ -129,7 +129,7 @@ def look(name: str, *, cluster: Any) -> Job:
         cleanup()
     if isinstance(answer, AttachRefusal):
         raise _unknown(name, answer)
-    driver = Driver(name, Options.unpack(pickle.loads(answer.options)), _nothing)
+    driver = Driver(name, pickle.loads(answer.options), _nothing)
     driver.adopt(answer)
     return Job(driver)
 
