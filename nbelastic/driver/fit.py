@@ -23,7 +23,6 @@ from nbelastic.errors import ClusterLost, OptionError
 from nbelastic.membership import Machine, pack_machine
 from nbelastic.messages import JobTerms
 
-from . import display
 from .attachment import attach_client
 from .job import Job
 from .loggers import sender
@@ -307,7 +306,6 @@ def terms_of(payload: JobPayload, options: Options, held: HeldPartitions | None 
 def hand_out(driver: Driver, *, block: bool) -> Job:
     """Return the job of a driver that has started, at once or after its end."""
     job = Job(driver)
-    display.started(job)
     if block:
         if threading.current_thread() is threading.main_thread():
             wait_interruptibly(job)

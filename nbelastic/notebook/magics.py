@@ -21,6 +21,7 @@ from nbelastic.errors import OptionError
 from .cell import CellFunction
 from .commands import Commands
 from .debugging import unwrap_debug, wrap_debug
+from .display_service import display
 from .names import users_names
 from .options import MagicOptionError, options_help, split, train_command
 from .size_estimate import large_variables
@@ -112,10 +113,10 @@ class ElasticMagics(Magics):
         if (run := options.pop("log_to", None)) is not None:
             options["log_to"] = self._variable("--log-to", run)
         options.setdefault("name", f"job-{uuid.uuid4().hex[:8]}")
-        _set_display_options(options["name"], stream, quiet)
         if not quiet:
             _warn_of_large_variables(function)
         job = self._start(function, options, given)
+        display.set_options(job, stream, quiet=quiet)
         self.commands.remember(job)
         if verbose:
             _write(job.modules.describe())
@@ -227,12 +228,6 @@ def _is_cluster(value: Any) -> bool:
     if isinstance(value, type):
         return False
     return isinstance(value, Client) or hasattr(type(value), "scheduler_address")
-
-
-def _set_display_options(name: str, stream: Any, quiet: bool) -> None:
-    from .display_service import DisplayOptions, set_options
-
-    set_options(name, DisplayOptions(stream=stream, quiet=quiet, panel=not quiet))
 
 
 def _wait(job: Any) -> Any:
