@@ -13,7 +13,9 @@ from nbelastic.cluster import InjectedFault
 
 from .fault_plan import FaultPlan, inject
 from .faults import (
+    KINDS,
     Fault,
+    RandomPlan,
     close,
     crash,
     crash_server,
@@ -26,11 +28,11 @@ from .faults import (
     notice,
     partition,
     pause,
+    random,
     restart,
     slow,
     stop,
 )
-from .random_plan import KINDS, RandomPlan, random
 from .report import FaultOutcome, Report, Row
 
 __all__ = [

@@ -7,9 +7,10 @@ from nbelastic.cluster.scheduler.spot_notices import SpotNotices
 from nbelastic.messages import JobInfo
 
 from .display import set_display
-from .fit import fit, run
+from .fit import fit, run, wait_interruptibly
 from .job import Job, driver_of
 from .records import explain_journal
+from .report import show_versions
 from .status import (
     DataStatus,
     HistoryEvent,
@@ -20,8 +21,6 @@ from .status import (
     RankStatus,
 )
 from .takeover import ask_to_scale, ask_to_stop, attach, jobs, look
-from .versions import show_versions
-from .waiting import wait_interruptibly
 
 __all__ = [
     "DataStatus",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .job import Job
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class WaitDisplay(Protocol):
@@ -33,9 +35,6 @@ class WaitDisplay(Protocol):
 
 class Display(Protocol):
     """Display of all jobs of this process."""
-
-    def started(self, job: Job) -> None:
-        """Note a new job of this kernel."""
 
     def watching(self, job: Job) -> AbstractContextManager[WaitDisplay] | None:
         """Return a display of a job for a thread that waits for it, or None to show nothing."""
@@ -57,92 +56,88 @@ _complained = False
 def set_display(display: Display | str | None) -> None:
     """Set the display of jobs in this process; None for no display.
 
-    A name is that of a module with the functions of a display, imported at first use.
+    A name is that of a module with a ``display``, imported at first use.
     """
     global _display  # noqa: PLW0603 - one display per process
     _display = display
 
 
-def _current() -> Display | None:
-    if isinstance(_display, str):
-        set_display(cast("Display", importlib.import_module(_display)))
-    return cast("Display | None", _display)
-
-
-def started(job: Job) -> None:
-    """Report a new job to the display."""
-    if _display is not None:
-        _guard(lambda: _call(lambda display: display.started(job)))
-
-
 def show(job: Job) -> bool:
     """Show a job; return whether a display has shown it."""
-    return _display is not None and _guard(lambda: _call(lambda display: display.show(job)))
+
+    def shown(display: Display) -> bool:
+        display.show(job)
+        return True
+
+    return _ask(shown, False)
 
 
 def say(text: str) -> None:
     """Show one line that belongs to no job."""
-    if _display is not None:
-        _guard(lambda: _call(lambda display: display.say(text)))
+    _ask(lambda display: display.say(text), None)
 
 
 def label(file: str) -> str | None:
     """Return the user's name of a source file, or None."""
-    found: list[str | None] = [None]
-    _guard(lambda: _call(lambda display: found.append(display.label(file))))
-    return found[-1]
-
-
-def _call(function: Callable[[Display], object]) -> None:
-    display = _current()
-    if display is not None:
-        function(display)
+    return _ask(lambda display: display.label(file), None)
 
 
 class _GuardedWaitDisplay:
-    """Wait display, or none, with its errors caught; it is not updated after the first one."""
+    """Wait display, or none, with its errors caught; it is left alone after the first one."""
 
-    def __init__(self, watch: WaitDisplay | None = None) -> None:
+    def __init__(self, watch: WaitDisplay | None) -> None:
         self._watch = watch
 
     def tick(self) -> None:
-        watch = self._watch
-        if watch is not None and not _guard(watch.tick):
-            self._watch = None
+        self._call(lambda watch: watch.tick())
 
     def say(self, text: str) -> None:
+        self._call(lambda watch: watch.say(text))
+
+    def _call(self, function: Callable[[WaitDisplay], None]) -> None:
         watch = self._watch
-        if watch is not None:
-            _guard(lambda: watch.say(text))
+
+        def called() -> WaitDisplay | None:
+            if watch is not None:
+                function(watch)
+            return watch
+
+        self._watch = _guard(called, None)
 
 
 @contextlib.contextmanager
 def watching(job: Job) -> Iterator[WaitDisplay]:
     """Open the display of a job for a waiting thread."""
     stack = contextlib.ExitStack()
-    watch = _GuardedWaitDisplay()
 
-    def enter(display: Display) -> None:
-        nonlocal watch
+    def enter(display: Display) -> WaitDisplay | None:
         manager = display.watching(job)
-        if manager is not None:
-            watch = _GuardedWaitDisplay(stack.enter_context(manager))
+        return None if manager is None else stack.enter_context(manager)
 
-    _guard(lambda: _call(enter))
     try:
-        yield watch
+        yield _GuardedWaitDisplay(_ask(enter, None))
     finally:
-        _guard(stack.close)
+        _guard(stack.close, None)
 
 
-def _guard(call: Callable[[], object]) -> bool:
-    """Call a function of the display; return whether it raised no error."""
+def _ask(function: Callable[[Display], T], default: T) -> T:
+    """Return what a function returns for the display; `default` without one, or if it raises."""
+
+    def call() -> T:
+        if isinstance(_display, str):
+            set_display(cast("Display", importlib.import_module(_display).display))
+        return default if _display is None else function(cast("Display", _display))
+
+    return _guard(call, default)
+
+
+def _guard(call: Callable[[], T], default: T) -> T:
+    """Return what a call of the display returns; `default` if it raises."""
     global _complained  # noqa: PLW0603 - once per process
     try:
-        call()
+        return call()
     except Exception:  # an error of a display must not reach the job
         if not _complained:
             logger.warning("the display of jobs failed; jobs go on", exc_info=True)
             _complained = True
-        return False
-    return True
+        return default

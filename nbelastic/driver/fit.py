@@ -19,17 +19,16 @@ from nbelastic.cluster import (
     variables_of,
     with_sources,
 )
-from nbelastic.errors import ClusterLost, OptionError
+from nbelastic.errors import ClusterLost, JobInterrupted, OptionError
 from nbelastic.membership import Machine, pack_machine
 from nbelastic.messages import JobTerms
 
 from . import display
 from .attachment import attach_client
-from .job import Job
+from .job import Job, driver_of
 from .loggers import sender
 from .options import FLAG, Options, call_arguments, check_name, with_hints
 from .thread import Driver
-from .waiting import wait_interruptibly
 
 if TYPE_CHECKING:
     import datetime
@@ -39,6 +38,9 @@ if TYPE_CHECKING:
 
 Duration: TypeAlias = "float | str | datetime.timedelta"
 """Seconds, text that Dask reads (``"2 minutes"``), or a timedelta."""
+
+TICK = 0.1
+"""Seconds between two looks of a waiting caller at what it shows."""
 
 
 @with_hints
@@ -297,7 +299,7 @@ def terms_of(payload: JobPayload, options: Options, held: HeldPartitions | None 
         versions=own_versions(),
         heartbeat_timeout=float(options.heartbeat_timeout),
         lease=float(options.lease),
-        options=pickle.dumps(options.pack()),
+        options=pickle.dumps(options),
         machine=pack_machine(Machine(options.limits())),
         partitions=() if held is None else held.keys,
         notices=options.notices == "auto",
@@ -307,7 +309,6 @@ def terms_of(payload: JobPayload, options: Options, held: HeldPartitions | None 
 def hand_out(driver: Driver, *, block: bool) -> Job:
     """Return the job of a driver that has started, at once or after its end."""
     job = Job(driver)
-    display.started(job)
     if block:
         if threading.current_thread() is threading.main_thread():
             wait_interruptibly(job)
@@ -315,3 +316,47 @@ def hand_out(driver: Driver, *, block: bool) -> Job:
             job.pull()
         job.results()
     return job
+
+
+def wait_interruptibly(job: Job) -> None:
+    """Wait for the end; an interrupt stops the job at its next commit, a second one now.
+
+    After one it raises ``JobInterrupted`` at the end, with the number of workers that the job had
+    when it was interrupted and that are free now.
+    """
+    interrupts = handled = 0
+    workers: set[str] = set()
+    with display.watching(job) as watch:
+        while True:
+            try:  # all of it: the next interrupt may come while this one is handled
+                if handled < interrupts:
+                    handled = interrupts
+                    workers = workers or {rank.worker for rank in job.status.ranks}
+                    if interrupts == 1:
+                        job.stop()
+                        watch.say("stopping at the next commit; interrupt again to stop now")
+                    else:
+                        job.cancel()
+                if job.wait(TICK):
+                    break
+                watch.tick()
+            except KeyboardInterrupt:
+                interrupts += 1
+    if interrupts:
+        raise JobInterrupted(f"job {job.name!r} was interrupted; {_what_is_free(job, workers)}")
+
+
+def _what_is_free(job: Job, workers: set[str]) -> str:
+    """Say what has become of the workers that the job had."""
+    driver = driver_of(job)
+    known = driver.free_workers
+    if driver.owns_cluster:
+        return "the cluster that was started for it is closed"
+    if not workers:
+        return "no worker ran it"
+    if known is None:
+        return "the scheduler has not said what has become of its workers"
+    count, free = len(workers), len(workers & known)
+    if free < count:
+        return f"{free} of its {count} workers are free, the others are gone or still busy"
+    return "its worker is free" if count == 1 else f"its {count} workers are free"

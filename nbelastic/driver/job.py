@@ -18,7 +18,7 @@ from . import display
 from .options import changed_limits, count, with_hints
 from .records import explain
 from .report import save_report
-from .status import JobStatus, RankStatus
+from .status import JobStatus
 
 if TYPE_CHECKING:
     import os
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nbelastic.cluster import Modules
-    from nbelastic.membership import RankView
 
     from .status import HistoryEvent, Output
     from .thread import Driver
@@ -347,7 +346,7 @@ class Job:
             reason=AWAY
             if self._driver.away
             else "; ".join(map(log.in_words, filter(None, (view.reason, view.sharing)))),
-            ranks=tuple(self._rank_status(rank) for rank in view.ranks),
+            ranks=tuple(map(metrics.status, view.ranks)),
             samples_per_s=metrics.total(members),
             progress=metrics.progress(elapsed, members, finished=state == "finished"),
             backend=view.backend,
@@ -357,23 +356,6 @@ class Job:
             why_not_exact=why_not_exact,
             data=metrics.data(members),
             errors=view.errors,
-        )
-
-    def _rank_status(self, rank: RankView) -> RankStatus:
-        metrics = self._driver.log.metrics.rank(rank.start)
-        return RankStatus(
-            rank=rank.rank,
-            worker=rank.worker,
-            host=rank.host,
-            state=rank.state,
-            commits=rank.commits,
-            step=metrics.latest.step,
-            samples_per_s=metrics.samples_per_s,
-            device=metrics.latest.device,
-            state_bytes=metrics.latest.state_bytes,
-            copied_bytes=metrics.latest.copied_bytes,
-            name=rank.name,
-            micro_batches=metrics.block,
         )
 
     @property

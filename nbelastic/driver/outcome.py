@@ -1,7 +1,8 @@
-"""Outcome of a job, set as the result or the exception of its future."""
+"""Outcome of a job: its results, or the exception for the user, set in its future."""
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 from concurrent.futures import InvalidStateError
 from typing import TYPE_CHECKING, Any
@@ -9,18 +10,35 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 from msgspec.structs import replace
 
-from nbelastic.cluster import Returned, summary_of, unpack_error
-from nbelastic.errors import Detached, JobError, JobStopped
-from nbelastic.messages import NotReady, ReturnedEarly, Stopping, Text
+from nbelastic import errors
+from nbelastic.cluster import Modules, Returned, summary_of, unpack_error, why_missing
+from nbelastic.messages import FailureKind, NotReady, ReturnedEarly, Stopping, Text
 
-from .failure import exception_for
+from . import display
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from concurrent.futures import Future
 
+    from nbelastic.cluster import Failure
     from nbelastic.messages import Outcome, StopRequested
 
     from .records import KernelLog
+
+
+MOST_SHOWN = 4
+
+_CAUSE: Any = BaseException.__dict__["__cause__"]
+
+_KINDS: dict[FailureKind | None, type[errors.JobError]] = {
+    FailureKind.NOT_ENOUGH_WORKERS: errors.NotEnoughWorkers,
+    FailureKind.RESET_LIMIT: errors.ResetLimitExceeded,
+    FailureKind.NO_PROGRESS: errors.NoProgress,
+    FailureKind.CLUSTER_LOST: errors.ClusterLost,
+    FailureKind.RANK_FAILED: errors.RankFailed,
+    FailureKind.RANK_LOST: errors.RankFailed,
+    FailureKind.RETURNED_EARLY: errors.RankFailed,
+}
 
 
 def settle(
@@ -55,14 +73,14 @@ def abandon(future: Future[list[Any]], name: str, stop: StopRequested) -> None:
     reason = Stopping(stop.reason, seconds=stop.seconds)
     problem = f"job {name!r} was {reason} while its results or errors were being read"
     with contextlib.suppress(InvalidStateError):
-        future.set_exception(JobStopped(problem))
+        future.set_exception(errors.JobStopped(problem))
 
 
 def _ending(
     name: str, log: KernelLog, outcome: Outcome | None, bug: BaseException | None, detached: bool
 ) -> list[Any] | BaseException:
     if detached:
-        return Detached(f"job {name!r} was taken over by another kernel; it goes on there")
+        return errors.Detached(f"job {name!r} was taken over by another kernel; it goes on there")
     if bug is not None or outcome is None:
         problem = "its driver ended early" if bug is None else summary_of(bug)
         return _caused(f"job {name!r}: the driver failed: {problem}", bug)
@@ -74,7 +92,7 @@ def _ending(
         failures = {start: unpack_error(log.failures[start]) for start in starts}
         if isinstance(outcome.reason, NotReady | ReturnedEarly):
             outcome = replace(outcome, reason=Text(log.in_words(outcome.reason)))
-        return exception_for(name, outcome, failures, log.names, log.modules)
+        return _failed(name, outcome, failures, log.names, log.modules)
     try:
         # One by one, so that no result is kept both pickled and read.
         values = [cloudpickle.loads(log.results.pop(start)) for start in outcome.starts]
@@ -87,7 +105,76 @@ def _ending(
         return _caused(problem, error)
 
 
-def _caused(problem: str, cause: BaseException | None) -> JobError:
-    error = JobError(problem)
+def _caused(problem: str, cause: BaseException | None) -> errors.JobError:
+    error = errors.JobError(problem)
     error.__cause__ = cause
     return error
+
+
+def _failed(
+    job: str,
+    outcome: Outcome,
+    failures: Mapping[int, Failure],
+    names: Mapping[int, str],
+    modules: Modules = Modules(),  # noqa: B008 -- it cannot be changed
+) -> BaseException:
+    """Return the exception that ``result()`` raises for a job that did not finish.
+
+    `failures` and `names` are by start of the function; `names` say its rank and worker.
+    """
+    if outcome.kind == "stopped":
+        return errors.JobStopped(f"job {job!r} was {outcome.reason or ''}")
+    raised = {start: failures[start] for start in outcome.starts if start in failures}
+    if outcome.error == FailureKind.RANK_FAILED and raised:
+        return _rank_failed(job, raised, names, modules)
+    kind = _KINDS.get(outcome.error, errors.JobError)
+    return kind(f"job {job!r} failed: {outcome.reason or ''}")
+
+
+def _rank_failed(
+    job: str, raised: Mapping[int, Failure], names: Mapping[int, str], modules: Modules
+) -> BaseException:
+    """Return an error with equal errors grouped, which is also an instance of the user's error."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for start, failure in raised.items():
+        groups.setdefault((failure.summary, failure.where(display.label)), []).append(start)
+    parts = []
+    for (summary, where), starts in list(groups.items())[:MOST_SHOWN]:
+        ranks = ", ".join(sorted(names.get(s, f"start {s}") for s in starts)[:MOST_SHOWN])
+        more = "" if len(starts) <= MOST_SHOWN else f" and {len(starts) - MOST_SHOWN} more"
+        parts.append(f"{summary}\n{where}\nraised on {ranks}{more}, job {job!r}")
+        first: Any = raised[starts[0]].exception
+        # isinstance() would ask the error for its class, which may raise anything.
+        if issubclass(type(first), ModuleNotFoundError) and first.name:
+            parts[-1] += f"\n{why_missing(first.name, modules)}".rstrip()
+    if len(groups) > MOST_SHOWN:
+        parts.append(f"+ {len(groups) - MOST_SHOWN} other errors")
+    message = "\n\n".join(parts)
+    original = next((f.exception for f in raised.values() if f.exception is not None), None)
+    error = _as_instance_of(type(original), message) if original is not None else None
+    if error is None:
+        error = errors.RankFailed(message)
+    _CAUSE.__set__(error, original)
+    return error
+
+
+def _as_instance_of(kind: type[BaseException], message: str) -> errors.RankFailed | None:
+    """Return a RankFailed that is also a `kind`, or None if Python cannot combine the two."""
+    if not issubclass(kind, Exception) or issubclass(kind, (errors.RankFailed, bdb.BdbQuit)):
+        return None  # IPython shows nothing of a BdbQuit
+    namespace = {
+        "__init__": Exception.__init__,
+        "__setattr__": Exception.__setattr__,
+        "__delattr__": Exception.__delattr__,
+        "__str__": lambda self: str(self.args[0]),
+        "__module__": errors.__name__,
+        "__doc__": errors.RankFailed.__doc__,
+    }
+    try:
+        both: type[errors.RankFailed] = type(
+            f"RankFailed({kind.__name__})", (errors.RankFailed, kind), namespace
+        )
+        error = both(message)
+        return error if type(error) is both and str(error) == message else None
+    except BaseException:  # runs code of the user's class and its metaclass
+        return None

@@ -1,26 +1,44 @@
-"""Report of a job in one file, for an issue or a colleague."""
+"""Reports of faults: a job in one file, and the versions of what runs."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
+import os
+import platform
+import sys
 import traceback
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbelastic.collectives import missing_native_part
 from nbelastic.elastic.redaction import HIDDEN, Secrets
 
-from .versions import versions
-
 if TYPE_CHECKING:
-    import os
-
     from .job import Job
     from .options import Options
 
 MOST_OUTPUT = 1_000_000
 """Characters of output in a report: the newest."""
+
+PACKAGES = (
+    "nbelastic",
+    "torch",
+    "dask",
+    "distributed",
+    "cloudpickle",
+    "fsspec",
+    "msgpack",
+    "msgspec",
+    "numpy",
+    "tornado",
+    "ipykernel",
+    "ipywidgets",
+    "jupyterlab",
+    "pygloo",
+)
 
 
 def save_report(job: Job, options: Options, path: str | os.PathLike[str]) -> Path:
@@ -47,3 +65,37 @@ def save_report(job: Job, options: Options, path: str | os.PathLike[str]) -> Pat
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=1, default=str) + "\n"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions in this process, by name; ``missing`` for what is not installed."""
+    found = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processors": str(os.cpu_count()),
+    }
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "missing"
+    found["shared memory"] = missing_native_part() or "built"
+    return found
+
+
+def show_versions() -> None:
+    """Print the versions of nbelastic and what it runs on, as a report of a fault needs them.
+
+    ``shared memory`` says whether the native part was built, else why it is missing here: ranks
+    on this machine then use Gloo. What workers run is compared when a job starts.
+
+    Examples
+    --------
+    >>> nbelastic.show_versions()  # doctest: +SKIP
+    python         3.11.7
+    system         Linux 6.8.0 x86_64
+    ...
+    """
+    rows = versions()
+    width = max(map(len, rows))
+    sys.stdout.write("".join(f"{name:<{width}}  {value}\n" for name, value in rows.items()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,9 @@ from .status import JobTable
 from .thread import Driver
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Iterator
+
+    from distributed import Client
 
 
 @with_hints
@@ -46,11 +49,8 @@ def jobs(cluster: Any) -> JobTable:
     ClusterLost
         No scheduler answers.
     """
-    client, cleanup = attach_client(_given(cluster), Options())
-    try:
+    with _client(cluster) as client:
         return JobTable(open_jobs(client))
-    finally:
-        cleanup()
 
 
 @with_hints
@@ -101,7 +101,7 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
         answer = job_client.attach()
         if isinstance(answer, AttachRefusal):
             raise _unknown(name, answer)
-        driver = Driver(name, Options.unpack(pickle.loads(answer.options)), cleanup)
+        driver = Driver(name, pickle.loads(answer.options), cleanup)
         driver.adopt(answer)
         inbox.hand_over(driver)
         driver.start(job_client)
@@ -120,16 +120,13 @@ def look(name: str, *, cluster: Any) -> Job:
     it, :func:`attach`.
     """
     name = _name_of_job(name)
-    client, cleanup = attach_client(_given(cluster), Options())
-    try:
+    with _client(cluster) as client:
         with lost_while(client, "versions were compared"):
             check_versions(client)
         answer = look_at_job(client, name)
-    finally:
-        cleanup()
     if isinstance(answer, AttachRefusal):
         raise _unknown(name, answer)
-    driver = Driver(name, Options.unpack(pickle.loads(answer.options)), _nothing)
+    driver = Driver(name, pickle.loads(answer.options), lambda: None)
     driver.adopt(answer)
     return Job(driver)
 
@@ -159,11 +156,8 @@ def ask_to_scale(
 
 def _send(name: str, cluster: Any, event: StopRequested | LimitsChanged) -> None:
     name = _name_of_job(name)
-    client, cleanup = attach_client(_given(cluster), Options())
-    try:
+    with _client(cluster) as client:
         refusal = send_wish(client, name, event)
-    finally:
-        cleanup()
     if refusal is not None:
         raise _unknown(name, refusal)
 
@@ -185,8 +179,14 @@ def _unknown(name: str, refusal: AttachRefusal) -> OptionError:
     return OptionError(f"name={name!r}: no such job on this cluster; there are: {there}")
 
 
-def _nothing() -> None:
-    """Close nothing: the driver of a job that is only looked at never runs."""
+@contextlib.contextmanager
+def _client(cluster: Any) -> Iterator[Client]:
+    """Yield a client for the value of ``cluster=``, and close what was opened for it."""
+    client, cleanup = attach_client(_given(cluster), Options())
+    try:
+        yield client
+    finally:
+        cleanup()
 
 
 def _given(cluster: Any) -> Any:

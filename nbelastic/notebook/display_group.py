@@ -57,32 +57,18 @@ class ErrorBoundary:
             return default
 
 
-class Screen(Protocol):
-    """Makes and updates displays."""
+class Publisher(Protocol):
+    """Makes a display under the running cell, or replaces the one of an id: in any thread."""
 
-    def publish(self, data: dict[str, Any], display_id: str) -> None:
-        """Make a display under the running cell."""
-
-    def update(self, data: dict[str, Any], display_id: str) -> None:
-        """Replace a display. Any thread may call it."""
+    def __call__(self, data: dict[str, Any], display_id: str, *, update: bool = False) -> None: ...
 
 
-class IPythonScreen:
-    """IPython's own displays."""
+def publish(data: dict[str, Any], display_id: str, *, update: bool = False) -> None:
+    """Make or replace a display of IPython's."""
+    from IPython.display import publish_display_data
 
-    def publish(self, data: dict[str, Any], display_id: str) -> None:
-        """Make a display under the running cell."""
-        from IPython.display import publish_display_data
-
-        publish: Any = publish_display_data  # it has no annotations
-        publish(data, transient={"display_id": display_id})
-
-    def update(self, data: dict[str, Any], display_id: str) -> None:
-        """Replace a display, by its id."""
-        from IPython.display import publish_display_data
-
-        publish: Any = publish_display_data  # it has no annotations
-        publish(data, transient={"display_id": display_id}, update=True)
+    call: Any = publish_display_data  # it has no annotations
+    call(data, transient={"display_id": display_id}, update=update)
 
 
 def bundle(job: Any, panel: Panel | None = None) -> dict[str, Any]:
@@ -119,13 +105,13 @@ class DisplayGroup:
     def __init__(
         self,
         job: Any,
-        screen: Screen,
+        publish: Publisher,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.boundary = ErrorBoundary(f"job {job.name!r}")
         self._job = job
-        self._screen = screen
+        self._send = publish
         self._clock = clock
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -182,7 +168,7 @@ class DisplayGroup:
     def _publish(self, display_id: str) -> None:
         state = self._job.status.state
         data = bundle(self._job, self._panel)
-        self._screen.publish(data, display_id)
+        self._send(data, display_id)
         self._published = (state, self._clock())
         if state not in ENDED:
             self._ids.append(display_id)
@@ -204,7 +190,7 @@ class DisplayGroup:
     def _update(self) -> None:
         data = bundle(self._job, self._panel)
         for display_id in self._ids:
-            self._screen.update(data, display_id)
+            self._send(data, display_id, update=True)
 
     def _run(self) -> None:
         while not self._stop.is_set() and not self.boundary.broken:

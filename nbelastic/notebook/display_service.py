@@ -1,6 +1,6 @@
 """Display service: shows the jobs of this process, in a notebook or in a terminal.
 
-The driver calls :class:`DisplayService` when a job is waited for or is the value of a cell. Of each
+The driver calls :data:`display` when a job is waited for or is the value of a cell. Of each
 job it publishes a live widget, static HTML and one line of text.
 
 Displays are made in the thread that asks for them, the kernel's main thread: in which cell another
@@ -16,46 +16,22 @@ import sys
 import threading
 import time
 import uuid
-from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from nbelastic.render import JobSnapshot, Streamer, text
 
-from .display_group import DisplayGroup, IPythonScreen, bundle
-from .wait_display import (
-    DisplayOptions,
-    LastLineWaitDisplay,
-    NotebookWaitDisplay,
-    TerminalWaitDisplay,
-    write,
-)
+from .display_group import DisplayGroup, bundle, publish
+from .wait_display import LastLineWaitDisplay, NotebookWaitDisplay, TerminalWaitDisplay, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
-    from nbelastic.driver.display import WaitDisplay
+    from nbelastic.render import Mode
 
-    from .display_group import Screen
-
-__all__ = [
-    "DisplayOptions",
-    "DisplayService",
-    "bundle",
-    "close",
-    "kernel_shell",
-    "label",
-    "say",
-    "set_options",
-    "show",
-    "started",
-    "watching",
-]
-
-MAX_OPTIONS = 64
-"""Jobs whose options are kept."""
+    from .display_group import Publisher
+    from .wait_display import OutputDisplay
 
 
 def kernel_shell() -> Any:
@@ -70,44 +46,39 @@ class DisplayService:
 
     def __init__(
         self,
-        screen: Screen | None = None,
+        publish: Publisher = publish,
         shell: Callable[[], Any] = kernel_shell,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._screen: Screen = IPythonScreen() if screen is None else screen
+        self._publish = publish
         self._shell = shell
         self._clock = clock
         self._lock = threading.Lock()
-        self._options: OrderedDict[str, DisplayOptions] = OrderedDict()
         self._groups: dict[int, DisplayGroup] = {}
+        self._quiet: WeakSet[Any] = WeakSet()
         self._streamers: WeakKeyDictionary[Any, Streamer] = WeakKeyDictionary()
         self._shown_in: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
 
     # -- for the driver ------------------------------------------------------------------------
 
-    def started(self, job: Any) -> None:
-        """Do nothing: a job is shown when a thread waits for it."""
-
-    def watching(self, job: Any) -> AbstractContextManager[WaitDisplay] | None:
+    def watching(self, job: Any) -> OutputDisplay | None:
         """Return the display of a job while the main thread waits for it.
 
         Other threads get none, because what they print may land in any cell.
         """
         if threading.current_thread() is not threading.main_thread():
             return None
-        options = self._options.get(job.name, DisplayOptions())
-        shell = self._shell()
-        on_shown = partial(self._record_cell, job, shell)
+        shell, quiet = self._shell(), job in self._quiet
+        if not quiet:
+            self._shown_in[job] = _cell(shell)
         if _noninteractive():
             stream = (lambda: sys.stdout) if shell is not None else (lambda: sys.stderr)
-            return LastLineWaitDisplay(job, stream, options.quiet, on_shown)
-        if job not in self._streamers:  # one per job, so that no line is written twice
-            self._streamers[job] = Streamer(options.stream)
-        streamer = self._streamers[job]
+            return LastLineWaitDisplay(job, Streamer("none"), quiet, stream=stream)
+        streamer = self._streamers.setdefault(job, Streamer())  # so that no line is written twice
         if shell is None:
-            return TerminalWaitDisplay(job, streamer, options.quiet, self._clock)
+            return TerminalWaitDisplay(job, streamer, quiet, self._clock)
         group = partial(self._group, job)
-        return NotebookWaitDisplay(job, group, streamer, options, self._clock, on_shown)
+        return NotebookWaitDisplay(job, streamer, quiet, self._clock, group=group)
 
     def show(self, job: Any) -> None:
         """Show a job as the value of a cell, to its end.
@@ -120,9 +91,9 @@ class DisplayService:
         elif self._shown_in.get(job) == _cell(shell) and job.done():
             return
         elif _noninteractive():
-            self._screen.publish({"text/plain": text(JobSnapshot.of(job))}, uuid.uuid4().hex)
+            self._publish({"text/plain": text(JobSnapshot.of(job))}, uuid.uuid4().hex)
         elif job.done():
-            self._screen.publish(bundle(job), uuid.uuid4().hex)
+            self._publish(bundle(job), uuid.uuid4().hex)
         else:
             group = self._group(job)
             group.publish()
@@ -143,12 +114,11 @@ class DisplayService:
 
     # -- for the magics ------------------------------------------------------------------------
 
-    def set_options(self, name: str, options: DisplayOptions) -> None:
-        """Set how to show the job of a name; the newest 64 are kept."""
-        self._options.pop(name, None)
-        self._options[name] = options
-        while len(self._options) > MAX_OPTIONS:
-            self._options.popitem(last=False)
+    def set_options(self, job: Any, stream: Mode, *, quiet: bool) -> None:
+        """Set which ranks' output is written, and whether there is nothing besides."""
+        self._streamers[job] = Streamer(stream)
+        if quiet:
+            self._quiet.add(job)
 
     def close(self, timeout: float = 1.0) -> None:
         """End every thread; the displays stay as they are."""
@@ -165,15 +135,12 @@ class DisplayService:
         with self._lock:
             if key not in self._groups:
                 on_end = partial(self._forget, key)
-                self._groups[key] = DisplayGroup(job, self._screen, self._clock, on_end)
+                self._groups[key] = DisplayGroup(job, self._publish, self._clock, on_end)
             return self._groups[key]
 
     def _forget(self, key: int) -> None:
         with self._lock:
             self._groups.pop(key, None)
-
-    def _record_cell(self, job: Any, shell: Any) -> None:
-        self._shown_in[job] = _cell(shell)
 
 
 def _noninteractive() -> bool:
@@ -185,13 +152,5 @@ def _cell(shell: Any) -> object:
     return getattr(shell, "execution_count", None)
 
 
-# This module is the display of the process; the driver calls these functions.
-
-_display = DisplayService()
-started = _display.started
-watching = _display.watching
-show = _display.show
-say = _display.say
-label = _display.label
-set_options = _display.set_options
-close = _display.close
+display = DisplayService()
+"""The display of this process, which the driver imports by this name."""

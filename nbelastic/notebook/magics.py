@@ -4,6 +4,7 @@ from __future__ import annotations
 import __future__
 
 import difflib
+import functools
 import os
 import re
 import sys
@@ -16,16 +17,17 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 import nbelastic
 from nbelastic.driver import wait_interruptibly
-from nbelastic.errors import OptionError
+from nbelastic.errors import OptionError, RankFailed
 
-from .cell import CellFunction
+from .cell import CellFunction, large_variables
 from .commands import Commands
-from .debugging import unwrap_debug, wrap_debug
+from .display_service import display
 from .names import users_names
 from .options import MagicOptionError, options_help, split, train_command
-from .size_estimate import large_variables
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from IPython.core.interactiveshell import InteractiveShell
 
 MAGIC = "%%elastic_train"
@@ -33,11 +35,19 @@ MAGIC = "%%elastic_train"
 _FUTURES = __future__.annotations.compiler_flag
 """Compiler flags that ``from __future__ import …`` in an earlier cell may have set."""
 
+NOTHING_HERE = (
+    "The error was raised in a rank, which has ended; %debug can only inspect the kernel.\n"
+    "To debug the function, call it in a cell without fit, or run the cell without its first line "
+    "(%%elastic_train): there it runs as a single rank. Then use %debug again."
+)
+
+_MARK = "_nbelastic_original"
+
 
 def register(shell: InteractiveShell) -> None:
     """Register the magics with a shell."""
     shell.register_magics(ElasticMagics)
-    wrap_debug(shell)
+    _wrap_debug(shell)
 
 
 def unregister(shell: InteractiveShell) -> None:
@@ -46,7 +56,7 @@ def unregister(shell: InteractiveShell) -> None:
     magics["cell"].pop("elastic_train", None)
     magics["line"].pop("elastic", None)
     shell.magics_manager.registry.pop(ElasticMagics.__name__, None)
-    unwrap_debug(shell)
+    _unwrap_debug(shell)
 
 
 @magics_class
@@ -112,10 +122,10 @@ class ElasticMagics(Magics):
         if (run := options.pop("log_to", None)) is not None:
             options["log_to"] = self._variable("--log-to", run)
         options.setdefault("name", f"job-{uuid.uuid4().hex[:8]}")
-        _set_display_options(options["name"], stream, quiet)
         if not quiet:
             _warn_of_large_variables(function)
         job = self._start(function, options, given)
+        display.set_options(job, stream, quiet=quiet)
         self.commands.remember(job)
         if verbose:
             _write(job.modules.describe())
@@ -229,12 +239,6 @@ def _is_cluster(value: Any) -> bool:
     return isinstance(value, Client) or hasattr(type(value), "scheduler_address")
 
 
-def _set_display_options(name: str, stream: Any, quiet: bool) -> None:
-    from .display_service import DisplayOptions, set_options
-
-    set_options(name, DisplayOptions(stream=stream, quiet=quiet, panel=not quiet))
-
-
 def _wait(job: Any) -> Any:
     """Wait for a job and return its result. Only the main thread can be interrupted."""
     try:
@@ -273,3 +277,35 @@ def _warn_of_large_variables(function: CellFunction) -> None:
 
 def _write(text: str) -> None:
     sys.stdout.write(text)
+
+
+# -- after a failure -------------------------------------------------------------------------------
+
+
+def _wrap_debug(shell: InteractiveShell) -> None:
+    """Make ``%debug`` explain itself if the last error was a rank's."""
+    original = _find(shell)
+    if original is None or hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def debug(line: str = "", *args: Any, **kwargs: Any) -> Any:
+        if line.strip() or not isinstance(getattr(sys, "last_value", None), RankFailed):
+            return original(line, *args, **kwargs)
+        sys.stdout.write(NOTHING_HERE + "\n")
+        return None
+
+    setattr(debug, _MARK, original)
+    shell.magics_manager.magics["line"]["debug"] = debug
+
+
+def _unwrap_debug(shell: InteractiveShell) -> None:
+    """Restore the original."""
+    original = getattr(_find(shell), _MARK, None)
+    if original is not None:
+        shell.magics_manager.magics["line"]["debug"] = original
+
+
+def _find(shell: Any) -> Callable[..., Any] | None:
+    magic: Callable[..., Any] | None = shell.find_line_magic("debug")  # may import it
+    return magic

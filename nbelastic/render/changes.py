@@ -98,12 +98,9 @@ def sentence(snapshot: JobSnapshot, event: HistoryEvent) -> str:
 
 
 def _sentence(event: HistoryEvent) -> str:
-    detail = f": {abbreviate(event.detail, 160)}" if event.detail else ""
-    if event.kind == "straggler":
-        return _slow(event)
     if event.kind in HAPPENED:
-        which = f" ({worker(event.name, event.worker)})" if event.kind == "refused" else ""
-        return f"{HAPPENED[event.kind]}{which}{detail}"
+        return _happened(event, 160)
+    detail = f": {abbreviate(event.detail, 160)}" if event.detail else ""
     if event.kind in ENDED:
         return f"The job has {'been ' if event.kind == 'stopped' else ''}{event.kind}{detail}"
     rank = "A rank" if event.rank is None else f"Rank {event.rank}"
@@ -111,15 +108,11 @@ def _sentence(event: HistoryEvent) -> str:
     return f"{rank} {verb}{detail}"
 
 
-def _slow(event: HistoryEvent) -> str:
-    return f"{_rank(event)} {abbreviate(event.detail, 160)}"
-
-
-def _happened(event: HistoryEvent) -> str:
+def _happened(event: HistoryEvent, most: int = 1_000) -> str:
     if event.kind == "straggler":
-        return _slow(event)
+        return f"{_rank(event)} {abbreviate(event.detail, 160)}"
     which = f" ({worker(event.name, event.worker)})" if event.kind == "refused" else ""
-    detail = f": {event.detail}" if event.detail else ""
+    detail = f": {abbreviate(event.detail, most)}" if event.detail else ""
     return f"{HAPPENED[event.kind]}{which if event.worker else ''}{detail}"
 
 

@@ -53,8 +53,8 @@ FIGURES = [
 ]
 """The columns, from left to right; one more is one more element.
 
-A value that ``RankStatus`` lacks comes from the rank in ``RankTelemetry``, is kept in
-``RankMetrics`` and copied by ``Job._rank_status``; nothing between needs a change.
+A value that ``RankStatus`` lacks comes from the rank in ``RankTelemetry``, and is copied by
+``MetricsAggregator.status``; nothing between needs a change.
 """
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
 
-from nbelastic.driver.records import in_micro_batches, rows_in_words
 from nbelastic.messages import over
 
 from .changes import newest_event, recent_changes
@@ -28,6 +27,7 @@ from .formatting import (
     worker,
 )
 from .output import MAX_LINE, visible
+from .text import in_micro_batches, rows_in_words
 from .theme import STYLE, SYMBOLS
 from .timeline import legend, timeline, world_sizes
 

@@ -1,15 +1,16 @@
-"""A job in one line of text, for ``text/plain`` and for a terminal."""
+"""A job in lines of text, for ``text/plain`` and for a terminal."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.driver.records import rows_in_words
 from nbelastic.messages import over
 
 from .formatting import abbreviate, count, duration, limits, rate
 
 if TYPE_CHECKING:
+    from nbelastic.driver.status import DataStatus
+
     from .job_snapshot import JobSnapshot
 
 
@@ -54,3 +55,22 @@ def line(snapshot: JobSnapshot) -> str:
         facts.append(f"{duration(status.progress.remaining_s)} left")
     facts += [f"warning: {abbreviate(headline, 60)}" for headline in status.headlines]
     return f"{abbreviate(status.name, 30)}: {' · '.join(facts)}"
+
+
+def in_micro_batches(count: int, why_not_exact: str) -> str:
+    """Return how a step is divided, and whether the training is exact; empty without a loader."""
+    if not count:
+        return ""
+    exact = f"not exact: {why_not_exact}" if why_not_exact else "exact"
+    return f"{count} micro-batch{'es' * (count != 1)} a step, {exact}"
+
+
+def rows_in_words(data: DataStatus, *, ended: bool) -> str:
+    """Return the rows of a source: of the job if it has ended, else also those of the epoch."""
+    counts = f"{data.redone:,} redone, {data.lost:,} lost"
+    rows = data.seen if ended else data.done
+    noun = f"{rows:,} row{'s' * (rows != 1)}"
+    if ended:
+        return f"{noun} once, {counts}"
+    left = "" if data.left is None else f", {data.left:,} left"
+    return f"{data.source}: {noun} of epoch {data.epoch + 1} done{left}, {counts}"

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from nbelastic import HistoryEvent, chaos
+from nbelastic.chaos.fault_plan import CommitRate
 from nbelastic.chaos.report import with_recovery
-from nbelastic.chaos.scheduled_faults import CommitRate
 from nbelastic.errors import OptionError
 
 

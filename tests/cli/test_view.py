@@ -19,7 +19,7 @@ from rich.console import Console
 
 from nbelastic.cli.run import view_options
 from nbelastic.cli.view import CommandDisplay, ViewOptions
-from nbelastic.cli.view.display import JsonView, QuietView, WaitView
+from nbelastic.cli.view.display import JsonView, WaitView
 from nbelastic.cli.view.frame import frame
 from nbelastic.cli.view.live import LiveView
 from nbelastic.driver.status import Progress
@@ -217,7 +217,7 @@ def test_prefixes_name_the_rank_of_each_line(capsys):
 
 def test_quiet_is_the_output_alone(capsys):
     job = a_job()
-    with watch(QuietView, job):
+    with watch(WaitView, job, style="quiet"):
         job.prints("a\n")
         job.end()
     assert capsys.readouterr() == ("a\n", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbelastic import messages as why
-from nbelastic.driver.records.describe import history_detail, reset_detail, straggler_detail
+from nbelastic.driver.records.job_log import history_detail, reset_detail, straggler_detail
 from nbelastic.messages import LossReason
 
 ONE, TWO = why.RankId(0, 0, "tcp://A0"), why.RankId(5, None, "tcp://B0")

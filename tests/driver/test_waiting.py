@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from nbelastic.driver import display
+from nbelastic.driver.fit import wait_interruptibly
 from nbelastic.driver.job import Job
-from nbelastic.driver.waiting import wait_interruptibly
 from nbelastic.errors import JobInterrupted
 
 

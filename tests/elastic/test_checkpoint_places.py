@@ -21,6 +21,7 @@ from nbelastic.elastic.checkpoint.files import CheckpointFiles
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec, checkpointing
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.errors import NbelasticError, OptionError
+from nbelastic.messages import Place
 from tests.elastic.members import Notes, begin, make_member, written
 from tests.elastic.test_checkpoint_files import put
 from tests.support.world import StaticContext, run_ranks
@@ -188,9 +189,10 @@ def test_reading_is_given_up_where_nothing_comes(silent: Any, what: str) -> None
 
 def test_reading_ends_before_the_rank_counts_as_hung() -> None:
     def patience(**options: Any) -> float:
-        found = Options(checkpoint="/x", **options).checkpoints()
-        assert found is not None
-        return float(found["patience"])
+        place = Place(0, 1, 0, 1, 0, 1)
+        found = Options(checkpoint="/x", **options).rank_spec("job", "run", 1, place, None)
+        assert found.checkpoint is not None
+        return found.checkpoint.patience
 
     assert patience(stall_timeout=10.0) == 5.0
     assert patience(stall_timeout=3600.0) == 60.0

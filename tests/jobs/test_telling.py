@@ -177,9 +177,6 @@ class Recorder:
         if self.broken:
             raise RuntimeError("a fault of the display")
 
-    def started(self, job):
-        self._note(f"started {job.name}")
-
     def show(self, job):
         self._note(f"show {job.name}")
 
@@ -214,7 +211,7 @@ def test_a_display_is_told_of_every_job_and_ticks_while_somebody_waits(crew, set
     recorder = Recorder()
     set_display(recorder)
     job = nbelastic.fit(time.sleep, args=[0.5], cluster=crew.client, np=2, name="shown")
-    assert recorder.calls[:2] == ["started shown", "watching shown"]
+    assert recorder.calls[0] == "watching shown"
     assert recorder.calls.count("tick") >= 2
     assert recorder.calls[-1] == "left"
     job._ipython_display_()

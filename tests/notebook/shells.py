@@ -44,12 +44,10 @@ class FakeFit:
         self.error = None
         self.refuses = None
         self.while_waiting = lambda: None
-        self.before = lambda name: None
 
     def __call__(self, function, **options):
         if self.refuses is not None:
             raise self.refuses
-        self.before(options["name"])
         self.calls += 1
         self.function, self.options = function, options
         self.job = RunJob(self, function, options["name"], float(self.calls))

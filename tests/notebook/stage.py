@@ -19,15 +19,13 @@ class Screen:
         self.updates: list[dict] = []
         self.makers: list[threading.Thread] = []
 
-    def publish(self, data, display_id):
-        assert display_id not in self.displays
+    def publish(self, data, display_id, *, update=False):
+        assert (display_id in self.displays) == update
         self.displays[display_id] = data
-        self.makers.append(threading.current_thread())
-
-    def update(self, data, display_id):
-        assert display_id in self.displays
-        self.displays[display_id] = data
-        self.updates.append(data)
+        if update:
+            self.updates.append(data)
+        else:
+            self.makers.append(threading.current_thread())
 
     @property
     def shown(self) -> list[dict]:
@@ -48,7 +46,7 @@ class Stage:
     def __init__(self) -> None:
         self.screen, self.clock = Screen(), Clock()
         self.shell = SimpleNamespace(kernel=object(), execution_count=1)
-        self.display = DisplayService(self.screen, lambda: self.shell, self.clock)
+        self.display = DisplayService(self.screen.publish, lambda: self.shell, self.clock)
 
 
 def until(condition, seconds: float = 10.0) -> None:

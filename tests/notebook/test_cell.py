@@ -18,10 +18,9 @@ import pytest
 import nbelastic.chaos
 from nbelastic.cluster.rank_error import pack_error, unpack_error
 from nbelastic.elastic.ranks.context import LocalContext, activate
-from nbelastic.notebook.cell import CellError, CellFunction
+from nbelastic.notebook.cell import CellError, CellFunction, estimated_size, large_variables
 from nbelastic.notebook.names import users_names
 from nbelastic.notebook.remote_value import UnavailableValue, pack
-from nbelastic.notebook.size_estimate import estimated_size, large_variables
 
 
 def cell(body, namespace=None, **options):

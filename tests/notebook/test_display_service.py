@@ -7,7 +7,6 @@ import sys
 import threading
 from types import SimpleNamespace
 
-from nbelastic.notebook import display_service as showing
 from nbelastic.notebook.display_group import WIDGET, DisplayGroup
 from nbelastic.notebook.display_service import bundle, kernel_shell
 from tests.support.logs import own_records
@@ -109,7 +108,7 @@ def test_a_job_that_is_over_is_shown_without_a_thread(stage):
 
 def test_the_static_page_is_updated_every_five_seconds_at_most():
     screen, clock, job = Screen(), Clock(), FakeJob(state="waiting")
-    group = DisplayGroup(job, screen, clock)
+    group = DisplayGroup(job, screen.publish, clock)
     group.publish()
     job.set(state="running")
     clock.now += 4.0
@@ -136,10 +135,10 @@ def test_closing_ends_the_threads_of_jobs_that_go_on(stage):
 
 
 def test_a_screen_that_fails_is_logged_once_and_left_alone(stage, monkeypatch, caplog):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError("no kernel")
 
-    monkeypatch.setattr(stage.screen, "publish", fail)
+    monkeypatch.setattr(stage.display, "_publish", fail)
     job = FakeJob()
     with caplog.at_level(logging.WARNING):
         stage.display.show(job)
@@ -157,11 +156,6 @@ def test_a_kernel_is_found_only_where_ipython_runs_in_one(monkeypatch):
     shell = SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     assert kernel_shell() is shell
-
-
-def test_the_module_itself_is_a_display():
-    for name in ("started", "watching", "show"):
-        assert callable(getattr(showing, name))
 
 
 # -- names of cells --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import cloudpickle
 import pytest
 
 from nbelastic.errors import JobInterrupted, NbelasticError, OptionError, RankFailed
+from nbelastic.notebook import magics
 from nbelastic.notebook.options import train_command
 from tests.notebook.shells import run
 
@@ -214,17 +215,14 @@ def test_a_wrong_cluster_is_an_error_that_knows_the_right_ones(shell, fit):
 # -- how it is shown ---------------------------------------------------------------------------
 
 
-def test_the_manner_is_set_under_the_jobs_name_before_it_starts(shell, fit, monkeypatch):
-    from nbelastic.notebook import display_service as show
-
-    manners = {}
-    monkeypatch.setattr(show, "set_options", manners.__setitem__)
-    fit.before = lambda name: manners[name]
+def test_the_manner_is_set_before_the_wait_for_a_job(shell, fit, monkeypatch):
+    manners = []
+    monkeypatch.setattr(
+        magics.display, "set_options", lambda *of, **more: manners.append((of, more))
+    )
     run(shell, "%%elastic_train --stream all\n1")
-    assert manners[fit.options["name"]].stream == "all"
     run(shell, "%%elastic_train -q\n1")
-    quiet = manners[fit.options["name"]]
-    assert (quiet.stream, quiet.quiet, quiet.panel) == ("none", True, False)
+    assert [(of[1], more["quiet"]) for of, more in manners] == [("all", False), ("none", True)]
 
 
 def test_large_variables_are_listed_before_the_start(shell, fit, capsys, monkeypatch):

@@ -13,7 +13,7 @@ ROOT = str(Path(__file__).parents[2])
 SETUP = f"""
 import sys, threading, time
 sys.path.insert(0, {ROOT!r})
-from nbelastic.notebook import display_service as show
+from nbelastic.notebook.display_service import display as show
 from tests.notebook.fakes import FakeJob
 job = FakeJob()
 """

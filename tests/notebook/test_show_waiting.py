@@ -8,9 +8,8 @@ import threading
 import pytest
 
 from nbelastic.driver import display as drivers
-from nbelastic.notebook import display_service as showing
 from nbelastic.notebook.display_group import WIDGET
-from nbelastic.notebook.display_service import DisplayOptions, bundle
+from nbelastic.notebook.display_service import bundle
 from tests.support.logs import own_records
 
 from .fakes import FakeJob
@@ -94,23 +93,16 @@ def test_a_second_wait_does_not_repeat_the_output_of_the_first(stage, capsys):
     assert capsys.readouterr().out.count("epoch 1") == 1
 
 
-def test_options_set_for_a_name_hold(stage, capsys):
+def test_options_set_for_a_job_hold(stage, capsys):
     job = FakeJob()
     job.prints("epoch 1\n")
-    stage.display.set_options("quickstart", DisplayOptions(stream="none", quiet=True, panel=False))
+    stage.display.set_options(job, "none", quiet=True)
     with stage.display.watching(job) as watch:
         stage.clock.now += 3.0
         watch.tick()
         job.end()
     assert stage.screen.shown == []
     assert capsys.readouterr().out == ""
-
-
-def test_options_do_not_pile_up(stage):
-    for i in range(1_000):
-        stage.display.set_options(f"job{i}", DisplayOptions())
-    assert len(stage.display._options) == showing.MAX_OPTIONS
-    assert "job999" in stage.display._options
 
 
 def test_a_wait_that_is_given_up_leaves_a_panel_that_lives_on(stage, capsys):

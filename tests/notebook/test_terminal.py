@@ -57,8 +57,8 @@ def err(request, monkeypatch, out) -> Screen:
     return screen
 
 
-def watch(job: FakeJob, **rest) -> TerminalWaitDisplay:
-    return TerminalWaitDisplay(job, Plain(), clock=Clock(), **rest)
+def watch(job: FakeJob, quiet: bool = False) -> TerminalWaitDisplay:
+    return TerminalWaitDisplay(job, Plain(), quiet, Clock())
 
 
 def test_a_terminal_gets_one_line_that_is_rewritten(err):
@@ -164,10 +164,9 @@ def test_a_fault_is_logged_once_and_harms_no_job(err, caplog, monkeypatch):
 
 
 def test_the_last_line_alone_can_be_had(capsys):
-    job, told = FakeJob(), []
-    with LastLineWaitDisplay(job, lambda: sys.stdout, on_shown=lambda: told.append(1)) as looking:
+    job = FakeJob()
+    with LastLineWaitDisplay(job, Streamer("none"), stream=lambda: sys.stdout) as looking:
         looking.tick()
         looking.say("stopping")
         job.end("stopped")
     assert capsys.readouterr().out == "nbelastic job quickstart: stopped\n"
-    assert told == [1]

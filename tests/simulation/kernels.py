@@ -148,7 +148,7 @@ class Kernels:
             self.world.hub.require(unknown, f"not attached: {packed}")
             self.gone = not self.driving
             return
-        driver = self._make_driver(Options.unpack(pickle.loads(packed.options)))
+        driver = self._make_driver(pickle.loads(packed.options))
         if packed.epoch > self._epoch:  # else another has attached since, and was told sooner
             self.former.append((self.client, self.driver))
             self.client, self.driver, self._epoch = client, driver, packed.epoch

@@ -13,11 +13,10 @@ import queue
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.render import JobSnapshot, RankLines, printable, sentence, text
-
-from .output_files import OutputFiles
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -42,17 +41,14 @@ class CommandDisplay:
         self._options = options
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def started(self, job: Job) -> None:
-        """Do nothing: a job is shown when the command waits for it."""
-
     def watching(self, job: Job) -> AbstractContextManager[WaitDisplay]:
         """Return the view of a job."""
         if self._options.style == "live":
             from .live import LiveView
 
             return LiveView(job, self._options, self._messages)
-        kinds = {"json": JsonView, "quiet": QuietView}
-        return kinds.get(self._options.style, WaitView)(job, self._options, self._messages)
+        kind = JsonView if self._options.style == "json" else WaitView
+        return kind(job, self._options, self._messages)
 
     def show(self, job: Job) -> None:
         """Do nothing: a command has no values to show."""
@@ -88,7 +84,7 @@ class WaitView:
         self._cursor = 0
         self._events = 0
         self._lines = RankLines()
-        self._files = None if options.directory is None else OutputFiles(options.directory)
+        self._directory = options.directory
 
     def __enter__(self) -> WaitView:
         return self
@@ -124,11 +120,12 @@ class WaitView:
 
     def write_output(self, outputs: tuple[Output, ...]) -> None:
         """Write what ranks have printed."""
-        if self._files is not None:
+        if self._directory is not None:
             try:
-                self._files.write(outputs)
+                for output in outputs:
+                    _append(self._directory, output)
             except OSError as error:
-                self._files = None
+                self._directory = None
                 self.write_message(f"--output-filename: {error}")
         shown = (output for output in outputs if output.rank == 0 or self.options.prefix)
         self.write_lines([(each.rank, line) for each in shown for line in self._lines.take(each)])
@@ -150,7 +147,7 @@ class WaitView:
     def write_event(self, event: HistoryEvent) -> None:
         """Write an event."""
         words = sentence(JobSnapshot(self.job.status, (), self.job.started), event)
-        if words:
+        if words and self.options.style != "quiet":
             _say(words)
 
     def write_message(self, words: str) -> None:
@@ -159,17 +156,8 @@ class WaitView:
 
     def write_end(self) -> None:
         """Write the end of the job."""
-        _say(text(JobSnapshot.of(self.job)))
-
-
-class QuietView(WaitView):
-    """The output of ranks alone."""
-
-    def write_event(self, event: HistoryEvent) -> None:
-        """Write nothing."""
-
-    def write_end(self) -> None:
-        """Write nothing."""
+        if self.options.style != "quiet":
+            _say(text(JobSnapshot.of(self.job)))
 
 
 class JsonView(WaitView):
@@ -201,6 +189,15 @@ class JsonView(WaitView):
 
 write_errors: list[str] = []
 """Streams of this command that could not take what was written, with the error."""
+
+
+def _append(directory: str, output: Output) -> None:
+    """Append what a rank has printed to ``DIR/rank.N/stdout``."""
+    number = "unknown" if output.rank is None else output.rank
+    place = Path(directory) / f"rank.{number}"
+    place.mkdir(parents=True, exist_ok=True)
+    with open(place / "stdout", "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(output.text)
 
 
 def _taken(messages: queue.SimpleQueue[str]) -> list[str]:

@@ -6,10 +6,12 @@ of the terminal, and ``hints`` names options that are like an unknown one.
 
 from .hints import did_you_mean, with_hints
 from .kinds import FLAG, Kind, choice, count, shown
-from .parser import LIMITS, ROWS, LineCommand, LineOption
+from .parser import LineCommand, LineOption
 from .table import (
     DEFAULTS,
+    LIMITS,
     OF_SCRIPTS,
+    ROWS,
     TABLE,
     OptionRow,
     Options,

@@ -9,19 +9,13 @@ import click
 from nbelastic.errors import OptionError
 
 from .hints import did_you_mean
-from .table import DEFAULTS, TABLE
+from .table import DEFAULTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .kinds import Kind
     from .table import OptionRow
-
-ROWS = {row.name: row for row in TABLE}
-"""The options of a job by name."""
-
-LIMITS = ("min_np", "max_np", "priority", "weight")
-"""Options that can change while the job runs."""
 
 
 class LineOption(click.Option):

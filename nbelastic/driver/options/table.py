@@ -89,7 +89,7 @@ class OptionRow:
         return f"--{self.name.replace('_', '-')}"
 
 
-def _option(kind: Kind, group: str, meaning: str, example: str) -> Any:
+def _option(group: str, kind: Kind, example: str, meaning: str) -> Any:
     shown = kind not in (LOCATION, VARIABLES)  # they may have passwords in them
     return field(default=_UNSET, repr=shown, metadata={"row": (kind, group, meaning, example)})
 
@@ -111,164 +111,67 @@ class Options:
     Values are checked and brought into one form; what is not given has the package's default.
     """
 
-    np: int | None = _option(
-        count(),
-        _MANY,
-        "workers to wait for before anything starts; min_np and max_np default to it, so alone it "
-        "fixes the number of ranks",
-        "--np 4",
-    )
-    min_np: int | None = _option(
-        count(),
-        _MANY,
-        "fewest ranks that may train; below, the job waits for workers; without it, np or 1",
-        "--min-np 2",
-    )
-    max_np: int | None = _option(
-        count(),
-        _MANY,
-        "most ranks that may train; without it, np or all that the cluster offers",
-        "--min-np 2 --max-np 8",
-    )
-    check_every: int = _option(
-        count(),
-        _MANY,
-        "commits before new ranks may join, counted from the last reset; ranks leave at any commit",
-        "--max-np 8 --check-every 100",
-    )
-    workers: tuple[str, ...] | None = _option(
-        NAMES,
-        _WHERE,
-        "only these workers: names, addresses or hosts, as in Client.submit",
-        "--workers alice bob",
-    )
-    resources: dict[str, float] = _option(
-        AMOUNTS,
-        _WHERE,
-        "what a worker must offer for each rank, as in Client.submit",
-        "--resources GPU=1 MEM=2",
-    )
-    slots_per_host: int | None = _option(
-        count(),
-        _WHERE,
-        "most ranks on one machine",
-        "--slots-per-host 4",
-    )
-    priority: int = _option(
-        whole(),
-        _SHARED,
-        "jobs of a higher priority get what they want first",
-        "--priority 10",
-    )
-    weight: float = _option(
-        NUMBER,
-        _SHARED,
-        "this job's part of what jobs of one priority share, relative to theirs",
-        "--weight 2",
-    )
-    preemptible: bool = _option(
-        FLAG,
-        _SHARED,
+    # fmt: off
+    np: int | None = _option(_MANY, count(), "--np 4",
+        "workers to wait for before anything starts; min_np and max_np default to it, so alone "
+        "it fixes the number of ranks")
+    min_np: int | None = _option(_MANY, count(), "--min-np 2",
+        "fewest ranks that may train; below, the job waits for workers; without it, np or 1")
+    max_np: int | None = _option(_MANY, count(), "--min-np 2 --max-np 8",
+        "most ranks that may train; without it, np or all that the cluster offers")
+    check_every: int = _option(_MANY, count(), "--max-np 8 --check-every 100",
+        "commits before new ranks may join, counted from the last reset; ranks leave at any commit")
+    workers: tuple[str, ...] | None = _option(_WHERE, NAMES, "--workers alice bob",
+        "only these workers: names, addresses or hosts, as in Client.submit")
+    resources: dict[str, float] = _option(_WHERE, AMOUNTS, "--resources GPU=1 MEM=2",
+        "what a worker must offer for each rank, as in Client.submit")
+    slots_per_host: int | None = _option(_WHERE, count(), "--slots-per-host 4",
+        "most ranks on one machine")
+    priority: int = _option(_SHARED, whole(), "--priority 10",
+        "jobs of a higher priority get what they want first")
+    weight: float = _option(_SHARED, NUMBER, "--weight 2",
+        "this job's part of what jobs of one priority share, relative to theirs")
+    preemptible: bool = _option(_SHARED, FLAG, "--min-np 4 --preemptible",
         "a job of a higher priority may take ranks below min_np; one rank stays and keeps the "
-        "state, until the job goes on by itself",
-        "--min-np 4 --preemptible",
-    )
-    backend: str = _option(
-        choice(*BACKENDS, more=backend_names),
-        _WAY,
+        "state, until the job goes on by itself")
+    backend: str = _option(_WAY, choice(*BACKENDS, more=backend_names), "--np 4 --backend gloo",
         f"how tensors travel between ranks: one of {', '.join(BACKENDS)}, "
-        "or what an installed package brings",
-        "--np 4 --backend gloo",
-    )
-    env: dict[str, str] = _option(
-        VARIABLES,
-        _WAY,
-        "environment variables of the ranks' processes, added to those of their workers",
-        "--env NCCL_DEBUG=INFO",
-    )
-    pull: tuple[str, ...] = _option(
-        VARIABLE_NAMES,
-        _BACK,
+        "or what an installed package brings")
+    env: dict[str, str] = _option(_WAY, VARIABLES, "--env NCCL_DEBUG=INFO",
+        "environment variables of the ranks' processes, added to those of their workers")
+    pull: tuple[str, ...] = _option(_BACK, VARIABLE_NAMES, "--pull model history",
         "variables of rank 0 that come back at the end, or at a stop, into the objects of these "
-        "names: models, optimizers, plain values",
-        "--pull model history",
-    )
-    reset_limit: int | None = _option(
-        count(0),
-        _WRONG,
-        "most changes of membership, then ResetLimitExceeded",
-        "--reset-limit 20",
-    )
-    elastic_timeout: float = _option(
-        DURATION,
-        _WRONG,
-        "how long to wait for enough workers, then NotEnoughWorkers; and for a rank to be ready",
-        "--elastic-timeout 60",
-    )
-    stall_timeout: float = _option(
-        DURATION,
-        _WRONG,
-        "how long a rank may hold up others that wait for it, before they go on without it",
-        "--stall-timeout 2m",
-    )
-    heartbeat_timeout: float = _option(
-        DURATION,
-        _WRONG,
-        "silence after which a worker counts as frozen, where no process on its host can see it",
-        "--heartbeat-timeout 30",
-    )
-    exit_timeout: float = _option(
-        DURATION,
-        _WRONG,
+        "names: models, optimizers, plain values")
+    reset_limit: int | None = _option(_WRONG, count(0), "--reset-limit 20",
+        "most changes of membership, then ResetLimitExceeded")
+    elastic_timeout: float = _option(_WRONG, DURATION, "--elastic-timeout 60",
+        "how long to wait for enough workers, then NotEnoughWorkers; and for a rank to be ready")
+    stall_timeout: float = _option(_WRONG, DURATION, "--stall-timeout 2m",
+        "how long a rank may hold up others that wait for it, before they go on without it")
+    heartbeat_timeout: float = _option(_WRONG, DURATION, "--heartbeat-timeout 30",
+        "silence after which a worker counts as frozen, where no process on its host can see it")
+    exit_timeout: float = _option(_WRONG, DURATION, "--exit-timeout 10m",
         "how long threads, exit handlers and children of a rank may run when its function has "
-        "returned, then they are cut off",
-        "--exit-timeout 10m",
-    )
-    lease: float = _option(
-        DURATION,
-        _WRONG,
-        "how long the job goes on when its kernel is gone",
-        "--lease 24h",
-    )
-    notices: str = _option(
-        choice("auto", "off"),
-        _WRONG,
-        "auto: ranks leave machines that say they will go (spot machines, end of a batch job)",
-        "--notices off",
-    )
-    checkpoint: str | None = _option(
-        LOCATION,
-        _WRONG,
-        "where commits are also written to disk: a path that all workers see, or a URL "
-        "that fsspec knows",
-        "--checkpoint s3://bucket/run",
-    )
-    checkpoint_every: int = _option(
-        count(),
-        _WRONG,
-        "commits between two checkpoints",
-        "--checkpoint ckpt --checkpoint-every 10",
-    )
-    resume: bool = _option(
-        FLAG,
-        _WRONG,
-        "start from the newest complete checkpoint there",
-        "--checkpoint ckpt --resume",
-    )
-    timeline: str | None = _option(
-        FILE,
-        _WRONG,
-        "record what ranks do, and write it to this file at the end: a path that all workers and "
-        "the kernel see; https://ui.perfetto.dev opens it",
-        "--timeline timeline.json",
-    )
-    blacklist_cooldown: tuple[float, float] | None = _option(
-        RANGE,
-        _WRONG,
-        "a worker that failed is left out for LO, then twice that, up to HI; without it, "
-        "one whose function raised what others do not raise is not used again",
+        "returned, then they are cut off")
+    lease: float = _option(_WRONG, DURATION, "--lease 24h",
+        "how long the job goes on when its kernel is gone")
+    notices: str = _option(_WRONG, choice("auto", "off"), "--notices off",
+        "auto: ranks leave machines that say they will go (spot machines, end of a batch job)")
+    checkpoint: str | None = _option(_WRONG, LOCATION, "--checkpoint s3://bucket/run",
+        "where commits are also written to disk: a path that all workers see, or a URL that "
+        "fsspec knows")
+    checkpoint_every: int = _option(_WRONG, count(), "--checkpoint ckpt --checkpoint-every 10",
+        "commits between two checkpoints")
+    resume: bool = _option(_WRONG, FLAG, "--checkpoint ckpt --resume",
+        "start from the newest complete checkpoint there")
+    timeline: str | None = _option(_WRONG, FILE, "--timeline timeline.json",
+        "record what ranks do, and write it to this file at the end: a path that all workers "
+        "and the kernel see; https://ui.perfetto.dev opens it")
+    blacklist_cooldown: tuple[float, float] | None = _option(_WRONG, RANGE,
         "--blacklist-cooldown 10 100",
-    )
+        "a worker that failed is left out for LO, then twice that, up to HI; without it, one "
+        "whose function raised what others do not raise is not used again")
+    # fmt: on
 
     def __post_init__(self) -> None:
         for row in TABLE:
@@ -312,17 +215,6 @@ class Options:
         if start is not None and high is not None and start > high:
             raise OptionError(f"np={start} is above max_np={high}")
 
-    def checkpoints(self) -> dict[str, Any] | None:
-        """Return the settings of checkpoints for ranks; None without checkpoints."""
-        if self.checkpoint is None:
-            return None
-        return {
-            "url": self.checkpoint,
-            "every": self.checkpoint_every,
-            "resume": self.resume,
-            "patience": min(READ_PATIENCE, self.stall_timeout / 2),
-        }
-
     def rank_spec(
         self, job: str, run: str, start: int, place: Place, state_bytes: int | None
     ) -> RankSpec:
@@ -330,7 +222,15 @@ class Options:
 
         `run` is the job's id among jobs of its name; `place` the one foreseen for this start.
         """
-        checkpoint = self.checkpoints()
+        checkpoint = None
+        if self.checkpoint is not None:
+            checkpoint = CheckpointSpec(
+                run=run,
+                url=self.checkpoint,
+                every=self.checkpoint_every,
+                resume=self.resume,
+                patience=min(READ_PATIENCE, self.stall_timeout / 2),
+            )
         return RankSpec(
             job=job,
             start=start,
@@ -339,7 +239,7 @@ class Options:
             heartbeat_timeout_s=self.heartbeat_timeout,
             exit_timeout_s=self.exit_timeout,
             backend=self.backend,
-            checkpoint=None if checkpoint is None else CheckpointSpec(run=run, **checkpoint),
+            checkpoint=checkpoint,
             state_bytes=state_bytes,
             max_np=self.limits().max_np,
             timeline=None if self.timeline is None else part_of(self.timeline, run, start),
@@ -347,19 +247,6 @@ class Options:
             env=self.env,
             pull=self.pull,
         )
-
-    def pack(self) -> dict[str, Any]:
-        """Return the options as plain values."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
-
-    @classmethod
-    def unpack(cls, packed: Mapping[str, Any]) -> Options:
-        """Read what :meth:`pack` has written, with lists in the place of tuples or not."""
-        known = {each.name for each in fields(cls)}
-        values: dict[str, Any] = {name: packed[name] for name in known & packed.keys()}
-        for name, value in values.items():
-            values[name] = tuple(value) if isinstance(value, list) else value
-        return cls(**values)
 
     def limits(self) -> Limits:
         """Return the limits that these options mean.
@@ -393,9 +280,14 @@ TABLE: tuple[OptionRow, ...] = tuple(
 )
 """All options of a job that a line or a configuration can set."""
 
+ROWS = {row.name: row for row in TABLE}
+"""The options of a job by name."""
+
 OF_SCRIPTS = tuple(row for row in TABLE if row.name != "pull")
 """Those of a script, which no notebook waits for."""
 
+LIMITS = ("min_np", "max_np", "priority", "weight")
+"""Options that can change while the job runs."""
 
 HOROVODS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "HOROVOD_TIMELINE": ("timeline", lambda text: None if text == "DYNAMIC" else text),
@@ -443,15 +335,16 @@ def changed_limits(
     weight: float | None = None,
 ) -> LimitsChanged:
     """Return the event that changes what a job may have; None leaves a value as it is."""
-    min_np = count().check("min_np", min_np)
-    max_np = count().check("max_np", max_np)
-    low = present.min_np if min_np is None else min_np
-    high = present.max_np if max_np is None else max_np
+    given: dict[str, Any]
+    given = {"min_np": min_np, "max_np": max_np, "priority": priority, "weight": weight}
+    for name, value in given.items():
+        given[name] = None if value is None else ROWS[name].kind.check(name, value)
+    change = LimitsChanged(**given)
+    low = present.min_np if change.min_np is None else change.min_np
+    high = present.max_np if change.max_np is None else change.max_np
     if high is not None and low > high:
         raise OptionError(f"min_np={low} would be above max_np={high}")
-    priority = None if priority is None else whole().check("priority", priority)
-    weight = None if weight is None else NUMBER.check("weight", weight)
-    return LimitsChanged(min_np=min_np, max_np=max_np, priority=priority, weight=weight)
+    return change
 
 
 def call_arguments(

@@ -1,7 +1,6 @@
 """Records of a job for people: history in words, output, metrics, explanations."""
 
-from .describe import in_micro_batches, rows_in_words
 from .job_log import KernelLog
 from .why import explain, explain_journal
 
-__all__ = ["KernelLog", "explain", "explain_journal", "in_micro_batches", "rows_in_words"]
+__all__ = ["KernelLog", "explain", "explain_journal"]

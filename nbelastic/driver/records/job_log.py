@@ -14,16 +14,17 @@ from nbelastic.cluster import JobLog, Modules, Returned
 from nbelastic.driver import display
 from nbelastic.driver.clock import steady_time
 from nbelastic.driver.status import HistoryEvent, Output
-from nbelastic.messages import NotReady, Record, ReturnedEarly
+from nbelastic.messages import LossReason, Lost, NotReady, RankError, Record, ReturnedEarly
 
-from .describe import OUTPUT_GAP, history_detail, reset_detail, straggler_detail
 from .metrics import MetricsAggregator
 from .output_log import OutputLog
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from nbelastic.messages import CodeLine, LogContents, RankTelemetry, Reason
+
+OUTPUT_GAP = "output of ranks was left out, because this kernel did not read it for a while"
 
 
 class KernelLog(JobLog):
@@ -160,7 +161,7 @@ class KernelLog(JobLog):
             self._history.clear()
             self._kept.clear()
             self._warnings.clear()
-        self.metrics.reset()
+        self.metrics = MetricsAggregator()
         self.results = dict(contents.results)
         self.failures = dict(contents.failures)
         for start, (rank, worker) in contents.ranks.items():
@@ -180,3 +181,38 @@ def _place(line: CodeLine | None) -> str:
 def _where(file: str, line: int, function: str) -> str:
     """Return a line of code as people look for it: in which cell or file, and in which function."""
     return f"{display.label(file) or file}, line {line}, in {function}"
+
+
+def history_detail(reason: Reason | None, *, executing: str = "", raised: str = "") -> str:
+    """Return the detail of a history entry, which names its rank and worker apart.
+
+    With it go the line of code that the rank was executing last, and the one at which it raised.
+    """
+    if isinstance(reason, RankError):
+        return reason.at(raised)
+    if not isinstance(reason, Lost):
+        return str(reason or "")
+    words = reason.cause
+    if reason.reason in (LossReason.STALLED, LossReason.NOT_READY) and executing:
+        return f"{words}; it was executing {executing}"
+    return f"{words}; raised at {raised}" if raised else words
+
+
+def reset_detail(figures: Mapping[str, float]) -> str:
+    """Return the detail of a history entry about a reset, from its timings in milliseconds."""
+    batches, samples = (int(figures.get(name, 0)) for name in ("batches", "samples"))
+    phases = [f"{k} {v:.1f}" for k, v in figures.items() if k not in ("batches", "samples")]
+    words = ", ".join(phases) + " ms"
+    if not batches:
+        return words
+    again = f"{batches:,} {'batch' if batches == 1 else 'batches'}"
+    return f"{words}; {again}{f' of {samples:,} samples' if samples else ''} redone"
+
+
+def straggler_detail(figures: Mapping[str, float]) -> str:
+    """Return the detail of a history entry about a rank that holds the others up."""
+    after, before, of = (int(figures.get(name, 0)) for name in ("micro_batches", "before", "of"))
+    return (
+        f"takes {figures.get('times', 0.0):.1f} times as long for a micro-batch as the others; "
+        f"computes {after} of {of} now, {before} before"
+    )

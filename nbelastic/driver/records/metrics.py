@@ -12,12 +12,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nbelastic.driver.status import DataStatus, Progress
+from nbelastic.driver.status import DataStatus, Progress, RankStatus
 from nbelastic.messages import RankTelemetry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from nbelastic.membership import RankView
     from nbelastic.messages import MetricsReport
 
 WINDOW = 3.0
@@ -25,37 +26,6 @@ WINDOW = 3.0
 
 MOST_POINTS = 600
 """Points of the pace that are kept; then every second one is dropped and the interval doubles."""
-
-
-@dataclass
-class RankMetrics:
-    """The newest telemetry of one start of the function, and its speed."""
-
-    latest: RankTelemetry = field(default_factory=RankTelemetry)
-    _seen: deque[tuple[float, int]] = field(default_factory=deque)
-
-    def update(self, now: float, latest: RankTelemetry) -> None:
-        """Add newer telemetry."""
-        self.latest = latest
-        if not latest.samples:
-            self._seen.clear()  # still setting up
-        self._seen.append((now, latest.samples))
-        while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW:
-            self._seen.popleft()
-
-    @property
-    def samples_per_s(self) -> float | None:
-        """Speed over the window; None where no samples are counted."""
-        if not self.latest.samples or len(self._seen) < 2:
-            return None
-        (then, before), (now, after) = self._seen[0], self._seen[-1]
-        return (after - before) / (now - then) if now > then else None
-
-    @property
-    def block(self) -> tuple[int, int] | None:
-        """The first micro-batch of a step that it computes, and the one after its last."""
-        latest = self.latest
-        return (latest.first, latest.last) if latest.micro_batches else None
 
 
 @dataclass
@@ -83,27 +53,25 @@ class MetricsAggregator:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ranks: dict[int, RankMetrics] = {}
+        self._latest: dict[int, RankTelemetry] = {}
+        self._samples: dict[int, deque[tuple[float, int]]] = {}
         self._rows: dict[tuple[int, int], _Row] = {}
         self._order: list[tuple[int, int]] = []
         self._pace: list[tuple[float, float]] = []
         self._interval = 0.0
         self._first: tuple[float, float] | None = None
 
-    def reset(self) -> None:
-        """Forget everything."""
-        with self._lock:
-            self._ranks.clear()
-            self._rows.clear()
-            self._order.clear()
-            self._pace.clear()
-            self._interval, self._first = 0.0, None
-
     def take(self, now: float, ranks: Iterable[RankTelemetry]) -> None:
         """Add what ranks have sent; `now` in seconds since the job was started."""
         with self._lock:
             for each in ranks:
-                self._ranks.setdefault(each.start, RankMetrics()).update(now, each)
+                self._latest[each.start] = each
+                seen = self._samples.setdefault(each.start, deque())
+                if not each.samples:
+                    seen.clear()  # still setting up
+                seen.append((now, each.samples))
+                while len(seen) > 2 and seen[1][0] <= now - WINDOW:
+                    seen.popleft()
                 for report in each.reports:
                     self._add(now, report)
 
@@ -117,27 +85,52 @@ class MetricsAggregator:
         if row.generation == report.generation:
             row.add(report.values)
 
-    def rank(self, start: int) -> RankMetrics:
-        """Return the newest telemetry of a start of the function."""
+    def status(self, rank: RankView) -> RankStatus:
+        """Return a rank with its newest telemetry."""
         with self._lock:
-            return self._ranks.get(start, RankMetrics())
+            latest = self._latest.get(rank.start, RankTelemetry())
+            speed = self._speed(rank.start)
+        return RankStatus(
+            rank=rank.rank,
+            worker=rank.worker,
+            host=rank.host,
+            state=rank.state,
+            commits=rank.commits,
+            step=latest.step,
+            samples_per_s=speed,
+            device=latest.device,
+            state_bytes=latest.state_bytes,
+            copied_bytes=latest.copied_bytes,
+            name=rank.name,
+            micro_batches=(latest.first, latest.last) if latest.micro_batches else None,
+        )
+
+    def _speed(self, start: int) -> float | None:
+        """Return samples per second of a rank over the window; None where none are counted."""
+        seen = self._samples.get(start, deque())
+        if len(seen) < 2 or not seen[-1][1]:
+            return None
+        (then, before), (now, after) = seen[0], seen[-1]
+        return (after - before) / (now - then) if now > then else None
 
     def state_bytes(self) -> int:
         """Return the size of the largest state of a rank; 0 while none is known."""
         with self._lock:
-            return max((each.latest.state_bytes for each in self._ranks.values()), default=0)
+            return max((each.state_bytes for each in self._latest.values()), default=0)
 
     def total(self, starts: Iterable[int]) -> float | None:
         """Return the speed of several ranks together; None where it is not known."""
         with self._lock:
-            speeds = [self._ranks[s].samples_per_s for s in starts if s in self._ranks]
-        known = [speed for speed in speeds if speed is not None]
+            known = [speed for speed in map(self._speed, starts) if speed is not None]
         return sum(known) if known else None
+
+    def _of(self, starts: Iterable[int]) -> list[RankTelemetry]:
+        return [self._latest[start] for start in starts if start in self._latest]
 
     def micro_batches(self, starts: Iterable[int]) -> tuple[int, str]:
         """Return the micro-batches of a step, and what keeps the first of ranks from exactness."""
         with self._lock:
-            found = [self._ranks[start].latest for start in starts if start in self._ranks]
+            found = self._of(starts)
         count = max((each.micro_batches for each in found), default=0)
         return count, next((each.why_not_exact for each in found if each.why_not_exact), "")
 
@@ -147,9 +140,8 @@ class MetricsAggregator:
         Without a report of any of these, as in a job that has ended, others count.
         """
         with self._lock:
-            every = [each.latest.data for each in self._ranks.values() if each.latest.data]
-            known = (self._ranks[start].latest.data for start in starts if start in self._ranks)
-            present = [each for each in known if each] or every
+            every = [each.data for each in self._latest.values() if each.data]
+            present = [each.data for each in self._of(starts) if each.data] or every
         if not present:
             return ()
         furthest = max(present, key=lambda data: [each.seen for each in data])
@@ -187,8 +179,7 @@ class MetricsAggregator:
     ) -> Progress | None:
         """Return how far the first of `starts` with a declared total has come."""
         with self._lock:
-            latest = (self._ranks[start].latest for start in starts if start in self._ranks)
-            first = next((each for each in latest if each.epochs), None)
+            first = next((each for each in self._of(starts) if each.epochs), None)
             if first is None:
                 return None
             if finished:
