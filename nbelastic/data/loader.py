@@ -50,7 +50,12 @@ NOT_EXACT = (
     "Batch(exact=True) refuses this, Batch(exact=False) does not mention it."
 )
 
-
+NO_MEMORY = (
+    "a rank ran out of memory with {rows} rows at a time, and goes on with {fits}\n"
+    "It goes back to the last commit, and computes each micro-batch in {parts} parts, with "
+    "the weights of their rows ({device}). Layers such as BatchNorm see each part by itself.\n"
+    "To save the time of the attempt, pass Batch(..., micro={fits})."
+)
 LEFT_EARLY = (
     "epoch {epoch} was left after {done} of {steps} steps\n"
     "A commit takes the rest for what is still to be done: after a failure in the first step of "
@@ -122,6 +127,10 @@ class Loader:
         As given.
     why_not_exact : str
         What keeps the training from being exact; empty if nothing does.
+    parts : int
+        Parts in which this rank computes each micro-batch: 1, until it runs out of memory. Then the
+        elastic loop goes back to the last commit and doubles them. The loop over a step yields one
+        after the other, weighted by their rows.
 
     Raises
     ------
@@ -210,6 +219,10 @@ class Loader:
         self._completed_in: int | None = None
         self._told: set[str] = set()
         self._ledger = RowLedger()
+        self.parts = 1
+        self.device = "cpu"
+        self.parts_by_device: dict[str, int] = {}  # of ranks that ran out of memory
+        self.rows_under_way = 0  # of the micro-batch
 
     def _limit_of(self, steps: Any) -> int | None:
         if steps is None:
@@ -520,6 +533,34 @@ class Loader:
             self.why_not_exact = reason
             self._say(NOT_EXACT.format(reason=reason))
 
+    @property
+    def can_make_room(self) -> bool:
+        """Whether a micro-batch is under way that has more rows than parts."""
+        computes = self._share is not None and self._share.number is not None
+        return computes and self.parts < self.rows_under_way
+
+    def make_room(self) -> None:
+        """Compute micro-batches in twice as many parts.
+
+        Raises
+        ------
+        OptionError
+            The batch is to be exact, and parts are rounded otherwise.
+        """
+        rows = self.rows_under_way
+        before, self.parts = self.parts, min(2 * self.parts, rows)
+        self.forgo_exactness(
+            f"a rank ran out of memory, and computes micro-batches in {self.parts} parts"
+        )
+        self.learn_parts({self.device: self.parts})
+        words = {"rows": -(-rows // before), "parts": self.parts, "fits": -(-rows // self.parts)}
+        self._say(NO_MEMORY.format(device=self.device, **words))
+
+    def learn_parts(self, found: Mapping[str, int]) -> None:
+        """Note in how many parts ranks compute, by devices."""
+        known = self.parts_by_device
+        known.update((each, max(count, known.get(each, 1))) for each, count in found.items())
+
     def data_sample(self) -> DataSample | None:
         """Return digests of some rows of the dataset, to be compared with those of other ranks."""
         return self._source.sample()
@@ -556,6 +597,7 @@ class Loader:
             "kernels": self._kernels,
             "source": self._source.state_dict(),
             "ledger": self._ledger.state_dict(),
+            "parts": dict(self.parts_by_device),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -582,6 +624,10 @@ class Loader:
             self.forgo_exactness(reason)
         self._source.load_state_dict(state_dict.get("source", {}))
         self._ledger.load_state_dict(state_dict.get("ledger", {}))
+        self.learn_parts(state_dict.get("parts", {}))
+        if not self._loops and self.device in self.parts_by_device:  # a newcomer on such a device
+            self.parts = self.parts_by_device[self.device]
+            self.forgo_exactness(f"a rank on such a device needs {self.parts} parts")
         self._completed_in = self._unsettled = None
         self._dealing = dataclasses.replace(
             self._dealing,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.data.plan import mix
@@ -148,21 +150,27 @@ class Step:
             self._close()
             batch = next(self._batches)
             self._taken += 1
-            share.number = number
-            share.weights[number] = self._weight(weight, batch, number)
+            self._loader.rows_under_way = rows_of(batch)
+            parts = list(cut(batch, self._loader.parts))
+            share.number, share.weights[number] = number, 0.0
             share.taken += self._counts[number]
             for each in participants:
                 each.before(number)
             seed_generators(mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, number))
             self._open = True
             self._loader.balancer.watch.start()
-            yield batch
+            for position, (part, fraction) in enumerate(parts):
+                self._end_part()
+                share.part = position, len(parts)
+                share.part_weight = self._weight(weight, part, fraction * share.row_weights[number])
+                share.weights[number] += share.part_weight
+                yield part
         self._finish()
         share.number = None  # a backward() from here on belongs to no micro-batch
 
-    def _weight(self, weight: Callable[[Any], Any] | None, batch: Any, number: int) -> float:
+    def _weight(self, weight: Callable[[Any], Any] | None, batch: Any, by_rows: float) -> float:
         if weight is None:
-            return self._share.row_weights[number]
+            return by_rows
         found = weight(batch)
         try:
             value = float(found)
@@ -181,13 +189,17 @@ class Step:
             return
         self._open = False
         self._loader.balancer.watch.stop()
-        share = self._share
-        at_end, share.at_end = share.at_end, ()
+        self._end_part()
+        number = self._share.number
+        assert number is not None
+        for each in self._loader.participants:
+            each.after(number)
+
+    def _end_part(self) -> None:
+        """End the part of a micro-batch that is under way."""
+        at_end, self._share.at_end = self._share.at_end, ()
         for call in at_end:
             call()
-        assert share.number is not None
-        for each in self._loader.participants:
-            each.after(share.number)
 
     def _finish(self) -> None:
         """End the last micro-batch, and the loop over them."""
@@ -215,3 +227,41 @@ class Step:
         for _ in range(len(self) - self._taken):
             next(self._batches)
         self._finish()
+
+
+def cut(batch: Any, parts: int) -> Iterator[tuple[Any, float]]:
+    """Yield a batch in parts of about equally many rows, each with its fraction of the rows."""
+    rows = rows_of(batch)
+    parts = max(min(parts, rows), 1)
+    if parts == 1:
+        yield batch, 1.0
+        return
+    bounds = [rows * part // parts for part in range(parts + 1)]
+    for begin, end in itertools.pairwise(bounds):
+        yield _part(batch, rows, slice(begin, end)), (end - begin) / rows
+
+
+def rows_of(batch: Any) -> int:
+    """Return the rows of a collated batch: the length of its first array; 0 if it has none."""
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else 0
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    inside = batch if isinstance(batch, (list, tuple)) else ()
+    return next(filter(None, map(rows_of, inside)), 0)
+
+
+def _part(value: Any, rows: int, wanted: slice) -> Any:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return value[wanted] if len(shape) and shape[0] == rows else value
+    if isinstance(value, Mapping):
+        found = {key: _part(each, rows, wanted) for key, each in value.items()}
+        return type(value)(found)  # type: ignore[call-arg]
+    if not isinstance(value, (list, tuple)):
+        return value
+    if len(value) == rows and not rows_of(value):  # objects, such as texts
+        return value[wanted]
+    inner = [_part(each, rows, wanted) for each in value]
+    return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)

@@ -116,8 +116,7 @@ def _train_on(
             checkpoints.finish()
             return result
         except HostsUpdatedInterrupt:
-            session.timings.begin()
-            session.timings.mark("aborted")
+            _begin_reset(session)
             failure = _leave(session, state) if session.leaves else CollectiveError(UNASKED)
             if failure is None:
                 checkpoints.left()
@@ -125,14 +124,23 @@ def _train_on(
             raise  # on all ranks, because the program is at fault and would fail again
         except CollectiveError as error:
             failure = error
-            session.timings.begin()
-            session.timings.mark("aborted")
+            _begin_reset(session)
+        except Exception as error:
+            if not state.make_room(error):
+                raise
+            failure = CollectiveError(f"out of memory: {error}")
+            _begin_reset(session)
         if failure is not None:
             # Without its traceback, because the frames would keep the generation's buffers alive.
             failure = failure.with_traceback(None)
             if session.version != FRESH:
                 state.restore()
                 session.restored()
+
+
+def _begin_reset(session: Session) -> None:
+    session.timings.begin()
+    session.timings.mark("aborted")
 
 
 def _leave(session: Session, state: State) -> CollectiveError | None:

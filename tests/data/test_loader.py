@@ -8,15 +8,18 @@ import multiprocessing
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Arrow, Batch, Loader
+from nbelastic.data.step import cut
 from nbelastic.elastic.ranks.context import activate, current
 from nbelastic.errors import DataError, OptionError, StateMismatch
 from nbelastic.pickling import dumps
@@ -513,3 +516,44 @@ def test_what_is_no_dataset_is_named_with_what_to_write(name: str) -> None:
 def test_a_dict_of_rows_by_number_is_a_dataset() -> None:
     rows = {number: torch.ones(1) for number in range(8)}
     assert len(list(Loader(rows, Batch(4, micro=2)))) == 2
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@given(st.integers(1, 9), st.integers(1, 12))
+def test_the_parts_of_a_batch_are_the_batch(rows, parts):
+    x, names = torch.rand(rows, 2), [f"row {row}" for row in range(rows)]
+    batch = Pair({"x": x, "names": names, "rate": 0.5}, [np.arange(rows), torch.tensor(3)])
+    found = list(cut(batch, parts))
+    assert len(found) == min(parts, rows)
+    assert sum(fraction for _, fraction in found) == pytest.approx(1)
+    pieces = [piece for piece, _ in found]
+    assert all(type(piece) is Pair and type(piece.y) is list for piece in pieces)
+    assert torch.equal(torch.cat([piece.x["x"] for piece in pieces]), x)
+    assert [name for piece in pieces for name in piece.x["names"]] == names
+    assert np.concatenate([piece.y[0] for piece in pieces]).tolist() == [*range(rows)]
+    assert {(piece.x["rate"], int(piece.y[1])) for piece in pieces} == {(0.5, 3)}
+    lengths = {len(piece.x["x"]) for piece in pieces}
+    assert max(lengths) - min(lengths) <= 1
+    assert [fraction for _, fraction in found] == [len(p.x["x"]) / rows for p in pieces]
+
+
+def test_a_newcomer_begins_with_the_parts_of_a_device_that_ran_out_of_memory():
+    loader = Loader(Noisy(), Batch(15, micro=3))
+    step = next(steps := iter(loader))
+    next(iter(step))
+    assert loader.can_make_room
+    loader.make_room()
+    newcomer, other = (Loader(Noisy(), Batch(15, micro=3)) for _ in range(2))
+    other.device = "a larger one"
+    for each in (newcomer, other):
+        each.load_state_dict(loader.state_dict())
+    assert (newcomer.parts, other.parts) == (2, 1)
+    assert "needs 2 parts" in newcomer.why_not_exact
+    assert other.parts_by_device == {"cpu": 2}
+    loader.load_state_dict(other.state_dict())
+    assert loader.parts == 2, "a restore keeps it"
+    steps.close()

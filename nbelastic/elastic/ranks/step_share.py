@@ -26,6 +26,10 @@ class StepShare:
     exact: bool  # sums are formed along the tree over the V, not in the order of ranks
     number: int | None = None  # the micro-batch under way; None before the first
     weights: dict[int, float] = field(default_factory=dict)  # of those that have begun, by number
+    # Part of the micro-batch under way, and number of its parts; each has a backward pass of its
+    # own, and its weight.
+    part: tuple[int, int] = (0, 1)
+    part_weight: float = 0.0
     at_end: tuple[Callable[[], None], ...] = ()  # called when the micro-batch under way has ended
     finish: Callable[[], None] = lambda: None  # ends the last micro-batch; idempotent
     # Epoch and number of the step, and a digest of the order of rows; the same on all ranks.
@@ -46,9 +50,14 @@ class StepShare:
         return self.blocks or Blocks.even(self.micro_batches, ranks)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the micro-batch under way is complete with the part under way."""
+        return self.part[0] + 1 == self.part[1]
+
+    @property
     def is_last(self) -> bool:
-        """Whether the micro-batch under way is this rank's last."""
-        return self.number == self.expected[-1] if self.expected else False
+        """Whether the part under way is this rank's last."""
+        return self.is_whole and bool(self.expected) and self.number == self.expected[-1]
 
     @property
     def enclosing(self) -> StepShare | None:

@@ -190,6 +190,11 @@ class State:
     def leave(self) -> None:
         """Exchange values that must not be lost with leaving ranks, in the old generation."""
 
+    def make_room(self, error: Exception) -> bool:
+        """Take less memory from now on, if that is what an error is about; return whether so."""
+        del error
+        return False
+
     def reset(self) -> None:
         """Adapt to a new membership. Called before the reset callbacks."""
 

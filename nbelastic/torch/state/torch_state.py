@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import weakref
@@ -16,13 +17,15 @@ from torch.optim import Optimizer
 from nbelastic.data import Loader
 from nbelastic.data.sources import USUAL_CAUSES, DataSample, difference, sample_of
 from nbelastic.elastic.parameter_samples import sample
-from nbelastic.elastic.ranks.context import current_or_none, zero_is_source
+from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_source
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
 from nbelastic.elastic.state.state_payload import StatePayload
-from nbelastic.errors import NbelasticError, OptionError, StateMismatch
+from nbelastic.elastic.state.transfer import allgather_object
+from nbelastic.errors import NbelasticError, NotInitialized, OptionError, StateMismatch
 from nbelastic.pickling import Pickler
+from nbelastic.torch.device import device
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.rates import LRScaler, adjusts_to_size
 from nbelastic.torch.state.adapters import (
@@ -59,6 +62,13 @@ _ACCELERATES = (
     "It does not have the progress in accelerate's loaders, nor its gradient scaler: after a "
     "change of membership rows of an epoch are repeated.\n"
     "Use nbelastic.accelerate.AccelerateState(accelerator, epoch=0) in its place."
+)
+
+_NO_LOADER = (
+    "a rank ran out of memory, and its batches are the program's own\n"
+    "Over hvd.elastic.Loader(dataset, hvd.elastic.Batch(rows)) a rank goes on from the last commit "
+    "with smaller parts of each batch, and the others wait.\n"
+    "Use a Loader, or give each rank smaller batches."
 )
 
 
@@ -172,6 +182,8 @@ class TorchState(ObjectState):
         for loader in loaders:
             if any(loader is each for each in self._loaders):
                 continue
+            with contextlib.suppress(NotInitialized):  # before init()
+                loader.device = _device_in_words()
             if "epoch" in self._names:
                 loader.follow(self)
             means = BufferMeans(
@@ -255,6 +267,18 @@ class TorchState(ObjectState):
         for loader in self._loaders:
             loader.exchange_states()
 
+    def make_room(self, error: Exception) -> bool:
+        if not _is_out_of_memory(error):
+            return False
+        under_way = [loader for loader in self._loaders if loader.can_make_room]
+        for loader in under_way:
+            loader.device = _device_in_words()
+            loader.make_room()
+        context = current_or_none()
+        if context is not None and not self._loaders:
+            warn(context, _NO_LOADER)
+        return bool(under_way)
+
     def _complete_commit(self) -> None:
         # Saved again, and not before the exchange: a commit that directly follows a step copies
         # nothing.
@@ -321,6 +345,12 @@ class TorchState(ObjectState):
         self, *, behind: Sequence[int], receivers: Sequence[int], resumed: bool
     ) -> None:
         super()._come_together(behind=behind, receivers=receivers, resumed=resumed)
+        context = current()
+        if self._loaders and context.size > 1:
+            mine = [loader.parts_by_device for loader in self._loaders]
+            for everyones in allgather_object(context.communicator(), mine):
+                for loader, found in zip(self._loaders, everyones, strict=True):
+                    loader.learn_parts(found)
         if receivers and self._handlers:
             with zero_is_source():
                 for name, handler in self._handlers.items():
@@ -502,6 +532,20 @@ class TorchState(ObjectState):
             for ref, tensor in enumerate(payload.tensors):
                 if ref not in unflattener.kept:
                     payload.buffer.give_back(tensor)
+
+
+def _device_in_words() -> str:
+    found = device()
+    if found.type != "cuda":
+        return found.type
+    properties = torch.cuda.get_device_properties(found)
+    return f"{properties.name} with {properties.total_memory >> 20} MiB"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether a device, or the process, has no memory left."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or "can't allocate memory" in str(error)
 
 
 def _is_accelerates(value: object) -> bool:

@@ -89,12 +89,12 @@ class MicroBatchReduction(GradientStep):
         self._previous = previous
         self._sums = {id(parameter): MicroBatchSum(share) for parameter in parameters}
         self._passes_left: dict[int, int] = {}
-        self._number: int | None = None
+        self._place: tuple[int, tuple[int, int]] | None = None  # micro-batch, and part of it
         self._exchanging = False
 
     @property
     def has_gradients(self) -> bool:
-        return self._number is not None
+        return self._place is not None
 
     @property
     def is_lost(self) -> bool:
@@ -125,8 +125,8 @@ class MicroBatchReduction(GradientStep):
                 "backward() was called in a step without a micro-batch; iterate over the step, and "
                 "call it in that loop: `for x, y in step:`"
             )
-        if number != self._number:
-            self._number = number
+        if (number, self.share.part) != self._place:
+            self._place = number, self.share.part
             self._passes_left = {}
             self.share.at_end = (*self.share.at_end, self._end_micro_batch)
         for parameter in parameters:
@@ -166,12 +166,12 @@ class MicroBatchReduction(GradientStep):
             else:
                 gradient = gradient.coalesce()
         parameter.grad = None
-        weight = self.share.weights[number]
+        weight = self.share.part_weight
         if weight == 0.0:
             return  # whatever its gradient: a mean over nothing is not a number
         if weight != 1.0:
             gradient.mul_(weight)
-        gradient = total.add(number, gradient)
+        gradient = total.add(number, gradient, whole=self.share.is_whole)
         if self.share.is_last:
             parameter.grad = gradient
             self._arrived.note(parameter, gradient)
@@ -214,8 +214,8 @@ class MicroBatchReduction(GradientStep):
         left, self._passes_left = self._passes_left, {}
         for parameter in self.parameters:
             if left.get(id(parameter), 0) > 0 and parameter.grad is not None:
-                assert self._number is not None
-                self._take(parameter, self._sums[id(parameter)], self._number)
+                assert self._place is not None
+                self._take(parameter, self._sums[id(parameter)], self._place[0])
 
     def check(self, trained: list[torch.Tensor]) -> None:
         if self.share.missing:

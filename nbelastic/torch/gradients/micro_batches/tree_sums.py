@@ -66,8 +66,8 @@ class MicroBatchSum:
         if self.is_sparse:
             self._stack[:] = [(leaf, as_dense(value)) for leaf, value in self._stack]
 
-    def add(self, leaf: int, value: torch.Tensor) -> torch.Tensor:
-        """Add the value of a leaf, and return the tensor that it is part of now.
+    def add(self, leaf: int, value: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
+        """Add the value of a leaf, or a part of it, and return the tensor that it is part of now.
 
         Tensors belong to the sum from then on; earlier ones are changed in place. Sparse ones are
         coalesced. Where dense and sparse ones meet, all are dense.
@@ -77,8 +77,11 @@ class MicroBatchSum:
             self.densify()
             value = value if value.layout is torch.strided else as_dense(value)
         self._join(leaf)  # what could be added only once the leaves between were known to be absent
-        stack.append((leaf, value))
-        self._join(leaf + 1)
+        if stack and stack[-1][0] == leaf:
+            stack[-1] = (leaf, _add(stack[-1][1], value))
+        else:
+            stack.append((leaf, value))
+        self._join(leaf + whole)
         return stack[-1][1]
 
     def _join(self, done: int) -> None:
