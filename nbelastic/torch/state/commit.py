@@ -12,7 +12,6 @@ from nbelastic.torch.identity import same
 from nbelastic.torch.state.adapters import (
     capture_object,
     in_order,
-    labels_of,
     objects_in,
     restore_object,
 )
@@ -76,7 +75,7 @@ def make_commit(values: Mapping[str, Any], before: Commit | None = None) -> Comm
     known = None if before is None else before.cache
     objects: list[object] = [each for each in values.values() if type(each) not in ATOMS]
     if known is None or not same(objects, known.objects):
-        objects = objects_in(values.values())
+        objects = [*objects_in(values).values()]
     flattener = Flattener(objects, capture_object)
     if known is not None and known.holds(objects):
         flattener.resume(known.tensors, known.refs)
@@ -84,7 +83,7 @@ def make_commit(values: Mapping[str, Any], before: Commit | None = None) -> Comm
             obj = objects[node.number]
             flattener.adopt(obj, recapture(flattener, obj, node, options))
     else:
-        known = StructureCache(objects, labels_of(objects, values))
+        known = StructureCache(objects, [*objects_in(values)])
         for obj, is_complete in zip(objects, known.complete, strict=True):
             if is_complete:
                 flattener.flatten(obj)
