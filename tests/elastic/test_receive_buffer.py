@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nbelastic.elastic.state import transfer
-from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
-from nbelastic.elastic.state.state_payload import StatePayload, flatten, unflatten
+from nbelastic.elastic.state.state_payload import ReceiveBuffer, StatePayload, flatten, unflatten
 from nbelastic.elastic.state.transfer import spread
 from tests.support.world import StaticContext, run_ranks
 

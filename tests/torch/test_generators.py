@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.torch.state.generators import GeneratorStates
+from nbelastic.torch.state.commit import GeneratorStates
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

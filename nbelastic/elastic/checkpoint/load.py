@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.elastic.checkpoint.contents import unstored
 from nbelastic.elastic.checkpoint.files import CheckpointFiles, NotAFile
+from nbelastic.elastic.checkpoint.format import unstored
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.errors import NbelasticError
 

@@ -17,11 +17,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nbelastic.elastic.checkpoint.contents import stored, unstored
 from nbelastic.elastic.checkpoint.files import CheckpointFiles, NotAFile
-from nbelastic.elastic.checkpoint.format import Header
-from nbelastic.elastic.checkpoint.reader import Reader
-from nbelastic.elastic.checkpoint.writer import Writer
+from nbelastic.elastic.checkpoint.format import Header, stored, unstored
+from nbelastic.elastic.checkpoint.threads import Reader, Writer
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.elastic.state import ObjectState
 from nbelastic.elastic.state.transfer import allgather_object

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.followed import FollowedSamplers
     from nbelastic.elastic.ranks.step_share import StepShare
-    from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
+    from nbelastic.elastic.state.state_payload import ReceiveBuffer
     from nbelastic.elastic.training_checks import ParameterCheck
 
 # Ranks leave a generation at the same step, without a collective of their own. Each rank learns of

@@ -14,8 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import connect
-from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
-from nbelastic.elastic.state.state_payload import StatePayload
+from nbelastic.elastic.state.state_payload import ReceiveBuffer, StatePayload
 from nbelastic.elastic.state.transfer import spread
 from nbelastic.errors import CollectiveError
 

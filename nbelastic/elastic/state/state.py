@@ -406,20 +406,19 @@ class ObjectState(State):
 
         If they do not fit, StateMismatch is raised, and nothing has changed.
         """
-        values, _, *more = pickle.loads(payload.head)
+        values, _, more = pickle.loads(payload.head)
         samplers = self._samplers()
         mine = [n for n in self._names if not any(getattr(self, n) is each for each in samplers)]
         check_names("the values", public(mine), public(values))
         self._take(values, {}, more)
 
-    def _take(self, values: dict[str, Any], owned: dict[int, Any], more: Sequence[Any]) -> None:
+    def _take(self, values: dict[str, Any], owned: dict[int, Any], more: Any) -> None:
         """Take over values of another rank, with what :meth:`_more` has returned there.
 
         Those `owned` by objects are these objects' own already.
         """
-        held, self._settings_there, *positions = more[0] if more else ((), {})
-        if positions:
-            current().samplers.go_back(positions[0])
+        held, self._settings_there, positions = more
+        current().samplers.go_back(positions)
         known = dict(owned)
         for name in held:
             if name in values:

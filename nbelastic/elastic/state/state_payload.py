@@ -2,11 +2,17 @@
 
 The row holds the index (description, shapes and types), then the bytes of each tensor. Padding
 aligns each of these.
+
+A newcomer touches the memory for it before others wait: the first touch of a page is what costs,
+because the system finds a page and clears it. For a state of 300 MB that takes several times as
+long as filling it.
 """
 
 from __future__ import annotations
 
+import mmap
 import pickle
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,10 +21,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
-
 _ALIGNMENT = 64
 """A cache line, because received tensors are used in place."""
+
+_SLACK_BYTES = 1 << 20
+"""Bytes that descriptions and padding of a state may take in addition to its tensors."""
 
 
 @dataclass(frozen=True)
@@ -87,3 +94,51 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _gap(nbytes: int) -> int:
     return -nbytes % _ALIGNMENT
+
+
+class ReceiveBuffer:
+    """Bytes in pages of their own, as large as the system has them.
+
+    They live as long as the buffer or any tensor that uses them.
+    """
+
+    def __init__(self, nbytes: int) -> None:  # at least one
+        import torch
+
+        self._pages = _pages(nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                self._pages.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel without large pages
+        self.bytes: torch.Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
+
+    @classmethod
+    def for_state(cls, nbytes: int) -> ReceiveBuffer:
+        """Return a buffer for a state with `nbytes` bytes of tensors; its pages are touched."""
+        buffer = cls(nbytes + nbytes // 64 + _SLACK_BYTES)
+        buffer.bytes.zero_()
+        return buffer
+
+    def piece(self, start: int, end: int) -> torch.Tensor:
+        """Return some of the bytes as a tensor whose storage has no others."""
+        import torch
+
+        return torch.frombuffer(self._pages, dtype=torch.uint8, offset=start, count=end - start)
+
+    def give_back(self, tensor: torch.Tensor) -> None:
+        """Return the pages of a tensor to the system, if it is here; it must not be read again."""
+        start = tensor.data_ptr() - self.bytes.data_ptr()
+        if not hasattr(mmap, "MADV_DONTNEED") or not 0 <= start < len(self.bytes):
+            return
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (start + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    """Return private memory: the writes of a forked process must not show here."""
+    if sys.platform == "win32":
+        return mmap.mmap(-1, nbytes)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

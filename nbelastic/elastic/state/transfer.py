@@ -23,8 +23,7 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.elastic.state.receive_buffer import ReceiveBuffer
-from nbelastic.elastic.state.state_payload import StatePayload, flatten, unflatten
+from nbelastic.elastic.state.state_payload import ReceiveBuffer, StatePayload, flatten, unflatten
 from nbelastic.pickling import dumps
 
 if TYPE_CHECKING:
@@ -135,23 +134,14 @@ def allgather_object(communicator: Communicator, value: object) -> list[Any]:
     data = dumps(value)
     space = _SLOT_BYTES - _LENGTH_BYTES
     slot = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:space]
-    slots = _allgather_bytes(communicator, slot, _SLOT_BYTES)
+    slots = communicator.allgather_bytes(slot.ljust(_SLOT_BYTES, b"\0"))
     lengths = [int.from_bytes(each[:_LENGTH_BYTES], "little") for each in slots]
     contents = [each[_LENGTH_BYTES:] for each in slots]
     if max(lengths) > space:
-        contents = _allgather_bytes(communicator, data, max(lengths))
+        contents = communicator.allgather_bytes(data.ljust(max(lengths), b"\0"))
     return [
         pickle.loads(content[:length]) for content, length in zip(contents, lengths, strict=True)
     ]
-
-
-def _allgather_bytes(communicator: Communicator, data: bytes, length: int) -> list[bytes]:
-    import torch
-
-    mine = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
-    outputs = [torch.empty(length, dtype=torch.uint8) for _ in range(communicator.size)]
-    communicator.allgather(outputs, mine)
-    return [output.numpy().tobytes() for output in outputs]
 
 
 # On the wire: two integers (length of the index, length of everything), then everything in chunks.

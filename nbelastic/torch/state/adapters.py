@@ -363,25 +363,27 @@ def _plain_in(form: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
             yield form.format(name), value if parts is not value else tuple(parts)
 
 
-def objects_in(values: Iterable[object]) -> list[object]:
+def objects_in(values: Mapping[str, object]) -> dict[str, object]:
     """Return the objects with an adapter in `values`, also those within others.
 
-    An object without an adapter must not wrap an optimizer that is not in `values`.
+    Each has an expression in terms of the names in `values`. An object without an adapter must not
+    wrap an optimizer that is not in `values`.
     """
-    objects: list[object] = []
+    objects: dict[str, object] = {}
     others: list[object] = []
     seen: set[int] = set()
-    stack = list(values)[::-1]
+    stack: list[tuple[str, object]] = [*values.items()][::-1]
     while stack:
-        value = stack.pop()
+        label, value = stack.pop()
         if type(value) in ATOMS or id(value) in seen:
             continue
         seen.add(id(value))
+        form = "{}[{!r}]" if is_container(value) else "{}.{}"
         if adapter_of(value) is not None:
-            objects.append(value)
+            objects[label] = value
         elif not is_container(value) and not isinstance(value, _PLAIN):
             others.append(value)
-        stack.extend([child for _, child in _inside(value)][::-1])
+        stack.extend([(form.format(label, k), each) for k, each in _inside(value)][::-1])
     for other in others:
         for optimizer in within(other):
             if id(optimizer) not in seen:
@@ -432,22 +434,6 @@ def _refuse(other: object, optimizer: torch.optim.Optimizer) -> None:
         f"of it would train a copy of the model. Name the {inner} in the state as well, or give "
         f"{kind} state_dict() and load_state_dict()"
     )
-
-
-def labels_of(objects: Sequence[object], values: Mapping[str, object]) -> list[str]:
-    """Return an expression for each object, in terms of the names in `values`."""
-    found: dict[int, str] = {}
-    stack = list(values.items())[::-1]
-    while stack:
-        label, value = stack.pop()
-        if type(value) in ATOMS or id(value) in found:
-            continue
-        found[id(value)] = label
-        by_key = is_container(value)
-        stack.extend(
-            [(f"{label}[{k!r}]" if by_key else f"{label}.{k}", v) for k, v in _inside(value)][::-1]
-        )
-    return [found[id(obj)] for obj in objects]
 
 
 def _inside(value: object) -> Iterable[tuple[object, object]]:

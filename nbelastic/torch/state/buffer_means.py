@@ -44,7 +44,7 @@ class BufferMeans:
 
     def __init__(
         self,
-        models: Callable[[], Sequence[torch.nn.Module]],
+        models: Callable[[], Iterable[torch.nn.Module]],
         forgo_exactness: Callable[[str], None],
         functions: Mapping[str, Callable[..., torch.Tensor]],
         more: Callable[[], Iterable[torch.Tensor]] = tuple,
@@ -161,7 +161,7 @@ class BufferMeans:
         counts: dict[int, torch.Tensor] = {}
         others: dict[str, torch.Tensor] = {}
         given: dict[int, tuple[str, torch.Tensor]] = {}  # several models may have equal names
-        models, names = self._models(), []
+        models, names = [*self._models()], []
         for model in models:
             for path, module in model.named_modules():
                 for key, buffer in module._buffers.items():

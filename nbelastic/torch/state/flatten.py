@@ -105,7 +105,7 @@ def is_flat(value: object) -> bool:
     return ATOMS.issuperset(map(type, children_of(value))) and ATOMS.issuperset(map(type, keys))
 
 
-def _copied(value: object, known: dict[int, Any], flat: bool) -> object:
+def _copied(value: object, known: dict[int, Any], *, flat: bool) -> object:
     """Return a deep copy; `known` has existing copies by the ids of their originals."""
     if not flat:
         return copy.deepcopy(value, known)
@@ -138,21 +138,15 @@ class Flattener:
     """Makes nodes of values.
 
     For the `objects` with an adapter, ``capture(flattener, obj)`` returns their content, with nodes
-    for its values. Values that are neither tensors nor objects are copied, unless `duplicate` is
-    false because the nodes are pickled immediately.
+    for its values. Values that are neither tensors nor objects are copied.
     """
 
     def __init__(
-        self,
-        objects: Sequence[object],
-        capture: Callable[[Flattener, object], Any],
-        *,
-        duplicate: bool = True,
+        self, objects: Sequence[object], capture: Callable[[Flattener, object], Any]
     ) -> None:
         self.tensors: list[torch.Tensor] = []  # in the order of their references
         self.captured: list[ObjectNode] = []  # of all objects that were found
         self._capture = capture
-        self._duplicate = duplicate
         self._numbers = {id(obj): number for number, obj in enumerate(objects)}
         self._copies: dict[int, Any] = {id(obj): obj for obj in objects}
         self._known: dict[int, Node] = {}
@@ -176,7 +170,7 @@ class Flattener:
             return obj
         if type(value) in _CONTAINERS:
             if is_flat(value):
-                return self._know(value, ValueNode(self._copy(value, flat=True)))
+                return self._know(value, ValueNode(_copied(value, self._copies, flat=True)))
             factory = value.default_factory if type(value) is defaultdict else None
             items = ContainerNode(type(value), None, [], factory)
             self._know(value, items)
@@ -184,7 +178,7 @@ class Flattener:
                 items.keys = [self._key(key) for key in value]
             items.nodes.extend(self.flatten(each) for each in children_of(value))
             return items
-        return self._know(value, ValueNode(self._copy(value, flat=False)))
+        return self._know(value, ValueNode(_copied(value, self._copies, flat=False)))
 
     def resume(self, tensors: Sequence[torch.Tensor], refs: Mapping[int, TensorRef]) -> None:
         """Begin with tensors, and their references by id."""
@@ -208,9 +202,6 @@ class Flattener:
 
     def _key(self, key: object) -> object:
         return self.flatten(key) if isinstance(key, torch.Tensor) and is_dense(key) else key
-
-    def _copy(self, value: object, *, flat: bool) -> object:
-        return _copied(value, self._copies, flat) if self._duplicate else value
 
     def _know(self, value: object, node: Node) -> Node:
         self._known[id(value)] = node
@@ -308,7 +299,7 @@ class Unflattener:
             value = self._built[id(node)] = self._originals.restored(value, self._copies)
         elif type(value) not in ATOMS:
             flat = type(value) in _CONTAINERS and is_flat(value)
-            value = self._built[id(node)] = _copied(value, self._copies, flat)
+            value = self._built[id(node)] = _copied(value, self._copies, flat=flat)
         return value
 
     def tensor(self, ref: TensorRef, live: torch.Tensor | None = None) -> torch.Tensor:

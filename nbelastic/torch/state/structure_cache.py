@@ -17,7 +17,7 @@ import torch
 
 from nbelastic.torch.identity import same
 from nbelastic.torch.state.adapters import keeps_more
-from nbelastic.torch.state.flatten import ATOMS, ObjectNode, TensorRef, is_dense, is_flat
+from nbelastic.torch.state.flatten import ATOMS, ObjectNode, TensorRef, is_dense
 from nbelastic.torch.state.optimizer_adapter import options_of, overrides
 
 if TYPE_CHECKING:
@@ -52,14 +52,12 @@ class StructureCache:
         self.captured: list[ObjectNode] = []  # of objects with a complete structure
         self.tensors: list[torch.Tensor] = []  # theirs, in the order of their references
         self.refs: dict[int, TensorRef] = {}  # by the tensors' ids
-        self.options: list[Row] = []  # of each captured optimizer, if they are plain
-        self._structures = [_structure_of(obj) for obj in objects]
+        self._structures = [each for obj in objects for each in _structures_of(obj)]
 
     def fill(self, captured: Sequence[ObjectNode], tensors: Sequence[torch.Tensor]) -> None:
         """Add the captured nodes and tensors."""
         self.captured, self.tensors = list(captured), list(tensors)
         self.refs = {id(tensor): TensorRef(n) for n, tensor in enumerate(tensors)}
-        self.options = [_plain_options_in(self.objects[node.number]) for node in captured]
 
     def holds(self, objects: Sequence[object]) -> bool:
         """Return whether objects are the same, and have the same tensors in the same places."""
@@ -121,23 +119,16 @@ class _OptimizerStructure:
         return row
 
 
-class _NoStructure:
-    """Structure of an object that each commit traverses anew."""
-
-    def holds(self) -> bool:
-        return True
-
-
-def _structure_of(obj: object) -> _ModuleStructure | _OptimizerStructure | _NoStructure:
+def _structures_of(obj: object) -> list[_ModuleStructure | _OptimizerStructure]:
+    """Return the structure of an object, unless each commit traverses it anew."""
     if isinstance(obj, torch.nn.Module) and _has_dicts(obj):
-        return _ModuleStructure(obj)
-    if isinstance(obj, torch.optim.Optimizer):
-        dicts = all(isinstance(values, dict) for values in obj.state.values())
-        return _OptimizerStructure(obj) if dicts else _NoStructure()
-    return _NoStructure()
+        return [_ModuleStructure(obj)]
+    if isinstance(obj, torch.optim.Optimizer) and _has_state_dicts(obj):
+        return [_OptimizerStructure(obj)]
+    return []
 
 
-def recapture(flattener: Flattener, obj: object, node: ObjectNode, known: Row) -> ObjectNode:
+def recapture(flattener: Flattener, obj: object, node: ObjectNode) -> ObjectNode:
     """Return the node of an object with the same structure as before.
 
     A model's settings may have changed, and an optimizer's learning rate and the like.
@@ -148,28 +139,9 @@ def recapture(flattener: Flattener, obj: object, node: ObjectNode, known: Row) -
         node = ObjectNode(node.number, node.content._replace(settings=renewed))
     if not isinstance(obj, torch.optim.Optimizer):
         return node
-    if known and same(known, _options_in(obj)):
-        return node
     pairs = zip(node.content.groups, obj.param_groups, strict=True)
     options = [(refs, options_of(flattener, group)) for (refs, _), group in pairs]
     return ObjectNode(node.number, node.content._replace(groups=options))
-
-
-def _options_in(obj: torch.optim.Optimizer) -> Row:
-    """Return all values of an optimizer's groups, with their parameters as one value."""
-    return [each for group in obj.param_groups for each in (*group, *group.values())]
-
-
-def _plain_options_in(obj: object) -> Row:
-    """Return the same values if comparing them by identity is enough; else nothing."""
-    if not isinstance(obj, torch.optim.Optimizer):
-        return []
-    for group in obj.param_groups:
-        for name, value in group.items():
-            plain = type(value) in ATOMS or (type(value) is tuple and is_flat(value))
-            if name != "params" and not plain:
-                return []
-    return _options_in(obj)
 
 
 def _modules_of(obj: torch.nn.Module) -> list[torch.nn.Module]:
@@ -189,15 +161,17 @@ def _has_dicts(obj: torch.nn.Module) -> bool:
     return all(isinstance(each, dict) for each in _all_of(map(_dicts_in, _modules_of(obj))))
 
 
+def _has_state_dicts(obj: torch.optim.Optimizer) -> bool:
+    return all(isinstance(values, dict) for values in obj.state.values())
+
+
 def _is_complete(obj: object) -> bool:
     """Return whether a structure has all of an object but tensors' values and options."""
     if isinstance(obj, torch.nn.Module):
         return _has_dicts(obj) and all(map(_module_is_complete, _modules_of(obj)))
     if not isinstance(obj, torch.optim.Optimizer):
         return bool(getattr(obj, "nbelastic_complete", False))  # an integration's object says so
-    if not all(isinstance(values, dict) for values in obj.state.values()):
-        return False
-    if overrides(obj):
+    if overrides(obj) or not _has_state_dicts(obj):
         return False
     values = [value for values in obj.state.values() for value in values.values()]
     return all(map(_is_usual, obj.state)) and all(

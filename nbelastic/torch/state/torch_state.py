@@ -6,6 +6,7 @@ import contextlib
 import io
 import pickle
 import weakref
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,7 @@ from nbelastic.torch.state.adapters import (
     CapturedState,
     SamplerAdapter,
     adapter_of,
-    capture_object,
     check_models,
-    labels_of,
     objects_in,
     restore_object,
     settings_of,
@@ -42,7 +41,7 @@ from nbelastic.torch.state.adapters import (
 from nbelastic.torch.state.buffer_means import BufferMeans
 from nbelastic.torch.state.commit import make_commit, rebuild
 from nbelastic.torch.state.copies import Copies, nbytes_of
-from nbelastic.torch.state.flatten import Flattener, Unflattener
+from nbelastic.torch.state.flatten import Unflattener
 from nbelastic.torch.state.handlers import own_handler
 from nbelastic.torch.state.lazy_commit import LazyCommit
 from nbelastic.torch.state.settings import moving_values
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.sampler import SamplerProgress
     from nbelastic.torch.state.commit import Commit
-    from nbelastic.torch.state.flatten import Node
     from nbelastic.torch.state.handlers import StateHandler
     from nbelastic.torch.state.structure import Structure
 
@@ -143,11 +141,11 @@ class TorchState(ObjectState):
         handlers = {name: handler for name, handler in found.items() if handler is not None}
         self._check_free(handlers)
         self.__dict__.update((name, values.pop(name)) for name in handlers)
-        given = list(values.values())
-        check_models(given, objects_in(given))
-        _refuse_shards(objects_in(given))
+        objects = [*objects_in(values).values()]
+        check_models(values.values(), objects)
+        _refuse_shards(objects)
         context = current_or_none()
-        if context is not None and any(map(_is_accelerates, objects_in(given))):
+        if context is not None and any(map(_is_accelerates, objects)):
             warn(context, _ACCELERATES)
         super().__init__(**values)
         if handlers:  # only from here on, because a handler's first save is its constructor
@@ -164,9 +162,7 @@ class TorchState(ObjectState):
 
     def _take_part_in_steps(self) -> list[Loader]:
         """Connect the loaders in this state with its epoch, and with the buffers of its models."""
-        objects = objects_in(self._values().values())
-        loaders = [each for each in objects if isinstance(each, Loader)]
-        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        loaders, optimizers = self._objects(Loader), self._objects(Optimizer)
         self._accumulating = [each for each in optimizers if is_distributed(each)]
         if loaders and optimizers and not any(map(is_distributed, optimizers)):
             raise OptionError(
@@ -174,7 +170,7 @@ class TorchState(ObjectState):
                 "hvd.DistributedOptimizer(…). It averages over the micro-batches of a step, on one "
                 "rank as on many"
             )
-        if loaders and any(map(adjusts_to_size, objects)):
+        if loaders and any(map(adjusts_to_size, self._objects())):
             raise OptionError(
                 "TorchState: an LRScaler or by_samples() adjusts rates to a batch that grows with "
                 "the number of ranks, and with a Loader it does not grow; leave them out"
@@ -186,10 +182,9 @@ class TorchState(ObjectState):
                 loader.device = _device_in_words()
             if "epoch" in self._names:
                 loader.follow(self)
-            means = BufferMeans(
-                _models_of(self), loader.forgo_exactness, loader.buffers, _means_of(self)
-            )
-            loader.add_participant(means)
+            models, means = map(_while_alive, (self._modules, self._running_means))
+            participant = BufferMeans(models, loader.forgo_exactness, loader.buffers, means)
+            loader.add_participant(participant)
         return loaders
 
     def on_reset(self) -> None:
@@ -201,11 +196,10 @@ class TorchState(ObjectState):
             A callback has changed a learning rate, though a loader keeps the batch as it is, or an
             :class:`~nbelastic.torch.elastic.LRScaler` does that by itself.
         """
-        objects = objects_in(self._values().values())
-        scaled = [each for each in objects if isinstance(each, (Loader, LRScaler))]
-        before = _rates_of(objects)
+        scaled = self._objects((Loader, LRScaler))
+        before = self._rates()
         super().on_reset()
-        if scaled and _rates_of(objects) != before:
+        if scaled and self._rates() != before:
             raise OptionError(
                 "a reset callback changes a learning rate, and the state has a "
                 f"{type(scaled[0]).__name__}: "
@@ -253,7 +247,7 @@ class TorchState(ObjectState):
             commit = make_commit(values, self.__dict__.get("_commit"))
         except Exception as error:  # copying runs code of any class
             if not isinstance(error, NbelasticError):
-                refuse_by_name(error, values, objects_in(values.values()))
+                refuse_by_name(error, values, self._objects())
             raise
         uncopied = self._lazy.commit(commit.cache, current_or_none(), copy=self.always_copy)
         self._copies.take(commit.owners, uncopied)
@@ -303,8 +297,7 @@ class TorchState(ObjectState):
 
     def _check_between_steps(self, call: str) -> None:
         begun = any(loader.incomplete for loader in self._loaders)
-        optimizers = [each for each in objects_in(self._values().values()) if is_pending(each)]
-        if begun or optimizers:
+        if begun or any(map(is_pending, self._objects())):
             raise RuntimeError(
                 f"state.{call} was called in a step of the loader, before optimizer.step(): "
                 "training would go on without the rows of the step. Call it after optimizer.step()"
@@ -361,6 +354,13 @@ class TorchState(ObjectState):
     def _values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
+    def _objects(self, kind: type | tuple[type, ...] = object) -> list[Any]:
+        return [each for each in objects_in(self._values()).values() if isinstance(each, kind)]
+
+    def _rates(self) -> list[float]:
+        groups = [group for each in self._objects(Optimizer) for group in each.param_groups]
+        return [float(group.get("lr", 0.0)) for group in groups]
+
     def _materialize(self) -> None:
         """If the values of the last commit are gone, replace it by the present state."""
         unchanged = self._lazy.unchanged
@@ -388,7 +388,6 @@ class TorchState(ObjectState):
             context.ahead = True
 
     def _step_bytes(self) -> int:
-        objects = objects_in(self._values().values())
         parts = {part for each in self._modules() for part in each.modules()}
         parameters = {
             parameter
@@ -399,12 +398,10 @@ class TorchState(ObjectState):
         }
         sizes = sorted(map(nbytes_of, parameters))
         # Adam and its like need two temporary tensors for each parameter in turn.
-        steps = any(isinstance(each, Optimizer) for each in objects)
-        return sum(sizes) + (2 * sum(sizes[-1:]) if steps else 0)
+        return sum(sizes) + (2 * sum(sizes[-1:]) if self._objects(Optimizer) else 0)
 
     def _modules(self) -> list[Module]:
-        objects = objects_in(self._values().values())
-        return [each for each in objects if isinstance(each, Module)]
+        return self._objects(Module)
 
     def _running_means(self) -> Iterable[torch.Tensor]:
         """Return means of batches that are no buffers of modules."""
@@ -414,69 +411,56 @@ class TorchState(ObjectState):
         return moving_values(self._modules())
 
     def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        objects = objects_in(self._values().values())
-        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        optimizers = self._objects(Optimizer)
         plain = [type(each).__name__ for each in optimizers if not is_distributed(each)]
-        return sample(objects), tuple(plain)
+        return sample(self._objects()), tuple(plain)
 
     # -- synchronisation -------------------------------------------------------------------------
 
     def _find_settings(self) -> dict[str, Any]:
-        values = self._values()
-        objects = objects_in(values.values())
         found = super()._find_settings()
-        for label, obj in zip(labels_of(objects, values), objects, strict=True):
+        for label, obj in objects_in(self._values()).items():
             found.update((f"state.{label}{name}", each) for name, each in settings_of(obj))
         return found
 
     def _samplers(self) -> list[ShardSampler]:
-        objects = objects_in(self._values().values())
-        return [each for each in objects if isinstance(each, ShardSampler)]
+        return self._objects(ShardSampler)
 
     def _pack(self) -> StatePayload:
-        values = self._values()
-        objects = objects_in(values.values())
-        flattener = Flattener(objects, capture_object, duplicate=False)
-        nodes = {name: flattener.flatten(value) for name, value in values.items()}
-        for obj in objects:  # those within others
-            flattener.flatten(obj)
-        present = CapturedState(
-            objects, labels_of(objects, values), flattener.captured, flattener.tensors
-        )
         if self._data is None:
-            self._data = _data_samples(objects)
-        head = self._head(present, nodes, self._data, trusted=self._lazy.trusted)
-        return StatePayload(head, flattener.tensors)
+            self._data = _data_samples(self._objects())
+        commit = make_commit(self._values(), self._commit)
+        return self._payload(commit, commit.owners, self._data, trusted=self._lazy.trusted)
 
     def _unwritable(self) -> list[str]:
         return list(self._handlers)
 
     def _pack_commit(self) -> StatePayload:
         self._materialize()
-        commit = self._commit
-        present = _captured(commit)
-        head = self._head(present, commit.nodes)
-        devices = [owner.device.type for owner in commit.owners]
-        return StatePayload(head, self._copies.values, devices, names=present.names(commit.nodes))
+        names = _captured(self._commit).names(self._commit.nodes)
+        return replace(self._payload(self._commit, self._copies.values), names=names)
 
-    def _head(
+    def _payload(
         self,
-        present: CapturedState,
-        nodes: dict[str, Node],
+        commit: Commit,
+        tensors: Sequence[torch.Tensor],
         data: Sequence[DataSample | None] = (),
         *,
         trusted: bool = False,
-    ) -> bytes:
-        """Return everything except tensors, and what has changed since the state was built."""
+    ) -> StatePayload:
+        """Return a commit with the values of its tensors, and what changed since it was built."""
+        present = _captured(commit)
         before = changes(self._built, present.structure())
         try:
-            content = _dump((present.captured, nodes, trusted, self._more()), present.objects)
+            content = _dump((present.captured, commit.nodes, trusted, self._more()), commit.objects)
         except Exception as error:  # pickling runs code of any class
-            values, objects = self._values(), present.objects
+            values, objects = self._values(), commit.objects
             refuse_by_name(error, values, objects, SENT, lambda each: _dump(each, objects))
             raise
-        adapters = [type(adapter_of(obj)) for obj in present.objects]
-        return pickle.dumps((data, present.kinds(), list(nodes), before, content, adapters))
+        adapters = [type(adapter_of(obj)) for obj in commit.objects]
+        parts = (data, present.kinds(), list(commit.nodes), before, content, adapters)
+        devices = [owner.device.type for owner in commit.owners]
+        return StatePayload(pickle.dumps(parts), tensors, devices)
 
     @staticmethod
     def _as_dict(payload: StatePayload, samplers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -502,25 +486,17 @@ class TorchState(ObjectState):
         return [snapshot.progress for _, snapshot in self._commit.samplers]
 
     def _unpack(self, payload: StatePayload) -> None:
-        values = self._values()
-        objects = objects_in(values.values())
-        *data, kinds, names, before, content, _ = pickle.loads(payload.head)
-        flattener = Flattener(objects, capture_object, duplicate=False)
-        mine = CapturedState(
-            objects, labels_of(objects, values), flattener.captured, flattener.tensors
-        )
+        data, kinds, names, before, content, _ = pickle.loads(payload.head)
         check_names("the values", public(self._names), public(names))
+        mine = _captured(make_commit(self._values(), self._commit))
+        objects = mine.objects
         check_names("the objects", mine.kinds(), kinds, in_order=True)
-        captured, nodes, *more = _load(content, objects)
-        trusted = True in more  # of a rank that runs the same function
-        more = [each for each in more if not isinstance(each, bool)]  # old checkpoints have none
+        captured, nodes, trusted, more = _load(content, objects)
         if not self._aligned:  # else it may be behind ranks that have changed it since
-            for obj in objects:
-                flattener.flatten(obj)
             theirs = CapturedState(objects, mine.labels, captured, payload.tensors)
             check_fit(mine.structure(), theirs.structure(), before)
-        if data and data[0]:  # checkpoints have none
-            _check_data(_data_samples(objects), data[0])
+        if data:  # checkpoints have none
+            _check_data(_data_samples(objects), data)
         keep = payload.buffer is not None
         unflattener = Unflattener(
             payload.tensors, objects, restore_object, devices=payload.devices, keep=keep
@@ -588,32 +564,15 @@ def _check_data(mine: Sequence[DataSample | None], theirs: Sequence[DataSample |
             raise StateMismatch(f"the datasets are not the same{ranks}: {found}. {USUAL_CAUSES}")
 
 
-def _rates_of(objects: Iterable[object]) -> list[float]:
-    optimizers = [each for each in objects if isinstance(each, Optimizer)]
-    groups = [group for each in optimizers for group in each.param_groups]
-    return [float(group.get("lr", 0.0)) for group in groups]
+def _while_alive(method: Callable[[], Iterable[Any]]) -> Callable[[], Iterable[Any]]:
+    """Return a function that calls a method, and returns nothing once its object is gone."""
+    alive = weakref.WeakMethod(method)
 
-
-def _models_of(state: TorchState) -> Callable[[], list[Module]]:
-    """Return a function that returns the models in a state, as long as that lives."""
-    alive = weakref.ref(state)
-
-    def models() -> list[Module]:
+    def call() -> Iterable[Any]:
         present = alive()
-        return [] if present is None else present._modules()
+        return () if present is None else present()
 
-    return models
-
-
-def _means_of(state: TorchState) -> Callable[[], Iterable[torch.Tensor]]:
-    """Return a function that returns further running means, as long as the state lives."""
-    alive = weakref.ref(state)
-
-    def means() -> Iterable[torch.Tensor]:
-        present = alive()
-        return () if present is None else present._running_means()
-
-    return means
+    return call
 
 
 def _captured(commit: Commit) -> CapturedState:
