@@ -237,7 +237,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._refused.pop(worker, None)
         self._agents.arrived(worker)
         shorten_batching(self._scheduler.stream_comms.get(worker))
-        self._heartbeats.warm_up(slot.id)
+        self.spawn(self._heartbeats.warm_up(host))
         self._notices.arrived(host)
         for name in self.jobs:
             self._announce(name, [slot.id])

@@ -25,7 +25,6 @@ from .output_valve import OutputValve
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
-    from nbelastic.cluster.process_state import ProbeHistory
     from nbelastic.membership import Machine
     from nbelastic.messages import Beat, JobEvent, JobTerms, Place, ProcessId, RankTelemetry, Slot
 
@@ -46,8 +45,6 @@ class WorkerRecord:
     holder: tuple[str, int] | None = None  # job and start that its slot is given to
     has_beaten: bool = False  # since its slot was given to that
     silence: float = 0.0  # seconds without a heartbeat, in which it had a rank and we listened
-    probes: ProbeHistory | None = None  # states of its process since it fell silent
-    being_asked: set[tuple[str, bool]] = field(default_factory=set)  # observers that owe an answer
     last_beats: dict[tuple[str, int], Beat] = field(default_factory=dict)  # by job and start
     retiring: bool = False  # about to be retired, or to close: nothing revokes that
     # In force, by source and softness; their `seconds` are moments of the event loop's clock.
