@@ -854,24 +854,27 @@ class NoticeSource(str, enum.Enum):
     CHAOS = "nbelastic.chaos"
 
 
-class NoticeGiven(Reason, frozen=True):
-    name: str  # of the worker
+class Notice(Reason, frozen=True):
+    """Announcement that a worker's machine, or the batch job on it, will end, or will not.
+
+    The same object goes from the worker that has read it to the job's status.
+    """
+
     source: NoticeSource
-    action: str  # what will happen, in the source's own word
-    seconds: Number  # until then
+    action: str = ""  # what will happen, in the source's own word
+    seconds: Number = 0.0  # until then; where a notice is kept, the moment
+    name: str = ""  # of the worker
+    host: bool = False  # for all workers of the host, or this one alone
+    revoked: bool = False  # an earlier notice of this source does not hold any more
     soft: bool = False  # at risk only, for an unknown time: left once another rank is ready
 
     def __str__(self) -> str:
+        if self.revoked:
+            return f"worker {self.name} stays: {self.source.value} has revoked its notice"
         minutes, seconds = divmod(max(round(self.seconds), 0), 60)
         when = "once another is ready" if self.soft else f"in {minutes}:{seconds:02}"
         action = "" if self.action in ("", "end") else f" ({self.action})"
         return f"worker {self.name} leaves {when}: {self.source.value}{action}"
-
-
-class NoticeRevoked(Reason, frozen=True):
-    says = "worker {name} stays: {source.value} has revoked its notice"
-    name: str
-    source: NoticeSource
 
 
 class GoneBeforeCommit(Reason, frozen=True):
@@ -892,7 +895,7 @@ class NoneStays(Reason, frozen=True):
 
 
 class Noticed(Reason, frozen=True):
-    notices: tuple[NoticeGiven, ...]  # of some of them, the first to go first
+    notices: tuple[Notice, ...]  # of some of them, the first to go first
     number: int  # of all of them
 
     def __str__(self) -> str:
@@ -963,18 +966,14 @@ class SlotDied(Event, frozen=True):
 
 
 class SlotLeaving(Event, frozen=True):
-    """A worker was asked to leave: retired, scaled away, or terminated with notice."""
+    """A worker was asked to leave: retired, scaled away, or terminated with notice.
+
+    With a soft notice its host may end at any time: its rank stays until a newcomer is ready.
+    """
 
     slot: str
     soon: bool = False  # it closes in seconds, too soon for another rank to receive the state
-    notice: NoticeGiven | None = None  # what its host or its batch job has announced
-
-
-class SlotAtRisk(Event, frozen=True):
-    """A worker's host may end at any time: its rank stays until a newcomer is ready."""
-
-    slot: str
-    notice: NoticeGiven
+    notice: Notice | None = None  # what its host or its batch job has announced
 
 
 class SlotStays(Event, frozen=True):
@@ -1420,14 +1419,9 @@ class FaultReport(Message, frozen=True):
 
 
 class NoticeReport(Message, frozen=True):
-    """A worker's machine or batch job will end, or will not after all."""
+    """A worker has read a notice."""
 
-    source: NoticeSource
-    action: str  # what will happen, in the source's own word
-    seconds: Number  # until then
-    host: bool  # for all workers of the host, or this one alone
-    revoked: bool = False  # an earlier notice of this source does not hold any more
-    soft: bool = False  # the machine is at risk only: left once there is another
+    notice: Notice
 
 
 # -- scheduler to agent ----------------------------------------------------------------------------

@@ -135,6 +135,10 @@ class Machine:
             roster.launched = False
 
     def _on_slot_leaving(self, event: ev.SlotLeaving) -> None:
+        if event.notice is not None and event.notice.soft:
+            if event.slot not in self.roster.departing:
+                self._note_notice(event.slot, event.notice)
+            return
         self.roster.depart(event.slot)
         if event.notice is not None:
             self._note_notice(event.slot, event.notice)
@@ -167,23 +171,16 @@ class Machine:
         if not there and rules.last_holders(roster):
             self._warn(why.NoneStays())
 
-    def _note_notice(self, slot: str, notice: why.NoticeGiven) -> None:
-        """Note until when a worker with ranks is there."""
-        known = slot in self.roster.notices
-        for rank in self.roster.on_slot(slot):
-            until = self._now + max(notice.seconds, 0.0)
-            self.roster.notices[slot] = replace(notice, seconds=until)
-            if not known:
-                self._record("notice", rank, notice)
-
-    def _on_slot_at_risk(self, event: ev.SlotAtRisk) -> None:
-        roster = self.roster
-        if event.slot in roster.departing:
-            return
-        known = event.slot in roster.at_risk
-        roster.at_risk[event.slot] = event.notice
-        for rank in [] if known else roster.on_slot(event.slot):
-            self._record("notice", rank, event.notice)
+    def _note_notice(self, slot: str, notice: why.Notice) -> None:
+        """Note until when a worker with ranks is there, or that a worker is at risk."""
+        roster, ranks = self.roster, self.roster.on_slot(slot)
+        known = slot in (roster.at_risk if notice.soft else roster.notices)
+        if notice.soft:
+            roster.at_risk[slot] = notice
+        elif ranks:
+            roster.notices[slot] = replace(notice, seconds=self._now + max(notice.seconds, 0.0))
+        for rank in [] if known else ranks:
+            self._record("notice", rank, notice)
 
     def _on_slot_stays(self, event: ev.SlotStays) -> None:
         roster = self.roster
@@ -193,8 +190,7 @@ class Machine:
         notice = roster.notices.pop(event.slot, risk)
         for rank in roster.on_slot(event.slot):
             if notice is not None:
-                revoked = why.NoticeRevoked(notice.name, notice.source)
-                self._record("notice", rank, revoked)
+                self._record("notice", rank, replace(notice, revoked=True, seconds=0.0))
             asked = rank.leave_sent or rank.stage == Stage.ENDING
             if rank.leaving and not asked and rank.leave_reason == why.EndReason.WORKER_LEAVING:
                 rank.leaving = False

@@ -11,7 +11,7 @@ from nbelastic.messages import (
     GenerationLeft,
     Limits,
     Lost,
-    NoticeGiven,
+    Notice,
     Outcome,
     Plan,
     RankId,
@@ -63,9 +63,9 @@ class Roster:
     # When a process of a worker was last to leave or gone, by the worker's lasting name.
     departed: dict[str, float] = field(default_factory=dict)
     # Notices of workers with a rank, by slot, each with the moment in the place of `seconds`.
-    notices: dict[str, NoticeGiven] = field(default_factory=dict)
+    notices: dict[str, Notice] = field(default_factory=dict)
     # Notices without a time, by slot: a newcomer on another worker should replace the rank.
-    at_risk: dict[str, NoticeGiven] = field(default_factory=dict)
+    at_risk: dict[str, Notice] = field(default_factory=dict)
     # Starts that returned without an exchange with another rank, with what trained in them.
     isolated: dict[int, tuple[str, ...]] = field(default_factory=dict)
     # The first sample of parameters of each moment of this generation; True: besides the state.

@@ -66,8 +66,10 @@ class Scheduler:
         number = len(self.hosts)
         slot = Slot(name, name, name, host)
         process = ProcessId(number, 1.0, namespace)
-        self.hosts[name] = WorkerRecord(slot, {}, process, holder=("job", number))
-        self.scheduler.workers[name] = SimpleNamespace(nanny="nanny" if nanny else None)
+        self.hosts[name] = WorkerRecord(
+            slot, {}, process, "nanny" if nanny else None, holder=("job", number)
+        )
+        self.scheduler.workers[name] = SimpleNamespace()
         self.states[number] = lambda: ProcessState("alive", 0.0, self.loop.now)
 
     def tell(self, job: str, event: Any) -> None:

@@ -32,7 +32,6 @@ from nbelastic.cluster.worker.notice_watcher import (
     POLL_INTERVAL,
     SAME,
     MachineWatch,
-    MetadataPoller,
     NoticeWatcher,
 )
 from nbelastic.cluster.worker.notices import (
@@ -45,7 +44,7 @@ from nbelastic.cluster.worker.notices import (
     read_google,
     read_rebalance,
 )
-from nbelastic.messages import NoticeReport, NoticeSource, WatchOrder
+from nbelastic.messages import Notice, NoticeReport, NoticeSource, WatchOrder
 from tests.support.clusters import until
 from tests.support.metadata import (
     REBALANCE,
@@ -65,7 +64,7 @@ NOON = 1700000000.0
 
 
 def report(source, action, seconds, *, soft=False):
-    return NoticeReport(source, action, seconds, host=True, soft=soft)
+    return (Notice(source, action, seconds, host=True, soft=soft),)
 
 
 STOP = b'{"action": "stop", "time": "2017-09-18T08:22:00Z"}'
@@ -77,22 +76,22 @@ AT_AZURE = 1474309787.0
 @pytest.mark.parametrize(
     ("read", "found"),
     [
-        (lambda: read_aws(STOP, AT_STOP - 120), report(NoticeSource.AWS, "stop", 120.0)),
-        (lambda: read_aws(STOP, AT_STOP + 500), report(NoticeSource.AWS, "stop", 0.0)),
-        (lambda: read_aws(STOP, AT_STOP - 3e7), Unanswered),
+        (lambda: read_aws(STOP, "", AT_STOP - 120), report(NoticeSource.AWS, "stop", 120.0)),
+        (lambda: read_aws(STOP, "", AT_STOP + 500), report(NoticeSource.AWS, "stop", 0.0)),
+        (lambda: read_aws(STOP, "", AT_STOP - 3e7), Unanswered),
         (
             lambda: read_rebalance(b'{"noticeTime": "2020-10-27T08:22:00Z"}'),
             report(NoticeSource.AWS, "rebalance", 0.0, soft=True),
         ),
-        (lambda: read_google(b"TRUE\n"), (report(NoticeSource.GOOGLE, "preempt", 30.0),)),
+        (lambda: read_google(b"TRUE\n"), report(NoticeSource.GOOGLE, "preempt", 30.0)),
         (lambda: read_google(b"FALSE"), ()),
         (
             lambda: read_azure(azure_events("vm-0", "VM-1", **AZURE), "vm-1", AT_AZURE - 60),
-            (report(NoticeSource.AZURE, "Preempt", 60.0),),
+            report(NoticeSource.AZURE, "Preempt", 60.0),
         ),
         (
             lambda: read_azure(azure_events("vm-1", kind="Terminate"), "vm-1", 5.0),
-            (report(NoticeSource.AZURE, "Terminate", 0.0),),
+            report(NoticeSource.AZURE, "Terminate", 0.0),
         ),
         (lambda: read_azure(azure_events("vm-10"), "vm-1", 0.0), ()),
         (lambda: read_azure(azure_events("vm-1", kind="Freeze"), "vm-1", 0.0), ()),
@@ -112,7 +111,7 @@ def test_what_a_cloud_writes_is_read(read, found):
 @pytest.mark.parametrize("action", ["\x1b[2J", "stop\nnow", "<b>", "a" * 50, None, 7])
 def test_an_action_that_is_no_word_is_not_shown(action):
     body = json.dumps({"action": action, "time": "2017-09-18T08:22:00Z"}).encode()
-    assert read_aws(body, AT_STOP).action == ""
+    assert read_aws(body, "", AT_STOP)[0].action == ""
 
 
 @pytest.mark.parametrize(
@@ -180,9 +179,9 @@ def test_no_bytes_end_the_watch_revoke_a_notice_or_give_it_more_time(name, scrip
         lower = {key.lower(): value for key, value in headers.items()}
         return Answer(*service.answer(method, path, lower))
 
-    def tell(source, notice, soft):
-        assert soft is None
-        told.append(None if notice is None else now + notice.seconds)
+    def tell(risk, notice):
+        assert risk.revoked
+        told.append(None if notice.revoked else now + notice.seconds)
 
     watch = MachineWatch(tell, lambda: "http://there", ask, lambda: now)
     assert watch.step() and watch.step()
@@ -212,7 +211,7 @@ def test_each_cloud_is_taken_for_itself_alone(name):
         lower = {key.lower(): value for key, value in headers.items()}
         return Answer(*FakeMetadata(name).answer(method, path, lower))
 
-    assert [c.source.name.lower() for c in CLOUDS if c.probe(ask) is not None] == [name]
+    assert [c.source.name.lower() for c in CLOUDS if c.find_key(ask) is not None] == [name]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +250,7 @@ def change(after, **fields):
 
 def verdicts(played):
     """Return what a watch has told: True for each notice, False for each that there is none."""
-    return [notice is not None for _, notice, _ in played.told]
+    return [not notice.revoked for _, _, notice in played.told]
 
 
 @pytest.mark.parametrize("skew", [0.0, -3600.0, 3600.0])
@@ -267,10 +266,10 @@ def test_a_machine_goes_through_all_kinds_of_trouble(cloud, skew):
     script.append(change(400, notice=None))
     played = machine(cloud, *script).run(NOON + 440)
     assert verdicts(played) == [False, True, False]
-    at, notice, soft = played.told[1]
+    at, risk, notice = played.told[1]
     assert at <= NOON + 60 + 2 * POLL_INTERVAL
     assert notice.seconds == pytest.approx(30 if cloud == "google" else 120, abs=11)
-    assert soft is None
+    assert risk.revoked
     polls = [path for path, _ in played.service.asked if path == ROLES[cloud]]
     assert len(polls) <= 440 / POLL_INTERVAL
 
@@ -278,7 +277,7 @@ def test_a_machine_goes_through_all_kinds_of_trouble(cloud, skew):
 def test_a_recommendation_of_aws_is_soft_and_one_that_cannot_be_read_hides_no_notice():
     played = machine("aws", change(20, advice=b'{"noticeTime": "2020-10-27T08:22:00Z"}'))
     played.run(NOON + 60)
-    assert [soft is not None for _, _, soft in played.told] == [False, True]
+    assert [not risk.revoked for _, risk, _ in played.told] == [False, True]
 
     class NoAdvice(FakeMetadata):
         def _answer(self, method, path, headers):
@@ -295,7 +294,7 @@ def test_events_of_azure_may_come_nearer():
     script = [change(1, notice=events(900)), change(60, notice=events(1900))]
     script.append(change(120, notice=events(150)))
     played = machine("azure", *script).run(NOON + 180)
-    assert [at + notice.seconds - NOON for at, notice, _ in played.told] == [900, 150]
+    assert [at + notice.seconds - NOON for at, _, notice in played.told] == [900, 150]
 
 
 def test_what_takes_connections_and_never_answers_is_looked_at_some_times():
@@ -413,18 +412,20 @@ def test_the_first_address_that_takes_a_connection_is_the_one(monkeypatch):
 @pytest.fixture
 def watch(monkeypatch):
     """Return a function that watches a made-up service, and what it was told."""
-    pollers = []
+    watches = []
 
     def start(service):
         told = []
         monkeypatch.setenv("NBELASTIC_METADATA_URL", service.url)
-        pollers.append(MetadataPoller(lambda *each: told.append(each), interval=0.01))
+        watches.append(MachineWatch(lambda *each: told.append(each), interval=0.01))
+        watches[-1].start()
         return told
 
     yield start
-    for poller in pollers:
-        poller.stop()
-        until(lambda poller=poller: not poller.running, "the thread has ended")
+    for each in watches:
+        each.stop()
+        each.join(10)
+        assert not each.is_alive()
 
 
 @pytest.mark.parametrize("cloud", NAMES)
@@ -437,13 +438,15 @@ def test_each_cloud_is_asked_over_a_connection_without_a_proxy(watch, monkeypatc
         until(lambda: len(told) > 1, "the notice")
         service.notice = None
         until(lambda: len(told) > 2, "that it is revoked")
-    assert [notice is not None for _, notice, _ in told] == [False, True, False]
+    assert [not notice.revoked for _, notice in told] == [False, True, False]
 
 
 def test_a_machine_without_a_service_is_not_asked_again(monkeypatch):
     monkeypatch.setenv("NBELASTIC_METADATA_URL", "http://127.0.0.1:9")
-    poller = MetadataPoller(lambda *_: None, interval=0.01)
-    until(lambda: not poller.running, "the thread has ended")
+    watch = MachineWatch(lambda *_: None, interval=0.01)
+    watch.start()
+    watch.join(10)
+    assert not watch.is_alive()
 
 
 def test_an_answer_that_nobody_expects_does_not_end_the_watch(watch, monkeypatch, caplog):
@@ -493,7 +496,7 @@ def test_the_end_of_a_batch_job_is_told_in_time_and_for_this_worker_alone(monkey
     assert delay == 3600.0 - notice_watcher.BATCH_SECONDS
     now += delay
     act()
-    assert sent == [NoticeReport(NoticeSource.SLURM, "end", 120.0, host=False)]
+    assert sent == [Notice(NoticeSource.SLURM, "end", 120.0)]
     watcher.apply(WatchOrder())
     assert not loop.timers
 
@@ -510,7 +513,8 @@ def test_a_batch_job_that_is_over_is_an_earlier_one(monkeypatch):
 def test_an_agent_reports_all_that_it_knows_of_its_host(monkeypatch):
     """Also that there is no notice: the agent that watched before may have reported one."""
     sent = []
-    monkeypatch.setattr(MetadataPoller.__init__, "__defaults__", (0.01,))
+    defaults = MachineWatch.__init__.__defaults__
+    monkeypatch.setattr(MachineWatch.__init__, "__defaults__", (*defaults[:-1], 0.01))
     with metadata("aws") as service:
         monkeypatch.setenv("NBELASTIC_METADATA_URL", service.url)
         watcher = NoticeWatcher(FakeLoop(), sent.append)
@@ -537,7 +541,7 @@ def test_an_agent_reports_all_that_it_knows_of_its_host(monkeypatch):
 
 
 def test_a_report_travels():
-    report = NoticeReport(NoticeSource.AZURE, "Preempt", 12.5, host=True)
+    report = NoticeReport(Notice(NoticeSource.AZURE, "Preempt", 12.5, host=True))
     assert unpack(pack(report)) == report
 
 
@@ -549,7 +553,7 @@ def test_a_signal_is_a_notice_of_this_worker(monkeypatch):
     os.kill(os.getpid(), signal.SIGUSR1)
     until(lambda: sent, "the report")
     watcher.close()
-    assert sent == [NoticeReport(NoticeSource.SIGNAL, "SIGUSR1", 60.0, host=False)]
+    assert sent == [Notice(NoticeSource.SIGNAL, "SIGUSR1", 60.0)]
     assert shielded == [True, False]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 

@@ -13,10 +13,9 @@ from nbelastic.cluster.scheduler.spot_notices import SpotNotices
 from nbelastic.cluster.wire import pack, unpack
 from nbelastic.membership import view
 from nbelastic.messages import (
+    Notice,
     Noticed,
-    NoticeGiven,
     NoticeReport,
-    NoticeRevoked,
     NoticeSource,
     WatchOrder,
 )
@@ -58,7 +57,7 @@ class Cloud(SharedCluster):
 
     def report(self, address, source=NoticeSource.AWS, **fields):
         fields = {"action": "terminate", "seconds": 120.0, "host": True, **fields}
-        report = NoticeReport(source, **fields)
+        report = NoticeReport(Notice(source, **fields))
         self.stream_handlers["nbelastic-agent"](worker=address, message=pack(report))
 
     def watchers(self):
@@ -196,10 +195,7 @@ def test_a_revoked_notice_offers_the_slots_again():
         assert cloud.retired == []
         assert cloud.sizes() == {"one": 2}
         said = [record.reason for record in cloud.plugin.jobs["one"].log.contents().history]
-        assert [type(each) for each in said if isinstance(each, NoticeGiven | NoticeRevoked)] == [
-            NoticeGiven,
-            NoticeRevoked,
-        ]
+        assert [each.revoked for each in said if isinstance(each, Notice)] == [False, True]
 
     play(scene)
 
@@ -231,7 +227,7 @@ def test_ranks_have_a_little_time_whatever_a_notice_says(seconds):
         cloud.report(next(iter(cloud.workers)), seconds=seconds)
         (worker,) = (each for each in cloud.plugin._workers.values() if each.notices)
         now = asyncio.get_running_loop().time()
-        assert worker.notice.retire_at == pytest.approx(now + desk.LEAST, abs=1.0)
+        assert worker.retire_at == pytest.approx(now + desk.LEAST, abs=1.0)
         await retired(cloud)
         assert cloud.retired == [["w0"]]
         assert "lost" not in kinds(cloud)

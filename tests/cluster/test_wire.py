@@ -26,7 +26,7 @@ EVENT = m.RankEvent("j", READY)
 BEATS = m.Heartbeats((m.RankBeat("j", m.Beat(0, 1, 5, False, 2, 7, "allreduce")),))
 RAISED = m.RankEvent("j", m.RankRaised(0, "no"), error=ERROR)
 TELEMETRY = m.RankTelemetry("j", 0, 1, line=m.CodeLine("f", 1, "g"), reports=(REPORT,))
-NOTICE = m.NoticeReport(m.NoticeSource.AWS, "terminate", 120.0, True)
+NOTICE = m.NoticeReport(m.Notice(m.NoticeSource.AWS, "terminate", 120.0, host=True))
 HELLO = m.Hello(m.Slot("w", "a", "n", "h"), {}, m.ProcessId(1, 1.0, ""))
 INFO = m.JobInfo("j", "running", 2, 3, 1.5, True)
 

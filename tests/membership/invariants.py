@@ -103,7 +103,8 @@ class Checked:
         stale = self._stale(event)
         if stale or isinstance(event, FAULTS):
             unchanged = self.copy()
-        if isinstance(event, (SlotGone, SlotLeaving)):
+        soft = isinstance(event, SlotLeaving) and event.notice is not None and event.notice.soft
+        if isinstance(event, (SlotGone, SlotLeaving)) and not soft:
             self.unusable.add(event.slot)
         if isinstance(event, SlotStays):
             self.unusable.discard(event.slot)

@@ -25,7 +25,7 @@ from nbelastic.messages import (
     Limits,
     LimitsChanged,
     LoopDone,
-    NoticeGiven,
+    Notice,
     NoticeSource,
     RankDied,
     RankExited,
@@ -36,7 +36,6 @@ from nbelastic.messages import (
     RankReturned,
     ShareSet,
     Slot,
-    SlotAtRisk,
     SlotBusy,
     SlotDied,
     SlotGone,
@@ -65,8 +64,8 @@ def _nothing_else_to_collect() -> Iterator[None]:
 
 numbers = st.integers(0, 50)
 flags = st.booleans()
-NOTICE = NoticeGiven("A0", NoticeSource.AWS, "terminate", 120.0)
-RISK = NoticeGiven("A0", NoticeSource.AWS, "rebalance", 0.0, soft=True)
+NOTICE = Notice(NoticeSource.AWS, "terminate", 120.0, "A0")
+RISK = Notice(NoticeSource.AWS, "rebalance", name="A0", soft=True)
 HARM = ["kill", "kill", "freeze", "thaw", "retire", "cut", "raise", "collective"]
 HARM += ["crash", "crash", "hang", "deafen", "stick"]
 names = st.builds("{}{}".format, st.sampled_from("ABC"), st.integers(0, 2))
@@ -197,7 +196,7 @@ class FaultyWorld(RuleBasedStateMachine):
         """A machine is at risk, or is not any more."""
         workers = self.alive()
         slot = workers[which % len(workers)].slot.id
-        self.world.tell(SlotStays(slot) if over else SlotAtRisk(slot, RISK))
+        self.world.tell(SlotStays(slot) if over else SlotLeaving(slot, notice=RISK))
 
     @rule(rarely=st.integers(0, 4))
     def kill_all(self, rarely: int) -> None:
@@ -270,7 +269,7 @@ class FaultyWorld(RuleBasedStateMachine):
             lambda: SlotGone(slot),
             lambda: SlotLeaving(slot),
             lambda: SlotLeaving(slot, notice=NOTICE),
-            lambda: SlotAtRisk(slot, RISK),
+            lambda: SlotLeaving(slot, notice=RISK),
             lambda: SlotStays(slot),
             lambda: SlotBusy(slot),
             lambda: SlotDied(replace(unknown, id=slot), start, "was killed"),

@@ -12,12 +12,10 @@ from nbelastic.messages import (
     GoneBeforeCommit,
     LossReason,
     NoneStays,
+    Notice,
     Noticed,
-    NoticeGiven,
-    NoticeRevoked,
     NoticeSource,
     ShareSet,
-    SlotAtRisk,
     SlotLeaving,
     SlotsFound,
     SlotStays,
@@ -45,7 +43,7 @@ OVER = {"broken": 0, "slow": 0.0, "body": None}
 
 
 def noticed(world: World, name: str, seconds: float = 120.0) -> SlotLeaving:
-    notice = NoticeGiven(name, NoticeSource.AWS, "terminate", seconds)
+    notice = Notice(NoticeSource.AWS, "terminate", seconds, name)
     return SlotLeaving(world.worker(name).slot.id, notice=notice)
 
 
@@ -53,9 +51,9 @@ def stays(world: World, name: str) -> SlotStays:
     return SlotStays(world.worker(name).slot.id)
 
 
-def risk(world: World, name: str) -> SlotAtRisk:
-    notice = NoticeGiven(name, NoticeSource.AWS, "rebalance", 0.0, soft=True)
-    return SlotAtRisk(world.worker(name).slot.id, notice)
+def risk(world: World, name: str) -> SlotLeaving:
+    notice = Notice(NoticeSource.AWS, "rebalance", name=name, soft=True)
+    return SlotLeaving(world.worker(name).slot.id, notice=notice)
 
 
 def names(world: World) -> list[str]:
@@ -170,10 +168,7 @@ def test_a_rank_that_was_not_sent_away_yet_stays_when_the_notice_is_revoked() ->
     world.tell(stays(world, "A0"))
     world.run_for(200.0)
     assert world.sizes() == [1]
-    assert [type(record.reason) for record in world.records("notice")] == [
-        NoticeGiven,
-        NoticeRevoked,
-    ]
+    assert [record.reason.revoked for record in world.records("notice")] == [False, True]
 
 
 def test_a_slot_can_be_used_again_when_the_notice_is_revoked() -> None:
@@ -377,7 +372,7 @@ def test_what_is_at_risk_no_more_stays() -> None:
     world.run_for(10.0)
     assert names(world) == ["A0", "B0"]
     assert not isinstance(view(world.machine.machine, world.now).reason, Noticed)
-    assert isinstance(world.records("notice")[-1].reason, NoticeRevoked)
+    assert world.records("notice")[-1].reason.revoked
 
 
 def test_a_newcomer_is_not_kept_when_the_risk_is_over_before_it_is_ready() -> None:

@@ -56,19 +56,19 @@ SENTENCES = [
     ),
     (why.Reset((GONE,), 2, SAME), f"{GONE} → 2 ranks ({SAME})"),
     (
-        why.NoticeRevoked("w3", why.NoticeSource.AZURE),
+        why.Notice(why.NoticeSource.AZURE, name="w3", revoked=True),
         "worker w3 stays: Azure has revoked its notice",
     ),
     (
-        why.NoticeGiven("w3", why.NoticeSource.AWS, "terminate", 114.2),
+        why.Notice(why.NoticeSource.AWS, "terminate", 114.2, "w3"),
         "worker w3 leaves in 1:54: AWS spot (terminate)",
     ),
     (
-        why.NoticeGiven("w3", why.NoticeSource.SIGNAL, "SIGUSR1", 60.0),
+        why.Notice(why.NoticeSource.SIGNAL, "SIGUSR1", 60.0, "w3"),
         "worker w3 leaves in 1:00: signal (SIGUSR1)",
     ),
     (
-        why.NoticeGiven("w3", why.NoticeSource.AWS, "rebalance", 0.0, soft=True),
+        why.Notice(why.NoticeSource.AWS, "rebalance", name="w3", soft=True),
         "worker w3 leaves once another is ready: AWS spot (rebalance)",
     ),
     (
@@ -83,7 +83,7 @@ SENTENCES = [
         "another worker joins before. Pass checkpoint=, or add workers",
     ),
     (
-        why.Noticed((why.NoticeGiven("w3", why.NoticeSource.SLURM, "end", 59.6),), 3),
+        why.Noticed((why.Notice(why.NoticeSource.SLURM, "end", 59.6, "w3"),), 3),
         "worker w3 leaves in 1:00: SLURM's time limit; and 2 more",
     ),
     (why.Sharing(3, 6, ("resnet", "bert"), 2), "3 of 6 slots: shares with resnet, bert"),

@@ -90,7 +90,7 @@ def test_warnings_are_on_the_page_with_what_to_do(state):
 
 
 def test_a_worker_that_leaves_is_on_the_page_with_its_time():
-    notice = reasons.NoticeGiven("w3", reasons.NoticeSource.AWS, "terminate", 114.2)
+    notice = reasons.Notice(reasons.NoticeSource.AWS, "terminate", 114.2, "w3")
     words = str(reasons.Noticed((notice,), 1))
     shown = Page(page(full(state="running", reason=words)))
     assert "worker w3 leaves in 1:54: AWS spot (terminate)" in shown.text

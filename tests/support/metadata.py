@@ -134,9 +134,9 @@ class Machine:
         self.told: list[tuple[float, Any, Any]] = []
         self.watch = MachineWatch(self._tell, self._find, self._ask, lambda: self.now)
 
-    def _tell(self, source: Any, notice: Any, soft: Any) -> None:
-        assert source.name.lower() == self.service.cloud
-        self.told.append((self.now, notice, soft))
+    def _tell(self, risk: Any, notice: Any) -> None:
+        assert notice.source.name.lower() == self.service.cloud
+        self.told.append((self.now, risk, notice))
 
     def pass_time(self, until: float) -> None:
         """Let things happen as the script has them."""

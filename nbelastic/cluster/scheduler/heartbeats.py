@@ -1,28 +1,29 @@
 """Pass heartbeats on to the drivers, and detect workers whose heartbeats cease.
 
-A worker that misses two heartbeats is probed. If its process is stopped, the driver is told at
-once. If it is busy, it is alive and merely cannot send (something holds the GIL), which is as good
-as a heartbeat. If its process cannot be read, the worker counts as frozen after its job's
-``heartbeat_timeout``.
+A worker that misses two heartbeats is probed: its nanny, or else another worker of its host, reads
+the state of its process. If that is stopped, the driver is told at once. If it is busy, it is alive
+and merely cannot send (something holds the GIL), which is as good as a heartbeat. If its process
+cannot be read, the worker counts as frozen after its job's ``heartbeat_timeout``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from distributed.protocol.pickle import dumps
+from distributed.protocol.serialize import Serialize, Serialized, deserialize
 from msgspec.structs import replace
 
 from nbelastic.cluster.dask_compat import PeriodicCall, resume
-from nbelastic.cluster.process_state import Verdict
+from nbelastic.cluster.process_state import ProbeHistory, ProcessState, Verdict, read_state
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
 from nbelastic.messages import Beats, LossReason, SlotSilent, TelemetryBatch
 
-from .process_probe import ProcessProbe
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from distributed import Scheduler
 
@@ -40,6 +41,9 @@ LONGEST_COUNT = 2 * LISTEN_INTERVAL
 
 PROBED_AFTER = 2 * HEARTBEAT_INTERVAL_S
 """Seconds of silence after which a worker is probed."""
+
+ANSWER_LIMIT = 1.0
+"""Seconds that an observer has to read a process; one that takes longer is not asked again."""
 
 
 class HeartbeatMonitor:
@@ -65,7 +69,7 @@ class HeartbeatMonitor:
         self._counted_at = 0.0
         self._relay = PeriodicCall(HEARTBEAT_INTERVAL_S, self._pass_on)
         self._listen = PeriodicCall(LISTEN_INTERVAL, self._count_silence)
-        self._probe = ProcessProbe(scheduler, workers, self._take_verdict)
+        self._probes: dict[str, asyncio.Task[None]] = {}  # under way, by slot
 
     def start(self) -> None:
         """Start monitoring, unless it has started."""
@@ -78,17 +82,19 @@ class HeartbeatMonitor:
         """Stop monitoring."""
         self._listen.stop()
         self._relay.stop()
-        self._probe.stop()
+        for probe in self._probes.values():
+            probe.cancel()
 
-    def warm_up(self, slot: str) -> None:
-        """Prepare the probe of a worker's process."""
-        self._probe.warm_up(slot)
+    async def warm_up(self, worker: WorkerRecord) -> None:
+        """Probe a worker through its nanny in good time: the first probe imports modules there."""
+        if worker.nanny:
+            await self._read_state(worker, worker.address, nanny=True)
 
     def take(self, slot: str | None, beats: tuple[RankBeat, ...]) -> None:
         """Take the heartbeats of an agent."""
         if slot is not None:
             worker = self._workers[slot]
-            worker.has_beaten, worker.probes = True, None
+            worker.has_beaten = True
             worker.silence = -min(_now() - self._counted_at, LONGEST_COUNT)  # the next count adds
             worker.last_beats = {(each.job, each.beat.start): each.beat for each in beats}
         for each in beats:
@@ -156,22 +162,68 @@ class HeartbeatMonitor:
         # Before its first heartbeat, its task may wait for a thread.
         if worker.has_beaten and worker.silence >= limit:
             self._report_silent(slot, job, LossReason.WORKER_SILENT, worker.silence)
-        elif worker.silence >= min(PROBED_AFTER, limit / 2):
-            self._probe.probe(slot)
-        else:
-            worker.probes = None
+        elif worker.silence >= (least := min(PROBED_AFTER, limit / 2)) and slot not in self._probes:
+            probe = asyncio.ensure_future(self._probe(slot, worker, least))
+            self._probes[slot] = probe
+            probe.add_done_callback(lambda _: self._probes.pop(slot))
 
-    def _take_verdict(self, slot: str, verdict: Verdict) -> None:
-        """Act on the verdict on the process of a silent worker."""
-        worker = self._workers.get(slot)
-        if worker is None or worker.holder is None:
-            return
-        job, start = worker.holder
-        if verdict is Verdict.STOPPED:
-            self._report_silent(slot, job, LossReason.PROCESS_STOPPED, worker.silence)
-        else:
-            worker.silence = 0.0
-            self._repeat_beat(job, start, worker)
+    async def _probe(self, slot: str, worker: WorkerRecord, least: float) -> None:
+        """Probe a worker until it is silent no more, or for less than `least` seconds."""
+        history = ProbeHistory()
+        deaf: set[tuple[str, bool]] = set()  # observers, of which one may be stopped, too
+        while self._workers.get(slot) is worker and worker.silence >= least:
+            observer = next((o for o in self._observers(worker) if o not in deaf), None)
+            if observer is None:
+                return
+            state = None
+            with contextlib.suppress(asyncio.TimeoutError, TimeoutError, OSError):
+                state = await asyncio.wait_for(self._read_state(worker, *observer), ANSWER_LIMIT)
+            if state is None:
+                deaf.add(observer)
+                continue
+            verdict = history.add(state)
+            if worker.silence < least or worker.holder is None:  # it has sent a heartbeat since
+                return
+            job, start = worker.holder
+            if verdict is Verdict.STOPPED:
+                self._report_silent(slot, job, LossReason.PROCESS_STOPPED, worker.silence)
+                return
+            if verdict is Verdict.BUSY:
+                worker.silence = least
+                self._repeat_beat(job, start, worker)
+            await asyncio.sleep(LISTEN_INTERVAL)
+
+    def _observers(self, worker: WorkerRecord) -> Iterator[tuple[str, bool]]:
+        """Yield the addresses of workers that may see a worker's process; True: by their nannies.
+
+        Its nanny comes first, then other workers of its host that are not silent.
+        """
+        if worker.nanny:
+            yield worker.address, True
+        for other in self._workers.values():
+            alive = other is not worker and other.silence < PROBED_AFTER
+            if alive and other.host == worker.host:
+                yield other.address, False
+
+    async def _read_state(
+        self, worker: WorkerRecord, address: str, nanny: bool
+    ) -> ProcessState | None:
+        """Have an observer read a process, by Dask's own handler; None if it cannot."""
+        message = {"op": "run", "function": dumps(read_state), "args": dumps((worker.process,))}
+        if address not in self._scheduler.workers:
+            return None
+        answers = await self._scheduler.broadcast(
+            msg=message, workers=[address], nanny=nanny, on_error="return"
+        )
+        answer: Any = answers.get(address)
+        if not isinstance(answer, dict) or answer.get("status") != "OK":
+            return None
+        result = answer.get("result")
+        if isinstance(result, Serialized):  # as the scheduler leaves what it only passes on
+            result = deserialize(result.header, result.frames)
+        elif isinstance(result, Serialize):  # came without being written down
+            result = result.data
+        return result if isinstance(result, ProcessState) else None
 
     def _repeat_beat(self, job: str, start: int, worker: WorkerRecord) -> None:
         """Repeat a rank's last heartbeat for it, but not that it waits: that may have changed."""

@@ -12,18 +12,17 @@ import logging
 from typing import TYPE_CHECKING
 
 from distributed.core import Status
+from msgspec.structs import replace
 
 from nbelastic.membership import rules
-from nbelastic.messages import NoticeGiven, WatchOrder
-
-from .records import NoticeRecord
+from nbelastic.messages import WatchOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from distributed import Scheduler
 
-    from nbelastic.messages import NoticeReport
+    from nbelastic.messages import Notice, NoticeSource
 
     from .plugin import ElasticPlugin
     from .records import JobRecord, WorkerRecord
@@ -73,8 +72,8 @@ class NoticeController:
         self._jobs = jobs
         self._workers = workers
         self._retire_now = retire
-        self._hosts: dict[str, NoticeRecord] = {}
-        self._risks: dict[str, NoticeReport] = {}
+        # Of whole hosts, for workers that come later; as in the record of a worker.
+        self._hosts: dict[tuple[str, NoticeSource, bool], Notice] = {}
         self._under_way: set[str] = set()
 
     @property
@@ -86,10 +85,7 @@ class NoticeController:
     def going(self) -> int:
         """How many workers are to be replaced, because of a notice."""
         workers = self._workers.values()
-        at_risk = sum(
-            w.risk is not None and w.holder is not None and not w.notices for w in workers
-        )
-        return at_risk + sum(bool(each.notices) for each in workers)
+        return sum(w.ends or (w.at_risk and w.holder is not None) for w in workers)
 
     # -- watchers ----------------------------------------------------------------------------------
 
@@ -100,7 +96,6 @@ class NoticeController:
         lowest address. Without a job that wants it no agent watches.
         """
         on = self.standing or any(job.terms.notices for job in self._jobs.values())
-        self._hosts = {h: each for h, each in self._hosts.items() if self._now < each.deadline}
         hosts: dict[str, WorkerRecord] = {}
         for worker in self._workers.values():
             other = hosts.setdefault(worker.slot.host, worker)
@@ -111,100 +106,78 @@ class NoticeController:
             if order != worker.watch:
                 worker.watch = order
                 self._plugin.tell_agent(worker, order)
-        self._risks = {host: each for host, each in self._risks.items() if host in hosts}
+        self._hosts = {
+            key: each
+            for key, each in self._hosts.items()
+            if (key[0] in hosts if each.soft else self._now < each.seconds)
+        }
         self._retire_replaced()
 
     # -- notices -----------------------------------------------------------------------------------
 
-    def take(self, worker: WorkerRecord, report: NoticeReport) -> None:
+    def take(self, worker: WorkerRecord, notice: Notice) -> None:
         """Make ranks leave the workers that a notice is about, or stay if it is revoked."""
-        if report.host and not worker.watch.host:
+        if notice.host and not worker.watch.host:
             return  # it has watched once: another one knows better
         host = worker.slot.host
         logger.info(
             "notice of %s, from %s: %s in %.0f s, for %s%s%s",
-            report.source.value,
+            notice.source.value,
             worker.address,
-            report.action or "end",
-            report.seconds,
-            f"all workers of {host}" if report.host else "it alone",
-            ", soft" * report.soft,
-            ", revoked" * report.revoked,
+            notice.action or "end",
+            notice.seconds,
+            f"all workers of {host}" if notice.host else "it alone",
+            ", soft" * notice.soft,
+            ", revoked" * notice.revoked,
         )
-        concerned = [
-            each
-            for each in self._workers.values()
-            if each is worker or (report.host and each.slot.host == host)
-        ]
-        if report.soft:
-            self._risks.pop(host, None)
-            if not report.revoked:
-                self._risks[host] = report
-            self._set_risk(concerned, None if report.revoked else report)
-        elif report.revoked:
-            if report.host:
-                self._hosts.pop(host, None)
-            self._stay(concerned, report)
-        else:
-            notice = self._record(report)
-            if report.host:
-                self._hosts[host] = notice
-            self._leave(concerned, notice)
-
-    def _record(self, report: NoticeReport) -> NoticeRecord:
-        left = report.seconds if 0 <= report.seconds <= MOST else 0.0
-        deadline = self._now + left
-        retire_at = max(deadline - MARGIN, self._now + LEAST)
-        return NoticeRecord(report.source, report.action, deadline, retire_at)
+        left = notice.seconds if 0 <= notice.seconds <= MOST else 0.0
+        kept = replace(notice, seconds=self._now + left)
+        if notice.host:
+            self._hosts[host, notice.source, notice.soft] = kept
+        for each in list(self._workers.values()):
+            if each is worker or (notice.host and each.slot.host == host):
+                self._note(each, kept)
 
     def arrived(self, worker: WorkerRecord) -> None:
         """Note a new worker: its host may be about to go, or at risk."""
-        host = worker.slot.host
-        notice = self._hosts.get(host)
-        if notice is not None and self._now < notice.deadline:
-            self._leave([worker], notice)
-        else:
-            self._hosts.pop(host, None)
-            self._set_risk([worker], self._risks.get(host))
+        for (host, *_), notice in self._hosts.items():
+            if host == worker.slot.host and (notice.soft or self._now < notice.seconds):
+                self._note(worker, notice)
 
-    def announce_risks(self, job: str) -> None:
-        """Tell a new job which workers are at risk; those that will go it is not offered."""
+    def announce_risks(self) -> None:
+        """Tell jobs which workers are at risk; those that will go a new one is not offered."""
         for worker in self._workers.values():
-            risk = self._risks.get(worker.slot.host)
-            if risk is not None and worker.risk is not None:
-                self._plugin.mark_at_risk(worker.address, _given(worker, risk))
+            if worker.at_risk:
+                self._tell(worker)
 
-    def _leave(self, workers: Iterable[WorkerRecord], notice: NoticeRecord) -> None:
-        hosts = set()
-        for worker in workers:
-            known, before = worker.notices.get(notice.source), worker.notice
-            if known is not None and known.deadline <= notice.deadline:
-                continue  # nothing is more urgent than it was
-            worker.notices[notice.source] = notice
-            hosts.add(worker.slot.host)
-            if worker.notice is not before and not worker.retiring:
-                self._mark_leaving(worker)
-        for host in hosts - self._under_way:
-            self._under_way.add(host)
-            self._plugin.spawn(self._retire_when_empty(host))
-
-    def _mark_leaving(self, worker: WorkerRecord) -> None:
-        notice = worker.notice
-        assert notice is not None
-        left = max(notice.deadline - self._now, 0.0)
-        given = NoticeGiven(worker.slot.name, notice.source, notice.action, left)
-        self._plugin.mark_leaving(worker.address, notice=given)
-
-    def _stay(self, workers: Iterable[WorkerRecord], report: NoticeReport) -> None:
-        """Keep workers whose notice is revoked, unless another one is in force."""
-        for worker in workers:
-            if worker.notices.pop(report.source, None) is None or worker.retiring:
-                continue
-            if worker.notices:
-                self._mark_leaving(worker)
-            else:
+    def _note(self, worker: WorkerRecord, notice: Notice) -> None:
+        """Keep a notice, or drop the one that it revokes; tell jobs what that changes."""
+        key, before = (notice.source, notice.soft), worker.notice
+        known = worker.notices.get(key)
+        if notice.revoked:
+            worker.notices.pop(key, None)
+        elif known is None or notice.seconds < known.seconds:  # else nothing is more urgent
+            worker.notices[key] = notice
+        first = worker.notice
+        if first is before:
+            return
+        if first is not None and not first.soft:
+            worker.retire_at = max(first.seconds - MARGIN, self._now + LEAST)
+            if worker.slot.host not in self._under_way:
+                self._under_way.add(worker.slot.host)
+                self._plugin.spawn(self._retire_when_empty(worker.slot.host))
+        if not worker.retiring:  # else it goes in any case
+            if not worker.ends and before is not None:
                 self._plugin.mark_staying(worker.address)
-                self._set_risk([worker], self._risks.get(worker.slot.host))
+            self._tell(worker)
+
+    def _tell(self, worker: WorkerRecord) -> None:
+        """Tell jobs the notice by which a worker goes first, if there is any."""
+        notice = worker.notice
+        if notice is not None:
+            left = max(notice.seconds - self._now, 0.0)
+            told = replace(notice, name=worker.slot.name, seconds=left)
+            self._plugin.mark_leaving(worker.address, notice=told)
 
     async def _retire_when_empty(self, host: str) -> None:
         """Retire the workers of a host when their ranks have left, or when it is time.
@@ -214,13 +187,11 @@ class NoticeController:
         """
         wait = RETRY
         try:
-            while True:
-                going = [w for w in self._workers.values() if w.slot.host == host and w.notices]
-                if not going:
-                    return
-                due = [worker for worker in going if self._is_due(worker)]
-                if due and (len(due) == len(going) or any(map(self._is_late, due))):
-                    self._keep(await self._retire(due))
+            while going := [w for w in self._workers.values() if w.slot.host == host and w.ends]:
+                late = [worker for worker in going if self._now >= worker.retire_at]
+                due = [worker for worker in going if worker.holder is None or worker in late]
+                if late or len(due) == len(going):
+                    await self._retire(due)
                     await asyncio.sleep(wait)
                     wait = 2 * RETRY
                 else:
@@ -228,15 +199,11 @@ class NoticeController:
         finally:
             self._under_way.discard(host)
 
-    def _is_due(self, worker: WorkerRecord) -> bool:
-        return worker.holder is None or self._is_late(worker)
+    async def _retire(self, workers: list[WorkerRecord]) -> None:
+        """Retire workers. Dask keeps those whose data can go nowhere, which are tried again.
 
-    def _is_late(self, worker: WorkerRecord) -> bool:
-        notice = worker.notice
-        return notice is not None and self._now >= notice.retire_at
-
-    async def _retire(self, workers: list[WorkerRecord]) -> list[WorkerRecord]:
-        """Retire workers; return those that Dask keeps, because their data can go nowhere."""
+        They are offered again if their notices were revoked meanwhile.
+        """
         there = [worker for worker in workers if worker.address in self._scheduler.workers]
         for worker in there:
             logger.info("worker %s is retired: its machine will go", worker.address)
@@ -246,51 +213,26 @@ class NoticeController:
                 await self._retire_now([worker.address for worker in there])
         except Exception:  # it is tried again
             logger.exception("workers whose machine will go cannot be retired")
-        states = {worker.address: self._scheduler.workers.get(worker.address) for worker in there}
-        usable = (Status.running, Status.paused)
-        return [w for w in there if getattr(states[w.address], "status", None) in usable]
-
-    def _keep(self, workers: Iterable[WorkerRecord]) -> None:
-        """Offer workers again that could not be retired, if their notices were revoked since."""
-        for worker in workers:
-            worker.retiring = False
-            if not worker.notices:
-                self._plugin.mark_staying(worker.address)
-
-    async def _retire_replaced_worker(self, worker: WorkerRecord) -> None:
-        """Retire a worker that another has replaced."""
-        while await self._retire([worker]):
-            await asyncio.sleep(RETRY)
-
-    # -- machines at risk --------------------------------------------------------------------------
-
-    def _set_risk(self, workers: Iterable[WorkerRecord], report: NoticeReport | None) -> None:
-        """Note that workers are at risk, or not any more."""
-        for worker in workers:
-            before, worker.risk = worker.risk, None if report is None else report.source
-            if worker.leaving or worker.risk is before:
-                continue
-            if report is None:
-                self._plugin.mark_staying(worker.address)
-            else:
-                self._plugin.mark_at_risk(worker.address, _given(worker, report))
+        for worker in there:
+            state = self._scheduler.workers.get(worker.address)
+            if getattr(state, "status", None) in (Status.running, Status.paused):
+                worker.retiring = False
+                if not worker.ends:
+                    self._plugin.mark_staying(worker.address)
+                    self._tell(worker)
 
     def _retire_replaced(self) -> None:
-        """Retire workers at risk that a job has left, because others have taken their place."""
-        for worker in self._workers.values():
-            if worker.risk is None or worker.leaving or worker.holder is not None:
+        """Have workers at risk go that a job has left, because others have taken their place."""
+        for worker in list(self._workers.values()):
+            notice, slot = worker.notice, worker.slot.id
+            if notice is None or not worker.at_risk or worker.holder is not None:
                 continue
-            if any(worker.slot.id in job.machine.roster.departing for job in self._jobs.values()):
-                worker.retiring = True
-                self._plugin.spawn(self._retire_replaced_worker(worker))
+            if any(slot in job.machine.roster.departing for job in self._jobs.values()):
+                self._note(worker, replace(notice, soft=False))
 
     @property
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _given(worker: WorkerRecord, report: NoticeReport) -> NoticeGiven:
-    return NoticeGiven(worker.slot.name, report.source, report.action, 0.0, soft=True)
 
 
 def _fitness(worker: WorkerRecord) -> tuple[bool, bool, str]:

@@ -45,7 +45,6 @@ from nbelastic.messages import (
     RankRaised,
     RankReturned,
     RankTelemetry,
-    SlotAtRisk,
     SlotBusy,
     SlotDied,
     SlotGone,
@@ -85,7 +84,7 @@ if TYPE_CHECKING:
     from nbelastic.messages import (
         Event,
         Message,
-        NoticeGiven,
+        Notice,
         PackedError,
         RankOrder,
         Slot,
@@ -159,7 +158,7 @@ class ElasticPlugin(SchedulerPlugin):
         if job in self.jobs:
             self.jobs[job].opening = False
             self.arbiter.decide()
-            self._notices.announce_risks(job)
+            self._notices.announce_risks()
             self.announce_all(job)
             self._review_job(job, self.jobs[job])
 
@@ -239,7 +238,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._refused.pop(worker, None)
         self._agents.arrived(worker)
         shorten_batching(self._scheduler.stream_comms.get(worker))
-        self._heartbeats.warm_up(slot.id)
+        self.spawn(self._heartbeats.warm_up(host))
         self._notices.arrived(host)
         for name in self.jobs:
             self._announce(name, [slot.id])
@@ -373,9 +372,9 @@ class ElasticPlugin(SchedulerPlugin):
             self._event(job, SlotDied(host.slot, start, detail))
 
     def mark_leaving(
-        self, address: str, *, soon: bool = False, notice: NoticeGiven | None = None
+        self, address: str, *, soon: bool = False, notice: Notice | None = None
     ) -> list[tuple[str, int]]:
-        """Note that a worker was asked to leave; return its ranks."""
+        """Note that a worker was asked to leave, or is at risk; return its ranks."""
         slot = self._addresses.get(address)
         if slot is None:
             return []
@@ -385,12 +384,6 @@ class ElasticPlugin(SchedulerPlugin):
             self._event(name, SlotLeaving(slot, soon, notice))
         self.arbiter.schedule()
         return [] if host.holder is None else [host.holder]
-
-    def mark_at_risk(self, address: str, notice: NoticeGiven) -> None:
-        """Note that a worker should be left once there is another."""
-        slot = self._addresses[address]
-        for name in self.jobs:
-            self._event(name, SlotAtRisk(slot, notice))
 
     def mark_staying(self, address: str) -> None:
         """Note that a worker which was asked to leave stays, and offer it again."""
@@ -588,7 +581,7 @@ class ElasticPlugin(SchedulerPlugin):
     def _take_notice(self, worker: str, message: NoticeReport) -> None:
         slot = self._addresses.get(worker)
         if slot is not None:
-            self._notices.take(self._workers[slot], message)
+            self._notices.take(self._workers[slot], message.notice)
 
     def _ended(self, worker: str, message: RankEnded) -> None:
         if message.never and message.job in self.jobs:

@@ -11,14 +11,20 @@ from msgspec.structs import replace
 
 from nbelastic.cluster.job_log import JobLog
 from nbelastic.cluster.worker.environment import MUST_MATCH
-from nbelastic.messages import JobPayload, NoticeSource, UnusedReason, UnusedWorker, WatchOrder
+from nbelastic.messages import (
+    JobPayload,
+    Notice,
+    NoticeSource,
+    UnusedReason,
+    UnusedWorker,
+    WatchOrder,
+)
 
 from .output_valve import OutputValve
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
-    from nbelastic.cluster.process_state import ProbeHistory
     from nbelastic.membership import Machine
     from nbelastic.messages import Beat, JobEvent, JobTerms, Place, ProcessId, RankTelemetry, Slot
 
@@ -26,16 +32,6 @@ if TYPE_CHECKING:
 
 RANK_KEY = "nbelastic-rank-"
 """How the keys of ranks' tasks begin."""
-
-
-@dataclass(frozen=True)
-class NoticeRecord:
-    """A notice in force; its times are by the event loop's clock."""
-
-    source: NoticeSource
-    action: str  # what will happen, in the source's own word
-    deadline: float
-    retire_at: float  # workers are retired then at the latest, whatever their ranks do
 
 
 @dataclass
@@ -49,23 +45,33 @@ class WorkerRecord:
     holder: tuple[str, int] | None = None  # job and start that its slot is given to
     has_beaten: bool = False  # since its slot was given to that
     silence: float = 0.0  # seconds without a heartbeat, in which it had a rank and we listened
-    probes: ProbeHistory | None = None  # states of its process since it fell silent
-    being_asked: set[tuple[str, bool]] = field(default_factory=set)  # observers that owe an answer
     last_beats: dict[tuple[str, int], Beat] = field(default_factory=dict)  # by job and start
     retiring: bool = False  # about to be retired, or to close: nothing revokes that
-    notices: dict[NoticeSource, NoticeRecord] = field(default_factory=dict)
-    risk: NoticeSource | None = None  # that recommends to leave it once there is another
+    # In force, by source and softness; their `seconds` are moments of the event loop's clock.
+    notices: dict[tuple[NoticeSource, bool], Notice] = field(default_factory=dict)
+    retire_at: float = 0.0  # with a notice it is retired then, whatever its rank does
     watch: WatchOrder = field(default_factory=WatchOrder)  # as last sent to it
 
     @property
     def leaving(self) -> bool:
         """Whether it was asked to leave."""
-        return self.retiring or bool(self.notices)
+        return self.retiring or self.ends
 
     @property
-    def notice(self) -> NoticeRecord | None:
-        """The notice by which it goes first."""
-        return min(self.notices.values(), key=lambda each: each.deadline, default=None)
+    def notice(self) -> Notice | None:
+        """The notice by which it goes first; one that it is at risk counts last."""
+        order = sorted(self.notices.values(), key=lambda each: (each.soft, each.seconds))
+        return order[0] if order else None
+
+    @property
+    def ends(self) -> bool:
+        """Whether its machine or its batch job will end."""
+        return self.notice is not None and not self.notice.soft
+
+    @property
+    def at_risk(self) -> bool:
+        """Whether it is recommended to leave it once there is another."""
+        return self.notice is not None and self.notice.soft and not self.retiring
 
     @property
     def address(self) -> str:

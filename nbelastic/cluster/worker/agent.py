@@ -48,6 +48,7 @@ from nbelastic.messages import (
     Heartbeats,
     Hello,
     JobPayload,
+    NoticeReport,
     RankBeat,
     RankEnded,
     RankEvent,
@@ -62,7 +63,6 @@ from nbelastic.messages import (
 from .environment import own_interface, versions
 from .hosted_rank import HostedRank
 from .notice_watcher import NoticeWatcher
-from .partition_server import PartitionServer
 from .rank.channel import RankSetup, frame
 from .rank_launcher import RankLauncher
 from .signals import ignore_interrupts, leave_on_termination, pass_on_user_signals
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
     from nbelastic.elastic.ranks.runtime import RankSpec
-    from nbelastic.messages import Message
+    from nbelastic.messages import Message, Notice
 
     from .hosted_rank import Key
     from .rank_process import RankProcess
@@ -110,7 +110,7 @@ class Agent(WorkerPlugin):
         self._payloads: dict[str, JobPayload] = {}
         self._connection = ConnectionCheck()
         self._beats = PeriodicCall(HEARTBEAT_INTERVAL_S, self._send_beats)
-        self._notices = NoticeWatcher(worker.loop, self._send, self._shield_nanny)
+        self._notices = NoticeWatcher(worker.loop, self._send_notice, self._shield_nanny)
         worker.stream_handlers[PLUGIN] = self._handle
         shorten_batching(worker.batched_stream)
         slot = Slot(worker.id, worker.address, str(worker.name), host_identity())
@@ -248,7 +248,6 @@ class Agent(WorkerPlugin):
             dask_config=_pickled({k: v for k, v in dask.config.config.items() if k != "scheduler"}),
         )
         process.send_bytes(frame(pickle.dumps(setup)))
-        process.at_end.append(PartitionServer(self._worker, process.partitions).close)
         return process
 
     def _scratch(self, spec: RankSpec) -> str:
@@ -273,6 +272,9 @@ class Agent(WorkerPlugin):
             self._worker.batched_stream.send({"op": FROM_AGENTS, "message": pack(message)})
         except OSError:
             pass  # the scheduler is gone; the worker is about to close for that reason
+
+    def _send_notice(self, notice: Notice) -> None:
+        self._send(NoticeReport(notice))
 
     def _send_beats(self) -> None:
         resume(self._worker.batched_stream)

@@ -1,7 +1,7 @@
 """Watch for notices: of the machine, of the own batch job, and by signals.
 
-Runs in a worker: :class:`NoticeWatcher` in its event loop, :class:`MetadataPoller` in a thread of
-its own, which only the agent has that the scheduler has chosen for its host.
+Runs in a worker: :class:`NoticeWatcher` in its event loop, :class:`MachineWatch` in a thread of its
+own, which only the agent has that the scheduler has chosen for its host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 from msgspec.structs import replace
 
-from nbelastic.messages import NoticeReport, NoticeSource, WatchOrder
+from nbelastic.messages import Notice, NoticeSource, WatchOrder
 
 from .metadata_service import REQUEST_LIMIT_S, ask_service, find_service
 from .notices import CLOUDS, KeyExpired, Unanswered, batch_job_end
@@ -26,7 +26,6 @@ from .signals import leave_on_user_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import TypeAlias
 
     from tornado.ioloop import IOLoop
 
@@ -52,36 +51,53 @@ SIGNAL_SECONDS = 60.0
 STOP_GRACE = REQUEST_LIMIT_S + 0.5
 """Seconds that a closing worker waits for the thread."""
 
-Tell: TypeAlias = "Callable[[NoticeSource, NoticeReport | None, NoticeReport | None], None]"
-"""``tell(source, notice, soft)``: the notice in force and the risk (`soft`); None for none."""
 
+class MachineWatch(threading.Thread):
+    """Thread that finds the metadata service of a machine, and asks it, one step after the other.
 
-class MachineWatch:
-    """Finds the metadata service of a machine, and asks it, one step after the other.
-
-    `tell` is called with the first answer, and whenever the notice or the risk changes. `find`,
-    `ask` and `clock` are the service and the clock, which tests replace.
+    It ends when it is stopped, or has found that there is no service. ``tell(risk, notice)`` is
+    called with the first answer, and whenever either changes; what is not in force is revoked: an
+    earlier watch may have told of it. A notice in force hides a risk. `find`, `ask` and `clock` are
+    the service and the clock, which tests replace.
     """
 
     def __init__(
         self,
-        tell: Tell,
+        tell: Callable[[Notice, Notice], None],
         find: Callable[[], str | None] = find_service,
         ask: Callable[[str, str, str, dict[str, str]], Answer] = ask_service,
         clock: Callable[[], float] = time.monotonic,
+        interval: float = POLL_INTERVAL,
     ) -> None:
+        super().__init__(name="nbelastic-notices", daemon=True)
         self._tell = tell
         self._find = find
         self._ask_at = ask
         self._clock = clock
+        self._interval = interval
+        self._stopping = threading.Event()
         self._probes = 0
         self._cloud: Cloud | None = None
         self._ask: Ask | None = None
         self._key: str | None = None
-        self._answered = False
-        self._notice: NoticeReport | None = None
-        self._deadline = 0.0  # of the notice, by `clock`
-        self._soft: NoticeReport | None = None
+        self._told: tuple[Notice, Notice] | None = None
+        self._deadline = 0.0  # of the notice in it, by `clock`
+
+    def stop(self) -> None:
+        """Make the thread end with the request that is under way."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        wait, well = 0.0, True
+        while not self._stopping.wait(wait):
+            wait = self._interval
+            try:
+                if not self.step():
+                    return
+            except Exception:  # one answer that nothing here expects must not end the watch
+                if well:
+                    logger.exception("an answer about notices of this machine cannot be read")
+                well = False
 
     def step(self) -> bool:
         """Look for the service, or ask it; return whether there is anything more to do."""
@@ -89,7 +105,7 @@ class MachineWatch:
             return self._probe()
         try:
             if self._key is None:
-                self._key = self._cloud.probe(self._ask)
+                self._key = self._cloud.find_key(self._ask)
             if self._key is None:
                 raise Unanswered("no new key")
             self._take(self._cloud, self._cloud.poll(self._ask, self._key))
@@ -107,7 +123,7 @@ class MachineWatch:
         self._ask, silent = partial(self._ask_at, url), False
         for cloud in CLOUDS:
             try:
-                self._key = cloud.probe(self._ask)
+                self._key = cloud.find_key(self._ask)
             except OSError:  # what takes connections there may be starting
                 silent = True
                 continue
@@ -116,74 +132,40 @@ class MachineWatch:
                 return True
         return silent and self._probes < MOST_PROBES
 
-    def _take(self, cloud: Cloud, notices: tuple[NoticeReport, ...]) -> None:
+    def _take(self, cloud: Cloud, found: tuple[Notice, ...]) -> None:
         """Tell what is in force, if that is new."""
-        notice = next((each for each in notices if not each.soft), None)
-        soft = next((each for each in notices if each.soft), None)
-        if notice is not None:
-            deadline = self._clock() + notice.seconds
-            if self._notice is not None and deadline > self._deadline - SAME:
-                notice = self._notice  # more time is no news; some sources give each time as much
-            else:
-                self._deadline = deadline
-        if (notice, soft) != (self._notice, self._soft) or not self._answered:
-            self._notice, self._soft, self._answered = notice, soft, True
-            self._tell(cloud.source, notice, soft)
-
-
-class MetadataPoller:
-    """A thread that watches the machine, until it has found that there is no service.
-
-    It calls the `tell` of :class:`MachineWatch`.
-    """
-
-    def __init__(self, tell: Tell, interval: float = POLL_INTERVAL) -> None:
-        self._interval = interval
-        self._stopping = threading.Event()
-        self._watch = MachineWatch(tell)
-        self._thread = threading.Thread(target=self._run, name="nbelastic-notices", daemon=True)
-        self._thread.start()
-
-    @property
-    def running(self) -> bool:
-        """Whether the thread runs: until it is stopped, or has found no service."""
-        return self._thread.is_alive()
-
-    def stop(self) -> None:
-        """Make the thread end with the request that is under way."""
-        self._stopping.set()
-
-    def _run(self) -> None:
-        wait, well = 0.0, True
-        while not self._stopping.wait(wait):
-            wait = self._interval
-            try:
-                if not self._watch.step():
-                    return
-            except Exception:  # one answer that nothing here expects must not end the watch
-                if well:
-                    logger.exception("an answer about notices of this machine cannot be read")
-                well = False
+        none = Notice(cloud.source, host=True, revoked=True)
+        notice = next((each for each in found if not each.soft), none)
+        risks = found if notice.revoked else ()
+        risk = next((each for each in risks if each.soft), replace(none, soft=True))
+        deadline = self._clock() + notice.seconds
+        known = none if self._told is None else self._told[1]
+        if not (notice.revoked or known.revoked) and deadline > self._deadline - SAME:
+            # More time is no news, and some sources give each time as much.
+            notice, deadline = known, self._deadline
+        if (risk, notice) != self._told:
+            self._told, self._deadline = (risk, notice), deadline
+            self._tell(risk, notice)
 
 
 class NoticeWatcher:
     """Watches as the scheduler orders, and reports to it.
 
-    ``send(report)`` is called in the event loop. ``shield(on)`` makes the worker's nanny survive
+    ``send(notice)`` is called in the event loop. ``shield(on)`` makes the worker's nanny survive
     signals, or not any more.
     """
 
     def __init__(
         self,
         loop: IOLoop,
-        send: Callable[[NoticeReport], None],
+        send: Callable[[Notice], None],
         shield: Callable[[bool], object] = bool,
     ) -> None:
         self._loop = loop
         self._send = send
         self._shield = shield
-        self._poller: MetadataPoller | None = None
-        self._stopped: list[MetadataPoller] = []
+        self._watch: MachineWatch | None = None
+        self._stopped: list[MachineWatch] = []
         self._timer: object | None = None
         self._stop_handling: Callable[[], None] | None = None
         self._closed = False
@@ -192,12 +174,13 @@ class NoticeWatcher:
         """Watch for what the scheduler orders, and for nothing else."""
         if self._closed:
             return  # an order that has come while the worker closes
-        if order.host and self._poller is None:
-            self._poller = MetadataPoller(partial(self._loop.add_callback, self._report))
-        elif not order.host and self._poller is not None:
-            self._poller.stop()
-            self._stopped = [*filter(_runs, self._stopped), self._poller]
-            self._poller = None
+        if order.host and self._watch is None:
+            self._watch = MachineWatch(partial(self._loop.add_callback, self._report))
+            self._watch.start()
+        elif not order.host and self._watch is not None:
+            self._watch.stop()
+            self._stopped = [*filter(MachineWatch.is_alive, self._stopped), self._watch]
+            self._watch = None
         if order.on and self._stop_handling is None:
             self._stop_handling = leave_on_user_signals(
                 partial(self._loop.add_callback, self._report_signal)
@@ -220,20 +203,13 @@ class NoticeWatcher:
     async def stopped(self) -> None:
         """Wait for threads that were told to stop, for a while."""
         for _ in range(int(STOP_GRACE / 0.05)):
-            if not any(map(_runs, self._stopped)):
+            if not any(map(MachineWatch.is_alive, self._stopped)):
                 break
             await asyncio.sleep(0.05)
 
-    # -- the machine -------------------------------------------------------------------------------
-
-    def _report(
-        self, source: NoticeSource, notice: NoticeReport | None, soft: NoticeReport | None
-    ) -> None:
-        """Report what is in force, and what is not, which an earlier watcher may have reported."""
-        revoked = NoticeReport(source, "", 0.0, host=True, revoked=True)
-        at_risk = soft if notice is None else None
-        self._send(at_risk or replace(revoked, soft=True))
-        self._send(notice or revoked)
+    def _report(self, *notices: Notice) -> None:
+        for notice in notices:
+            self._send(notice)
 
     # -- the own batch job, and signals ------------------------------------------------------------
 
@@ -244,17 +220,13 @@ class NoticeWatcher:
             self._timer = self._loop.call_later(delay, self._end_batch_job, *end)
 
     def _end_batch_job(self, source: NoticeSource, end: float) -> None:
-        self._send(NoticeReport(source, "end", max(end - time.time(), 0.0), host=False))
+        self._send(Notice(source, "end", max(end - time.time(), 0.0)))
 
     def _report_signal(self, name: str) -> None:
         end = batch_job_end(os.environ, _started())
         left = -1.0 if end is None else end[1] - time.time()
         seconds = min(left, SIGNAL_SECONDS) if left > 0 else SIGNAL_SECONDS
-        self._send(NoticeReport(NoticeSource.SIGNAL, name, seconds, host=False))
-
-
-def _runs(poller: MetadataPoller) -> bool:
-    return poller.running
+        self._send(Notice(NoticeSource.SIGNAL, name, seconds))
 
 
 def _started() -> float:

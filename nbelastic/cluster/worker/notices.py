@@ -12,21 +12,15 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from nbelastic.messages import NoticeReport, NoticeSource
+from nbelastic.messages import Notice, NoticeSource
 
 TOKEN_SECONDS = 21600
 """Seconds for which AWS's token is good: the most that there are."""
-
-FLAVOR = {"Metadata-Flavor": "Google"}
-"""The header that Google's service wants, and answers with."""
-
-METADATA = {"Metadata": "true"}
-"""The header that Azure's service wants."""
 
 GOOGLE_SECONDS = 30.0
 """Seconds between Google's notice and the end of the machine."""
@@ -41,7 +35,7 @@ MOST_AHEAD = 86400.0
 """Most seconds from a notice to the end of the machine; a later time is an error."""
 
 _TOKEN = re.compile(rb"[!-;=?-~]{1,1024}")
-_NAME = re.compile(r"[\w.()-]{1,128}", re.ASCII)
+_NAME = re.compile(rb"[\w.()-]{1,128}")
 _WORD = re.compile(r"[A-Za-z][A-Za-z _-]{0,39}")
 
 
@@ -65,125 +59,87 @@ class Answer:
 Ask = Callable[[str, str, dict[str, str]], Answer]
 """``ask(method, path, headers)`` makes a request, or raises OSError."""
 
+Read = Callable[[bytes, str, float], tuple[Notice, ...]]
+"""``read(body, key, now)`` returns the notices in an answer, or raises Unanswered."""
+
 
 @dataclass(frozen=True)
 class Cloud:
-    """A cloud's metadata service, as two functions.
-
-    ``probe(ask)`` returns the key that later requests need, or None if this is not its machine.
-    ``poll(ask, key)`` returns the notices in force, or raises Unanswered.
-    """
+    """Metadata service of a cloud: its requests, and how their answers are read."""
 
     source: NoticeSource
-    probe: Callable[[Ask], str | None]
-    poll: Callable[[Ask, str], tuple[NoticeReport, ...]]
+    probe: tuple[str, str, dict[str, str]]  # method, path and headers of the first request
+    key: re.Pattern[bytes]  # what its answer has to be; further requests need it as their key
+    polls: tuple[tuple[str, Read], ...]  # paths, the more urgent first
+    header: tuple[str, str]  # of each poll; an empty value stands for the key
+    marks: dict[str, str] = field(default_factory=dict)  # headers that each answer must have
+    absent: int = 0  # status that says that there is no notice
+
+    def find_key(self, ask: Ask) -> str | None:
+        """Return the key that further requests need; None if this is not the cloud's machine."""
+        answer = ask(*self.probe)
+        text = answer.body.strip()
+        # It may be sent as a header, which may not hold everything.
+        ours = answer.status == 200 and self._is_marked(answer) and self.key.fullmatch(text)
+        return text.decode("ascii") if ours else None
+
+    def poll(self, ask: Ask, key: str) -> tuple[Notice, ...]:
+        """Return the notices in force, or raise Unanswered."""
+        found: tuple[Notice, ...] = ()
+        for path, read in self.polls:
+            try:
+                answer = ask("GET", path, {self.header[0]: self.header[1] or key})
+                if answer.status == 401:
+                    raise KeyExpired("the key has expired")
+                if answer.status != self.absent:
+                    if answer.status != 200 or not self._is_marked(answer):
+                        raise Unanswered(f"status {answer.status}, or from another service")
+                    found += read(answer.body, key, _date(answer))
+            except (OSError, Unanswered):
+                if not found:  # a recommendation that cannot be read must not hide a notice
+                    raise
+        return found
+
+    def _is_marked(self, answer: Answer) -> bool:
+        return self.marks.items() <= answer.headers.items()
 
 
-# -- AWS: version 2 of its service, which wants a token with each request --------------------------
-
-
-def probe_aws(ask: Ask) -> str | None:
-    """Return a token of EC2's service."""
-    lasts = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS)}
-    answer = ask("PUT", "/latest/api/token", lasts)
-    token = answer.body.strip()
-    # It is sent as a header, which may not hold everything.
-    return token.decode("ascii") if answer.status == 200 and _TOKEN.fullmatch(token) else None
-
-
-def poll_aws(ask: Ask, token: str) -> tuple[NoticeReport, ...]:
-    """Return EC2's notice and its recommendation, as far as there are any."""
-    answer = _aws_item(ask, token, "spot/instance-action")
-    found = () if answer is None else (read_aws(answer.body, _date(answer)),)
-    try:
-        advice = _aws_item(ask, token, "events/recommendations/rebalance")
-        return found if advice is None else (*found, read_rebalance(advice.body))
-    except (OSError, Unanswered):
-        if found:  # a recommendation that cannot be read must not hide a notice
-            return found
-        raise
-
-
-def _aws_item(ask: Ask, token: str, path: str) -> Answer | None:
-    """Return the answer with an item; None where there is no such item."""
-    answer = ask("GET", f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": token})
-    if answer.status == 401:
-        raise KeyExpired("the token has expired")
-    return None if answer.status == 404 else _good(answer)
-
-
-def read_aws(body: bytes, now: float) -> NoticeReport:
+def read_aws(body: bytes, _: str, now: float) -> tuple[Notice, ...]:
     """Read EC2's ``instance-action``, which is there from the notice on."""
     data = _json(body)
     try:
         end = datetime.fromisoformat(str(data["time"]).replace("Z", "+00:00"))
-        return _report(NoticeSource.AWS, _word(data["action"]), _seconds(end) - now)
+        return _notices(NoticeSource.AWS, _word(data["action"]), _seconds(end) - now)
     except (KeyError, ValueError, OverflowError) as error:
         raise Unanswered(f"not a notice: {data!r:.200}") from error
 
 
-def read_rebalance(body: bytes) -> NoticeReport:
+def read_rebalance(body: bytes, *_: object) -> tuple[Notice, ...]:
     """Read EC2's recommendation to leave a machine that is at risk."""
     data = _json(body)
     if not isinstance(data.get("noticeTime"), str):
         raise Unanswered(f"not a recommendation: {data!r:.200}")
-    return NoticeReport(NoticeSource.AWS, "rebalance", 0.0, host=True, soft=True)
+    return (Notice(NoticeSource.AWS, "rebalance", host=True, soft=True),)
 
 
-# -- Google ----------------------------------------------------------------------------------------
-
-
-def probe_google(ask: Ask) -> str | None:
-    """Return an empty key if this is a machine of Compute Engine."""
-    answer = ask("GET", "/computeMetadata/v1/instance/id", FLAVOR)
-    ours = answer.status == 200 and answer.headers.get("metadata-flavor") == "Google"
-    return "" if ours else None
-
-
-def poll_google(ask: Ask, _: str) -> tuple[NoticeReport, ...]:
-    """Return Compute Engine's notice."""
-    answer = ask("GET", "/computeMetadata/v1/instance/preempted", FLAVOR)
-    if answer.headers.get("metadata-flavor") != "Google":
-        raise Unanswered("not from Google's service")
-    return read_google(_good(answer).body)
-
-
-def read_google(body: bytes) -> tuple[NoticeReport, ...]:
+def read_google(body: bytes, *_: object) -> tuple[Notice, ...]:
     """Read Compute Engine's ``preempted``."""
     text = body.strip().upper()
     if text not in (b"TRUE", b"FALSE"):
         raise Unanswered(f"not a notice: {body!r:.200}")
-    if text == b"FALSE":
-        return ()
-    return (_report(NoticeSource.GOOGLE, "preempt", GOOGLE_SECONDS),)
+    return _notices(NoticeSource.GOOGLE, "preempt", GOOGLE_SECONDS) if text == b"TRUE" else ()
 
 
-# -- Azure: the events of a whole scale set reach each of its machines -----------------------------
+def read_azure(body: bytes, name: str, now: float) -> tuple[Notice, ...]:
+    """Read Azure's ``scheduledevents``: the first one that ends the machine of this name.
 
-
-def probe_azure(ask: Ask) -> str | None:
-    """Return the name of this machine in Azure."""
-    path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-    answer = ask("GET", path, METADATA)
-    name = answer.body.decode("utf-8", "replace").strip()
-    return name if answer.status == 200 and _NAME.fullmatch(name) else None
-
-
-def poll_azure(ask: Ask, name: str) -> tuple[NoticeReport, ...]:
-    """Return Azure's first event that ends this machine."""
-    answer = ask("GET", "/metadata/scheduledevents?api-version=2020-07-01", METADATA)
-    return read_azure(_good(answer).body, name, _date(answer))
-
-
-def read_azure(body: bytes, name: str, now: float) -> tuple[NoticeReport, ...]:
-    """Read Azure's ``scheduledevents``, as far as they are about the machine of this name.
-
-    An event that has started has no time any more: it is due `now`.
+    The events of a whole scale set reach each of its machines. An event that has started has no
+    time any more: it is due `now`.
     """
     data = _json(body)
     try:
         found = [
-            _report(NoticeSource.AZURE, event["EventType"], _not_before(event, now) - now)
+            _notices(NoticeSource.AZURE, event["EventType"], _not_before(event, now) - now)
             for event in data["Events"]
             if event["EventType"] in AZURE_ENDS
             and event.get("EventStatus") not in AZURE_OVER
@@ -191,7 +147,7 @@ def read_azure(body: bytes, name: str, now: float) -> tuple[NoticeReport, ...]:
         ]
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise Unanswered(f"not events: {data!r:.200}") from error
-    return tuple(sorted(found, key=lambda each: each.seconds)[:1])
+    return min(found, key=lambda each: each[0].seconds, default=())
 
 
 def _names(resources: Any, name: str) -> bool:
@@ -206,16 +162,10 @@ def _not_before(event: Mapping[str, Any], now: float) -> float:
     return _seconds(parsedate_to_datetime(text)) if text else now
 
 
-def _report(source: NoticeSource, action: str, seconds: float) -> NoticeReport:
+def _notices(source: NoticeSource, action: str, seconds: float) -> tuple[Notice, ...]:
     if seconds > MOST_AHEAD:
         raise Unanswered(f"not a notice: {seconds:.0f} s ahead")
-    return NoticeReport(source, action, max(seconds, 0.0), host=True)
-
-
-def _good(answer: Answer) -> Answer:
-    if answer.status != 200:
-        raise Unanswered(f"status {answer.status}")
-    return answer
+    return (Notice(source, action, max(seconds, 0.0), host=True),)
 
 
 def _date(answer: Answer) -> float:
@@ -248,10 +198,38 @@ def _seconds(moment: datetime) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
 
 
+_TOKEN_HEADER = "X-aws-ec2-metadata-token"
+_AWS, _GOOGLE = "/latest/meta-data", "/computeMetadata/v1/instance"
+_AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+_FLAVOR, _METADATA = ("Metadata-Flavor", "Google"), ("Metadata", "true")
+
 CLOUDS = (
-    Cloud(NoticeSource.AWS, probe_aws, poll_aws),
-    Cloud(NoticeSource.GOOGLE, probe_google, poll_google),
-    Cloud(NoticeSource.AZURE, probe_azure, poll_azure),
+    Cloud(
+        NoticeSource.AWS,
+        probe=("PUT", "/latest/api/token", {f"{_TOKEN_HEADER}-ttl-seconds": str(TOKEN_SECONDS)}),
+        key=_TOKEN,
+        polls=(
+            (f"{_AWS}/spot/instance-action", read_aws),
+            (f"{_AWS}/events/recommendations/rebalance", read_rebalance),
+        ),
+        header=(_TOKEN_HEADER, ""),
+        absent=404,
+    ),
+    Cloud(
+        NoticeSource.GOOGLE,
+        probe=("GET", f"{_GOOGLE}/id", dict([_FLAVOR])),
+        key=re.compile(rb"[!-~]*"),
+        polls=((f"{_GOOGLE}/preempted", read_google),),
+        header=_FLAVOR,
+        marks={"metadata-flavor": "Google"},
+    ),
+    Cloud(
+        NoticeSource.AZURE,
+        probe=("GET", _AZURE_NAME, dict([_METADATA])),
+        key=_NAME,
+        polls=(("/metadata/scheduledevents?api-version=2020-07-01", read_azure),),
+        header=_METADATA,
+    ),
 )
 """The clouds that are asked, in this order."""
 

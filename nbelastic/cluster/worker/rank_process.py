@@ -49,23 +49,18 @@ _WORD_OF_DEATH_S = 1.0
 
 
 class RankProcess:
-    """Process of one rank; made by :meth:`~.rank_launcher.RankLauncher.launch`.
-
-    `partitions` is the worker's end of the socket on which the rank asks for them.
-    """
+    """Process of one rank; made by :meth:`~.rank_launcher.RankLauncher.launch`."""
 
     def __init__(self, take: Callable[[Message], None], output: Callable[[bytes], None]) -> None:
         self.pid: int | None = None  # while it runs
         self.server: int | None = None  # its rank server's
-        self.at_end: list[Callable[[], None]] = []  # called when it has ended
         self._take, self._output = take, output
         self._loop = asyncio.get_running_loop()
         self._channel, theirs = socket.socketpair()
-        self.partitions, asks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._source, prints = os.pipe()
         os.set_blocking(self._source, False)
         self._crash: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - until it has ended
-        self._theirs = [theirs.detach(), asks.detach(), prints, os.dup(self._crash.fileno())]
+        self._theirs = [theirs.detach(), prints, os.dup(self._crash.fileno())]
         self.looks = 0  # at a template that is asked and does nothing
         self.control: socket.socket | None = None
         self._lost: asyncio.Future[int] = self._loop.create_future()  # status of the server
@@ -294,9 +289,6 @@ class RankProcess:
         self._serving.cancel()
         if self._writer is not None:
             self._writer.close()
-        for call in self.at_end:
-            call()
-        self.partitions.close()
         with self._crash:
             self._crash.seek(0)
             stack = self._crash.read(_STACK_BYTES).decode(errors="replace")

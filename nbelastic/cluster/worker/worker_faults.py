@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from distributed.core import Status
 
-from nbelastic.messages import FaultDone, FaultDue, FaultReport, NoticeReport, NoticeSource
+from nbelastic.messages import FaultDone, FaultDue, FaultReport, Notice, NoticeReport, NoticeSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ class WorkerFaults:
         elif kind == "close":
             worker.loop.add_callback(worker.close, nanny=False, reason="nbelastic.chaos")
         elif kind == "notice":
-            self._send(NoticeReport(NoticeSource.CHAOS, "", seconds, host=False))
+            self._send(NoticeReport(Notice(NoticeSource.CHAOS, seconds=seconds)))
             worker.loop.call_later(seconds, self._end_as_noticed)
         elif kind in ("leave", "restart"):
             worker.loop.add_callback(self._ask_scheduler, kind)

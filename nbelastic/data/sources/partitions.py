@@ -36,8 +36,8 @@ class Dask(UnitSource):
 
     Pass it to the training function in ``args``. A dataframe or an array there is made one of these
     by itself. ``fit`` has the cluster compute the partitions, before the job starts, and the job
-    holds them until its end. Ranks read partitions on their own worker from its memory, and others
-    over the network. If a worker fails, Dask computes its partitions again. They must have the same
+    holds them until its end. Ranks read partitions from the workers that hold them, over Dask's
+    connections. If a worker fails, Dask computes its partitions again. They must have the same
     rows then.
 
     Partitions are units, as row groups of :class:`Parquet` are.

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import dask.config
 import distributed
 
+from nbelastic.cluster.dask_compat import key_of, value_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -59,6 +61,13 @@ class RankClient:
         if client is not None:
             client.close()
 
+    def fetch_partition(self, text: str) -> Any:
+        """Return the partition of a Dask collection by its key, which is given as JSON. Any thread.
+
+        LookupError: the scheduler has forgotten it. What computing it again raises is raised here.
+        """
+        return value_of(self.get_client(), key_of(text))
+
     # -- in place of Dask's ------------------------------------------------------------------------
 
     def get_client(
@@ -75,6 +84,7 @@ class RankClient:
                     timeout=timeout or "30s",
                     security=setup.security,
                     name="nbelastic-rank",
+                    direct_to_workers=True,  # as a task's client: values don't pass the scheduler
                 )
             return self._client
 

@@ -25,7 +25,6 @@ from .channel import RankChannel
 from .console import set_up_streams
 from .dask_client import RankClient
 from .interrupt import SignalInterrupt
-from .partitions import PartitionFetcher
 from .program import RankProgram
 from .torch_hooks import hook_torch
 from .variables import keep_variables
@@ -59,13 +58,12 @@ class _Port:
         self._channel.send(message)
 
 
-def main(channel_fd: int, partitions_fd: int, crash_fd: int) -> None:
+def main(channel_fd: int, crash_fd: int) -> None:
     """Run as a rank until its function is over.
 
-    The first two descriptors are sockets to the worker, the third is the file for Python's stack at
-    a fatal signal.
+    The descriptors are the socket to the worker, and the file for Python's stack at a fatal signal.
     """
-    for descriptor in (channel_fd, partitions_fd, crash_fd):  # no program that it starts has them
+    for descriptor in (channel_fd, crash_fd):  # no program that it starts has them
         os.set_inheritable(descriptor, False)
     faulthandler.enable(crash_fd, all_threads=True)
     set_up_streams()
@@ -82,7 +80,7 @@ def main(channel_fd: int, partitions_fd: int, crash_fd: int) -> None:
     try:
         _handle_signals(program)
         program.session.scratch = setup.scratch
-        program.session.fetch_partition = PartitionFetcher(partitions_fd)
+        program.session.fetch_partition = dask_client.fetch_partition
         dask_client.install()
         hook_torch()
         keep_variables(program.session)

@@ -47,10 +47,10 @@ class _Forked(Exception):
 def main(worker: int, descriptors: list[int], method: str) -> None:
     """Serve until the rank has ended, or become the rank.
 
-    Descriptors: control socket, the rank's channel, partitions, output and crash file, and the
-    worker's process, where the system has such.
+    Descriptors: control socket, the rank's channel, output and crash file, and the worker's
+    process, where the system has such.
     """
-    control, channel, partitions, output, crash, *process = descriptors
+    control, channel, output, crash, *process = descriptors
     with contextlib.suppress(PermissionError):
         os.setsid()  # a scheduler of the kernel that groups by session gives each rank its share
     set_option(NAME, b"server %d" % worker)  # for ``ps -e``, 15 characters
@@ -60,7 +60,7 @@ def main(worker: int, descriptors: list[int], method: str) -> None:
     try:
         with contextlib.suppress(OSError, ValueError):
             _take_over(worker)
-        _serve(socket.socket(fileno=control), [*process], (channel, partitions, crash), method)
+        _serve(socket.socket(fileno=control), [*process], (channel, crash), method)
     except _Forked:
         set_option(NAME, b"rank of %d" % worker)
     else:
@@ -68,7 +68,7 @@ def main(worker: int, descriptors: list[int], method: str) -> None:
     from nbelastic.cluster.worker.rank.main import main as run_rank
 
     try:
-        run_rank(channel, partitions, crash)
+        run_rank(channel, crash)
     except Exception:
         traceback.print_exc()
         os._exit(1)
@@ -93,7 +93,7 @@ def _take_over(worker: int) -> None:
 
 
 def _serve(
-    control: socket.socket, process: list[int], for_rank: tuple[int, int, int], method: str
+    control: socket.socket, process: list[int], for_rank: tuple[int, int], method: str
 ) -> None:
     """Fork the rank, and see that it and all it has started end."""
     children = Children()
@@ -157,12 +157,12 @@ def _obey(control: socket.socket, ready: list[int], rank: int) -> bool:
     return bool(data)
 
 
-def _begin_anew(channel: int, partitions: int, crash: int) -> None:
-    for each in (channel, partitions, crash):
+def _begin_anew(channel: int, crash: int) -> None:
+    for each in (channel, crash):
         os.set_inheritable(each, True)
     code = "import sys; from nbelastic.cluster.worker.rank.main import main; "
     code += "main(*map(int, sys.argv[1:]))"
-    numbers = map(str, (channel, partitions, crash))
+    numbers = map(str, (channel, crash))
     os.execv(sys.executable, [sys.executable, "-c", code, *numbers])
 
 
