@@ -145,7 +145,7 @@ def convert_sync_batchnorm(module: torch.nn.Module, process_set: object = None) 
 
 
 class _Statistics:
-    """Exchange of statistics between the ranks of a group, over a communicator of its own.
+    """AlltoallInto of statistics between the ranks of a group, over a communicator of its own.
 
     So the order in which layers and gradients are exchanged does not matter.
     """
