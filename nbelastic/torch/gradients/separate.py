@@ -16,8 +16,8 @@ from nbelastic.torch.ops.operation import Allreduce, SparseAllreduce
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from nbelastic.elastic.ranks.groups import Group
     from nbelastic.torch.gradients.options import ReduceOptions
-    from nbelastic.torch.ops.coordination import Group
 
 
 class SeparateReduction:

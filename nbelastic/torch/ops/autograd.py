@@ -15,7 +15,7 @@ from nbelastic.torch.ops import operation as operations
 from nbelastic.torch.ops.coordination import begin
 
 if TYPE_CHECKING:
-    from nbelastic.torch.ops.coordination import Group
+    from nbelastic.elastic.ranks.groups import Group
     from nbelastic.torch.ops.operation import GradientOp
 
 

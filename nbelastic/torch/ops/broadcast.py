@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator, Handle
-    from nbelastic.torch.ops.coordination import Group
+    from nbelastic.elastic.ranks.groups import Group
 
 T = TypeVar("T")
 

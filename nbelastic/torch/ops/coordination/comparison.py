@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator
-    from nbelastic.torch.ops.coordination.process_sets import Group
+    from nbelastic.elastic.ranks.groups import Group
     from nbelastic.torch.ops.operation import TensorOperation
 
 T = TypeVar("T")

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.collectives.rendezvous.matching import MatchingClient
-    from nbelastic.torch.ops.coordination.process_sets import Group
+    from nbelastic.elastic.ranks.groups import Group
     from nbelastic.torch.ops.operation import TensorOperation, Waitable
 
 T = TypeVar("T")
