@@ -84,8 +84,8 @@ from nbelastic.torch.ops.reductions import (
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
+    sparse_allreduce_async,
 )
-from nbelastic.torch.ops.sparse import sparse_allreduce_async
 from nbelastic.torch.ops.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from nbelastic.torch.ops.timeline import start_timeline, stop_timeline
 from nbelastic.torch.process_group import install as _install

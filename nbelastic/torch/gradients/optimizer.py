@@ -16,7 +16,7 @@ from nbelastic.elastic.ranks.context import current
 from nbelastic.torch.gradients.options import ReduceOptions, check_groups, names_of
 from nbelastic.torch.gradients.reducer import Reducer
 from nbelastic.torch.ops.compression import Compression
-from nbelastic.torch.ops.coordination import group_of
+from nbelastic.torch.ops.coordination import added_set
 from nbelastic.torch.ops.operation import GradientOp
 from nbelastic.torch.ops.reductions import allreduce
 
@@ -134,7 +134,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
     """
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is a DistributedOptimizer already")
-    process_set = group_of(process_set).process_set
+    chosen = added_set(process_set)
     names = names_of(optimizer, named_parameters)
     options = ReduceOptions(
         op=op,
@@ -144,7 +144,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
         groups=check_groups(optimizer, groups, num_groups),
         sparse_as_dense=sparse_as_dense,
     )
-    return _wrap(optimizer, names, options, process_set)
+    return _wrap(optimizer, names, options, chosen)
 
 
 def _wrap(

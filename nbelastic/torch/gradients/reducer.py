@@ -20,6 +20,7 @@ import torch
 
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.elastic.ranks.context import current, current_or_none
+from nbelastic.elastic.ranks.groups import Group
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients
@@ -28,7 +29,13 @@ from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, Previou
 from nbelastic.torch.gradients.reduction_step import ReductionStep
 from nbelastic.torch.gradients.separate import SeparateReduction
 from nbelastic.torch.identity import same
-from nbelastic.torch.ops.coordination import SERVICES, Group, announce, at_end, global_process_set
+from nbelastic.torch.ops.coordination import (
+    SERVICES,
+    announce,
+    at_end,
+    global_process_set,
+    group_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -309,7 +316,7 @@ class Reducer:
         """
         if self.process_set is global_process_set:
             return context.communicator()
-        group = Group(context, self.process_set)
+        group = group_in(context, self.process_set)
         if context.rank in group.ranks or not group.ranks:
             return group.communicator()
         if self._alone is None or self._alone.generation != context.generation:
@@ -368,7 +375,7 @@ class Reducer:
         if step.share is None and step.communicator.size > 1:
             self._apart.parameters += step.found_sparse
             apart = self._trained(apart=True)
-            self._apart.reduce(Group(step.context, self.process_set), apart, self.names)
+            self._apart.reduce(group_in(step.context, self.process_set), apart, self.names)
         if isinstance(self._optimizer(), torch.optim.SparseAdam):  # takes no other gradients
             for parameter in self._trained(apart=True):
                 if parameter.grad is not None and parameter.grad.layout is torch.strided:
@@ -487,7 +494,7 @@ def _take_over(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
 
 def _step_of_joined(context: Context, what: dict[str, Any]) -> None:
     """Take part in a step of an optimizer, as a rank that has joined."""
-    communicator = Group(context, global_process_set).parent()
+    communicator = Group(context).parent()
     with _alive_lock:
         alive = sorted(_alive, key=lambda each: each.serial)
     for reducer in alive:

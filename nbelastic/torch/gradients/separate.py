@@ -11,14 +11,13 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.torch.ops.coordination import begin
-from nbelastic.torch.ops.operation import Allgather, Allreduce
-from nbelastic.torch.ops.sparse import parts_of, sum_of_parts
+from nbelastic.torch.ops.operation import Allreduce, SparseAllreduce
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from nbelastic.elastic.ranks.groups import Group
     from nbelastic.torch.gradients.options import ReduceOptions
-    from nbelastic.torch.ops.coordination import Group
 
 
 class SeparateReduction:
@@ -52,7 +51,7 @@ class SeparateReduction:
                 f"the gradient of parameter {name!r} is sparse, and op=Adasum needs dense ones; "
                 "pass sparse_as_dense=True"
             )
-        parts = []
+        gradients = []
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is None:
@@ -64,14 +63,11 @@ class SeparateReduction:
                 )
             elif gradient.layout is torch.strided:
                 gradient = gradient.to_sparse(1)
-            parts += parts_of(gradient)
-        gather = Allgather(parts)
-        gather.text = f"sum of the sparse gradients of an optimizer\n{gather.text}"
-        gathered = begin(group, gather).wait()
-        divisor = group.size if self._options.op is Op.AVERAGE else 1
-        pairs = zip(gathered[::2], gathered[1::2], strict=True)
-        for parameter, pair in zip(parameters, pairs, strict=True):
-            parameter.grad = sum_of_parts(pair, parameter.shape, divisor).coalesce()
+            gradients.append(gradient)
+        total = SparseAllreduce(gradients, self._options.op)
+        total.pattern = f"sum of the sparse gradients of an optimizer\n{total.text}"
+        for parameter, gradient in zip(parameters, begin(group, total).wait(), strict=True):
+            parameter.grad = gradient.coalesce()
 
     def _compress(self, group: Group, parameters: Sequence[torch.Tensor]) -> None:
         compression, op = self._options.compression, self._options.op

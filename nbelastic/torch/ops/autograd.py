@@ -15,7 +15,7 @@ from nbelastic.torch.ops import operation as operations
 from nbelastic.torch.ops.coordination import begin
 
 if TYPE_CHECKING:
-    from nbelastic.torch.ops.coordination import Group
+    from nbelastic.elastic.ranks.groups import Group
     from nbelastic.torch.ops.operation import GradientOp
 
 
@@ -95,7 +95,7 @@ class BroadcastFunction(torch.autograd.Function):
         position = operations.check_root(root, group.ranks)
         ctx.group, ctx.is_root = group, group.context.rank == group.ranks[position]
         output = torch.empty_like(tensor)
-        copies = operations.Broadcast([tensor], [output], root, position, name, is_root=ctx.is_root)
+        copies = operations.Broadcast([tensor], [output], root, position, name)
         begin(group, copies, name).wait()
         return output
 
@@ -107,7 +107,7 @@ class BroadcastFunction(torch.autograd.Function):
 
 
 class AlltoallFunction(torch.autograd.Function):
-    """Exchange rows; their gradients are exchanged the other way."""
+    """AlltoallInto rows; their gradients are exchanged the other way."""
 
     @staticmethod
     def forward(
@@ -146,8 +146,7 @@ class ReducescatterFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Return this rank's rows of the reduced tensors."""
         ctx.group, ctx.op, ctx.factor = group, op, prescale * postscale
-        size = group.size
-        scatter = operations.Reducescatter(tensors, op, prescale, postscale, size, name)
+        scatter = operations.Reducescatter(tensors, op, prescale, postscale, name)
         return tuple(begin(group, scatter, name).wait())
 
     @staticmethod

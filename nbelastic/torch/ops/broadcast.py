@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator, Handle
-    from nbelastic.torch.ops.coordination import Group
+    from nbelastic.elastic.ranks.groups import Group
 
 T = TypeVar("T")
 
@@ -124,9 +124,8 @@ def broadcast_optimizer_state(
     is_root = communicator.rank == root
     skeleton: Any = _extract_tensors(optimizer.state_dict(), tensors) if is_root else None
     copies = _ObjectBroadcast(skeleton, root, f"{verb} from rank {root_rank}", group)
-    for handle in copies.launch(communicator, agree(communicator, copies.text, copies.numbers)):
-        handle.wait()
-    skeleton = copies.finish() if is_root else _allocate_tensors(copies.finish(), tensors)
+    copied = begin(group, copies).wait()
+    skeleton = copied if is_root else _allocate_tensors(copied, tensors)
     _broadcast(communicator, tensors, root)
     if not is_root:
         optimizer.load_state_dict(skeleton)
@@ -220,7 +219,7 @@ class _ObjectBroadcast(TensorOperation[Any]):
     verb = "broadcast_object"
 
     def __init__(self, obj: object, root: int, text: str, group: Group) -> None:
-        self._obj, self._root, self.text = obj, root, text
+        self._obj, self._root, self.pattern = obj, root, text
         self._is_root = group.ranks[root] == group.context.rank
         self._payload = _encode(obj) if self._is_root else torch.empty(0, dtype=torch.uint8)
         self.numbers = (self._payload.numel(),)
@@ -232,7 +231,7 @@ class _ObjectBroadcast(TensorOperation[Any]):
             self._payload = torch.empty(numbers[self._root][0], dtype=torch.uint8)
         return [communicator.broadcast_async(self._payload, self._root)]
 
-    def finish(self) -> Any:
+    def store(self) -> Any:
         return self._obj if self._is_root else _decode(self._payload)
 
 
@@ -244,9 +243,9 @@ class _ObjectAllgather(Allgather):
     def __init__(self, obj: object, name: str | None, group: Group) -> None:
         super().__init__([_encode(obj)])
         self._obj, self._rank = obj, group.ranks.index(group.context.rank)
-        self.text = description.called("allgather_object", name)
+        self.pattern = description.called("allgather_object", name)
 
-    def finish(self) -> list[Any]:
+    def store(self) -> list[Any]:
         (payloads,), (lengths,) = self._gathered, self.lengths
         pairs = zip(payloads, lengths, strict=True)
         return [

@@ -132,8 +132,7 @@ def _broadcast_async(
 ) -> Pending[torch.Tensor]:
     group = group_of(process_set)
     position = operations.check_root(root, group.ranks)
-    is_root = group.context.rank == group.ranks[position]
-    copies = operations.Broadcast(tensors, outputs, root, position, name, is_root=is_root)
+    copies = operations.Broadcast(tensors, outputs, root, position, name)
     return only(begin(group, copies, name))
 
 

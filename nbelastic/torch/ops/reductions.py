@@ -276,11 +276,45 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Pending[list[torch.Tensor]]:
     """Begin what :func:`grouped_reducescatter` does, without gradients."""
-    how, group = _op_of_rows(op, tensors), group_of(process_set)
-    scatter = operations.Reducescatter(
-        tensors, how, prescale_factor, postscale_factor, group.size, name
-    )
-    return begin(group, scatter, name)
+    how = _op_of_rows(op, tensors)
+    scatter = operations.Reducescatter(tensors, how, prescale_factor, postscale_factor, name)
+    return begin(group_of(process_set), scatter, name)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Op = Op.AVERAGE,
+    process_set: object = None,
+) -> Pending[torch.Tensor]:
+    """Begin to sum or average a sparse tensor over all ranks.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        In torch's layout ``sparse_coo``, of the same size and type on all ranks. Ranks may have
+        different indices, and different numbers of them.
+    name : str, optional
+        Matches the operation with that of other ranks.
+    op : default Average
+        Average or Sum.
+    process_set : ProcessSet, optional
+        The ranks that take part; by default all.
+
+    Returns
+    -------
+    Pending
+        Call it, or pass it to ``hvd.synchronize``. The result is sparse and not coalesced.
+    """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        raise ValueError(
+            "sparse_allreduce_async takes a sparse_coo tensor; use allreduce for others"
+        )
+    if op not in (Op.AVERAGE, Op.SUM):
+        raise ValueError(f"op must be Average or Sum, not {op!r}")
+    total = operations.SparseAllreduce([tensor], op, name)
+    total.pattern = f"sparse {total.text}\nof a tensor of size {list(tensor.shape)}, {op.value}"
+    return only(begin(group_of(process_set), total, name))
 
 
 class UnsupportedOp(ValueError, NotImplementedError):

@@ -9,11 +9,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from nbelastic.collectives import Op
 from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.groups import Group
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.ops.autograd import apply
-from nbelastic.torch.ops.coordination import SERVICES, Group, announce, global_process_set, group_of
+from nbelastic.torch.ops.coordination import SERVICES, announce, group_of
 
 if TYPE_CHECKING:
+    from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.context import Context
 
 
@@ -151,8 +153,7 @@ class _Statistics:
     """
 
     def __init__(self, group: Group) -> None:
-        self._group = group
-        self._generation = group.context.generation
+        self._group, self._generation = group, group.context.generation
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """Return the vectors of all ranks, a row each."""
@@ -163,24 +164,19 @@ class _Statistics:
 
     def sum(self, mine: torch.Tensor) -> torch.Tensor:
         """Return the sum of the vectors of all ranks."""
-        communicator = self._communicator("sum", mine)
         total = mine.clone()
-        communicator.allreduce(total, Op.SUM)
+        self._communicator("sum", mine).allreduce(total, Op.SUM)
         return total
 
-    def _communicator(self, what: str, mine: torch.Tensor) -> Any:
-        group = self._group
-        parent = group.parent()
+    def _communicator(self, what: str, mine: torch.Tensor) -> Communicator:
+        group, parent = self._group, self._group.parent()
         if group.context.generation != self._generation:
             raise CollectiveError("SyncBatchNorm: the generation of its forward pass is over")
-        group.check_member()
-        if group.is_global:
+        if group.is_global:  # before ranks connect, as one that has joined must, too
             dtype = str(mine.dtype).removeprefix("torch.")
-            announce(
-                parent,
-                {"kind": "statistics", "what": what, "count": mine.numel(), "dtype": dtype},
-            )
-        return parent.subgroup(group.ranks, f"sync-batch-norm-{group.key}")
+            its = {"kind": "statistics", "what": what, "count": mine.numel(), "dtype": dtype}
+            announce(parent, its)
+        return group.apart("sync-batch-norm").communicator()
 
 
 class _Normalise(torch.autograd.Function):
@@ -254,7 +250,7 @@ def _along(vector: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 def _take_part(context: Context, what: dict[str, Any]) -> None:
     """Give the other ranks statistics of no sample, as a rank that has joined."""
-    statistics = _Statistics(Group(context, global_process_set))
+    statistics = _Statistics(Group(context))
     zeros = torch.zeros(what["count"], dtype=getattr(torch, what["dtype"]))
     if what["what"] == "gather":
         statistics.gather(zeros)

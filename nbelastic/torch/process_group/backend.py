@@ -15,11 +15,12 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
 from nbelastic.elastic.ranks.context import current, current_or_none, initialize
+from nbelastic.elastic.ranks.groups import Group
 from nbelastic.elastic.ranks.session import Session, note
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.process_group import ddp
 from nbelastic.torch.process_group.caches import write_ranks, write_world
-from nbelastic.torch.process_group.group import NAME, ElasticProcessGroup, SubProcessGroup
+from nbelastic.torch.process_group.group import NAME, ElasticProcessGroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,7 +127,8 @@ def _create(options: Any, _: Any = None) -> ElasticProcessGroup:
     ranks = list(options.global_ranks_in_group)
     if not ranks:
         return ElasticProcessGroup(current(), options.timeout)
-    return SubProcessGroup(current(), ranks, str(options.group_id), options.timeout)
+    its = Group.of_ranks(current(), ranks, str(options.group_id))
+    return ElasticProcessGroup(current(), options.timeout, its)
 
 
 def _monitored_barrier(

@@ -13,23 +13,49 @@ import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 
+from nbelastic.collectives import Op
 from nbelastic.torch.ops.coordination import coordination_over
-from nbelastic.torch.process_group import operations
-from nbelastic.torch.process_group.messages import monitored_barrier
-from nbelastic.torch.process_group.work import OperationQueue, OperationWork
+from nbelastic.torch.ops.operation import (
+    AllgatherInto,
+    Allreduce,
+    AlltoallInto,
+    Barrier,
+    BitwiseOp,
+    Broadcast,
+    Gather,
+    Reduce,
+    ReducescatterInto,
+    Scatter,
+    SparseAllreduce,
+    description,
+)
+from nbelastic.torch.process_group.messages import PointToPoint, monitored_barrier
+from nbelastic.torch.process_group.work import CoalescedWork, OperationQueue, OperationWork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.context import Context
-    from nbelastic.torch.process_group.operations import Started
+    from nbelastic.torch.ops.operation import AnyOp, TensorOperation
 
     Base = object  # torch declares the overloads of the base class, which has more names
 else:
     Base = dist.ProcessGroup
 
 Tensors = list[torch.Tensor]
+ReduceOp = dist.ReduceOp
+
+_OPS: dict[Any, AnyOp] = {
+    ReduceOp.SUM: Op.SUM,
+    ReduceOp.AVG: Op.AVERAGE,
+    ReduceOp.MIN: Op.MIN,
+    ReduceOp.MAX: Op.MAX,
+    ReduceOp.PRODUCT: Op.PRODUCT,
+    ReduceOp.BAND: BitwiseOp.BAND,
+    ReduceOp.BOR: BitwiseOp.BOR,
+    ReduceOp.BXOR: BitwiseOp.BXOR,
+}
 
 
 class CollectiveCalls(Base):
@@ -54,10 +80,15 @@ class CollectiveCalls(Base):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Reduce tensors over all ranks, in place."""
-        tensors, delay = _listed(tensors), not self._overlaps()
-        how = _reduction(opts)
-        what = f"all_reduce ({_word(how)})", _kinds(tensors)
-        return self._begin(operations.allreduce, (tensors, how), tensors, what, opts, delay=delay)
+        tensors, (op, factor, word) = _listed(tensors), _reduction(opts, tensors)
+        head = f"all_reduce ({word})"
+        operation: TensorOperation[Any]
+        if any(each.layout is not torch.strided for each in tensors):
+            operation = _sparse(tensors, op)
+            operation.pattern = head, description.kinds(tensors)
+        else:
+            operation = Allreduce(tensors, tensors, op, factor, head=head)
+        return self._begin(operation, tensors, opts, delay=not self._overlaps())
 
     allreduce_coalesced = allreduce
 
@@ -66,28 +97,16 @@ class CollectiveCalls(Base):
     ) -> OperationWork:
         """Reduce a tensor over all ranks, on the root only."""
         (tensor,), root = _listed(tensors), _root(opts)
-        how = _reduction(op if isinstance(opts, int) else opts)
-        return self._begin(
-            operations.reduce,
-            (tensor, root, how),
-            [tensor],
-            (f"reduce ({_word(how)}) to rank {root}", _kinds([tensor])),
-            opts,
-        )
+        how, factor, word = _reduction(op if isinstance(opts, int) else opts, tensors)
+        head = f"reduce ({word}) to rank {root}"
+        return self._begin(Reduce(tensor, root, how, factor, head), [tensor], opts)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> OperationWork:
         """Reduce a list of tensors; each rank keeps its own."""
         output, *_ = _listed(outputs)
-        parts, op = _inner(inputs), _reduction(opts)
-        return self._begin(
-            operations.reduce_scatter,
-            (output, parts, op),
-            [output],
-            (f"reduce_scatter ({_word(op)})", _kinds(parts)),
-            opts,
-        )
+        return self._reduce_scatter([output], [_inner(inputs)], _inner(inputs), opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None
@@ -101,41 +120,32 @@ class CollectiveCalls(Base):
         self, outputs: Tensors, wholes: Tensors, opts: Any = None
     ) -> OperationWork:
         """Reduce several tensors; each rank keeps its parts."""
-        op = _reduction(opts)
-        each = [(o, self._parts(w, o.shape), op) for o, w in zip(outputs, wholes, strict=True)]
-        what = f"reduce_scatter ({_word(op)})", _kinds(wholes)
-        return self._begin(
-            operations.each_of, (operations.reduce_scatter, each), outputs, what, opts
-        )
+        lists = [self._parts(w, o.shape) for o, w in zip(outputs, wholes, strict=True)]
+        return self._reduce_scatter(outputs, lists, wholes, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter(
+        self, outputs: Tensors, lists: list[Tensors], described: Tensors, opts: Any
+    ) -> OperationWork:
+        op, factor, word = _reduction(opts, outputs)
+        pattern = f"reduce_scatter ({word})", description.kinds(described)
+        return self._begin(ReducescatterInto(outputs, lists, op, factor, pattern), outputs, opts)
 
     # -- copies ------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Copy tensors of the root to all others."""
         tensors, root = _listed(tensors), 0 if opts is None else _root(opts)
-        return self._begin(
-            operations.broadcast,
-            (tensors, root),
-            tensors,
-            (f"broadcast from rank {root}", _kinds(tensors)),
-            opts,
-        )
+        return self._begin(Broadcast(tensors, tensors, root, root), tensors, opts)
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> OperationWork:
         """Collect tensors of all ranks."""
-        inputs = _listed(inputs)
         lists = outputs if isinstance(outputs[0], (list, tuple)) else [outputs]
-        return self._begin(
-            operations.each_of,
-            (operations.allgather, [*zip(lists, inputs, strict=True)]),
-            [lists[0] if len(lists) == 1 else lists],
-            ("all_gather", _kinds(inputs)),
-            opts,
-        )
+        filled = [lists[0] if len(lists) == 1 else lists]
+        return self._begin(AllgatherInto(lists, _listed(inputs)), filled, opts)
 
     def allgather_coalesced(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
@@ -155,14 +165,8 @@ class CollectiveCalls(Base):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> OperationWork:
         """Collect several tensors of all ranks, each in one."""
-        each = [(self._parts(o, t.shape), t) for o, t in zip(outputs, inputs, strict=True)]
-        return self._begin(
-            operations.each_of,
-            (operations.allgather, each),
-            outputs,
-            ("all_gather", _kinds(inputs)),
-            opts,
-        )
+        lists = [self._parts(o, t.shape) for o, t in zip(outputs, inputs, strict=True)]
+        return self._begin(AllgatherInto(lists, inputs), outputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -171,38 +175,23 @@ class CollectiveCalls(Base):
     ) -> OperationWork:
         """Collect tensors of all ranks on the root."""
         (tensor,), root, into = _listed(inputs), _root(opts), _inner(outputs)
-        return self._begin(
-            operations.gather,
-            (into, tensor, root),
-            [into],
-            (f"gather to rank {root}", _kinds([tensor])),
-            opts,
-        )
+        pattern = f"gather to rank {root}", description.kinds([tensor])
+        return self._begin(Gather(into, tensor, root, pattern), [into], opts)
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> OperationWork:
         """Copy tensors of the root to the ranks, one to each."""
         (output,), root = _listed(outputs), _root(opts)
-        return self._begin(
-            operations.scatter,
-            (output, _inner(inputs), root),
-            [output],
-            (f"scatter from rank {root}", _kinds([output])),
-            opts,
-        )
+        pattern = f"scatter from rank {root}", description.kinds([output])
+        return self._begin(Scatter(output, _inner(inputs), root, pattern), [output], opts)
 
     def alltoall(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None
     ) -> OperationWork:
-        """Exchange tensors between all pairs of ranks."""
-        return self._begin(
-            operations.all_to_all,
-            (outputs, inputs),
-            outputs,
-            ("all_to_all", ((inputs[0].dtype, ("*",)),)),
-            opts,
-        )
+        """AlltoallInto tensors between all pairs of ranks."""
+        pattern = "all_to_all", ((inputs[0].dtype, ("*",)),)
+        return self._begin(AlltoallInto(outputs, inputs, pattern), outputs, opts)
 
     def all_to_all_single(
         self,
@@ -213,14 +202,10 @@ class CollectiveCalls(Base):
         opts: Any = None,
         timeout: Any = None,
     ) -> OperationWork:
-        """Exchange rows between all pairs of ranks."""
-        return self._begin(
-            operations.all_to_all,
-            (self._rows(output, output_splits), self._rows(tensor, input_splits)),
-            [output],
-            ("all_to_all", ((tensor.dtype, ("*",)),)),
-            opts,
-        )
+        """AlltoallInto rows between all pairs of ranks."""
+        outputs, inputs = self._rows(output, output_splits), self._rows(tensor, input_splits)
+        pattern = "all_to_all", ((tensor.dtype, ("*",)),)
+        return self._begin(AlltoallInto(outputs, inputs, pattern), [output], opts)
 
     alltoall_base = all_to_all_single
 
@@ -229,7 +214,7 @@ class CollectiveCalls(Base):
     def barrier(self, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Wait for all ranks."""
         options = opts if isinstance(opts, BarrierOptions) else None
-        return self._begin(operations.barrier, (), (), "barrier", options)
+        return self._begin(Barrier(foreseen=True), (), options)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; those that do not come are named on rank 0."""
@@ -238,12 +223,14 @@ class CollectiveCalls(Base):
     def send(self, tensors: Any, to: int, tag: int = 0) -> OperationWork:
         """Send a tensor to another rank."""
         (tensor,) = _listed(tensors)
-        return self._begin(operations.send, (tensor, to, tag), [tensor])
+        return self._begin(PointToPoint(lambda mailbox: mailbox.send(tensor, to, tag)), [tensor])
 
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> OperationWork:
         """Receive a tensor from another rank."""
         (tensor,) = _listed(tensors)
-        return self._begin(operations.receive, (tensor, source, tag), [tensor])
+        return self._begin(
+            PointToPoint(lambda mailbox: mailbox.receive(tensor, source, tag)), [tensor]
+        )
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> OperationWork:
         """Receive a tensor from any rank."""
@@ -256,9 +243,7 @@ class CollectiveCalls(Base):
 
     def _end_coalescing(self, device: torch.device | None = None) -> OperationWork:
         works, self._collected = self._collected or [], None
-        work = OperationWork(self.queue, lambda: operations.Started(works))
-        work.start()
-        return work
+        return CoalescedWork(self.queue, works)
 
     def _set_sequence_number_for_group(self) -> None:
         self._sequence = 0
@@ -279,57 +264,48 @@ class CollectiveCalls(Base):
 
     def _begin(
         self,
-        operation: Callable[..., Started],
-        arguments: tuple[Any, ...],
+        operation: TensorOperation[Any],
         outputs: Sequence[Any],
-        pattern: Any = None,
         opts: Any = None,
         *,
         delay: bool = False,
     ) -> OperationWork:
-        """Begin an operation, whose pattern the ranks compare unless they have foreseen it."""
+        """Begin an operation, which the ranks compare unless they have foreseen it."""
         waits = opts is not None and not getattr(opts, "asyncOp", True) and not delay
-        begin = functools.partial(self._start, operation, arguments, pattern, waits)
-        work = self.queue.add(OperationWork(self.queue, begin, outputs), delay=delay)
+        compare = functools.partial(self._compare, waits)
+        work = self.queue.add(OperationWork(self.queue, operation, compare, outputs), delay=delay)
         if self._collected is not None:
             self._collected.append(work)
         elif waits:
             work.complete()  # dist.* does not wait for it in all versions of torch
         return work
 
-    def _start(
-        self,
-        operation: Callable[..., Started],
-        arguments: tuple[Any, ...],
-        pattern: Any,
-        waits: bool,
-    ) -> Started:
+    def _compare(self, waits: bool, work: OperationWork) -> bool:
+        """Compare an operation that begins; False if it waits for that, and is launched later."""
         self._sequence += 1
-        context, queue = self.context, self.queue
+        context, queue, pattern = self.context, self.queue, work.operation.pattern
         context.defers, before = True, context.defers
         try:
-            communicator = queue.communicator = self.communicator()
+            communicator = work.communicator = self.communicator()
         finally:
             context.defers = before
-        begin = functools.partial(operation, communicator, *arguments, self._private())
+        work.operation.fuses, work.operation.lends = False, not self._private()
         if pattern is None or communicator.size == 1:
-            return begin()
+            return True
         coordination = queue.coordination = coordination_over(communicator)
         if not communicator.capabilities.carries_descriptions:
             communicator.history.apart = True
-        comparison = None
         if waits:
             coordination.compare(communicator, pattern, limit_s=queue.timeout_s)
         else:
-            comparison = coordination.expect(communicator, pattern, for_good=True)
+            work.comparison = coordination.expect(communicator, pattern, for_good=True)
         deferred = coordination.deferred
-        if comparison is None and not any(each.communicator is communicator for each in deferred):
-            return begin()
-        started = operations.DeferredStart(communicator, comparison, begin)
-        deferred.append(started)
+        if work.comparison is None and communicator not in [each.communicator for each in deferred]:
+            return True
+        deferred.append(work)
         if self._settle not in context.before_exchange:
             context.before_exchange += (self._settle,)
-        return started
+        return False
 
     def _settle(self) -> None:
         """Launch what is deferred before an operation that is not of a group begins."""
@@ -374,18 +350,33 @@ def _listed(tensors: Any) -> Tensors:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
-def _reduction(opts: Any) -> Any:
-    if opts is None:
-        return dist.ReduceOp.SUM
-    return getattr(opts, "reduceOp", opts)
+def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> tuple[AnyOp, float, str]:
+    """Return a reduction, the factor of values before it, and its name in torch."""
+    how: Any = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+    kind = getattr(how, "op", how)  # a ReduceOp, or the kind itself
+    word = str(kind).rpartition(".")[2].lower()
+    if kind == ReduceOp.PREMUL_SUM:
+        return Op.SUM, how.__getstate__()[1], word
+    op = _OPS.get(kind)
+    if op is None:
+        raise ValueError(f"{kind} is not a reduction of tensors; use SUM, AVG, MIN, MAX, …")
+    if isinstance(op, BitwiseOp):
+        for each in tensors:
+            if each.is_floating_point() or each.is_complex():
+                raise ValueError(f"{kind} is for whole numbers, not {each.dtype}")
+    return op, 1.0, word
 
 
-def _word(op: Any) -> str:
-    return str(getattr(op, "op", op)).rpartition(".")[2].lower()
-
-
-def _kinds(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+def _sparse(tensors: Sequence[torch.Tensor], op: AnyOp) -> SparseAllreduce:
+    """Return the sum of sparse tensors, in place."""
+    for each in tensors:
+        if each.layout is not torch.sparse_coo or op not in (Op.SUM, Op.AVERAGE):
+            raise ValueError(
+                f"a tensor of layout {each.layout} cannot be reduced by {op}; sparse tensors are "
+                "added up (SUM, AVG) in the layout torch.sparse_coo"
+            )
+    assert isinstance(op, Op)
+    return SparseAllreduce([each.detach().coalesce() for each in tensors], op, outputs=tensors)
 
 
 def _root(opts: Any) -> int:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed.constants import default_pg_timeout
 
 from nbelastic.collectives import SoloCommunicator
-from nbelastic.elastic.ranks.subgroups import Subgroup
+from nbelastic.elastic.ranks.groups import Group
 from nbelastic.errors import CollectiveError, NbelasticError
 from nbelastic.torch.process_group.calls import CollectiveCalls
 
@@ -31,10 +31,10 @@ _JOB_CHOOSES = (
 
 
 class ElasticProcessGroup(CollectiveCalls):
-    """All ranks that the job has at the time of each call.
+    """All ranks that the job has at the time of each call, or some of them.
 
-    An operation's limit is `timeout`, if that is shorter than torch's own half hour; else it is the
-    job's.
+    After a reset, a group of some consists of those that are left. An operation's limit is
+    `timeout`, if that is shorter than torch's own half hour; else it is the job's.
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
@@ -43,8 +43,9 @@ class ElasticProcessGroup(CollectiveCalls):
     # itself, in `hvd.elastic.run`.
     supports_reconfigure = False
 
-    def __init__(self, context: Context, timeout: Any = None) -> None:
+    def __init__(self, context: Context, timeout: Any = None, its: Group | None = None) -> None:
         super().__init__(context, _short(timeout))
+        self._its = its or Group(context)
         self._alone: SoloCommunicator | None = None
         self._latest: Communicator | None = None  # of the last operation
         self._name, self._desc = NAME, ""
@@ -53,17 +54,17 @@ class ElasticProcessGroup(CollectiveCalls):
 
     def rank(self) -> int:
         """Return the position of this rank at present."""
-        return 0 if self._alone is not None else self.context.rank
+        return 0 if self._alone is not None else self._its.rank
 
     def size(self) -> int:
-        return 1 if self._alone is not None else self.context.size
+        return 1 if self._alone is not None else self._its.size
 
     getRank, getSize = rank, size  # noqa: N815 - C++ names
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the job that are in the group."""
-        return list(range(self.context.size))
+        """The ranks of the job that are in the group at present."""
+        return self._its.ranks
 
     @property
     def generation(self) -> int:
@@ -84,7 +85,7 @@ class ElasticProcessGroup(CollectiveCalls):
             self._alone = before
 
     def communicator(self) -> Communicator:
-        self._latest = self._alone or self.context.communicator()
+        self._latest = self._alone or self._its.communicator()
         return self._latest
 
     def new_group(
@@ -94,13 +95,13 @@ class ElasticProcessGroup(CollectiveCalls):
         pg_options: Any = None,
         group_name: str = "",
         group_desc: str | None = None,
-    ) -> SubProcessGroup | None:
+    ) -> ElasticProcessGroup | None:
         """Return a group of some ranks; None if this rank is none of them."""
-        members = [self.ranks[each] for each in ranks]
-        if self.context.rank not in members:
-            Subgroup(self.context, members, group_name)  # counts, as on its members
+        # On all ranks, because they count their groups.
+        its = Group.of_ranks(self.context, [self.ranks[each] for each in ranks], group_name)
+        if its.rank < 0:
             return None
-        group = SubProcessGroup(self.context, members, group_name, timeout)
+        group = ElasticProcessGroup(self.context, timeout, its)
         if self.context.generation:
             group.communicator()  # all members are here
         group.setGroupName(group_name)
@@ -115,7 +116,7 @@ class ElasticProcessGroup(CollectiveCalls):
         group_name: str = "",
         group_desc: str | None = None,
         device_types: Any = None,
-    ) -> SubProcessGroup | None:
+    ) -> ElasticProcessGroup | None:
         """Return the group of some ranks of this one."""
         return self.new_group(ranks, timeout, opts, group_name, group_desc)
 
@@ -194,8 +195,11 @@ class ElasticProcessGroup(CollectiveCalls):
         return False
 
     def shutdown(self) -> None:
-        """Forget operations; the generation goes on."""
+        """Forget operations, and close the communicator of a part; the generation goes on."""
         self.queue.drop()
+        whole, name, _ = (self._latest and self._latest.part_of) or (lambda: None, "", [])
+        if (parent := whole()) is not None:
+            parent.close_subgroup(name)
 
     def abort(self) -> None:
         """End all operations under way on this rank, and with them the generation; any thread."""
@@ -220,39 +224,6 @@ class ElasticProcessGroup(CollectiveCalls):
     def reconfigure(self, opts: Any = None) -> None:
         """Refuse: see :attr:`supports_reconfigure`."""
         raise NbelasticError(_JOB_CHOOSES.format("reconfigure"))
-
-
-class SubProcessGroup(ElasticProcessGroup):
-    """Some of the ranks of the job; after a reset, those of them that are left.
-
-    Its `ranks` are those of the present generation, this one among them.
-    """
-
-    def __init__(
-        self, context: Context, ranks: Sequence[int], name: str, timeout: Any = None
-    ) -> None:
-        self._members = Subgroup(context, ranks, name)
-        super().__init__(context, timeout)
-
-    def rank(self) -> int:
-        return 0 if self._alone is not None else self._members.rank
-
-    def size(self) -> int:
-        return 1 if self._alone is not None else self._members.size
-
-    getRank, getSize = rank, size  # noqa: N815 - C++ names
-
-    @property
-    def ranks(self) -> list[int]:
-        return self._members.ranks
-
-    def communicator(self) -> Communicator:
-        self._latest = self._alone or self._members.communicator()
-        return self._latest
-
-    def shutdown(self) -> None:
-        super().shutdown()
-        self._members.close()
 
 
 def _short(timeout: Any) -> float:

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.errors import CollectiveError
+from nbelastic.torch.ops.operation import TensorOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from nbelastic.collectives import Communicator, Handle
+    from nbelastic.torch.ops.operation import Waitable
 
 _HEADER = struct.Struct("<qq")
 _POLL_S = 0.0002
@@ -66,11 +68,6 @@ class Mailbox:
             while self._step(rank, source):
                 pass
 
-    @property
-    def receives(self) -> bool:
-        """Whether a receive is posted."""
-        return any(source.waiting for source in self._sources.values())
-
     def _step(self, rank: int, source: _Source) -> bool:
         """Advance one source; return whether that may be repeated."""
         source.waiting = deque(each for each in source.waiting if each.message is None)
@@ -96,17 +93,13 @@ class Mailbox:
         source.kept.append((source.tag, buffer))
         return True
 
-    def wait(self, ended: Waiter, timeout_s: float) -> None:
-        """Advance until something has ended."""
-        end = time.monotonic() + timeout_s if timeout_s > 0.0 else None
-        pause = 0.0
-        while True:
+    def wait(self, ended: Callable[[], bool], timeout_s: float = 0.0) -> None:
+        """Advance until something has ended, within a time if it is not 0."""
+        begun, pause = time.monotonic(), 0.0
+        while not ended():
             self._communicator.check()
-            self.advance()
-            if ended.done():
-                return
-            if end is not None and time.monotonic() > end:
-                raise CollectiveError(f"{ended.what} did not end within {timeout_s:g} s")
+            if 0.0 < timeout_s < time.monotonic() - begun:
+                raise CollectiveError(f"a message did not end within {timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause + _POLL_S / 8, _POLL_S)
 
@@ -145,69 +138,46 @@ class _Source:
         return False
 
 
-class Waiter:
-    """A send or a receive."""
-
-    what = "a message"
-    source = -1  # the rank that a message is from, once it is here
-
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
-
-    def done(self) -> bool:
-        """Return whether it has ended."""
-        raise NotImplementedError
-
-    def complete(self) -> None:
-        """Deliver the outcome."""
-        raise NotImplementedError
-
-    def wait(self, timeout_s: float = 0.0) -> None:
-        """Wait for its end, while others advance, and deliver the outcome."""
-        if not self.done():
-            self._mailbox.wait(self, timeout_s)
-        self.complete()
-
-
-class Sending(Waiter):
+class Sending:
     """A message to another rank, under way."""
 
-    what = "a send"
-
     def __init__(self, mailbox: Mailbox, handles: list[Handle]) -> None:
-        super().__init__(mailbox)
-        self._handles = handles
+        self._mailbox, self._handles = mailbox, handles
 
     def done(self) -> bool:
+        """Return whether it has ended. The peer may wait for a message to this rank first."""
+        self._mailbox.advance()
         return all(handle.done() for handle in self._handles)
 
-    def complete(self) -> None:
+    def wait(self, timeout_s: float = 0.0) -> None:
+        """Wait for its end, while others advance."""
+        self._mailbox.wait(self.done, timeout_s)
         for handle in self._handles:
             handle.wait()
         self._handles = []
 
 
-class Receiving(Waiter):
+class Receiving:
     """A receive under way."""
-
-    what = "a receive"
 
     def __init__(
         self, mailbox: Mailbox, tensor: torch.Tensor, sources: list[int], tag: int
     ) -> None:
-        super().__init__(mailbox)
+        self._mailbox = mailbox
         self._tensor: torch.Tensor | None = tensor
-        self._sources = sources
         self.tag = tag
         self.message: torch.Tensor | None = None  # its bytes, once they are here
-        self.source = sources[0] if len(sources) == 1 else -1
+        self.source = sources[0] if len(sources) == 1 else -1  # known at its end
 
     def done(self) -> bool:
+        """Return whether the message is here."""
         if self.message is None:
-            self._mailbox.advance(self._sources)
+            self._mailbox.advance()
         return self.message is not None
 
-    def complete(self) -> None:
+    def wait(self, timeout_s: float = 0.0) -> None:
+        """Wait for the message, while others advance, and copy it to its tensor."""
+        self._mailbox.wait(self.done, timeout_s)
         tensor, self._tensor = self._tensor, None
         if tensor is None:
             return
@@ -220,6 +190,21 @@ class Receiving(Waiter):
         if tensor.numel():
             values = self.message.view(tensor.dtype).view(tensor.shape)
             tensor.detach().copy_(values)
+
+
+class PointToPoint(TensorOperation[None]):
+    """A send or a receive by a mailbox, which ranks do not compare."""
+
+    what = "a message"
+
+    def __init__(self, post: Callable[[Mailbox], Waitable]) -> None:
+        self._post = post
+
+    def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
+        return [self._post(mailbox_of(communicator))]
+
+    def store(self) -> None:
+        """Do nothing: a receive fills its tensor."""
 
 
 def _bytes_of(tag: int, length: int) -> torch.Tensor:

@@ -16,17 +16,18 @@ import torch
 from torch import distributed as dist
 
 from nbelastic.errors import CollectiveError
-from nbelastic.torch.process_group.operations import POLL_S
+from nbelastic.torch.ops.coordination.comparison import gather_numbers
+from nbelastic.torch.ops.operation import TensorOperation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from nbelastic.collectives import Communicator
-    from nbelastic.torch.ops.coordination.coordination import Coordination
-    from nbelastic.torch.process_group.operations import Started
+    from nbelastic.torch.ops.coordination.coordination import Comparison, Coordination
+    from nbelastic.torch.ops.operation import Waitable
 
-_NO_TIMEOUT_S = 0.0
+_POLL_S = 0.0005
 
 
 class OperationQueue:
@@ -43,9 +44,7 @@ class OperationQueue:
         self._task = -1  # the backward pass that has the callback
         self._finishing = False
         self._error: BaseException | None = None
-        # Of the last operation.
-        self.coordination: Coordination | None = None
-        self.communicator: Communicator | None = None
+        self.coordination: Coordination | None = None  # of the last operation
 
     def launch_deferred(self, until: Callable[[], bool], timeout_s: float = 0.0) -> None:
         """Launch deferred operations, as soon as ranks have compared them, until one has ended."""
@@ -55,7 +54,7 @@ class OperationQueue:
         end = time.monotonic() + (timeout_s or its.timeout_s)
         while its.deferred and not until() and time.monotonic() < end:
             its.launch_deferred()
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
 
     @property
     def in_backward(self) -> bool:
@@ -137,13 +136,17 @@ class OperationWork(dist.Work):
     def __init__(
         self,
         queue: OperationQueue,
-        start: Callable[[], Started],
+        operation: TensorOperation[Any],
+        compare: Callable[[OperationWork], bool] | None = None,
         outputs: Sequence[Any] = (),
     ) -> None:
         super().__init__()
+        self.operation = operation
+        self.communicator: Communicator  # from the start on
+        self.comparison: Comparison | None = None  # that it waits for before its launch
         self._queue = queue
-        self._start: Callable[[], Started] | None = start
-        self._started: Started | None = None
+        self._compare = compare  # until the start
+        self._handles: Sequence[Waitable] | None = None  # from the launch on
         self._outputs = list(outputs)
         self._future: _Future | None = None
         self._error: BaseException | None = None
@@ -152,39 +155,80 @@ class OperationWork(dist.Work):
 
     def start(self) -> None:
         """Begin the operation, unless it has begun."""
-        start, self._start = self._start, None
-        if start is not None:
-            try:
-                self._started = start()
-            except BaseException as error:
-                self._error = error
-                raise
-
-    def complete(self, timeout_s: float = _NO_TIMEOUT_S) -> None:
-        """Wait for the operation, and copy its result into the outputs."""
-        if self._completed:
+        compare, self._compare = self._compare, None
+        if compare is None:
             return
-        if self._error is not None:
-            raise self._error
-        if self._start is not None:
-            self._queue.flush()
-            self.start()
-        started = self._started
-        assert started is not None
-        queue, timeout_s = self._queue, timeout_s or self._queue.timeout_s
         try:
-            queue.launch_deferred(started.done, timeout_s)
-            started.wait(timeout_s)
+            is_compared = compare(self)
         except BaseException as error:
             self._error = error
-            if isinstance(error, CollectiveError) and queue.communicator and not started.done():
-                queue.communicator.abort(
-                    str(error)
-                )  # too late: others may have what this one has not
             raise
-        self._completed, self._started, self._source = True, None, started.source
+        if is_compared:
+            self.launch()
+            if self._error is not None:
+                raise self._error
+
+    def ready(self) -> bool:
+        """Return whether its comparison has ended."""
+        return self.comparison is None or self.comparison.ended.is_set()
+
+    def launch(self) -> None:
+        """Begin to move data; an error is kept for who waits."""
+        communicator, operation = self.communicator, self.operation
+        try:
+            communicator.check()
+            operation.load_on(communicator.rank, communicator.size)
+            mine = operation.numbers
+            numbers = gather_numbers(communicator, mine) if mine else ()
+            self._handles = operation.launch(communicator, numbers)
+        except BaseException as error:
+            self._error = error
+
+    def complete(self, timeout_s: float = 0.0) -> None:
+        """Wait for the operation, within a time if it is not 0, and store its result."""
+        if self._completed:
+            return
+        if self._error is None and self._compare is not None:
+            self._queue.flush()
+            self.start()
+        if self._error is not None:
+            raise self._error
+        timeout_s = timeout_s or self._queue.timeout_s
+        try:
+            self._queue.launch_deferred(self._has_ended, timeout_s)
+            self._wait(timeout_s)
+        except BaseException as error:
+            late = isinstance(error, CollectiveError) and not self._has_ended()
+            if late:  # others may have what this one has not
+                self.communicator.abort(str(error))
+            self._error = error
+            raise
         if self._future is not None:
             self._future.set_result(self._outputs)
+
+    def _has_ended(self) -> bool:
+        """Return whether waiting would return, or raise, at once."""
+        if self._handles is None:
+            return self._error is not None
+        return all(handle.done() for handle in self._handles)
+
+    def _wait(self, timeout_s: float) -> None:
+        if self._error is not None:  # of a launch that was deferred
+            raise self._error
+        handles, what = self._handles, self.operation.what
+        if handles is None:
+            raise CollectiveError(f"{what} was not begun by all ranks in time")
+        end = time.monotonic() + timeout_s
+        while timeout_s > 0.0 and not self._has_ended():
+            if time.monotonic() > end:
+                limit = f"its timeout of {timeout_s:g} s"
+                raise CollectiveError(f"{what} did not end within {limit}")
+            time.sleep(_POLL_S)
+        for handle in handles:
+            handle.wait()
+            self._source = getattr(handle, "source", -1)
+        self.operation.store()
+        self._completed, self._handles = True, ()
 
     # -- what torch calls --------------------------------------------------------------------------
 
@@ -194,14 +238,14 @@ class OperationWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the operation; return True."""
-        self.complete(_NO_TIMEOUT_S if timeout is None else timeout.total_seconds())
+        self.complete(0.0 if timeout is None else timeout.total_seconds())
         return True
 
     def is_completed(self) -> bool:
         """Return whether the operation has ended; then its outputs are filled."""
         if self._completed or self._error is not None:
             return True
-        if self._started is None or not self._started.done():
+        if not self._has_ended():
             return False
         try:
             self.complete()
@@ -249,6 +293,16 @@ class OperationWork(dist.Work):
             else:
                 self.complete()
         return self._future
+
+
+class CoalescedWork(OperationWork):
+    """Several operations, awaited as one."""
+
+    def __init__(self, queue: OperationQueue, works: Sequence[OperationWork]) -> None:
+        super().__init__(queue, TensorOperation())
+        self._handles = works
+        if works:
+            self.communicator = works[-1].communicator
 
 
 class _Future(torch.futures.Future[Any]):

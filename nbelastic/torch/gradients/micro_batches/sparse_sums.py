@@ -127,11 +127,11 @@ def _gather_rows(
         parts.append(torch.cat([_rows(value) for value in held]).to(device))
         parts.append(torch.cat([value._values() for value in held]).to(device))
     gather = Allgather(parts)
-    gather.prepare()
+    gather.load_on(communicator.rank, communicator.size)
     numbers = [[n for of_sum in of_rank for n in [sum(of_sum)] * 2] for of_rank in counts]
     for handle in gather.launch(communicator, numbers):
         handle.wait()
-    return gather.finish()
+    return gather.store()
 
 
 def _length(tensor: torch.Tensor | None) -> int:

@@ -9,11 +9,12 @@ from nbelastic.torch.ops.coordination.coordination import (
 )
 from nbelastic.torch.ops.coordination.joined_rank import SERVICES, at_end, join
 from nbelastic.torch.ops.coordination.process_sets import (
-    Group,
     ProcessSet,
     add_first_sets,
     add_process_set,
+    added_set,
     global_process_set,
+    group_in,
     group_of,
     remove_process_set,
     set_of_id,
@@ -21,10 +22,10 @@ from nbelastic.torch.ops.coordination.process_sets import (
 
 __all__ = [
     "SERVICES",
-    "Group",
     "ProcessSet",
     "add_first_sets",
     "add_process_set",
+    "added_set",
     "agree",
     "announce",
     "at_end",
@@ -32,6 +33,7 @@ __all__ = [
     "coordination_of",
     "coordination_over",
     "global_process_set",
+    "group_in",
     "group_of",
     "is_joined",
     "join",

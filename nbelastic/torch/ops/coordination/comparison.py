@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbelastic.elastic.ranks.timeline import now, timeline
 from nbelastic.errors import RanksDisagree
@@ -14,14 +14,14 @@ from nbelastic.torch.ops.coordination.coordination import (
     coordination_of,
     not_with_join,
 )
-from nbelastic.torch.ops.operation import Pending
+from nbelastic.torch.ops.operation import Pending, description
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator
-    from nbelastic.torch.ops.coordination.process_sets import Group
-    from nbelastic.torch.ops.operation import TensorOperation, Waitable
+    from nbelastic.elastic.ranks.groups import Group
+    from nbelastic.torch.ops.operation import TensorOperation
 
 T = TypeVar("T")
 
@@ -46,52 +46,37 @@ def begin(group: Group, operation: TensorOperation[T], name: str | None = None) 
             if coordination is not None:
                 if not group.is_global:
                     group.check_member()
-                pending = coordination.offer(group.key, group.ranks, name, operation)
-                return _noted(pending, operation.verb, name) if timeline.is_on else pending
+                pending = coordination.offer(group, name, operation)
+                return _recorded(pending, operation.verb, name) if timeline.is_on else pending
         communicator = group.communicator()
         numbers = agree(
             communicator,
-            operation.text,
+            operation.pattern,
             operation.numbers,
             what=(operation.spec or operation.verb) if group.is_global else None,
             foreseen=operation.can_be_foreseen,
         )
     with timeline.span("MEMCPY_IN_FUSION_BUFFER", name):
-        operation.prepare()
-    handles = operation.launch(communicator, numbers)
-    if timeline.is_on:
-        return _recorded(handles, operation, name)
-    return Pending(handles, operation.finish)
+        operation.load_on(communicator.rank, communicator.size)
+    pending = Pending(operation.launch(communicator, numbers), operation.store)
+    return _recorded(pending, operation.verb, name) if timeline.is_on else pending
 
 
-def _noted(pending: Pending[T], verb: str, name: str) -> Pending[T]:
+def _recorded(pending: Pending[T], verb: str, name: str | None) -> Pending[T]:
+    """Return the pending operation; the timeline records its end."""
     begun = now()
 
     def finish() -> T:
         result = pending.wait()
-        timeline.add_span(verb.upper(), begun, f"{verb}.{name}")
+        timeline.add_span(verb.upper(), begun, f"{verb}.{name}" if name else verb)
         return result
 
     return Pending([pending], finish)
 
 
-def _recorded(
-    handles: Sequence[Waitable], operation: TensorOperation[T], name: str | None
-) -> Pending[T]:
-    """Return the pending operation; the timeline records its end."""
-    begun, verb = now(), operation.verb
-
-    def finish() -> T:
-        result = operation.finish()
-        timeline.add_span(verb.upper(), begun, f"{verb}.{name}" if name else verb)
-        return result
-
-    return Pending(handles, finish)
-
-
 def agree(
     communicator: Communicator,
-    text: str,
+    pattern: Any,
     numbers: Sequence[int] = (),
     *,
     what: object = None,
@@ -104,10 +89,11 @@ def agree(
     """
     if what is not None:
         announce(communicator, what)
+    if foreseen:
+        compare(communicator, pattern)
+        return []
+    text = description.in_words(pattern)
     try:
-        if foreseen:
-            compare(communicator, text)
-            return []
         firsts = communicator.agree(text, numbers[0] if len(numbers) == 1 else 0)
     except RanksDisagree as error:
         if JOINED in str(error):
@@ -115,6 +101,11 @@ def agree(
         raise
     if len(numbers) <= 1:
         return [(first,) for first in firsts]
+    return gather_numbers(communicator, numbers)
+
+
+def gather_numbers(communicator: Communicator, numbers: Sequence[int]) -> list[Sequence[int]]:
+    """Return the numbers of each rank, equally many."""
     layout = struct.Struct(f"{len(numbers)}q")
     everyone = communicator.allgather_bytes(layout.pack(*numbers))
     return [layout.unpack(each) for each in everyone]

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.collectives.rendezvous.matching import MatchingClient
+    from nbelastic.elastic.ranks.groups import Group
     from nbelastic.torch.ops.operation import TensorOperation, Waitable
 
 T = TypeVar("T")
@@ -261,13 +262,12 @@ class Coordination:
 
     # -- operations with a name ------------------------------------------------------------------
 
-    def offer(
-        self, key: str, members: Sequence[int], name: str, operation: TensorOperation[T]
-    ) -> Pending[T]:
-        """Begin a named operation among `members`; it is launched when all have.
+    def offer(self, group: Group, name: str, operation: TensorOperation[T]) -> Pending[T]:
+        """Begin a named operation among the ranks of a group; it is launched when all have.
 
         There is one operation of a name at a time.
         """
+        key, members = group.key, group.ranks
         with self._lock:
             if (key, name) in self._pending:
                 raise ValueError(
@@ -277,11 +277,11 @@ class Coordination:
                 )
             if len(self._pending) >= MOST_PENDING:
                 raise ValueError(f"{MOST_PENDING} named operations wait for other ranks already")
-            named = _Named(self, key, list(members), name, operation)
+            named = _Named(self, key, members, name, operation)
             self._pending[key, name] = named
         if self._reason is not None:
             self._fail(self._reason)
-        operation.prepare()
+        operation.load_on(members.index(group.context.rank), len(members))
         self._client.send(
             {
                 "do": "offer",
@@ -293,7 +293,7 @@ class Coordination:
                 "spec": operation.spec,
             }
         )
-        return Pending([named], operation.finish)
+        return Pending([named], operation.store)
 
     def flush(self) -> None:
         """Wait until all decisions on what was offered before have been carried out here."""
@@ -411,7 +411,7 @@ class Coordination:
         operation: TensorOperation[Any]
         if named is None:  # this rank has joined
             operation = Allreduce.of_zeros(message["spec"])
-            operation.prepare()
+            operation.load_on(0, len(members))
         else:
             operation = named.operation
             named.launched = True

@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.elastic.ranks.context import before_check, current
+from nbelastic.elastic.ranks.groups import Group
 from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.coordination.comparison import begin
 from nbelastic.torch.ops.coordination.coordination import CHECK, JOINED, announce, coordination_of
-from nbelastic.torch.ops.coordination.process_sets import Group, global_process_set
 from nbelastic.torch.ops.operation import Allreduce, Barrier
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where sums a
         The others have left the generation at a commit, because its members change.
     """
     context = current()
-    communicator = Group(context, global_process_set).parent()
+    communicator = Group(context).parent()
     coordination = coordination_of(communicator)
     if coordination is None:
         return context.rank
@@ -95,11 +95,11 @@ def _serve(context: Context, what: Any) -> None:
 
 
 def _reduce(context: Context, what: dict[str, Any]) -> None:
-    begin(Group(context, global_process_set), Allreduce.of_zeros(what)).wait()
+    begin(Group(context), Allreduce.of_zeros(what)).wait()
 
 
 def _arrive(context: Context, _what: dict[str, Any]) -> None:
-    begin(Group(context, global_process_set), Barrier()).wait()
+    begin(Group(context), Barrier()).wait()
 
 
 def _check(context: Context, _what: dict[str, Any]) -> None:

@@ -13,12 +13,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from nbelastic.elastic.ranks.context import at_shutdown, current
-from nbelastic.elastic.ranks.subgroups import Members
+from nbelastic.elastic.ranks.groups import EVERYONE, Group, Members
 from nbelastic.errors import NotInitialized
 from nbelastic.torch.ops.coordination.coordination import announce
 
 if TYPE_CHECKING:
-    from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.context import Context
 
 
@@ -91,13 +90,10 @@ class _GlobalProcessSet(ProcessSet):
     def __init__(self) -> None:
         super().__init__([])
         self.process_set_id = 0
+        self._members = EVERYONE
 
     def __repr__(self) -> str:
         return "ProcessSet(all ranks)"
-
-    @property
-    def ranks(self) -> list[int]:
-        return list(range(current().size))
 
 
 global_process_set: Final = _GlobalProcessSet()
@@ -119,53 +115,12 @@ def _registry(context: Context) -> _Registry:
     return _registries.setdefault(context, _Registry())
 
 
-class Group:
-    """The ranks of a process set in the present generation, and their communicator."""
-
-    def __init__(self, context: Context, process_set: ProcessSet) -> None:
-        self.context = context
-        self.process_set = process_set
-        self.is_global = process_set is global_process_set
-        # Tells it apart from other groups of the generation.
-        self.key = "" if self.is_global else f"process-set-{process_set.process_set_id}"
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks, in ascending order."""
-        return self.process_set.ranks
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.ranks)
-
-    def parent(self) -> Communicator:
-        """Return the communicator of all ranks, for what is not counted as an operation of all."""
-        communicator = self.context.communicator()
-        self.context.exchanges -= 1
-        return communicator
-
-    def communicator(self) -> Communicator:
-        """Return the communicator of the group; for all ranks, count an operation."""
-        if self.is_global:
-            return self.context.communicator()
-        parent = self.parent()
-        self.check_member()
-        return parent.subgroup(self.ranks, self.key)
-
-    def check_member(self) -> None:
-        """Refuse a rank that is not in the set."""
-        ranks = self.ranks
-        if not ranks:
-            raise ValueError(
-                f"all members of {self.process_set._describe()} have left the job, or it was made "
-                "before this rank joined; add a set of the ranks that there are"
-            )
-        if self.context.rank not in ranks:
-            raise ValueError(
-                f"rank {self.context.rank} is not in {self.process_set._describe()}, whose ranks "
-                f"are {ranks}; only its members call operations on it"
-            )
+def group_in(context: Context, process_set: ProcessSet) -> Group:
+    """Return the ranks of a process set, as a group of theirs."""
+    if process_set is global_process_set:
+        return Group(context)
+    key = f"process-set-{process_set.process_set_id}"
+    return Group(context, process_set._members, key, process_set._describe())
 
 
 def set_of_id(process_set_id: int) -> ProcessSet:
@@ -177,8 +132,8 @@ def set_of_id(process_set_id: int) -> ProcessSet:
     raise ValueError(f"there is no process set {process_set_id}; hvd.add_process_set() makes one")
 
 
-def group_of(process_set: object) -> Group:
-    """Return the group that an operation's argument `process_set` means."""
+def added_set(process_set: object) -> ProcessSet:
+    """Return the process set that an argument means; refuse one that is not added."""
     if process_set is None:
         process_set = global_process_set
     if not isinstance(process_set, ProcessSet):
@@ -190,10 +145,14 @@ def group_of(process_set: object) -> Group:
         raise ValueError(
             f"{process_set!r} is not added, or was removed; call hvd.add_process_set() on all ranks"
         )
-    context = current()
-    if context.is_shut_down:
+    if current().is_shut_down:
         raise NotInitialized("call hvd.init() again after hvd.shutdown() before operations")
-    return Group(context, process_set)
+    return process_set
+
+
+def group_of(process_set: object) -> Group:
+    """Return the group that an operation's argument `process_set` means."""
+    return group_in(current(), added_set(process_set))
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -247,7 +206,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     communicator = context.communicator()
     announce(communicator, "remove_process_set")
     communicator.agree(f"remove_process_set of {process_set._describe()}")
-    key = Group(context, process_set).key
+    key = group_in(context, process_set).key
     communicator.close_subgroup(key)
     communicator.close_subgroup(f"names-{key}")
     registry = _registry(context)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Communicator, Handle
 
@@ -43,34 +43,42 @@ def adasum_async(
     The buffer is lent, as to :meth:`~nbelastic.collectives.Communicator.allreduce_async`. It has
     parts of these `lengths`, of real numbers. Elements after the last part are summed.
     """
-    return _Combination(communicator, buffer, lengths)
+    lengths = [*lengths, buffer.numel() - sum(lengths)]
+
+    def combine_parts(everyone: Sequence[torch.Tensor]) -> None:
+        theirs = [torch.split(each, lengths) for each in everyone]
+        *parts, rest = zip(*theirs, strict=True)
+        *own, last = torch.split(buffer, lengths)
+        for target, vectors in zip(own, parts, strict=True):
+            target.copy_(combine(vectors))
+        last.copy_(torch.stack(rest).sum(0))
+
+    return GatheredReduction(communicator, buffer, combine_parts)
 
 
-class _Combination:
-    """Operation that gathers the vectors of all ranks and combines them."""
+class GatheredReduction:
+    """Operation that gathers the vectors of all ranks, which each rank reduces by itself."""
 
     def __init__(
-        self, communicator: Communicator, buffer: torch.Tensor, lengths: Sequence[int]
+        self,
+        communicator: Communicator,
+        vector: torch.Tensor,
+        reduce: Callable[[Sequence[torch.Tensor]], object],
     ) -> None:
-        self._buffer = buffer
-        self._lengths = [*lengths, buffer.numel() - sum(lengths)]
-        self._everyone = [torch.empty_like(buffer) for _ in range(communicator.size)]
-        self._handle = communicator.allgather_async(self._everyone, buffer)
+        self._reduce = reduce
+        self._everyone = [torch.empty_like(vector) for _ in range(communicator.size)]
+        self._handle = communicator.allgather_async(self._everyone, vector)
 
     def done(self) -> bool:
+        """Return whether it has ended."""
         return self._handle.done()
 
     def wait(self) -> None:
-        if not self._everyone:
-            return
-        self._handle.wait()
-        own = torch.split(self._buffer, self._lengths)
-        theirs = [torch.split(each, self._lengths) for each in self._everyone]
-        *parts, rest = zip(*theirs, strict=True)
-        for target, vectors in zip(own, parts, strict=False):
-            target.copy_(combine(vectors))
-        own[-1].copy_(torch.stack(rest).sum(0))
-        self._everyone = []
+        """Wait for it, and reduce."""
+        if self._everyone:
+            self._handle.wait()
+            self._reduce(self._everyone)
+            self._everyone = []
 
 
 def combine(vectors: Sequence[torch.Tensor]) -> torch.Tensor:

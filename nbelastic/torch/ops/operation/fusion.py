@@ -1,9 +1,9 @@
 """Fusion of many tensors in few buffers, so that few operations move them.
 
-The buffers are private and dense, so a communicator may be lent them (see
-:mod:`nbelastic.collectives.communicator`). The caller's tensors are read when a buffer is filled
-and written when its operation has succeeded, never in between. Buffers are on the CPU, so that
-ranks with tensors on different devices form the same ones.
+A communicator is lent the buffers (see :mod:`nbelastic.collectives.communicator`). Those of
+:func:`pack` are private. The caller's tensors are read when such a buffer is filled and written
+when its operation has succeeded, never in between. They are on the CPU, so that ranks with tensors
+on different devices form the same ones. Those of :func:`lend` hold one tensor each, where it is.
 """
 
 from __future__ import annotations
@@ -25,27 +25,41 @@ class Chunk:
     same shapes, receives.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        indices: Sequence[int],
+        buffer: torch.Tensor | None = None,
+    ) -> None:
         self._indices = indices
         self._shapes = [tensors[index].shape for index in indices]
         self.counts = [shape.numel() for shape in self._shapes]
-        dtype = tensors[indices[0]].dtype
-        self.buffer = torch.empty(sum(self.counts), dtype=dtype, device="cpu")  # until fill()
+        if buffer is None:  # uninitialised until fill()
+            dtype = tensors[indices[0]].dtype
+            buffer = torch.empty(sum(self.counts), dtype=dtype, device="cpu")
+        self.buffer = buffer
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy this chunk's part of `tensors` into the buffer."""
         for index, part in zip(self._indices, self._parts(), strict=True):
-            part.copy_(tensors[index].detach())
+            if not _is_in(tensors[index], part):
+                part.copy_(tensors[index].detach())
 
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the buffer into this chunk's part of `tensors`; autograd does not record it."""
         with torch.no_grad():
             for index, part in zip(self._indices, self._parts(), strict=True):
-                tensors[index].copy_(part)
+                if not _is_in(tensors[index], part):
+                    tensors[index].copy_(part)
 
     def _parts(self) -> list[torch.Tensor]:
         parts = torch.split(self.buffer, self.counts)
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+def _is_in(tensor: torch.Tensor, part: torch.Tensor) -> bool:
+    """Return whether a tensor is the buffer's own memory."""
+    return tensor.data_ptr() == part.data_ptr() and tensor.stride() == part.stride()
 
 
 def plan(tensors: Sequence[torch.Tensor], limit_bytes: int = LIMIT_BYTES) -> list[list[int]]:
@@ -71,3 +85,14 @@ def plan(tensors: Sequence[torch.Tensor], limit_bytes: int = LIMIT_BYTES) -> lis
 def pack(tensors: Sequence[torch.Tensor]) -> list[Chunk]:
     """Return all chunks of a :func:`plan`; together they take as much memory as `tensors`."""
     return [Chunk(tensors, indices) for indices in plan(tensors)]
+
+
+def lend(tensors: Sequence[torch.Tensor], *, private: bool) -> list[Chunk]:
+    """Return a chunk for each tensor: its own memory if that is contiguous, unless `private`."""
+    chunks = []
+    for index, tensor in enumerate(tensors):
+        memory = tensor.detach()
+        if private or not memory.is_contiguous():
+            memory = torch.empty_like(memory, memory_format=torch.contiguous_format)
+        chunks.append(Chunk(tensors, [index], memory.view(-1)))
+    return chunks

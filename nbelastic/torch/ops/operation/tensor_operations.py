@@ -1,13 +1,16 @@
-"""Collective operations on tensors of users, on any device and in any layout.
+"""Collective operations on tensors, on any device and in any layout.
 
-A :class:`TensorOperation` knows what it is about to do on this rank.
-:func:`nbelastic.torch.ops.coordination.begin` has the ranks compare that and then launches it.
-The communicator is lent private buffers only, so a failed operation leaves the caller's tensors as
-they were.
+A :class:`TensorOperation` knows what it is about to do on this rank. The ranks compare that, and
+then it is launched: Horovod's functions by :func:`nbelastic.torch.ops.coordination.begin`, the
+process group by its :class:`~nbelastic.torch.process_group.work.OperationWork`.
+
+A communicator may write to lent tensors even after a failure. So it is lent private buffers, and a
+failed operation leaves the caller's tensors as they were, unless the operation `lends` them.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -15,14 +18,22 @@ import torch
 from nbelastic.collectives import Op
 from nbelastic.elastic.ranks.context import current
 from nbelastic.torch.ops.operation import description
-from nbelastic.torch.ops.operation.adasum import GradientOp, adasum_async
-from nbelastic.torch.ops.operation.fusion import pack
+from nbelastic.torch.ops.operation.adasum import GradientOp
+from nbelastic.torch.ops.operation.fusion import Chunk, lend, pack
+from nbelastic.torch.ops.operation.reduction import (
+    as_real,
+    is_direct,
+    multiply,
+    reduce_async,
+    scale,
+    wire_op,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Communicator
-    from nbelastic.torch.ops.operation.fusion import Chunk
+    from nbelastic.torch.ops.operation.reduction import AnyOp
 
 T = TypeVar("T")
 
@@ -76,15 +87,32 @@ def only(pending: Pending[list[T]]) -> Pending[T]:
 
 
 class TensorOperation(Generic[T]):
-    """A collective operation, from its description to its result."""
+    """A collective operation, from its pattern to its result."""
 
-    verb: ClassVar[str]
-    text: str  # what this rank is about to do, the same on all: a line, and details, one a line
+    verb: ClassVar[str] = ""
+    what: ClassVar[str] = "the operation"  # in errors
+    # What this rank is about to do, the same on all (see `description`); None if not compared.
+    pattern: Any = None
     numbers: tuple[int, ...] = ()  # may differ between ranks; equally many on all
     spec: dict[str, Any] | None = None  # for a rank that has joined; None if it cannot take part
     can_be_foreseen = False  # ranks need not meet before it, and one that has joined takes part
+    fuses = True  # several tensors travel in one buffer, on the CPU
+    lends = False  # otherwise: whether the caller's own memory is lent, and spoiled by a failure
+    _chunks: Sequence[Chunk] = ()  # what is lent, from the loading on
 
-    def prepare(self) -> None:
+    @property
+    def text(self) -> str:
+        """The pattern in words: a line, and details, one a line."""
+        return description.in_words(self.pattern)
+
+    rank, size = 0, 1  # among the ranks of its group; from the loading on
+
+    def load_on(self, rank: int, size: int) -> None:
+        """Load the operation, as that of a rank of a group."""
+        self.rank, self.size = rank, size
+        self.load()
+
+    def load(self) -> None:
         """Copy the caller's tensors, in the rank's thread."""
 
     def launch(
@@ -93,22 +121,28 @@ class TensorOperation(Generic[T]):
         """Begin to move data; `numbers` are those of each rank. In any thread."""
         raise NotImplementedError
 
-    def finish(self) -> T:
+    def store(self) -> T:
         """Return the result, in the rank's thread."""
         raise NotImplementedError
 
+    def _chunks_of(self, tensors: Sequence[torch.Tensor]) -> list[Chunk]:
+        return pack(tensors) if self.fuses else lend(tensors, private=not self.lends)
+
 
 class Barrier(TensorOperation[None]):
-    """Nothing but the comparison."""
+    """A comparison, which ranks wait for; one that can be foreseen moves data, too."""
 
     verb = "barrier"
-    text = "barrier"
+    pattern = "barrier"
     spec: ClassVar[dict[str, Any]] = {"kind": "barrier"}  # type: ignore[misc]
 
-    def launch(self, _communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
-        return ()
+    def __init__(self, *, foreseen: bool = False) -> None:
+        self.can_be_foreseen = foreseen
 
-    def finish(self) -> None:
+    def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
+        return [communicator.barrier_async()] if self.can_be_foreseen else ()
+
+    def store(self) -> None:
         """Do nothing."""
 
 
@@ -117,7 +151,8 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
 
     Shapes and types are the same on all ranks; `outputs` may be `tensors`. Adasum is for real
     floating point, and of each tensor by itself. Integers are multiplied by `prescale` and
-    `postscale` in float64 and cut off.
+    `postscale` in float64 and cut off. The `head` of the pattern is made of the other arguments if
+    it is not given.
     """
 
     verb = "allreduce"
@@ -126,10 +161,11 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
         self,
         tensors: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        op: Op | GradientOp,
+        op: AnyOp,
         prescale: float = 1.0,
         postscale: float = 1.0,
         name: str | None = None,
+        head: str = "",
     ) -> None:
         for tensor in tensors:
             check_dense(tensor)
@@ -137,11 +173,10 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
                 raise ValueError(f"Adasum needs real floating point, not {tensor.dtype}")
         self._tensors, self._outputs = tensors, outputs
         self._op, self._prescale, self._postscale = op, float(prescale), float(postscale)
-        self._chunks: list[Chunk] = []
-        self._divisors: list[int] = []
-        self.text = description.reduction(
-            "allreduce", op, tensors, name, prescale=prescale, postscale=postscale
+        head = head or description.reduction(
+            description.called("allreduce", name), op.value, prescale, postscale
         )
+        self.pattern = head, description.kinds(tensors)
         self._name = name
         self.can_be_foreseen = op in (Op.SUM, Op.AVERAGE)
 
@@ -169,31 +204,39 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
         op, name = Op(spec["op"]), spec["name"]
         return cls(zeros, zeros, op, spec["prescale"], spec["postscale"], name)
 
-    def prepare(self) -> None:
-        self._chunks = pack(self._tensors)
+    def load(self) -> None:
+        self._chunks = self._chunks_of(self._tensors)
         for chunk in self._chunks:
             chunk.fill(self._tensors)
-            _multiply(chunk.buffer, self._prescale)
+            multiply(chunk.buffer, self._prescale)
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
-        handles: list[Waitable] = []
-        for chunk in self._chunks:
-            if isinstance(self._op, GradientOp):
-                handles.append(adasum_async(communicator, chunk.buffer, chunk.counts))
-                self._divisors.append(1)
-                continue
-            op, divisor = wire_op(self._op, chunk.buffer.dtype, communicator.size)
-            buffer = _as_real(chunk.buffer, self._op)
-            handles.append(communicator.allreduce_async(buffer, op))
-            self._divisors.append(divisor)
-        return handles
+        return [
+            reduce_async(communicator, chunk.buffer, self._op, chunk.counts)
+            for chunk in self._chunks
+        ]
 
-    def finish(self) -> list[torch.Tensor]:
-        for chunk, divisor in zip(self._chunks, self._divisors, strict=True):
-            _scale(chunk.buffer, divisor, self._postscale)
+    def store(self) -> list[torch.Tensor]:
+        for chunk in self._chunks:
+            scale(chunk.buffer, self._op, self.size, self._postscale)
             chunk.write_back(self._outputs)
-        self._chunks = []
+        self._chunks = ()
         return list(self._outputs)
+
+
+class Reduce(Allreduce):
+    """Reduction in place on one rank; the others keep their tensor."""
+
+    def __init__(
+        self, tensor: torch.Tensor, root: int, op: AnyOp, prescale: float, head: str
+    ) -> None:
+        super().__init__([tensor], [tensor], op, prescale, head=head)
+        self._root = root
+
+    def load(self) -> None:
+        if self.rank != self._root:
+            self.lends, self._outputs = False, [torch.empty_like(self._tensors[0])]
+        super().load()
 
 
 class Broadcast(TensorOperation[list[torch.Tensor]]):
@@ -211,18 +254,17 @@ class Broadcast(TensorOperation[list[torch.Tensor]]):
         root: int,
         position: int,
         name: str | None = None,
-        *,
-        is_root: bool,
     ) -> None:
         for tensor in tensors:
             check_dense(tensor)
         self._tensors, self._outputs = tensors, outputs
-        self._position, self._is_root = position, is_root
-        self._chunks: list[Chunk] = []
-        self.text = description.broadcast(root, tensors, name)
+        self._position, self._is_root = position, False
+        head = f"{description.called('broadcast', name)} from rank {root}"
+        self.pattern = head, description.kinds(tensors)
 
-    def prepare(self) -> None:
-        self._chunks = pack(self._tensors)
+    def load(self) -> None:
+        self._is_root = self.rank == self._position
+        self._chunks = self._chunks_of(self._tensors)
         if self._is_root:
             for chunk in self._chunks:
                 chunk.fill(self._tensors)
@@ -232,11 +274,11 @@ class Broadcast(TensorOperation[list[torch.Tensor]]):
             communicator.broadcast_async(chunk.buffer, self._position) for chunk in self._chunks
         ]
 
-    def finish(self) -> list[torch.Tensor]:
+    def store(self) -> list[torch.Tensor]:
         if not self._is_root or self._outputs is not self._tensors:
             for chunk in self._chunks:
                 chunk.write_back(self._outputs)
-        self._chunks = []
+        self._chunks = ()
         return list(self._outputs)
 
 
@@ -250,12 +292,13 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
             check_dense(tensor)
         plain = [tensor.detach() for tensor in tensors]
         self._sources = [each.reshape(1) if each.dim() == 0 else each for each in plain]
-        self.text = description.rows("allgather", self._sources, name)
+        head = description.called("allgather", name)
+        self.pattern = head, description.kinds_of_rows(self._sources)
         self.numbers = tuple(source.shape[0] for source in self._sources)
         self.lengths: list[list[int]] = []  # by rank, of each tensor; from the launch on
         self._gathered: list[list[torch.Tensor]] = []
 
-    def prepare(self) -> None:
+    def load(self) -> None:
         self._sources = [_private(source) for source in self._sources]
 
     def launch(
@@ -275,7 +318,7 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
                 handles.append(communicator.allgather_async(everyone, mine))
         return handles
 
-    def finish(self) -> list[torch.Tensor]:
+    def store(self) -> list[torch.Tensor]:
         gathered, self._gathered = self._gathered, []
         return [
             torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
@@ -283,44 +326,212 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
         ]
 
 
-class Alltoall(TensorOperation[torch.Tensor]):
-    """An exchange in which ``splits[i]`` rows of `tensor` go to the ``i``-th rank."""
+class SparseAllreduce(Allgather):
+    """Sums or averages of sparse tensors: ranks gather indices and values, as many as they have.
+
+    The results are not coalesced, unless they go to `outputs`.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: Op,
+        name: str | None = None,
+        outputs: Sequence[torch.Tensor] = (),
+    ) -> None:
+        # Indices and values have equally many rows.
+        parts = [(each._indices().transpose(0, 1).contiguous(), each._values()) for each in tensors]
+        super().__init__([part for pair in parts for part in pair], name)
+        self._shapes = [each.shape for each in tensors]
+        self._op, self._outputs = op, outputs
+
+    def store(self) -> list[torch.Tensor]:
+        gathered = super().store()
+        totals = []
+        for indices, values, shape in zip(gathered[::2], gathered[1::2], self._shapes, strict=True):
+            mean = values / self.size if self._op is Op.AVERAGE else values
+            totals.append(
+                torch.sparse_coo_tensor(
+                    indices.transpose(0, 1), mean, shape, check_invariants=False
+                )
+            )
+        with torch.no_grad():
+            for output, total in zip(self._outputs, totals, strict=False):
+                output.copy_(total.coalesce())
+        return totals
+
+
+class AllgatherInto(TensorOperation[None]):
+    """Collection of every rank's tensor, for each of `tensors` in a list with one per rank."""
+
+    verb = "allgather"
+
+    def __init__(
+        self, outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self._outputs, self._tensors = outputs, tensors
+        self._lists: list[list[Chunk]] = []
+        self.pattern = "all_gather", description.kinds(tensors)
+
+    def load(self) -> None:
+        self._lists = [self._chunks_of(each) for each in self._outputs]
+
+    def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
+        # Gathered values may have another shape than the tensor, and as many elements.
+        return [
+            communicator.allgather_async([chunk.buffer for chunk in chunks], _flat(tensor))
+            for chunks, tensor in zip(self._lists, self._tensors, strict=True)
+        ]
+
+    def store(self) -> None:
+        for chunks, outputs in zip(self._lists, self._outputs, strict=True):
+            for chunk in chunks:
+                chunk.write_back(outputs)
+
+
+class AlltoallInto(TensorOperation[Any]):
+    """An exchange of ``inputs[i]`` for ``outputs[i]`` with rank ``i``."""
 
     verb = "alltoall"
+
+    def __init__(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], pattern: Any
+    ) -> None:
+        self._outputs, self._inputs, self.pattern = outputs, inputs, pattern
+
+    def launch(
+        self, communicator: Communicator, _numbers: Sequence[Sequence[int]]
+    ) -> Sequence[Waitable]:
+        self._chunks = lend(self._outputs, private=not self.lends)
+        received = [chunk.buffer for chunk in self._chunks]
+        sent = [_flat(each) for each in self._inputs]
+        if communicator.size == 1 and not any(each.numel() for each in (*received, *sent)):
+            return ()
+        return [communicator.all_to_all_async(received, sent)]
+
+    def store(self) -> Any:
+        for chunk in self._chunks:
+            chunk.write_back(self._outputs)
+
+
+class Gather(AlltoallInto):
+    """Collection of every rank's tensor in `outputs` of rank `root`."""
+
+    def __init__(
+        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, pattern: Any
+    ) -> None:
+        super().__init__(outputs, [tensor], pattern)
+        self._root = root
+
+    def load(self) -> None:
+        (tensor,) = self._inputs
+        nothing = tensor.new_empty(0)
+        self._inputs = [tensor if each == self._root else nothing for each in range(self.size)]
+        if self.rank != self._root:
+            self._outputs = [nothing] * self.size
+
+
+class Scatter(AlltoallInto):
+    """Copies of ``inputs[i]`` of rank `root` in the output of rank ``i``."""
+
+    def __init__(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, pattern: Any
+    ) -> None:
+        super().__init__([output], inputs, pattern)
+        self._root = root
+
+    def load(self) -> None:
+        (output,) = self._outputs
+        nothing = output.new_empty(0)
+        self._outputs = [output if each == self._root else nothing for each in range(self.size)]
+        if self.rank != self._root:
+            self._inputs = [nothing] * self.size
+
+
+class Alltoall(AlltoallInto):
+    """An exchange in which ``splits[i]`` rows of `tensor` go to the ``i``-th rank."""
+
+    lends = True  # the outputs, which are its own
 
     def __init__(
         self, tensor: torch.Tensor, splits: Sequence[int], name: str | None = None
     ) -> None:
         check_dense(tensor)
-        self._tensor = tensor
-        self._inputs: list[torch.Tensor] = []
-        self._outputs: list[torch.Tensor] = []
-        self.text = description.rows("alltoall", [tensor], name)
+        head = description.called("alltoall", name)
+        super().__init__((), [tensor], (head, description.kinds_of_rows([tensor])))
         self.numbers = tuple(splits)
         self.received: list[int] = []  # rows from each rank; from the launch on
 
-    def prepare(self) -> None:
-        self._inputs = [_private(part) for part in torch.split(self._tensor, list(self.numbers))]
+    def load(self) -> None:
+        (tensor,) = self._inputs
+        self._inputs = [_private(part) for part in torch.split(tensor, list(self.numbers))]
 
     def launch(
         self, communicator: Communicator, numbers: Sequence[Sequence[int]]
     ) -> Sequence[Waitable]:
         self.received = [each[communicator.rank] for each in numbers]
-        shape = self._tensor.shape[1:]
-        self._outputs = [self._inputs[0].new_empty((rows, *shape)) for rows in self.received]
-        return [communicator.all_to_all_async(self._outputs, self._inputs)]
+        like = self._inputs[0]
+        self._outputs = [like.new_empty((rows, *like.shape[1:])) for rows in self.received]
+        return super().launch(communicator, numbers)
 
-    def finish(self) -> torch.Tensor:
-        return torch.cat(self._outputs)
+    def store(self) -> torch.Tensor:
+        return torch.cat(list(self._outputs))
 
 
-class Reducescatter(TensorOperation[list[torch.Tensor]]):
+class ReducescatterInto(TensorOperation[list[torch.Tensor]]):
+    """Reductions of lists with a tensor per rank; each rank has its own in `outputs`."""
+
+    verb = "reducescatter"
+
+    def __init__(
+        self,
+        outputs: Sequence[torch.Tensor],
+        lists: Sequence[Sequence[torch.Tensor]],
+        op: AnyOp,
+        prescale: float,
+        pattern: Any,
+    ) -> None:
+        self._outputs, self._lists = list(outputs), list(lists)
+        self.pattern = pattern
+        self._op, self._prescale, self._postscale = op, float(prescale), 1.0
+
+    def load(self) -> None:
+        self._direct = is_direct(self._outputs[0].dtype, self._op)
+        keeps = self.fuses or self._prescale != 1.0 or not self._direct
+        copied = _private if keeps else _flat
+        self._inputs = [[copied(part).view(-1) for part in parts] for parts in self._lists]
+        for part in itertools.chain(*self._inputs):
+            multiply(part, self._prescale)
+        self._chunks = lend(self._outputs, private=not self.lends)
+        if not self._direct:
+            for parts, chunk in zip(self._inputs, self._chunks, strict=True):
+                chunk.buffer = parts[self.rank]
+
+    def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
+        handles: list[Waitable] = []
+        for parts, chunk in zip(self._inputs, self._chunks, strict=True):
+            if self._direct:
+                result, sent = as_real(chunk.buffer), [as_real(part) for part in parts]
+                op = wire_op(self._op, chunk.buffer.dtype)
+                handles.append(communicator.reduce_scatter_async(result, sent, op))
+            else:
+                handles += [reduce_async(communicator, part, self._op) for part in parts]
+        return handles
+
+    def store(self) -> list[torch.Tensor]:
+        for chunk in self._chunks:
+            scale(chunk.buffer, self._op, self.size, self._postscale)
+            chunk.write_back(self._outputs)
+        return list(self._outputs)
+
+
+class Reducescatter(ReducescatterInto):
     """Reductions of `tensors`, and each rank keeps some rows.
 
     The rows are dealt out evenly; the first ranks get one more where they do not divide.
     """
 
-    verb = "reducescatter"
+    lends = True  # the outputs, which are its own
 
     def __init__(
         self,
@@ -328,43 +539,23 @@ class Reducescatter(TensorOperation[list[torch.Tensor]]):
         op: Op,
         prescale: float,
         postscale: float,
-        size: int,
         name: str | None = None,
     ) -> None:
         for tensor in tensors:
             check_dense(tensor)
-        self._tensors, self._op, self._size = tensors, op, size
-        self._prescale, self._postscale = float(prescale), float(postscale)
-        self._inputs: list[list[torch.Tensor]] = []
-        self._outputs: list[torch.Tensor] = []
-        self._divisors: list[int] = []
-        self.text = description.reduction(
-            "reducescatter", op, tensors, name, prescale=prescale, postscale=postscale
-        )
+        verb = description.called("reducescatter", name)
+        head = description.reduction(verb, op.value, prescale, postscale)
+        super().__init__((), (), op, prescale, (head, description.kinds(tensors)))
+        self._tensors, self._postscale = tensors, float(postscale)
 
-    def prepare(self) -> None:
+    def load(self) -> None:
+        self._lists, self._outputs = [], []
         for tensor in self._tensors:
-            rows, more = divmod(tensor.shape[0], self._size)
-            counts = [rows + (rank < more) for rank in range(self._size)]
-            inputs = [_private(part) for part in torch.split(tensor, counts)]
-            for part in inputs:
-                _multiply(part, self._prescale)
-            self._inputs.append(inputs)
-
-    def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
-        handles: list[Waitable] = []
-        for inputs in self._inputs:
-            output = torch.empty_like(inputs[communicator.rank])
-            op, divisor = wire_op(self._op, output.dtype, communicator.size)
-            handles.append(communicator.reduce_scatter_async(output, inputs, op))
-            self._outputs.append(output)
-            self._divisors.append(divisor)
-        return handles
-
-    def finish(self) -> list[torch.Tensor]:
-        for output, divisor in zip(self._outputs, self._divisors, strict=True):
-            _scale(output, divisor, self._postscale)
-        return self._outputs
+            rows, more = divmod(tensor.shape[0], self.size)
+            parts = torch.split(tensor, [rows + (each < more) for each in range(self.size)])
+            self._lists.append(parts)
+            self._outputs.append(tensor.new_empty(parts[self.rank].shape))
+        super().load()
 
 
 def check_dense(tensor: torch.Tensor) -> None:
@@ -395,35 +586,5 @@ def _private(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _as_real(tensor: torch.Tensor, op: Op) -> torch.Tensor:
-    """Return a view of complex numbers as pairs, which add up as they do."""
-    pairs = tensor.dtype.is_complex and op in (Op.SUM, Op.AVERAGE)
-    return torch.view_as_real(tensor) if pairs else tensor
-
-
-def wire_op(op: Op, dtype: torch.dtype, size: int) -> tuple[Op, int]:
-    """Return the operation to ask for, and what to divide integers by afterwards."""
-    if op is Op.AVERAGE and not _is_inexact(dtype):
-        return Op.SUM, size
-    return op, 1
-
-
-def _scale(tensor: torch.Tensor, divisor: int, factor: float) -> None:
-    if divisor != 1 and factor == 1.0 and tensor.dtype is not torch.bool:
-        tensor.div_(divisor, rounding_mode="trunc")
-    else:
-        _multiply(tensor, factor / divisor)
-
-
-def _multiply(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; integers in float64, cut off, as in Horovod."""
-    if factor == 1.0:
-        return
-    if _is_inexact(tensor.dtype):
-        tensor.mul_(factor)
-    else:
-        tensor.copy_(tensor.double().mul_(factor))
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1)

@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from nbelastic.elastic.ranks.context import LocalContext
-from nbelastic.elastic.ranks.subgroups import Members, Subgroup
+from nbelastic.elastic.ranks.groups import Group, Members
 from nbelastic.errors import NbelasticError
 
 
@@ -58,10 +58,10 @@ def test_members_named_before_the_first_generation_are_its_ranks():
 
 def test_a_rank_that_joins_later_is_in_no_group_of_before():
     world = World(13)
-    group = Subgroup(world, [0, 1], "pair")
+    group = Group.of_ranks(world, [0, 1], "pair")
     world.form(11, 13, later=True)
     assert (group.ranks, group.rank, group.size) == ([], -1, 0)
-    with pytest.raises(NbelasticError, match=r"'pair' has no members any more.*elastic loop"):
+    with pytest.raises(NbelasticError, match=r"members of group 'pair' have left.*elastic loop"):
         group.communicator()
 
 
@@ -77,5 +77,5 @@ def test_a_rank_that_there_is_not_is_named():
 def test_operations_of_a_group_are_not_counted_as_those_of_all():
     world = World(10)
     world.form(10)
-    Subgroup(world, [0], "one").communicator()
+    Group.of_ranks(world, [0], "one").communicator()
     assert world.exchanges == 0

@@ -1,16 +1,15 @@
-"""Groups of some of a job's ranks, formed anew in each generation.
+"""Groups of a job's ranks, formed anew in each generation: all ranks, or some.
 
-A group names ranks of the generation in which it is made. Their processes are its members from then
-on. In later generations it consists of the members that are left, and its members connect at its
-first use. What breaks a group breaks the generation, and the other way round.
+A group of some names ranks of the generation in which it is made. Their processes are its members
+from then on. In later generations it consists of the members that are left, and its members connect
+at its first use. What breaks a group breaks the generation, and the other way round.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbelastic.collectives import SoloCommunicator
-from nbelastic.errors import NbelasticError, OptionError
+from nbelastic.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,71 +81,96 @@ class Members:
             self._starts = [starts[rank] for rank in self.named]
 
 
-class Subgroup:
-    """Some ranks of a job, this one among them or not, and their communicator.
+class _Everyone(Members):
+    """All ranks of each generation."""
 
-    All ranks make the same groups in the same order. `ranks` are those of the present generation,
-    ascending; before the first one, those of the first. `name` is for messages.
+    def ranks(self, context: Context) -> list[int]:
+        return list(range(context.size))
+
+
+EVERYONE = _Everyone([])
+
+
+class Group:
+    """Ranks of a job, this one among them or not, and their communicator in each generation.
+
+    By default it is of all ranks. The `key` tells it apart from other groups; `what` names it in
+    messages. Its `ranks` are those of the present generation, ascending; before the first one,
+    those of the first.
     """
 
-    def __init__(self, context: Context, ranks: Sequence[int], name: str) -> None:
-        self.name = name
-        self._context = context
-        self._members = Members(ranks)
-        self._formed: tuple[int, Communicator, Communicator] | None = None
+    def __init__(
+        self, context: Context, members: Members = EVERYONE, key: str = "", what: str = "all ranks"
+    ) -> None:
+        self.context, self.key = context, key
+        self.is_global = not key
+        self._members, self._what = members, what
+
+    @classmethod
+    def of_ranks(cls, context: Context, ranks: Sequence[int], name: str) -> Group:
+        """Return a new group of some ranks. All ranks make the same groups in the same order."""
         made = context.groups_made
         if made.get("generation") != context.generation:
             made.clear()
             made["generation"] = context.generation
         named = ",".join(map(str, ranks))
         number = made[named] = made.get(named, 0) + 1
-        self._key = f"{context.generation}-{number}-{named}"
+        members = Members(ranks)
         if context.generation:
-            self._members.bind(context)
+            members.bind(context)
         else:
-            self._members.bind_to_first(context)
+            members.bind_to_first(context)
+        return cls(context, members, f"{context.generation}-{number}-{named}", f"group {name!r}")
+
+    def apart(self, purpose: str) -> Group:
+        """Return a group of the same members with a communicator of its own for a purpose."""
+        return Group(self.context, self._members, f"{purpose}-{self.key}", self._what)
 
     @property
     def ranks(self) -> list[int]:
         """The present ranks of the members that are left, ascending."""
-        return self._members.ranks(self._context)
+        return self._members.ranks(self.context)
 
     @property
     def rank(self) -> int:
         """The position of this rank in the group; -1 if it is no member."""
+        if self.is_global:
+            return self.context.rank
         ranks = self.ranks
-        return ranks.index(self._context.rank) if self._context.rank in ranks else -1
+        return ranks.index(self.context.rank) if self.context.rank in ranks else -1
 
     @property
     def size(self) -> int:
         """The number of members that are left."""
-        return len(self.ranks)
+        return self.context.size if self.is_global else len(self.ranks)
+
+    def parent(self) -> Communicator:
+        """Return the communicator of all ranks, for what is not counted as an operation of all."""
+        communicator = self.context.communicator()
+        self.context.exchanges -= 1
+        return communicator
 
     def communicator(self) -> Communicator:
-        """Return the group's communicator of the present generation; members connect."""
-        context = self._context
-        whole = context.communicator()
-        context.exchanges -= 1  # it is no operation of all ranks
-        if self._formed is not None and self._formed[0] == context.generation:
-            return self._formed[2]
+        """Return the communicator of the present generation; members of a part connect.
+
+        For a group of all ranks, count an operation.
+        """
+        if self.is_global:
+            return self.context.communicator()
+        parent = self.parent()
+        self.check_member()
+        return parent if parent.size == 1 else parent.subgroup(self.ranks, self.key)
+
+    def check_member(self) -> None:
+        """Refuse a rank that is not in the group."""
         ranks = self.ranks
         if not ranks:
-            raise NbelasticError(
-                f"group {self.name!r} has no members any more: all {len(self._members.named)} are "
-                "gone, or it was made before this rank joined; make groups in the elastic loop"
+            raise OptionError(
+                f"all members of {self._what} have left the job, or it was made before this rank "
+                "joined; make one of the ranks that there are, in the elastic loop"
             )
-        if context.rank not in ranks:
-            raise NbelasticError(
-                f"rank {context.rank} is no member of group {self.name!r}, which has {ranks}"
+        if self.context.rank not in ranks:
+            raise OptionError(
+                f"rank {self.context.rank} is not in {self._what}, whose ranks are {ranks}; only "
+                "its members call operations on it"
             )
-        made: Communicator = SoloCommunicator(generation=context.generation)
-        if len(ranks) > 1:
-            made = whole.subgroup(ranks, self._key)
-        self._formed = context.generation, whole, made
-        return made
-
-    def close(self) -> None:
-        """Close the communicator; the group is not used any more."""
-        formed, self._formed = self._formed, None
-        if formed is not None:
-            formed[1].close_subgroup(self._key)
