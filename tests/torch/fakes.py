@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import Handle, Op, SoloCommunicator
-from nbelastic.elastic.ranks.context import LocalContext
+from nbelastic.elastic.ranks.context import LocalContext, current
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.staging import Staging
 
@@ -85,12 +85,13 @@ class LendingCommunicator(TwinCommunicator):
 
 
 class NotedStaging(Staging):
-    """Staging whose buffers count as memory that a lending communicator has made."""
+    """Staging whose memory counts as some that the rank's lending communicator has made."""
 
-    def __init__(self, communicator: Communicator, buffer: torch.Tensor, room: int) -> None:
-        super().__init__(communicator, buffer, room)
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__(buffer)
+        communicator = current().communicator()
         if isinstance(communicator, LendingCommunicator):
-            communicator.made.append(buffer)
+            communicator.made += [buffer, self.host]
 
 
 class UnreachableCommunicator(SoloCommunicator):

@@ -10,20 +10,10 @@ from nbelastic.collectives import Capabilities, Communicator
 from nbelastic.torch.gradients import groups, layout, layout_agreement
 from tests.torch.fakes import LendingCommunicator, NotedStaging
 
-# early: buckets are launched while backward runs; late: when they are waited for; large: gradients
-# of half a kilobyte or more are reduced where they are, early or late; coalesced: several at once;
-# staged: as if they were on an accelerator; device: as if the communicator reduced there.
-MODES = [
-    "early",
-    "late",
-    "large",
-    "large late",
-    "coalesced",
-    "coalesced late",
-    "staged",
-    "staged late",
-    "device",
-]
+# early: buckets are launched while backward runs; late: when they are waited for; in place: most
+# gradients are reduced where they are; staged: as if they were on an accelerator; device: as if the
+# communicator reduced there.
+MODES = ["early", "late", "in place early", "in place late", "staged", "device"]
 
 
 def set_mode(
@@ -40,13 +30,10 @@ def set_mode(
         monkeypatch.setattr(layout, "is_accelerator", lambda device: True)
     if "device" in mode:
         changes["devices"] = frozenset({"cpu"})
-    if "coalesced" in mode:
+    if "in place" in mode:
         changes["coalesces"] = True
         monkeypatch.setattr(layout_agreement, "SMALL_MODEL_BYTES", 0)
         monkeypatch.setattr(layout_agreement, "PIECE_BYTES", 64)
-        monkeypatch.setattr(LendingCommunicator, "strict", False)
-    if "large" in mode:
-        monkeypatch.setattr(layout_agreement, "LARGE_BYTES", 512)
         monkeypatch.setattr(LendingCommunicator, "strict", False)
     monkeypatch.setattr(Communicator, "capabilities", Capabilities(**changes))
 

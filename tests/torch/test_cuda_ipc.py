@@ -190,7 +190,7 @@ def test_gradients_are_launched_in_backward_and_never_visit_the_host(ranks):
             optimizer.zero_grad()
         for group in optimizer._reducer._agreement.layout.groups:
             assert group._staging is None
-            assert group._wire.is_cuda
+            assert group._wires[0].is_cuda
         assert communicator.capabilities.devices == {"cuda"}
         return [each.cpu() for each in parameters_of(model)]
 

@@ -267,7 +267,7 @@ def test_nobody_waits_in_backward_for_one_that_has_not_begun():
     assert_equal(first, second)
 
 
-@only("coalesced")
+@only("in place early")
 @pytest.mark.parametrize("late", [[True, False], [False, True]], ids=["of rank 0", "of rank 1"])
 def test_what_all_do_does_not_depend_on_the_processors_of_one(late):
     def rank_main(context):

@@ -272,7 +272,7 @@ def test_ranks_with_other_models_find_out():
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
         if context.rank == 0:
             with contextlib.suppress(CollectiveError):  # rank 1 may have left meanwhile
-                optimizer._reducer._agreed_layout(context.communicator(), [*model.parameters()])
+                optimizer._reducer._agreement.arrange(context.communicator(), [*model.parameters()])
             return
         with pytest.raises(ValueError, match=r"rank 1 is not that of rank 0: it trains 8 .*0 6"):
             optimizer.step()
@@ -287,7 +287,7 @@ def test_ranks_with_other_options_find_out():
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), op=op)
         if context.rank == 0:
             with contextlib.suppress(CollectiveError):  # rank 1 may have left meanwhile
-                optimizer._reducer._agreed_layout(context.communicator(), [*model.parameters()])
+                optimizer._reducer._agreement.arrange(context.communicator(), [*model.parameters()])
             return
         with pytest.raises(ValueError, match="other names, shapes, types or options"):
             optimizer.step()

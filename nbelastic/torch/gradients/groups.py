@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import abc
-import enum
 import itertools
-import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,17 +23,6 @@ if TYPE_CHECKING:
 HOT_BYTES = 256 << 10
 
 
-class SumTiming(enum.Enum):
-    """When the sums of a step run on this rank."""
-
-    # Each group is launched when it and all before it are complete.
-    DURING_BACKWARD = "during backward"
-    # All are launched in ``synchronize()``: nothing would go on while the rank computes.
-    AFTER_BACKWARD = "after backward"
-    # As after backward, but copies from an accelerator to the host begin in backward.
-    STAGED = "staged"
-
-
 class Scaling(NamedTuple):
     """Divisors of gradients, before and after the operation that reduces them."""
 
@@ -45,37 +32,34 @@ class Scaling(NamedTuple):
 
 
 class GradientGroup(abc.ABC):
-    """Gradients of some parameters, and their reduction.
+    """Gradients of some parameters, and their reduction by one communicator.
 
     In each step: :meth:`begin`, :meth:`arrive` for each gradient that backward computes,
-    :meth:`launch`, :meth:`wait`, :meth:`deliver`. :meth:`drop` is legal at any time. It is the only
-    thing to do after a failure, because memory then belongs to the communicator that failed. Where
-    a group moves a gradient, it corrects the optimizer's record, `arrived`.
+    :meth:`launch`, :meth:`wait`, :meth:`deliver`. After a failure the group is dropped, because
+    memory then belongs to the communicator that failed. Where a group moves a gradient, it corrects
+    the optimizer's record, `arrived`.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, arrived: ArrivedGradients
+        self,
+        parameters: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        arrived: ArrivedGradients,
+        scaling: Scaling,
     ) -> None:
         self.parameters = parameters
         self.dtype = dtype
-        # Gradients travel as what they are.
-        self.plain = all(parameter.dtype == dtype for parameter in parameters)
-        self.expected = len(parameters)  # gradients that have not arrived in this step
-        self.present: list[bool] = []  # on this rank, by parameter; final after complete()
+        self.scaling = scaling
         # Parts of a buffer that gradients are to be; None where they stay outside of buffers.
         self.views: list[torch.Tensor | None] = [None] * len(parameters)
-        self.scaling = Scaling()
         self._arrived = arrived
-        self._complete = False
-        self._handle: Handle | None = None
+        self._handles: list[Handle] = []
+        self.begin()
 
-    @abc.abstractmethod
-    def begin(self, communicator: Communicator, scaling: Scaling | None = None) -> None:
-        """Prepare for a new step with `communicator`."""
-
-    def _restart(self, scaling: Scaling | None) -> None:
-        self.scaling = scaling or Scaling()
-        self.expected = len(self.parameters)
+    def begin(self) -> None:
+        """Prepare for a new step."""
+        self.expected = len(self.parameters)  # gradients that have not arrived in this step
+        # Whether this rank has a gradient, by parameter; final after complete().
         self.present = [False] * len(self.parameters)
         self._complete = False
 
@@ -104,16 +88,13 @@ class GradientGroup(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, communicator: Communicator, trailer: Sequence[float] = ()) -> None:
-        """Begin the reduction of :meth:`values`.
-
-        Where ``communicator.capabilities.overlaps`` is false, this waits for its end as well.
-        """
+        """Begin the reduction of :meth:`values`."""
 
     def wait(self) -> None:
         """Wait until the reduced gradients are there."""
-        if self._handle is not None:
-            self._handle.wait()
-            self._handle = None
+        for handle in self._handles:
+            handle.wait()
+        self._handles = []
 
     @abc.abstractmethod
     def deliver(self, counts: Sequence[complex]) -> None:
@@ -121,18 +102,6 @@ class GradientGroup(abc.ABC):
 
         That is, for each, the sum or average over the ranks of whether they have a gradient.
         """
-
-    @abc.abstractmethod
-    def keeps(self, position: int, timing: SumTiming) -> bool:
-        """Return whether a gradient is unchanged in its own memory until :meth:`deliver`."""
-
-    @abc.abstractmethod
-    def release(self) -> None:
-        """Let go of memory that has not been given away; gradients in it move out."""
-
-    @abc.abstractmethod
-    def drop(self) -> None:
-        """Let go of memory, of gradients in it, and of an operation under way."""
 
 
 class Bucket(GradientGroup):
@@ -143,56 +112,57 @@ class Bucket(GradientGroup):
     back. Others are copied to the buffer and back: those of another type, and those of parameters
     that are not contiguous, since another rank's may be.
 
-    A `trailer` of that length travels along. On `devices`, types of accelerators, the communicator
-    reduces by itself: there the buffer is on the device, and the trailer, which the rank's thread
-    reads, is reduced on the host.
+    A `trailer` of that length travels along. An accelerator's buffer is there, and its trailer,
+    which the rank's thread reads, is reduced on the host by itself. So is the buffer, unless the
+    accelerator is one of the `devices`, types on which the communicator reduces.
     """
 
     def __init__(
         self,
+        communicator: Communicator,
         parameters: Sequence[torch.Tensor],
         dtype: torch.dtype,
         arrived: ArrivedGradients,
+        scaling: Scaling | None = None,
         trailer: int = 0,
         devices: Collection[str] = (),
     ) -> None:
-        super().__init__(parameters, dtype, arrived)
-        self.views = []
         self._lengths = [parameter.numel() for parameter in parameters]
         self._starts = list(itertools.accumulate(self._lengths, initial=0))
         self._bytes = [parameter.nbytes for parameter in parameters]
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self.device, self.asynchronous = device, is_accelerator(device)
+        super().__init__(parameters, dtype, arrived, scaling or Scaling())
+        # A tensor without dimensions is a number that need not be made into one each time.
+        factor = 1 / self.scaling.before
+        self._factor = None if factor == 1.0 else torch.tensor(factor, dtype=torch.float64)
+        self._width, real = (2, dtype.to_real()) if dtype.is_complex else (1, dtype)
         # No transport is asked to reduce nothing.
-        self._tail_length = trailer or int(self._starts[-1] == 0)
-        self.device = parameters[0].device if parameters else torch.device("cpu")
-        self.asynchronous = is_accelerator(self.device)
-        self.staged = self.asynchronous and self.device.type not in devices
-        self.sums: list[complex] = []
-        self._owner: weakref.ref[Communicator] | None = None
-        self._wire: torch.Tensor | None = None
-        self._flat: torch.Tensor | None = None
-        self._tail: torch.Tensor | None = None
-        self._tail_wire: torch.Tensor | None = None  # where it is not part of the buffer
-        self._tail_handle: Handle | None = None
+        tail = self._width * (trailer or int(self._starts[-1] == 0))
+        count = self._width * self._starts[-1]
         self._staging: Staging | None = None
-        self._parts: list[torch.Tensor] = []
-        self._addresses: list[int] = []
-        self._factor: torch.Tensor | None = None
+        if self.asynchronous:
+            wire = torch.empty(count, dtype=real, device=device)
+            self._wires = [wire, communicator.empty(tail, real)] if tail else [wire]
+            if device.type not in devices:
+                self._staging = Staging(wire)
+                self._wires[0] = self._staging.host
+            self._tail = self._shaped(self._wires[-1])[: tail // self._width]
+        else:
+            wire = communicator.empty(count + tail, real)
+            self._wires = [wire]
+            self._tail = self._shaped(wire)[self._starts[-1] :]
+        self._flat = self._shaped(wire)
+        self._parts = list(parameters)
+        self._addresses = [0] * len(parameters)
+        for position in range(len(parameters)):
+            self._renew(position)
+
+    def begin(self) -> None:
+        super().begin()
         # What has arrived but is not in the buffer yet.
         self._pending: dict[int, torch.Tensor] = {}
         self._pending_bytes = 0
-
-    def begin(self, communicator: Communicator, scaling: Scaling | None = None) -> None:
-        if self._owner is None or self._owner() is not communicator:
-            self._forget()
-            self._owner = weakref.ref(communicator)
-            self._allocate(communicator)
-        before = self.scaling.before
-        self._restart(scaling)
-        if before != self.scaling.before:
-            # A tensor without dimensions is a number that need not be made into one each time.
-            factor = 1 / self.scaling.before
-            self._factor = None if factor == 1.0 else torch.tensor(factor, dtype=torch.float64)
-        self._pending, self._pending_bytes, self.sums = {}, 0, []
 
     def arrive(self, position: int, gradient: torch.Tensor) -> bool:
         self._pending[position] = gradient
@@ -200,7 +170,7 @@ class Bucket(GradientGroup):
         self.expected -= 1
         if self.expected == 0 or (self._pending_bytes >= HOT_BYTES and not self.asynchronous):
             self._take_pending()
-            if self.staged:  # the last has arrived: it is all on its way to the host
+            if self._staging is not None:  # complete: it goes to the host at once
                 self.complete()
         return self.expected == 0
 
@@ -269,49 +239,36 @@ class Bucket(GradientGroup):
 
     def values(self, trailer: Sequence[float] = ()) -> list[torch.Tensor]:
         self.complete()
-        assert self._wire is not None
-        assert self._tail is not None
         if self._staging is not None:
             self._staging.wait_fetched()
         if trailer:
             self._tail.copy_(torch.tensor([*map(float, trailer)], dtype=self.dtype))
-        return [self._wire]
+        return self._wires
 
     def launch(self, communicator: Communicator, trailer: Sequence[float] = ()) -> None:
-        op, (wire,) = self.scaling.op, self.values(trailer)
-        if not isinstance(op, Op):
-            # The vectors are gathered, as the records of a comparison are. Over Gloo a longer one
-            # than expected ends the process.
-            kind = str(self.dtype).removeprefix("torch.")
-            communicator.agree(
-                f"the reduction of gradients ({op.value}) of {wire.numel()} {kind} values"
-            )
-            width = wire.numel() // (self._starts[-1] + self._tail_length)
-            lengths = [length * width for length in self._lengths]
-            self._handle = adasum_async(communicator, wire, lengths)
-        elif communicator.capabilities.overlaps:
-            self._handle = communicator.allreduce_async(wire, op)
-            if self._tail_wire is not None:
-                self._tail_handle = communicator.allreduce_async(self._tail_wire, op)
-        else:
-            communicator.allreduce(wire, op)
-            if self._tail_wire is not None:
-                communicator.allreduce(self._tail_wire, op)
-            if self._staging is not None:
-                self._staging.send_back()
+        op, wires = self.scaling.op, self.values(trailer)
+        if isinstance(op, Op):
+            self._handles = [communicator.allreduce_async(wire, op) for wire in wires]
+            return
+        # The vectors are gathered, as the records of a comparison are. Over Gloo a longer one
+        # than expected ends the process.
+        kind, (wire, *tail) = str(self.dtype).removeprefix("torch."), wires
+        communicator.agree(
+            f"the reduction of gradients ({op.value}) of {wire.numel()} {kind} values"
+        )
+        lengths = [length * self._width for length in self._lengths]
+        self._handles = [adasum_async(communicator, wire, lengths)]
+        self._handles += [communicator.allreduce_async(each) for each in tail]
 
     def wait(self) -> None:
-        assert self._tail is not None
-        pending = self._handle is not None
         super().wait()
-        if self._tail_handle is not None:
-            self._tail_handle.wait()
-            self._tail_handle = None
         if self._staging is not None:
-            if pending:
-                self._staging.send_back()
-            self._staging.join()
-        self.sums = self._tail.tolist()
+            self._staging.send_back()
+
+    @property
+    def sums(self) -> list[complex]:
+        """The sums or averages of the trailer's numbers."""
+        return self._tail.tolist()
 
     def deliver(self, counts: Sequence[complex]) -> None:
         after = self.scaling.after
@@ -329,57 +286,12 @@ class Bucket(GradientGroup):
                     parameter.grad = torch.empty_like(parameter, requires_grad=False)
                 _divide(part, after, parameter.grad)
 
-    def keeps(self, position: int, _timing: SumTiming) -> bool:
-        return self.views[position] is None
-
-    def release(self) -> None:
-        for view, parameter in zip(self.views, self.parameters, strict=False):
-            if view is not None and parameter.grad is view:
-                parameter.grad = view.clone()
-        self._forget()
-
-    def drop(self) -> None:
-        for view, parameter in zip(self.views, self.parameters, strict=False):
-            if view is not None and parameter.grad is view:
-                parameter.grad = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._owner = self._wire = self._flat = self._staging = self._handle = None
-        self._tail = self._tail_wire = self._tail_handle = None
-        self.views, self._parts, self._addresses, self._pending = [], [], [], {}
-        self.present, self.sums = [], []
-
-    def _allocate(self, communicator: Communicator) -> None:
-        width, dtype = (2, self.dtype.to_real()) if self.dtype.is_complex else (1, self.dtype)
-        count, tail = width * self._starts[-1], width * self._tail_length
-        if self.staged:
-            home = torch.empty(count, dtype=dtype, device=self.device)
-            self._staging = Staging(communicator, home, tail)
-            self._wire = self._staging.host
-        elif self.asynchronous:
-            home = self._wire = torch.empty(count, dtype=dtype, device=self.device)
-        else:
-            home = self._wire = communicator.empty(count + tail, dtype)
-        self._flat = self._shaped(home)
-        if self.asynchronous and not self.staged and tail:
-            self._tail_wire = communicator.empty(tail, dtype)
-            self._tail = self._shaped(self._tail_wire)
-        else:
-            self._tail = self._shaped(self._wire)[self._starts[-1] :]
-        self._parts = list(self.parameters)
-        self.views = [None] * len(self.parameters)
-        self._addresses = [0] * len(self.parameters)
-        for position in range(len(self.parameters)):
-            self._renew(position)
-
     def _shaped(self, memory: torch.Tensor) -> torch.Tensor:
         """Return memory as elements of the type on the wire."""
         return torch.view_as_complex(memory.view(-1, 2)) if self.dtype.is_complex else memory
 
     def _renew(self, position: int) -> torch.Tensor:
         """Return a new tensor for a part of the buffer."""
-        assert self._flat is not None
         parameter, start = self.parameters[position], self._starts[position]
         part = self._flat[start : start + self._lengths[position]].view(parameter.shape)
         fits = parameter.is_contiguous() and parameter.dtype == self.dtype == getattr(
@@ -406,14 +318,10 @@ def _divide(reduced: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
 class InPlaceGroup(GradientGroup):
     """Gradients on the CPU, of one type, that travel as what they are, without a buffer."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], arrived: ArrivedGradients) -> None:
-        super().__init__(parameters, parameters[0].dtype, arrived)
+    def begin(self) -> None:
+        super().begin()
         self._gradients: list[torch.Tensor] = []
         self._copied: list[int] = []
-
-    def begin(self, _communicator: Communicator, scaling: Scaling | None = None) -> None:
-        self._restart(scaling)
-        self.release()
 
     def arrive(self, _position: int, _gradient: torch.Tensor) -> bool:
         self.expected -= 1
@@ -449,16 +357,13 @@ class InPlaceGroup(GradientGroup):
     def values(self, trailer: Sequence[float] = ()) -> list[torch.Tensor]:
         assert not trailer
         self.complete()
-        return self._gradients
+        # Their `data` counts changes in place by itself: the sum is no change by the user.
+        return [each.data for each in self._gradients]
 
     def launch(self, communicator: Communicator, trailer: Sequence[float] = ()) -> None:
-        # Their `data` counts changes in place by itself: the sum is no change by the user.
-        values = [each.data for each in self.values(trailer)]
         assert isinstance(self.scaling.op, Op)
-        if communicator.capabilities.overlaps:
-            self._handle = communicator.allreduce_coalesced_async(values, self.scaling.op)
-        else:
-            communicator.allreduce_coalesced(values, self.scaling.op)
+        values = self.values(trailer)
+        self._handles = [communicator.allreduce_coalesced_async(values, self.scaling.op)]
 
     def deliver(self, counts: Sequence[complex]) -> None:
         gradients, self._gradients = self._gradients, []
@@ -472,12 +377,3 @@ class InPlaceGroup(GradientGroup):
                 parameter.grad = gradient
             else:
                 parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
-
-    def keeps(self, _position: int, timing: SumTiming) -> bool:
-        return timing is not SumTiming.DURING_BACKWARD
-
-    def release(self) -> None:
-        self._gradients, self._handle = [], None
-
-    def drop(self) -> None:
-        self.release()

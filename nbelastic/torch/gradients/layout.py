@@ -18,7 +18,6 @@ from nbelastic.torch.gradients.groups import (
     GradientGroup,
     InPlaceGroup,
     Scaling,
-    SumTiming,
 )
 from nbelastic.torch.gradients.staging import is_accelerator
 from nbelastic.torch.gradients.step import StepFlags
@@ -49,8 +48,7 @@ class Manifest(NamedTuple):
 
     order: list[int]  # indices of the parameters, as their gradients are expected
     in_place_bytes: float  # from what size on gradients are reduced where they are
-    coalesces: bool  # one operation of the communicator reduces many of those
-    after_backward: bool  # it reduces all of a step, when backward has ended
+    after_backward: bool  # sums do not run while a rank computes
     devices: frozenset[str] = frozenset()  # types of accelerators on which it reduces
     bucket_bytes: int = BUCKET_BYTES  # from which a bucket is full, as rank 0 has it
 
@@ -59,25 +57,31 @@ class Layout:
     """Groups of the gradients of some parameters, in the order in which they are launched.
 
     The last group is a bucket. Its trailer has the `StepFlags`, and for each gradient in the order
-    of the groups whether this rank has one.
+    of the groups whether this rank has one. Buckets have memory of the communicator.
     """
 
     def __init__(
         self,
+        communicator: Communicator,
         parameters: list[torch.Tensor],
         manifest: Manifest,
         options: ReduceOptions,
         arrived: ArrivedGradients,
     ) -> None:
+        self.communicator = weakref.ref(communicator)
         self.parameters = parameters  # in the order of the optimizer
         self.manifest = manifest
-        if not isinstance(options.op, Op):  # not the communicator's: gathered, on the host
+        gathered = not isinstance(options.op, Op)  # not the communicator's, and on the host
+        if gathered:
             manifest = manifest._replace(in_place_bytes=math.inf, devices=frozenset())
         asynchronous = [each for each in parameters if is_accelerator(each.device)]
-        # Some gradients are brought to the host to be reduced.
-        self.staged = any(each.device.type not in manifest.devices for each in asynchronous)
+        staged = any(each.device.type not in manifest.devices for each in asynchronous)
+        # No sum begins before backward has ended; those of gradients that come from an accelerator
+        # would wait for it in a hook.
+        self.after_backward = manifest.after_backward or staged
+        # One operation of each type then reduces all groups.
+        self.coalesced = manifest.after_backward and not gathered and not asynchronous
         self.found_sparse: list[torch.Tensor] = []  # on any rank, in the last step
-        self._options = options
         self._arrived = arrived
         wire_dtype = options.wire_dtype
         asked_for = groups_of(parameters, manifest.order, options.groups)
@@ -87,28 +91,26 @@ class Layout:
         self.places: dict[int, tuple[GradientGroup, int]] = {}
         for planned in plan:
             members = [parameters[index] for index in planned.indices]
+            last = self.groups[-1].dtype if self.groups else torch.float32
+            dtype = wire_dtype(members[0].dtype) if members else last
+            scaling = _scaling(options, communicator, members, dtype)
             group: GradientGroup
             if planned.in_place:
-                group = InPlaceGroup(members, arrived)
+                group = InPlaceGroup(members, dtype, arrived, scaling)
             else:
                 trailer = N_FLAGS + len(parameters) if planned is plan[-1] else 0
-                last = self.groups[-1].dtype if self.groups else torch.float32
-                dtype = wire_dtype(members[0].dtype) if members else last
-                group = Bucket(members, dtype, arrived, trailer, manifest.devices)
+                group = Bucket(
+                    communicator, members, dtype, arrived, scaling, trailer, manifest.devices
+                )
             self.groups.append(group)
             for position, parameter in enumerate(members):
                 self.places[id(parameter)] = (group, position)
-        any_in_place = any(planned.in_place for planned in plan)
-        # One operation of each type reduces all groups, when backward has ended.
-        self.coalesced = any_in_place and manifest.after_backward and not asynchronous
         # GradientGroup.arrive by the ids of parameters, where the group acts on it.
         self.arrivals = {
             key: functools.partial(group.arrive, position)
             for key, (group, position) in self.places.items()
             if not (self.coalesced and isinstance(group, InPlaceGroup))
         }
-        self._scaled_for: Callable[[], Communicator | None] = lambda: None
-        self._scalings: list[Scaling] = []
 
     @functools.cached_property
     def deferrable(self) -> set[int]:
@@ -134,21 +136,10 @@ class Layout:
             deferrable.add(key)
         return deferrable
 
-    def timing(self, communicator: Communicator) -> SumTiming:
-        """Return when sums run on this rank. They are the same, in the same order, on all."""
-        if self.staged:
-            return SumTiming.STAGED
-        if self.coalesced or not communicator.capabilities.overlaps:
-            return SumTiming.AFTER_BACKWARD
-        return SumTiming.DURING_BACKWARD
-
-    def begin(self, communicator: Communicator) -> None:
+    def begin(self) -> None:
         """Prepare all groups for a new step."""
-        if self._scaled_for() is not communicator:
-            self._scaled_for = weakref.ref(communicator)
-            self._scalings = [_scaling(self._options, communicator, each) for each in self.groups]
-        for group, scaling in zip(self.groups, self._scalings, strict=True):
-            group.begin(communicator, scaling)
+        for group in self.groups:
+            group.begin()
 
     def launch(
         self, number: int, communicator: Communicator, flags: Callable[[], StepFlags]
@@ -191,7 +182,8 @@ class Layout:
         closing = self.groups[-1]
         assert isinstance(closing, Bucket)
         self.found_sparse = []
-        counts = closing.sums[N_FLAGS:]
+        sums = closing.sums
+        counts = sums[N_FLAGS:]
         start = 0
         for group in self.groups:
             end = start + len(group.parameters)
@@ -202,17 +194,14 @@ class Layout:
                 own = [max(count.real, 0.0) for count in own]
             group.deliver(own)
             start = end
-        return StepFlags(*(float(flag.real) for flag in closing.sums[:N_FLAGS]))
+        return StepFlags(*(float(flag.real) for flag in sums[:N_FLAGS]))
 
-    def drop(self) -> None:
-        """Give all buffers away, with the gradients in them."""
+    def leave(self, *, lost: bool = False) -> None:
+        """Move gradients out of the buffers, of which no use is made any more, or drop them."""
         for group in self.groups:
-            group.drop()
-
-    def release(self) -> None:
-        """Let go of all buffers; gradients in them move out."""
-        for group in self.groups:
-            group.release()
+            for parameter, view in zip(group.parameters, group.views, strict=True):
+                if view is not None and parameter.grad is view:
+                    parameter.grad = None if lost else view.clone()
 
 
 def groups_of(
@@ -229,7 +218,12 @@ def groups_of(
     return [[index_of[id(p)] for p in group if id(p) in index_of] for group in groups]
 
 
-def _scaling(options: ReduceOptions, communicator: Communicator, group: GradientGroup) -> Scaling:
+def _scaling(
+    options: ReduceOptions,
+    communicator: Communicator,
+    parameters: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> Scaling:
     """Return how gradients become an average, on all ranks in the same way.
 
     They are divided in the reduction or when they are copied, in no pass over memory of its own.
@@ -239,7 +233,7 @@ def _scaling(options: ReduceOptions, communicator: Communicator, group: Gradient
     if options.predivide == 1.0:
         if communicator.capabilities.averages:
             return Scaling(op=Op.AVERAGE)
-        if group.plain and group.dtype in _ROOMY:
+        if dtype in _ROOMY and all(parameter.dtype == dtype for parameter in parameters):
             return Scaling(before=communicator.size)
     return Scaling(before=options.predivide, after=communicator.size / options.predivide)
 
@@ -266,13 +260,12 @@ def plan_groups(
     """Distribute parameters over buckets.
 
     Gradients share buckets because each operation has a price of its own. A large one is reduced
-    where it is, by itself: it has nothing to gain from a bucket, and a copy to lose. Where one
-    operation reduces many tensors wherever they are, all but small ones stay where they are.
+    where it is: it has nothing to gain from a bucket, and a copy to lose. Where one operation
+    reduces many tensors wherever they are, all but small ones stay where they are, in groups.
 
     The given `groups` of indices share a bucket whatever their size. From
     ``manifest.in_place_bytes`` on, a gradient is reduced where it is, if it is on the CPU, in no
-    group, and travels as what it is; if the communicator coalesces, several such gradients share a
-    group.
+    group, and travels as what it is.
 
     Groups are in the order in which they are expected to be complete, except that the last bucket
     comes after all others. If there is none, an empty one does.
@@ -290,21 +283,20 @@ def plan_groups(
         large = index not in group_of and bytes_of(index) >= manifest.in_place_bytes
         return as_it_is and large and parameter.device.type == "cpu"
 
-    alone = set() if manifest.coalesces else {index for index in order if stays(index)}
-    shared = [index for index in order if index not in alone and index not in group_of]
+    shared = [index for index in order if index not in group_of and not stays(index)]
     several = sum(map(bytes_of, shared)) > full
     done: list[PlannedGroup] = []
     filling: dict[tuple[object, ...], PlannedGroup] = {}
     seen: set[tuple[object, ...]] = set()
     for index in order:
-        parameter, together = parameters[index], index if index in alone else group_of.get(index)
-        kind = (parameter.device, wire_dtype(parameter.dtype), stays(index))
-        key = (index in alone, together, *kind)
-        bucket = filling.setdefault(key, PlannedGroup([], stays(index)))
+        parameter, together, in_place = parameters[index], group_of.get(index), stays(index)
+        key = (together, parameter.device, wire_dtype(parameter.dtype), in_place)
+        bucket = filling.setdefault(key, PlannedGroup([], in_place))
         bucket.indices.append(index)
         if together is None:
-            enough = min(FIRST_BUCKET_BYTES, full) if several and key not in seen else full
-            if sum(map(bytes_of, bucket.indices)) >= enough:
+            first = several and key not in seen
+            most = LARGE_BYTES if in_place else FIRST_BUCKET_BYTES if first else full
+            if sum(map(bytes_of, bucket.indices)) >= min(most, full):
                 seen.add(key)
                 done.append(filling.pop(key))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.layout import (
     LARGE_BYTES,
     PIECE_BYTES,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 SMALL_MODEL_BYTES = 256 << 10
 
 _NONE: set[int] = set()
+_UNKNOWN = Manifest([], math.inf, after_backward=False)
 
 # Number of optimizers that the ranks of each communicator have agreed on.
 _agreed: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
@@ -52,19 +54,21 @@ class LayoutAgreement:
     """
 
     def __init__(
-        self, options: ReduceOptions, names: Mapping[int, str], arrived: ArrivedGradients
+        self, kind: str, options: ReduceOptions, names: Mapping[int, str], arrived: ArrivedGradients
     ) -> None:
-        self.layout: Layout | None = None  # the last one that was agreed on
+        self.layout: Layout | None = None  # with memory, as long as it is used
         self.number = 0  # of this optimizer in the generation, in the order of first steps
+        self._kind = kind  # of the optimizer, in messages
         self._options = options
         self._names = names
         self._arrived = arrived
+        self._parameters: list[torch.Tensor] = []
+        self._manifest = _UNKNOWN
         self._progress = ExchangeStage.NOTHING
         self._generation: int | None = None
         self._numbered_in: int | None = None
+        self._failed: int | None = None
         self._observed: list[int] | None = None
-        self._after_backward = False
-        self._bucket_bytes = 0
 
     def holds_in(self, generation: int) -> bool:
         """Return whether the ranks of a generation have agreed on a layout."""
@@ -75,34 +79,54 @@ class LayoutAgreement:
 
         A rank that does not train what rank 0 trains has a ValueError.
         """
+        if communicator.generation == self._failed:
+            raise CollectiveError(
+                f"a step of generation {self._failed} was left half-way on this rank; restore the "
+                "last commit, as the elastic loop does"
+            )
+        if self.exchanges(communicator, parameters):
+            self._failed = communicator.generation  # unless the exchange goes well
+            self._exchange(communicator, parameters)
+            self._failed = None
+        layout = self.layout
+        if layout is None or layout.communicator() is not communicator:
+            layout = Layout(communicator, parameters, self._manifest, self._options, self._arrived)
+            self.layout = layout
+        return layout
+
+    def _exchange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> None:
         stage = self._stage(communicator, parameters)
-        if self.layout is not None:
-            if stage in (ExchangeStage.PARAMETERS, ExchangeStage.ORDER):
-                return self.layout
-            if not same(self.layout.parameters, parameters):
-                self.layout = self._observed = None
+        if not same(self._parameters, parameters):
+            self._parameters, self._observed = parameters, None
         # Unless the exchange goes well, nothing is known of the other ranks.
         self._progress = ExchangeStage.NOTHING
-        root_has_order = stage is ExchangeStage.STEP or self._compare(communicator, parameters)
+        manifest, root_has_order = self._manifest, True
+        if stage is ExchangeStage.NOTHING:
+            manifest, root_has_order = self._compare(communicator, parameters)
         if self._numbered_in != communicator.generation:
             self._numbered_in = communicator.generation
             self.number = _agreed[communicator] = _agreed.get(communicator, 0) + 1
-        order = list(reversed(range(len(parameters))))
         if root_has_order:
-            order = self._order_of_root(communicator, order)
-        manifest = Manifest(
-            order,
-            _in_place_bytes(communicator, parameters, self._after_backward),
-            communicator.capabilities.coalesces,
-            communicator.capabilities.coalesces and self._after_backward,
-            communicator.capabilities.devices,
-            self._bucket_bytes,
-        )
-        if self.layout is None or self.layout.manifest != manifest:
-            self.layout = Layout(parameters, manifest, self._options, self._arrived)
+            order = torch.tensor(self._observed or manifest.order, dtype=torch.int64)
+            communicator.broadcast(order, 0)
+            manifest = manifest._replace(order=order.tolist())
+        if stage is ExchangeStage.NOTHING or manifest != self._manifest:
+            self.layout, self._manifest = None, manifest
         self._generation = communicator.generation
         self._progress = ExchangeStage.ORDER if root_has_order else ExchangeStage.PARAMETERS
-        return self.layout
+
+    def release(self) -> None:
+        """Free the memory of the layout; gradients in it move out."""
+        if self.layout is not None:
+            self.layout.leave()
+            self.layout = None
+
+    def fail(self, generation: int) -> None:
+        """Give the memory away, with the gradients in it: the generation has failed here."""
+        if self.layout is not None:
+            self.layout.leave(lost=True)
+            self.layout = None
+        self._failed = generation
 
     def exchanges(self, communicator: Communicator, parameters: list[torch.Tensor]) -> bool:
         """Return whether :meth:`arrange` exchanges anything with other ranks."""
@@ -111,11 +135,7 @@ class LayoutAgreement:
 
     def _stage(self, communicator: Communicator, parameters: list[torch.Tensor]) -> ExchangeStage:
         """Return what ranks have exchanged about these parameters in this generation."""
-        if (
-            self._generation != communicator.generation
-            or self.layout is None
-            or not same(self.layout.parameters, parameters)
-        ):
+        if self._generation != communicator.generation or not same(self._parameters, parameters):
             return ExchangeStage.NOTHING
         return self._progress
 
@@ -130,19 +150,28 @@ class LayoutAgreement:
         """Whether :meth:`arrange` exchanges the order that the last step has shown."""
         return self._progress is ExchangeStage.STEP
 
-    def is_one_of_several(self, communicator: Communicator) -> bool:
-        """Return whether ranks may step different optimizers, which nothing else would notice."""
-        return _agreed.get(communicator, 0) > 1
+    def description(self, communicator: Communicator, parameters: list[torch.Tensor]) -> str:
+        """Return which optimizer this is, in words that are the same on all ranks.
+
+        Nothing where ranks cannot step different optimizers, which nothing else would notice.
+        """
+        if _agreed.get(communicator, 0) <= 1:
+            return ""
+        first = f", of which the first is {self._arrived.name(parameters[0])}" if parameters else ""
+        return (
+            f"step() of distributed optimizer {self.number} "
+            f"({self._kind} of {len(parameters)} tensors{first})"
+        )
 
     def observe(self, arrived: Iterable[int]) -> None:
         """Record the order of arrival of gradients after a first step that succeeded.
 
         It is given as ids of parameters. Those without a gradient come last.
         """
-        if self.layout is None or self._progress is not ExchangeStage.PARAMETERS:
+        if self._progress is not ExchangeStage.PARAMETERS:
             return
         self._progress = ExchangeStage.STEP
-        index_of = {id(p): index for index, p in enumerate(self.layout.parameters)}
+        index_of = {id(p): index for index, p in enumerate(self._parameters)}
         first = [index_of[key] for key in arrived if key in index_of]
         missing = set(index_of.values()).difference(first)
         self._observed = [*first, *sorted(missing, reverse=True)]
@@ -153,8 +182,13 @@ class LayoutAgreement:
             return _NONE
         return self.layout.deferrable
 
-    def _compare(self, communicator: Communicator, parameters: Sequence[torch.Tensor]) -> bool:
-        """Compare parameters and options with rank 0; return whether it has an order to share."""
+    def _compare(
+        self, communicator: Communicator, parameters: Sequence[torch.Tensor]
+    ) -> tuple[Manifest, bool]:
+        """Compare parameters and options with rank 0.
+
+        Return the manifest of a generation, and whether rank 0 has an order to share.
+        """
         options = self._options
         groups = groups_of(parameters, range(len(parameters)), options.groups)
         what = (
@@ -167,8 +201,7 @@ class LayoutAgreement:
         mine = [len(parameters), checksum, has_order, not overlaps, fusion_threshold()]
         message = torch.tensor(mine, dtype=torch.int64)
         communicator.broadcast(message, 0)
-        count, checksum, has_order, after_backward, self._bucket_bytes = message.tolist()
-        self._after_backward = bool(after_backward)
+        count, checksum, has_order, after_backward, bucket_bytes = message.tolist()
         if (count, checksum) != (mine[0], mine[1]):
             error = (
                 f"the optimizer of rank {communicator.rank} is not that of rank 0: it trains "
@@ -178,13 +211,11 @@ class LayoutAgreement:
             )
             communicator.abort(error)  # rank 0 reduces gradients that this rank cannot take part in
             raise ValueError(error)
-        return bool(has_order)
-
-    def _order_of_root(self, communicator: Communicator, default: list[int]) -> list[int]:
-        message = torch.tensor(self._observed or default, dtype=torch.int64)
-        communicator.broadcast(message, 0)
-        order: list[int] = message.tolist()
-        return order
+        order = list(reversed(range(len(parameters))))
+        in_place_bytes = _in_place_bytes(communicator, parameters, bool(after_backward))
+        devices = communicator.capabilities.devices
+        manifest = Manifest(order, in_place_bytes, bool(after_backward), devices, bucket_bytes)
+        return manifest, bool(has_order)
 
 
 def _in_place_bytes(

@@ -22,7 +22,6 @@ from nbelastic.collectives import SoloCommunicator
 from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.elastic.ranks.groups import Group
 from nbelastic.elastic.ranks.session import Session, warn
-from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout_agreement import LayoutAgreement
 from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.context import Context
     from nbelastic.elastic.ranks.step_share import StepShare
-    from nbelastic.torch.gradients.layout import Layout
     from nbelastic.torch.gradients.options import ReduceOptions
     from nbelastic.torch.gradients.step import GradientStep
     from nbelastic.torch.ops.coordination import ProcessSet
@@ -90,10 +88,10 @@ class Reducer:
         self.options = options
         self._context = current()
         self._arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
-        self._agreement = LayoutAgreement(options, names, self._arrived)
+        kind = type(optimizer).__name__
+        self._agreement = LayoutAgreement(kind, options, names, self._arrived)
         self._step: GradientStep | None = None
         self._previous = PreviousSteps()
-        self._failed: int | None = None
         self._failed_share: StepShare | None = None
         # Parameters whose gradients hooks have reported, not yet handled.
         self._reported: deque[torch.Tensor] = deque()
@@ -216,24 +214,20 @@ class Reducer:
     def _new_step(
         self, context: Context, communicator: Communicator, parameters: list[torch.Tensor]
     ) -> GradientStep:
+        if context.share is not None or communicator.size == 1:
+            self._agreement.release()
         if context.share is not None:
             return self._micro_batches(context, communicator, parameters, context.share)
-        of_all = self.process_set is global_process_set
         step = ReductionStep(
             context,
             communicator,
             parameters,
             self._arrived,
             self.options.passes,
-            self._use_agreed_layout,
-            functools.partial(self._announce, communicator) if of_all else None,
+            self._agreement,
+            of_all=self.process_set is global_process_set,
         )
-        if communicator.size == 1:
-            if self._agreement.layout is not None:
-                self._agreement.layout.release()
-        elif communicator.capabilities.overlaps or self._agreement.holds_in(
-            communicator.generation
-        ):
+        if communicator.capabilities.overlaps or self._agreement.holds_in(communicator.generation):
             step.prepare()
         # Else agreement waits for the end of backward, in which nothing is launched: to wait here
         # for a newcomer's first batch would take time from this rank's own.
@@ -253,24 +247,6 @@ class Reducer:
                 "optimizer.zero_grad(). For larger batches make Batch(global_batch=…) larger"
             )
 
-    def _use_agreed_layout(self, step: ReductionStep) -> None:
-        agreement, communicator = self._agreement, step.communicator
-        if agreement.exchanges(communicator, step.parameters):
-            step.announce("layout")
-        if agreement.is_one_of_several(communicator) and agreement.is_to_exchange_order:
-            communicator.agree(self._description(step.parameters))
-        layout = self._agreed_layout(communicator, step.parameters)
-        several = agreement.is_one_of_several(communicator)
-        step.use(layout, self._description(step.parameters) if several else "")
-
-    def _description(self, parameters: list[torch.Tensor]) -> str:
-        """Return which optimizer this is, in words that are the same on all ranks."""
-        first = f", of which the first is {self._arrived.name(parameters[0])}" if parameters else ""
-        return (
-            f"step() of distributed optimizer {self._agreement.number} "
-            f"({type(self._optimizer()).__name__} of {len(parameters)} tensors{first})"
-        )
-
     def _micro_batches(
         self,
         context: Context,
@@ -285,8 +261,6 @@ class Reducer:
                 "over a Loader, whose batches are dealt to all ranks; use an ElasticSampler"
             )
         announce(communicator, "a step over a Loader")
-        if self._agreement.layout is not None:
-            self._agreement.layout.release()
         if not self._checked:
             self._checked = True
             self._warn_of_oversights(context, parameters, share)
@@ -322,11 +296,6 @@ class Reducer:
         if self._alone is None or self._alone.generation != context.generation:
             self._alone = SoloCommunicator(context.generation)
         return self._alone
-
-    def _announce(self, communicator: Communicator, phase: str) -> None:
-        """Tell ranks that have joined which optimizer steps, and what is exchanged next."""
-        number = self._agreement.number_in(communicator)
-        announce(communicator, {"kind": "step", "number": number, "phase": phase})
 
     @torch.no_grad()
     def step_with_nothing(self, phase: str) -> None:
@@ -381,17 +350,6 @@ class Reducer:
                 if parameter.grad is not None and parameter.grad.layout is torch.strided:
                     parameter.grad = parameter.grad.to_sparse(1)
 
-    def _agreed_layout(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
-        if communicator.generation == self._failed:
-            raise CollectiveError(
-                f"a step of generation {self._failed} was left half-way on this rank; restore the "
-                "last commit, as the elastic loop does"
-            )
-        self._failed = communicator.generation  # unless the exchange goes well
-        layout = self._agreement.arrange(communicator, parameters)
-        self._failed = None
-        return layout
-
     def _is_stale(self, step: GradientStep) -> bool:
         """Return whether the rank is in another generation, context or share of work by now."""
         context = self._find_context()
@@ -403,9 +361,7 @@ class Reducer:
         self.synchronized = False
         if step is not None and step.concerns_peers:
             self._arrived.discard()
-            if self._agreement.layout is not None:
-                self._agreement.layout.drop()
-            self._failed = step.communicator.generation
+            self._agreement.fail(step.communicator.generation)
         self._arrived.clear()
 
     def _fail(self, *, restores: bool = False) -> None:

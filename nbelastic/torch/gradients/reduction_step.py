@@ -8,17 +8,18 @@ import torch
 
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError
-from nbelastic.torch.gradients.groups import SumTiming
+from nbelastic.torch.gradients.groups import Bucket
 from nbelastic.torch.gradients.step import GradientStep, StepFlags
-from nbelastic.torch.ops.coordination import is_joined
+from nbelastic.torch.ops.coordination import announce, is_joined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.context import Context
     from nbelastic.torch.gradients.arrived import ArrivedGradients
     from nbelastic.torch.gradients.layout import Layout
+    from nbelastic.torch.gradients.layout_agreement import LayoutAgreement
 
 # Gradients of so many elements are cheap to copy.
 SMALL_GRADIENT = 1 << 16
@@ -27,8 +28,8 @@ SMALL_GRADIENT = 1 << 16
 class ReductionStep(GradientStep):
     """Progress of one step: passes counted, groups launched.
 
-    `agree` calls :meth:`use`, at the beginning of the step or when backward has ended. A step of a
-    process set has no `announce`: it concerns no rank that has joined, and carries no flags.
+    Ranks agree on a layout at the beginning of the step or when backward has ended. A step of a
+    process set, not `of_all`, concerns no rank that has joined, and carries no flags.
     """
 
     def __init__(
@@ -38,20 +39,20 @@ class ReductionStep(GradientStep):
         parameters: list[torch.Tensor],
         arrived: ArrivedGradients,
         passes: int,
-        agree: Callable[[ReductionStep], None],
-        announce: Callable[[str], None] | None,
+        agreement: LayoutAgreement,
+        *,
+        of_all: bool,
     ) -> None:
         super().__init__(context, communicator, parameters)
         self.layout: Layout | None = None  # None in a world of one
-        self._agree = agree
+        self._agreement = agreement
         self._arrived = arrived
         self._passes = passes
         self._passes_left = dict.fromkeys(map(id, parameters), passes)
         self._last_pass: dict[int, tuple[int, int]] = {}  # addresses of gradients, their versions
         self._launched = 0
         self._description = ""
-        self._timing = SumTiming.AFTER_BACKWARD
-        self._announce = announce
+        self._of_all = of_all
         self._announced: set[str] = set()
 
     @property
@@ -64,22 +65,26 @@ class ReductionStep(GradientStep):
         return passes > 1 and any(0 < left < passes for left in self._passes_left.values())
 
     def prepare(self) -> None:
-        if self.layout is None and self.communicator.size > 1:
-            self._agree(self)
+        agreement, communicator = self._agreement, self.communicator
+        if self.layout is not None or communicator.size == 1:
+            return
+        if agreement.exchanges(communicator, self.parameters):
+            self.announce("layout")
+        if agreement.is_to_exchange_order:
+            self._compare(agreement.description(communicator, self.parameters))
+        self.layout = agreement.arrange(communicator, self.parameters)
+        # Compared before the first group is launched.
+        self._description = agreement.description(communicator, self.parameters)
+        self.layout.begin()
 
-    def use(self, layout: Layout, description: str = "") -> None:
-        """Reduce with a layout that all ranks share.
-
-        With a `description`, ranks compare it before the first group is launched.
-        """
-        self.layout, self._timing = layout, layout.timing(self.communicator)
-        self._description = description
-        layout.begin(self.communicator)
+    def _compare(self, description: str) -> None:
+        if description:
+            self.communicator.agree(description)
 
     def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
         layout, arrived, passes_left = self.layout, self._arrived, self._passes_left
         accumulates, noted = self._passes > 1, arrived.noted
-        launches = self._timing is SumTiming.DURING_BACKWARD
+        launches = layout is not None and not layout.after_backward
         arrivals = None if layout is None else layout.arrivals
         for parameter in parameters:
             key = id(parameter)
@@ -140,8 +145,11 @@ class ReductionStep(GradientStep):
             suits = gradient.is_cpu
         else:
             group, position = self.layout.places[id(parameter)]
-            suits = gradient.numel() <= SMALL_GRADIENT or group.keeps(position, self._timing)
-            if suits and gradient is group.views[position]:
+            view = group.views[position]
+            # Unchanged in its own memory until it is delivered.
+            stays = view is None and (self.layout.after_backward or isinstance(group, Bucket))
+            suits = gradient.numel() <= SMALL_GRADIENT or stays
+            if suits and gradient is view:
                 self._arrived.streams.join(gradient.device, [gradient])
                 parameter.grad = gradient = gradient.clone()
         if suits:
@@ -161,9 +169,10 @@ class ReductionStep(GradientStep):
 
         Between the two, and between the sums, backward may exchange other things.
         """
-        if self._announce is not None and phase not in self._announced:
+        if self._of_all and phase not in self._announced:
             self._announced.add(phase)
-            self._announce(phase)
+            number = self._agreement.number_in(self.communicator)
+            announce(self.communicator, {"kind": "step", "number": number, "phase": phase})
 
     def launch_all(self) -> bool:
         """Launch all groups with what there is, where that waits for no other rank.
@@ -171,7 +180,7 @@ class ReductionStep(GradientStep):
         Return whether it did.
         """
         layout = self.layout
-        if layout is None or self._timing is not SumTiming.DURING_BACKWARD:
+        if layout is None or layout.after_backward:
             return False
         while self._launched < len(layout.groups):
             self._launch_next(layout)
@@ -180,9 +189,8 @@ class ReductionStep(GradientStep):
     def _check_consistency(self) -> None:
         """Check, once, that all ranks take the same step."""
         self.announce("sums")
-        description, self._description = self._description, ""
-        if description:
-            self.communicator.agree(description)
+        self._compare(self._description)
+        self._description = ""
 
     def _launch_next(self, layout: Layout) -> None:
         self._check_consistency()
@@ -196,7 +204,7 @@ class ReductionStep(GradientStep):
     def finish(self) -> None:
         layout, context = self.layout, self.context
         if layout is None:
-            if self._announce is not None:
+            if self._of_all:
                 self._flags().agree(context)
             return
         if layout.coalesced:
@@ -204,8 +212,8 @@ class ReductionStep(GradientStep):
             self._check_consistency()
             self._launched = len(layout.groups)
             layout.launch_all(self.communicator, self._flags)
-        elif self._timing is SumTiming.STAGED:
-            # All are on their way to the host before the first is waited for.
+        elif layout.after_backward:
+            # All are on their way from an accelerator before the first is waited for.
             for group in layout.groups:
                 group.complete()
         while self._launched < len(layout.groups):
@@ -217,11 +225,11 @@ class ReductionStep(GradientStep):
         self.found_sparse = layout.found_sparse
         # Where sums are formed on an accelerator, all were launched during backward.
         self._arrived.check_sample()
-        if self._announce is not None:
+        if self._of_all:
             flags.agree(context)
 
     def _flags(self) -> StepFlags:
-        if self._announce is None:
+        if not self._of_all:
             return StepFlags()
         return StepFlags.of_rank(self.context, joined=is_joined(self.communicator))
 
@@ -229,6 +237,6 @@ class ReductionStep(GradientStep):
     def concerns_peers(self) -> bool:
         if self.communicator.size == 1:
             return False
-        if self._timing is SumTiming.DURING_BACKWARD:
+        if self.layout is not None and not self.layout.after_backward:
             return self._launched > 0
         return self._launched > 0 or bool(self._arrived.noted)

@@ -1,25 +1,20 @@
 """Copies of an accelerator's gradients to the host for reduction, and back.
 
 An accelerator works asynchronously: when a hook of backward runs, its gradient may not have been
-computed yet. So no hook waits. Copies go on streams of their own, as soon as the gradients of a
-buffer are there. Python waits once for each buffer, when it has nothing left to launch. Each
-direction has a stream, because the two directions of the bus do not disturb one another.
+computed yet. So no hook waits. A copy to the host goes on a stream of its own, as soon as the
+gradients of a buffer are there. Python waits once for each buffer, when it has nothing left to
+launch. The copy back goes on the stream that uses the gradients next: the two directions of the bus
+do not disturb one another.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from nbelastic.collectives import Communicator
+    from collections.abc import Callable, Collection
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -73,123 +68,37 @@ class Streams:
 
 
 class Staging:
-    """Host memory for a buffer, of one dimension, of an accelerator.
+    """Pinned host memory for a buffer, of one dimension, of an accelerator.
 
-    In each step: :meth:`fetch`, :meth:`wait_fetched`, :meth:`send_back`, :meth:`join`. The buffer
-    may be freed at any time, also during a copy.
-
-    Its memory, `host`, is the communicator's, longer than the buffer by `room` elements. For CUDA
-    it is pinned, and copies are asynchronous; for other devices they are made at once.
+    In each step: :meth:`fetch`, :meth:`wait_fetched`, :meth:`send_back`. Both may be freed at any
+    time, also during a copy. Copies of CUDA's are asynchronous; for other devices they are made at
+    once.
     """
 
-    def __init__(self, communicator: Communicator, buffer: torch.Tensor, room: int) -> None:
+    def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer = buffer
-        self._cuda = buffer.device.type == "cuda"
-        count, dtype = buffer.numel(), buffer.dtype
-        if self._cuda:
-            self._outward = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
-            self._homeward = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
-            self._fetched = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            streams = (self._outward, self._homeward)
-            self._pinned = Pinned(communicator, count + room, dtype, buffer.device, streams)
-            self.host = self._pinned.memory
-        else:
-            self.host = communicator.empty(count + room, dtype)
-        self._like = self.host[:count]
+        cuda = buffer.device.type == "cuda"
+        self.host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=cuda)
+        self._stream: torch.cuda.Stream | None = None
+        if cuda:
+            self._stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
 
     def fetch(self) -> None:
         """Begin to copy the buffer to the host, after all that the present stream has to do."""
-        if not self._cuda:
-            self._like.copy_(self._buffer)
+        if self._stream is None:
+            self.host.copy_(self._buffer)
             return
-        self._outward.wait_stream(torch.cuda.current_stream(self._buffer.device))
-        with torch.cuda.stream(self._outward):
-            self._like.copy_(self._buffer, non_blocking=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._buffer.device))
+        with torch.cuda.stream(self._stream):
+            self.host.copy_(self._buffer, non_blocking=True)
         # The allocator does not reuse its memory before this stream has read it.
-        self._buffer.record_stream(self._outward)
-        self._fetched.record(self._outward)
+        self._buffer.record_stream(self._stream)
 
     def wait_fetched(self) -> None:
         """Wait until the host has the buffer."""
-        if self._cuda:
-            self._fetched.synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def send_back(self) -> None:
-        """Begin to copy the host's memory to the buffer, which is not in use."""
-        if not self._cuda:
-            self._buffer.copy_(self._like)
-            return
-        with torch.cuda.stream(self._homeward):
-            self._buffer.copy_(self._like, non_blocking=True)
-        self._buffer.record_stream(self._homeward)
-
-    def join(self) -> None:
-        """Make the present stream wait for that copy."""
-        if self._cuda:
-            torch.cuda.current_stream(self._buffer.device).wait_stream(self._homeward)
-
-
-_PORTABLE = 1  # cudaHostRegisterPortable: for all of the process's devices
-
-
-class Pinned:
-    """Memory of a communicator that a GPU reads and writes asynchronously.
-
-    PyTorch's allocator of pinned memory knows nothing of the communicator's, so gradients there
-    would be copied once more to be reduced. To pin 100 MB takes some milliseconds, once in a
-    generation.
-
-    The vector `memory` must not be used any longer than this object, which waits for `streams` at
-    its end.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        count: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        streams: Sequence[torch.cuda.Stream],
-    ) -> None:
-        page = mmap.PAGESIZE
-        nbytes = -(-count * dtype.itemsize // page) * page
-        # Whole pages are pinned, so nothing else may lie on them.
-        whole = communicator.empty((nbytes + page) // dtype.itemsize, dtype)
-        start = -whole.data_ptr() % page
-        self.memory = whole[start // dtype.itemsize :][:count]
-        address = self.memory.data_ptr()
-        if count == 0:
-            return
-        if _register(address, nbytes, device):
-            release = weakref.finalize(
-                self, _release, whole, address, device, tuple(streams), os.getpid()
-            )
-            release.atexit = False  # a process that ends gives everything back
-        else:
-            self.memory = torch.empty(count, dtype=dtype, pin_memory=True)
-
-
-def _register(address: int, nbytes: int, device: torch.device) -> bool:
-    with torch.cuda.device(device):  # else CUDA sets this process up on another GPU as well
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if int(runtime.cudaHostRegister(address, nbytes, _PORTABLE)) == 0:
-            return True
-    with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, and clears it
-        torch.zeros(1, device=device)
-    return False
-
-
-def _release(
-    _whole: torch.Tensor,
-    address: int,
-    device: torch.device,
-    streams: Sequence[torch.cuda.Stream],
-    process: int,
-) -> None:
-    if os.getpid() != process:  # a fork's copy is not the GPU's
-        return
-    for stream in streams:
-        stream.synchronize()
-    with torch.cuda.device(device):
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostUnregister(address)
+        """Begin to copy the host's memory to the buffer, on the present stream."""
+        self._buffer.copy_(self.host, non_blocking=True)
