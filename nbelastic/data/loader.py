@@ -371,8 +371,9 @@ class Loader:
         outer = None if context is None else context.share
         share: StepShare | None = None
         self._warn_if_uneven(context)
-        if context is not None and not context.telemetry.total[1]:
-            context.telemetry.total = (context.telemetry.total[0], dealing.steps)
+        epochs, known = (0, 0) if context is None else context.telemetry.total
+        if context is not None and epochs and not known:
+            context.telemetry.total = (epochs, dealing.steps)
         self._ledger.resume(dealing.epoch, first)
         balance.begin_epoch()
         fetched, batches = -1, iter(())

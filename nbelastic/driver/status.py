@@ -41,6 +41,8 @@ class RankStatus:
     micro_batches : tuple of (int, int) or None
         The first of a step's micro-batches that it computes, and the one after its last; None
         without a loader.
+    steps_per_s : float or None
+        Its pace in steps; None while that is not known.
     """
 
     rank: int | None
@@ -55,6 +57,7 @@ class RankStatus:
     copied_bytes: int = 0
     name: str = ""
     micro_batches: tuple[int, int] | None = None
+    steps_per_s: float | None = None
 
     @property
     def quota(self) -> int | None:
@@ -74,6 +77,8 @@ class Progress:
         Batches done of this epoch, and the total of an epoch; both 0 if that was not declared.
     remaining_s : float or None
         Seconds that the rest will take at the pace so far; None while the pace is not known.
+    step, steps : int
+        Steps done, and the total of a loop without epochs; else both 0.
     """
 
     epoch: int
@@ -81,12 +86,14 @@ class Progress:
     batch: int = 0
     batches: int = 0
     remaining_s: float | None = None
+    step: int = 0
+    steps: int = 0
 
     @property
     def fraction(self) -> float:
         """Part that is done, from 0 to 1."""
         if not self.epochs:
-            return 0.0
+            return self.step / self.steps if self.steps else 0.0
         within = min(self.batch / self.batches, 1.0) if self.batches else 0.0
         return min((self.epoch + within) / self.epochs, 1.0)
 
@@ -196,6 +203,12 @@ class JobStatus:
     why_not_exact: str = ""
     data: tuple[DataStatus, ...] = ()
     errors: int = 0
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Steps per second of the job, whose ranks step together; None while not known."""
+        known = (each.steps_per_s for each in self.ranks if each.rank is not None)
+        return next((pace for pace in known if pace is not None), None)
 
     @property
     def state_in_words(self) -> str:

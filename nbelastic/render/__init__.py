@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .changes import sentence
 from .figures import FIGURES, rank_line
-from .formatting import abbreviate, count, duration, limits, number, printable, rate
+from .formatting import abbreviate, count, duration, limits, number, pace, printable, rate
 from .job_snapshot import JobSnapshot
 from .output import Mode, RankLines, Streamer
 from .page import OUTPUT_TITLE, PARTS, page
@@ -31,6 +31,7 @@ __all__ = [
     "limits",
     "line",
     "number",
+    "pace",
     "page",
     "printable",
     "rank_line",

@@ -57,7 +57,8 @@ class _Change:
         what = "; ".join(parts) or self.cause
         if self.size and f"→ {self.size} ranks" not in what:
             what += f" → {count(self.size, 'rank')}"
-        return what + _cost(self.cost)
+        lost = [advice(event) for event in self.gone if event.kind == "lost"]
+        return what + _cost(self.cost) + (f" · {lost[0]}" if lost else "")
 
 
 def recent_changes(snapshot: JobSnapshot) -> list[tuple[float, str]]:
@@ -79,9 +80,25 @@ def recent_changes(snapshot: JobSnapshot) -> list[tuple[float, str]]:
         elif event.kind == "phases" and change is not None:
             change.cost = event.figures
         elif event.kind in HAPPENED and event.kind != "warning":  # the head of the page shows those
-            found.append((at, _happened(event)))
-    found += [(snapshot.offset(event), _gone(event)) for event in gone]
+            found.append((at, with_advice(_happened(event), event)))
+    found += [(snapshot.offset(event), with_advice(_gone(event), event)) for event in gone]
     return [(at, each.words() if isinstance(each, _Change) else each) for at, each in found]
+
+
+def advice(event: HistoryEvent) -> str:
+    """Return what can be done about a rank or a worker that does not train; empty for nothing."""
+    if event.kind == "lost":
+        return "the cause: job.why()" if event.rank is None else f"the cause: job.why({event.rank})"
+    if event.kind == "refused":
+        return "dask elastic doctor compares what workers have installed"
+    if event.kind == "cooldown" and "for good" in event.detail:
+        return "with blacklist_cooldown=(lo, hi) it may come back"
+    return ""
+
+
+def with_advice(words: str, event: HistoryEvent) -> str:
+    """Return a sentence on an event, and what can be done about it."""
+    return " · ".join(filter(None, [words, advice(event)]))
 
 
 def newest_event(snapshot: JobSnapshot) -> str:

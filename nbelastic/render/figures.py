@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .formatting import abbreviate, block, count, rate
+from .formatting import abbreviate, block, count, pace, rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +43,13 @@ FIGURES = [
         in_frame=lambda rank: (
             "" if rank.samples_per_s is None else f" {rate(rank.samples_per_s)}/s"
         ),
+        is_shown=lambda status: pace(status)[1] != "steps/s",
+    ),
+    Figure(
+        "Steps/s",
+        lambda rank: rate(rank.steps_per_s),
+        is_number=True,
+        is_shown=lambda status: pace(status)[1] == "steps/s",
     ),
     Figure("Device", lambda rank: abbreviate(rank.device, 24) or "–"),
     Figure(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 from markupsafe import escape as markup_escape
+
+if TYPE_CHECKING:
+    from nbelastic.driver.status import JobStatus
 
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 """Characters that XML cannot hold."""
@@ -70,6 +74,13 @@ def rate(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def pace(status: JobStatus) -> tuple[str, str]:
+    """Return a job's pace and its unit: steps where no samples are counted; empty if unknown."""
+    if status.samples_per_s is not None:
+        return rate(status.samples_per_s), "samples/s"
+    return (rate(status.steps_per_s), "steps/s") if status.steps_per_s is not None else ("", "")
 
 
 def limits(min_np: int, max_np: int | None) -> str:

@@ -13,7 +13,7 @@ from jinja2 import Environment, StrictUndefined
 
 from nbelastic.messages import over
 
-from .changes import newest_event, recent_changes
+from .changes import advice, newest_event, recent_changes
 from .curves import HEIGHT, WIDTH, shown_curves
 from .figures import shown_figures
 from .formatting import (
@@ -21,6 +21,7 @@ from .formatting import (
     count,
     duration,
     limits,
+    pace,
     printable,
     rate,
     some_lines,
@@ -56,6 +57,7 @@ def _load() -> Any:
         "abbreviate": abbreviate,
         "thousands": "{:,}".format,
         "worker": worker,
+        "advice": advice,
     }
     source = Path(__file__).with_name("job.html").read_text(encoding="utf-8")
     return environment.from_string("".join(map(str.strip, source.splitlines()))).module
@@ -79,7 +81,7 @@ def head(snapshot: JobSnapshot) -> str:
     ranks, words = status.size, f"({limits(status.min_np, status.max_np)})"
     if snapshot.ended:  # a stopped job has no ranks any more
         ranks, words = ranks or world_sizes(snapshot)[-1][1], "at the end"
-    return str(_template.head(status, symbol, ranks, words, snapshot.error))
+    return str(_template.head(status, symbol, ranks, words, snapshot.error, *pace(status)))
 
 
 def progress(snapshot: JobSnapshot) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nbelastic.messages import over
 
-from .formatting import abbreviate, count, duration, limits, rate
+from .formatting import abbreviate, count, duration, limits, pace
 
 if TYPE_CHECKING:
     from nbelastic.driver.status import DataStatus
@@ -49,8 +49,7 @@ def line(snapshot: JobSnapshot) -> str:
     facts = [state, ranks, count(status.commits, "commit")]
     if status.progress is not None:
         facts.append(f"{status.progress.fraction:.0%}")
-    if status.samples_per_s is not None:
-        facts.append(f"{rate(status.samples_per_s)} samples/s")
+    facts += filter(None, [" ".join(pace(status)).strip()])
     if status.progress is not None and status.progress.remaining_s is not None:
         facts.append(f"{duration(status.progress.remaining_s)} left")
     facts += [f"warning: {abbreviate(headline, 60)}" for headline in status.headlines]

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nbelastic.cli.hosts import (
     DiscoveryFailed,
@@ -20,12 +18,10 @@ from nbelastic.cli.hosts import (
     parse_hosts,
     sources,
 )
-from nbelastic.cli.hosts.discovery import FailureCount, changes, checked, entries, parse_output
+from nbelastic.cli.hosts.discovery import FailureCount, checked, parse_output
 from nbelastic.cli.hosts.worker import is_local
 from nbelastic.errors import OptionError
 from tests.support.clusters import until
-
-HOSTS = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 3))
 
 
 @pytest.mark.parametrize(
@@ -111,16 +107,6 @@ def test_a_number_of_slots_that_no_machine_has_is_refused():
     for slots in (-1, "2", None, 5000):
         with pytest.raises(DiscoveryFailed, match="slots"):
             checked({"a": slots})
-
-
-@given(HOSTS, HOSTS)
-def test_changes_lead_from_one_state_to_the_other(before, after):
-    present = entries(before)
-    changed = changes(present, after)
-    left = {name: host for name, host in present.items() if name not in changed.gone}
-    assert not left.keys() & changed.come.keys()
-    assert {**left, **changed.come} == entries(after)
-    assert bool(changed) == (before != after)
 
 
 def test_delays_double_while_something_fails_and_start_anew():

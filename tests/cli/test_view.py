@@ -23,7 +23,7 @@ from nbelastic.cli.view.display import JsonView, WaitView
 from nbelastic.cli.view.frame import frame
 from nbelastic.cli.view.live import LiveView
 from nbelastic.driver.status import Progress
-from nbelastic.render import FIGURES, JobSnapshot, page
+from nbelastic.render import FIGURES, JobSnapshot, line, page
 from nbelastic.render.figures import Figure
 from tests.notebook.fakes import FakeJob, rank_status
 
@@ -80,6 +80,14 @@ def test_no_row_is_wider_than_the_terminal(width):
 def test_without_a_pace_there_are_no_bars():
     job = FakeJob(ranks=(dataclasses.replace(rank_status(0), samples_per_s=None),))
     assert not set("█░") & set("".join(rows(job, 120)))
+
+
+def test_a_loop_without_epochs_and_samples_is_shown_in_steps():
+    ranks = (dataclasses.replace(rank_status(0), samples_per_s=None, steps_per_s=2.5),)
+    progress = Progress(epoch=0, epochs=0, step=1500, steps=6000, remaining_s=90.0)
+    job = FakeJob(ranks=ranks, samples_per_s=None, progress=progress)
+    assert "step 1,500/6,000 (25%) · 0:42, 1:30 left · 2.5 steps/s" in rows(job, 120)[0]
+    assert "25% · 2.5 steps/s · 1:30 left" in line(JobSnapshot.of(job))
 
 
 def test_the_end_of_an_event_is_not_cut():

@@ -9,6 +9,7 @@ from nbelastic.driver.job import Job
 from nbelastic.driver.options import Options
 from nbelastic.driver.records.metrics import MOST_POINTS, MetricsAggregator
 from nbelastic.driver.thread import Driver
+from nbelastic.membership import RankView
 from nbelastic.messages import (
     DataProgress,
     LogContents,
@@ -74,6 +75,27 @@ def test_setting_up_does_not_count_as_slowness():
         metrics.take(second, [rank(0)])
     metrics.take(10, [rank(0, samples=100)])
     assert metrics.total([0]) == 100.0
+
+
+def test_steps_have_a_speed_also_where_no_samples_are_counted():
+    metrics = MetricsAggregator()
+    place = RankView(0, 0, "tcp://a", "a", "a", "running", 0)
+    assert metrics.status(place).steps_per_s is None
+    for second in range(4):
+        metrics.take(second, [rank(0, step=2 * second)])
+    status = metrics.status(place)
+    assert (status.steps_per_s, status.samples_per_s, status.step) == (2.0, None, 6)
+
+
+def test_a_loop_without_epochs_has_progress_in_steps():
+    metrics = MetricsAggregator()
+    metrics.take(0.0, [rank(0, batch=0, batches=6000)])
+    assert metrics.progress(0.0, [0]).remaining_s is None
+    metrics.take(10.0, [rank(0, batch=1500, batches=6000)])
+    progress = metrics.progress(10.0, [0])
+    assert (progress.step, progress.steps, progress.epochs) == (1501, 6000, 0)
+    assert abs(progress.remaining_s - 10.0 * 4499 / 1500) < 1e-6
+    assert metrics.progress(11.0, [0], finished=True).fraction == 1.0
 
 
 def test_progress_and_remaining_time():

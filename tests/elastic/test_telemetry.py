@@ -88,6 +88,16 @@ def test_progress_comes_from_the_state_and_its_declared_total(alone):
     assert (taken.epoch, taken.batch, taken.epochs, taken.batches) == (3, 7, 10, 20)
 
 
+def test_progress_of_a_loop_that_counts_steps(alone):
+    state = ObjectState(step=41)
+    state.set_total(step=6000)
+    state.commit()
+    taken = alone.telemetry.take()
+    assert (taken.epoch, taken.batch, taken.epochs, taken.batches) == (0, 41, 0, 6000)
+    with pytest.raises(OptionError, match="without epoch= and batch="):
+        state.set_total(step=6000, epoch=3)
+
+
 def test_a_rank_without_progress_reports_its_line():
     made, asked, done = queue.SimpleQueue(), threading.Event(), threading.Event()
 

@@ -119,6 +119,23 @@ def test_progress_is_a_labelled_element_with_the_remaining_time():
     assert "1:15 left" in shown.text
 
 
+def test_progress_of_a_loop_without_epochs_is_in_steps():
+    progress = Progress(epoch=0, epochs=0, step=1500, steps=6000, remaining_s=90.0)
+    shown = PARTS["progress"](JobSnapshot(job_status(progress=progress)))
+    assert 'value="0.2500"' in shown
+    assert "step 1,500 of 6,000" in shown and "epoch" not in shown and "1:30 left" in shown
+
+
+def test_a_pace_without_samples_is_in_steps():
+    ranks = tuple(
+        dataclasses.replace(rank_status(i), samples_per_s=None, steps_per_s=2.5) for i in range(2)
+    )
+    snapshot = JobSnapshot(job_status(ranks=ranks, samples_per_s=None))
+    assert "<dt>steps/s</dt><dd>2.5</dd>" in PARTS["head"](snapshot)
+    table = PARTS["ranks"](snapshot)
+    assert "Steps/s" in table and "Samples/s" not in table and table.count(">2.5<") == 2
+
+
 def test_drawings_have_a_role_and_a_summary():
     drawings = [svg for svg in Page(page(full())).all("svg") if "role" in svg]
     assert [svg["role"] for svg in drawings] == ["img", "img"]
@@ -206,9 +223,23 @@ def test_a_failure_says_who_was_lost_and_what_it_has_cost():
     assert lines(lost, reset, event("formed", 20.2, size=3), cost) == [
         "Rank 2 on worker two lost: its worker left the cluster → 3 ranks"
         " · training went on after 26 ms, 3 batches (1,200 samples) redone"
+        " · the cause: job.why(2)"
     ]
     cost = event("phases", 20.6, figures={**COST, "batches": 0, "samples": 0})
-    assert lines(lost, reset, cost)[0].endswith("after 26 ms, no batch redone")
+    assert "after 26 ms, no batch redone ·" in lines(lost, reset, cost)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "detail", "says"),
+    [
+        ("refused", "it runs torch 2.1", "dask elastic doctor compares"),
+        ("cooldown", "worker a is excluded for good", "blacklist_cooldown=(lo, hi)"),
+        ("cooldown", "worker a is excluded for 9.0 s", "excluded for 9.0 s"),
+    ],
+)
+def test_advice_stands_beside_what_does_not_train(kind, detail, says):
+    (line,) = lines(event(kind, 5, detail=detail))
+    assert says in line and ("·" in line) == (says not in detail)
 
 
 def test_a_planned_change_says_who_joined_and_who_left():
@@ -236,7 +267,7 @@ def test_changes_are_in_order_and_a_loss_precedes_its_reset():
     reset = event("reset", 20, size=3, detail="rank 1: ranks disagree → 3 ranks")
     lost = event("lost", 25, rank=0, detail="killed", name="zero")
     assert lines(reset, lost) == [
-        "Rank 0 on worker zero lost: killed",
+        "Rank 0 on worker zero lost: killed · the cause: job.why(0)",
         "rank 1: ranks disagree → 3 ranks",
     ]
 
@@ -275,6 +306,7 @@ def test_a_lost_worker_is_shown_until_it_is_back_or_replaced():
         return PARTS["ranks"](JobSnapshot(job_status(**known), (lost,), STARTED))
 
     assert "lost at 0:20" in table() and "worker two" in table() and "not back yet" in table()
+    assert "the cause: job.why(1)" in table()
     assert "not back yet" not in table(max_np=3)
     assert "not back yet" not in table(elapsed=200.0)
     assert "not back yet" not in table(state="stopped")

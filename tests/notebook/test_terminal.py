@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import io
-import logging
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from nbelastic.driver import display as drivers
 from nbelastic.notebook import wait_display
-from nbelastic.notebook.wait_display import LastLineWaitDisplay, TerminalWaitDisplay
+from nbelastic.notebook.wait_display import TerminalWaitDisplay
 from nbelastic.render import Streamer
-from tests.support.logs import own_records
 
 from .fakes import FakeJob
 
@@ -148,25 +144,3 @@ def test_a_wait_that_is_given_up_has_no_last_line(err):
         looking.tick()
     assert "nbelastic job" not in err.getvalue()
     assert err.getvalue().endswith("\r\x1b[K")
-
-
-def test_a_fault_is_logged_once_and_harms_no_job(err, caplog, monkeypatch):
-    monkeypatch.setattr(drivers, "_display", SimpleNamespace(watching=watch))
-    monkeypatch.setattr(drivers, "_complained", False)
-    job = FakeJob()
-    job.output = None
-    with caplog.at_level(logging.WARNING), drivers.watching(job) as looking:
-        looking.tick()
-        looking.tick()
-        looking.say("still here?")
-        job.end()
-    assert [record.levelname for record in own_records(caplog)] == ["WARNING"]
-
-
-def test_the_last_line_alone_can_be_had(capsys):
-    job = FakeJob()
-    with LastLineWaitDisplay(job, Streamer("none"), stream=lambda: sys.stdout) as looking:
-        looking.tick()
-        looking.say("stopping")
-        job.end("stopped")
-    assert capsys.readouterr().out == "nbelastic job quickstart: stopped\n"

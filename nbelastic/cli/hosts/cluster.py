@@ -22,14 +22,14 @@ from nbelastic.cluster import NO_PAGES, ElasticPlugin, configuration, own_securi
 from nbelastic.errors import summary_of
 from nbelastic.render import count
 
-from .discovery import DiscoveryFailed, FailureCount, changes, checked
+from .discovery import DiscoveryFailed, FailureCount, checked, slots_of
 from .worker import LOOPBACK_HTTP, SlotNanny, SshOptions, SshWorker, is_local
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
     from concurrent.futures import Future
 
-    from .discovery import Changes, Hosts, Source
+    from .discovery import Hosts, Source
 
 __all__ = ["HostCluster", "SshOptions"]
 
@@ -65,7 +65,6 @@ class HostCluster(SpecCluster):
         self._tell = tell
         self._bind: dict[str, Any] = {"host": LOOPBACK} if loopback else {}
         self._hosts: Hosts = {}
-        self._present: dict[str, str] = {}
         self._leaving: set[str] = set()
         self._retries: dict[str, FailureCount] = {}
         self._retry_at: dict[str, float] = {}
@@ -142,40 +141,41 @@ class HostCluster(SpecCluster):
     async def _bring_in_line(self, hosts: Hosts) -> None:
         if self.status != Status.running:
             return
-        changed = changes(self._present, hosts)
-        self._announce(changed)
-        if changed.gone:
-            for name in changed.gone:
-                del self._present[name]
-            self._leaving.update(changed.gone)
-            retiring = asyncio.ensure_future(self._retire(changed.gone))
+        wanted, present = dict.fromkeys(slots_of(hosts)), dict.fromkeys(self._present())
+        gone = [name for name in present if name not in wanted]
+        come = [name for name in wanted if name not in present]
+        self._announce(gone, come)
+        if gone:
+            self._leaving.update(gone)
+            retiring = asyncio.ensure_future(self._retire(gone))
             self._futures.add(retiring)
             retiring.add_done_callback(self._futures.discard)
-        come = {name: host for name, host in changed.come.items() if name not in self._leaving}
-        self._present.update(come)
-        for name, host in come.items():
-            self.worker_spec[name] = self._spec(name, host)
+        come = [name for name in come if name not in self._leaving]
+        for name in come:
+            self.worker_spec[name] = self._spec(name.rpartition(":")[0])
         ended = self._ended()
         for name in ended:
             await self._drop(name)
         if come or ended:
             await self._correct()
 
-    def _announce(self, changed: Changes) -> None:
-        gone = Counter(name.rpartition(":")[0] for name in changed.gone)
-        for host, slots in gone.items():
+    def _present(self) -> list[str]:
+        """Return the names of slots whose host is present."""
+        return [name for name in self.worker_spec if name not in self._leaving]
+
+    def _announce(self, gone: list[str], come: list[str]) -> None:
+        for host, slots in Counter(name.rpartition(":")[0] for name in gone).items():
             self._tell(f"host {host} is gone ({count(slots, 'slot')}): its ranks leave")
         if self.worker_spec or gone:  # not at the start
-            come = Counter(name.rpartition(":")[0] for name in changed.come)
-            for host, slots in come.items():
+            for host, slots in Counter(name.rpartition(":")[0] for name in come).items():
                 if not any(name.startswith(f"{host}:") for name in self._leaving):
                     self._tell(f"host {host} has come ({count(slots, 'slot')})")
 
-    async def _retire(self, names: tuple[str, ...]) -> None:
+    async def _retire(self, names: list[str]) -> None:
         """Ask ranks to leave at their next commit; then end their workers."""
         try:
             scheduler: Any = self.scheduler_comm
-            await scheduler.retire_workers(names=list(names))
+            await scheduler.retire_workers(names=names)
         except Exception as error:  # the workers end all the same
             self._tell(f"{', '.join(names)} could not be retired: {error}")
         for name in names:
@@ -189,12 +189,12 @@ class HostCluster(SpecCluster):
         try:
             await self._correct_state()
         except Exception as error:  # a nanny could not start; it is tried again
-            for name in self._present:
+            for name in self._present():
                 worker = self.workers.get(name)
                 if worker is not None and worker.status == Status.failed:
                     self._note_end(name, f"its worker could not be started: {error}", False)
 
-    def _spec(self, name: str, host: str) -> dict[str, Any]:
+    def _spec(self, host: str) -> dict[str, Any]:
         slots = self._hosts.get(host, 1)
         if self._is_local[host]:
             quiet = {"silence_logs": logging.WARNING}
@@ -222,10 +222,10 @@ class HostCluster(SpecCluster):
         """Return the names of workers that have ended by themselves and are due again."""
         now = time.monotonic()
         found = []
-        for name in self._present:
+        for name in self._present():
             worker = self.workers.get(name)
             over = worker is None or worker.status in (Status.closed, Status.failed)
-            if over and name in self.worker_spec and self._retry_at.get(name, 0.0) <= now:
+            if over and self._retry_at.get(name, 0.0) <= now:
                 found.append(name)
         return found
 

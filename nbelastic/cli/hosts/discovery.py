@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from nbelastic.errors import NbelasticError, OptionError
@@ -112,27 +111,9 @@ def parse_output(text: str, default: int = 1) -> dict[str, int]:
     return found
 
 
-def entries(hosts: Hosts) -> dict[str, str]:
-    """Return the host of each slot, by the slot's name: ``a:0``, ``a:1``."""
-    return {f"{host}:{slot}": host for host, slots in hosts.items() for slot in range(slots)}
-
-
-@dataclass(frozen=True)
-class Changes:
-    """Slots that have come and gone, by name; those that have come with their host."""
-
-    gone: tuple[str, ...]
-    come: Mapping[str, str]
-
-    def __bool__(self) -> bool:
-        return bool(self.gone or self.come)
-
-
-def changes(before: Mapping[str, str], hosts: Hosts) -> Changes:
-    """Return what has changed since some slots, by name, were present on their hosts."""
-    after = entries(hosts)
-    gone = tuple(name for name in before if name not in after)
-    return Changes(gone, {name: host for name, host in after.items() if name not in before})
+def slots_of(hosts: Hosts) -> list[str]:
+    """Return the names of all slots: ``a:0``, ``a:1``."""
+    return [f"{host}:{slot}" for host, slots in hosts.items() for slot in range(slots)]
 
 
 class FailureCount:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from nbelastic.render import FIGURES, abbreviate, count, duration, number, printable, rate, sentence
+from nbelastic.render import FIGURES, abbreviate, count, duration, number, pace, printable, sentence
 
 if TYPE_CHECKING:
     from nbelastic.driver.status import JobStatus, RankStatus
@@ -58,14 +58,16 @@ def _head(snapshot: JobSnapshot, width: int) -> Row:
     status = snapshot.status
     facts = [_size(status)]
     if (progress := status.progress) is not None:
-        facts.append(f"epoch {progress.epoch}/{progress.epochs} ({progress.fraction:.0%})")
+        place = f"step {progress.step:,}/{progress.steps:,}"
+        if not progress.steps:
+            place = f"epoch {progress.epoch}/{progress.epochs}"
+        facts.append(f"{place} ({progress.fraction:.0%})")
     else:
         facts.append(count(status.commits, "commit"))
     facts.append(duration(status.elapsed))
     if progress is not None and progress.remaining_s is not None:
         facts[-1] += f", {duration(progress.remaining_s)} left"
-    if status.samples_per_s is not None:
-        facts.append(f"{rate(status.samples_per_s)} samples/s")
+    facts += filter(None, [" ".join(pace(status)).strip()])
     facts += [
         f"{abbreviate(name, 16)} {number(points[-1][1])}"
         for name, points in list(snapshot.curves.items())[:MAX_METRICS]

@@ -9,7 +9,7 @@ import bisect
 import itertools
 import threading
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from nbelastic.driver.status import DataStatus, Progress, RankStatus
@@ -54,7 +54,7 @@ class MetricsAggregator:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._latest: dict[int, RankTelemetry] = {}
-        self._samples: dict[int, deque[tuple[float, int]]] = {}
+        self._seen: dict[int, deque[tuple[float, int, int]]] = {}  # time, samples and steps
         self._rows: dict[tuple[int, int], _Row] = {}
         self._order: list[tuple[int, int]] = []
         self._pace: list[tuple[float, float]] = []
@@ -66,10 +66,8 @@ class MetricsAggregator:
         with self._lock:
             for each in ranks:
                 self._latest[each.start] = each
-                seen = self._samples.setdefault(each.start, deque())
-                if not each.samples:
-                    seen.clear()  # still setting up
-                seen.append((now, each.samples))
+                seen = self._seen.setdefault(each.start, deque())
+                seen.append((now, each.samples, each.step))
                 while len(seen) > 2 and seen[1][0] <= now - WINDOW:
                     seen.popleft()
                 for report in each.reports:
@@ -89,7 +87,7 @@ class MetricsAggregator:
         """Return a rank with its newest telemetry."""
         with self._lock:
             latest = self._latest.get(rank.start, RankTelemetry())
-            speed = self._speed(rank.start)
+            samples_per_s, steps_per_s = self._speed(rank.start), self._speed(rank.start, 2)
         return RankStatus(
             rank=rank.rank,
             worker=rank.worker,
@@ -97,20 +95,23 @@ class MetricsAggregator:
             state=rank.state,
             commits=rank.commits,
             step=latest.step,
-            samples_per_s=speed,
+            samples_per_s=samples_per_s,
             device=latest.device,
             state_bytes=latest.state_bytes,
             copied_bytes=latest.copied_bytes,
             name=rank.name,
             micro_batches=(latest.first, latest.last) if latest.micro_batches else None,
+            steps_per_s=steps_per_s,
         )
 
-    def _speed(self, start: int) -> float | None:
-        """Return samples per second of a rank over the window; None where none are counted."""
-        seen = self._samples.get(start, deque())
-        if len(seen) < 2 or not seen[-1][1]:
+    def _speed(self, start: int, what: int = 1) -> float | None:
+        """Return samples or steps per second of a rank over the window; None before the first."""
+        seen = [(each[0], each[what]) for each in self._seen.get(start, ())]
+        # Time in which it was still setting up does not count.
+        moving = [place for place, after in itertools.pairwise(seen) if after[1]]
+        if not moving:
             return None
-        (then, before), (now, after) = seen[0], seen[-1]
+        (then, before), (now, after) = moving[0], seen[-1]
         return (after - before) / (now - then) if now > then else None
 
     def state_bytes(self) -> int:
@@ -179,13 +180,19 @@ class MetricsAggregator:
     ) -> Progress | None:
         """Return how far the first of `starts` with a declared total has come."""
         with self._lock:
-            first = next((each for each in self._of(starts) if each.epochs), None)
+            first = next((each for each in self._of(starts) if each.epochs or each.batches), None)
             if first is None:
                 return None
+            batch = min(first.batch + 1, first.batches)
+            if not first.epochs:  # a loop without epochs
+                step = first.batches if finished else batch
+                progress = Progress(0, 0, step=step, steps=first.batches)
+            elif finished:
+                progress = Progress(first.epochs, first.epochs, 0, first.batches)
+            else:
+                progress = Progress(first.epoch, first.epochs, batch, first.batches)
             if finished:
-                return Progress(first.epochs, first.epochs, 0, first.batches)
-            batch = min(first.batch + 1, first.batches) if first.batches else 0
-            progress = Progress(first.epoch, first.epochs, batch, first.batches)
+                return progress
             if self._first is None:
                 self._first = (now, progress.fraction)
             since, start = self._first
@@ -193,7 +200,7 @@ class MetricsAggregator:
             if done <= 0 or now <= since:
                 return progress
             left = (1.0 - progress.fraction) * (now - since) / done
-            return Progress(first.epoch, first.epochs, batch, first.batches, left)
+            return replace(progress, remaining_s=left)
 
     def committed(
         self, after: tuple[int, int], commits: float

@@ -38,7 +38,7 @@ class Telemetry:
         self.samples = 0
         self.device = ""
         self.place = (0, 0)  # epoch and batch
-        self.total = (0, 0)  # epochs, and batches of an epoch
+        self.total = (0, 0)  # epochs, and batches of an epoch; or no epochs, and steps
         self.memory = (0, 0)  # bytes of the state, and of copies
         self.observer: StepObserver | None = None
         self.share = (0, 0, 0, "")  # micro-batches, first and last, and why not exact

@@ -111,26 +111,31 @@ class State:
             call()
         self.check_host_updates()
 
-    def set_total(self, *, epoch: int, batch: int = 0) -> None:
+    def set_total(self, *, epoch: int = 0, batch: int = 0, step: int = 0) -> None:
         """Declare how far training goes, so that progress and remaining time can be shown.
 
         Parameters
         ----------
-        epoch : int
+        epoch : int, optional
             Epochs in all; ``state.epoch`` is the present one, counted from 0.
         batch : int, optional
             Batches in an epoch; ``state.batch`` is the last one that is done, counted from 0.
+        step : int, optional
+            For a loop without epochs, its steps; ``state.step`` is the last one that is done.
 
         Examples
         --------
         >>> state.set_total(epoch=10, batch=len(loader))  # doctest: +SKIP
+        >>> state.set_total(step=6000)  # doctest: +SKIP
         """
-        for name, value in (("epoch", epoch), ("batch", batch)):
+        for name, value in (("epoch", epoch), ("batch", batch), ("step", step)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise OptionError(
                     f"set_total({name}={value!r}): must be a whole number, at least 0"
                 )
-        current().telemetry.total = (epoch, batch)
+        if step and (epoch or batch):
+            raise OptionError("set_total(step=…): is for a loop without epoch= and batch=")
+        current().telemetry.total = (epoch, batch or step)
 
     def check_host_updates(self) -> None:
         """Check whether ranks are about to join or leave, without saving.
@@ -142,7 +147,10 @@ class State:
         """
         context = current()
         context.telemetry.checked()
-        context.telemetry.place = (_count(self, "epoch"), self._batch())
+        epochs, batches = context.telemetry.total
+        by_steps = batches and not epochs
+        done = _count(self, "step") if by_steps else self._batch()
+        context.telemetry.place = (_count(self, "epoch"), done)
         try:
             context.check_membership()
         except HostsUpdatedInterrupt:
