@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import logging
@@ -241,7 +242,7 @@ class Job:
         self._driver.tell(change)
 
     @with_hints
-    def logs(self, rank: int | None = None) -> str:
+    def logs(self, rank: int | None = None, *, follow: bool = False) -> str:
         """Return what ranks printed; where that is a lot, the newest of it.
 
         The kernel keeps as much of it as the environment variable ``NBELASTIC_LOG_BYTES`` says, by
@@ -252,6 +253,9 @@ class Job:
         rank : int, optional
             Only what was printed by the workers whose latest rank this is; without it, everything,
             each worker's lines together, under a heading.
+        follow : bool, default False
+            Whether to print what there is, and then what comes, until the job has ended. An
+            interrupt ends that, and the job goes on. The return value is empty then.
 
         Raises
         ------
@@ -263,6 +267,10 @@ class Job:
         if rank is not None and highest is not None and rank > highest:
             had = "rank 0 alone" if highest == 0 else f"ranks 0 to {highest}"
             raise OptionError(f"rank={rank}: so far this job has had {had}")
+        if follow:
+            with contextlib.suppress(KeyboardInterrupt):
+                self._print_output(rank)
+            return ""
         texts: dict[int, list[str]] = {}
         for piece in self._driver.log.output()[1]:
             texts.setdefault(piece.start, []).append(piece.text)
@@ -275,6 +283,17 @@ class Job:
             if rank in (None, latest):
                 parts += pieces
         return "".join(parts)
+
+    def _print_output(self, rank: int | None) -> None:
+        cursor, ended = 0, False
+        while not ended:
+            ended = self.done()
+            cursor, pieces = self.output(cursor)
+            for piece in pieces:
+                if rank in (None, piece.rank):
+                    sys.stdout.write(piece.text)
+            sys.stdout.flush()
+            self.wait(0.2)
 
     def output(self, since: int = 0) -> tuple[int, tuple[Output, ...]]:
         """Return what ranks printed, piece by piece as it came.

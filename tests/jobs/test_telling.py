@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import nbelastic
 from nbelastic import render
 from nbelastic.cli.run import exit_code
 from nbelastic.driver import display, driver_of
-from tests.support.clusters import kinds
+from tests.support.clusters import kinds, until
 from tests.support.logs import own_records
 from tests.support.training import Fault, Workload, check
 
@@ -310,3 +311,27 @@ def test_what_others_wait_for_is_said_though_there_are_no_figures(crew):
     job = crew.fit(without_figures, np=2)
     assert job.results() == [2, 2]
     assert "formed" in kinds(job)
+
+
+def talk_slowly(marks):
+    import time
+    from pathlib import Path
+
+    print("early")
+    while not (Path(marks) / "go").exists():
+        time.sleep(0.02)
+    print("late")
+
+
+def test_output_can_be_followed_to_the_end(crew, tmp_path, capsys):
+    job = crew.fit(talk_slowly, args=(str(tmp_path),), np=2, block=False)
+    until(lambda: job.logs().count("early") == 2, "both have spoken")
+    go = threading.Timer(0.5, (tmp_path / "go").touch)
+    go.start()
+    assert job.logs(follow=True) == ""
+    printed = capsys.readouterr().out.splitlines()  # also what this test's cluster tells of a job
+    assert [each for each in printed if each == "early"] == ["early", "early"]
+    assert [each for each in printed if each == "late"] == ["late", "late"]
+    job.logs(rank=1, follow=True)
+    assert capsys.readouterr().out == "early\nlate\n"
+    assert job.done()
