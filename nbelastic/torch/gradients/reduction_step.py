@@ -10,7 +10,7 @@ from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.groups import SumTiming
 from nbelastic.torch.gradients.step import GradientStep, StepFlags
-from nbelastic.torch.ops.coordination import is_joined
+from nbelastic.torch.ops.coordination.coordination import is_joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

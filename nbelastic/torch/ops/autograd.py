@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.ops import operation as operations
-from nbelastic.torch.ops.coordination import begin
+from nbelastic.torch.ops.coordination.comparison import begin
+from nbelastic.torch.ops.operation import tensor_operations as operations
 
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.groups import Group
-    from nbelastic.torch.ops.operation import GradientOp
+    from nbelastic.torch.ops.operation.adasum import GradientOp
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from nbelastic.torch.ops import autograd
-from nbelastic.torch.ops import operation as operations
-from nbelastic.torch.ops.coordination import begin, coordination_of, group_of
-from nbelastic.torch.ops.operation import only
+from nbelastic.torch.ops.coordination.comparison import begin
+from nbelastic.torch.ops.coordination.coordination import coordination_of
+from nbelastic.torch.ops.coordination.process_sets import group_of
+from nbelastic.torch.ops.operation import tensor_operations as operations
+from nbelastic.torch.ops.operation.tensor_operations import only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbelastic.torch.ops.operation import Pending
+    from nbelastic.torch.ops.operation.tensor_operations import Pending
 
 T = TypeVar("T")
 

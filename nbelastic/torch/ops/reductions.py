@@ -12,16 +12,18 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.torch.ops import autograd
-from nbelastic.torch.ops import operation as operations
 from nbelastic.torch.ops.compression import Compression
-from nbelastic.torch.ops.coordination import begin, group_of
-from nbelastic.torch.ops.operation import GradientOp, only
+from nbelastic.torch.ops.coordination.comparison import begin
+from nbelastic.torch.ops.coordination.process_sets import group_of
+from nbelastic.torch.ops.operation import tensor_operations as operations
+from nbelastic.torch.ops.operation.adasum import GradientOp
+from nbelastic.torch.ops.operation.tensor_operations import only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.torch.ops.compression import AnyCompressor
-    from nbelastic.torch.ops.operation import Pending
+    from nbelastic.torch.ops.operation.tensor_operations import Pending
 
 Average = Op.AVERAGE
 Sum = Op.SUM

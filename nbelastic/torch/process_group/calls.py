@@ -14,20 +14,20 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 
 from nbelastic.collectives import Op
-from nbelastic.torch.ops.coordination import coordination_over
-from nbelastic.torch.ops.operation import (
+from nbelastic.torch.ops.coordination.coordination import coordination_over
+from nbelastic.torch.ops.operation import description
+from nbelastic.torch.ops.operation.reduction import BitwiseOp
+from nbelastic.torch.ops.operation.tensor_operations import (
     AllgatherInto,
     Allreduce,
     AlltoallInto,
     Barrier,
-    BitwiseOp,
     Broadcast,
     Gather,
     Reduce,
     ReducescatterInto,
     Scatter,
     SparseAllreduce,
-    description,
 )
 from nbelastic.torch.process_group.messages import PointToPoint, monitored_barrier
 from nbelastic.torch.process_group.work import CoalescedWork, OperationQueue, OperationWork
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.context import Context
-    from nbelastic.torch.ops.operation import AnyOp, TensorOperation
+    from nbelastic.torch.ops.operation.reduction import AnyOp
+    from nbelastic.torch.ops.operation.tensor_operations import TensorOperation
 
     Base = object  # torch declares the overloads of the base class, which has more names
 else:

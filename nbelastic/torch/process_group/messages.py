@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.errors import CollectiveError
-from nbelastic.torch.ops.operation import TensorOperation
+from nbelastic.torch.ops.operation.tensor_operations import TensorOperation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from nbelastic.collectives import Communicator, Handle
-    from nbelastic.torch.ops.operation import Waitable
+    from nbelastic.torch.ops.operation.tensor_operations import Waitable
 
 _HEADER = struct.Struct("<qq")
 _POLL_S = 0.0002

@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.ops.coordination.comparison import gather_numbers
-from nbelastic.torch.ops.operation import TensorOperation
+from nbelastic.torch.ops.operation.tensor_operations import TensorOperation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.torch.ops.coordination.coordination import Comparison, Coordination
-    from nbelastic.torch.ops.operation import Waitable
+    from nbelastic.torch.ops.operation.tensor_operations import Waitable
 
 _POLL_S = 0.0005
 
