@@ -47,15 +47,16 @@ else:
 Tensors = list[torch.Tensor]
 ReduceOp = dist.ReduceOp
 
-_OPS: dict[Any, AnyOp] = {
-    ReduceOp.SUM: Op.SUM,
-    ReduceOp.AVG: Op.AVERAGE,
-    ReduceOp.MIN: Op.MIN,
-    ReduceOp.MAX: Op.MAX,
-    ReduceOp.PRODUCT: Op.PRODUCT,
-    ReduceOp.BAND: BitwiseOp.BAND,
-    ReduceOp.BOR: BitwiseOp.BOR,
-    ReduceOp.BXOR: BitwiseOp.BXOR,
+_OPS: dict[Any, tuple[AnyOp, str]] = {
+    ReduceOp.SUM: (Op.SUM, "sum"),
+    ReduceOp.AVG: (Op.AVERAGE, "avg"),
+    ReduceOp.MIN: (Op.MIN, "min"),
+    ReduceOp.MAX: (Op.MAX, "max"),
+    ReduceOp.PRODUCT: (Op.PRODUCT, "product"),
+    ReduceOp.BAND: (BitwiseOp.BAND, "band"),
+    ReduceOp.BOR: (BitwiseOp.BOR, "bor"),
+    ReduceOp.BXOR: (BitwiseOp.BXOR, "bxor"),
+    ReduceOp.PREMUL_SUM: (Op.SUM, "premul_sum"),
 }
 
 
@@ -355,17 +356,14 @@ def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> tuple[AnyOp, float
     """Return a reduction, the factor of values before it, and its name in torch."""
     how: Any = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     kind = getattr(how, "op", how)  # a ReduceOp, or the kind itself
-    word = str(kind).rpartition(".")[2].lower()
-    if kind == ReduceOp.PREMUL_SUM:
-        return Op.SUM, how.__getstate__()[1], word
-    op = _OPS.get(kind)
+    op, word = _OPS.get(kind, (None, ""))
     if op is None:
         raise ValueError(f"{kind} is not a reduction of tensors; use SUM, AVG, MIN, MAX, …")
     if isinstance(op, BitwiseOp):
         for each in tensors:
             if each.is_floating_point() or each.is_complex():
                 raise ValueError(f"{kind} is for whole numbers, not {each.dtype}")
-    return op, 1.0, word
+    return op, how.__getstate__()[1] if word == "premul_sum" else 1.0, word
 
 
 def _sparse(tensors: Sequence[torch.Tensor], op: AnyOp) -> SparseAllreduce:
