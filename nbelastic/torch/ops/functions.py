@@ -84,7 +84,7 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = None
 ) -> list[torch.Tensor]:
     """Gather several tensors as one operation; otherwise as :func:`allgather`."""
-    return [*autograd.apply(autograd.AllgatherFunction, group_of(process_set), name, *tensors)]
+    return autograd.allgather(group_of(process_set), tensors, name)
 
 
 def grouped_allgather_async(
@@ -102,11 +102,7 @@ def broadcast(
     Differentiable: the root's gradient is the average over the ranks, that of others is zero
     (Horovod's convention). The root is named by its rank in the job, in a process set as well.
     """
-    group = group_of(process_set)
-    copied: torch.Tensor = autograd.apply(
-        autograd.BroadcastFunction, group, root_rank, name, tensor
-    )
-    return copied
+    return autograd.broadcast(group_of(process_set), tensor, root_rank, name)
 
 
 def broadcast_async(
@@ -173,8 +169,8 @@ def alltoall(
     """
     group = group_of(process_set)
     counts = _splits(tensor, splits, group.size)
-    output, received = autograd.apply(autograd.AlltoallFunction, group, name, tensor, *counts)
-    return output if splits is None else (output, received)
+    output, received = autograd.alltoall(group, tensor, counts, name)
+    return output if splits is None else (output, torch.tensor(received, dtype=torch.int32))
 
 
 def alltoall_async(

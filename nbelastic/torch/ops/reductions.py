@@ -95,14 +95,13 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Reduce several tensors in as few operations as possible; otherwise as :func:`allreduce`."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = autograd.apply(
-        autograd.AllreduceFunction,
+    reduced = autograd.allreduce(
         group_of(process_set),
+        [compressed for compressed, _ in pairs],
         _op(op, average),
         prescale_factor,
         postscale_factor,
         name,
-        *(compressed for compressed, _ in pairs),
     )
     return [
         compression.decompress(output, ctx) for output, (_, ctx) in zip(reduced, pairs, strict=True)
@@ -239,14 +238,13 @@ def grouped_reducescatter(
     """Reduce several tensors as one operation; otherwise as :func:`reducescatter`."""
     how = _op_of_rows(op, tensors)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = autograd.apply(
-        autograd.ReducescatterFunction,
+    reduced = autograd.reducescatter(
         group_of(process_set),
+        [compressed for compressed, _ in pairs],
         how,
         prescale_factor,
         postscale_factor,
         name,
-        *(compressed for compressed, _ in pairs),
     )
     return [
         compression.decompress(rows, ctx) for rows, (_, ctx) in zip(reduced, pairs, strict=True)
