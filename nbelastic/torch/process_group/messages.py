@@ -203,9 +203,6 @@ class PointToPoint(TensorOperation[None]):
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
         return [self._post(mailbox_of(communicator))]
 
-    def store(self) -> None:
-        """Do nothing: a receive fills its tensor."""
-
 
 def _bytes_of(tag: int, length: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(_HEADER.pack(tag, length)), dtype=torch.uint8)

@@ -121,9 +121,8 @@ class TensorOperation(Generic[T]):
         """Begin to move data; `numbers` are those of each rank. In any thread."""
         raise NotImplementedError
 
-    def store(self) -> T:
-        """Return the result, in the rank's thread."""
-        raise NotImplementedError
+    def store(self) -> Any:
+        """Return the result, of the type `T`, in the rank's thread; None if there is none."""
 
     def _chunks_of(self, tensors: Sequence[torch.Tensor]) -> list[Chunk]:
         return pack(tensors) if self.fuses else lend(tensors, private=not self.lends)
@@ -141,9 +140,6 @@ class Barrier(TensorOperation[None]):
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
         return [communicator.barrier_async()] if self.can_be_foreseen else ()
-
-    def store(self) -> None:
-        """Do nothing."""
 
 
 class Allreduce(TensorOperation[list[torch.Tensor]]):
