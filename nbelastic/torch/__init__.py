@@ -42,11 +42,11 @@ from nbelastic.torch.ops.built import (
     rocm_built,
 )
 from nbelastic.torch.ops.compression import Compression
-from nbelastic.torch.ops.coordination import (
+from nbelastic.torch.ops.coordination.joined_rank import join
+from nbelastic.torch.ops.coordination.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
-    join,
     remove_process_set,
 )
 from nbelastic.torch.ops.environment import init
@@ -65,7 +65,7 @@ from nbelastic.torch.ops.functions import (
     poll,
     synchronize,
 )
-from nbelastic.torch.ops.operation import Adasum
+from nbelastic.torch.ops.operation.adasum import Adasum
 from nbelastic.torch.ops.reductions import (
     Average,
     Max,

@@ -10,14 +10,14 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.torch.gradients.staging import Staging, is_accelerator
-from nbelastic.torch.ops.operation import adasum_async
+from nbelastic.torch.ops.operation.adasum import adasum_async
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from nbelastic.collectives import Communicator, Handle
     from nbelastic.torch.gradients.arrived import ArrivedGradients
-    from nbelastic.torch.ops.operation import GradientOp
+    from nbelastic.torch.ops.operation.adasum import GradientOp
 
 # So many bytes are still in the processor's cache when they are copied.
 HOT_BYTES = 256 << 10

@@ -16,8 +16,8 @@ from nbelastic.elastic.ranks.context import current
 from nbelastic.torch.gradients.options import ReduceOptions, check_groups, names_of
 from nbelastic.torch.gradients.reducer import Reducer
 from nbelastic.torch.ops.compression import Compression
-from nbelastic.torch.ops.coordination import added_set
-from nbelastic.torch.ops.operation import GradientOp
+from nbelastic.torch.ops.coordination.process_sets import added_set
+from nbelastic.torch.ops.operation.adasum import GradientOp
 from nbelastic.torch.ops.reductions import allreduce
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from nbelastic.torch.ops.compression import AnyCompressor
-    from nbelastic.torch.ops.coordination import ProcessSet
+    from nbelastic.torch.ops.coordination.process_sets import ProcessSet
 
     Base = torch.optim.Optimizer
 else:

@@ -11,7 +11,7 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.torch.ops.compression import Compressor
-from nbelastic.torch.ops.operation import Adasum, GradientOp
+from nbelastic.torch.ops.operation.adasum import Adasum, GradientOp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -28,13 +28,9 @@ from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, Previou
 from nbelastic.torch.gradients.reduction_step import ReductionStep
 from nbelastic.torch.gradients.separate import SeparateReduction
 from nbelastic.torch.identity import same
-from nbelastic.torch.ops.coordination import (
-    SERVICES,
-    announce,
-    at_end,
-    global_process_set,
-    group_in,
-)
+from nbelastic.torch.ops.coordination.coordination import announce
+from nbelastic.torch.ops.coordination.joined_rank import SERVICES, at_end
+from nbelastic.torch.ops.coordination.process_sets import global_process_set, group_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +40,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.ranks.step_share import StepShare
     from nbelastic.torch.gradients.options import ReduceOptions
     from nbelastic.torch.gradients.step import GradientStep
-    from nbelastic.torch.ops.coordination import ProcessSet
+    from nbelastic.torch.ops.coordination.process_sets import ProcessSet
 
 _NONE: set[int] = set()
 

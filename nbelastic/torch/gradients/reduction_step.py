@@ -10,7 +10,7 @@ from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.groups import Bucket
 from nbelastic.torch.gradients.step import GradientStep, StepFlags
-from nbelastic.torch.ops.coordination import announce, is_joined
+from nbelastic.torch.ops.coordination.coordination import announce, is_joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.ops.coordination import begin
-from nbelastic.torch.ops.operation import Allreduce, SparseAllreduce
+from nbelastic.torch.ops.coordination.comparison import begin
+from nbelastic.torch.ops.operation.tensor_operations import Allreduce, SparseAllreduce
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.ops import operation as operations
-from nbelastic.torch.ops.coordination import begin
+from nbelastic.torch.ops.coordination.comparison import begin
+from nbelastic.torch.ops.operation import tensor_operations as operations
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from nbelastic.elastic.ranks.groups import Group
-    from nbelastic.torch.ops.operation import GradientOp
+    from nbelastic.torch.ops.operation.adasum import GradientOp
+
+    Tensors = Sequence[torch.Tensor]
+    Collective = Callable[[Tensors], Tensors]
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -24,138 +29,120 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
-class AllreduceFunction(torch.autograd.Function):
-    """Reduce tensors; the gradient is reduced in the same way."""
+class _Recorded(torch.autograd.Function):
+    """A collective, with the one that turns gradients of its outputs into those of its tensors."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        group: Group,
-        op: Op | GradientOp,
-        prescale: float,
-        postscale: float,
-        name: str | None,
-        *tensors: torch.Tensor,
+        ctx: Any, run: Collective, gradient: Collective, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Return a reduced tensor for each of `tensors`."""
-        ctx.options = (group, op, prescale, postscale)
-        outputs = [torch.empty_like(tensor) for tensor in tensors]
-        reduction = operations.Allreduce(tensors, outputs, op, prescale, postscale, name)
-        return tuple(begin(group, reduction, name).wait())
+        """Return the outputs of the collective."""
+        ctx.gradient = gradient
+        return tuple(run(tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Reduce the gradients over the ranks."""
-        op = ctx.options[1]
+        """Return the gradients of the tensors."""
+        return None, None, *ctx.gradient(grads)
+
+
+def _record(tensors: Tensors, run: Collective, gradient: Collective) -> list[torch.Tensor]:
+    return [*apply(_Recorded, run, gradient, *tensors)]
+
+
+def allreduce(
+    group: Group,
+    tensors: Tensors,
+    op: Op | GradientOp,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    name: str | None = None,
+) -> list[torch.Tensor]:
+    """Reduce tensors; the gradient is reduced in the same way."""
+
+    def run(given: Tensors) -> Tensors:
+        outputs = [torch.empty_like(tensor) for tensor in given]
+        reduction = operations.Allreduce(given, outputs, op, prescale, postscale, name)
+        return begin(group, reduction, name).wait()
+
+    def gradient(grads: Tensors) -> Tensors:
         if op not in (Op.AVERAGE, Op.SUM):
             raise NotImplementedError(
                 f"the gradient of an allreduce with {op} is not defined; use Average or Sum, or "
                 "detach() the tensor"
             )
-        return None, None, None, None, None, *apply(AllreduceFunction, *ctx.options, None, *grads)
+        return allreduce(group, grads, op, prescale, postscale)
+
+    return _record(tensors, run, gradient)
 
 
-class AllgatherFunction(torch.autograd.Function):
+def allgather(group: Group, tensors: Tensors, name: str | None) -> list[torch.Tensor]:
     """Concatenate tensors of all ranks; the gradient is the average of this rank's part."""
+    gather, shapes = operations.Allgather(tensors, name), [tensor.shape for tensor in tensors]
 
-    @staticmethod
-    def forward(
-        ctx: Any, group: Group, name: str | None, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the concatenations along the first dimension."""
-        gather = operations.Allgather(tensors, name)
-        gathered = begin(group, gather, name).wait()
-        position = group.ranks.index(group.context.rank)
-        ctx.group = group
-        ctx.parts = [
-            (sum(lengths[:position]), lengths[position], tensor.shape)
-            for lengths, tensor in zip(gather.lengths, tensors, strict=True)
+    def gradient(grads: Tensors) -> Tensors:
+        reduced, rank = allreduce(group, grads, Op.AVERAGE), gather.rank
+        return [
+            each.narrow(0, sum(lengths[:rank]), lengths[rank]).reshape(shape)
+            for each, lengths, shape in zip(reduced, gather.lengths, shapes, strict=True)
         ]
-        return tuple(gathered)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Average the gradients over the ranks and take this rank's rows."""
-        reduced = apply(AllreduceFunction, ctx.group, Op.AVERAGE, 1.0, 1.0, None, *grads)
-        own = [
-            each.narrow(0, start, length).reshape(shape)
-            for each, (start, length, shape) in zip(reduced, ctx.parts, strict=True)
-        ]
-        return None, None, *own
+    return _record(tensors, lambda _: begin(group, gather, name).wait(), gradient)
 
 
-class BroadcastFunction(torch.autograd.Function):
+def broadcast(group: Group, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
     """Copy a tensor of one rank; the gradient is the average for that rank, zero for others."""
+    position = operations.check_root(root, group.ranks)
+    is_root = group.rank == position
 
-    @staticmethod
-    def forward(
-        ctx: Any, group: Group, root: int, name: str | None, tensor: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the root's tensor."""
-        position = operations.check_root(root, group.ranks)
-        ctx.group, ctx.is_root = group, group.context.rank == group.ranks[position]
-        output = torch.empty_like(tensor)
-        copies = operations.Broadcast([tensor], [output], root, position, name)
-        begin(group, copies, name).wait()
-        return output
+    def run(given: Tensors) -> Tensors:
+        outputs = [torch.empty_like(each) for each in given]
+        return begin(group, operations.Broadcast(given, outputs, root, position, name), name).wait()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Average the gradients over the ranks, for the root alone."""
-        (reduced,) = apply(AllreduceFunction, ctx.group, Op.AVERAGE, 1.0, 1.0, None, *grads)
-        return None, None, None, reduced if ctx.is_root else reduced * 0
+    def gradient(grads: Tensors) -> Tensors:
+        (reduced,) = allreduce(group, grads, Op.AVERAGE)
+        return [reduced if is_root else reduced * 0]
+
+    return _record([tensor], run, gradient)[0]
 
 
-class AlltoallFunction(torch.autograd.Function):
-    """AlltoallInto rows; their gradients are exchanged the other way."""
+def alltoall(
+    group: Group, tensor: torch.Tensor, splits: Sequence[int], name: str | None = None
+) -> tuple[torch.Tensor, list[int]]:
+    """Exchange rows, whose gradients are exchanged the other way; return how many have come."""
+    exchange = operations.Alltoall(tensor, splits, name)
 
-    @staticmethod
-    def forward(
-        ctx: Any, group: Group, name: str | None, tensor: torch.Tensor, *splits: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows received, and how many each rank has sent (int32)."""
-        exchange = operations.Alltoall(tensor, splits, name)
-        output = begin(group, exchange, name).wait()
-        ctx.group, ctx.received = group, exchange.received
-        counts = torch.tensor(exchange.received, dtype=torch.int32)
-        ctx.mark_non_differentiable(counts)
-        return output, counts
+    def gradient(grads: Tensors) -> Tensors:
+        return [alltoall(group, grads[0], exchange.received)[0]]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Send each row's gradient to the rank that sent the row."""
-        returned, _ = apply(AlltoallFunction, ctx.group, None, grads[0], *ctx.received)
-        return None, None, returned, *(None for _ in ctx.received)
+    (output,) = _record([tensor], lambda _: [begin(group, exchange, name).wait()], gradient)
+    return output, exchange.received
 
 
-class ReducescatterFunction(torch.autograd.Function):
+def reducescatter(
+    group: Group,
+    tensors: Tensors,
+    op: Op,
+    prescale: float,
+    postscale: float,
+    name: str | None,
+) -> list[torch.Tensor]:
     """Reduce tensors and keep some rows; the gradient is gathered from all ranks.
 
     That of a sum is multiplied by the number of ranks, as in Horovod.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        group: Group,
-        op: Op,
-        prescale: float,
-        postscale: float,
-        name: str | None,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """Return this rank's rows of the reduced tensors."""
-        ctx.group, ctx.op, ctx.factor = group, op, prescale * postscale
-        scatter = operations.Reducescatter(tensors, op, prescale, postscale, name)
-        return tuple(begin(group, scatter, name).wait())
+    def run(given: Tensors) -> Tensors:
+        scatter = operations.Reducescatter(given, op, prescale, postscale, name)
+        return begin(group, scatter, name).wait()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Gather the gradients of all rows, scaled as the rows were."""
-        if ctx.op not in (Op.AVERAGE, Op.SUM):
+    def gradient(grads: Tensors) -> Tensors:
+        if op not in (Op.AVERAGE, Op.SUM):
             raise NotImplementedError(
-                f"the gradient of a reducescatter with {ctx.op} is not defined; use Average or Sum"
+                f"the gradient of a reducescatter with {op} is not defined; use Average or Sum"
             )
-        factor = ctx.factor * (ctx.group.size if ctx.op is Op.SUM else 1)
-        gathered = begin(ctx.group, operations.Allgather(grads)).wait()
-        return None, None, None, None, None, *(each * factor for each in gathered)
+        factor = prescale * postscale * (group.size if op is Op.SUM else 1)
+        gathered = begin(group, operations.Allgather(grads)).wait()
+        return [each * factor for each in gathered]
+
+    return _record(tensors, run, gradient)

@@ -14,15 +14,11 @@ from nbelastic.elastic.parameter_samples import sampler_of
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.training_checks import watch
 from nbelastic.pickling import dumps
-from nbelastic.torch.ops.coordination import agree, begin, group_of
-from nbelastic.torch.ops.operation import (
-    Allgather,
-    Chunk,
-    TensorOperation,
-    check_root,
-    description,
-    plan,
-)
+from nbelastic.torch.ops.coordination.comparison import agree, begin
+from nbelastic.torch.ops.coordination.process_sets import group_of
+from nbelastic.torch.ops.operation import description
+from nbelastic.torch.ops.operation.fusion import Chunk, plan
+from nbelastic.torch.ops.operation.tensor_operations import Allgather, TensorOperation, check_root
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

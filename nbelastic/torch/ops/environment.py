@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from nbelastic.elastic.ranks.context import current, initialize
 from nbelastic.elastic.ranks.session import Session, warn
-from nbelastic.torch.ops.coordination import add_first_sets
+from nbelastic.torch.ops.coordination.process_sets import add_first_sets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbelastic.torch.ops.coordination import ProcessSet
+    from nbelastic.torch.ops.coordination.process_sets import ProcessSet
 
 logger = logging.getLogger("nbelastic")
 

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from nbelastic.torch.ops import autograd
-from nbelastic.torch.ops import operation as operations
-from nbelastic.torch.ops.coordination import begin, coordination_of, group_of
-from nbelastic.torch.ops.operation import only
+from nbelastic.torch.ops.coordination.comparison import begin
+from nbelastic.torch.ops.coordination.coordination import coordination_of
+from nbelastic.torch.ops.coordination.process_sets import group_of
+from nbelastic.torch.ops.operation import tensor_operations as operations
+from nbelastic.torch.ops.operation.tensor_operations import only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbelastic.torch.ops.operation import Pending
+    from nbelastic.torch.ops.operation.tensor_operations import Pending
 
 T = TypeVar("T")
 
@@ -82,7 +84,7 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = None
 ) -> list[torch.Tensor]:
     """Gather several tensors as one operation; otherwise as :func:`allgather`."""
-    return [*autograd.apply(autograd.AllgatherFunction, group_of(process_set), name, *tensors)]
+    return autograd.allgather(group_of(process_set), tensors, name)
 
 
 def grouped_allgather_async(
@@ -100,11 +102,7 @@ def broadcast(
     Differentiable: the root's gradient is the average over the ranks, that of others is zero
     (Horovod's convention). The root is named by its rank in the job, in a process set as well.
     """
-    group = group_of(process_set)
-    copied: torch.Tensor = autograd.apply(
-        autograd.BroadcastFunction, group, root_rank, name, tensor
-    )
-    return copied
+    return autograd.broadcast(group_of(process_set), tensor, root_rank, name)
 
 
 def broadcast_async(
@@ -171,8 +169,8 @@ def alltoall(
     """
     group = group_of(process_set)
     counts = _splits(tensor, splits, group.size)
-    output, received = autograd.apply(autograd.AlltoallFunction, group, name, tensor, *counts)
-    return output if splits is None else (output, received)
+    output, received = autograd.alltoall(group, tensor, counts, name)
+    return output if splits is None else (output, torch.tensor(received, dtype=torch.int32))
 
 
 def alltoall_async(

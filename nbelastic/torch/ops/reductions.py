@@ -12,16 +12,18 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.torch.ops import autograd
-from nbelastic.torch.ops import operation as operations
 from nbelastic.torch.ops.compression import Compression
-from nbelastic.torch.ops.coordination import begin, group_of
-from nbelastic.torch.ops.operation import GradientOp, only
+from nbelastic.torch.ops.coordination.comparison import begin
+from nbelastic.torch.ops.coordination.process_sets import group_of
+from nbelastic.torch.ops.operation import tensor_operations as operations
+from nbelastic.torch.ops.operation.adasum import GradientOp
+from nbelastic.torch.ops.operation.tensor_operations import only
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.torch.ops.compression import AnyCompressor
-    from nbelastic.torch.ops.operation import Pending
+    from nbelastic.torch.ops.operation.tensor_operations import Pending
 
 Average = Op.AVERAGE
 Sum = Op.SUM
@@ -93,14 +95,13 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Reduce several tensors in as few operations as possible; otherwise as :func:`allreduce`."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = autograd.apply(
-        autograd.AllreduceFunction,
+    reduced = autograd.allreduce(
         group_of(process_set),
+        [compressed for compressed, _ in pairs],
         _op(op, average),
         prescale_factor,
         postscale_factor,
         name,
-        *(compressed for compressed, _ in pairs),
     )
     return [
         compression.decompress(output, ctx) for output, (_, ctx) in zip(reduced, pairs, strict=True)
@@ -237,14 +238,13 @@ def grouped_reducescatter(
     """Reduce several tensors as one operation; otherwise as :func:`reducescatter`."""
     how = _op_of_rows(op, tensors)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = autograd.apply(
-        autograd.ReducescatterFunction,
+    reduced = autograd.reducescatter(
         group_of(process_set),
+        [compressed for compressed, _ in pairs],
         how,
         prescale_factor,
         postscale_factor,
         name,
-        *(compressed for compressed, _ in pairs),
     )
     return [
         compression.decompress(rows, ctx) for rows, (_, ctx) in zip(reduced, pairs, strict=True)

@@ -12,7 +12,9 @@ from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.groups import Group
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.ops.autograd import apply
-from nbelastic.torch.ops.coordination import SERVICES, announce, group_of
+from nbelastic.torch.ops.coordination.coordination import announce
+from nbelastic.torch.ops.coordination.joined_rank import SERVICES
+from nbelastic.torch.ops.coordination.process_sets import group_of
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Communicator

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
@@ -19,7 +20,6 @@ from nbelastic.elastic.ranks.groups import Group
 from nbelastic.elastic.ranks.session import Session, note
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.process_group import ddp
-from nbelastic.torch.process_group.caches import write_ranks, write_world
 from nbelastic.torch.process_group.group import NAME, ElasticProcessGroup
 
 if TYPE_CHECKING:
@@ -115,11 +115,18 @@ def _refresh() -> None:
     group = default_group()
     if group is None:
         return
-    for each in list(c10d._world.pg_map):
+    world: Any = c10d._world
+    for each in list(world.pg_map):
         if isinstance(each, ElasticProcessGroup):
             each.queue.drop()
-            write_ranks(each)
-    write_world(group)
+            world.pg_group_ranks[each] = {rank: place for place, rank in enumerate(each.ranks)}
+    states, context = sys.modules.get("accelerate.state"), group.context
+    for name in ("PartialState", "AcceleratorState"):  # the second has a copy of the first
+        shared = getattr(getattr(states, name, None), "_shared_state", None)
+        if shared and "num_processes" in shared:
+            shared["num_processes"] = context.size
+            shared["process_index"] = context.rank
+            shared["local_process_index"] = context.local_rank
 
 
 def _create(options: Any, _: Any = None) -> ElasticProcessGroup:

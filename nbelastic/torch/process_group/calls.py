@@ -14,20 +14,20 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 
 from nbelastic.collectives import Op
-from nbelastic.torch.ops.coordination import coordination_over
-from nbelastic.torch.ops.operation import (
+from nbelastic.torch.ops.coordination.coordination import coordination_over
+from nbelastic.torch.ops.operation import description
+from nbelastic.torch.ops.operation.reduction import BitwiseOp
+from nbelastic.torch.ops.operation.tensor_operations import (
     AllgatherInto,
     Allreduce,
     AlltoallInto,
     Barrier,
-    BitwiseOp,
     Broadcast,
     Gather,
     Reduce,
     ReducescatterInto,
     Scatter,
     SparseAllreduce,
-    description,
 )
 from nbelastic.torch.process_group.messages import PointToPoint, monitored_barrier
 from nbelastic.torch.process_group.work import CoalescedWork, OperationQueue, OperationWork
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.context import Context
-    from nbelastic.torch.ops.operation import AnyOp, TensorOperation
+    from nbelastic.torch.ops.operation.reduction import AnyOp
+    from nbelastic.torch.ops.operation.tensor_operations import TensorOperation
 
     Base = object  # torch declares the overloads of the base class, which has more names
 else:
@@ -46,15 +47,16 @@ else:
 Tensors = list[torch.Tensor]
 ReduceOp = dist.ReduceOp
 
-_OPS: dict[Any, AnyOp] = {
-    ReduceOp.SUM: Op.SUM,
-    ReduceOp.AVG: Op.AVERAGE,
-    ReduceOp.MIN: Op.MIN,
-    ReduceOp.MAX: Op.MAX,
-    ReduceOp.PRODUCT: Op.PRODUCT,
-    ReduceOp.BAND: BitwiseOp.BAND,
-    ReduceOp.BOR: BitwiseOp.BOR,
-    ReduceOp.BXOR: BitwiseOp.BXOR,
+_OPS: dict[Any, tuple[AnyOp, str]] = {
+    ReduceOp.SUM: (Op.SUM, "sum"),
+    ReduceOp.AVG: (Op.AVERAGE, "avg"),
+    ReduceOp.MIN: (Op.MIN, "min"),
+    ReduceOp.MAX: (Op.MAX, "max"),
+    ReduceOp.PRODUCT: (Op.PRODUCT, "product"),
+    ReduceOp.BAND: (BitwiseOp.BAND, "band"),
+    ReduceOp.BOR: (BitwiseOp.BOR, "bor"),
+    ReduceOp.BXOR: (BitwiseOp.BXOR, "bxor"),
+    ReduceOp.PREMUL_SUM: (Op.SUM, "premul_sum"),
 }
 
 
@@ -354,17 +356,14 @@ def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> tuple[AnyOp, float
     """Return a reduction, the factor of values before it, and its name in torch."""
     how: Any = ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
     kind = getattr(how, "op", how)  # a ReduceOp, or the kind itself
-    word = str(kind).rpartition(".")[2].lower()
-    if kind == ReduceOp.PREMUL_SUM:
-        return Op.SUM, how.__getstate__()[1], word
-    op = _OPS.get(kind)
+    op, word = _OPS.get(kind, (None, ""))
     if op is None:
         raise ValueError(f"{kind} is not a reduction of tensors; use SUM, AVG, MIN, MAX, …")
     if isinstance(op, BitwiseOp):
         for each in tensors:
             if each.is_floating_point() or each.is_complex():
                 raise ValueError(f"{kind} is for whole numbers, not {each.dtype}")
-    return op, 1.0, word
+    return op, how.__getstate__()[1] if word == "premul_sum" else 1.0, word
 
 
 def _sparse(tensors: Sequence[torch.Tensor], op: AnyOp) -> SparseAllreduce:

@@ -42,13 +42,13 @@ class ElasticProcessGroup(CollectiveCalls):
     # Who calls reconfigure() chooses the ranks, and here the job chooses them. The group follows by
     # itself, in `hvd.elastic.run`.
     supports_reconfigure = False
+    group_name, group_desc = NAME, ""  # in place of the properties of torch's class
 
     def __init__(self, context: Context, timeout: Any = None, its: Group | None = None) -> None:
         super().__init__(context, _short(timeout))
         self._its = its or Group(context)
         self._alone: SoloCommunicator | None = None
         self._latest: Communicator | None = None  # of the last operation
-        self._name, self._desc = NAME, ""
 
     # -- who is in it ------------------------------------------------------------------------------
 
@@ -132,31 +132,21 @@ class ElasticProcessGroup(CollectiveCalls):
 
     def getGroupName(self) -> str:  # noqa: N802
         """Return the name of the group."""
-        return self._name
+        return self.group_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         """Set the name of the group."""
-        self._name = name
+        self.group_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
         """Return the description of the group."""
-        return self._desc
+        return self.group_desc
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
         """Set the description of the group."""
-        self._desc = desc
+        self.group_desc = desc
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-
-    @property
-    def group_name(self) -> str:
-        """The name of the group."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """The description of the group."""
-        return self._desc
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -172,10 +162,10 @@ class ElasticProcessGroup(CollectiveCalls):
         return None
 
     def __repr__(self) -> str:
-        return f"<nbelastic process group {self._name!r}: rank {self.rank()} of {self.size()}>"
+        return f"<nbelastic process group {self.group_name!r}: rank {self.rank()} of {self.size()}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _group_of_this_process, (self._name,)
+        return _group_of_this_process, (self.group_name,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ElasticProcessGroup:
         return self

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.errors import CollectiveError
-from nbelastic.torch.ops.operation import TensorOperation
+from nbelastic.torch.ops.operation.tensor_operations import TensorOperation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from nbelastic.collectives import Communicator, Handle
-    from nbelastic.torch.ops.operation import Waitable
+    from nbelastic.torch.ops.operation.tensor_operations import Waitable
 
 _HEADER = struct.Struct("<qq")
 _POLL_S = 0.0002
@@ -202,9 +202,6 @@ class PointToPoint(TensorOperation[None]):
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
         return [self._post(mailbox_of(communicator))]
-
-    def store(self) -> None:
-        """Do nothing: a receive fills its tensor."""
 
 
 def _bytes_of(tag: int, length: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.ops.coordination.comparison import gather_numbers
-from nbelastic.torch.ops.operation import TensorOperation
+from nbelastic.torch.ops.operation.tensor_operations import TensorOperation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator
     from nbelastic.torch.ops.coordination.coordination import Comparison, Coordination
-    from nbelastic.torch.ops.operation import Waitable
+    from nbelastic.torch.ops.operation.tensor_operations import Waitable
 
 _POLL_S = 0.0005
+_NOTHING: TensorOperation[Any] = TensorOperation()
 
 
 class OperationQueue:
@@ -228,6 +229,7 @@ class OperationWork(dist.Work):
             handle.wait()
             self._source = getattr(handle, "source", -1)
         self.operation.store()
+        self.operation = _NOTHING  # which holds no memory
         self._completed, self._handles = True, ()
 
     # -- what torch calls --------------------------------------------------------------------------
@@ -299,7 +301,7 @@ class CoalescedWork(OperationWork):
     """Several operations, awaited as one."""
 
     def __init__(self, queue: OperationQueue, works: Sequence[OperationWork]) -> None:
-        super().__init__(queue, TensorOperation())
+        super().__init__(queue, _NOTHING)
         self._handles = works
         if works:
             self.communicator = works[-1].communicator

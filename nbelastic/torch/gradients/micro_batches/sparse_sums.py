@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives.reduction_tree import IDENTITY, fold
-from nbelastic.torch.ops.operation import Allgather
+from nbelastic.torch.ops.operation.tensor_operations import Allgather
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

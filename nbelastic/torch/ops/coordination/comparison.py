@@ -14,14 +14,15 @@ from nbelastic.torch.ops.coordination.coordination import (
     coordination_of,
     not_with_join,
 )
-from nbelastic.torch.ops.operation import Pending, description
+from nbelastic.torch.ops.operation import description
+from nbelastic.torch.ops.operation.tensor_operations import Pending
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.groups import Group
-    from nbelastic.torch.ops.operation import TensorOperation
+    from nbelastic.torch.ops.operation.tensor_operations import TensorOperation
 
 T = TypeVar("T")
 

@@ -35,7 +35,8 @@ from nbelastic.collectives.consistency import (
 )
 from nbelastic.elastic.ranks.context import when_formed
 from nbelastic.errors import CollectiveError, NotTheRank, RanksDisagree
-from nbelastic.torch.ops.operation import Allreduce, Pending, description
+from nbelastic.torch.ops.operation import description
+from nbelastic.torch.ops.operation.tensor_operations import Allreduce, Pending
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
     from nbelastic.collectives.rendezvous.matching import MatchingClient
     from nbelastic.elastic.ranks.groups import Group
-    from nbelastic.torch.ops.operation import TensorOperation, Waitable
+    from nbelastic.torch.ops.operation.tensor_operations import TensorOperation, Waitable
 
 T = TypeVar("T")
 Message = dict[str, Any]

@@ -14,7 +14,7 @@ from nbelastic.elastic.ranks.groups import Group
 from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.coordination.comparison import begin
 from nbelastic.torch.ops.coordination.coordination import CHECK, JOINED, announce, coordination_of
-from nbelastic.torch.ops.operation import Allreduce, Barrier
+from nbelastic.torch.ops.operation.tensor_operations import Allreduce, Barrier
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -117,7 +117,7 @@ def _registry(context: Context) -> _Registry:
 
 def group_in(context: Context, process_set: ProcessSet) -> Group:
     """Return the ranks of a process set, as a group of theirs."""
-    if process_set is global_process_set:
+    if process_set.process_set_id == 0:  # also a copy of that of all ranks
         return Group(context)
     key = f"process-set-{process_set.process_set_id}"
     return Group(context, process_set._members, key, process_set._describe())

@@ -38,28 +38,24 @@ class Chunk:
             dtype = tensors[indices[0]].dtype
             buffer = torch.empty(sum(self.counts), dtype=dtype, device="cpu")
         self.buffer = buffer
+        self.owner: torch.Tensor | None = None  # the only tensor, if the buffer is its memory
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy this chunk's part of `tensors` into the buffer."""
-        for index, part in zip(self._indices, self._parts(), strict=True):
-            if not _is_in(tensors[index], part):
+        if self.owner is not tensors[self._indices[0]]:
+            for index, part in zip(self._indices, self._parts(), strict=True):
                 part.copy_(tensors[index].detach())
 
     def write_back(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the buffer into this chunk's part of `tensors`; autograd does not record it."""
-        with torch.no_grad():
-            for index, part in zip(self._indices, self._parts(), strict=True):
-                if not _is_in(tensors[index], part):
+        if self.owner is not tensors[self._indices[0]]:
+            with torch.no_grad():
+                for index, part in zip(self._indices, self._parts(), strict=True):
                     tensors[index].copy_(part)
 
     def _parts(self) -> list[torch.Tensor]:
         parts = torch.split(self.buffer, self.counts)
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-
-
-def _is_in(tensor: torch.Tensor, part: torch.Tensor) -> bool:
-    """Return whether a tensor is the buffer's own memory."""
-    return tensor.data_ptr() == part.data_ptr() and tensor.stride() == part.stride()
 
 
 def plan(tensors: Sequence[torch.Tensor], limit_bytes: int = LIMIT_BYTES) -> list[list[int]]:
@@ -92,7 +88,10 @@ def lend(tensors: Sequence[torch.Tensor], *, private: bool) -> list[Chunk]:
     chunks = []
     for index, tensor in enumerate(tensors):
         memory = tensor.detach()
-        if private or not memory.is_contiguous():
+        lent = not private and memory.is_contiguous()
+        if not lent:
             memory = torch.empty_like(memory, memory_format=torch.contiguous_format)
-        chunks.append(Chunk(tensors, [index], memory.view(-1)))
+        chunk = Chunk(tensors, [index], memory.view(-1))
+        chunk.owner = tensor if lent else None
+        chunks.append(chunk)
     return chunks

@@ -121,9 +121,8 @@ class TensorOperation(Generic[T]):
         """Begin to move data; `numbers` are those of each rank. In any thread."""
         raise NotImplementedError
 
-    def store(self) -> T:
-        """Return the result, in the rank's thread."""
-        raise NotImplementedError
+    def store(self) -> Any:
+        """Return the result, of the type `T`, in the rank's thread; None if there is none."""
 
     def _chunks_of(self, tensors: Sequence[torch.Tensor]) -> list[Chunk]:
         return pack(tensors) if self.fuses else lend(tensors, private=not self.lends)
@@ -141,9 +140,6 @@ class Barrier(TensorOperation[None]):
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
         return [communicator.barrier_async()] if self.can_be_foreseen else ()
-
-    def store(self) -> None:
-        """Do nothing."""
 
 
 class Allreduce(TensorOperation[list[torch.Tensor]]):
@@ -167,8 +163,8 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
         name: str | None = None,
         head: str = "",
     ) -> None:
+        check_dense(*tensors)
         for tensor in tensors:
-            check_dense(tensor)
             if isinstance(op, GradientOp) and not tensor.dtype.is_floating_point:
                 raise ValueError(f"Adasum needs real floating point, not {tensor.dtype}")
         self._tensors, self._outputs = tensors, outputs
@@ -255,8 +251,7 @@ class Broadcast(TensorOperation[list[torch.Tensor]]):
         position: int,
         name: str | None = None,
     ) -> None:
-        for tensor in tensors:
-            check_dense(tensor)
+        check_dense(*tensors)
         self._tensors, self._outputs = tensors, outputs
         self._position, self._is_root = position, False
         head = f"{description.called('broadcast', name)} from rank {root}"
@@ -288,8 +283,7 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
     verb = "allgather"
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: str | None = None) -> None:
-        for tensor in tensors:
-            check_dense(tensor)
+        check_dense(*tensors)
         plain = [tensor.detach() for tensor in tensors]
         self._sources = [each.reshape(1) if each.dim() == 0 else each for each in plain]
         head = description.called("allgather", name)
@@ -502,10 +496,11 @@ class ReducescatterInto(TensorOperation[list[torch.Tensor]]):
         self._inputs = [[copied(part).view(-1) for part in parts] for parts in self._lists]
         for part in itertools.chain(*self._inputs):
             multiply(part, self._prescale)
-        self._chunks = lend(self._outputs, private=not self.lends)
-        if not self._direct:
-            for parts, chunk in zip(self._inputs, self._chunks, strict=True):
-                chunk.buffer = parts[self.rank]
+        if self._direct:
+            self._chunks = lend(self._outputs, private=not self.lends)
+        else:
+            mine = enumerate(parts[self.rank] for parts in self._inputs)
+            self._chunks = [Chunk(self._outputs, [index], part) for index, part in mine]
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
         handles: list[Waitable] = []
@@ -541,8 +536,7 @@ class Reducescatter(ReducescatterInto):
         postscale: float,
         name: str | None = None,
     ) -> None:
-        for tensor in tensors:
-            check_dense(tensor)
+        check_dense(*tensors)
         verb = description.called("reducescatter", name)
         head = description.reduction(verb, op.value, prescale, postscale)
         super().__init__((), (), op, prescale, (head, description.kinds(tensors)))
@@ -558,15 +552,16 @@ class Reducescatter(ReducescatterInto):
         super().load()
 
 
-def check_dense(tensor: torch.Tensor) -> None:
-    """Refuse what is no dense tensor."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"operations are on tensors, not on {type(tensor).__name__}")
-    if tensor.layout is not torch.strided:
-        raise ValueError(
-            f"the tensor's layout is {tensor.layout}, not strided; use to_dense(), or "
-            "sparse_allreduce_async for a sum"
-        )
+def check_dense(*tensors: torch.Tensor) -> None:
+    """Refuse what are no dense tensors."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"operations are on tensors, not on {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"the tensor's layout is {tensor.layout}, not strided; use to_dense(), or "
+                "sparse_allreduce_async for a sum"
+            )
 
 
 def check_root(root: int, ranks: Sequence[int]) -> int:
