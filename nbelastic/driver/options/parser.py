@@ -1,4 +1,4 @@
-"""What users type: options on a line, which click reads by the table, and keywords.
+"""Read options from a line by the table, and answer unknown ones.
 
 Users know the options of other systems, which :data:`ELSEWHERE` translates. So the error for an
 unknown option names those that were probably meant, on every line and in :func:`nbelastic.fit`.
