@@ -22,13 +22,12 @@ from .faults import Fault, RandomPlan
 from .report import FaultOutcome, Report, with_recovery
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from nbelastic.driver import Job
     from nbelastic.membership import RankView
     from nbelastic.messages import FaultOrder, FaultReport
 
-    from .faults import RandomFault
 
 TICK = 0.05
 """Seconds between two looks at the job."""
@@ -80,24 +79,16 @@ class ScheduledFault:
         return FaultOutcome(kind, rank, self.worker, when or self.sent or 0.0, problem)
 
 
-@dataclass
 class RandomSchedule:
-    """The faults of a random plan: the next, and when it is due."""
+    """The faults of a random plan that begins now: the next, and when it is due."""
 
-    draws: Iterator[RandomFault]
-    due: float
-    next: RandomFault
-
-    @classmethod
-    def of(cls, plan: RandomPlan, now: float) -> RandomSchedule:
-        """Return the faults of a plan that begins now."""
-        draws = plan.draws()
-        first = next(draws)
-        return cls(draws, now + first.wait, first)
+    def __init__(self, plan: RandomPlan, now: float) -> None:
+        self._draws = plan.draws()
+        self.advance(now)
 
     def advance(self, now: float) -> None:
         """Go on to the next."""
-        self.next = next(self.draws)
+        self.next = next(self._draws)
         self.due = now + self.next.wait
 
 
@@ -162,7 +153,7 @@ class FaultPlan:
             next(_numbers): ScheduledFault(f) for f in faults if isinstance(f, Fault)
         }
         self._schedules = [
-            RandomSchedule.of(plan, self._began) for plan in faults if isinstance(plan, RandomPlan)
+            RandomSchedule(plan, self._began) for plan in faults if isinstance(plan, RandomPlan)
         ]
         self._known: set[int] = set()
         self._unwell: dict[int, float] = {}

@@ -65,17 +65,14 @@ def opened(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[
     if address is not None:
         yield address
     elif options.get("cluster"):
-        with _made(options["cluster"], _wanted(options)) as cluster:
+        wanted = options.get("max_np") or options.get("np") or options.get("min_np") or 1
+        with _made(options["cluster"], int(wanted)) as cluster:
             yield cluster
     elif named:
         with _of_hosts(options, tell) as cluster:
             yield cluster
     else:
         yield None
-
-
-def _wanted(options: Mapping[str, Any]) -> int:
-    return int(options.get("max_np") or options.get("np") or options.get("min_np") or 1)
 
 
 @contextlib.contextmanager

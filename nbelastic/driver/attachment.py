@@ -51,7 +51,7 @@ def attach_client(cluster: Any, options: Options) -> tuple[Client, Callable[[], 
             raise ClusterLost(f"cluster: the client is {cluster.status}, not running")
         with lost_while(cluster, "asking whether it answers"):
             check_answers(cluster, display.say)
-        return cluster, _nothing
+        return cluster, lambda: None  # the client belongs to the user
     is_cluster = hasattr(cluster, "scheduler_address") and not isinstance(cluster, type)
     if is_cluster or isinstance(cluster, str):
         return _connected(cluster)
@@ -119,7 +119,3 @@ async def _wait_for_workers(cluster: LocalCluster) -> None:
         await cluster
 
     await asyncio.shield(start())  # a cluster that is cancelled while it starts cannot be closed
-
-
-def _nothing() -> None:
-    """Close nothing, because the client belongs to the user."""

@@ -92,7 +92,8 @@ def _ending(
         failures = {start: unpack_error(log.failures[start]) for start in starts}
         if isinstance(outcome.reason, NotReady | ReturnedEarly):
             outcome = replace(outcome, reason=Text(log.in_words(outcome.reason)))
-        return _failed(name, outcome, failures, log.names, log.modules)
+        names = {start: f"rank {rank} on {worker}" for start, (rank, worker) in log.ranks.items()}
+        return _failed(name, outcome, failures, names, log.modules)
     try:
         # One by one, so that no result is kept both pickled and read.
         values = [cloudpickle.loads(log.results.pop(start)) for start in outcome.starts]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import threading
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster import (
@@ -96,14 +95,13 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
     try:
         with lost_while(client, "versions were compared"):
             check_versions(client)
-        inbox = _Inbox()
-        job_client = JobClient(client, name, inbox.receive)
+        driver = Driver(name, Options(), cleanup)  # those of the job come with the answer
+        job_client = JobClient(client, name, driver.receive)
         answer = job_client.attach()
         if isinstance(answer, AttachRefusal):
             raise _unknown(name, answer)
-        driver = Driver(name, pickle.loads(answer.options), cleanup)
-        driver.adopt(answer)
-        inbox.hand_over(driver)
+        driver.options = pickle.loads(answer.options)
+        driver.adopt(answer)  # before its thread reads what has come since
         driver.start(job_client)
     except BaseException:
         if job_client is not None:
@@ -195,25 +193,3 @@ def _given(cluster: Any) -> Any:
             "cluster=None: must be a Dask Client, a cluster, or a scheduler's address"
         )
     return cluster
-
-
-class _Inbox:
-    """Buffer of messages for a driver that is still being created."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: list[Any] = []
-        self._driver: Driver | None = None
-
-    def receive(self, message: Any) -> None:
-        with self._lock:
-            if self._driver is None:
-                self._kept.append(message)
-            else:
-                self._driver.receive(message)
-
-    def hand_over(self, driver: Driver) -> None:
-        with self._lock:
-            for message in self._kept:
-                driver.receive(message)
-            self._driver = driver

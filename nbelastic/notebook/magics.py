@@ -44,21 +44,6 @@ NOTHING_HERE = (
 _MARK = "_nbelastic_original"
 
 
-def register(shell: InteractiveShell) -> None:
-    """Register the magics with a shell."""
-    shell.register_magics(ElasticMagics)
-    _wrap_debug(shell)
-
-
-def unregister(shell: InteractiveShell) -> None:
-    """Unregister the magics from a shell."""
-    magics = shell.magics_manager.magics
-    magics["cell"].pop("elastic_train", None)
-    magics["line"].pop("elastic", None)
-    shell.magics_manager.registry.pop(ElasticMagics.__name__, None)
-    _unwrap_debug(shell)
-
-
 @magics_class
 class ElasticMagics(Magics):
     """The magics of one notebook."""
@@ -282,7 +267,7 @@ def _write(text: str) -> None:
 # -- after a failure -------------------------------------------------------------------------------
 
 
-def _wrap_debug(shell: InteractiveShell) -> None:
+def wrap_debug(shell: InteractiveShell) -> None:
     """Make ``%debug`` explain itself if the last error was a rank's."""
     original = _find(shell)
     if original is None or hasattr(original, _MARK):
@@ -299,7 +284,7 @@ def _wrap_debug(shell: InteractiveShell) -> None:
     shell.magics_manager.magics["line"]["debug"] = debug
 
 
-def _unwrap_debug(shell: InteractiveShell) -> None:
+def unwrap_debug(shell: InteractiveShell) -> None:
     """Restore the original."""
     original = getattr(_find(shell), _MARK, None)
     if original is not None:

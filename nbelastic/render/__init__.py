@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .changes import sentence
 from .figures import FIGURES, rank_line
-from .formatting import abbreviate, count, duration, limits, number, pace, printable, rate
+from .formatting import abbreviate, count, duration, number, pace, printable
 from .job_snapshot import JobSnapshot
 from .output import Mode, RankLines, Streamer
 from .page import OUTPUT_TITLE, PARTS, page
@@ -28,14 +28,12 @@ __all__ = [
     "abbreviate",
     "count",
     "duration",
-    "limits",
     "line",
     "number",
     "pace",
     "page",
     "printable",
     "rank_line",
-    "rate",
     "sentence",
     "text",
     "timeline",

@@ -108,6 +108,7 @@ def test_progress_and_remaining_time():
     assert (progress.epoch, progress.epochs, progress.batch) == (1, 4, 1)
     assert abs(progress.fraction - 1.1 / 4) < 1e-9
     assert abs(progress.remaining_s - 10.0 * (1 - 1.1 / 4) / (1.0 / 4)) < 1e-9
+    assert metrics.progress(11.0, [0], finished=True).fraction == 1.0
 
 
 def test_curves_are_thinned_evenly_up_to_the_newest():
@@ -130,12 +131,6 @@ def test_the_pace_is_thinned_evenly():
     pace = metrics.pace()
     assert MOST_POINTS / 4 < len(pace) <= MOST_POINTS
     assert pace[0][0] < 60 and pace[-1][0] > 2 * MOST_POINTS - 60
-
-
-def test_a_finished_job_is_all_done():
-    metrics = MetricsAggregator()
-    metrics.take(0.0, [rank(0, epoch=3, batch=7, epochs=4, batches=10)])
-    assert metrics.progress(1.0, [0], finished=True).fraction == 1.0
 
 
 def rows(seen, *, redone=0, length=100):

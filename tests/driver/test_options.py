@@ -23,8 +23,8 @@ import nbelastic
 from nbelastic.cluster.wire import pack, unpack
 from nbelastic.driver import Job, ask_to_scale, ask_to_stop, look
 from nbelastic.driver.options import DEFAULTS, TABLE, Options, call_arguments
-from nbelastic.driver.options.hints import ELSEWHERE
 from nbelastic.driver.options.kinds import MOST_SECONDS
+from nbelastic.driver.options.parser import ELSEWHERE
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, NotPicklable, OptionError
 from nbelastic.membership import Machine, pack_machine
@@ -215,7 +215,7 @@ def test_an_option_error_has_no_line_of_what_checked_it():
     with pytest.raises(OptionError) as caught:
         nbelastic.fit(print, np="4")
     files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert [os.path.basename(file) for file in files] == ["test_options.py", "hints.py"]
+    assert [os.path.basename(file) for file in files] == ["test_options.py", "parser.py"]
 
 
 @pytest.mark.parametrize("name", [5, None, "", "a b", "a\udce9", "x" * 5000, b"x", Unshowable()])

@@ -10,7 +10,6 @@ from nbelastic.cluster import JobClient, pack_function
 from nbelastic.driver.clock import LiveClock
 from nbelastic.driver.fit import terms_of
 from nbelastic.driver.options import Options
-from nbelastic.driver.takeover import _Inbox
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, Detached, OptionError
 from nbelastic.messages import AttachRefusal
@@ -132,8 +131,8 @@ class Kernels:
 
     def _attach(self, client: SimClient) -> None:
         wanted = self.driving  # then another kernel may be about to open it, or to close it
-        inbox = _Inbox()
-        job_client = JobClient(client, "job", inbox.receive)  # type: ignore[arg-type]
+        driver = self._make_driver(Options())
+        job_client = JobClient(client, "job", driver.receive)  # type: ignore[arg-type]
         try:
             packed = job_client.attach()
         except UNREACHABLE:  # its user tries again
@@ -148,13 +147,12 @@ class Kernels:
             self.world.hub.require(unknown, f"not attached: {packed}")
             self.gone = not self.driving
             return
-        driver = self._make_driver(pickle.loads(packed.options))
+        driver.options = pickle.loads(packed.options)
         if packed.epoch > self._epoch:  # else another has attached since, and was told sooner
             self.former.append((self.client, self.driver))
             self.client, self.driver, self._epoch = client, driver, packed.epoch
         else:
             self.former.append((client, driver))
         driver.adopt(packed)
-        inbox.hand_over(driver)
         driver.adopt_client(job_client)
         driver.run()

@@ -1,12 +1,11 @@
 """Options of a job, in one table for ``fit``, the magics and the terminal.
 
-``table`` has a row for each option. ``kinds`` checks values, ``parser`` reads lines of magics and
-of the terminal, and ``hints`` names options that are like an unknown one.
+``table`` has a row for each option. ``kinds`` checks values, and ``parser`` reads lines of magics
+and of the terminal, and names options that are like an unknown one.
 """
 
-from .hints import did_you_mean, with_hints
 from .kinds import FLAG, Kind, choice, count, shown
-from .parser import LineCommand, LineOption
+from .parser import LineCommand, LineOption, did_you_mean, with_hints
 from .table import (
     DEFAULTS,
     LIMITS,

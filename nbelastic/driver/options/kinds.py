@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import math
 import numbers
-import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ class Kind:
     expects: str  # the end of "must be …"
     metavar: str = ""  # stands for the value in help; empty for a flag
     optional: bool = False  # whether None is a value, too
-    from_words: Callable[[tuple[str, ...]], Any] = operator.itemgetter(0)
+    from_words: Callable[[Any], Any] = lambda given: given  # gets one word, or the tuple of several
     as_words: str = ""  # `expects` for the words of a line, where it differs
     words: int = 1  # of a line; -1 for one or more
     free_text: bool = False  # may have commas, and may be secret
@@ -59,7 +58,7 @@ class Kind:
     def read(self, words: tuple[str, ...]) -> Any:
         """Return what the words of a line mean, or raise an OptionError."""
         try:
-            return self.convert(self.from_words(words))
+            return self.convert(self.from_words(words[0] if self.words == 1 else words))
         except ValueError as error:
             if self.free_text:
                 raise OptionError(str(error)) from None
@@ -91,7 +90,7 @@ def whole(least: int | None = None, *, optional: bool = False) -> Kind:
             raise ValueError
         return max(min(number, LARGEST), -LARGEST)
 
-    return Kind(convert, expects, "N", optional, lambda words: int(words[0]))
+    return Kind(convert, expects, "N", optional, int)
 
 
 def count(least: int = 1) -> Kind:
@@ -116,7 +115,7 @@ def _above_0(value: Any) -> float:
     return number
 
 
-NUMBER = Kind(_above_0, "a number above 0", "X", from_words=lambda words: float(words[0]))
+NUMBER = Kind(_above_0, "a number above 0", "X", from_words=float)
 
 
 # -- times -------------------------------------------------------------------------------------
@@ -158,7 +157,6 @@ RANGE = Kind(
     "(lo, hi), two durations with 0 < lo <= hi",
     "LO HI",
     optional=True,
-    from_words=tuple,
     as_words="LO HI, two durations with 0 < LO <= HI",
     words=2,
 )
@@ -203,7 +201,6 @@ NAMES = Kind(
     "a list of addresses, names or hosts, or None for all; how many may train: np, min_np, max_np",
     "A B …",
     optional=True,
-    from_words=tuple,
     words=-1,
 )
 """Addresses, names and hosts of workers; None for all."""
@@ -221,7 +218,6 @@ VARIABLE_NAMES = Kind(
     _variable_names,
     "names of variables, as in ('model', 'history')",
     "NAME …",
-    from_words=tuple,
     words=-1,
 )
 """Names of variables of the function."""

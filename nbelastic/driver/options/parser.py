@@ -1,21 +1,164 @@
-"""Options on a line of a magic or of the terminal: click reads them by the table."""
+"""Read options from a line by the table, and answer unknown ones.
+
+Users know the options of other systems, which :data:`ELSEWHERE` translates. So the error for an
+unknown option names those that were probably meant, on every line and in :func:`nbelastic.fit`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import difflib
+import functools
+import inspect
+import os
+import re
+import reprlib
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import click
 
-from nbelastic.errors import OptionError
+from nbelastic.driver import display
+from nbelastic.errors import OptionError, UnknownOption
 
-from .hints import did_you_mean
 from .table import DEFAULTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from .kinds import Kind
     from .table import OptionRow
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
+_SHELL = re.compile(r"[\\/](IPython|ipykernel)[\\/]")
+"""Files of IPython and its kernel."""
+
+_OTHER_NAMES = {
+    "np": "num_workers n_workers num_proc nproc n_proc num_processes num_ranks world_size size n",
+    "min_np": "min_num_proc min_workers min_nodes minimum",
+    "max_np": "max_num_proc max_workers max_nodes maximum",
+    "min_np max_np": "nnodes num_nodes n_nodes",
+    "np slots_per_host": "nproc_per_node slots processes_per_node ranks_per_node ranks_per_host",
+    "np resources": "num_gpus n_gpus gpus gpus_per_node gpus_per_worker use_gpu devices",
+    "cluster": "client scheduler address scheduler_address dask",
+    "workers": "hosts hostfile nodes machines",
+    "check_every": "check_hosts_added_delay host_check_interval",
+    "reset_limit": "max_restarts max_failures max_retries retries",
+    "elastic_timeout": "timeout start_timeout rdzv_timeout",
+    "blacklist_cooldown": "cooldown cooldown_range blacklist_cooldown_range",
+    "checkpoint": "checkpoint_dir checkpoint_path ckpt_path output_dir",
+    "checkpoint_every": "save_every save_steps checkpoint_frequency",
+    "resume": "resume_from resume_from_checkpoint restore",
+    "backend": "communicator transport",
+    "timeline": "timeline_filename timeline_file trace trace_file",
+    "name": "job_name run_name job_id rdzv_id",
+    "block": "wait blocking sync asynchronous",
+    "fn": "func function train_func train_fn",
+}
+"""Names that Horovod, torchrun, accelerate, Dask, Ray and Lightning use for options of ours."""
+
+ELSEWHERE = {
+    theirs: ours.split() for ours, names in _OTHER_NAMES.items() for theirs in names.split()
+}
+"""Options of ours that do the same, by the names of options elsewhere."""
+
+
+OF_MAGICS = ("out", "quiet", "stream", "verbose", "noblock")
+"""Options of ``%%elastic_train`` that :func:`nbelastic.fit` does not have."""
+
+
+def did_you_mean(given: str, names: Iterable[str]) -> str:
+    """Return a hint at the names that look like `given`, as the end of a sentence.
+
+    All have the same spelling: ``max``, or ``--max``.
+    """
+    names = list(names)
+    given = given.lower()
+    meant = ELSEWHERE.get(_plain(given), ())
+    close = [name for name in names if name == given or _plain(name) in meant]
+    if given.startswith("-"):
+        close = close or [name for name in names if name.startswith(given)]
+    close = close or difflib.get_close_matches(given, names, n=3, cutoff=0.65)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def no_such_option(
+    where: str, given: str, names: Collection[str], users: Callable[..., object] | None = None
+) -> UnknownOption:
+    """Return the error for a keyword that is not an option of the function `where`.
+
+    With the user's function the error says if the keyword is one of its parameters.
+    """
+    if users is not None and given in _parameters(users):
+        called = getattr(users, "__name__", "the function")
+        hint = f"; to pass it to {called}: kwargs={{{given!r}: ...}}"
+    elif given in OF_MAGICS:
+        hint = "; it is an option of %%elastic_train alone"
+    else:
+        hint = did_you_mean(given, names) or f"; there are {', '.join(names)}"
+    return UnknownOption(f"{where}: there is no option {given}{hint}")
+
+
+def _parameters(function: Callable[..., object]) -> Collection[str]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # not callable, or written in C
+        return ()
+
+
+def with_hints(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a public function, so that its option errors are short and have hints.
+
+    An unknown keyword, and one value too many by position, raise
+    :class:`~nbelastic.errors.UnknownOption`. The traceback of an option error has the caller's
+    lines only, without those of nbelastic.
+    """
+    name = function.__qualname__
+    signature = inspect.signature(function)
+    positional = [
+        each.name
+        for each in signature.parameters.values()
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    known = [each for each in signature.parameters if each != "self"]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        unknown = next((each for each in kwargs if each not in known), None)
+        try:
+            if unknown is not None:
+                users = args[0] if args and callable(args[0]) else None
+                raise no_such_option(name, unknown, known, users)
+            if len(args) > len(positional):
+                more = next((each for each in known if each not in positional), "")
+                value = reprlib.repr(args[len(positional)])
+                raise UnknownOption(f"{name}: {value} must be given by name, as in {more}=...")
+            return function(*args, **kwargs)
+        except OptionError as error:
+            error._render_traceback_ = functools.partial(_with_users_lines, error)
+            raise error.with_traceback(None) from error.__cause__
+
+    return call
+
+
+def _with_users_lines(error: OptionError) -> list[str]:
+    """Return the traceback that a notebook shows: the user's lines, and the error."""
+    shown = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith(_PACKAGE) and not _SHELL.search(frame.filename):
+            place = display.label(frame.filename) or f'File "{frame.filename}"'
+            shown += [f"{place}, line {frame.lineno}", f"    {frame.line}"]
+    return [*shown, f"{type(error).__name__}: {error}"]
+
+
+# -- on a line ------------------------------------------------------------------------------------
 
 
 class LineOption(click.Option):

@@ -35,7 +35,6 @@ class KernelLog(JobLog):
         self.started = time.time()
         self._began = steady_time()
         self.metrics = MetricsAggregator()
-        self.names: dict[int, str] = {}  # of starts, for people: rank and worker
         self.modules = Modules()
         self.returned = Returned(None, {})
         self.highest_rank: int | None = None
@@ -104,7 +103,6 @@ class KernelLog(JobLog):
     def _note_rank(self, start: int, rank: int, worker: str) -> None:
         super()._note_rank(start, rank, worker)
         self.highest_rank = max(rank, self.highest_rank or 0)
-        self.names[start] = f"rank {rank} on {worker}"
 
     def _add(self, record: Record) -> None:
         detail = record.detail
