@@ -126,9 +126,9 @@ class LazyCommit:
             self._count(unchanged)
         # Else tensors have changed, and much was sent, for reasons of the membership.
         self.stepped = False
-        if context is not self._context:
-            self._unwatch()
         self._context, self._generation = context, generation
+        if context is not None and self._watcher not in context.before_exchange:
+            context.before_exchange += (self._watcher,)
         if cache is not self._cache or not cache.has_all_optimizers:
             self._cache, unchanged = cache, False
             optimizers = [e for e in cache.objects if isinstance(e, torch.optim.Optimizer)]
@@ -147,15 +147,10 @@ class LazyCommit:
         looks = self._commits <= SAMPLED_UNTIL or self._commits in SAMPLED_AT
         self._values = self._look() if looks and not self._broken else None
         self.uncopied = self.trusted and self._sees_steps and context is not None and not copy
-        if not self.uncopied:
-            self._unwatch()
-            return frozenset()
-        self._watch()
-        return self.tensors
+        return self.tensors if self.uncopied else frozenset()
 
     def copied(self) -> None:
         """Record that the last commit has copies now."""
-        self._unwatch()
         self.uncopied = False
 
     def restored(self) -> None:
@@ -163,8 +158,6 @@ class LazyCommit:
         self._values = None
         self.stepped = False
         self._marks = _marks_of(self._tensors)
-        if self.uncopied:
-            self._watch()
 
     # -- what happens between commits ------------------------------------------------------------
 
@@ -195,9 +188,10 @@ class LazyCommit:
             self._exchanges = 0 if self._context is None else self._context.exchanges
         if self.uncopied:
             self._on_step()
-            self._watch()
 
     def _before_exchange(self) -> None:
+        if not self.uncopied:
+            return
         unchanged = self.unchanged
         if self.stepped or not unchanged:
             self._regular = False
@@ -205,16 +199,6 @@ class LazyCommit:
 
     def _look(self) -> str:
         return repr(sample(self._optimizers))  # as text, a value that is no number equals itself
-
-    def _watch(self) -> None:
-        context, watcher = self._context, self._watcher
-        if context is not None and watcher not in context.before_exchange:
-            context.before_exchange += (watcher,)
-
-    def _unwatch(self) -> None:
-        context, watcher = self._context, self._watcher
-        if context is not None and watcher in context.before_exchange:
-            context.before_exchange = tuple(w for w in context.before_exchange if w is not watcher)
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._hooked and hooks_see_steps(optimizer):

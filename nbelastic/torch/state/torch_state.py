@@ -29,7 +29,6 @@ from nbelastic.torch.state.adapters import (
     CapturedState,
     SamplerAdapter,
     adapter_of,
-    check_models,
     objects_in,
     restore_object,
     settings_of,
@@ -123,9 +122,7 @@ class TorchState(ObjectState):
         handlers = {name: handler for name, handler in found.items() if handler is not None}
         self._check_free(handlers)
         self.__dict__.update((name, values.pop(name)) for name in handlers)
-        objects = [*objects_in(values).values()]
-        check_models(values.values(), objects)
-        _refuse_shards(objects)
+        _refuse_shards(objects_in(values).values())
         super().__init__(**values)
         if handlers:  # only from here on, because a handler's first save is its constructor
             self._handlers = handlers
