@@ -31,13 +31,14 @@ from nbelastic.torch.state.flatten import (
     nested,
     refs_in,
 )
-from nbelastic.torch.state.optimizer_adapter import OptimizerAdapter, load, same_lists, within
-from nbelastic.torch.state.settings import (
-    COMPILED,
-    Settings,
-    attributes_of_optimizers,
-    uncompiled,
+from nbelastic.torch.state.optimizer_adapter import (
+    OptimizerAdapter,
+    load,
+    own_attributes,
+    same_lists,
+    within,
 )
+from nbelastic.torch.state.settings import COMPILED, Settings, uncompiled
 from nbelastic.torch.state.structure import LAZY, TensorNames, word_for
 
 if TYPE_CHECKING:
@@ -428,8 +429,7 @@ def _inside(value: object) -> Iterable[tuple[object, object]]:
             return ()
         return value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
     if isinstance(value, torch.optim.Optimizer):
-        common = attributes_of_optimizers()
-        return [(name, each) for name, each in vars(value).items() if name not in common]
+        return own_attributes(value).items()
     if adapter_of(value) is _STATE_DICT:
         return [(f"optimizer {n}", each) for n, each in enumerate(wrapped_in(value))]
     return ()

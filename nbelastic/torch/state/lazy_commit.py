@@ -73,7 +73,8 @@ class LazyCommit:
     """
 
     def __init__(self, on_step: Callable[[], None], on_break: Callable[[bool], None]) -> None:
-        self.uncopied = False  # the last commit has no copies of the optimizers' tensors
+        # The last commit has no copies of the optimizers' tensors; false once there are some.
+        self.uncopied = False
         self.stepped = False  # since the last commit
         self.tensors: frozenset[int] = frozenset()  # ids; one object as long as they are the same
         self._on_step = on_step
@@ -148,10 +149,6 @@ class LazyCommit:
         self._values = self._look() if looks and not self._broken else None
         self.uncopied = self.trusted and self._sees_steps and context is not None and not copy
         return self.tensors if self.uncopied else frozenset()
-
-    def copied(self) -> None:
-        """Record that the last commit has copies now."""
-        self.uncopied = False
 
     def restored(self) -> None:
         """Record that the state is that of the last commit."""

@@ -307,9 +307,6 @@ class TorchState(ObjectState):
                     handler.sync()
                     self.__dict__[name] = handler.value
 
-    def _values(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._names}
-
     def _objects(self, kind: type | tuple[type, ...] = object) -> list[Any]:
         return [each for each in objects_in(self._values()).values() if isinstance(each, kind)]
 
@@ -338,7 +335,7 @@ class TorchState(ObjectState):
         self._commit, self._stepped = self._stepped, None
         self._copies, self._stepped_copies = self._stepped_copies, self._copies
         self._copies.complete()
-        self._lazy.copied()
+        self._lazy.uncopied = False
         context = current_or_none()
         if context is not None:
             context.ahead = True
