@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from nbelastic.elastic.checkpoint.manager import checkpointing
+from nbelastic.elastic.checkpoint.manager import CheckpointManager
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.ranks.timeline import timeline
@@ -17,7 +17,6 @@ from nbelastic.messages import FRESH
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.elastic.checkpoint.manager import CheckpointManager
     from nbelastic.elastic.state import State
 
 P = ParamSpec("P")
@@ -69,7 +68,7 @@ def _train(session: Session, state: State, call: Callable[[], object]) -> object
     loop = session.next_loop()
     checks = TrainingChecks(session, state)
     try:
-        with checkpointing(session, state, loop) as checkpoints:
+        with CheckpointManager(session, state, loop) as checkpoints:
             state._on_commit += (checks.committed,)
             return _train_on(session, state, call, loop, checkpoints, checks)
     finally:

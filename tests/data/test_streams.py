@@ -21,7 +21,7 @@ import nbelastic.torch as hvd
 from nbelastic import load_checkpoint
 from nbelastic.data import Batch, Loader, Shards, Stateful
 from nbelastic.data.sources.stream_reader import StreamReader, row_digest
-from nbelastic.elastic.checkpoint.manager import checkpointing
+from nbelastic.elastic.checkpoint.manager import CheckpointManager
 from nbelastic.errors import DataError, OptionError, StateMismatch
 from nbelastic.torch.state.torch_state import TorchState
 from tests.data.lockstep import run_in_turns
@@ -325,7 +325,7 @@ def test_commits_of_leaves_and_checkpoints_have_the_states_of_all_streams(tmp_pa
             marks = pickle.loads(packed) if packed else {}
             found.append({mark.rows for mark in marks.values()})
 
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             for step in loader:
                 optimizer.zero_grad()

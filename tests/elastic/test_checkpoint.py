@@ -12,7 +12,7 @@ import torch
 import nbelastic.torch as hvd
 from nbelastic.elastic import ObjectState
 from nbelastic.elastic.checkpoint.files import CheckpointFiles
-from nbelastic.elastic.checkpoint.manager import checkpointing
+from nbelastic.elastic.checkpoint.manager import CheckpointManager
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.elastic.state import State
 from nbelastic.errors import Evicted, Leaving, NbelasticError, OptionError, Stopped
@@ -56,7 +56,7 @@ def train_a_while(context, url, steps):
     plan = make_member(context, url, every=2)
     state = training(seed=context.rank)
     seen = []
-    with checkpointing(context, state, 1) as checkpoints:
+    with CheckpointManager(context, state, 1) as checkpoints:
         begin(context, state, checkpoints, plan)
         for number in range(1, steps + 1):
             seen.append(step(state))
@@ -76,7 +76,7 @@ def test_a_resumed_job_deals_exactly_the_samples_that_are_left(tmp_path, size):
     def go_on(context):
         plan = make_member(context, tmp_path, run="b", resume=True)
         state = training(seed=100 + context.rank)
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             resized = begin(context, state, checkpoints, plan)
         assert resized == (size != 2 and context.rank == 0)
         assert (context.moves > 0) == (context.rank == 0), "long reading must not look like a stall"
@@ -97,7 +97,7 @@ def test_every_nth_commit_and_the_last_one_are_written(tmp_path):
         plan = make_member(context, tmp_path, every=3)
         state = ObjectState(count=0, sampler=ShardSampler(range(40), shuffle=False))
         listing = []
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             for number in range(8):
                 state.count += 1
@@ -121,7 +121,7 @@ def test_every_nth_commit_and_the_last_one_are_written(tmp_path):
     def go_on(context):
         plan = make_member(context, tmp_path, run="b", resume=True)
         state = ObjectState(count=0, sampler=ShardSampler(range(40), shuffle=False))
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
         return state.count, state.sampler.epoch, state.sampler.remaining_indices
 
@@ -152,7 +152,7 @@ def test_checkpoints_are_left_out_while_one_is_written(tmp_path, monkeypatch):
     def rank(context):
         plan = make_member(context, tmp_path)
         state = hvd.elastic.TorchState(count=torch.zeros(3))
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             for _ in range(5):
                 state.count += 1
@@ -173,7 +173,7 @@ def test_checkpoints_are_left_out_while_one_is_written(tmp_path, monkeypatch):
             Path(path).read_bytes()
         )
         state = hvd.elastic.TorchState(count=None)
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
         return state.count
 
@@ -187,7 +187,7 @@ def test_an_order_to_end_leaves_neither_a_thread_nor_a_torn_file(tmp_path, monke
     def rank(context):
         plan = make_member(context, tmp_path)
         state = ObjectState(count=0)
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             state.commit()
             gate.entered.wait()
@@ -203,7 +203,7 @@ def test_a_job_that_stops_at_a_commit_leaves_that_commit_on_disk(tmp_path):
     def rank(context):
         plan = make_member(context, tmp_path, every=1000)
         state = ObjectState(count=0)
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             state.count = 5
             state.save()
@@ -222,7 +222,7 @@ def test_the_last_rank_with_the_state_writes_it_before_it_leaves(tmp_path, other
     def rank(context):
         plan = make_member(context, tmp_path, every=1000)
         state = ObjectState(count=0)
-        with contextlib.suppress(Leaving), checkpointing(context, state, 1) as checkpoints:
+        with contextlib.suppress(Leaving), CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             state.count = 5
             state.save()
@@ -245,7 +245,7 @@ def test_a_rank_that_leaves_has_no_longer_than_it_has_to_write(tmp_path, monkeyp
     def rank(context):
         plan = make_member(context, tmp_path, every=1000)
         state = ObjectState(count=0)
-        with contextlib.suppress(Leaving), checkpointing(context, state, 1) as checkpoints:
+        with contextlib.suppress(Leaving), CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             state.save()
             context.committed()
@@ -265,7 +265,7 @@ def test_what_goes_wrong_is_told_once_and_training_goes_on(tmp_path):
     def rank(context):
         plan = make_member(context, place)
         state = ObjectState(count=0)
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             for number in range(6):
                 if number == 3:
@@ -290,7 +290,7 @@ def test_a_state_that_cannot_be_copied_is_told_and_training_goes_on(tmp_path):
     def rank(context):
         plan = make_member(context, tmp_path)
         state = ObjectState(lock=Lock())
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             for _ in range(3):
                 state.commit()
@@ -309,7 +309,7 @@ def resumed(url, state_of, *, resume=True):
     def rank(context):
         plan = make_member(context, url, run="z", resume=resume)
         state = state_of()
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
         return context.port, state
 
@@ -352,7 +352,7 @@ def test_in_a_later_loop_all_ranks_receive_what_the_source_has_loaded(tmp_path):
         plan = make_member(context, tmp_path)
         for loop in (1, 2):
             state = ObjectState(loop=loop, count=0)
-            with checkpointing(context, state, loop) as checkpoints:
+            with CheckpointManager(context, state, loop) as checkpoints:
                 begin(context, state, checkpoints, plan)
                 state.count = 10 * loop
                 state.commit()
@@ -365,7 +365,7 @@ def test_in_a_later_loop_all_ranks_receive_what_the_source_has_loaded(tmp_path):
             version = FRESH if loop == 1 else 3  # all have the same commit after the first loop
             plan = make_member(context, tmp_path, run="b", resume=True, version=version)
             state = ObjectState(loop=0, count=0)
-            with checkpointing(context, state, loop) as checkpoints:
+            with CheckpointManager(context, state, loop) as checkpoints:
                 begin(context, state, checkpoints, plan)
                 counts.append((state.loop, state.count))
                 state.commit()
@@ -382,7 +382,7 @@ def test_a_state_that_cannot_be_written_is_refused(tmp_path):
 
     def rank(context):
         make_member(context, tmp_path)
-        with checkpointing(context, OfTheirOwn(), 1):
+        with CheckpointManager(context, OfTheirOwn(), 1):
             pass
 
     with pytest.raises(OptionError, match="OfTheirOwn cannot be written to disk"):
@@ -402,7 +402,7 @@ def test_a_state_with_a_handler_of_the_users_is_refused(tmp_path):
 
     def rank(context):
         make_member(context, tmp_path)
-        with checkpointing(context, state, 1):
+        with CheckpointManager(context, state, 1):
             pass
 
     with pytest.raises(OptionError, match=r"keep state\.place, and"):

@@ -18,7 +18,7 @@ import nbelastic.torch as hvd
 from nbelastic.driver.options import Options
 from nbelastic.elastic.checkpoint import files as checkpoint_files
 from nbelastic.elastic.checkpoint.files import CheckpointFiles
-from nbelastic.elastic.checkpoint.manager import CheckpointSpec, checkpointing
+from nbelastic.elastic.checkpoint.manager import CheckpointManager, CheckpointSpec
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.messages import Place
@@ -33,7 +33,7 @@ def train(context: StaticContext, url: object, run: str, notes: Notes, **options
     """Resume, count one step more, and return how many there were."""
     plan = make_member(context, url, run=run, notes=notes, **options)
     state = hvd.elastic.ObjectState(count=0)
-    with checkpointing(context, state, 1) as checkpoints:
+    with CheckpointManager(context, state, 1) as checkpoints:
         begin(context, state, checkpoints, plan)
         state.count += 1
         state.commit()

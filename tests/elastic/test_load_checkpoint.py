@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import nbelastic
 import nbelastic.torch as hvd
 from nbelastic.elastic import ObjectState
-from nbelastic.elastic.checkpoint.manager import checkpointing
+from nbelastic.elastic.checkpoint.manager import CheckpointManager
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NbelasticError
 from tests.elastic.members import begin, make_member, written
@@ -29,7 +29,7 @@ def write(url, make, change=lambda state: None, *, run="a"):
     def rank(context):
         plan = make_member(context, url, run=run)
         state = make()
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             result = change(state)
             state.commit()
@@ -44,7 +44,7 @@ def resume(url, make):
     def rank(context):
         plan = make_member(context, url, run="z", resume=True)
         state = make()
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
         return state
 

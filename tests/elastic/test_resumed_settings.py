@@ -10,7 +10,7 @@ from torch import nn
 
 from nbelastic.data import Batch, Loader
 from nbelastic.elastic import ObjectState
-from nbelastic.elastic.checkpoint.manager import checkpointing
+from nbelastic.elastic.checkpoint.manager import CheckpointManager
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer
 from nbelastic.torch.state.torch_state import TorchState
@@ -22,7 +22,7 @@ def run(url: object, build: Any, train: Any, *, resume: bool, run: str = "a") ->
     def rank(context: StaticContext) -> Any:
         plan = make_member(context, url, run=run, resume=resume)
         state = build()
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             train(state)
             state.commit()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nbelastic.elastic import ObjectState
-from nbelastic.elastic.checkpoint.manager import checkpointing
+from nbelastic.elastic.checkpoint.manager import CheckpointManager
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import CollectiveError, NbelasticError, StateMismatch
 from nbelastic.torch.state.torch_state import TorchState
@@ -246,7 +246,7 @@ def save_to(url: object, state_of: Any, prepare: Any = train_step) -> None:
     def rank(context: StaticContext) -> None:
         plan = make_member(context, url)
         state = state_of()
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
             prepare(state)
             state.commit()
@@ -262,7 +262,7 @@ def resume_from(url: object, state_of: Any) -> tuple[TorchState, object]:
         state = state_of()
         before = everything(state) if isinstance(state, TorchState) else vars(state).copy()
         kept.append((state, before))
-        with checkpointing(context, state, 1) as checkpoints:
+        with CheckpointManager(context, state, 1) as checkpoints:
             begin(context, state, checkpoints, plan)
         return state, before
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.checkpoint.manager import checkpointing
+from nbelastic.elastic.checkpoint.manager import CheckpointManager
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.identity import same
 from nbelastic.torch.state.lazy_commit import LEARNED
@@ -166,7 +166,7 @@ def test_a_checkpoint_is_gone_on_from_exactly(kind: Any, tmp_path: Any) -> None:
     def main(context: StaticContext, run: str, steps: int) -> object:
         plan = make_member(context, tmp_path, run=run, resume=True)
         training = Training(kind, rank=0 if run == "a" else 1)
-        with checkpointing(context, training.state, 1) as checkpoints:
+        with CheckpointManager(context, training.state, 1) as checkpoints:
             begin(context, training.state, checkpoints, plan)
             training.step(steps)
             training.state.commit()

@@ -63,35 +63,11 @@ class CheckpointSpec:
     patience: float = 60.0  # seconds without a byte after which reading fails
 
 
-class checkpointing:  # noqa: N801 (a generator would set the traceback of users' exceptions)
-    """Manage the checkpoints of an elastic loop, for the length of a ``with`` block."""
-
-    def __init__(self, session: Session, state: State, loop: int) -> None:
-        self._session = session
-        self._state = state
-        self._checkpoints = CheckpointManager(session, state, loop)
-
-    def __enter__(self) -> CheckpointManager:
-        if self._session.spec.checkpoint is not None:
-            self._state._on_commit += (self._checkpoints.committed,)
-            self._session.save_commit = self._checkpoints.save
-        return self._checkpoints
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is not None and issubclass(kind, Stopped):
-                self._checkpoints.stop()
-            elif kind is not None and issubclass(kind, Leaving) and self._session.time_to_save:
-                self._checkpoints.leave()
-            elif kind is not None:
-                self._checkpoints.abandon()
-        finally:
-            self._state._on_commit = ()
-            self._session.save_commit = None
-
-
 class CheckpointManager:
-    """Checkpoints of one elastic loop on one rank. Does nothing if the job has none."""
+    """Checkpoints of one elastic loop on one rank, for the length of a ``with`` block.
+
+    It does nothing if the job has none. (A generator would set the traceback of users' exceptions.)
+    """
 
     def __init__(self, session: Session, state: State, loop: int) -> None:
         self._session = session
@@ -122,6 +98,28 @@ class CheckpointManager:
         self._state = state
         self._files = CheckpointFiles(spec.url, spec.run)
         self._writer = Writer(self._files, self._report)
+
+    def __enter__(self) -> CheckpointManager:
+        if self._active:
+            self._state._on_commit += (self.committed,)
+            self._session.save_commit = self.save
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._active:
+            return
+        session = self._session
+        try:
+            if kind is not None and issubclass(kind, Stopped):
+                if session.rank == 0 and self._has_left:  # for a job that resumes
+                    self._write_last(STOP_WAIT)
+            elif kind is not None and issubclass(kind, Leaving) and session.time_to_save:
+                self._leave()
+            if kind is not None:
+                self._writer.abandon()  # neither thread nor unfinished file remains
+        finally:
+            self._state._on_commit = ()
+            session.save_commit = None
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -293,28 +291,16 @@ class CheckpointManager:
         if self._active and self._session.rank == 0:
             self._write_last(LAST_WAIT)
 
-    def stop(self) -> None:
-        """End the loop; write the last commit if the loop ends there, for a job that resumes."""
-        if self._active and self._session.rank == 0 and self._has_left:
-            self._write_last(STOP_WAIT)
-        self.abandon()
-
-    def leave(self) -> None:
-        """End the loop on the last rank that has the state; write the last commit.
+    def _leave(self) -> None:
+        """Write the last commit on the last rank that has the state.
 
         That is also done after a failure: the samplers are then where this rank was.
         """
-        if self._active and self._session.version > 0:
+        version = self._session.version
+        if version > 0:
             self._write_last(self._session.time_to_save)
-            version = self._session.version
             if self._writer.written == (self._session.generation, version):
                 self._report(f"commit {version} is written: no other rank had the state")
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Stop writing, and remove the unfinished file."""
-        if self._active:
-            self._writer.abandon()
 
     def _write_last(self, longest: float) -> None:
         deadline = time.monotonic() + longest

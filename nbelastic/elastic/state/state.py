@@ -353,19 +353,20 @@ class ObjectState(State):
         finally:
             self._doing = False
 
+    def _values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
     # -- overridden by other kinds of states -----------------------------------------------------
 
     def _samplers(self) -> list[ShardSampler]:
         """Return the samplers among the values, in an order that is the same on all ranks."""
         from nbelastic.elastic.sampler import ShardSampler
 
-        values = (getattr(self, name) for name in self._names)
-        return [value for value in values if isinstance(value, ShardSampler)]
+        return [value for value in self._values().values() if isinstance(value, ShardSampler)]
 
     def _pack(self) -> StatePayload:
         """Return all values but samplers, for ranks that are behind."""
-        values = {name: getattr(self, name) for name in self._names}
-        return _payload_of(values, self._samplers(), self._more())
+        return _payload_of(self._values(), self._samplers(), self._more())
 
     def _more(self) -> tuple[list[str], dict[str, Any], Sequence[Position]]:
         """Return what goes with the values: names of some, settings, and positions of samplers.
@@ -380,7 +381,7 @@ class ObjectState(State):
 
     def _find_settings(self) -> dict[str, Any]:
         """Return plain values that the function has chosen, by name, as the state is made."""
-        found = {f"state.{name}": getattr(self, name) for name in self._names}
+        found = {f"state.{name}": value for name, value in self._values().items()}
         for sampler in self._samplers():
             for name in [name for name, value in found.items() if value is sampler]:
                 found[f"{name}.seed"], found[f"{name}.shuffle"] = sampler.seed, sampler.shuffle
@@ -442,8 +443,7 @@ class ObjectState(State):
     # -- the life of a state ---------------------------------------------------------------------
 
     def save(self) -> None:
-        values = {name: getattr(self, name) for name in self._names}
-        samplers = self._samplers()
+        values, samplers = self._values(), self._samplers()
         memo: dict[int, Any] = {id(each): each for each in samplers}
         try:
             self._saved = copy.deepcopy(values, memo)

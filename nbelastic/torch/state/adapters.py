@@ -31,13 +31,14 @@ from nbelastic.torch.state.flatten import (
     nested,
     refs_in,
 )
-from nbelastic.torch.state.optimizer_adapter import OptimizerAdapter, load, same_lists, within
-from nbelastic.torch.state.settings import (
-    COMPILED,
-    Settings,
-    attributes_of_optimizers,
-    uncompiled,
+from nbelastic.torch.state.optimizer_adapter import (
+    OptimizerAdapter,
+    load,
+    own_attributes,
+    same_lists,
+    within,
 )
+from nbelastic.torch.state.settings import COMPILED, Settings, uncompiled
 from nbelastic.torch.state.structure import LAZY, TensorNames, word_for
 
 if TYPE_CHECKING:
@@ -367,7 +368,7 @@ def objects_in(values: Mapping[str, object]) -> dict[str, object]:
     """Return the objects with an adapter in `values`, also those within others.
 
     Each has an expression in terms of the names in `values`. An object without an adapter must not
-    wrap an optimizer that is not in `values`.
+    hold a model or an optimizer that is not in `values`.
     """
     objects: dict[str, object] = {}
     others: list[object] = []
@@ -385,54 +386,39 @@ def objects_in(values: Mapping[str, object]) -> dict[str, object]:
             others.append(value)
         stack.extend([(form.format(label, k), each) for k, each in _inside(value)][::-1])
     for other in others:
-        for optimizer in within(other):
-            if id(optimizer) not in seen:
-                _refuse(other, optimizer)
+        for name, inner in _held_by(other):
+            if id(inner) not in seen:
+                _refuse(other, name, inner)
     return objects
 
 
-def check_models(values: Iterable[object], objects: Iterable[object]) -> None:
-    """Refuse values that hold a model which is not one of the `objects` of the state."""
-    seen = {id(each) for each in objects}
-    for value in values:
-        for each in nested(value):
-            if id(each) in seen or is_container(each) or isinstance(each, _PLAIN):
-                continue
-            for name, model in _models_within(each):
-                if id(model) not in seen:
-                    _refuse_model(each, name, model)
-
-
-def _models_within(value: object) -> Iterable[tuple[str, torch.nn.Module]]:
-    """Return the models in the attributes of an object, and in a container of its own class."""
-    attributes = [(f".{name}", each) for name, each in getattr(value, "__dict__", {}).items()]
+def _held_by(value: object) -> Iterable[tuple[str, object]]:
+    """Return models and optimizers in an object's attributes, and in a container of its class."""
+    parts = [(f".{name}", each) for name, each in getattr(value, "__dict__", {}).items()]
     if isinstance(value, dict):
-        attributes += [(f"[{key!r}]", each) for key, each in value.items()]
+        parts += [(f"[{key!r}]", each) for key, each in value.items()]
     elif isinstance(value, (list, tuple)):
-        attributes += [(f"[{number}]", each) for number, each in enumerate(value)]
+        parts += [(f"[{number}]", each) for number, each in enumerate(value)]
     return [
         (name, each)
-        for name, part in attributes
+        for name, part in parts
         for each in nested(part)
-        if isinstance(each, torch.nn.Module)
+        if isinstance(each, (torch.nn.Module, torch.optim.Optimizer))
     ]
 
 
-def _refuse_model(value: object, name: str, model: torch.nn.Module) -> None:
-    kind, inner = type(value).__qualname__, type(model).__qualname__
+def _refuse(value: object, name: str, held: object) -> None:
+    kind, inner = type(value).__qualname__, type(held).__qualname__
+    if isinstance(held, torch.optim.Optimizer):
+        raise NbelasticError(
+            f"a {kind} in the state wraps an optimizer ({inner}) that the state does not have: a "
+            f"copy of it would train a copy of the model. Name the {inner} in the state as well, "
+            f"or give {kind} state_dict() and load_state_dict()"
+        )
     raise NbelasticError(
         f"a {kind} in the state holds a model ({inner}, at {name}) that the state does not have: "
         f"after a failure the {kind} would hold a copy of it, and the model that is trained would "
         f"not go back. Name the {inner} in the state as well, or keep it in a dict, list or tuple"
-    )
-
-
-def _refuse(other: object, optimizer: torch.optim.Optimizer) -> None:
-    kind, inner = type(other).__qualname__, type(optimizer).__qualname__
-    raise NbelasticError(
-        f"a {kind} in the state wraps an optimizer ({inner}) that the state does not have: a copy "
-        f"of it would train a copy of the model. Name the {inner} in the state as well, or give "
-        f"{kind} state_dict() and load_state_dict()"
     )
 
 
@@ -443,8 +429,7 @@ def _inside(value: object) -> Iterable[tuple[object, object]]:
             return ()
         return value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
     if isinstance(value, torch.optim.Optimizer):
-        common = attributes_of_optimizers()
-        return [(name, each) for name, each in vars(value).items() if name not in common]
+        return own_attributes(value).items()
     if adapter_of(value) is _STATE_DICT:
         return [(f"optimizer {n}", each) for n, each in enumerate(wrapped_in(value))]
     return ()

@@ -60,13 +60,11 @@ class BufferMeans:
         self._counts: list[torch.Tensor] = []
         self._others: dict[str, torch.Tensor] = {}
         self._versions: dict[str, int] = {}
-        self._mean_starts: list[torch.Tensor] = []
-        self._count_starts: list[torch.Tensor] = []
+        self._starts: dict[torch.Tensor, torch.Tensor] = {}  # values at the step's start
         self._largest: list[torch.Tensor] = []
         self._sums: list[MicroBatchSum] = []
         self._given: list[torch.Tensor] = []
         self._given_names: list[str] = []
-        self._given_starts: list[torch.Tensor] = []
         self._values = _ValuesOfStep([], 0)
 
     def begin(self, share: StepShare) -> None:
@@ -77,9 +75,7 @@ class BufferMeans:
         """Set all means, counts and buffers with functions to their values at the step's start."""
         del number
         self._find()
-        _copy(self._means, self._mean_starts)
-        _copy(self._counts, self._count_starts)
-        _copy(self._given, self._given_starts)
+        _copy([*self._starts], self._starts.values())
 
     @torch.no_grad()
     def after(self, number: int) -> None:
@@ -121,8 +117,8 @@ class BufferMeans:
         *totals, weight = sum_over_ranks(communicator, share, self._sums, like)
         self._sums = []
         if not weight:  # the step was passed over
-            _copy(self._means, self._mean_starts)
-            _copy(self._counts, self._count_starts)
+            for buffer in (*self._means, *self._counts):
+                buffer.copy_(self._starts[buffer])
             return
         torch._foreach_div_(totals, float(weight))
         _copy(self._means, totals)
@@ -136,8 +132,8 @@ class BufferMeans:
     def _apply_functions(self, communicator: Communicator) -> None:
         """Set buffers to what their functions return, which is the same on all ranks."""
         columns = self._values.gather(communicator)
-        rows = zip(self._given_names, self._given, self._given_starts, columns, strict=True)
-        for name, buffer, start, values in rows:
+        for name, buffer, values in zip(self._given_names, self._given, columns, strict=True):
+            start = self._starts[buffer]
             if not len(values):
                 buffer.copy_(start)  # the step was passed over
                 continue
@@ -188,14 +184,13 @@ class BufferMeans:
         self._means, self._counts = list(means.values()), list(counts.values())
         self._others = others
         self._versions = {name: buffer._version for name, buffer in others.items()}
-        self._mean_starts = [buffer.detach().clone() for buffer in self._means]
-        self._count_starts = [buffer.detach().clone() for buffer in self._counts]
         self._largest = [buffer.detach().clone() for buffer in self._counts]
         self._sums = [MicroBatchSum(share) for _ in [*self._means, "weights"]]
         self._given_names = [name for name, _ in given.values()]
         self._given = [buffer for _, buffer in given.values()]
-        self._given_starts = [buffer.detach().clone() for buffer in self._given]
-        self._values = _ValuesOfStep(self._given_starts, share.micro_batches)
+        changing = (*self._means, *self._counts, *self._given)
+        self._starts = {buffer: buffer.detach().clone() for buffer in changing}
+        self._values = _ValuesOfStep(self._given, share.micro_batches)
         if models and not self._checked:
             self._check_patterns(names)
 
@@ -258,6 +253,6 @@ def _has_idle_ranks(share: StepShare, size: int) -> bool:
 
 
 @torch.no_grad()
-def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+def _copy(into: Sequence[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
     for buffer, value in zip(into, values, strict=True):
         buffer.copy_(value)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING
 
 import torch
+
+from nbelastic.torch.identity import same
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,9 +52,7 @@ class Copies:
 
     def _take_again(self, tensors: Sequence[torch.Tensor], uncopied: AbstractSet[int]) -> bool:
         """Copy the same tensors as before, if they are the same; else return False."""
-        if not uncopied or uncopied is not self._uncopied_ids or len(tensors) != len(self._tensors):
-            return False
-        if not all(map(operator.is_, tensors, self._tensors)):
+        if not uncopied or uncopied is not self._uncopied_ids or not same(tensors, self._tensors):
             return False
         pairs = [(self.values[n], tensors[n]) for n in self._copied]
         if not all(self._suits(copy, tensor) for copy, tensor in pairs):

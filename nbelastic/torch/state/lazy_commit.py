@@ -73,7 +73,8 @@ class LazyCommit:
     """
 
     def __init__(self, on_step: Callable[[], None], on_break: Callable[[bool], None]) -> None:
-        self.uncopied = False  # the last commit has no copies of the optimizers' tensors
+        # The last commit has no copies of the optimizers' tensors; false once there are some.
+        self.uncopied = False
         self.stepped = False  # since the last commit
         self.tensors: frozenset[int] = frozenset()  # ids; one object as long as they are the same
         self._on_step = on_step
@@ -126,9 +127,9 @@ class LazyCommit:
             self._count(unchanged)
         # Else tensors have changed, and much was sent, for reasons of the membership.
         self.stepped = False
-        if context is not self._context:
-            self._unwatch()
         self._context, self._generation = context, generation
+        if context is not None and self._watcher not in context.before_exchange:
+            context.before_exchange += (self._watcher,)
         if cache is not self._cache or not cache.has_all_optimizers:
             self._cache, unchanged = cache, False
             optimizers = [e for e in cache.objects if isinstance(e, torch.optim.Optimizer)]
@@ -147,24 +148,13 @@ class LazyCommit:
         looks = self._commits <= SAMPLED_UNTIL or self._commits in SAMPLED_AT
         self._values = self._look() if looks and not self._broken else None
         self.uncopied = self.trusted and self._sees_steps and context is not None and not copy
-        if not self.uncopied:
-            self._unwatch()
-            return frozenset()
-        self._watch()
-        return self.tensors
-
-    def copied(self) -> None:
-        """Record that the last commit has copies now."""
-        self._unwatch()
-        self.uncopied = False
+        return self.tensors if self.uncopied else frozenset()
 
     def restored(self) -> None:
         """Record that the state is that of the last commit."""
         self._values = None
         self.stepped = False
         self._marks = _marks_of(self._tensors)
-        if self.uncopied:
-            self._watch()
 
     # -- what happens between commits ------------------------------------------------------------
 
@@ -195,9 +185,10 @@ class LazyCommit:
             self._exchanges = 0 if self._context is None else self._context.exchanges
         if self.uncopied:
             self._on_step()
-            self._watch()
 
     def _before_exchange(self) -> None:
+        if not self.uncopied:
+            return
         unchanged = self.unchanged
         if self.stepped or not unchanged:
             self._regular = False
@@ -205,16 +196,6 @@ class LazyCommit:
 
     def _look(self) -> str:
         return repr(sample(self._optimizers))  # as text, a value that is no number equals itself
-
-    def _watch(self) -> None:
-        context, watcher = self._context, self._watcher
-        if context is not None and watcher not in context.before_exchange:
-            context.before_exchange += (watcher,)
-
-    def _unwatch(self) -> None:
-        context, watcher = self._context, self._watcher
-        if context is not None and watcher in context.before_exchange:
-            context.before_exchange = tuple(w for w in context.before_exchange if w is not watcher)
 
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._hooked and hooks_see_steps(optimizer):

@@ -183,6 +183,12 @@ def options_of(flattener: Flattener, group: dict[str, Any]) -> dict[str, Node]:
     return {key: flattener.flatten(each) for key, each in group.items() if key != "params"}
 
 
+def own_attributes(obj: _Optimizer) -> dict[str, Any]:
+    """Return attributes that not every optimizer has; of torch's own classes, none."""
+    own = {} if is_torchs(obj) else vars(obj)
+    return {name: each for name, each in own.items() if name not in attributes_of_optimizers()}
+
+
 def is_torchs(obj: _Optimizer) -> bool:
     """Return whether a class is torch's own; distributed ones have their base's module."""
     return type(obj).__module__.startswith("torch.optim.") and not overrides(obj)
@@ -260,8 +266,8 @@ def _check(flattener: Flattener, obj: _Optimizer) -> None:
         )
     shared = [vars(each).get(name) for each in within(obj) for name in _LISTS]
     known = {id(each) for each in shared} | {id(p) for g in obj.param_groups for p in g["params"]}
-    for attribute, value in vars(obj).items():
-        if attribute in attributes_of_optimizers() or id(value) in known or is_plain(value):
+    for attribute, value in own_attributes(obj).items():
+        if id(value) in known or is_plain(value):
             continue
         for each in nested(value):
             if id(each) not in known and not flattener.is_object(each) and _is_data(each):

@@ -33,7 +33,6 @@ from nbelastic.torch.state.adapters import (
     CapturedState,
     SamplerAdapter,
     adapter_of,
-    check_models,
     objects_in,
     restore_object,
     settings_of,
@@ -141,8 +140,7 @@ class TorchState(ObjectState):
         handlers = {name: handler for name, handler in found.items() if handler is not None}
         self._check_free(handlers)
         self.__dict__.update((name, values.pop(name)) for name in handlers)
-        objects = [*objects_in(values).values()]
-        check_models(values.values(), objects)
+        objects = objects_in(values).values()
         _refuse_shards(objects)
         context = current_or_none()
         if context is not None and any(map(_is_accelerates, objects)):
@@ -351,9 +349,6 @@ class TorchState(ObjectState):
                     handler.sync()
                     self.__dict__[name] = handler.value
 
-    def _values(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self._names}
-
     def _objects(self, kind: type | tuple[type, ...] = object) -> list[Any]:
         return [each for each in objects_in(self._values()).values() if isinstance(each, kind)]
 
@@ -382,7 +377,7 @@ class TorchState(ObjectState):
         self._commit, self._stepped = self._stepped, None
         self._copies, self._stepped_copies = self._stepped_copies, self._copies
         self._copies.complete()
-        self._lazy.copied()
+        self._lazy.uncopied = False
         context = current_or_none()
         if context is not None:
             context.ahead = True
