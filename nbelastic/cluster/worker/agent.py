@@ -42,7 +42,7 @@ from nbelastic.cluster.wire import (
 from nbelastic.collectives.topology import host_identity
 from nbelastic.elastic.ranks.runtime import DASK_CUDA
 from nbelastic.messages import (
-    EndRankOrder,
+    EndRank,
     FaultDue,
     ForgetOrder,
     Heartbeats,
@@ -57,6 +57,7 @@ from nbelastic.messages import (
     RankOrder,
     RankRaised,
     Slot,
+    Text,
     WatchOrder,
 )
 
@@ -168,7 +169,7 @@ class Agent(WorkerPlugin):
         """Make ranks leave at their next commit, as far as they reach it in time."""
         for (job, start), rank in list(self._ranks.items()):
             self._send(RankLeaving(job, start))
-            rank.obey(EndRankOrder(job, start, "leave", reason))
+            rank.obey(RankOrder(job, start, EndRank(start, "leave", Text(reason))))
         await self._wait_for_ranks()
 
     async def _wait_for_ranks(self) -> None:
@@ -328,7 +329,7 @@ class Agent(WorkerPlugin):
         rank = self._ranks.get(key)
         if rank is not None:
             rank.obey(order)
-        elif isinstance(order, EndRankOrder) and key not in self._ended_early:
+        elif isinstance(order.effect, EndRank) and key not in self._ended_early:
             self._ended_early.add(key)
             self._send(RankEvent(key[0], RankLeft(key[1])))
             self._send(RankEnded(*key, never=True))
