@@ -16,7 +16,7 @@ from nbelastic.cluster.dask_compat import is_stalled, resume, shorten_batching
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.cluster.scheduler.records import RANK_KEY
 from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
-from nbelastic.cluster.worker.rank_task import run_rank
+from nbelastic.cluster.worker.agent import run_rank
 from nbelastic.errors import ClusterLost, NbelasticError, OptionError
 from nbelastic.messages import (
     AttachRefusal,

@@ -14,13 +14,15 @@ import os
 import pickle
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import dask.config
 import psutil
+from distributed import get_worker, secede
 from distributed.comm.addressing import get_address_host
 from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
+from distributed.utils import sync
 
 from nbelastic.cluster.dask_compat import (
     ConnectionCheck,
@@ -333,6 +335,21 @@ class Agent(WorkerPlugin):
             self._ended_early.add(key)
             self._send(RankEvent(key[0], RankLeft(key[1])))
             self._send(RankEnded(*key, never=True))
+
+
+def run_rank(spec: RankSpec, slot: str, address: str) -> None:
+    """Make the worker's agent run a rank, and wait for its end: the Dask task of a rank.
+
+    It runs in a thread that has left the worker's pool. So Dask sees the worker as busy, and the
+    pool's own threads are free for other tasks. The `address` is the scheduler's of the worker. A
+    task that Dask sends again, to another worker at that address, finds another id there than its
+    `slot` and does nothing.
+    """
+    worker = get_worker()
+    agent = cast("Agent | None", worker.plugins.get(PLUGIN))
+    if agent is not None and worker.id == slot:
+        secede()
+        sync(worker.loop, agent.run, spec, address)
 
 
 def _pickled(value: Any) -> bytes:

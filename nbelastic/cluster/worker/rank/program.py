@@ -42,7 +42,6 @@ from nbelastic.messages import (
 )
 from nbelastic.pickling import dumps
 
-from .console import NO_CONSOLE
 from .fault_injector import FaultInjector
 from .modules import install
 from .torch_hooks import advise, trainers_of
@@ -54,6 +53,11 @@ if TYPE_CHECKING:
     from nbelastic.messages import Event, JobPayload, Message, PackedError
 
 logger = logging.getLogger(__name__)
+
+NO_CONSOLE = (
+    "breakpoint(), pdb and input() need a console, and a rank has none. To debug the function, "
+    "call it in the notebook without fit: outside a job it runs there, as a world of one rank"
+)
 
 
 class Port(Protocol):
