@@ -1164,6 +1164,10 @@ class Effect(Data, frozen=True, tag=True):
     """Base of all effects."""
 
 
+class RankEffect(Effect, frozen=True):
+    """Base of effects that ranks obey: their agents and processes get them in a RankOrder."""
+
+
 class StartRank(Effect, frozen=True):
     """Start the function on a slot, with the place foreseen for it."""
 
@@ -1172,13 +1176,13 @@ class StartRank(Effect, frozen=True):
     place: Place
 
 
-class Publish(Effect, frozen=True):
+class Publish(RankEffect, frozen=True):
     """Send a plan to its members."""
 
     plan: Plan
 
 
-class Abort(Effect, frozen=True):
+class Abort(RankEffect, frozen=True):
     """End the generation of members: free them wherever they wait."""
 
     generation: int
@@ -1186,31 +1190,30 @@ class Abort(Effect, frozen=True):
     reason: AnyReason
 
 
-class Notify(Effect, frozen=True):
+class Notify(RankEffect, frozen=True):
     """Announce a change to members, which agree on the step at which they leave."""
 
     generation: int
     starts: tuple[int, ...]
 
 
-class Release(Effect, frozen=True):
+class Release(RankEffect, frozen=True):
     """Release members from their elastic loop, because all of them have left it."""
 
     generation: int
     starts: tuple[int, ...]
 
 
-class SaveCommit(Effect, frozen=True):
+class SaveCommit(RankEffect, frozen=True):
     """Write the last commit of a rank that waits to its checkpoint, while it waits."""
 
     start: int
 
 
-class EndRank(Effect, frozen=True):
+class EndRank(RankEffect, frozen=True):
     """End a rank's function."""
 
     start: int
-    slot: Slot
     # ``leave`` (at the agreed step), ``stop`` (where it waits, or at its next commit or operation),
     # ``cancel`` (now, wherever it is), ``evict`` (the job has gone on without it).
     how: str
@@ -1249,6 +1252,40 @@ class End(Effect, frozen=True):
     """End of the job: nothing of it runs any more."""
 
     outcome: Outcome
+
+
+# -- effects of ``nbelastic.chaos`` ----------------------------------------------------------------
+
+
+class FaultOrder(Data, frozen=True):
+    """A fault to be injected into a rank, for some seconds or steps."""
+
+    number: int  # unique in the kernel
+    kind: str  # the name of a function of :mod:`nbelastic.chaos`
+    seconds: Number = 0.0
+    steps: int = 0
+    rank: int | None = None  # at which it is due, as the next two; None for any
+    step: int | None = None
+    generation: int | None = None
+    forming: bool = False  # it is due while the next generation forms
+
+    @property
+    def timed(self) -> bool:
+        """Whether the rank itself has to wait for the moment."""
+        return self.forming or self.step is not None or self.generation is not None
+
+
+class InjectFaults(RankEffect, frozen=True):
+    """Inject faults, and drop those that another rank has injected."""
+
+    faults: tuple[FaultOrder, ...] = ()
+    drop: tuple[int, ...] = ()
+
+
+class FaultDone(RankEffect, frozen=True):
+    """A fault that was due has been injected, or could not be; from the rank's agent."""
+
+    number: int
 
 
 # -- what ranks measure and raise ------------------------------------------------------------------
@@ -1444,72 +1481,11 @@ class WatchOrder(Message, frozen=True):
 
 
 class RankOrder(Message, frozen=True):
-    """Base of orders to a rank."""
+    """An effect that a rank is to obey."""
 
     job: str
     start: int
-
-
-class PlanOrder(RankOrder, frozen=True):
-    """Form a generation."""
-
-    plan: Plan
-
-
-class AbortOrder(RankOrder, frozen=True):
-    """Leave a generation at once: it is over."""
-
-    generation: int
-    reason: str
-
-
-class ChangeOrder(RankOrder, frozen=True):
-    """Agree on a step at which to leave a generation."""
-
-    generation: int
-
-
-class ReleaseOrder(RankOrder, frozen=True):
-    """Leave the elastic loop: all members have left it."""
-
-    generation: int
-
-
-class SaveOrder(RankOrder, frozen=True):
-    """Write the last commit to the checkpoint, while the rank waits."""
-
-
-class EndRankOrder(RankOrder, frozen=True):
-    """End, in the way that :class:`EndRank` describes."""
-
-    how: str
-    reason: str
-    save: Number = 0.0
-
-
-class FaultOrder(Data, frozen=True):
-    """A fault to be injected into a rank, for some seconds or steps."""
-
-    number: int  # unique in the kernel
-    kind: str  # the name of a function of :mod:`nbelastic.chaos`
-    seconds: Number = 0.0
-    steps: int = 0
-    rank: int | None = None  # at which it is due, as the next two; None for any
-    step: int | None = None
-    generation: int | None = None
-    forming: bool = False  # it is due while the next generation forms
-
-    @property
-    def timed(self) -> bool:
-        """Whether the rank itself has to wait for the moment."""
-        return self.forming or self.step is not None or self.generation is not None
-
-
-class FaultsOrder(RankOrder, frozen=True):
-    """Inject faults, and drop those that another rank has injected."""
-
-    faults: tuple[FaultOrder, ...] = ()
-    drop: tuple[int, ...] = ()
+    effect: AnyRankEffect
 
 
 # -- between a rank and its agent, besides what the agent passes on --------------------------------
@@ -1522,12 +1498,6 @@ class FaultDue(Message, frozen=True):
     start: int
     fault: FaultOrder
     rank: int | None
-
-
-class FaultDone(RankOrder, frozen=True):
-    """A fault that was due has been injected, or could not be."""
-
-    number: int
 
 
 # -- kernel to scheduler ---------------------------------------------------------------------------
@@ -1760,10 +1730,12 @@ if TYPE_CHECKING:
     AnyReason: TypeAlias = Reason
     AnyEvent: TypeAlias = Event
     AnyMessage: TypeAlias = Message
+    AnyRankEffect: TypeAlias = RankEffect
     EventOfRank: TypeAlias = Event
 else:  # decoding needs to know all classes
-    AnyReason, AnyEvent, AnyMessage = (
-        functools.reduce(operator.or_, _leaves(base)) for base in (Reason, Event, Message)
+    AnyReason, AnyEvent, AnyMessage, AnyRankEffect = (
+        functools.reduce(operator.or_, _leaves(base))
+        for base in (Reason, Event, Message, RankEffect)
     )
     # What a rank may report of itself; other events would be forged.
     EventOfRank = (

@@ -12,17 +12,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw
-from msgspec.structs import replace
 
 from nbelastic.errors import VersionMismatch
-from nbelastic.messages import AnyMessage, Data, PlanOrder, decode, encode
+from nbelastic.messages import AnyMessage, Data, RankOrder, decode, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.messages import Message, RankOrder, ToDriver
+    from nbelastic.messages import Message, RankEffect, ToDriver
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Number of this protocol. To be raised with each change of a message."""
 
 PLUGIN = "nbelastic"
@@ -52,11 +51,10 @@ def in_parts(data: bytes) -> dict[str, Any]:
     return {"protocol": PROTOCOL, "body": parts}
 
 
-def pack_for_ranks(order: RankOrder) -> Callable[[int], dict[str, Any]]:
-    """Return a function that writes an order to a rank; a plan, which is large, is written once."""
-    if isinstance(order, PlanOrder):
-        order = replace(order, plan=Raw(encode(order.plan)))
-    return lambda start: pack(replace(order, start=start))
+def pack_for_ranks(job: str, effect: RankEffect) -> Callable[[int], dict[str, Any]]:
+    """Return a function that writes an order to a rank; the effect is written once for all."""
+    written: Any = Raw(encode(effect))  # a plan is large
+    return lambda start: pack(RankOrder(job, start, written))
 
 
 def unpack(data: Any, kind: Any = AnyMessage) -> Any:

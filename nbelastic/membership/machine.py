@@ -979,7 +979,7 @@ class Machine:
             self._send_end(rank, how, reason, save)
 
     def _send_end(self, rank: Rank, how: str, reason: why.Reason, save: float = 0.0) -> None:
-        self._emit(EndRank(start=rank.start, slot=rank.slot, how=how, reason=reason, save=save))
+        self._emit(EndRank(start=rank.start, how=how, reason=reason, save=save))
 
     def _ask_to_leave(
         self,

@@ -1,17 +1,17 @@
 """Numbers of slots given to jobs, under what the slots allow.
 
-Where all slots are alike, that is one number. Where they are not, slots are matched with jobs: a
-job that could use others makes way for one that cannot (augmenting paths in a flow network).
+Slots are matched with jobs: a job that could use others makes way for one that cannot (augmenting
+paths in a flow network).
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from .model import SlotGroup, Want
 
@@ -19,60 +19,8 @@ Node: TypeAlias = "tuple[str, str] | tuple[str, str, str] | int"
 """A job, a job on a host, or a group of slots."""
 
 
-class Allocation(Protocol):
-    """Slots given to jobs so far."""
-
-    count: dict[str, int]
-
-    def add(self, job: str) -> bool:
-        """Give a job one slot more; return whether there is one."""
-
-    def remove(self, job: str, number: int) -> None:
-        """Take so many slots back from a job."""
-
-    def save(self) -> Allocation:
-        """Return a copy."""
-
-    def alike(self) -> int | None:
-        """Return the number of free slots, if every job can use each; else None."""
-
-
-def allocate(wants: Sequence[Want], groups: Sequence[SlotGroup]) -> Allocation:
-    """Return an allocation in which no job has a slot yet."""
-    everyone = {want.job for want in wants}
-    everywhere = all(group.jobs is None or everyone <= group.jobs for group in groups)
-    if everywhere and all(want.per_host is None for want in wants):
-        return AlikeSlots(wants, sum(group.size for group in groups))
-    return MatchedSlots(wants, groups)
-
-
-class AlikeSlots(Allocation):
-    """Allocation of slots of which every job can use each."""
-
-    def __init__(self, wants: Sequence[Want], free: int) -> None:
-        self.count = {want.job: 0 for want in wants}
-        self.free = free
-
-    def add(self, job: str) -> bool:
-        if self.free <= 0:
-            return False
-        self.free -= 1
-        self.count[job] += 1
-        return True
-
-    def remove(self, job: str, number: int) -> None:
-        self.count[job] -= number
-        self.free += number
-
-    def save(self) -> AlikeSlots:
-        return copy.deepcopy(self)
-
-    def alike(self) -> int | None:
-        return self.free
-
-
-class MatchedSlots(Allocation):
-    """Allocation of slots that are not alike."""
+class Allocation:
+    """Slots given to jobs so far; at first none."""
 
     def __init__(self, wants: Sequence[Want], groups: Sequence[SlotGroup]) -> None:
         self.count = {want.job: 0 for want in wants}
@@ -95,17 +43,28 @@ class MatchedSlots(Allocation):
     def give(self, job: str, group: int) -> bool:
         """Give a job a free slot of a group; return whether it can have one."""
         host = self._hosts[group]
-        if not self._free[group] or group not in self._groups.get((job, host), ()):
+        if group not in self._groups.get((job, host), ()):
             return False
-        if not self._may_have(job, host):
-            return False
-        self._free[group] -= 1
-        self._change(job, group, 1)
-        self._on_host[job, host] = self._on_host.get((job, host), 0) + 1
-        self.count[job] += 1
-        return True
+        return self._may_have(job, host) and self._give(job, host, (group,))
+
+    def _give(self, job: str, host: str, groups: Iterable[int]) -> bool:
+        """Give a job a free slot of any of some groups of a host, if there is one."""
+        for group in groups:
+            if self._free[group]:
+                self._free[group] -= 1
+                self._change(job, group, 1)
+                self._on_host[job, host] = self._on_host.get((job, host), 0) + 1
+                self.count[job] += 1
+                return True
+        return False
 
     def add(self, job: str) -> bool:
+        """Give a job one slot more; return whether there is one."""
+        if not any(self._free):
+            return False
+        for host in self._of_job[job]:
+            if self._may_have(job, host) and self._give(job, host, self._groups[job, host]):
+                return True  # no other job has to make way
         before: dict[Node, Node] = {}
         queue: deque[Node] = deque([("job", job)])
         while queue:
@@ -161,6 +120,7 @@ class MatchedSlots(Allocation):
         used[job] = used.get(job, 0) + by
 
     def remove(self, job: str, number: int) -> None:
+        """Take so many slots back from a job."""
         for group, used in enumerate(self.used):
             taken = min(number, used.get(job, 0))
             if taken:
@@ -170,8 +130,6 @@ class MatchedSlots(Allocation):
                 self.count[job] -= taken
                 number -= taken
 
-    def save(self) -> MatchedSlots:
+    def save(self) -> Allocation:
+        """Return a copy."""
         return copy.deepcopy(self)
-
-    def alike(self) -> int | None:
-        return None

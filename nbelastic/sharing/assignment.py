@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .allocation import MatchedSlots
+from .allocation import Allocation
 from .model import SlotGroup
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _matched(
     wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
 ) -> Assignment:
     """Match slots with jobs; a job may exchange a slot that another job needs."""
-    matched = MatchedSlots(wants, [SlotGroup(1, slot.host, slot.jobs) for slot in slots])
+    matched = Allocation(wants, [SlotGroup(1, slot.host, slot.jobs) for slot in slots])
     for number, slot in enumerate(slots):
         holder = slot.holder
         if holder is not None and matched.count.get(holder, 0) < given.get(holder, 0):

@@ -7,15 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .allocation import Allocation, allocate
+from .allocation import Allocation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .model import SlotGroup, Want
-
-HALVINGS = 40
-"""Steps of the search for the level to which slots are filled at once."""
 
 
 def shares(
@@ -35,7 +32,7 @@ def shares(
     Asked again with its outcome, it returns the same. `capacity` has the free slots and those that
     jobs hold; `now` is on the clock of the wants.
     """
-    allocation = allocate(wants, capacity)
+    allocation = Allocation(wants, capacity)
     for want in wants:
         _raise(allocation, want, want.kept)
     allocation = _Floors(allocation, wants, now - patience).serve(capacity)
@@ -112,12 +109,11 @@ class _Floors:
 
 def _could_ever(want: Want, capacity: Sequence[SlotGroup]) -> bool:
     """Return whether a job's floor fits if it is alone; if not, it waits in vain."""
-    return _raise(allocate([want], capacity), want, want.least)
+    return _raise(Allocation([want], capacity), want, want.least)
 
 
 def _fill(allocation: Allocation, wants: Sequence[Want]) -> None:
     """Give free slots to jobs of one priority, each to the one with least by weight."""
-    _fill_at_once(allocation, wants)
     heap = [_turn(allocation, want) for want in wants if allocation.count[want.job] < want.most]
     heapq.heapify(heap)
     by_name = {want.job: want for want in wants}
@@ -132,31 +128,3 @@ def _fill(allocation: Allocation, wants: Sequence[Want]) -> None:
 def _turn(allocation: Allocation, want: Want) -> tuple[float, bool, float, str]:
     count = allocation.count[want.job]
     return count / want.weight, want.has <= count, want.since, want.job
-
-
-def _fill_at_once(allocation: Allocation, wants: Sequence[Want]) -> None:
-    """Fill slots that are alike up to a safe level, so that few turns are left.
-
-    It gives what all turns below that level would give.
-    """
-    free = allocation.alike()
-    if free is None or not wants or free <= len(wants):
-        return
-    count = allocation.count
-
-    def at(level: float) -> list[int]:
-        return [
-            max(count[want.job], int(min(want.most, math.ceil(level * want.weight))))
-            for want in wants
-        ]
-
-    there = sum(count[want.job] for want in wants)
-    low, high = 0.0, (free + there + 1) / min(want.weight for want in wants)
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        if sum(at(middle)) - there <= free:
-            low = middle
-        else:
-            high = middle
-    for want, number in zip(wants, at(low), strict=True):
-        allocation.remove(want.job, count[want.job] - number)

@@ -18,21 +18,21 @@ from nbelastic.cluster.wire import pack, unpack
 from nbelastic.membership import Machine, Phase, Stage, pack_machine
 from nbelastic.messages import (
     FRESH,
-    AbortOrder,
+    Abort,
     AttachRequest,
     Beat,
     Beats,
-    ChangeOrder,
-    EndRankOrder,
+    EndRank,
     Event,
     Hello,
     JobPayload,
     JobTerms,
     JournalStep,
     Limits,
+    Notify,
     OpenRequest,
-    PlanOrder,
     ProcessId,
+    Publish,
     RankEnded,
     RankEvent,
     RankFormed,
@@ -113,18 +113,19 @@ class SharedCluster:
         rank = self.ranks.get((getattr(order, "job", ""), getattr(order, "start", -1)))
         if rank is None or rank.worker != address:
             return
-        if isinstance(order, PlanOrder):
-            rank.heard = order.plan.generation
+        effect = order.effect
+        if isinstance(effect, Publish):
+            rank.heard = effect.plan.generation
             if rank.state == "ready":
-                rank.state, rank.generation = "forming", order.plan.generation
-                rank.version = max(order.plan.version, 0)
-        elif isinstance(order, ChangeOrder):
-            rank.noticed = order.generation
-        elif isinstance(order, AbortOrder):
-            rank.aborted = order.generation
-        elif isinstance(order, EndRankOrder):
+                rank.state, rank.generation = "forming", effect.plan.generation
+                rank.version = max(effect.plan.version, 0)
+        elif isinstance(effect, Notify):
+            rank.noticed = effect.generation
+        elif isinstance(effect, Abort):
+            rank.aborted = effect.generation
+        elif isinstance(effect, EndRank):
             rank.leaving = True
-            if order.how != "leave":
+            if effect.how != "leave":
                 rank.state = "over"
 
     def client_desires_keys(self, **_: Any) -> None:

@@ -19,7 +19,7 @@ from nbelastic.errors import OptionError
 from nbelastic.membership import Machine, pack_machine, unpack_machine
 from nbelastic.messages import (
     Beats,
-    EndRankOrder,
+    EndRank,
     JobEvent,
     JournalStep,
     Limits,
@@ -55,8 +55,8 @@ class FakeWorkerOps:
         record.ranks[effect.start] = effect.slot.id
         return None
 
-    def order(self, record: JobRecord, order: Any, starts: Any) -> None:
-        self.done += [(type(order), start) for start in starts]
+    def order(self, job: str, record: JobRecord, effect: Any, starts: Any) -> None:
+        self.done += [(type(effect), start) for start in starts]
 
     def send(self, record: JobRecord, message: Any) -> None:
         self.done.append((type(message), message.seq))
@@ -180,7 +180,7 @@ def test_a_job_that_nobody_takes_over_is_ended_and_dropped_with_its_lease(ranks)
         job.controller.abandon()
         for _ in range(100):
             await asyncio.sleep(0.02)
-            if ranks and (EndRankOrder, 0) in job.ops.done:
+            if ranks and (EndRank, 0) in job.ops.done:
                 job.controller.take_in(RankLeft(0))
             if ("drop", "job") in job.ops.done:
                 break

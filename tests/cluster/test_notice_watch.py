@@ -20,19 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.cluster.wire import pack, unpack
-from nbelastic.cluster.worker import metadata_service, notice_watcher
-from nbelastic.cluster.worker.metadata_service import (
-    MOST_BYTES,
-    REQUEST_LIMIT_S,
-    ask_service,
-    find_service,
-)
+from nbelastic.cluster.worker import notice_watcher
 from nbelastic.cluster.worker.notice_watcher import (
+    MOST_BYTES,
     MOST_PROBES,
     POLL_INTERVAL,
+    REQUEST_LIMIT_S,
     SAME,
     MachineWatch,
     NoticeWatcher,
+    ask_service,
+    find_service,
 )
 from nbelastic.cluster.worker.notices import (
     CLOUDS,
@@ -382,7 +380,7 @@ def test_a_huge_answer_is_cut_and_a_silent_service_given_up(monkeypatch):
 
     with answering(write) as url:
         assert len(ask_service(url, "GET", "/", {}).body) == MOST_BYTES
-    monkeypatch.setattr(metadata_service, "REQUEST_LIMIT_S", 0.05)
+    monkeypatch.setattr(notice_watcher, "REQUEST_LIMIT_S", 0.05)
     over = threading.Event()
     with answering(lambda _: over.wait(60)) as url:
         with pytest.raises(OSError, match="timed out"):

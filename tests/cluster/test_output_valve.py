@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from distributed.comm import connect, listen
 
 from nbelastic.cluster.dask_compat import unsent_bytes
-from nbelastic.cluster.scheduler.output_valve import FEW_WAITING, MOST_WAITING, OutputValve
+from nbelastic.cluster.scheduler.records import FEW_WAITING, MOST_WAITING, OutputValve
 from nbelastic.messages import RankOutput
 
 TEXT = RankOutput("job", 0, "0123456789")

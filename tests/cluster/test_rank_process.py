@@ -19,12 +19,14 @@ import pytest
 
 from nbelastic.cluster.worker import rank_launcher
 from nbelastic.messages import (
-    EndRankOrder,
+    EndRank,
     RankEvent,
     RankLeft,
+    RankOrder,
     RankRaised,
     RankReturned,
     RankTelemetry,
+    Text,
 )
 from tests.support.rank_processes import Host, is_there, until
 
@@ -157,7 +159,8 @@ def test_an_order_to_end_raises_where_the_function_stands(host: Host) -> None:
 
     rank = host.launch(function)
     host.do(rank.printed("here"))
-    rank.process.send(EndRankOrder("job", 0, "evict", "it was told to"))
+    effect = EndRank(0, "evict", Text("it was told to"))
+    rank.process.send(RankOrder("job", 0, effect))
     exit_ = host.do(rank.end())
     assert isinstance(rank.last.event, RankLeft)
     assert exit_.status == 0

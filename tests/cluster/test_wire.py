@@ -46,7 +46,7 @@ def carried(packed):
         NOTICE,
         HELLO,
         m.RankEvent("j", m.RankReturned(0), result=b"x"),
-        m.PlanOrder("j", 0, m.Plan(1, (m.Member(0, HELLO.slot, ("h", 1), 2.5),), 1)),
+        m.RankOrder("j", 0, m.Publish(m.Plan(1, (m.Member(0, HELLO.slot, ("h", 1), 2.5),), 1))),
         m.JobSummaries((INFO,)),
         m.JobEvent(3, m.SlotGone("1", m.LossReason.UNREADABLE, "no number")),
         m.JournalStep("j", "t", 1, 2, 3.0, 0.5, event=m.StopRequested(reason=m.StopReason.STOPPED)),
@@ -66,9 +66,9 @@ def test_a_large_message_travels_in_parts(monkeypatch):
 
 
 def test_an_order_to_many_ranks_is_each_ones_own():
-    order = m.PlanOrder("j", 0, m.Plan(1, (m.Member(4, HELLO.slot, ("h", 1), 2),), 1))
-    packed = wire.pack_for_ranks(order)
-    assert wire.unpack(packed(4)) == msgspec.structs.replace(order, start=4)
+    effect = m.Publish(m.Plan(1, (m.Member(4, HELLO.slot, ("h", 1), 2),), 1))
+    packed = wire.pack_for_ranks("j", effect)
+    assert wire.unpack(packed(4)) == m.RankOrder("j", 4, effect)
     assert wire.addressee(packed(7)) == ("j", 7)
     assert wire.addressee(wire.pack(NOTICE)) is None
 
@@ -134,7 +134,7 @@ def test_a_message_that_cannot_be_read_costs_its_senders_rank_alone(packed):
 
 def test_a_message_of_another_protocol_is_refused_with_a_sentence():
     cluster = scene()
-    for packed in ({**wire.pack(EVENT), "protocol": 9}, {"protocol": 7, "body": {"job": "j"}}):
+    for packed in ({**wire.pack(EVENT), "protocol": 10}, {"protocol": 7, "body": {"job": "j"}}):
         cluster.stream_handlers[wire.FROM_AGENTS](worker="w", message=packed)
         worker, error = cluster.plugin._evict_sender.call_args.args
         assert (worker, type(error)) == ("w", VersionMismatch)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from nbelastic.cluster.rank_error import MOST_FRAMES, pack_error, unpack_error
-from nbelastic.cluster.worker.rank.console import NO_CONSOLE
+from nbelastic.cluster.worker.rank.program import NO_CONSOLE
 from nbelastic.driver.options import Options
 from nbelastic.driver.outcome import settle
 from nbelastic.driver.records import KernelLog

@@ -314,7 +314,8 @@ class Checked:
             if harsh or isinstance(effect, RestartWorker):
                 reason = effect.reason
                 left_out = isinstance(reason, Lost) and reason.reason == LossReason.UNREACHABLE
-                assert effect.slot.id == slot or left_out or effect in by_time
+                at = ranks[effect.start][0] if isinstance(effect, EndRank) else effect.slot.id
+                assert at == slot or left_out or effect in by_time
         for start in set(ranks) & set(machine.roster.ranks):
             gone = start in getattr(event, "gone", ())
             assert ranks[start][0] == slot or gone or start in self.roster.ranks

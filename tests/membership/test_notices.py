@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.cluster.worker.metadata_service import REQUEST_LIMIT_S
-from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL
+from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, REQUEST_LIMIT_S
 from nbelastic.membership import pack_machine, rules, unpack_machine, view
 from nbelastic.messages import (
     EndRank,

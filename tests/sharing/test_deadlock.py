@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.sharing import SharePolicy, SharingRules, SlotGroup, Want
-from nbelastic.sharing.deadlock import jobs_to_yield
 from nbelastic.sharing.fair_share import shares
+from nbelastic.sharing.policy import jobs_to_yield
 
 from .worlds import NOW, alike, fitting, wants
 

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nbelastic.sharing import SharePolicy, SharingRules, SlotGroup, Want
-from nbelastic.sharing.deadlock import jobs_to_yield
+from nbelastic.sharing.policy import jobs_to_yield
 
 from .worlds import after, alike, fitting, wants
 

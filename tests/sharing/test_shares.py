@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.sharing import SlotGroup, Want, shares
-from nbelastic.sharing.allocation import MatchedSlots
 
 from .worlds import NOW, PATIENCE, after, alike, fits, fitting, unlike, wants
 
@@ -106,17 +104,6 @@ def test_a_newcomer_takes_no_floor_that_is_not_preemptible(case, least, priority
     for want in there:
         if before[want.job] >= want.least:
             assert later[want.job] >= want.least
-
-
-@settings(deadline=None)
-@given(wants(), st.integers(0, 16))
-def test_slots_that_are_alike_are_matched_as_they_are_counted(jobs, size):
-    groups = alike(size)
-    jobs = fitting(jobs, groups)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nbelastic.sharing.fair_share.allocate", MatchedSlots)
-        matched = decide(jobs, groups)
-    assert matched == decide(jobs, groups)
 
 
 def test_a_slot_that_only_one_job_can_use_goes_to_it():

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from nbelastic.sharing import SlotGroup, Want
-from nbelastic.sharing.allocation import allocate
+from nbelastic.sharing.allocation import Allocation
 
 PATIENCE = 100.0
 NOW = 1000.0
@@ -63,7 +63,7 @@ def alike(size):
 
 def fitting(jobs, groups):
     """Return the jobs with what they can keep at the same time."""
-    allocation = allocate(jobs, groups)
+    allocation = Allocation(jobs, groups)
     found = []
     for want in jobs:
         while allocation.count[want.job] < want.kept and allocation.add(want.job):
@@ -74,7 +74,7 @@ def fitting(jobs, groups):
 
 def fits(jobs, groups, counts):
     """Return whether all jobs can have so many slots at the same time."""
-    allocation = allocate(jobs, groups)
+    allocation = Allocation(jobs, groups)
     return all(allocation.add(job) for job, number in counts.items() for _ in range(number))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nbelastic.cluster.process_state import ProcessState
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
 from nbelastic.cluster.worker.rank.program import RankProgram
-from nbelastic.cluster.worker.rank_exit import ProcessExit
+from nbelastic.cluster.worker.rank_process import ProcessExit
 from nbelastic.messages import LoopDone, RankEvent, RankReady
 
 from .fibers import Fiber

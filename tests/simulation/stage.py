@@ -12,7 +12,6 @@ from nbelastic.cluster.payload import Modules
 from nbelastic.cluster.scheduler import agent_install as install
 from nbelastic.cluster.scheduler import job_service, plugin
 from nbelastic.cluster.worker import agent
-from nbelastic.cluster.worker import rank_task as rank
 from nbelastic.elastic.ranks import telemetry
 from nbelastic.membership import unpack_machine
 from nbelastic.messages import ProcessId
@@ -54,14 +53,14 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (agent, "versions", lambda: VERSIONS),
     (agent, "own_interface", lambda hosts: next(iter(hosts))),
     (agent, "own_process_id", _own_process_id),
+    (agent, "secede", lambda: None),
+    (agent, "get_worker", lambda: _process().owner),
+    (agent, "sync", block_on),
     (job_service, "unpack_machine", _machine),
     (fit, "own_versions", lambda: VERSIONS),
     (install, "Agent", SimAgent),
     (preflight, "collect", lambda names: Modules()),
     (plugin, "start_processes_shielded", lambda: None),
-    (rank, "secede", lambda: None),
-    (rank, "get_worker", lambda: _process().owner),
-    (rank, "sync", block_on),
     (telemetry, "user_line", lambda thread: []),
 ]
 

@@ -12,8 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from nbelastic.cluster.worker.metadata_service import REQUEST_LIMIT_S
-from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, MachineWatch
+from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, REQUEST_LIMIT_S, MachineWatch
 from nbelastic.cluster.worker.notices import Answer
 
 if TYPE_CHECKING:

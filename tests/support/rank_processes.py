@@ -22,8 +22,7 @@ from nbelastic.pickling import dumps
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from nbelastic.cluster.worker.rank_exit import ProcessExit
-    from nbelastic.cluster.worker.rank_process import RankProcess
+    from nbelastic.cluster.worker.rank_process import ProcessExit, RankProcess
     from nbelastic.messages import Message
 
 PATIENCE_S = 60.0

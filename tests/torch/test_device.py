@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.cluster.worker.rank.variables import keep_variables
+from nbelastic.cluster.worker.rank.main import keep_variables
 from nbelastic.elastic.ranks.context import LocalContext, activate
 from nbelastic.elastic.ranks.runtime import DASK_CUDA
 

@@ -17,16 +17,14 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.session import note
 from nbelastic.errors import NbelasticError
 
-from .missing import missing_function, missing_module
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 FOLDER = str(Path(__file__).parents[1] / "alias")
 """The folder with a package ``horovod``."""
@@ -44,6 +42,9 @@ _ELSEWHERE = {
     "tensorflow.keras.elastic": "nbelastic.keras.elastic",
 }
 """Modules of Horovod whose names are elsewhere in nbelastic."""
+
+_MISSING = ("mxnet", "ray", "spark")
+"""Modules of Horovod that nbelastic has not: importing one is an error."""
 
 
 def alias_horovod(wanted: bool | None) -> None:
@@ -65,9 +66,8 @@ class _Alias(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         full, target = f"{self.__name__}.{name}", f"{self._target.__name__}.{name}"
-        refuse = missing_function(full, target)
-        if refuse is not None:
-            return refuse
+        if target == "nbelastic.run":
+            return _refuse_run(full)
         try:
             return getattr(self._target, name)
         except AttributeError:
@@ -94,10 +94,14 @@ class _AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if top != "horovod" or not rest:
             return None
         if _target_of(rest) is None:
-            missing = missing_module(fullname)
-            if missing is None:
+            if rest not in _MISSING:
                 return None
-            raise missing
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: nbelastic stands in for Horovod here, and trains "
+                "PyTorch and Keras models. Use horovod.torch or horovod.keras, or install Horovod "
+                "and run the script by horovodrun",
+                name=fullname,
+            )
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
@@ -118,6 +122,21 @@ def _target_of(rest: str) -> str | None:
         return name if importlib.util.find_spec(name) is not None else None
     except ModuleNotFoundError:  # a module that is no package
         return None
+
+
+def _refuse_run(name: str) -> Callable[..., NoReturn]:
+    """Return a function that says what to do instead of ``horovod.run``.
+
+    A script may import it and never call it. So importing it is no error, but calling it is.
+    """
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name} starts a job, and this script runs in a rank of one. Call the function "
+            "itself; from outside a job, nbelastic.fit(fn, np=4) runs a function on ranks"
+        )
+
+    return refuse
 
 
 def answer_as(package: str) -> None:

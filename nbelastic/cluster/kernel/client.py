@@ -16,7 +16,7 @@ from nbelastic.cluster.dask_compat import is_stalled, resume, shorten_batching
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.cluster.scheduler.records import RANK_KEY
 from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
-from nbelastic.cluster.worker.rank_task import run_rank
+from nbelastic.cluster.worker.agent import run_rank
 from nbelastic.errors import ClusterLost, NbelasticError, OptionError
 from nbelastic.messages import (
     AttachRefusal,
@@ -310,21 +310,14 @@ class JobClient:
 
 def open_jobs(client: Client) -> tuple[JobInfo, ...]:
     """Return a summary of each job on a cluster."""
-    with lost_while(client, "its jobs were asked for"):
-        client.register_plugin(ElasticPlugin())
-        scheduler: Any = client.scheduler
-        packed = client.sync(scheduler.nbelastic_jobs, callback_timeout=RPC_TIMEOUT)
-        found: JobSummaries = unpack(packed, JobSummaries)
+    found: JobSummaries = unpack(_ask(client, "its jobs were asked for", "jobs"), JobSummaries)
     return found.jobs
 
 
 def look_at_job(client: Client, job: str) -> JobHandover | AttachRefusal:
     """Return all that the scheduler knows of a job, without taking it over."""
-    with lost_while(client, "a job was looked at"):
-        client.register_plugin(ElasticPlugin())
-        scheduler: Any = client.scheduler
-        packed = client.sync(scheduler.nbelastic_look, job=job, callback_timeout=RPC_TIMEOUT)
-        found: JobHandover | AttachRefusal = unpack(packed, JobHandover | AttachRefusal)
+    packed = _ask(client, "a job was looked at", "look", job=job)
+    found: JobHandover | AttachRefusal = unpack(packed, JobHandover | AttachRefusal)
     return found
 
 
@@ -332,16 +325,17 @@ def send_wish(
     client: Client, job: str, event: StopRequested | LimitsChanged
 ) -> AttachRefusal | None:
     """Send a user's event to a job, without taking it over; return why that cannot be."""
-    with lost_while(client, "a job was asked to change"):
-        client.register_plugin(ElasticPlugin())
-        scheduler: Any = client.scheduler
-        packed = client.sync(
-            scheduler.nbelastic_wish,
-            message=pack(JobWish(job, event)),
-            callback_timeout=RPC_TIMEOUT,
-        )
-        refusal: AttachRefusal | None = None if packed is None else unpack(packed, AttachRefusal)
+    packed = _ask(client, "a job was asked to change", "wish", message=pack(JobWish(job, event)))
+    refusal: AttachRefusal | None = None if packed is None else unpack(packed, AttachRefusal)
     return refusal
+
+
+def _ask(client: Client, doing: str, handler: str, **values: Any) -> Any:
+    """Return the answer of a handler of :class:`JobService`, which no driver is needed for."""
+    with lost_while(client, doing):
+        client.register_plugin(ElasticPlugin())
+        call = getattr(client.scheduler, f"nbelastic_{handler}")
+        return client.sync(call, callback_timeout=RPC_TIMEOUT, **values)
 
 
 @contextlib.contextmanager

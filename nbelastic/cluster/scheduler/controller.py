@@ -12,30 +12,27 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec.structs import replace
+
 from nbelastic.cluster.dask_compat import PeriodicCall
 from nbelastic.cluster.job_log import in_one_line
 from nbelastic.membership import Phase, pack_machine
 from nbelastic.messages import (
     Abort,
-    AbortOrder,
     Beats,
-    ChangeOrder,
     EndRank,
-    EndRankOrder,
     JobEvent,
     JobHandover,
     KernelAttached,
     KernelLost,
     LimitsChanged,
     Notify,
-    PlanOrder,
     Publish,
+    RankEffect,
     Record,
     Release,
-    ReleaseOrder,
     RestartWorker,
     SaveCommit,
-    SaveOrder,
     StartRank,
     StopReason,
     StopRequested,
@@ -52,7 +49,6 @@ if TYPE_CHECKING:
         JournalStep,
         Message,
         PackedError,
-        RankOrder,
         Reason,
         Slot,
     )
@@ -74,8 +70,8 @@ class WorkerOps(Protocol):
     def claim(self, job: str, record: JobRecord, effect: StartRank) -> Event | None:
         """Give a slot to a rank; return the event that says that it cannot be had, if so."""
 
-    def order(self, record: JobRecord, order: RankOrder, starts: Iterable[int]) -> None:
-        """Send an order to ranks of a job."""
+    def order(self, job: str, record: JobRecord, effect: RankEffect, starts: Iterable[int]) -> None:
+        """Order ranks of a job to obey an effect."""
 
     def send(self, record: JobRecord, message: Message) -> None:
         """Send a message to a job's driver."""
@@ -191,21 +187,13 @@ class JobController:
             if problem is not None:
                 self.take_in(problem)
         elif isinstance(effect, Publish):
-            starts = [member.start for member in effect.plan.members]
-            self._ops.order(record, PlanOrder(job, 0, effect.plan), starts)
-        elif isinstance(effect, Abort):
-            order = AbortOrder(job, 0, effect.generation, str(effect.reason))
-            self._ops.order(record, order, effect.starts)
-        elif isinstance(effect, Notify):
-            self._ops.order(record, ChangeOrder(job, 0, effect.generation), effect.starts)
-        elif isinstance(effect, Release):
-            self._ops.order(record, ReleaseOrder(job, 0, effect.generation), effect.starts)
-        elif isinstance(effect, SaveCommit):
-            self._ops.order(record, SaveOrder(job, effect.start), [effect.start])
-        elif isinstance(effect, EndRank):
-            end = EndRankOrder(job, effect.start, effect.how, str(effect.reason), effect.save)
-            record.told.add(effect.start)
-            self._ops.order(record, end, [effect.start])
+            self._ops.order(job, record, effect, [each.start for each in effect.plan.members])
+        elif isinstance(effect, Abort | Notify | Release):
+            self._ops.order(job, record, replace(effect, starts=()), effect.starts)
+        elif isinstance(effect, SaveCommit | EndRank):
+            if isinstance(effect, EndRank):
+                record.told.add(effect.start)
+            self._ops.order(job, record, effect, [effect.start])
         elif isinstance(effect, RestartWorker):
             self._ops.restart_worker(effect.slot, str(effect.reason))
 

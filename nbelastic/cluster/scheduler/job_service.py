@@ -22,9 +22,9 @@ from nbelastic.messages import (
     AttachRefusal,
     AttachRequest,
     DriverReplaced,
-    EndRankOrder,
-    FaultsOrder,
+    EndRank,
     GiveUp,
+    InjectFaults,
     InjectRequest,
     JobClosed,
     JobInfo,
@@ -34,6 +34,7 @@ from nbelastic.messages import (
     LimitsChanged,
     OpenRequest,
     SlotBusy,
+    Text,
     encode,
 )
 
@@ -150,7 +151,8 @@ class JobService:
         record.closing = True
         self._plugin.arbiter.schedule()
         await _until(lambda: record.steps >= steps)
-        self._plugin.order(record, EndRankOrder(job, 0, "evict", "the job has ended"), record.ranks)
+        over = EndRank(0, "evict", Text("the job has ended"))
+        self._plugin.order(job, record, over, record.ranks)
         await _until(lambda: not record.ranks and not self._busy(record))
         self._plugin.send(record, JobClosed())
         self._plugin.drop(job)
@@ -223,8 +225,8 @@ class JobService:
         """Pass faults on to ranks."""
         record = self._jobs.get(request.job)
         if record is not None and self._is_driver(record, client, request.epoch):
-            order = FaultsOrder(request.job, 0, request.faults, request.drop)
-            self._plugin.order(record, order, request.starts)
+            effect = InjectFaults(request.faults, request.drop)
+            self._plugin.order(request.job, record, effect, request.starts)
 
     async def drives(self, job: str, client: str, epoch: int) -> bool:
         """Return whether a job is still a driver's."""

@@ -31,7 +31,7 @@ from nbelastic.cluster.wire import FROM_AGENTS, PLUGIN, pack, pack_for_ranks, un
 from nbelastic.cluster.worker.signals import start_processes_shielded
 from nbelastic.errors import VersionMismatch
 from nbelastic.messages import (
-    EndRankOrder,
+    EndRank,
     FaultReport,
     ForgetOrder,
     Heartbeats,
@@ -41,6 +41,7 @@ from nbelastic.messages import (
     RankEnded,
     RankEvent,
     RankLeaving,
+    RankOrder,
     RankOutput,
     RankRaised,
     RankReturned,
@@ -52,6 +53,7 @@ from nbelastic.messages import (
     SlotLeaving,
     SlotsFound,
     SlotStays,
+    Text,
     ToDriver,
     UnusedReason,
     UnusedWorker,
@@ -86,7 +88,7 @@ if TYPE_CHECKING:
         Message,
         Notice,
         PackedError,
-        RankOrder,
+        RankEffect,
         Slot,
         StartRank,
     )
@@ -555,7 +557,8 @@ class ElasticPlugin(SchedulerPlugin):
             self._event(holder[0], gone)
 
     def _evict(self, slot: str, job: str, start: int, reason: str) -> None:
-        self._to_agent(self._workers[slot], pack(EndRankOrder(job, start, "evict", reason)))
+        order = RankOrder(job, start, EndRank(start, "evict", Text(reason)))
+        self._to_agent(self._workers[slot], pack(order))
 
     def _report(self, worker: str, message: RankEvent) -> None:
         if isinstance(message.event, RankReturned) and message.result is None:
@@ -599,9 +602,9 @@ class ElasticPlugin(SchedulerPlugin):
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def order(self, record: JobRecord, order: RankOrder, starts: Iterable[int]) -> None:
-        """Send an order to ranks of a job; it is packed once for all."""
-        packed = pack_for_ranks(order)
+    def order(self, job: str, record: JobRecord, effect: RankEffect, starts: Iterable[int]) -> None:
+        """Order ranks of a job to obey an effect; it is packed once for all."""
+        packed = pack_for_ranks(job, effect)
         for start in list(starts):
             worker = self._workers.get(record.ranks.get(start, ""))
             if worker is not None:

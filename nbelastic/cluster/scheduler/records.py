@@ -20,18 +20,31 @@ from nbelastic.messages import (
     WatchOrder,
 )
 
-from .output_valve import OutputValve
-
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
     from nbelastic.membership import Machine
-    from nbelastic.messages import Beat, JobEvent, JobTerms, Place, ProcessId, RankTelemetry, Slot
+    from nbelastic.messages import (
+        Beat,
+        JobEvent,
+        JobTerms,
+        Place,
+        ProcessId,
+        RankOutput,
+        RankTelemetry,
+        Slot,
+    )
 
     from .controller import JobController
 
 RANK_KEY = "nbelastic-rank-"
 """How the keys of ranks' tasks begin."""
+
+MOST_WAITING = 64_000_000
+"""Bytes that may wait for a kernel, about as many as it keeps."""
+
+FEW_WAITING = MOST_WAITING // 4
+"""Bytes at which output is sent again."""
 
 
 @dataclass
@@ -82,6 +95,29 @@ class WorkerRecord:
     def host(self) -> tuple[str, str]:
         """Its host and the namespace there in which its process has its number."""
         return self.slot.host, self.process.namespace
+
+
+class OutputValve:
+    """Lets the output of a job's ranks pass as long as its kernel reads.
+
+    A kernel that is stopped, or whose cell holds its lock for minutes, reads nothing. Dask keeps
+    all messages for it meanwhile, and ranks may print gigabytes. So no more output is sent to it
+    from a certain size on, until it has read most of that.
+    """
+
+    def __init__(self) -> None:
+        self._closed = False
+
+    def take(self, message: RankOutput, waiting: int) -> RankOutput | None:
+        """Return what to send to the kernel: the message, the mark of a gap, or nothing.
+
+        So many bytes are `waiting` for the kernel.
+        """
+        was_closed = self._closed
+        self._closed = waiting > (FEW_WAITING if was_closed else MOST_WAITING)
+        if not self._closed:
+            return message
+        return None if was_closed else replace(message, text="", gap=True)
 
 
 @dataclass

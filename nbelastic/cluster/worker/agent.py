@@ -14,13 +14,15 @@ import os
 import pickle
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import dask.config
 import psutil
+from distributed import get_worker, secede
 from distributed.comm.addressing import get_address_host
 from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
+from distributed.utils import sync
 
 from nbelastic.cluster.dask_compat import (
     ConnectionCheck,
@@ -42,7 +44,7 @@ from nbelastic.cluster.wire import (
 from nbelastic.collectives.topology import host_identity
 from nbelastic.elastic.ranks.runtime import DASK_CUDA
 from nbelastic.messages import (
-    EndRankOrder,
+    EndRank,
     FaultDue,
     ForgetOrder,
     Heartbeats,
@@ -57,6 +59,7 @@ from nbelastic.messages import (
     RankOrder,
     RankRaised,
     Slot,
+    Text,
     WatchOrder,
 )
 
@@ -168,7 +171,7 @@ class Agent(WorkerPlugin):
         """Make ranks leave at their next commit, as far as they reach it in time."""
         for (job, start), rank in list(self._ranks.items()):
             self._send(RankLeaving(job, start))
-            rank.obey(EndRankOrder(job, start, "leave", reason))
+            rank.obey(RankOrder(job, start, EndRank(start, "leave", Text(reason))))
         await self._wait_for_ranks()
 
     async def _wait_for_ranks(self) -> None:
@@ -328,10 +331,25 @@ class Agent(WorkerPlugin):
         rank = self._ranks.get(key)
         if rank is not None:
             rank.obey(order)
-        elif isinstance(order, EndRankOrder) and key not in self._ended_early:
+        elif isinstance(order.effect, EndRank) and key not in self._ended_early:
             self._ended_early.add(key)
             self._send(RankEvent(key[0], RankLeft(key[1])))
             self._send(RankEnded(*key, never=True))
+
+
+def run_rank(spec: RankSpec, slot: str, address: str) -> None:
+    """Make the worker's agent run a rank, and wait for its end: the Dask task of a rank.
+
+    It runs in a thread that has left the worker's pool. So Dask sees the worker as busy, and the
+    pool's own threads are free for other tasks. The `address` is the scheduler's of the worker. A
+    task that Dask sends again, to another worker at that address, finds another id there than its
+    `slot` and does nothing.
+    """
+    worker = get_worker()
+    agent = cast("Agent | None", worker.plugins.get(PLUGIN))
+    if agent is not None and worker.id == slot:
+        secede()
+        sync(worker.loop, agent.run, spec, address)
 
 
 def _pickled(value: Any) -> bytes:

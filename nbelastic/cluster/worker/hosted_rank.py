@@ -16,19 +16,21 @@ from msgspec.structs import replace
 
 from nbelastic.cluster.process_state import ProbeHistory, Verdict
 from nbelastic.messages import (
-    AbortOrder,
+    Abort,
     Beat,
-    EndRankOrder,
+    EndRank,
     FaultDue,
     Heartbeats,
-    PlanOrder,
+    Publish,
     RankDied,
     RankEvent,
     RankExited,
     RankLeft,
+    RankOrder,
     RankOutput,
     RankRaised,
     RankReturned,
+    Text,
 )
 
 from .rank_output import OutputBuffer
@@ -36,7 +38,7 @@ from .rank_output import OutputBuffer
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nbelastic.messages import Message, Plan, RankOrder
+    from nbelastic.messages import Message, Plan
 
     from .rank_process import RankProcess
 
@@ -129,16 +131,18 @@ class HostedRank:
     def obey(self, order: RankOrder) -> None:
         """Pass on an order; see that an order to end is obeyed."""
         self.process.send(order)
-        if isinstance(order, PlanOrder):
-            self._plan = order.plan
-        elif isinstance(order, EndRankOrder) and order.how != "leave":
-            seconds = ENDING_S.get(order.how, 6.0) + order.save
-            self._end_within(seconds, f"its worker has ended its process: {order.reason}")
+        effect = order.effect
+        if isinstance(effect, Publish):
+            self._plan = effect.plan
+        elif isinstance(effect, EndRank) and effect.how != "leave":
+            seconds = ENDING_S.get(effect.how, 6.0) + effect.save
+            self._end_within(seconds, f"its worker has ended its process: {effect.reason}")
 
     def leave_generation(self, reason: str) -> None:
         """Send the rank back to its last commit, if it is in an elastic loop."""
         if self._plan is not None and self._plan.loop:
-            self.process.send(AbortOrder(*self._key, self._plan.generation, reason))
+            effect = Abort(self._plan.generation, (), Text(reason))
+            self.process.send(RankOrder(*self._key, effect))
 
     # -- the end -----------------------------------------------------------------------------------
 

@@ -2,26 +2,33 @@
 
 Runs in a worker: :class:`NoticeWatcher` in its event loop, :class:`MachineWatch` in a thread of its
 own, which only the agent has that the scheduler has chosen for its host.
+
+A metadata service has fixed addresses, so there is no name to look up. Proxies are bypassed and
+redirections not followed: what is at the end of either is not this machine's service.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http.client
 import logging
 import multiprocessing
 import os
+import socket
 import threading
 import time
+import urllib.request
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import psutil
 from msgspec.structs import replace
 
 from nbelastic.messages import Notice, NoticeSource, WatchOrder
 
-from .metadata_service import REQUEST_LIMIT_S, ask_service, find_service
-from .notices import CLOUDS, KeyExpired, Unanswered, batch_job_end
+from .notices import CLOUDS, Answer, KeyExpired, Unanswered, batch_job_end
 from .signals import leave_on_user_signals
 
 if TYPE_CHECKING:
@@ -29,9 +36,24 @@ if TYPE_CHECKING:
 
     from tornado.ioloop import IOLoop
 
-    from .notices import Answer, Ask, Cloud
+    from .notices import Ask, Cloud
 
 logger = logging.getLogger(__name__)
+
+HOSTS = ("169.254.169.254", "fd00:ec2::254", "fd20:ce::254")
+"""Host of each cloud's service, and those of AWS and Google on a machine without IPv4.
+
+``NBELASTIC_METADATA_URL`` names another service for tests.
+"""
+
+CONNECT_LIMIT_S = 0.2
+"""Seconds for a connection: the service is next to the machine."""
+
+REQUEST_LIMIT_S = 2.0
+"""Seconds that the service may be silent within a request."""
+
+MOST_BYTES = 1 << 16
+"""Most bytes of an answer that are read."""
 
 MOST_PROBES = 9
 """How often a service is looked for that takes connections and does not answer."""
@@ -50,6 +72,41 @@ SIGNAL_SECONDS = 60.0
 
 STOP_GRACE = REQUEST_LIMIT_S + 0.5
 """Seconds that a closing worker waits for the thread."""
+
+
+class _AnyStatus(urllib.request.HTTPErrorProcessor):
+    """Returns answers of any status, and so follows no redirection."""
+
+    def http_response(self, request: Any, response: Any) -> Any:
+        return response
+
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _AnyStatus)
+
+
+def find_service() -> str | None:
+    """Return the URL of the metadata service; None where nothing takes a connection."""
+    given = os.environ.get("NBELASTIC_METADATA_URL")
+    urls = [given] if given else [f"http://{f'[{h}]' if ':' in h else h}" for h in HOSTS]
+    for url in urls:
+        with suppress(OSError, ValueError):
+            place = urlsplit(url)
+            address = (place.hostname or "", place.port or 80)
+            socket.create_connection(address, CONNECT_LIMIT_S).close()
+            return url
+    return None
+
+
+def ask_service(url: str, method: str, path: str, headers: dict[str, str]) -> Answer:
+    """Make a request; raise OSError if there is no answer, or none that is one."""
+    request = urllib.request.Request(url + path, method=method, headers=headers)
+    try:
+        with _opener.open(request, timeout=REQUEST_LIMIT_S) as answer:
+            names = {name.lower(): value for name, value in answer.headers.items()}
+            return Answer(answer.status, names, answer.read(MOST_BYTES))
+    except (http.client.HTTPException, ValueError) as error:
+        # The error's own text may quote a header, and so a token.
+        raise OSError(f"not an answer: {type(error).__name__}") from None
 
 
 class MachineWatch(threading.Thread):

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 
 from distributed.core import Status
 
-from nbelastic.messages import FaultDone, FaultDue, FaultReport, Notice, NoticeReport, NoticeSource
+from nbelastic.messages import (
+    FaultDone,
+    FaultDue,
+    FaultReport,
+    Notice,
+    NoticeReport,
+    NoticeSource,
+    RankOrder,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +49,7 @@ class WorkerFaults:
         self._send(report)
         await self._sent()
         await self._do(rank, fault)
-        rank.send(FaultDone(due.job, due.start, fault.number))
+        rank.send(RankOrder(due.job, due.start, FaultDone(fault.number)))
 
     async def _sent(self) -> None:
         """Wait, not for long, until the report is on its way."""

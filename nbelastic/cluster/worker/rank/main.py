@@ -10,26 +10,29 @@ import atexit
 import contextlib
 import faulthandler
 import inspect
+import io
 import os
 import signal
 import sys
 import types
+import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
+import torch
+
+from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME, own_gpu_first
 from nbelastic.messages import RankEvent
 
 from .allocator import keep_freed_memory
 from .channel import RankChannel
-from .console import set_up_streams
 from .dask_client import RankClient
 from .interrupt import SignalInterrupt
-from .program import RankProgram
+from .program import NO_CONSOLE, RankProgram
 from .torch_hooks import hook_torch
-from .variables import keep_variables
 
 if TYPE_CHECKING:
+    from nbelastic.elastic.ranks.context import Context
     from nbelastic.messages import Message
 
     from .channel import RankSetup
@@ -163,3 +166,70 @@ def _handle_signals(program: RankProgram) -> None:
                     signal.signal(number, signal.SIG_DFL)
 
     os.register_at_fork(after_in_child=give_back)
+
+
+# -- standard streams, and variables ---------------------------------------------------------------
+
+
+class _NoInput(io.TextIOWrapper):
+    """Standard input without any; reading it says what to do."""
+
+    def read(self, size: int | None = -1, /) -> NoReturn:
+        raise EOFError(NO_CONSOLE)
+
+    def readline(self, size: int = -1, /) -> NoReturn:  # type: ignore[override]
+        raise EOFError(NO_CONSOLE)
+
+
+def set_up_streams() -> None:
+    """Send output line by line, and refuse to read from the console."""
+    # Those of the rank server know whether its own descriptors could seek, which a pipe cannot.
+    sys.stdout = sys.__stdout__ = _lines(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _lines(2)  # type: ignore[misc]
+    sys.stdin = _NoInput(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115
+
+
+def _lines(descriptor: int) -> io.TextIOWrapper:
+    stream = open(descriptor, "wb", closefd=False)  # noqa: SIM115 - for the life of the process
+    return io.TextIOWrapper(
+        stream, encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
+def keep_variables(context: Context) -> None:
+    """Set the variables in which torchrun and horovodrun tell a process its rank.
+
+    Trainers and scripts read them before they ask ``torch.distributed``, and some once more in each
+    epoch. So they are set now, to the foreseen ranks, and again as each generation has formed.
+    """
+
+    def write() -> None:
+        os.environ.update(
+            RANK=str(context.rank),
+            WORLD_SIZE=str(context.size),
+            LOCAL_RANK=str(context.local_rank),
+            LOCAL_WORLD_SIZE=str(context.local_size),
+            HOROVOD_RANK=str(context.rank),
+            HOROVOD_SIZE=str(context.size),
+            HOROVOD_LOCAL_RANK=str(context.local_rank),
+            HOROVOD_LOCAL_SIZE=str(context.local_size),
+            HOROVOD_CROSS_RANK=str(context.cross_rank),
+            HOROVOD_CROSS_SIZE=str(context.cross_size),
+        )
+
+    write()
+    context.after_forming = (write, *context.after_forming)
+    # accelerate refuses ranks on several hosts without an address. The process group needs none.
+    # A name that never resolves makes other uses of it fail at once instead of waiting for a host.
+    os.environ.setdefault("MASTER_ADDR", "nbelastic.invalid")
+    os.environ.setdefault("MASTER_PORT", "29500")  # torchrun's default
+    with warnings.catch_warnings():  # of a driver that does not work
+        warnings.simplefilter("ignore")
+        # It asks the driver's library, so that forks of the rank can still use the GPU.
+        gpus = torch.cuda.device_count()
+    if not gpus:
+        # Without it accelerate makes a rank on a host without GPU a world of its own.
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+    elif own_gpu_first():
+        # accelerate and Transformers take the GPU of LOCAL_RANK, which is another worker's.
+        os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cuda:0")

@@ -24,24 +24,24 @@ from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError, RankExit, RanksDisagree, StateMismatch, Stopped
 from nbelastic.messages import (
     MOST_BYTES,
-    AbortOrder,
-    ChangeOrder,
-    EndRankOrder,
+    Abort,
+    EndRank,
     FaultDone,
-    FaultsOrder,
     Heartbeats,
-    PlanOrder,
+    InjectFaults,
+    Notify,
+    Publish,
     RankBeat,
     RankEvent,
     RankLeft,
+    RankOrder,
     RankRaised,
     RankReturned,
-    ReleaseOrder,
-    SaveOrder,
+    Release,
+    SaveCommit,
 )
 from nbelastic.pickling import dumps
 
-from .console import NO_CONSOLE
 from .fault_injector import FaultInjector
 from .modules import install
 from .torch_hooks import advise, trainers_of
@@ -53,6 +53,11 @@ if TYPE_CHECKING:
     from nbelastic.messages import Event, JobPayload, Message, PackedError
 
 logger = logging.getLogger(__name__)
+
+NO_CONSOLE = (
+    "breakpoint(), pdb and input() need a console, and a rank has none. To debug the function, "
+    "call it in the notebook without fit: outside a job it runs there, as a world of one rank"
+)
 
 
 class Port(Protocol):
@@ -117,12 +122,15 @@ class RankProgram:
             self.fail(error)
 
     def _take(self, order: Message) -> None:
-        if isinstance(order, FaultsOrder):
-            self._injector().take(order.faults, order.drop)
-        elif isinstance(order, FaultDone):
-            self._injector().done(order.number)
+        if not isinstance(order, RankOrder):
+            raise TypeError(f"a rank does not expect {type(order).__name__}")
+        effect = order.effect
+        if isinstance(effect, InjectFaults):
+            self._injector().take(effect.faults, effect.drop)
+        elif isinstance(effect, FaultDone):
+            self._injector().done(effect.number)
         else:
-            deliver(self.session, order)
+            deliver(self.session, effect)
 
     def _injector(self) -> FaultInjector:
         """Return the rank's fault injector; make it with the first order."""
@@ -267,21 +275,19 @@ class RankProgram:
         self._finish(event, error=packed)
 
 
-def deliver(session: Session, order: Any) -> None:
-    """Hand an order over to a rank."""
-    if isinstance(order, PlanOrder):
-        session.on_plan(order.plan)
+def deliver(session: Session, effect: Any) -> None:
+    """Hand an effect that its rank is to obey over to a session."""
+    if isinstance(effect, Publish):
+        session.on_plan(effect.plan)
         if session.telemetry.observer is not None:
             session.telemetry.observer.plan()
-    elif isinstance(order, AbortOrder):
-        session.on_abort(order.generation, order.reason)
-    elif isinstance(order, ChangeOrder):
-        session.on_notice(order.generation)
-    elif isinstance(order, ReleaseOrder):
-        session.on_release(order.generation)
-    elif isinstance(order, SaveOrder):
+    elif isinstance(effect, Abort):
+        session.on_abort(effect.generation, str(effect.reason))
+    elif isinstance(effect, Notify):
+        session.on_notice(effect.generation)
+    elif isinstance(effect, Release):
+        session.on_release(effect.generation)
+    elif isinstance(effect, SaveCommit):
         session.on_save()
-    elif isinstance(order, EndRankOrder):
-        session.on_end(order.how, order.reason, order.save)
-    else:
-        raise TypeError(f"a rank does not expect {type(order).__name__}")
+    elif isinstance(effect, EndRank):
+        session.on_end(effect.how, str(effect.reason), effect.save)
