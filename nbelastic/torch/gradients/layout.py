@@ -18,8 +18,8 @@ from nbelastic.torch.gradients.groups import (
     GradientGroup,
     InPlaceGroup,
     Scaling,
+    is_accelerator,
 )
-from nbelastic.torch.gradients.staging import is_accelerator
 from nbelastic.torch.gradients.step import StepFlags
 
 if TYPE_CHECKING:

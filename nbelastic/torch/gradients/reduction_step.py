@@ -104,7 +104,7 @@ class ReductionStep(GradientStep):
                     arrived.any_sparse = True
                     continue
                 gradient = arrived.make_dense(parameter, gradient)
-            if arrived.sample is None:
+            if arrived.sampled is None:
                 gradient = self._sample(parameter, gradient)
             noted[key] = (parameter, gradient, gradient._version, gradient.data_ptr())
             if arrivals:

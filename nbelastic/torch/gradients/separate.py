@@ -11,7 +11,8 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.torch.ops.coordination import begin
-from nbelastic.torch.ops.operation import Allgather, Allreduce
+from nbelastic.torch.ops.operation import Allgather
+from nbelastic.torch.ops.reductions import grouped_allreduce
 from nbelastic.torch.ops.sparse import parts_of, sum_of_parts
 
 if TYPE_CHECKING:
@@ -81,10 +82,14 @@ class SeparateReduction:
             for p in parameters
         ]
         dense = [g if g.layout is torch.strided else g.to_dense() for g in gradients]
-        pairs = [compression.compress(gradient) for gradient in dense]
-        sent = [compressed for compressed, _ in pairs]
-        outputs = [torch.empty_like(compressed) for compressed in sent]
         factor = self._options.predivide
-        begin(group, Allreduce(sent, outputs, op, 1.0 / factor, factor)).wait()
-        for parameter, output, (_, ctx) in zip(parameters, outputs, pairs, strict=True):
-            parameter.grad = compression.decompress(output, ctx)
+        reduced = grouped_allreduce(
+            dense,
+            compression=compression,
+            op=op,
+            prescale_factor=1.0 / factor,
+            postscale_factor=factor,
+            process_set=group.process_set,
+        )
+        for parameter, gradient in zip(parameters, reduced, strict=True):
+            parameter.grad = gradient
