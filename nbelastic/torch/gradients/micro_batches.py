@@ -19,7 +19,7 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
-from nbelastic.torch.gradients.step import GradientStep, StepFlags
+from nbelastic.torch.gradients.step import GradientStep, agree, change_of
 from nbelastic.torch.gradients.tree_sums import (
     MicroBatchSum,
     sum_over_ranks,
@@ -261,17 +261,17 @@ class MicroBatchReduction(GradientStep):
         Those with a sparse one count :data:`SPARSE` times.
         """
         share, size, rank = self.share, self.communicator.size, self.communicator.rank
-        flags = StepFlags.of_rank(self.context)
+        change = change_of(self.context)
         weights = [share.weights.get(number, 0.0) for number in range(share.micro_batches)]
         sums = [self._sums[id(parameter)] for parameter in self.parameters]
         there = [SPARSE if each.is_sparse else int(bool(each)) for each in sums]
         if size == 1:
-            flags.agree(self.context)
+            agree(self.context, change)
             share.seen = share.taken
             return there, math.fsum(weights)
         compares = share.exact and self._previous.compare_now(self.generation)
         own = Trailer(
-            flags=[*flags],
+            change=[change],
             deviating=[share.deviates],
             rows=[share.taken],
             weights=weights,
@@ -281,7 +281,7 @@ class MicroBatchReduction(GradientStep):
             digests=at_rank(rank, size, [parameter_digest(self.parameters)] if compares else []),
         )
         of_all = own.summed(self.communicator)
-        StepFlags(*of_all.flags).agree(self.context)
+        agree(self.context, *of_all.change)
         share.seen = int(of_all.rows[0])
         (deviating,) = of_all.deviating
         share.others_deviate = deviating > share.deviates
@@ -324,7 +324,7 @@ class Trailer:
     sum is exact for every number of ranks.
     """
 
-    flags: Sequence[float]
+    change: Sequence[float]  # see change_of()
     deviating: Sequence[float]  # whether the rank cannot promise the same bits
     rows: Sequence[float]  # taken so far, for the ledger
     weights: Sequence[float]  # of all micro-batches
