@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbelastic.torch.gradients.micro_batches import reduction
+from nbelastic.torch.gradients import micro_batches
 
 from .exact import BadMemory, check, storm
 
@@ -51,7 +51,7 @@ def test_a_rank_whose_memory_fails_is_named_and_left_out(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would change all parameters by its gradients, if it was not noticed in that step."""
-    monkeypatch.setattr(reduction, "WITNESS_EVERY", 1)
+    monkeypatch.setattr(micro_batches, "WITNESS_EVERY", 1)
     world = storm(seed, kind=BadMemory)
     assert check(world) == "finished"
     assert world.struck

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from nbelastic.collectives import Handle, Op, SoloCommunicator
 from nbelastic.elastic.ranks.context import LocalContext, current
 from nbelastic.errors import CollectiveError
-from nbelastic.torch.gradients.staging import Staging
+from nbelastic.torch.gradients.groups import Staging
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

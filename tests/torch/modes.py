@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nbelastic.collectives import Capabilities, Communicator
-from nbelastic.torch.gradients import groups, layout, layout_agreement
+from nbelastic.torch.gradients import groups, layout
 from tests.torch.fakes import LendingCommunicator, NotedStaging
 
 # early: buckets are launched while backward runs; late: when they are waited for; in place: most
@@ -32,8 +32,8 @@ def set_mode(
         changes["devices"] = frozenset({"cpu"})
     if "in place" in mode:
         changes["coalesces"] = True
-        monkeypatch.setattr(layout_agreement, "SMALL_MODEL_BYTES", 0)
-        monkeypatch.setattr(layout_agreement, "PIECE_BYTES", 64)
+        monkeypatch.setattr(layout, "SMALL_MODEL_BYTES", 0)
+        monkeypatch.setattr(layout, "PIECE_BYTES", 64)
         monkeypatch.setattr(LendingCommunicator, "strict", False)
     monkeypatch.setattr(Communicator, "capabilities", Capabilities(**changes))
 

@@ -25,8 +25,8 @@ def same(dtype):
 
 
 def planned(parameters, order, wire_dtype=same, groups=(), in_place_bytes=LARGE_BYTES):
-    manifest = Manifest(order, in_place_bytes, after_backward=False)
-    return plan_groups(parameters, manifest, wire_dtype, groups)
+    manifest = Manifest(order, after_backward=False)
+    return plan_groups(parameters, manifest, wire_dtype, groups, in_place_bytes)
 
 
 def packed(parameters, order, wire_dtype=same, groups=()):

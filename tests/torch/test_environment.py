@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from types import SimpleNamespace
 
@@ -85,9 +84,7 @@ def test_a_bucket_has_as_many_bytes_as_the_threshold(monkeypatch, text, buckets)
     if text is not None:
         monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", text)
     parameters = [torch.empty(8) for _ in range(4)]
-    manifest = layout.Manifest(
-        [3, 2, 1, 0], math.inf, False, bucket_bytes=layout.fusion_threshold()
-    )
+    manifest = layout.Manifest([3, 2, 1, 0], False, bucket_bytes=layout.fusion_threshold())
     plan = layout.plan_groups(parameters, manifest, lambda dtype: dtype)
     assert len([planned for planned in plan if planned.indices]) == buckets
 

@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 import nbelastic.torch as hvd
 from nbelastic.collectives.reduction_tree import IDENTITY
 from nbelastic.data import Batch, Loader
-from nbelastic.torch.gradients.micro_batches import sparse_sums
-from nbelastic.torch.gradients.micro_batches.sparse_sums import add_rows, as_dense
+from nbelastic.torch.gradients import tree_sums
+from nbelastic.torch.gradients.tree_sums import add_rows, as_dense
 from tests.collectives.worlds import KINDS, MAKERS
 from tests.support.world import run_ranks
 
@@ -221,13 +221,13 @@ def test_absent_rows_change_no_bit():
 
 def test_only_rows_travel(monkeypatch):
     sent = []
-    original = sparse_sums.Allgather
+    original = tree_sums._exchange
 
-    def note(parts):
-        sent.append(sum(part.numel() for part in parts))
-        return original(parts)
+    def note(communicator, share, device, columns, like):
+        sent.append(sum(each.numel() for each in like))
+        return original(communicator, share, device, columns, like)
 
-    monkeypatch.setattr(sparse_sums, "Allgather", note)
+    monkeypatch.setattr(tree_sums, "_exchange", note)
 
     def main(_context):
         table = torch.nn.Embedding(100_000, 8, sparse=True)
@@ -241,4 +241,4 @@ def test_only_rows_travel(monkeypatch):
             optimizer.step()
 
     run_ranks(2, main)
-    assert sent == [4 * 9] * 4  # of each rank, in each of two steps, four rows with their numbers
+    assert sent == [8 * 8] * 4  # on each rank, in each of two steps, the eight rows of both

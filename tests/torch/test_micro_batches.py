@@ -24,12 +24,12 @@ from nbelastic.data.plan.dealing import block_of
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, OptionError, RanksDisagree
-from nbelastic.torch.gradients.micro_batches import MicroBatchSum, sum_over_ranks
-from nbelastic.torch.gradients.micro_batches.trailer import (
+from nbelastic.torch.gradients.micro_batches import (
     check_places,
     check_witness,
     parameter_digest,
 )
+from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.state.torch_state import TorchState
 from tests.collectives.worlds import MAKERS
 from tests.support.world import StaticContext, run_ranks

@@ -13,7 +13,7 @@ import nbelastic.torch as hvd
 from nbelastic.collectives import Op
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import CollectiveError
-from nbelastic.torch.gradients import layout_agreement
+from nbelastic.torch.gradients import layout
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, LendingCommunicator, UnreachableCommunicator
 from tests.torch.modes import only
@@ -44,7 +44,7 @@ def views_of(context, model):
     """Return for each parameter whether its gradient lies where it was reduced."""
     communicator = context.communicator()
     can = communicator.capabilities
-    in_place = layout_agreement.PIECE_BYTES if can.coalesces else layout_agreement.LARGE_BYTES
+    in_place = layout.PIECE_BYTES if can.coalesces else layout.LARGE_BYTES
     if can.coalesces and not can.overlaps:
         in_place = 0
     return [communicator.holds(p.grad) or p.grad.nbytes >= in_place for p in model.parameters()]

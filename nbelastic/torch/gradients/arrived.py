@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbelastic.torch.gradients.staging import Streams
 from nbelastic.torch.identity import same
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Collection, Mapping
 
 SAMPLE_VALUES = 16
 
-# A parameter and its gradient, with the gradient's version and address on arrival.
+# A parameter and its gradient, with the gradient's version and address (0 if sparse) on arrival.
 Arrival = tuple[torch.Tensor, torch.Tensor, int, int]
+
+
+class Streams:
+    """Streams on which backward has computed gradients: those of the forward pass.
+
+    What reads the gradients on another stream has to wait for them.
+    """
+
+    def __init__(self) -> None:
+        self._noted: set[tuple[int, int, int]] = set()
+
+    def noting(self, parameter: torch.Tensor, hook: Callable[[torch.Tensor], object]) -> Any:
+        """Return a hook that notes the stream of a gradient of `parameter` and calls `hook`."""
+        if parameter.device.type != "cuda":
+            return hook
+        note, index = self._noted.add, parameter.device.index
+        present = torch._C._cuda_getCurrentStream
+
+        def called(parameter: torch.Tensor) -> None:  # for each gradient of a step
+            note(present(index))
+            hook(parameter)
+
+        return called
+
+    def join(self, device: torch.device, gradients: Collection[torch.Tensor]) -> None:
+        """Make the present stream of `device` wait for all streams that were noted there.
+
+        The allocator does not reuse the memory of `gradients` before the present stream is done.
+        """
+        if not self._noted or device.type != "cuda":
+            return
+        present = torch.cuda.current_stream(device)
+        # Threads of other devices go on noting; the next join finds what they note from here on.
+        here = {each for each in self._noted.copy() if each[1] == device.index}
+        self._noted -= here
+        for stream_id, device_index, device_type in here:
+            stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                stream_id=stream_id, device_index=device_index, device_type=device_type
+            )
+            if stream != present:
+                present.wait_stream(stream)
+                for gradient in gradients:
+                    gradient.record_stream(present)
+        # The next join may be on yet another stream, which has to wait for this one.
+        self._noted.add((present.stream_id, present.device_index, present.device_type))
 
 
 class ArrivedGradients:
@@ -29,11 +73,11 @@ class ArrivedGradients:
 
     def __init__(self, names: Mapping[int, str], *, sparse_as_dense: bool = False) -> None:
         self.noted: dict[int, Arrival] = {}  # by ids of parameters, in the order of arrival
-        # The same for sparse ones of micro-batches, without addresses.
-        self.noted_sparse: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
-        # Values of one gradient, which stays out of all buffers. Not every change in place raises a
-        # version: GradScaler makes some that do not.
-        self.sample: GradientSample | None = None
+        # The parameter of one gradient, which stays out of all buffers, and its first values. Not
+        # every change in place raises a version: GradScaler makes some that do not.
+        self.sampled: torch.Tensor | None = None
+        self._values = torch.empty(0)
+        self._equal: torch.Tensor | bool = True  # in the last comparison
         self.any_sparse = False  # one has arrived that other ranks do not know of yet
         self.streams = Streams()  # on which gradients of accelerators were computed
         self._names = names
@@ -41,21 +85,13 @@ class ArrivedGradients:
 
     def note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Take `gradient`, as it is now, for what backward has left."""
-        if gradient.layout is not torch.strided:
-            self.noted_sparse[id(parameter)] = (parameter, gradient, gradient._version)
-            return
-        version, address = gradient._version, gradient.data_ptr()
-        self.noted[id(parameter)] = (parameter, gradient, version, address)
+        address = gradient.data_ptr() if gradient.layout is torch.strided else 0
+        self.noted[id(parameter)] = (parameter, gradient, gradient._version, address)
 
     def take_sample(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keep some values of a gradient."""
         self.streams.join(gradient.device, [gradient])
-        self.sample = GradientSample(parameter, gradient)
-
-    @property
-    def sampled(self) -> torch.Tensor | None:
-        """The parameter of which :attr:`sample` has values."""
-        return None if self.sample is None else self.sample.parameter
+        self.sampled, self._values, self._equal = parameter, _first_values(gradient).clone(), True
 
     def present(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return a parameter's gradient, whether it is of this step or was kept.
@@ -84,16 +120,17 @@ class ArrivedGradients:
             if (
                 parameter.grad is not gradient
                 or gradient._version != version
-                or gradient.data_ptr() != address
+                or (address and gradient.data_ptr() != address)
             ):
                 raise self._changed(parameter)
-        for parameter, gradient, version in self.noted_sparse.values():
-            if parameter.grad is not gradient or gradient._version != version:
-                raise self._changed(parameter)
-        if self.sample is not None:
-            _, gradient, _, _ = self.noted[id(self.sample.parameter)]
-            if self.sample.compare(gradient):
-                self.check_sample()
+        if self.sampled is None:
+            return
+        before, now = self._values, _first_values(self.noted[id(self.sampled)][1])
+        if before.is_cpu:
+            self._equal = torch.equal(before, now) or bool(((before == now) | now.isnan()).all())
+            self.check_sample()
+        else:
+            self._equal = torch.isclose(before, now, rtol=0, atol=0, equal_nan=True).all()
 
     def check_trained(self, trained: list[torch.Tensor], before: list[torch.Tensor]) -> None:
         """Refuse gradients of `trained` parameters that were no such as the step began."""
@@ -109,23 +146,20 @@ class ArrivedGradients:
 
     def check_sample(self) -> None:
         """Raise if the sampled gradient was changed; this waits for an accelerator."""
-        if self.sample is not None and self.sample.changed():
-            raise self._changed(self.sample.parameter)
+        equal, self._equal = self._equal, True
+        if self.sampled is not None and not equal:
+            raise self._changed(self.sampled)
 
     def discard(self) -> None:
         """Drop the gradients that have arrived, unless others have taken their places."""
         for parameter, gradient, _, _ in self.noted.values():
             if parameter.grad is gradient:
                 parameter.grad = None
-        for parameter, gradient, _ in self.noted_sparse.values():
-            if parameter.grad is gradient:
-                parameter.grad = None
 
     def clear(self) -> None:
         """Forget the step; gradients stay where they are."""
         self.noted.clear()
-        self.noted_sparse.clear()
-        self.sample = None
+        self.sampled = None
         self.any_sparse = False
 
     def name(self, parameter: torch.Tensor) -> str:
@@ -140,24 +174,5 @@ class ArrivedGradients:
         )
 
 
-class GradientSample:
-    """The first values of a parameter's gradient, as backward has made them."""
-
-    def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        self.parameter = parameter
-        self._values = gradient.detach().flatten()[:SAMPLE_VALUES].clone()
-        self._equal: torch.Tensor | bool | None = None
-
-    def compare(self, gradient: torch.Tensor) -> bool:
-        """Compare with the gradient of now; return whether the outcome is known at once."""
-        before, now = self._values, gradient.detach().flatten()[:SAMPLE_VALUES]
-        if before.is_cpu:
-            self._equal = torch.equal(before, now) or bool(((before == now) | now.isnan()).all())
-        else:
-            self._equal = torch.isclose(before, now, rtol=0, atol=0, equal_nan=True).all()
-        return before.is_cpu
-
-    def changed(self) -> bool:
-        """Return whether the last comparison found a change; this waits for an accelerator."""
-        equal, self._equal = self._equal, None
-        return equal is not None and not equal
+def _first_values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.detach().flatten()[:SAMPLE_VALUES]

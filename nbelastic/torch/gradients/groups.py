@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.gradients.staging import Staging, is_accelerator
 from nbelastic.torch.ops.operation.adasum import adasum_async
 
 if TYPE_CHECKING:
@@ -102,6 +101,54 @@ class GradientGroup(abc.ABC):
 
         That is, for each, the sum or average over the ranks of whether they have a gradient.
         """
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device computes by itself, in memory of its own."""
+    return device.type != "cpu"
+
+
+class Staging:
+    """Pinned host memory for a buffer, of one dimension, of an accelerator.
+
+    An accelerator works asynchronously: when a hook of backward runs, its gradient may not have
+    been computed yet. So no hook waits. A copy to the host goes on a stream of its own, as soon as
+    the gradients of a buffer are there. Python waits once for each buffer, when it has nothing left
+    to launch. The copy back goes on the stream that uses the gradients next: the two directions of
+    the bus do not disturb one another.
+
+    In each step: :meth:`fetch`, :meth:`wait_fetched`, :meth:`send_back`. Both may be freed at any
+    time, also during a copy. Copies of CUDA's are asynchronous; for other devices they are made at
+    once.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        cuda = buffer.device.type == "cuda"
+        self.host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=cuda)
+        self._stream: torch.cuda.Stream | None = None
+        if cuda:
+            self._stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
+
+    def fetch(self) -> None:
+        """Begin to copy the buffer to the host, after all that the present stream has to do."""
+        if self._stream is None:
+            self.host.copy_(self._buffer)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._buffer.device))
+        with torch.cuda.stream(self._stream):
+            self.host.copy_(self._buffer, non_blocking=True)
+        # The allocator does not reuse its memory before this stream has read it.
+        self._buffer.record_stream(self._stream)
+
+    def wait_fetched(self) -> None:
+        """Wait until the host has the buffer."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def send_back(self) -> None:
+        """Begin to copy the host's memory to the buffer, on the present stream."""
+        self._buffer.copy_(self.host, non_blocking=True)
 
 
 class Bucket(GradientGroup):

@@ -18,9 +18,8 @@ from nbelastic.torch.gradients.groups import (
     GradientGroup,
     InPlaceGroup,
     Scaling,
+    is_accelerator,
 )
-from nbelastic.torch.gradients.staging import is_accelerator
-from nbelastic.torch.gradients.step import StepFlags
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -36,9 +35,10 @@ FIRST_BUCKET_BYTES = 1 << 20
 LARGE_BYTES = 8 << 20
 # For one operation on many while backward runs: to copy less costs less than to handle it alone.
 PIECE_BYTES = 16 << 10
+# The gradients of a smaller model are all copied together: that takes one operation.
+SMALL_MODEL_BYTES = 256 << 10
 # Presence of a sparse gradient, which no number of dense ones makes up for.
 SPARSE = -1000.0
-N_FLAGS = len(StepFlags._fields)
 # Types in which a gradient divided by the number of ranks loses nothing.
 _ROOMY = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -47,17 +47,16 @@ class Manifest(NamedTuple):
     """All that decides on a layout, in addition to the parameters: equal on all ranks."""
 
     order: list[int]  # indices of the parameters, as their gradients are expected
-    in_place_bytes: float  # from what size on gradients are reduced where they are
     after_backward: bool  # sums do not run while a rank computes
-    devices: frozenset[str] = frozenset()  # types of accelerators on which it reduces
     bucket_bytes: int = BUCKET_BYTES  # from which a bucket is full, as rank 0 has it
 
 
 class Layout:
     """Groups of the gradients of some parameters, in the order in which they are launched.
 
-    The last group is a bucket. Its trailer has the `StepFlags`, and for each gradient in the order
-    of the groups whether this rank has one. Buckets have memory of the communicator.
+    The last group is a bucket. Its trailer has the rank's :func:`~.step.change_of`, and for each
+    gradient in the order of the groups whether this rank has one. Buckets have memory of the
+    communicator.
     """
 
     def __init__(
@@ -71,11 +70,13 @@ class Layout:
         self.communicator = weakref.ref(communicator)
         self.parameters = parameters  # in the order of the optimizer
         self.manifest = manifest
+        in_place_bytes = _in_place_bytes(communicator, parameters, manifest)
+        devices = communicator.capabilities.devices
         gathered = not isinstance(options.op, Op)  # not the communicator's, and on the host
         if gathered:
-            manifest = manifest._replace(in_place_bytes=math.inf, devices=frozenset())
+            in_place_bytes, devices = math.inf, frozenset()
         asynchronous = [each for each in parameters if is_accelerator(each.device)]
-        staged = any(each.device.type not in manifest.devices for each in asynchronous)
+        staged = any(each.device.type not in devices for each in asynchronous)
         # No sum begins before backward has ended; those of gradients that come from an accelerator
         # would wait for it in a hook.
         self.after_backward = manifest.after_backward or staged
@@ -85,7 +86,7 @@ class Layout:
         self._arrived = arrived
         wire_dtype = options.wire_dtype
         asked_for = groups_of(parameters, manifest.order, options.groups)
-        plan = plan_groups(parameters, manifest, wire_dtype, asked_for)
+        plan = plan_groups(parameters, manifest, wire_dtype, asked_for, in_place_bytes)
         self.groups: list[GradientGroup] = []
         # By the id of a parameter: its group, and its position there.
         self.places: dict[int, tuple[GradientGroup, int]] = {}
@@ -98,25 +99,17 @@ class Layout:
             if planned.in_place:
                 group = InPlaceGroup(members, dtype, arrived, scaling)
             else:
-                trailer = N_FLAGS + len(parameters) if planned is plan[-1] else 0
-                group = Bucket(
-                    communicator, members, dtype, arrived, scaling, trailer, manifest.devices
-                )
+                trailer = 1 + len(parameters) if planned is plan[-1] else 0
+                group = Bucket(communicator, members, dtype, arrived, scaling, trailer, devices)
             self.groups.append(group)
             for position, parameter in enumerate(members):
                 self.places[id(parameter)] = (group, position)
-        # GradientGroup.arrive by the ids of parameters, where the group acts on it.
-        self.arrivals = {
-            key: functools.partial(group.arrive, position)
-            for key, (group, position) in self.places.items()
-            if not (self.coalesced and isinstance(group, InPlaceGroup))
-        }
 
     @functools.cached_property
     def deferrable(self) -> set[int]:
         """The ids of parameters whose gradients can be handled together with a later one.
 
-        Not among them are the last gradient of all, the last of each group that acts on arrivals,
+        Not among them are the last gradient of all, the last of each group that is launched then,
         and each with which enough bytes have arrived to be copied while they are in the cache.
         """
         deferrable: set[int] = set()
@@ -125,8 +118,8 @@ class Layout:
         for index in self.manifest.order[:-1]:
             parameter = self.parameters[index]
             key = id(parameter)
-            if key in self.arrivals:
-                group, _ = self.places[key]
+            group, _ = self.places[key]
+            if not (self.coalesced and isinstance(group, InPlaceGroup)):
                 left[id(group)] -= 1
                 if isinstance(group, Bucket) and not group.asynchronous:
                     gathered += parameter.nbytes
@@ -141,49 +134,46 @@ class Layout:
         for group in self.groups:
             group.begin()
 
-    def launch(
-        self, number: int, communicator: Communicator, flags: Callable[[], StepFlags]
-    ) -> None:
-        """Begin the reduction of the group with a number; the last takes the flag along."""
+    def launch(self, number: int, communicator: Communicator, change: Callable[[], float]) -> None:
+        """Begin the reduction of the group with a number; the last takes the change along."""
         group = self.groups[number]
         trailer: Sequence[float] = ()
         if number == len(self.groups) - 1:
             group.complete()
-            trailer = self._trailer(flags())
+            trailer = self._trailer(change())
         group.launch(communicator, trailer)
 
-    def launch_all(self, communicator: Communicator, flags: Callable[[], StepFlags]) -> None:
+    def launch_all(self, communicator: Communicator, change: Callable[[], float]) -> None:
         """Reduce all groups, those of one type in one operation, and wait for it."""
         for group in self.groups:
             group.complete()
         values: dict[tuple[torch.dtype, Op], list[torch.Tensor]] = {}
         for group in self.groups:
             closing = group is self.groups[-1]
-            its = group.values(self._trailer(flags()) if closing else ())
+            its = group.values(self._trailer(change()) if closing else ())
             op = group.scaling.op
             assert isinstance(op, Op)  # gradients that stay where they are have no other
             values.setdefault((its[0].dtype, op), []).extend(its)
         for (_, op), tensors in values.items():
             communicator.allreduce_coalesced(tensors, op)
 
-    def _trailer(self, flags: StepFlags) -> list[float]:
+    def _trailer(self, change: float) -> list[float]:
         present = (float(there) for group in self.groups for there in group.present)
         if not self._arrived.any_sparse:
-            return [*flags, *present]
+            return [change, *present]
         parameters = [each for group in self.groups for each in group.parameters]
         sparse = [p.grad is not None and p.grad.layout is not torch.strided for p in parameters]
         pairs = zip(present, sparse, strict=True)
-        return [*flags, *(SPARSE if is_sparse else there for there, is_sparse in pairs)]
+        return [change, *(SPARSE if is_sparse else there for there, is_sparse in pairs)]
 
-    def deliver(self) -> StepFlags:
-        """Wait for all groups and deliver them; return the sums or averages of the ranks' flags."""
+    def deliver(self) -> float:
+        """Wait for all groups and deliver them; return the sum or average of the ranks' change."""
         for group in self.groups:
             group.wait()
         closing = self.groups[-1]
         assert isinstance(closing, Bucket)
         self.found_sparse = []
-        sums = closing.sums
-        counts = sums[N_FLAGS:]
+        change, *counts = closing.sums
         start = 0
         for group in self.groups:
             end = start + len(group.parameters)
@@ -194,7 +184,7 @@ class Layout:
                 own = [max(count.real, 0.0) for count in own]
             group.deliver(own)
             start = end
-        return StepFlags(*(float(flag.real) for flag in sums[:N_FLAGS]))
+        return float(change.real)
 
     def leave(self, *, lost: bool = False) -> None:
         """Move gradients out of the buffers, of which no use is made any more, or drop them."""
@@ -238,6 +228,19 @@ def _scaling(
     return Scaling(before=options.predivide, after=communicator.size / options.predivide)
 
 
+def _in_place_bytes(
+    communicator: Communicator, parameters: Sequence[torch.Tensor], manifest: Manifest
+) -> float:
+    """Return from how many bytes on gradients are reduced where they are."""
+    if not communicator.capabilities.reduces_in_place:
+        return math.inf
+    if not communicator.capabilities.coalesces:
+        return LARGE_BYTES
+    if sum(parameter.nbytes for parameter in parameters) <= SMALL_MODEL_BYTES:
+        return math.inf
+    return 0 if manifest.after_backward else PIECE_BYTES
+
+
 class PlannedGroup(NamedTuple):
     """Indices of the parameters of one group, and whether their gradients stay where they are."""
 
@@ -256,6 +259,7 @@ def plan_groups(
     manifest: Manifest,
     wire_dtype: Callable[[torch.dtype], torch.dtype],
     groups: Iterable[Sequence[int]] = (),
+    in_place_bytes: float = math.inf,
 ) -> list[PlannedGroup]:
     """Distribute parameters over buckets.
 
@@ -263,8 +267,8 @@ def plan_groups(
     where it is: it has nothing to gain from a bucket, and a copy to lose. Where one operation
     reduces many tensors wherever they are, all but small ones stay where they are, in groups.
 
-    The given `groups` of indices share a bucket whatever their size. From
-    ``manifest.in_place_bytes`` on, a gradient is reduced where it is, if it is on the CPU, in no
+    The given `groups` of indices share a bucket whatever their size. From `in_place_bytes` on, a
+    gradient is reduced where it is, if it is on the CPU, in no
     group, and travels as what it is.
 
     Groups are in the order in which they are expected to be complete, except that the last bucket
@@ -280,7 +284,7 @@ def plan_groups(
     def stays(index: int) -> bool:
         parameter = parameters[index]
         as_it_is = wire_dtype(parameter.dtype) == parameter.dtype and not parameter.is_complex()
-        large = index not in group_of and bytes_of(index) >= manifest.in_place_bytes
+        large = index not in group_of and bytes_of(index) >= in_place_bytes
         return as_it_is and large and parameter.device.type == "cpu"
 
     shared = [index for index in order if index not in group_of and not stays(index)]

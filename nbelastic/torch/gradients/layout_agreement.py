@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 import weakref
 import zlib
 from typing import TYPE_CHECKING
@@ -12,8 +11,6 @@ import torch
 
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.layout import (
-    LARGE_BYTES,
-    PIECE_BYTES,
     Layout,
     Manifest,
     fusion_threshold,
@@ -28,11 +25,8 @@ if TYPE_CHECKING:
     from nbelastic.torch.gradients.arrived import ArrivedGradients
     from nbelastic.torch.gradients.options import ReduceOptions
 
-# The gradients of a smaller model are all copied together: that takes one operation.
-SMALL_MODEL_BYTES = 256 << 10
-
 _NONE: set[int] = set()
-_UNKNOWN = Manifest([], math.inf, after_backward=False)
+_UNKNOWN = Manifest([], after_backward=False)
 
 # Number of optimizers that the ranks of each communicator have agreed on.
 _agreed: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
@@ -212,20 +206,4 @@ class LayoutAgreement:
             communicator.abort(error)  # rank 0 reduces gradients that this rank cannot take part in
             raise ValueError(error)
         order = list(reversed(range(len(parameters))))
-        in_place_bytes = _in_place_bytes(communicator, parameters, bool(after_backward))
-        devices = communicator.capabilities.devices
-        manifest = Manifest(order, in_place_bytes, bool(after_backward), devices, bucket_bytes)
-        return manifest, bool(has_order)
-
-
-def _in_place_bytes(
-    communicator: Communicator, parameters: Sequence[torch.Tensor], after_backward: bool
-) -> float:
-    """Return from how many bytes on gradients are reduced where they are."""
-    if not communicator.capabilities.reduces_in_place:
-        return math.inf
-    if not communicator.capabilities.coalesces:
-        return LARGE_BYTES
-    if sum(parameter.nbytes for parameter in parameters) <= SMALL_MODEL_BYTES:
-        return math.inf
-    return 0 if after_backward else PIECE_BYTES
+        return Manifest(order, bool(after_backward), bucket_bytes), bool(has_order)

@@ -110,8 +110,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
         How many groups to reduce gradients in, or which parameters go together; 0 or None: groups
         of about 25 MB in the order in which gradients arrive.
     sparse_as_dense : bool, default False
-        Whether sparse gradients travel as dense ones. Else ranks gather their indices and values.
-        Over a :class:`~nbelastic.torch.elastic.Loader` they always travel dense.
+        Whether sparse gradients travel as dense ones. Else ranks gather their indices and values;
+        over a :class:`~nbelastic.torch.elastic.Loader`, they sum the rows that any has used.
     process_set : ProcessSet, optional
         The ranks whose gradients are reduced; by default all. Other ranks step by themselves.
 

@@ -9,7 +9,7 @@ import torch
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.groups import Bucket
-from nbelastic.torch.gradients.step import GradientStep, StepFlags
+from nbelastic.torch.gradients.step import GradientStep, agree, change_of
 from nbelastic.torch.ops.coordination.coordination import announce, is_joined
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ReductionStep(GradientStep):
         layout, arrived, passes_left = self.layout, self._arrived, self._passes_left
         accumulates, noted = self._passes > 1, arrived.noted
         launches = layout is not None and not layout.after_backward
-        arrivals = None if layout is None else layout.arrivals
+        places = None if layout is None else layout.places
         for parameter in parameters:
             key = id(parameter)
             left = passes_left.get(key)
@@ -104,12 +104,12 @@ class ReductionStep(GradientStep):
                     arrived.any_sparse = True
                     continue
                 gradient = arrived.make_dense(parameter, gradient)
-            if arrived.sample is None:
+            if arrived.sampled is None:
                 gradient = self._sample(parameter, gradient)
             noted[key] = (parameter, gradient, gradient._version, gradient.data_ptr())
-            if arrivals:
-                arrival = arrivals.get(key)
-                if arrival is not None and arrival(gradient) and launches:
+            if places is not None:
+                group, position = places[key]
+                if group.arrive(position, gradient) and launches:
                     self._launch_complete()
 
     def _passes_to_come(self, key: int, gradient: torch.Tensor, left: int) -> int:
@@ -195,7 +195,7 @@ class ReductionStep(GradientStep):
     def _launch_next(self, layout: Layout) -> None:
         self._check_consistency()
         number, self._launched = self._launched, self._launched + 1
-        layout.launch(number, self.communicator, self._flags)
+        layout.launch(number, self.communicator, self._change)
 
     def check(self, trained: list[torch.Tensor]) -> None:
         self._arrived.check_untouched()
@@ -205,13 +205,13 @@ class ReductionStep(GradientStep):
         layout, context = self.layout, self.context
         if layout is None:
             if self._of_all:
-                self._flags().agree(context)
+                agree(context, self._change())
             return
         if layout.coalesced:
             self._arrived.check_sample()
             self._check_consistency()
             self._launched = len(layout.groups)
-            layout.launch_all(self.communicator, self._flags)
+            layout.launch_all(self.communicator, self._change)
         elif layout.after_backward:
             # All are on their way from an accelerator before the first is waited for.
             for group in layout.groups:
@@ -221,17 +221,15 @@ class ReductionStep(GradientStep):
                 self._arrived.check_sample()
             self._launch_next(layout)
         with timeline.span("REDUCE_GRADIENTS"):
-            flags = layout.deliver()
+            change = layout.deliver()
         self.found_sparse = layout.found_sparse
         # Where sums are formed on an accelerator, all were launched during backward.
         self._arrived.check_sample()
         if self._of_all:
-            flags.agree(context)
+            agree(context, change)
 
-    def _flags(self) -> StepFlags:
-        if not self._of_all:
-            return StepFlags()
-        return StepFlags.of_rank(self.context, joined=is_joined(self.communicator))
+    def _change(self) -> float:
+        return change_of(self.context, joined=is_joined(self.communicator)) if self._of_all else 0.0
 
     @property
     def concerns_peers(self) -> bool:

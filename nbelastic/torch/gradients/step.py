@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -13,31 +13,25 @@ if TYPE_CHECKING:
     from nbelastic.elastic.ranks.context import Context
     from nbelastic.elastic.ranks.step_share import StepShare
 
-_JOINED = -1000.0  # less than the flags of all other ranks can make up for
+_JOINED = -1000.0  # less than all other ranks can make up for
 
 
-class StepFlags(NamedTuple):
-    """Numbers that travel with the gradients of each step, summed or averaged over the ranks.
+def change_of(context: Context, *, joined: bool = False) -> float:
+    """Return the number that a rank, which may have joined, adds to the gradients of a step.
 
-    A new one is added here: given in :meth:`of_rank`, acted upon in :meth:`agree`. Other
-    carriers of ``change``: :mod:`nbelastic.keras.backends.callback`, :mod:`nbelastic.keras.fit`,
-    DDP's :mod:`nbelastic.torch.process_group.group`, and ``one_of_all`` where nothing else carries
-    it.
+    It is summed or averaged over the ranks, and passed to :func:`agree`. Other carriers of it:
+    :mod:`nbelastic.keras.backends.callback`, :mod:`nbelastic.keras.fit`, DDP's
+    :mod:`nbelastic.torch.process_group.group`, and ``one_of_all`` where nothing else carries it.
     """
+    return _JOINED if joined else float(context.change_flag())
 
-    change: float = 0.0  # the membership is about to change
 
-    @classmethod
-    def of_rank(cls, context: Context, *, joined: bool = False) -> StepFlags:
-        """Return the flags of this rank, which may have joined."""
-        return cls(change=_JOINED if joined else float(context.change_flag()))
-
-    def agree(self, context: Context) -> None:
-        """Act upon the flags of all ranks."""
-        # A rank that has joined does not commit, so what it reads here it cannot act upon.
-        # The others ask it at their next commit.
-        if self.change >= 0:
-            context.agree(bool(self.change))
+def agree(context: Context, change: float) -> None:
+    """Act upon the sum of all ranks: whether the membership is about to change."""
+    # A rank that has joined does not commit, so what it reads here it cannot act upon. The others
+    # ask it at their next commit.
+    if change >= 0:
+        context.agree(bool(change))
 
 
 class GradientStep:

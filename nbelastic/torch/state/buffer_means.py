@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from nbelastic.collectives import Op
 from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import OptionError
-from nbelastic.torch.gradients.micro_batches import MicroBatchSum, sum_over_ranks
+from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

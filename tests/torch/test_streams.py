@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 
-from nbelastic.torch.gradients.staging import Streams
+from nbelastic.torch.gradients.arrived import Streams
 
 GPU = torch.device("cuda", 0)
 

@@ -1,4 +1,10 @@
-"""Sums of tensors over the micro-batches of a step, on a rank and over ranks."""
+"""Sums of tensors over the micro-batches of a step, on a rank and over ranks.
+
+Sparse gradients are summed by rows. A row that a micro-batch has not used is left out of its sums,
+as a micro-batch without a gradient is left out of the tree
+(:mod:`nbelastic.collectives.reduction_tree`). So each row has the bits that it would have in a
+dense gradient. Over ranks, the rows that any of them has used are summed as dense tensors are.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives.reduction_tree import IDENTITY, Node, cover
-from nbelastic.torch.gradients.micro_batches.sparse_sums import (
-    add_rows,
-    as_dense,
-    sum_rows_over_ranks,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -128,11 +129,19 @@ def sum_sparse_over_ranks(
     like: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Return sums of sparse tensors, as :func:`sum_over_ranks` does of dense ones."""
-    nodes = nodes_of(share)
-    columns = [each.finish(nodes) for each in sums]
-    devices = {wire_device(communicator, each.device) for each in like}
-    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-    return sum_rows_over_ranks(communicator, share, columns, like, device)
+    columns = _finished(share, sums)
+    rows = _rows_of_ranks(communicator, columns)
+    dense = [
+        [None if each is None else _packed(each, own) for each in column]
+        for column, own in zip(columns, rows, strict=True)
+    ]
+    pairs = list(zip(rows, like, strict=True))
+    of_rows = [each.detach().new_empty(len(own), *each.shape[1:]) for own, each in pairs]
+    totals = _sum_columns(communicator, share, dense, of_rows)
+    return [
+        _sparse(own.to(total.device), total, each.shape)
+        for total, (own, each) in zip(totals, pairs, strict=True)
+    ]
 
 
 def sum_over_ranks(
@@ -146,8 +155,20 @@ def sum_over_ranks(
     For each of this rank's sums, which are finished by this, `like` has a tensor of its type, shape
     and device. A sum to which no rank has contributed is :data:`~reduction_tree.IDENTITY`.
     """
+    return _sum_columns(communicator, share, _finished(share, sums), like)
+
+
+def _finished(share: StepShare, sums: Sequence[MicroBatchSum]) -> list[list[torch.Tensor | None]]:
     nodes = nodes_of(share)
-    columns = [each.finish(nodes) for each in sums]
+    return [each.finish(nodes) for each in sums]
+
+
+def _sum_columns(
+    communicator: Communicator,
+    share: StepShare,
+    columns: Sequence[Sequence[torch.Tensor | None]],
+    like: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
     if communicator.size == 1:
         pairs = zip(columns, like, strict=True)
         return [
@@ -162,7 +183,7 @@ def sum_over_ranks(
     for (_, device), indices in by_type.items():
         columns_of = [columns[index] for index in indices]
         like_of = [like[index] for index in indices]
-        totals = _exchange(communicator, share, nodes, device, columns_of, like_of)
+        totals = _exchange(communicator, share, device, columns_of, like_of)
         for index, total in zip(indices, totals, strict=True):
             found[index] = total
     return found
@@ -171,15 +192,14 @@ def sum_over_ranks(
 def _exchange(
     communicator: Communicator,
     share: StepShare,
-    nodes: Sequence[Node],
     device: torch.device,
     columns: Sequence[Sequence[torch.Tensor | None]],
     like: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Return the sums over all ranks of tensors of one type, formed on a device."""
     rows = [
-        [_on_wire(column[number], each, device) for column, each in zip(columns, like, strict=True)]
-        for number in range(len(nodes))
+        [_on_wire(value, each, device) for value, each in zip(of_node, like, strict=True)]
+        for of_node in zip(*columns, strict=True)
     ]
     # A rank without micro-batches has room for the sums, and nothing to add.
     outputs = rows[0] if rows else [_on_wire(None, each, device) for each in like]
@@ -217,3 +237,70 @@ def _from_wire(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if like.device == total.device and like.is_contiguous():
         return total
     return torch.empty_like(like, requires_grad=False).copy_(total)
+
+
+def add_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two coalesced tensors of one sparse dimension.
+
+    Torch's own addition of sparse tensors starts from zeros, which changes the sign of some.
+    """
+    n_left = left._nnz()
+    rows, places = torch.unique(torch.cat([_rows(left), _rows(right)]), return_inverse=True)
+    mine, others = left._values(), right._values()
+    values = mine.new_full((len(rows), *mine.shape[1:]), IDENTITY)
+    values.index_copy_(0, places[:n_left], mine)
+    values.index_add_(0, places[n_left:], others)  # no place twice, so in any order
+    return _sparse(rows, values, left.shape)
+
+
+def as_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor with the rows of a coalesced one, the others absent."""
+    dense = torch.full(tensor.shape, IDENTITY, dtype=tensor.dtype, device=tensor.device)
+    return dense.index_copy_(0, _rows(tensor), tensor._values())
+
+
+def _rows_of_ranks(
+    communicator: Communicator, columns: Sequence[Sequence[torch.Tensor | None]]
+) -> list[torch.Tensor]:
+    """Return for each column of coalesced tensors the rows that any rank has, in order."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    own = [
+        torch.unique(
+            torch.cat([nothing, *(_rows(each).cpu() for each in column if each is not None)])
+        )
+        for column in columns
+    ]
+    if communicator.size == 1:
+        return own
+    counts = _gathered(communicator, torch.tensor([len(rows) for rows in own]))
+    most = max(int(of_rank.sum()) for of_rank in counts)
+    mine = torch.cat(own)
+    everyone = _gathered(communicator, torch.nn.functional.pad(mine, (0, most - len(mine))))
+    split = [
+        torch.split(rows[: int(of_rank.sum())], of_rank.tolist())
+        for rows, of_rank in zip(everyone, counts, strict=True)
+    ]
+    return [torch.unique(torch.cat(of_ranks)) for of_ranks in zip(*split, strict=True)]
+
+
+def _gathered(communicator: Communicator, numbers: torch.Tensor) -> list[torch.Tensor]:
+    everyone = [torch.empty_like(numbers) for _ in range(communicator.size)]
+    communicator.allgather(everyone, numbers)
+    return everyone
+
+
+def _packed(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor of `rows` of a coalesced one, those that it has not absent."""
+    values = tensor._values()
+    found = values.new_full((len(rows), *values.shape[1:]), IDENTITY)
+    return found.index_copy_(0, torch.searchsorted(rows.to(values.device), _rows(tensor)), values)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._indices()[0]
+
+
+def _sparse(rows: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False
+    )

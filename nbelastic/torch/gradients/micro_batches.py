@@ -8,6 +8,9 @@ sums over the ranks along the same tree. So a gradient has the same bits for eve
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import itertools
 import math
 import weakref
 from typing import TYPE_CHECKING
@@ -15,23 +18,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.gradients.micro_batches.trailer import (
-    Trailer,
-    at_rank,
-    check_places,
-    check_witness,
-    parameter_digest,
-)
-from nbelastic.torch.gradients.micro_batches.tree_sums import (
+from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
+from nbelastic.torch.gradients.step import GradientStep, agree, change_of
+from nbelastic.torch.gradients.tree_sums import (
     MicroBatchSum,
     sum_over_ranks,
     sum_sparse_over_ranks,
 )
-from nbelastic.torch.gradients.step import GradientStep, StepFlags
 from nbelastic.torch.ops.compression import Compression
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.context import Context
@@ -41,6 +38,8 @@ if TYPE_CHECKING:
 
 # Steps of a generation from one comparison of parameters to the next. The first is compared.
 WITNESS_EVERY = 100
+
+_DIGEST_LIMIT = 1 << 52
 
 SPARSE = 1 << 30  # presence of a sparse gradient: more than that of dense ones on all ranks
 
@@ -175,7 +174,7 @@ class MicroBatchReduction(GradientStep):
         if self.share.is_last:
             parameter.grad = gradient
             self._arrived.note(parameter, gradient)
-            if self._arrived.sample is None and gradient.layout is torch.strided:
+            if self._arrived.sampled is None and gradient.layout is torch.strided:
                 self._arrived.take_sample(parameter, gradient)
 
     def _end_micro_batch(self) -> None:
@@ -189,11 +188,10 @@ class MicroBatchReduction(GradientStep):
         Hooks see only what backward accumulates. Any other gradient would be left out of the sum,
         or added to that of the next micro-batch.
         """
-        noted, sparse = self._arrived.noted, self._arrived.noted_sparse
-        delivered = self._previous.delivered
+        noted, delivered = self._arrived.noted, self._previous.delivered
         for parameter in parameters:
             gradient = parameter.grad
-            if gradient is None or id(parameter) in noted or id(parameter) in sparse:
+            if gradient is None or id(parameter) in noted:
                 continue  # `ArrivedGradients` compares what it has noted
             before = delivered.get(id(parameter))
             if before is not None and before() is gradient:
@@ -263,17 +261,17 @@ class MicroBatchReduction(GradientStep):
         Those with a sparse one count :data:`SPARSE` times.
         """
         share, size, rank = self.share, self.communicator.size, self.communicator.rank
-        flags = StepFlags.of_rank(self.context)
+        change = change_of(self.context)
         weights = [share.weights.get(number, 0.0) for number in range(share.micro_batches)]
         sums = [self._sums[id(parameter)] for parameter in self.parameters]
         there = [SPARSE if each.is_sparse else int(bool(each)) for each in sums]
         if size == 1:
-            flags.agree(self.context)
+            agree(self.context, change)
             share.seen = share.taken
             return there, math.fsum(weights)
         compares = share.exact and self._previous.compare_now(self.generation)
         own = Trailer(
-            flags=[*flags],
+            change=[change],
             deviating=[share.deviates],
             rows=[share.taken],
             weights=weights,
@@ -283,7 +281,7 @@ class MicroBatchReduction(GradientStep):
             digests=at_rank(rank, size, [parameter_digest(self.parameters)] if compares else []),
         )
         of_all = own.summed(self.communicator)
-        StepFlags(*of_all.flags).agree(self.context)
+        agree(self.context, *of_all.change)
         share.seen = int(of_all.rows[0])
         (deviating,) = of_all.deviating
         share.others_deviate = deviating > share.deviates
@@ -316,3 +314,95 @@ def _check(options: ReduceOptions) -> None:
             f"DistributedOptimizer({wrong[0]}=…) cannot be used with a Loader: the gradient of a "
             "step is the weighted mean of its micro-batches. Leave it out"
         )
+
+
+@dataclasses.dataclass
+class Trailer:
+    """Numbers that ranks sum in each step of micro-batches, along with the gradients.
+
+    Each number of one rank alone has a place of its own, with zeros from the other ranks. So its
+    sum is exact for every number of ranks.
+    """
+
+    change: Sequence[float]  # see change_of()
+    deviating: Sequence[float]  # whether the rank cannot promise the same bits
+    rows: Sequence[float]  # taken so far, for the ledger
+    weights: Sequence[float]  # of all micro-batches
+    there: Sequence[float]  # for each parameter whether it has a gradient; SPARSE for a sparse one
+    places: Sequence[float]  # of each rank three numbers: see check_places
+    times: Sequence[float]  # seconds that each rank takes for a micro-batch
+    digests: Sequence[float]  # of each rank's parameters, in some steps; else none
+
+    def summed(self, communicator: Communicator) -> Trailer:
+        """Return the sums over all ranks, whose trailers are equally long."""
+        mine = [float(number) for values in vars(self).values() for number in values]
+        numbers = torch.tensor(mine, dtype=torch.float64)
+        communicator.allreduce(numbers, Op.SUM)
+        left = iter(numbers.tolist())
+        return Trailer(*(list(itertools.islice(left, len(v))) for v in vars(self).values()))
+
+
+def at_rank(rank: int, size: int, numbers: Sequence[float]) -> list[float]:
+    """Return numbers of this rank at its place, and zeros at those of the others."""
+    zeros = [0.0] * len(numbers)
+    return [n for each in range(size) for n in (numbers if each == rank else zeros)]
+
+
+def parameter_digest(parameters: Iterable[torch.Tensor]) -> int:
+    """Return a number of 52 bits that one flipped bit in any parameter changes."""
+    total = 0
+    for number, parameter in enumerate(parameters):
+        words = parameter.detach().contiguous().view(-1).view(torch.uint8)
+        whole = words.numel() // 4 * 4
+        value = int(words[:whole].view(torch.int32).sum(dtype=torch.int64))
+        value += int(words[whole:].sum(dtype=torch.int64))
+        total = (total * 31 + value + number) % _DIGEST_LIMIT
+    return total
+
+
+def check_places(places: Sequence[tuple[float, float, float]]) -> None:
+    """Refuse to add up the gradients of different steps.
+
+    Each rank has epoch, step, and a digest of the order of rows and of the blocks of all ranks.
+    """
+    if len(set(places)) == 1:
+        return
+    if len({place[:2] for place in places}) == 1:
+        raise RanksDisagree(
+            "the loaders of ranks deal rows in different orders, or to different ranks; give all "
+            "ranks the same dataset, seed and balance, make the loader part of the state, and "
+            "commit on all ranks in the same steps"
+        )
+    said = ", ".join(
+        f"rank {rank}: step {int(step)} of epoch {int(epoch)}"
+        for rank, (epoch, step, _) in enumerate(places)
+    )
+    raise RanksDisagree(
+        f"ranks are at different steps ({said}). All ranks call optimizer.step() in the same "
+        "steps, and the loader must be part of the state"
+    )
+
+
+def check_witness(digests: Sequence[float], rank: int) -> None:
+    """Refuse ranks whose parameters are not those of most ranks.
+
+    A rank that differs has an NbelasticError, because its memory or its processor may be at fault.
+    The others have a CollectiveError, and go on without it. If no digest is that of most ranks, all
+    have RanksDisagree.
+    """
+    counts = collections.Counter(digests)
+    if len(counts) == 1:
+        return
+    (common, count), *_ = counts.most_common()
+    said = ", ".join(f"rank {r}: {int(digest):013x}" for r, digest in enumerate(digests))
+    if 2 * count <= len(digests):
+        raise RanksDisagree(
+            f"ranks have different parameters, and none those of most ({said}). Something other "
+            "than the optimizer has changed them, or a rank computes other bits; see "
+            "Batch(exact=...)"
+        )
+    differing = [number for number, digest in enumerate(digests) if digest != common]
+    text = f"the parameters of rank {', '.join(map(str, differing))} are not those of most ({said})"
+    if rank in differing:
+        raise NbelasticError(text)
+    raise CollectiveError(text)
