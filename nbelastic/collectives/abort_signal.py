@@ -29,16 +29,17 @@ class AbortSignal:
     """The reason why a communicator is broken, once it is.
 
     Operations raise an error of a `kind`. It is `orderly` if it was closed with no operation under
-    way, `forked` in a fork of its process.
+    way, `forked` in a fork of its process, unless it `outlives_forks`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, outlives_forks: bool = False) -> None:
         self.orderly = self.forked = False
         self.kind: type[NbelasticError] = CollectiveError
         self._reasons: list[str] = []
         self._wakeups: list[Wakeup[bool]] = []
         self._callbacks: list[Callable[[str, bool], object]] = []
-        _all.add(self)
+        if not outlives_forks:
+            _all.add(self)
 
     @property
     def reason(self) -> str | None:

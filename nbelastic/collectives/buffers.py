@@ -54,9 +54,9 @@ def delivered(
 class Delivered:
     """A handle on an operation whose outcome is then copied to the caller's tensors."""
 
-    def __init__(self, handle: Handle, deliver: Callable[[], None]) -> None:
+    def __init__(self, handle: Handle, deliver: Callable[[], object]) -> None:
         self._handle = handle
-        self._deliver: Callable[[], None] | None = deliver
+        self._deliver: Callable[[], object] | None = deliver
 
     def done(self) -> bool:
         """Return whether the operation has ended."""

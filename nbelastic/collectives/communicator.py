@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from nbelastic.collectives import buffers
 from nbelastic.collectives.arguments import (
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from nbelastic.collectives.consistency import History
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.collectives.rendezvous.matching import MatchingClient
+
+P = ParamSpec("P")
 
 connectors: list[Callable[[Rendezvous], Communicator]] = []
 """What makes a communicator of any kind; the package, which knows all kinds, adds it."""
@@ -80,6 +82,20 @@ class Rendezvous:
     timeout_s: float = 1800.0
     backend: str = "auto"
     secret: bytes = field(default=b"", repr=False)
+
+
+def _blocking(
+    begin: Callable[Concatenate[Communicator, P], Handle],
+) -> Callable[Concatenate[Communicator, P], None]:
+    """Return the operation that `begin` begins, as a method that waits for it."""
+    name = begin.__name__
+
+    def operation(self: Communicator, /, *arguments: P.args, **options: P.kwargs) -> None:
+        getattr(self, name)(*arguments, **options).wait()
+
+    operation.__name__ = name.removesuffix("_async")
+    operation.__doc__ = f"Wait for what :meth:`{name}` begins."
+    return operation
 
 
 class Communicator(TensorTransport):
@@ -321,52 +337,16 @@ class Communicator(TensorTransport):
             for tensor in tensors
         ]
 
-    def allreduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
-        """Reduce `tensor` over all ranks and wait for it."""
-        self.allreduce_async(tensor, op).wait()
-
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> None:
-        """Reduce `tensors` over all ranks and wait for it."""
-        self.allreduce_coalesced_async(tensors, op).wait()
-
-    def allreduce_tree(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        """Sum tensors over the leaves of a tree and wait for it."""
-        self.allreduce_tree_async(nodes, blocks, outputs).wait()
-
-    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
-        """Broadcast `tensor` from rank `root` and wait for it."""
-        self.broadcast_async(tensor, root).wait()
-
-    def allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        """Gather every rank's `tensor` into `outputs` and wait for it."""
-        self.allgather_async(outputs, tensor).wait()
-
-    def reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
-    ) -> None:
-        """Reduce and scatter `inputs` into `output` and wait for it."""
-        self.reduce_scatter_async(output, inputs, op).wait()
-
-    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Exchange `inputs` for `outputs` and wait for it."""
-        self.all_to_all_async(outputs, inputs).wait()
-
-    def barrier(self) -> None:
-        """Wait until all ranks have arrived."""
-        self.barrier_async().wait()
-
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Send `tensor` to rank `to` and wait for it."""
-        self.send_async(tensor, to).wait()
-
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Receive `tensor` from rank `source` and wait for it."""
-        self.receive_async(tensor, source).wait()
+    allreduce = _blocking(allreduce_async)
+    allreduce_coalesced = _blocking(allreduce_coalesced_async)
+    allreduce_tree = _blocking(allreduce_tree_async)
+    broadcast = _blocking(broadcast_async)
+    allgather = _blocking(allgather_async)
+    reduce_scatter = _blocking(reduce_scatter_async)
+    all_to_all = _blocking(all_to_all_async)
+    barrier = _blocking(barrier_async)
+    send = _blocking(send_async)
+    receive = _blocking(receive_async)
 
     @abc.abstractmethod
     def check(self) -> None:

@@ -22,10 +22,10 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives.abort_signal import AbortSignal
-from nbelastic.collectives.communicator import Communicator, Rendezvous
+from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
 from nbelastic.collectives.hierarchical import HierarchicalCommunicator
-from nbelastic.collectives.operations import connect_part
+from nbelastic.collectives.operations import AsyncCommunicator, connect_part
 from nbelastic.collectives.rendezvous.client import RendezvousClient
 from nbelastic.collectives.shm.handshake import FORMING_LIMIT_S, SegmentError, SegmentSocket
 from nbelastic.collectives.topology import (
@@ -40,6 +40,7 @@ from nbelastic.errors import CollectiveError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nbelastic.collectives.communicator import Communicator
     from nbelastic.collectives.gpu.communicator import Host
     from nbelastic.collectives.gpu.device import Device
     from nbelastic.collectives.nccl.group import NcclGroup
@@ -55,7 +56,7 @@ _MOST_SAID = 1000
 _logged: set[str] = set()
 
 
-class NegotiatingCommunicator(Communicator):
+class NegotiatingCommunicator(AsyncCommunicator):
     """Negotiates a communicator, and stands in for it until it is connected.
 
     Afterwards aborting, closing and querying this one does the same to the chosen one. `host` is
@@ -71,13 +72,9 @@ class NegotiatingCommunicator(Communicator):
         host: str | None = None,
         whole: NegotiatingCommunicator | None = None,
     ) -> None:
-        self.rank = rendezvous.rank
-        self.size = rendezvous.size
-        self.generation = rendezvous.generation
-        self._rendezvous = rendezvous
+        super().__init__(rendezvous, AbortSignal())
         self._host = host
         self._whole = whole
-        self._abort_signal: AbortSignal = AbortSignal()
         self._begun = False
         self._chosen: Communicator | None = None
         self._device: Device | None = None
@@ -377,12 +374,6 @@ class NegotiatingCommunicator(Communicator):
     def completed(self) -> int:
         return 0 if self._chosen is None else self._chosen.completed
 
-    def check(self) -> None:
-        self._abort_signal.check()
-
-    def abort(self, reason: str, kind: type[CollectiveError] = CollectiveError) -> None:
-        self._abort_signal.abort(reason, kind=kind)
-
     def cut_connections(self) -> int:
         return 0 if self._chosen is None else self._chosen.cut_connections()
 
@@ -396,7 +387,7 @@ class NegotiatingCommunicator(Communicator):
         self._abort_signal.check()
         raise RuntimeError("connect() comes before any operation; use what it returns")
 
-    empty = allgather_bytes = begin_nothing = begin_barrier = _not_connected
+    subgroup = empty = allgather_bytes = begin_nothing = begin_barrier = _not_connected
     begin_allreduce = begin_allreduce_tree = begin_broadcast = begin_allgather = _not_connected
     begin_reduce_scatter = begin_all_to_all = begin_send = begin_receive = _not_connected
 

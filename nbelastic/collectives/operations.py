@@ -15,8 +15,6 @@ from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from nbelastic.collectives.abort_signal import Wakeup
 from nbelastic.collectives.communicator import Communicator, connectors
 from nbelastic.errors import CollectiveError, RanksDisagree
@@ -353,6 +351,8 @@ class OrderedExecutor:
                     return
                 task, operation, flushes = self._queue.popleft()
             if flushes != _flushes_subnormals():
+                import torch
+
                 torch.set_flush_denormal(flushes)
             try:
                 task.wait(self._timeout)  # Gloo's own limit is the one for connecting

@@ -122,12 +122,6 @@ class TensorTransport(abc.ABC):
         """Fill each of `outputs` with a rank's tensor; it has elements."""
 
     @abc.abstractmethod
-    def begin_reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
-    ) -> Handle:
-        """Fill `output` with what all ranks' inputs for this one reduce to; some have elements."""
-
-    @abc.abstractmethod
     def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
@@ -144,6 +138,22 @@ class TensorTransport(abc.ABC):
     @abc.abstractmethod
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
         """Fill a tensor with a message of another rank, of as many bytes."""
+
+    def begin_reduce_scatter(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
+    ) -> Handle:
+        """Fill `output` with what all ranks' inputs for this one reduce to; some have elements.
+
+        By default an allreduce, of which each rank takes its part.
+        """
+        import torch
+
+        from nbelastic.collectives.buffers import Delivered, concatenate
+
+        buffer = concatenate(inputs)
+        own = torch.split(buffer, [each.numel() for each in inputs])[self.rank]
+        handle = self.begin_allreduce([buffer], op)
+        return Delivered(handle, lambda: output.copy_(own.view(output.shape)))
 
     def begin_allreduce_tree(
         self,

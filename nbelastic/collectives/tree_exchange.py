@@ -3,6 +3,12 @@
 Every rank sends each other rank its share of this rank's nodes, adds what it receives in the tree's
 order, and sends the sum to all others. The tree, not the number of ranks, decides what is added to
 what.
+
+Shares travel in chunks. A rank receives a chunk of the others' nodes while it adds the chunk
+before. So the network and the processor work at the same time, and memory for two chunks is enough.
+Halving with doubling distance, the other known way to add along a tree, was slower, but for large
+tensors of two ranks: its rounds wait for each other, and a chunk is sent on only after it has been
+added.
 """
 
 from __future__ import annotations
@@ -16,13 +22,25 @@ from nbelastic.collectives.buffers import Delivered, on_host
 from nbelastic.collectives.reduction_tree import fold
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
+    from typing import TypeAlias
 
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.collectives.transport import Handle, TensorTransport
 
+    Exchange: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Handle]
+
 _LINE = 16
 """Shares begin at multiples of so many elements."""
+
+# With smaller chunks each message costs more than it hides, with one chunk nothing is hidden.
+_CHUNK_BYTES = 4 << 20
+
+_ROOM_BYTES = 64 << 20
+"""Most memory for chunks of all nodes. Many micro-batches on uneven blocks make many nodes."""
+
+_LEAST_BYTES = 64 << 10
+"""Length of a chunk below which messages are mostly overhead."""
 
 _SERIAL = 32_000
 """Elements that are added at a time: few enough for torch not to start threads of its own."""
@@ -98,27 +116,95 @@ class FlatTensors:
                 tensor.copy_(part)
 
 
+def flattened(
+    nodes: Sequence[Sequence[torch.Tensor]], outputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], FlatTensors]:
+    """Return the values of each node as a vector, and the outputs, which may be the first node."""
+    target = FlatTensors(outputs, load=bool(nodes) and outputs is nodes[0])
+    return [target.vector if n is outputs else FlatTensors(n).vector for n in nodes], target
+
+
 def allreduce_tree(
     transport: TensorTransport,
     nodes: Sequence[Sequence[torch.Tensor]],
     blocks: Blocks,
     outputs: Sequence[torch.Tensor],
 ) -> Handle:
-    """Sum along a tree by two exchanges of `transport`, the first of which it waits for."""
-    rank, size = transport.rank, transport.size
-    target = FlatTensors(outputs, load=False)
-    count = target.vector.numel()
-    bounds = list(itertools.pairwise(share_bounds(count, size)))
-    vectors = [FlatTensors(tensors).vector for tensors in nodes]
-    sent = [
-        torch.cat([vector[begin:end] for vector in vectors] or [target.vector[:0]])
-        for begin, end in bounds
+    """Sum along a tree by exchanges of `transport`, of which the last is still under way."""
+    vectors, target = flattened(nodes, outputs)
+    last = sum_shares(transport.rank, vectors, target.vector, blocks, transport.begin_all_to_all)
+    return Delivered(last, target.deliver)
+
+
+def sum_shares(
+    rank: int,
+    vectors: Sequence[torch.Tensor],
+    output: torch.Tensor,
+    blocks: Blocks,
+    exchange: Exchange,
+) -> Handle:
+    """Sum this rank's `vectors` and those of the others to `output`, which may be the first.
+
+    `exchange` begins an all-to-all. Returns the handle on the last one.
+    """
+    shares = [*itertools.pairwise(share_bounds(output.numel(), blocks.ranks))]
+    nothing = output[:0]
+
+    def begin(chunk: list[slice]) -> tuple[list[torch.Tensor], Handle]:
+        count = output[chunk[rank]].numel()
+        sent = [_joined([vector[part] for vector in vectors], nothing) for part in chunk]
+        received = [output.new_empty(len(cover) * count) for cover in blocks.covers]
+        own, sent[rank], received[rank] = sent[rank], nothing, nothing
+        handle = exchange(received, sent)
+        return [*received[:rank], own, *received[rank + 1 :]], handle
+
+    chunks = _chunks(shares, chunk_length(blocks, output.itemsize))
+    sums: list[Handle] = []
+    coming = begin(chunks[0])
+    for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
+        received, handle = coming
+        if following is not None:
+            coming = begin(following)
+        handle.wait()
+        # This chunk of the nodes has reached all ranks when its sums arrive, which may replace it.
+        totals = [output[part] for part in chunk]
+        _add_received(received, blocks, rank, totals[rank])
+        sent = [totals[rank]] * blocks.ranks
+        totals[rank] = sent[rank] = nothing
+        sums.append(exchange(totals, sent))
+    for handle in sums[:-1]:
+        handle.wait()
+    return sums[-1]
+
+
+def _joined(vectors: Sequence[torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
+    return vectors[0] if len(vectors) == 1 else torch.cat([*vectors, nothing])
+
+
+def _add_received(
+    received: Sequence[torch.Tensor], blocks: Blocks, rank: int, total: torch.Tensor
+) -> None:
+    """Add a chunk of all ranks' nodes; all but this rank's own may be overwritten."""
+    values: list[torch.Tensor] = []
+    scratch: list[int] = []
+    for other, (nodes, cover) in enumerate(zip(received, blocks.covers, strict=True)):
+        if other != rank:
+            scratch += range(len(values), len(values) + len(cover))
+        values += nodes.view(len(cover), total.numel())
+    sum_along_tree(values, blocks.order, total, scratch)
+
+
+def chunk_length(blocks: Blocks, itemsize: int) -> int:
+    """Return the number of elements in a chunk of a share, the same on all ranks."""
+    # Of two chunks of all nodes, one is added while the other is on its way.
+    room = max(_ROOM_BYTES // (2 * len(blocks.order)), _LEAST_BYTES)
+    return min(_CHUNK_BYTES, room) // itemsize
+
+
+def _chunks(shares: Sequence[tuple[int, int]], length: int) -> list[list[slice]]:
+    """Return, for each chunk, where it lies in the share of each rank."""
+    most = max(end - begin for begin, end in shares)
+    return [
+        [slice(min(begin + done, end), min(begin + done + length, end)) for begin, end in shares]
+        for done in range(0, most, length)
     ]
-    own = bounds[rank][1] - bounds[rank][0]
-    received = [target.vector.new_empty(len(cover) * own) for cover in blocks.covers]
-    transport.begin_all_to_all(received, sent).wait()
-    pieces = [piece for each in received if each.numel() for piece in torch.split(each, own)]
-    total = target.vector.new_empty(own)
-    sum_along_tree(pieces, blocks.order, total, range(len(pieces)))
-    shares = [target.vector[begin:end] for begin, end in bounds]
-    return Delivered(transport.begin_all_to_all(shares, [total] * size), target.deliver)

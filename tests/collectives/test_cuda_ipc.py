@@ -55,6 +55,17 @@ def world(size):
     return World(MAKERS["cuda_ipc"], size)
 
 
+def along_trees(communicator):
+    """Return the bits of sums along a tree of even blocks, and of uneven ones."""
+    found, size = [], communicator.size
+    for blocks in (Blocks.even(7, size), Blocks((6, *[0] * (size - 2), 1))):
+        nodes = [[noise(sum(node), 5000)] for node in blocks.covers[communicator.rank]]
+        output = torch.zeros(5000)
+        communicator.allreduce_tree(nodes, blocks, [output])
+        found.append(bits(output))
+    return found
+
+
 # -- sums --------------------------------------------------------------------------------------
 
 
@@ -91,21 +102,10 @@ def test_sums_of_many_rounds_are_added_in_the_order_of_ranks(size, dtype):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.usefixtures("in_small_rounds")
 def test_sums_along_a_tree_take_as_many_rounds_as_their_nodes_need(size):
-    def rank_main(communicator):
-        found = []
-        for blocks in (Blocks.even(7, size), Blocks((6, *[0] * (size - 2), 1))):
-            cover = blocks.covers[communicator.rank]
-            nodes = [[noise(sum(node), 5000)] for node in cover]
-            output = torch.zeros(5000)
-            communicator.allreduce_tree(nodes, blocks, [output])
-            found.append(bits(output))
-        return found
-
     with world(size) as ranks:
-        there = ranks.run(rank_main)
+        there = ranks.run(along_trees)
     with World(MAKERS["shm"], size) as ranks:
-        wanted = ranks.run(rank_main)
-    assert there == wanted
+        assert ranks.run(along_trees) == there
 
 
 def test_ranks_that_disagree_are_told():
@@ -131,15 +131,6 @@ def test_ranks_that_disagree_are_told():
 def test_on_several_hosts_each_host_adds_then_slices_cross(kind, size):
     """In many rounds; sums along a tree have the bits of one host."""
 
-    def along_tree(communicator):
-        found = []
-        for blocks in (Blocks.even(7, size), Blocks((6, *[0] * (size - 2), 1))):
-            nodes = [[noise(sum(node), 5000)] for node in blocks.covers[communicator.rank]]
-            output = torch.zeros(5000)
-            communicator.allreduce_tree(nodes, blocks, [output])
-            found.append(bits(output))
-        return found
-
     def rank_main(communicator):
         assert communicator.name == kind
         summed = torch.arange(10_000.0) + communicator.rank
@@ -149,10 +140,10 @@ def test_on_several_hosts_each_host_adds_then_slices_cross(kind, size):
         handle.wait()
         sent = torch.arange(20_000.0) * communicator.rank
         communicator.broadcast(sent, root=size - 1)
-        return [summed, averaged, sent], along_tree(communicator)
+        return [summed, averaged, sent], along_trees(communicator)
 
     with World(MAKERS["shm"], size) as ranks:
-        on_one_host = ranks.run(along_tree)
+        on_one_host = ranks.run(along_trees)
     with World(MAKERS[kind], size) as ranks:
         outcomes = ranks.run(rank_main)
     assert [exact for _, exact in outcomes] == on_one_host

@@ -1,4 +1,4 @@
-"""What is Gloo's own: its sockets, its limits, and memory that it cannot reach."""
+"""What is Gloo's own: its sockets and its limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from nbelastic.collectives import Op, Rendezvous, buffers
+from nbelastic.collectives import Rendezvous
 from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.gloo import group as group_module
 from nbelastic.collectives.gloo import sockets
@@ -128,46 +128,6 @@ def test_addresses_of_an_unknown_kind_are_not_severed(value):
     assert sockets.endpoints_of([], 0) is None
     ends = sockets.endpoints_of([gloo_address(BIND, 1), gloo_address("127.0.0.2", 2)], 0)
     assert ends == sockets.Endpoints((BIND, 1), frozenset({("127.0.0.2", 2)}))
-
-
-def test_memory_that_gloo_cannot_reach_is_staged(monkeypatch):
-    """As on an accelerator: everything passes through new memory, and back on success only."""
-    monkeypatch.setattr(buffers, "is_on_host", lambda tensor: False)
-    with World(MAKERS["gloo"], 2) as world:
-        for tensors in world.run(_one_of_each):
-            assert [tensor.tolist() for tensor in tensors] == [[1.5], [1.0], [1.0], [2.0], [3.0]]
-        world.run(_exchange)
-        tensor = torch.full((1,), 5.0)
-        handle = world.do(0, lambda c: c.allreduce_async(tensor))
-        late = world.start(1, lambda c: c.allreduce(torch.ones(1)))
-        late.result(PATIENCE_S)
-        world[0].abort("enough")
-        with pytest.raises(CollectiveError):
-            handle.wait()
-        assert tensor.item() == 5.0
-
-
-def _one_of_each(communicator):
-    mine = 1.0 + communicator.rank
-    average, root = torch.tensor([mine]), torch.tensor([mine])
-    gathered = [torch.zeros(1), torch.zeros(1)]
-    scattered = torch.zeros(1)
-    communicator.allreduce(average, Op.AVERAGE)
-    communicator.broadcast(root)
-    communicator.allgather(gathered, torch.tensor([mine]))
-    communicator.reduce_scatter(scattered, [torch.tensor([mine])] * 2)
-    return [average, root, *gathered, scattered]
-
-
-def _exchange(communicator):
-    me, other = communicator.rank, 1 - communicator.rank
-    received = [torch.zeros(1), torch.zeros(1)]
-    communicator.all_to_all(received, [torch.tensor([10.0 * me + to]) for to in range(2)])
-    assert [tensor.item() for tensor in received] == [me, 10.0 + me]
-    sending = communicator.send_async(torch.tensor([float(me)]), other)
-    communicator.receive(received[0], other)
-    sending.wait()
-    assert received[0].item() == other
 
 
 def test_errors_are_told_without_where_in_gloo_they_arose():

@@ -9,10 +9,12 @@ import weakref
 import pytest
 import torch
 
-from nbelastic.collectives import Op
+from nbelastic.collectives import Op, buffers
 from nbelastic.collectives.operations import OrderedExecutor
 from nbelastic.errors import CollectiveError
-from tests.collectives.worlds import PATIENCE_S, World, eventually
+from tests.collectives.worlds import KINDS, MAKERS, PATIENCE_S, World, eventually
+
+HOSTS = [kind for kind in KINDS if kind.values[0] in ("gloo", "shm", "hierarchical")]
 
 
 def test_waiting_twice_counts_and_divides_once(world):
@@ -142,6 +144,39 @@ def test_a_communicator_that_is_just_dropped_ends_its_threads(make):
         world.run(lambda c: c.barrier())
         world.forget()
     eventually(lambda: set(threading.enumerate()) <= before, "the end of all threads")
+
+
+@pytest.mark.parametrize("kind", HOSTS)
+def test_memory_that_is_not_the_hosts_is_staged(kind, monkeypatch):
+    """As on an accelerator: everything passes through new memory, and back on success only."""
+    monkeypatch.setattr(buffers, "is_on_host", lambda tensor: False)
+
+    def rank_main(communicator):
+        mine = 1.0 + communicator.rank
+        average, root, scattered = torch.tensor([mine]), torch.tensor([mine]), torch.zeros(1)
+        gathered, exchanged = [torch.zeros(1), torch.zeros(1)], [torch.zeros(1), torch.zeros(1)]
+        communicator.allreduce_async(average, Op.AVERAGE).wait()
+        communicator.broadcast(root)
+        communicator.allgather(gathered, torch.tensor([mine]))
+        communicator.reduce_scatter(scattered, [torch.tensor([mine])] * 2)
+        communicator.all_to_all(exchanged, [torch.tensor([10 * mine + to]) for to in range(2)])
+        sending = communicator.send_async(torch.tensor([mine]), 1 - communicator.rank)
+        message = torch.zeros(1)
+        communicator.receive(message, 1 - communicator.rank)
+        sending.wait()
+        assert message.item() == 3.0 - mine
+        assert [each.item() for each in exchanged] == [9.0 + mine, 19.0 + mine]
+        return [each.item() for each in (average, root, *gathered, scattered)]
+
+    with World(MAKERS[kind], 2) as world:
+        assert world.run(rank_main) == [[1.5, 1.0, 1.0, 2.0, 3.0]] * 2
+        tensor = torch.full((1,), 5.0)
+        handle = world.do(0, lambda c: c.allreduce_async(tensor))
+        world.do(1, lambda c: c.allreduce_async(torch.ones(1)))
+        world[0].abort("enough")
+        with pytest.raises(CollectiveError):
+            handle.wait()
+        assert tensor.item() == 5.0
 
 
 class Product:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import warnings
 
 import pytest
 import torch
 
-from nbelastic.collectives import Op, buffers
+from nbelastic.collectives import Op
 from nbelastic.errors import CollectiveError
 from tests.collectives.test_operations import REDUCED, same
 from tests.collectives.worlds import MAKERS, PATIENCE_S, World, descriptors, eventually, needs_core
@@ -220,49 +219,6 @@ def test_nothing_is_left_of_many_generations(kind):
                 world.do(2, lambda c: (c.allreduce_async(torch.ones(100_000)), None)[1])
         del vectors, sent, world
     eventually(quiet, "the end of all threads, connections and segments")
-
-
-def test_memory_that_is_not_the_hosts_is_staged(kind, monkeypatch):
-    """As on an accelerator: everything passes through new memory, and back on success only."""
-    monkeypatch.setattr(buffers, "is_on_host", lambda tensor: False)
-
-    def rank_main(communicator):
-        mine = 1.0 + communicator.rank
-        average, root, scattered = torch.tensor([mine]), torch.tensor([mine]), torch.zeros(1)
-        gathered, exchanged = [torch.zeros(1), torch.zeros(1)], [torch.zeros(1), torch.zeros(1)]
-        communicator.allreduce_async(average, Op.AVERAGE).wait()
-        communicator.broadcast(root)
-        communicator.allgather(gathered, torch.tensor([mine]))
-        communicator.reduce_scatter(scattered, [torch.tensor([mine])] * 2)
-        communicator.all_to_all(exchanged, [torch.tensor([10 * mine + to]) for to in range(2)])
-        sending = communicator.send_async(torch.tensor([mine]), 1 - communicator.rank)
-        message = torch.zeros(1)
-        communicator.receive(message, 1 - communicator.rank)
-        sending.wait()
-        assert message.item() == 3.0 - mine
-        assert [each.item() for each in exchanged] == [9.0 + mine, 19.0 + mine]
-        return [each.item() for each in (average, root, *gathered, scattered)]
-
-    with World(kind, 2) as world:
-        assert world.run(rank_main) == [[1.5, 1.0, 1.0, 2.0, 3.0]] * 2
-
-
-@pytest.mark.slow
-def test_a_fork_cannot_break_what_its_parent_shares(kind):
-    with World(kind, 2) as world:
-        waiting = world.start(0, lambda c: c.allreduce(torch.ones(300_000)))
-        world.wait_until_waiting([0])
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # there are threads: that is the point
-            child = os.fork()
-        if child == 0:
-            for communicator in world.communicators:
-                communicator.abort("in the child")
-                communicator.close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        world.do(1, lambda c: c.allreduce(torch.ones(300_000)))
-        waiting.result(PATIENCE_S)
 
 
 def test_an_error_in_one_part_breaks_the_others():

@@ -8,15 +8,12 @@ are processes, clocks and the network.
 from __future__ import annotations
 
 import functools
-import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.collectives.gloo.tree import TreeSum
-from nbelastic.collectives.tree_exchange import FlatTensors
 from nbelastic.driver.options import Options
 from tests.support.exact_training import (
     EPOCHS,
@@ -28,19 +25,11 @@ from tests.support.exact_training import (
 )
 
 from . import user
-from .exchange import Exchange
 from .faults import LENGTHS, Fault
 from .loop import Hub
-from .ring import SimCommunicator, SimHandle
 from .script import Script
 from .stage import staged
 from .world import World
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nbelastic.collectives import Handle, Rendezvous
-    from nbelastic.collectives.reduction_tree import Blocks
 
 STORM = (
     ("kill", 8),
@@ -120,9 +109,6 @@ class Storm(World):
 
     def before_update(self, actor: user.Actor, training: ExactTraining) -> None:
         """Let something happen to a rank between its gradients and its update."""
-
-    def _make_exchange(self) -> Exchange:
-        return Exchange(self.network, TRANSPORTS[self.seed % len(TRANSPORTS)])
 
     def _build_cluster(self) -> None:
         hosts = self.random.choice((1, 2, 3))
@@ -221,53 +207,3 @@ def check(world: Storm) -> str:
     else:
         assert world.end == "RankFailed", f"the job ended with {world.end}"
     return world.end
-
-
-# -- transports ------------------------------------------------------------------------------------
-
-
-class _OverMessages(SimCommunicator):
-    """A member that sums along trees by the messages of the Gloo transport."""
-
-    def __init__(self, exchange: Exchange, rendezvous: Rendezvous) -> None:
-        super().__init__(exchange, rendezvous)
-        self.use_lock = threading.Lock()
-        self.group = _Messages(self)
-
-    def begin_allreduce_tree(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor],
-    ) -> Handle:
-        target = FlatTensors(outputs)
-        vectors = [target.vector if node is outputs else FlatTensors(node).vector for node in nodes]
-        owner: Any = self
-        TreeSum(owner, owner, self.rank, vectors, target.vector, blocks).wait(None)  # type: ignore[arg-type]
-        target.deliver()
-        return SimHandle.ended(self)
-
-
-class _Messages:
-    """Gloo's messages with tags, as messages of the simulated network."""
-
-    def __init__(self, member: _OverMessages) -> None:
-        self._member = member
-
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> _Message:
-        return _Message(self._member.send_tagged(tensors[0], to, tag))
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> _Message:
-        return _Message(self._member.receive_tagged(tensors[0], source, tag))
-
-
-class _Message:
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def wait(self, _limit: object) -> None:
-        self._handle.wait()
-
-
-TRANSPORTS: tuple[type[SimCommunicator], ...] = (_OverMessages, SimCommunicator)
-"""Sums along trees by messages of one operation, and by two exchanges."""

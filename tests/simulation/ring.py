@@ -243,21 +243,14 @@ class SimCommunicator(Communicator):
     def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
         import torch
 
-        return self.send_tagged(torch.cat(list(parts)), to, 0)
-
-    def send_tagged(self, tensor: torch.Tensor, to: int, tag: int) -> Handle:
         self.check()
         assert self._group is not None
         receiver = self._group.members[to]
-        copy = tensor.clone()
-        box = self._group.mail.setdefault((self.rank, to, tag), {})
-        number = self._sent[to, tag] = self._sent.get((to, tag), -1) + 1
-
-        # A message of an operation arrives before its sender's orderly end.
-        receiver.landing += tag > 0
+        copy = torch.cat(list(parts))
+        box = self._group.mail.setdefault((self.rank, to), {})
+        number = self._sent[to] = self._sent.get(to, -1) + 1
 
         def arrive() -> None:
-            receiver.landing -= tag > 0
             box[number] = copy
             receiver.wake()
 
@@ -268,13 +261,10 @@ class SimCommunicator(Communicator):
         return handle
 
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
-        return self.receive_tagged(tensor, source, 0)
-
-    def receive_tagged(self, tensor: torch.Tensor, source: int, tag: int) -> Handle:
         self.check()
         assert self._group is not None
-        number = self._received[source, tag] = self._received.get((source, tag), -1) + 1
-        box = self._group.mail.setdefault((source, self.rank, tag), {})
+        number = self._received[source] = self._received.get(source, -1) + 1
+        box = self._group.mail.setdefault((source, self.rank), {})
         return _Receipt(self, tensor, box, number)
 
 

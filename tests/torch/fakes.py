@@ -97,7 +97,7 @@ class NotedStaging(Staging):
 class UnreachableCommunicator(SoloCommunicator):
     """One of two ranks, which must not be asked for anything."""
 
-    def _begun(self) -> Handle:
+    def begin_nothing(self) -> Handle:
         raise AssertionError("nothing was to be sent")
 
 

@@ -226,22 +226,29 @@ class CudaIpcCommunicator(DeviceCommunicator):
         # The ranks of this host, which meet; ranks on other hosts see nothing of this one's memory.
         self._local: Communicator = host
         self._ranks: Sequence[int] = range(rendezvous.size)
+        self._sums_along = True  # whether the ranks' blocks are in an order for sums along a tree
 
     # -- operations on devices -------------------------------------------------------------------
 
-    def _reduce_there(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        if not self._device.holds(tensors[0]):
+            return super().begin_allreduce(tensors, op)
         return self._on_device(tensors, lambda: self._reduce_now(tensors, op))
 
-    def _sum_along_there(
+    def begin_allreduce_tree(
         self,
         nodes: Sequence[Sequence[torch.Tensor]],
         blocks: Blocks,
         outputs: Sequence[torch.Tensor],
     ) -> Handle:
+        if not (self._sums_along and self._device.holds(outputs[0])):
+            return super().begin_allreduce_tree(nodes, blocks, outputs)
         used = [*outputs, *(each for node in nodes for each in node)]
         return self._on_device(used, lambda: self._sum_along_now(nodes, blocks, outputs))
 
-    def _broadcast_there(self, tensor: torch.Tensor, root: int) -> Handle:
+    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
+        if not self._device.holds(tensor):
+            return super().begin_broadcast(tensor, root)
         return self._on_device([tensor], lambda: self._broadcast_now(tensor, root))
 
     # -- in the executor's thread ----------------------------------------------------------------

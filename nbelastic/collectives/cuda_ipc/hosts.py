@@ -25,7 +25,6 @@ from nbelastic.collectives.cuda_ipc.communicator import (
     rounds,
     slice_bounds,
 )
-from nbelastic.collectives.gpu.communicator import DeviceCommunicator
 from nbelastic.collectives.reduction_tree import additions
 from nbelastic.collectives.transport import Op
 
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.gpu.communicator import Host
     from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.collectives.topology import Topology
-    from nbelastic.collectives.transport import Handle
 
 
 class CudaIpcHostsCommunicator(CudaIpcCommunicator):
@@ -70,16 +68,7 @@ class CudaIpcHostsCommunicator(CudaIpcCommunicator):
         self._local = local
         self._ranks = topology.local_ranks(self.rank)
         self._across = across
-
-    def _sum_along_there(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor],
-    ) -> Handle:
-        if self._topology.in_order:
-            return super()._sum_along_there(nodes, blocks, outputs)
-        return DeviceCommunicator._sum_along_there(self, nodes, blocks, outputs)  # on the hosts
+        self._sums_along = topology.in_order  # else sums along a tree are for the hosts
 
     # -- in the executor's thread ----------------------------------------------------------------
 

@@ -4,8 +4,7 @@ It adds to Gloo that waiting threads can be freed, and that whatever is left beh
 (:mod:`nbelastic.collectives.gloo.group`).
 
 Operations that only move data move bytes, so they take any type. An average is a sum that is
-divided on completion. A reduce-scatter is an allreduce of which each rank takes its part, as inside
-Gloo.
+divided on completion.
 """
 
 from __future__ import annotations
@@ -24,18 +23,21 @@ from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.buffers import as_bytes, concatenate
 from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.gloo.group import GlooGroupOwner, GlooOperation
-from nbelastic.collectives.gloo.tree import TreeSum
 from nbelastic.collectives.operations import AsyncCommunicator, OperationHandle, first_sentence
 from nbelastic.collectives.transport import Handle, Op
-from nbelastic.collectives.tree_exchange import FlatTensors
+from nbelastic.collectives.tree_exchange import flattened, sum_shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
     from torch._C._distributed_c10d import Work
 
     from nbelastic.collectives.operations import BlockingTask, Operation, QueuedOperation
     from nbelastic.collectives.reduction_tree import Blocks
+
+
+_TREE_TAG = 1  # of messages; users' messages have 0
 
 
 class GlooCommunicator(AsyncCommunicator):
@@ -59,8 +61,12 @@ class GlooCommunicator(AsyncCommunicator):
 
     def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
         (tensor,) = tensors
+        flat, options = _as_reducible(tensor, op)
         average = op is Op.AVERAGE
-        return self._reduce(tensor, op, (lambda: tensor.div_(self.size)) if average else None)
+        return self._begin(
+            lambda: self._owner.group.allreduce([flat], options),
+            (lambda: tensor.div_(self.size)) if average else None,
+        )
 
     def begin_allreduce_tree(
         self,
@@ -68,8 +74,7 @@ class GlooCommunicator(AsyncCommunicator):
         blocks: Blocks,
         outputs: Sequence[torch.Tensor],
     ) -> Handle:
-        target = FlatTensors(outputs, load=bool(nodes) and outputs is nodes[0])
-        vectors = [target.vector if node is outputs else FlatTensors(node).vector for node in nodes]
+        vectors, target = flattened(nodes, outputs)
         task = TreeSum(self._owner, self._abort_signal, self.rank, vectors, target.vector, blocks)
         return self._begin(lambda: task, target.deliver, direction="tree")
 
@@ -81,20 +86,6 @@ class GlooCommunicator(AsyncCommunicator):
     def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
         filled, source = [list(map(as_bytes, outputs))], [as_bytes(tensor)]
         return self._begin(lambda: self._owner.group.allgather(filled, source))
-
-    def begin_reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
-    ) -> Handle:
-        buffer = concatenate(inputs)
-        start = sum(tensor.numel() for tensor in inputs[: self.rank])
-
-        def deliver() -> None:
-            own = buffer[start : start + output.numel()].view(output.shape)
-            if op is Op.AVERAGE:
-                own.div_(self.size)
-            output.copy_(own)
-
-        return self._reduce(buffer, op, deliver)
 
     def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
@@ -153,10 +144,6 @@ class GlooCommunicator(AsyncCommunicator):
 
     # -- from beginning to end -------------------------------------------------------------------
 
-    def _reduce(self, buffer: torch.Tensor, op: Op, deliver: Callable[[], object] | None) -> Handle:
-        flat, options = _as_reducible(buffer, op)
-        return self._begin(lambda: self._owner.group.allreduce([flat], options), deliver)
-
     def _begin(
         self,
         start: Callable[[], Work | BlockingTask],
@@ -196,6 +183,66 @@ class GlooCommunicator(AsyncCommunicator):
 
     def _release(self, operation: Operation) -> None:
         self._owner.release(operation)
+
+
+class TreeSum:
+    """A sum along a tree, for an executor: by messages, which have an order of their own.
+
+    Gloo's own operations cannot be put together to this: ranks begin them in one order.
+    """
+
+    def __init__(
+        self,
+        owner: GlooGroupOwner,
+        abort_signal: AbortSignal,
+        rank: int,
+        vectors: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        blocks: Blocks,
+    ) -> None:
+        self._owner = owner
+        self._abort_signal = abort_signal
+        self._rank = rank
+        self._arguments = rank, vectors, output, blocks
+        self._limit: timedelta
+
+    def wait(self, limit: timedelta) -> None:
+        """Perform it. Raises ``RuntimeError`` if a message fails, or the group is aborted."""
+        self._limit = limit
+        sum_shares(*self._arguments, self._exchange).wait()
+
+    def _exchange(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> _Messages:
+        ranks = len(inputs)
+        outputs[self._rank].copy_(inputs[self._rank])
+        works = []
+        # Each rank begins with the next one, so that none is the first of all others.
+        for step in range(1, ranks):
+            to, source = (self._rank + step) % ranks, (self._rank - step) % ranks
+            with self._owner.use_lock:
+                self._abort_signal.check()
+                if inputs[to].numel():
+                    works.append(self._owner.group.send([as_bytes(inputs[to])], to, _TREE_TAG))
+                if outputs[source].numel():
+                    received = [as_bytes(outputs[source])]
+                    works.append(self._owner.group.recv(received, source, _TREE_TAG))
+        return _Messages(works, self._limit)
+
+
+class _Messages:
+    """A handle on messages under way."""
+
+    def __init__(self, works: Sequence[Work], limit: timedelta) -> None:
+        self._works = works
+        self._limit = limit
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait(self._limit)
 
 
 def _as_reducible(buffer: torch.Tensor, op: Op) -> tuple[torch.Tensor, AllreduceOptions]:

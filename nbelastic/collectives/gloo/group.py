@@ -1,19 +1,16 @@
-"""Owner of a Gloo group: a thread that makes it and takes it down.
+"""Owner of a Gloo group.
 
 Gloo blocks in three places where a rank must not: connecting cannot be interrupted, operations
-cannot be cancelled, and a group's destructor waits for both. So each group has an owner thread:
+cannot be cancelled, and a group's destructor waits for both. So a thread owns the group
+(:mod:`nbelastic.collectives.owner`):
 
-- *forming*: it constructs the group and checks the peers' generation, while the rank's thread waits
-  for the outcome or an abort;
+- *forming*: it constructs the group and checks the peers' generation;
 - *in use*: it sleeps, and the rank's thread uses the group under ``use_lock``;
-- *ending*: woken by the abort signal, it cuts the connections, drops the group, and ends.
+- *ending*: it cuts the connections, and drops the group.
 """
 
 from __future__ import annotations
 
-import atexit
-import ctypes
-import os
 import threading
 import time
 import weakref
@@ -30,22 +27,20 @@ from nbelastic.collectives.operations import (
     OrderedExecutor,
     first_sentence,
 )
+from nbelastic.collectives.owner import GroupOwner
 from nbelastic.collectives.rendezvous.handshake import PROOF_BYTES, peer_token
 from nbelastic.errors import RanksDisagree
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroup, Work
 
-    from nbelastic.collectives.abort_signal import AbortSignal, Wakeup
+    from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.communicator import Rendezvous
     from nbelastic.collectives.operations import Operation, QueuedOperation
 
 # Connecting to a peer that has just been at the rendezvous takes milliseconds, or fails for good.
 # Gloo gives a connection five times its limit.
 FORMING_LIMIT_S = 10.0
-
-# A thread that returns from C++ after the interpreter has gone would abort the process.
-EXIT_LIMIT_S = 2.0
 
 # Gloo never ends a message that is cut in the middle, except by its timeout: it fails operations
 # that wait for messages not begun, and forgets the message under way and those that it comes to
@@ -125,7 +120,7 @@ class GlooOperation:
                 raise OperationFailed(first_sentence(error)) from None
 
 
-class GlooGroupOwner:
+class GlooGroupOwner(GroupOwner):
     """Owner of one Gloo group.
 
     Groups are connected in full, not lazily: up to a dozen ranks that takes about as long, and no
@@ -137,9 +132,9 @@ class GlooGroupOwner:
     """
 
     def __init__(self, rendezvous: Rendezvous, abort_signal: AbortSignal) -> None:
+        super().__init__(f"nbelastic-gloo-{rendezvous.generation}-{rendezvous.rank}", abort_signal)
         self.use_lock = threading.Lock()
         self._rendezvous = rendezvous
-        self._abort_signal = abort_signal
         self._store = store = GlooStore(rendezvous)
         abort_signal.on_abort(lambda *_: store.abort())
         self._group: ProcessGroup | None = None
@@ -147,7 +142,6 @@ class GlooGroupOwner:
         self._operations: list[weakref.ref[GlooOperation | QueuedOperation]] = []
         self._list_lock = threading.Lock()  # two threads may begin operations and messages
         self._executors: dict[str, OrderedExecutor] = {}
-        self._thread: threading.Thread | None = None
 
     @property
     def group(self) -> ProcessGroup:
@@ -183,26 +177,18 @@ class GlooGroupOwner:
     def executor(self, direction: str) -> OrderedExecutor:
         """Return the executor for messages of a direction, such as ``to-3``."""
         if direction not in self._executors:
-            name = f"{self._name()}-{direction}"
+            name = f"{self._name}-{direction}"
             self._executors[direction] = OrderedExecutor(name, self._rendezvous.timeout_s)
         return self._executors[direction]
 
     def form(self) -> None:
-        """Start the owner's thread and wait until the group has formed, or for an abort.
+        """Wait until the owner's thread has formed the group, or for an abort.
 
         The rank's thread leaves at once on an abort. The owner's leaves when Gloo returns: at once
         while it waits at the rendezvous, within five times :data:`FORMING_LIMIT_S` while it
         connects to a peer that does not answer.
         """
-        if self._thread is not None:
-            raise RuntimeError("connect() is called once")
-        with self._abort_signal.listen() as wakeup:
-            self._thread = threading.Thread(
-                target=self._run, args=(wakeup,), name=self._name(), daemon=True
-            )
-            _running.add(self)
-            self._thread.start()
-            wakeup.get()
+        self._start()
         self._abort_signal.check()
 
     def cut_connections(self) -> int:
@@ -210,36 +196,9 @@ class GlooGroupOwner:
         endpoints = endpoints_of(self._store.addresses, self._rendezvous.rank)
         return 0 if endpoints is None else cut_connections(endpoints)
 
-    def abort(self, reason: str) -> None:
-        """End the group. Any thread may call it."""
-        self._abort_signal.abort(reason)
-
-    def join(self, timeout_s: float) -> None:
-        """Wait until the group has ended, for `timeout_s` at most."""
-        if self._thread is not None and self._thread.ident is not None:
-            self._thread.join(timeout_s)
-
-    def leak(self) -> None:
-        """Keep the group for ever, in a fork: its destructor waits for the parent's threads."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
-
-    def _name(self) -> str:
-        return f"nbelastic-gloo-{self._rendezvous.generation}-{self._rendezvous.rank}"
-
-    def _run(self, formed: Wakeup[bool]) -> None:
-        with self._abort_signal.listen() as wakeup:
-            try:
-                self._form()
-            except Exception as error:
-                cause = self._store.failure or first_sentence(error)
-                self._abort_signal.abort(
-                    f"generation {self._rendezvous.generation} did not form: {cause}"
-                )
-            else:
-                formed.put(True)
-            wakeup.get()
-        self._take_down()
-        _running.discard(self)
+    def _fail_to_form(self, error: Exception) -> None:
+        cause = self._store.failure or first_sentence(error)
+        self._abort_signal.abort(f"generation {self._rendezvous.generation} did not form: {cause}")
 
     def _form(self) -> None:
         its = self._rendezvous
@@ -312,26 +271,3 @@ def _make_group(store: GlooStore, rendezvous: Rendezvous) -> ProcessGroup:
     options._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.bind, lazy_init=False)]
     group = ProcessGroupGloo(store, rendezvous.rank, rendezvous.size, options)
     return cast("ProcessGroup", group)  # its stubs leave out the base class's methods
-
-
-_running: set[GlooGroupOwner] = set()
-
-
-@atexit.register
-def _end_all() -> None:
-    owners = list(_running)
-    for owner in owners:
-        owner.abort("the process is exiting")
-    deadline = time.monotonic() + EXIT_LIMIT_S
-    for owner in owners:
-        owner.join(max(0.0, deadline - time.monotonic()))
-
-
-def _leak_all_in_fork() -> None:
-    for owner in _running:
-        owner.leak()
-    _running.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leak_all_in_fork)

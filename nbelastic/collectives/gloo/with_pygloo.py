@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.collectives.abort_signal import AbortSignal
-from nbelastic.collectives.buffers import as_bytes, concatenate
+from nbelastic.collectives.buffers import as_bytes
 from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import AsyncCommunicator, first_sentence
 from nbelastic.collectives.rendezvous.client import RendezvousClient
@@ -112,15 +112,6 @@ class PyglooCommunicator(AsyncCommunicator):
         self._do(tensor.nbytes, pygloo.allgather, *ends, tensor.nbytes, _BYTES)
         for output, piece in zip(outputs, gathered, strict=True):
             as_bytes(output).copy_(piece)
-        return self.begin_nothing()
-
-    def begin_reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
-    ) -> Handle:
-        buffer = concatenate(inputs)
-        self._reduce(buffer, op)
-        parts = torch.split(buffer, [tensor.numel() for tensor in inputs])
-        output.copy_(parts[self.rank].view(output.shape))
         return self.begin_nothing()
 
     def begin_all_to_all(

@@ -1,7 +1,7 @@
 """Communicator of ranks with devices, in front of that of their hosts.
 
-What a kind does on devices, it says in methods that end in ``_there``. All else is done by the
-host's communicator: tensors on the CPU, records, messages, subgroups, and what a kind leaves to it.
+A kind overrides the operations that it performs on devices. All else is done by the host's
+communicator: tensors on the CPU, records, messages, subgroups, and what a kind leaves to it.
 One executor performs all operations but messages, in the order of the rank's calls.
 """
 
@@ -80,15 +80,7 @@ class DeviceCommunicator(AsyncCommunicator):
     def matching_client(self) -> MatchingClient | None:
         return self._host.matching_client()
 
-    # -- on devices ------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _reduce_there(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
-        """Reduce tensors, of which some have elements."""
-
-    @abc.abstractmethod
-    def _broadcast_there(self, tensor: torch.Tensor, root: int) -> Handle:
-        """Broadcast a tensor with elements."""
+    # -- parts of a kind -------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _leave_device(self) -> None:
@@ -99,42 +91,6 @@ class DeviceCommunicator(AsyncCommunicator):
 
     def _reached(self, _end: Any) -> None:
         """Wait on the host, in the executor, for an operation that the stream has begun."""
-
-    def _sum_along_there(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor],
-    ) -> Handle:
-        staged = [list(map(on_host, node)) for node in nodes]
-        buffers = _empty_on_host(outputs)
-        return self._submit(
-            lambda: self._host.allreduce_tree(staged, blocks, buffers),
-            copying_back(outputs, buffers),
-        )
-
-    def _gather_there(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        source, buffers = on_host(tensor), _empty_on_host(outputs)
-        return self._submit(
-            lambda: self._host.allgather(buffers, source), copying_back(outputs, buffers)
-        )
-
-    def _reduce_scatter_there(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
-    ) -> Handle:
-        sources, buffers = list(map(on_host, inputs)), _empty_on_host([output])
-        return self._submit(
-            lambda: self._host.reduce_scatter(buffers[0], sources, op),
-            copying_back([output], buffers),
-        )
-
-    def _exchange_there(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Handle:
-        sources, buffers = list(map(on_host, inputs)), _empty_on_host(outputs)
-        return self._submit(
-            lambda: self._host.all_to_all(buffers, sources), copying_back(outputs, buffers)
-        )
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -154,8 +110,6 @@ class DeviceCommunicator(AsyncCommunicator):
         return self._allreduce(tensors, op)
 
     def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
-        if self._device.holds(tensors[0]):
-            return self._reduce_there(tensors, op)
         return self._submit(lambda: self._host.allreduce_coalesced(tensors, op))
 
     def begin_allreduce_tree(
@@ -164,33 +118,36 @@ class DeviceCommunicator(AsyncCommunicator):
         blocks: Blocks,
         outputs: Sequence[torch.Tensor],
     ) -> Handle:
-        if self._device.holds(outputs[0]):
-            return self._sum_along_there(nodes, blocks, outputs)
-        return self._submit(lambda: self._host.allreduce_tree(nodes, blocks, outputs))
+        staged, sums = [list(map(on_host, node)) for node in nodes], _empty_on_host(outputs)
+        return self._submit(
+            lambda: self._host.allreduce_tree(staged, blocks, sums), copying_back(outputs, sums)
+        )
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
-        if self._device.holds(tensor):
-            return self._broadcast_there(tensor, root)
         return self._submit(lambda: self._host.broadcast(tensor, root))
 
     def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        if self._device.holds(tensor):
-            return self._gather_there(outputs, tensor)
-        return self._submit(lambda: self._host.allgather(outputs, tensor))
+        source, places = on_host(tensor), _empty_on_host(outputs)
+        return self._submit(
+            lambda: self._host.allgather(places, source), copying_back(outputs, places)
+        )
 
     def begin_reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
-        if self._device.holds(output):
-            return self._reduce_scatter_there(output, inputs, op)
-        return self._submit(lambda: self._host.reduce_scatter(output, inputs, op))
+        sources, places = list(map(on_host, inputs)), _empty_on_host([output])
+        return self._submit(
+            lambda: self._host.reduce_scatter(places[0], sources, op),
+            copying_back([output], places),
+        )
 
     def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        if self._device.holds(inputs[0]):
-            return self._exchange_there(outputs, inputs)
-        return self._submit(lambda: self._host.all_to_all(outputs, inputs))
+        sources, places = list(map(on_host, inputs)), _empty_on_host(outputs)
+        return self._submit(
+            lambda: self._host.all_to_all(places, sources), copying_back(outputs, places)
+        )
 
     def begin_barrier(self) -> Handle:
         return self._submit(self._host.barrier)

@@ -62,7 +62,9 @@ class NcclCommunicator(DeviceCommunicator):
 
     # -- operations on devices -------------------------------------------------------------------
 
-    def _reduce_there(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        if not self._device.holds(tensors[0]):
+            return super().begin_allreduce(tensors, op)
         filled = [tensor for tensor in tensors if tensor.numel()]
         values, kind = [], op
         for tensor in filled:
@@ -76,7 +78,9 @@ class NcclCommunicator(DeviceCommunicator):
         what = f"allreduce ({op.value}) of {_listed(values)}"
         return self._queue(what, filled, values, calls, lambda: _copy_back(filled, values))
 
-    def _broadcast_there(self, tensor: torch.Tensor, root: int) -> Handle:
+    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
+        if not self._device.holds(tensor):
+            return super().begin_broadcast(tensor, root)
         values = [self._device.near(tensor.detach()).view(-1)]
         return self._queue(
             f"broadcast of {_listed(values)} from rank {root}",
@@ -86,7 +90,9 @@ class NcclCommunicator(DeviceCommunicator):
             lambda: _copy_back([tensor], values),
         )
 
-    def _gather_there(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+        if not self._device.holds(tensor):
+            return super().begin_allgather(outputs, tensor)
         source = self._device.near(tensor.detach()).view(-1)
         everything = source.new_empty(self.size * source.numel())
 
@@ -103,9 +109,11 @@ class NcclCommunicator(DeviceCommunicator):
             deliver,
         )
 
-    def _reduce_scatter_there(
+    def begin_reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
+        if not self._device.holds(output):
+            return super().begin_reduce_scatter(output, inputs, op)
         flat = torch.cat([each.detach().view(-1) for each in inputs])
         values, kind = _reducible(self._device.near(flat), op)
         counts = [each.numel() for each in inputs]
@@ -127,9 +135,11 @@ class NcclCommunicator(DeviceCommunicator):
         what = f"reduce-scatter ({op.value}) of {counts} values of {output.dtype}"
         return self._queue(what, [output, *inputs], [values, own], calls, deliver)
 
-    def _exchange_there(
+    def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
+        if not self._device.holds(inputs[0]):
+            return super().begin_all_to_all(outputs, inputs)
         near = self._device.near
         sent = [near(each.detach()).view(-1) for each in inputs]
         received = [torch.empty_like(near(each.detach())).view(-1) for each in outputs]

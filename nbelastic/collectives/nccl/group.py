@@ -1,37 +1,36 @@
 """Owner of one communicator of NCCL: a thread that makes it and ends it.
 
 NCCL blocks where a rank must not: ending a communicator takes a second, making one may take for
-ever, and any call may hang with the network. So each generation has an owner thread:
+ever, and any call may hang with the network. So a thread owns each generation's communicator
+(:mod:`nbelastic.collectives.owner`):
 
 - *forming*: it makes the communicator and adds up ones, while the rank's thread waits for that, for
   an abort, or for the limit;
 - *in use*: it sleeps, and the executor's thread begins operations and polls for their end;
-- *ending*: it aborts the communicator, or finalizes it if it was closed in an orderly way. The next
-  generation is formed meanwhile. Tensors of an operation that has failed are kept until then;
+- *ending*: it aborts the communicator, or finalizes it if it was closed in an orderly way. Tensors
+  of an operation that has failed are kept until then;
 - *overdue*: one of its calls has not returned within its limit. The thread, the communicator and
   the tensors are left behind, and the process has an :func:`obstacle` to the next generations.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
-import os
 import threading
 import time
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
 
 from nbelastic.collectives.gpu.device import DeviceError
+from nbelastic.collectives.owner import GroupOwner, living
 from nbelastic.collectives.transport import Op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbelastic.collectives.abort_signal import AbortSignal, Wakeup
+    from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.communicator import Rendezvous
     from nbelastic.collectives.gpu.device import Device
     from nbelastic.collectives.nccl.library import NcclLibrary
@@ -50,14 +49,12 @@ FINALIZE_LIMIT_S = 5.0
 IN_USE_LIMIT_S = 2.0
 """Limit for a call under way at an abort, which does not wait for it any longer."""
 
-EXIT_LIMIT_S = 2.0
-
 _NEVER = "NCCL has not formed its communicator"
 _SPINS = 50
 _POLL_S = 0.0001
 
 
-class NcclGroup:
+class NcclGroup(GroupOwner):
     """A communicator of NCCL, for one generation. The abort signal ends it."""
 
     def __init__(
@@ -67,17 +64,17 @@ class NcclGroup:
         rendezvous: Rendezvous,
         abort_signal: AbortSignal,
     ) -> None:
+        name = f"nbelastic-nccl-owner-{rendezvous.generation}-{rendezvous.rank}"
+        super().__init__(name, abort_signal)
         self._library = library
         self._device = device
         self._its = rendezvous
-        self._abort_signal = abort_signal
+        self._unique_id = b""
         self.limit_s = FORMING_LIMIT_S
         self._comm = 0
         self._in_use = threading.Lock()
         self._lent: list[object] = []
         self._problem: str | None = None  # why it was given up, while the generation goes on
-        self._leaving, self._moments, self._leave = _departure()
-        self._thread: threading.Thread | None = None
 
     # -- in the rank's thread ----------------------------------------------------------------------
 
@@ -86,26 +83,15 @@ class NcclGroup:
 
         Raises ``CollectiveError`` for an abort.
         """
-        name = f"nbelastic-nccl-owner-{self._its.generation}-{self._its.rank}"
-        with self._abort_signal.listen() as wakeup:
-            _living.add(self)
-            self._thread = threading.Thread(
-                target=self._run, args=(unique_id, wakeup), name=name, daemon=True
-            )
-            self._thread.start()
-            self._abort_signal.on_abort(self._leave)
-            try:
-                wakeup.get(timeout=self.limit_s)
-            except Empty:
-                self.give_up(
-                    f"{_NEVER} of generation {self._its.generation} within {self.limit_s:g} s"
-                )
+        self._unique_id = unique_id
+        if not self._start(self.limit_s):
+            self.abort(f"{_NEVER} of generation {self._its.generation} within {self.limit_s:g} s")
         self._abort_signal.check()
         return self._problem or ""
 
-    def give_up(self, problem: str) -> None:
+    def abort(self, reason: str) -> None:
         """End it, although the generation goes on."""
-        self._problem = self._problem or problem
+        self._problem = self._problem or reason
         self._leave()
 
     def give_up_with(self, problems: Sequence[str]) -> str:
@@ -119,7 +105,7 @@ class NcclGroup:
         if not causes and self._problem is not None:
             _refusals.append(self._problem)
         cause = (causes or found)[0]
-        self.give_up(cause)
+        self.abort(cause)
         return cause
 
     # -- in the executor's thread ------------------------------------------------------------------
@@ -174,14 +160,10 @@ class NcclGroup:
 
     # -- the owner's thread ------------------------------------------------------------------------
 
-    def _run(self, unique_id: bytes, formed: Wakeup[bool]) -> None:
-        try:
-            with self._device.using():
-                self._form(unique_id)
-        except Exception as error:  # an abort among them: then nothing reads the problem
-            self._problem = self._problem or str(error)
-        formed.put(True)
-        self._leaving.get()
+    def _fail_to_form(self, error: Exception) -> None:
+        self._problem = self._problem or str(error)  # which nothing reads after an abort
+
+    def _take_down(self) -> None:
         try:
             self._end()
         except (DeviceError, RuntimeError) as error:
@@ -192,21 +174,21 @@ class NcclGroup:
                 error,
             )
         self._lent = []
-        _living.discard(self)
 
-    def _form(self, unique_id: bytes) -> None:
+    def _form(self) -> None:
         its, library = self._its, self._library
-        self._comm = library.init(unique_id, its.rank, its.size)
-        self._until(lambda: not library.in_progress(self._comm), 2 * self.limit_s)
-        # The first sum makes connections; so it is no step that waits for them.
-        ones = torch.ones(1, device=self._device.kind)
-        mark = self._device.mark()
-        with self._device.after(mark):
-            self.begin(lambda lib, *where: lib.allreduce(*where, ones, Op.SUM), [ones])
-        end = self._device.end(mark)
-        self.wait_for(lambda: self._device.reached(end))
-        if ones.item() != its.size:
-            raise DeviceError(f"a sum of ones over NCCL is {ones.item():g}, not {its.size}")
+        with self._device.using():
+            self._comm = library.init(self._unique_id, its.rank, its.size)
+            self._until(lambda: not library.in_progress(self._comm), 2 * self.limit_s)
+            # The first sum makes connections; so it is no step that waits for them.
+            ones = torch.ones(1, device=self._device.kind)
+            mark = self._device.mark()
+            with self._device.after(mark):
+                self.begin(lambda lib, *where: lib.allreduce(*where, ones, Op.SUM), [ones])
+            end = self._device.end(mark)
+            self.wait_for(lambda: self._device.reached(end))
+            if ones.item() != its.size:
+                raise DeviceError(f"a sum of ones over NCCL is {ones.item():g}, not {its.size}")
 
     def _end(self) -> None:
         free = self._in_use.acquire(timeout=IN_USE_LIMIT_S)
@@ -231,11 +213,6 @@ class NcclGroup:
             return True
         return False
 
-    def join(self, limit_s: float) -> None:
-        """Wait until it has ended, for the limit at most."""
-        if self._thread is not None:
-            self._thread.join(limit_s)
-
     @property
     def overdue(self) -> str:
         """Why it is past its limit; empty if it is not."""
@@ -247,22 +224,6 @@ class NcclGroup:
         )
 
 
-def _departure() -> tuple[Wakeup[bool], list[float], Callable[..., None]]:
-    """Return what the owner waits for to end its group, since when it has to, and what says so.
-
-    Any thread may say so. The abort signal keeps that function, which therefore refers to no group.
-    """
-    leaving: Wakeup[bool] = SimpleQueue()
-    moments: list[float] = []
-
-    def leave(*_: object) -> None:
-        moments.append(time.monotonic())
-        leaving.put(True)
-
-    return leaving, moments, leave
-
-
-_living: set[NcclGroup] = set()
 _refusals: list[str] = []
 
 
@@ -270,19 +231,5 @@ def obstacle() -> str:
     """Return why this process does without NCCL from here on; empty if it need not."""
     for each in _refusals:
         return f"{each}; its process does not try it again"
-    return next((each.overdue for each in list(_living) if each.overdue), "")
-
-
-@atexit.register
-def _end_all() -> None:
-    """End all communicators: a thread that is in NCCL then may crash."""
-    groups = list(_living)
-    for group in groups:
-        group.give_up("the process is exiting")
-    deadline = time.monotonic() + EXIT_LIMIT_S
-    for group in groups:
-        group.join(max(0.0, deadline - time.monotonic()))
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_living.clear)  # their threads are the parent's
+    overdue = (each.overdue for each in list(living) if isinstance(each, NcclGroup))
+    return next(filter(None, overdue), "")

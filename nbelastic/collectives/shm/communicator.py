@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nbelastic.collectives.arguments import check_together, check_tree
 from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import AsyncCommunicator, OperationHandle, OrderedExecutor
 from nbelastic.collectives.shm.segment import (
@@ -127,33 +126,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         how = reduction_codes(tensor.dtype, op)
         arguments = (tensor.data_ptr(), tensor.numel(), *how)
         return self._begin(self._group.allreduce_async, arguments, tensor)
-
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> None:
-        check_together(tensors, op)
-        if self._lent or self._closed or not tensors[0].is_cpu:
-            self.allreduce_coalesced_async(tensors, op).wait()
-            return
-        try:
-            self._group.allreduce_coalesced(*reduction_arguments(tensors, op))
-        except core.Broken as error:
-            self._fail(str(error), error_type(error))
-        self._completed += 1
-
-    def allreduce_tree(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
-        if self._lent or self._closed or not found[0].is_cpu:
-            self.allreduce_tree_async(nodes, blocks, outputs).wait()
-            return
-        try:
-            self._group.allreduce_tree(*tree_arguments(nodes, found, blocks))
-        except core.Broken as error:
-            self._fail(str(error), error_type(error))
-        self._completed += 1
 
     def begin_allreduce_tree(
         self,
