@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbelastic.messages import EndRank, RestartWorker, UnusedReason, UnusedWorker, WorkersUnused
+from nbelastic.messages import RestartWorker, UnusedReason, UnusedWorker, WorkersUnused
 
 from .ranks import Script
 from .stories import job
@@ -82,6 +82,6 @@ def test_a_rank_that_does_not_begin_though_its_worker_is_free_is_evicted_as_ever
     world.freeze("A1")
     world.tell(WorkersUnused(()))  # and yet its rank does not begin
     world.run_for(10.0)
-    assert [e.slot.name for e in world.of(EndRank) if e.how == "evict"] == ["A1"]
+    assert [slot.name for slot in world.evicted()] == ["A1"]
     world.run_for(10.0)
     assert [effect.slot.name for effect in restarts(world)] == ["A1"]

@@ -43,7 +43,7 @@ def restarted(world: World) -> list[str]:
 
 
 def evicted(world: World) -> list[str]:
-    return [effect.slot.name for effect in world.of(EndRank) if effect.how == "evict"]
+    return [slot.name for slot in world.evicted()]
 
 
 def stopped_beats(world: World) -> None:

@@ -10,7 +10,7 @@ from msgspec import structs
 from nbelastic.membership import Machine
 from nbelastic.membership.failure_policy import EXCLUSION_RANGE
 from nbelastic.membership.placement import broken_pairs, choose_removed
-from nbelastic.messages import EndRank, RankId, RankReady, Unreachable
+from nbelastic.messages import RankId, RankReady, Unreachable
 
 from .ranks import FakeRank, Script
 from .stories import job, trained, workers
@@ -96,8 +96,7 @@ def test_a_job_goes_on_with_those_who_reach_each_other() -> None:
     world.rank_on("A0").collective_failed()
     world.run(until=lambda: len(world.plans) == 4)
     assert workers(world.plans[3]) == ["A0", "B0"]
-    ended = [effect for effect in world.of(EndRank) if effect.how == "evict"]
-    assert [effect.slot.worker for effect in ended] == ["tcp://C0"]
+    assert [slot.worker for slot in world.evicted()] == ["tcp://C0"]
     assert BROKEN in world.records("reset")[-1].reason.causes
 
 

@@ -284,5 +284,10 @@ class World(Timeline):
     def records(self, kind: str) -> list[Record]:
         return [e for e in self.effects if isinstance(e, Record) and e.kind == kind]
 
+    def evicted(self) -> list:
+        """Return the slots of ranks that were evicted."""
+        slots = {effect.start: effect.slot for effect in self.of(StartRank)}
+        return [slots[effect.start] for effect in self.of(EndRank) if effect.how == "evict"]
+
     def of(self, kind: type) -> list:
         return [effect for effect in self.effects if isinstance(effect, kind)]
