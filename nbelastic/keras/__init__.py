@@ -17,7 +17,7 @@ if getattr(_keras, "__version__", "2").startswith(("1.", "2")):
     raise ImportError("nbelastic.keras needs Keras 3; install it by `pip install nbelastic[keras]`")
 
 from nbelastic.keras import callbacks, elastic, names
-from nbelastic.keras.dataset import ElasticDataset
+from nbelastic.keras.feeds import ElasticDataset
 from nbelastic.keras.names import *  # noqa: F403
 from nbelastic.keras.ops import (
     allgather,

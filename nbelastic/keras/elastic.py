@@ -8,10 +8,9 @@ from nbelastic.keras.callbacks.elastic_callbacks import (
     UpdateBatchStateCallback,
     UpdateEpochStateCallback,
 )
-from nbelastic.keras.dataset import ElasticDataset
+from nbelastic.keras.feeds import ElasticDataset
 from nbelastic.keras.fit import fit
-from nbelastic.keras.state import KerasState
-from nbelastic.keras.translate import run
+from nbelastic.keras.state import KerasState, run
 from nbelastic.torch.elastic import ElasticSampler
 
 __all__ = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -9,7 +10,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import keras
-import torch
+import numpy as np
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -17,10 +18,10 @@ from nbelastic.data import Loader
 from nbelastic.elastic.ranks.ranks import rank, size
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import OptionError
-from nbelastic.keras.dataset import ElasticDataset, length_of
+from nbelastic.torch.elastic import ElasticSampler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 CANNOT_BE_DEALT = (
     "elastic.fit({kind}): these data cannot be dealt to ranks: which samples a batch has, only the "
@@ -30,120 +31,193 @@ CANNOT_BE_DEALT = (
 )
 
 
+class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
+    """Deal arrays to the ranks, and the rest of an epoch again when ranks join or leave.
+
+    Parameters
+    ----------
+    x : array, or dict, list or tuple of arrays
+        Inputs, whose first axis counts the samples. Or their number, with `read`.
+    y, sample_weight : array, or dict, list or tuple of arrays, optional
+        Targets and weights.
+    batch_size : int, default 32
+        Samples of a batch of each rank.
+    shuffle : bool, default True
+        Whether to shuffle, differently in each epoch.
+    seed : int, default 0
+        Of the shuffling; the same on all ranks.
+    read : callable, optional
+        Gets the indices of the samples of a batch, and returns the batch: ``(x,)``, ``(x, y)`` or
+        ``(x, y, sample_weight)``. For data that are not in memory.
+    **options
+        Options of ``keras.utils.PyDataset``: ``workers``, ``use_multiprocessing``,
+        ``max_queue_size``.
+
+    Attributes
+    ----------
+    sampler : ElasticSampler
+        Make it part of the state, unless the data are for
+        :func:`nbelastic.keras.elastic.fit`, which does that: ``KerasState(model, data=d.sampler)``.
+
+    Raises
+    ------
+    OptionError
+        Arrays have different lengths, or none.
+
+    Examples
+    --------
+    >>> data = ElasticDataset(x, y, batch_size=64)  # doctest: +SKIP
+    >>> data = ElasticDataset(len(files), batch_size=64, read=read_images)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        batch_size: int = 32,
+        shuffle: bool = True,
+        seed: int = 0,
+        read: Callable[[np.ndarray[Any, Any]], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise OptionError(
+                f"ElasticDataset(batch_size={batch_size!r}): must be a whole number, at least 1"
+            )
+        self.batch_size = batch_size
+        if read is None:
+            self._arrays = tuple(each for each in (x, y, sample_weight) if each is not None)
+            if y is None and sample_weight is not None:
+                raise OptionError("ElasticDataset(sample_weight=…): needs y, too")
+            count = length_of(self._arrays)
+            self._read: Callable[[np.ndarray[Any, Any]], Any] = self._take
+        else:
+            if isinstance(x, bool) or not isinstance(x, int):
+                raise OptionError(
+                    f"ElasticDataset({type(x).__name__}, read=…): with read=, pass the number of "
+                    "samples"
+                )
+            count, self._read = x, read
+        if count < 1:
+            raise OptionError("ElasticDataset: there are no samples")
+        self.sampler = ElasticSampler(range(count), shuffle=shuffle, seed=seed)
+
+    def _take(self, indices: np.ndarray[Any, Any]) -> Any:
+        return tuple(keras.tree.map_structure(lambda each: each[indices], a) for a in self._arrays)
+
+    def __len__(self) -> int:
+        """Return the number of this rank's batches in the present deal of the epoch."""
+        return math.ceil(self.sampler.num_samples / self.batch_size)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a batch of this rank's share."""
+        return self.batch_of(self.sampler.get_indices(index, self.batch_size))
+
+    def batch_of(self, indices: Iterable[int]) -> Any:
+        """Return a batch of samples."""
+        return self._read(np.asarray([*indices], dtype=np.int64))
+
+
+def length_of(arrays: Any) -> int:
+    """Return the number of samples.
+
+    Raises
+    ------
+    OptionError
+        Arrays differ in it.
+    """
+    leaves = keras.tree.flatten(arrays)
+    lengths = set()
+    for leaf in leaves:
+        shape = getattr(leaf, "shape", None)
+        if shape is None or len(shape) == 0:
+            raise OptionError(
+                f"ElasticDataset: {type(leaf).__name__} is no array with samples; pass arrays, or "
+                "the number of samples and read="
+            )
+        lengths.add(int(shape[0]))
+    if len(lengths) != 1:
+        raise OptionError(f"ElasticDataset: arrays have different lengths: {sorted(lengths)}")
+    return lengths.pop()
+
+
 class Feed:
-    """Data of a training, dealt to the ranks."""
+    """Data of a training in the order of a sampler, which deals the rest of an epoch again."""
 
-    part: Any  # what of them belongs to the state
-
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch that was dealt."""
-        return int(self.part.epoch)
+    def __init__(self, source: Any, part: Any, batch_size: int = 1) -> None:
+        self.source = source  # what Keras iterates over: the batches that are left
+        self.part = part  # what of the data belongs to the state
+        self._batch_size = batch_size
 
     def set_epoch(self, epoch: int) -> None:
         """Deal an epoch, unless it is the present one."""
-        if epoch != self.epoch:
+        if epoch != self.part.epoch:
             self.part.set_epoch(epoch)
 
     def left(self) -> int | None:
         """Return the number of this rank's batches that are left; None if it is not known."""
-        raise NotImplementedError
-
-    def source(self) -> Any:
-        """Return what Keras iterates over: the batches that are left."""
-        raise NotImplementedError
+        try:
+            return len(self.source)
+        except TypeError:
+            return None
 
     def go_on(self) -> None:
         """Deal what is left, or all data again where nothing is; all ranks call this together."""
-        raise NotImplementedError
+        self.part.reset()
+        if not self.left():
+            self.part.set_epoch(self.part.epoch + 1)
 
     def record(self, first: int, count: int) -> None:
-        """Record that batches are done, by their numbers since :meth:`source`."""
-        raise NotImplementedError
+        """Record that batches are done, by their numbers since the beginning of the iteration."""
+        for number in range(first, first + count):
+            self.part.record_batch(number, self._batch_size)
 
     def close(self) -> None:
         """End the iteration, which an error's frames may keep alive."""
 
     def sample(self) -> Any:
         """Return a batch like those of the training, without a change of what was dealt."""
-        raise NotImplementedError
-
-
-class SamplerFeed(Feed):
-    """Data in the order of a sampler, which deals the rest of an epoch again."""
-
-    def __init__(self, data: Any, sampler: ShardSampler, batch_size: int) -> None:
-        self.part = sampler
-        self._data = data
-        self._batch_size = batch_size
-
-    def sample(self) -> Any:
-        data, count = self._data, min(self._batch_size, len(self.part.dataset))
-        if isinstance(data, DataLoader):
-            batch = data.collate_fn([data.dataset[n] for n in range(count)])
-            return keras.tree.map_structure(keras.ops.convert_to_tensor, batch)
-        return data.batch_of(range(count))
-
-    def left(self) -> int:
-        if isinstance(self._data, DataLoader):
-            return len(self._data)
-        return int(self._data.num_batches)
-
-    def source(self) -> Any:
-        return self._data
-
-    def go_on(self) -> None:
-        self.part.reset()
-        if not self.left():
-            self.part.set_epoch(self.epoch + 1)
-
-    def record(self, first: int, count: int) -> None:
-        for number in range(first, first + count):
-            self.part.record_batch(number, self._batch_size)
+        data, numbers = self.source, range(min(self._batch_size, len(self.part.dataset)))
+        if isinstance(data, ElasticDataset):
+            return data.batch_of(numbers)
+        batch = data.collate_fn([data.dataset[n] for n in numbers])
+        return keras.tree.map_structure(keras.ops.convert_to_tensor, batch)
 
 
 class LoaderFeed(Feed):
     """Steps of micro-batches, each of which is one batch to Keras."""
 
     def __init__(self, loader: Loader) -> None:
-        self.part = loader
-        self.loader = loader
-        self._steps = _Steps(loader)
-
-    def left(self) -> int | None:
-        try:
-            return len(self.loader) - self.loader.step
-        except TypeError:
-            return None
-
-    def source(self) -> Any:
-        return self._steps
+        super().__init__(_Batches(loader.__iter__, lambda: len(loader) - loader.step), loader)
 
     def record(self, first: int, count: int) -> None:
         """Do nothing: the loader counts its steps."""
 
     def close(self) -> None:
-        self._steps.close()
+        self.source.close()
 
     def sample(self) -> Any:
-        return self.loader.sample()
+        return self.part.sample()
 
 
-class _Steps(DataLoader[Any]):
-    """Steps of a loader, in the shape in which Keras takes batches of PyTorch."""
+class _Batches(DataLoader[Any]):
+    """Batches of some iteration, in the shape in which Keras takes those of PyTorch."""
 
-    def __init__(self, loader: Loader) -> None:
-        self._steps_of = loader
+    def __init__(self, begin: Callable[[], Iterator[Any]], length: Callable[[], int]) -> None:
+        self._begin, self._length = begin, length
         self._iteration: Any = None
         try:
-            dataset: Any = _Known(len(loader))
+            dataset: Any = range(length())
         except TypeError:
-            dataset = _Endless()
+            dataset = iter(())  # Keras asks a dataset with a length for it, and not this one
         super().__init__(dataset, batch_size=None)
 
     def __iter__(self) -> Any:
         self.close()
-        self._iteration = iter(self._steps_of)
+        self._iteration = self._begin()
         return self._iteration
 
     def close(self) -> None:
@@ -153,24 +227,7 @@ class _Steps(DataLoader[Any]):
             iteration.close()
 
     def __len__(self) -> int:
-        return len(self._steps_of) - self._steps_of.step
-
-
-class _Endless(torch.utils.data.IterableDataset[Any]):
-    """Stand-in for a dataset whose length Keras does not ask for."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-
-class _Known(_Endless):
-    """The same for one whose length it asks for."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
+        return self._length()
 
 
 def feed_of(
@@ -202,9 +259,9 @@ def feed_of(
                 "elastic.fit(DataLoader(drop_last=True)): after a change of membership other "
                 "samples would be dropped; leave drop_last out"
             )
-        return SamplerFeed(data, sampler, data.batch_size)
+        return Feed(data, sampler, data.batch_size)
     if isinstance(data, ElasticDataset):
-        return SamplerFeed(data, data.sampler, data.batch_size)
+        return Feed(data, data.sampler, data.batch_size)
     module = type(data).__module__.partition(".")[0]
     is_undealable = (
         isinstance(data, (keras.utils.PyDataset, types.GeneratorType))
@@ -216,7 +273,7 @@ def feed_of(
     dataset = ElasticDataset(
         data, y, sample_weight, batch_size=batch_size or 32, shuffle=shuffle, seed=seed
     )
-    return SamplerFeed(dataset, dataset.sampler, dataset.batch_size)
+    return Feed(dataset, dataset.sampler, dataset.batch_size)
 
 
 def split_off(fraction: float, *arrays: Any) -> tuple[Any, ...]:
@@ -234,63 +291,26 @@ def split_off(fraction: float, *arrays: Any) -> tuple[Any, ...]:
         raise OptionError(
             f"elastic.fit(validation_split={fraction!r}): {count} samples cannot be split so"
         )
-
-    def part(begin: int, end: int) -> tuple[Any, ...]:
-        return tuple(
-            each if each is None else keras.tree.map_structure(lambda a: a[begin:end], each)
-            for each in arrays
-        )
-
-    return *part(0, first), tuple(each for each in part(first, count) if each is not None)
+    rest = _slice(given, range(first, count))
+    return *_slice(arrays, range(first)), rest
 
 
-class _Shard(keras.utils.PyDataset):  # type: ignore[misc]
-    """Every n-th batch of a dataset."""
-
-    def __init__(self, data: Any, place: int, count: int, batches: int) -> None:
-        super().__init__()
-        self._data = data
-        number = data.num_batches
-        if isinstance(data, ElasticDataset):  # whose own batches are those of a share
-            number = -(-len(data.sampler.dataset) // data.batch_size)
-        self._numbers = range(place, min(number, batches), count)
-
-    @property
-    def num_batches(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: int) -> Any:
-        data, number = self._data, self._numbers[index]
-        if not isinstance(data, ElasticDataset):
-            return data[number]
-        samples = range(len(data.sampler.dataset))
-        return data.batch_of(samples[number * data.batch_size :][: data.batch_size])
-
-
-class _Batches(keras.utils.PyDataset):  # type: ignore[misc]
-    """Batches of arrays, every n-th sample, each once."""
+class _Part(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches of what has numbers: samples, or batches of another dataset one by one."""
 
     def __init__(
-        self, arrays: tuple[Any, ...], place: int, count: int, batch_size: int, batches: int
+        self, numbers: range, batch_of: Callable[[range], Any], batch_size: int = 1
     ) -> None:
         super().__init__()
-        self._arrays = arrays
-        length = keras.tree.flatten(arrays)[0].shape[0]
-        self._places = range(place, min(length, batches * batch_size), count)
-        self._batch_size = batch_size
+        self._numbers, self._batch_of, self._batch_size = numbers, batch_of, batch_size
 
     @property
     def num_batches(self) -> int:
-        return -(-len(self._places) // self._batch_size)
+        return -(-len(self._numbers) // self._batch_size)
 
     def __getitem__(self, index: int) -> Any:
         start = index * self._batch_size
-        places = self._places[start : start + self._batch_size]
-        part = slice(places.start, places.stop, places.step)
-        return tuple(
-            None if each is None else keras.tree.map_structure(lambda a: a[part], each)
-            for each in self._arrays
-        )
+        return self._batch_of(self._numbers[start : start + self._batch_size])
 
 
 def shard_of(data: Any, batch_size: int, steps: int | None = None) -> tuple[Any, int | None]:
@@ -301,13 +321,15 @@ def shard_of(data: Any, batch_size: int, steps: int | None = None) -> tuple[Any,
     """
     place, count = rank(), size()
     limit = sys.maxsize if steps is None else steps
-    if isinstance(data, keras.utils.PyDataset):
-        shard = _Shard(data, place, count, limit)
-        return shard, shard.num_batches
     if isinstance(data, DataLoader):
-        apart = isinstance(data.sampler, (ShardSampler, DistributedSampler))
-        part = _EveryNth(data, *((0, 1, -(-limit // count)) if apart else (place, count, limit)))
-        return part, len(part)
+        if isinstance(data.sampler, (ShardSampler, DistributedSampler)):  # a part already
+            place, count, limit = 0, 1, -(-limit // count)
+        numbers = range(place, min(len(data), limit), count)
+
+        def every_nth() -> Iterator[Any]:
+            yield from itertools.islice(data, numbers.start, numbers.stop, numbers.step)
+
+        return _Batches(every_nth, lambda: len(numbers)), len(numbers)
     if isinstance(data, (Loader, types.GeneratorType)):
         raise OptionError(
             f"elastic.fit(validation_data={type(data).__name__}): pass arrays, a DataLoader, a "
@@ -317,23 +339,22 @@ def shard_of(data: Any, batch_size: int, steps: int | None = None) -> tuple[Any,
         part = (data if steps is None else data.take(steps)).shard(count, place)
         length = int(part.cardinality())
         return part, length if length >= 0 else None
-    arrays = data if isinstance(data, (tuple, list)) else (data,)
-    shards = _Batches(tuple(arrays), place, count, batch_size, limit)
-    return shards, shards.num_batches
+    batch_of: Callable[[range], Any]
+    if isinstance(data, ElasticDataset):  # whose own batches are those of a share
+        length, batch_of, batch_size = len(data.sampler.dataset), data.batch_of, data.batch_size
+    elif isinstance(data, keras.utils.PyDataset):
+        length, batch_of, batch_size = data.num_batches, lambda numbers: data[numbers[0]], 1
+    else:
+        arrays = tuple(data) if isinstance(data, (tuple, list)) else (data,)
+        length, batch_of = keras.tree.flatten(arrays)[0].shape[0], functools.partial(_slice, arrays)
+    part = _Part(range(place, min(length, limit * batch_size), count), batch_of, batch_size)
+    return part, part.num_batches
 
 
-class _EveryNth(DataLoader[Any]):
-    """Every n-th of the first batches of a loader, which is read whole on each rank."""
-
-    def __init__(self, data: DataLoader[Any], place: int, count: int, batches: int) -> None:
-        self._data = data
-        self._numbers = range(place, min(len(data), batches), count)
-        super().__init__(_Known(len(self._numbers)), batch_size=None)
-
-    def __iter__(self) -> Any:
-        return itertools.islice(
-            self._data, self._numbers.start, self._numbers.stop, self._numbers.step
-        )
-
-    def __len__(self) -> int:
-        return len(self._numbers)
+def _slice(arrays: tuple[Any, ...], at: range) -> tuple[Any, ...]:
+    """Return some samples of arrays, which need not know indices by numbers."""
+    part = slice(at.start, at.stop, at.step)
+    return tuple(
+        each if each is None else keras.tree.map_structure(lambda array: array[part], each)
+        for each in arrays
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -18,8 +19,7 @@ from nbelastic.keras.callbacks.callback_list import ElasticCallbackList, make_ca
 from nbelastic.keras.callbacks.elastic_callbacks import report_logs
 from nbelastic.keras.feeds import LoaderFeed, feed_of, shard_of, split_off
 from nbelastic.keras.optimizer import distribution_of, is_distributed
-from nbelastic.keras.state import SEED, KerasState
-from nbelastic.keras.translate import run
+from nbelastic.keras.state import SEED, KerasState, run
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -126,23 +126,23 @@ def fit(
     if validation_split:
         data, y, sample_weight, rest = split_off(validation_split, data, y, sample_weight)
         validation_data = rest if validation_data is None else validation_data
-    training = _Training(
-        state,
-        feed_of(
-            data,
-            y,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            sample_weight=sample_weight,
-        ),
-        make_callbacks(callbacks, verbose),
+    feed = feed_of(
+        data,
+        y,
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        sample_weight=sample_weight,
+    )
+    options = _Options(
         epochs=_whole("epochs", epochs),
         initial_epoch=initial_epoch,
         steps=_whole("steps_per_epoch", steps_per_epoch, optional=True),
         validation_data=validation_data,
-        validation_steps=_whole("validation_steps", validation_steps, optional=True),
-        validation_batch_size=validation_batch_size or batch_size or 32,
+        validation_limits=(
+            validation_batch_size or batch_size or 32,
+            _whole("validation_steps", validation_steps, optional=True),
+        ),
         validation_freq=_whole("validation_freq", validation_freq)
         if isinstance(validation_freq, int)
         else list(validation_freq),
@@ -150,7 +150,22 @@ def fit(
         verbose=2 if verbose == "auto" else verbose,
         batches_per_commit=_whole("batches_per_commit", batches_per_commit),
     )
-    return training.run()
+    return _Training(state, feed, make_callbacks(callbacks, verbose), options).run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """Options of a training, checked."""
+
+    epochs: int
+    initial_epoch: int
+    steps: int | None
+    validation_data: Any
+    validation_limits: tuple[int, int | None]  # batch size and number of batches
+    validation_freq: int | list[int]
+    class_weight: Any
+    verbose: Any
+    batches_per_commit: int
 
 
 def _whole(name: str, value: Any, *, optional: bool = False) -> Any:
@@ -169,17 +184,7 @@ class _Training:
         state: KerasState,
         feed: Feed,
         callbacks: list[Any],
-        *,
-        epochs: int,
-        initial_epoch: int,
-        steps: int | None,
-        validation_data: Any,
-        validation_steps: int | None,
-        validation_batch_size: int,
-        validation_freq: int | list[int],
-        class_weight: Any,
-        verbose: Any,
-        batches_per_commit: int,
+        options: _Options,
     ) -> None:
         if not isinstance(state, KerasState):
             raise OptionError(
@@ -200,41 +205,34 @@ class _Training:
             raise OptionError(SEVERAL.format(names=", ".join(dict.fromkeys(others))))
         if not is_distributed(optimizer):
             raise OptionError(NOT_DISTRIBUTED.format(kind=type(optimizer).__name__))
-        if class_weight is not None and not isinstance(feed.source(), keras.utils.PyDataset):
+        if options.class_weight is not None and not isinstance(feed.source, keras.utils.PyDataset):
             raise OptionError("elastic.fit(class_weight=…): only for arrays and ElasticDataset")
         self._state = state
         self._progress = state._progress
         self._feed = feed
-        self._epochs = epochs
-        self._steps = steps
-        if steps is not None and isinstance(feed, LoaderFeed):
+        self._options = options
+        self._steps = options.steps
+        if options.steps is not None and isinstance(feed, LoaderFeed):
             raise OptionError(
                 "elastic.fit(Loader, steps_per_epoch=…): an epoch of a Loader has all rows once; "
                 "leave steps_per_epoch out"
             )
-        self._validation = validation_data
-        self._validation_limits = validation_batch_size, validation_steps
-        self._validation_freq = validation_freq
-        self._class_weight = class_weight
-        self._batches_per_commit = batches_per_commit
         self._since_commit = 0
         self._back = backend()
         self._reduction: Any = distribution_of(optimizer)
-        self._optimizer = optimizer
         self._sums = _MetricSums(model, self._back)
         self._stops = False
         self._logs: dict[str, Any] = {}
-        batches = feed.left() if steps is None else steps
-        params = {"verbose": verbose, "epochs": epochs, "steps": batches}
+        batches = feed.left() if options.steps is None else options.steps
+        params = {"verbose": options.verbose, "epochs": options.epochs, "steps": batches}
         self._callbacks = ElasticCallbackList(
-            callbacks, model, self._progress, params, self._after_batch
+            callbacks, model, self._progress, params, self._begin_epoch, self._after_batch
         )
-        self._callbacks.begin_epoch = self._begin_epoch  # type: ignore[method-assign]
         self._progress.begin(callbacks)
-        self._progress.epoch = initial_epoch
+        self._progress.epoch = options.initial_epoch
         state._add("_rows", feed.part)
         state._add("_progress", self._progress)
-        state.set_total(epoch=epochs, batch=batches or 0)
+        state.set_total(epoch=options.epochs, batch=batches or 0)
         self._seeds = [each for each in model.variables if each.name == SEED]
         if not self._back.in_place:
             self._compile()
@@ -286,10 +284,10 @@ class _Training:
         progress.callbacks.begin(rank() == 0, callbacks.begin)
         callbacks.go_on(progress.epoch, progress.in_epoch)
         self._model.stop_training = False
-        while progress.epoch < self._epochs and not progress.ended:
+        while progress.epoch < self._options.epochs and not progress.ended:
             self._train_epoch()
         self._reduction.keeps_final = False
-        self._optimizer.finalize_variable_values(self._model.trainable_variables)
+        self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
         callbacks.end(self._logs)
 
     def _train_epoch(self) -> None:
@@ -326,12 +324,12 @@ class _Training:
             warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
             try:
                 self._model.fit(
-                    self._feed.source(),
+                    self._feed.source,
                     initial_epoch=epoch,
                     epochs=epoch + 1,
                     steps_per_epoch=steps,
                     callbacks=self._callbacks,
-                    class_weight=self._class_weight,
+                    class_weight=self._options.class_weight,
                     shuffle=False,
                     verbose=0,
                 )
@@ -351,7 +349,7 @@ class _Training:
         progress = self._progress
         accumulates = self._reduction.accumulates
         self._since_commit += count
-        commits = self._since_commit >= self._batches_per_commit and not accumulates
+        commits = self._since_commit >= self._options.batches_per_commit and not accumulates
         stops = False
         if commits:
             progress.metrics, stops = self._sums.exchange(self._stops)
@@ -383,9 +381,9 @@ class _Training:
         logs = _floats(model.get_metrics_result())
         if not isinstance(self._feed, LoaderFeed):  # its micro-batches do that in each step
             self._state.average_statistics()
-        freq = self._validation_freq
+        data, freq = self._options.validation_data, self._options.validation_freq
         now = epoch + 1 in freq if isinstance(freq, list) else (epoch + 1) % freq == 0
-        if self._validation is not None and now:
+        if data is not None and now:
             logs.update({f"val_{name}": each for name, each in self._validate().items()})
         model.stop_training = False
         self._callbacks.tell("on_epoch_end", epoch, logs)
@@ -411,7 +409,7 @@ class _Training:
 
     def _validate(self) -> dict[str, Any]:
         """Evaluate this rank's part, and return the metrics of all parts."""
-        part, count = shard_of(self._validation, *self._validation_limits)
+        part, count = shard_of(self._options.validation_data, *self._options.validation_limits)
         model = self._model
         model.reset_metrics()
         if count is None or count > 0:

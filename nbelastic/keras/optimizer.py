@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import keras
 
 from nbelastic.elastic.ranks.context import current
-from nbelastic.keras.backends import backend
-from nbelastic.keras.options import KerasOptions
+from nbelastic.keras.backends import KerasOptions, backend
 from nbelastic.torch.ops.compression import Compression, Compressor
 from nbelastic.torch.ops.reductions import Average
 
@@ -157,10 +156,6 @@ process_set
     keras.optimizers.Optimizer
         `optimizer`.
     """
-    layers = [] if local_layers is None else local_layers
-    layers = list(layers) if isinstance(layers, (list, tuple, set)) else [layers]
-    if not all(isinstance(each, keras.layers.Layer) for each in layers):
-        raise ValueError("local_layers must be a layer, or a list of layers")
     del device_dense, device_sparse
     options = KerasOptions(
         op=op,
@@ -170,10 +165,12 @@ process_set
         average_passes=average_aggregated_gradients,
         groups=groups if isinstance(groups, int) else tuple(map(tuple, groups or ())) or 0,
         sparse_as_dense=sparse_as_dense,
-        local=tuple(layers),
+        local=local_layers,
         scale_local=scale_local_gradients,
         process_set=process_set,
     )
+    if not all(isinstance(each, keras.layers.Layer) for each in options.local):
+        raise ValueError("local_layers must be a layer, or a list of layers")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(
             f"DistributedOptimizer({optimizer!r}): must be an optimizer of Keras 3, such as "

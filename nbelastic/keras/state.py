@@ -1,32 +1,105 @@
-"""State of training with Keras."""
+"""State of training with Keras, and the elastic loop that goes back to it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import keras
 import torch
 
 from nbelastic.data import Loader
+from nbelastic.elastic import loop
 from nbelastic.elastic.parameter_samples import sampler_of
 from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.elastic.ranks.session import warn
-from nbelastic.errors import OptionError
+from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.keras.backends import backend
+from nbelastic.keras.backends.reduction import raised
 from nbelastic.keras.backends.torch import rates_of, variable_step
-from nbelastic.keras.callbacks.progress import FitProgress
+from nbelastic.keras.callbacks.callback_list import FitProgress
 from nbelastic.keras.optimizer import distribution_of, is_distributed, settle_scaling
-from nbelastic.keras.variables import Variables
 from nbelastic.torch.ops.reductions import Average, grouped_allreduce
+from nbelastic.torch.state.flatten import Adapter, TensorRef, mapping
 from nbelastic.torch.state.torch_state import TorchState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from nbelastic.elastic.state.state_payload import StatePayload
+    from nbelastic.keras.backends import Backend
+    from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
+    from nbelastic.torch.state.structure import Structure, TensorNames
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SEED = "seed_generator_state"
 """Name that Keras gives to the state of a seed generator."""
+
+
+class VariablesAdapter(Adapter):
+    """Capture and restoration of :class:`Variables`, in place."""
+
+    def capture(self, flattener: Flattener, obj: Variables) -> list[tuple[str, Node]]:
+        return [(name, flattener.flatten(tensor)) for name, tensor in obj.tensors()]
+
+    def restore(
+        self, unflattener: Unflattener, obj: Variables, content: list[tuple[str, TensorRef]]
+    ) -> None:
+        if len(obj) != len(content):
+            raise StateMismatch(f"expected {len(obj)} variables; came {len(content)}")
+        if obj.in_place:
+            for (_, tensor), (_, ref) in zip(obj.tensors(), content, strict=True):
+                unflattener.tensor(ref, tensor)
+            return
+        obj.assign([unflattener.value(ref) for _, ref in content])
+
+    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
+        found: Structure = {}
+        for name, ref in content:
+            found["parameter", f"{label}.{name}"] = names.words[ref]
+            names.known.setdefault(ref, f"{label}.{name}")
+        return found
+
+    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+        del whole
+        return mapping(dict(content))
+
+
+class Variables:
+    """Variables of a model or an optimizer, all of which must exist by now, by their positions.
+
+    Keras numbers names by the models that a process has made before (``dense_2``), so names differ
+    between ranks. `buffers` are those of PyTorch's modules in the model.
+    """
+
+    nbelastic_adapter = VariablesAdapter
+
+    def __init__(
+        self, variables: Sequence[Any], backend: Backend, buffers: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self._variables = list(variables)
+        self._backend = backend
+        names = [*(each.name for each in self._variables), *["buffer"] * len(buffers)]
+        self._names = [f"{number}.{name}" for number, name in enumerate(names)]
+        # The variables' own tensors are those of the state, and stay the same. So what was captured
+        # once holds for later commits.
+        self.in_place = self.nbelastic_complete = backend.in_place
+        self._tensors = [*backend.read(self._variables), *buffers] if self.in_place else []
+
+    def __len__(self) -> int:
+        """Return the number of variables and buffers."""
+        return len(self._names)
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Return a name and a tensor for each variable."""
+        values = self._tensors if self.in_place else self._backend.read(self._variables)
+        return list(zip(self._names, values, strict=True))
+
+    def assign(self, values: Sequence[torch.Tensor]) -> None:
+        """Give all variables new values, which are copied."""
+        self._backend.write(self._variables, values)
 
 
 class KerasState(TorchState):
@@ -112,7 +185,7 @@ class KerasState(TorchState):
         self._back.settle(self._keras["model"])
         super().restore()
         self.__dict__.update(self._keras)
-        for reduction in self._reductions():
+        if (reduction := distribution_of(self._keras["optimizer"])) is not None:
             reduction.forget()
 
     def save(self) -> None:
@@ -130,14 +203,11 @@ class KerasState(TorchState):
         if seeds:
             self._back.write(seeds, own)
 
-    def _reductions(self) -> list[Any]:
-        found = distribution_of(self._keras["optimizer"])
-        return [] if found is None else [found]
-
     @property
     def accumulates(self) -> bool:
         """Whether the batches of one step are not all done, so that there is nothing to commit."""
-        return any(each.accumulates for each in self._reductions())
+        reduction = distribution_of(self._keras["optimizer"])
+        return reduction is not None and reduction.accumulates
 
     @property
     def deals_data(self) -> bool:
@@ -221,3 +291,33 @@ class KerasState(TorchState):
 def _buffers_of(model: Any) -> Sequence[torch.Tensor]:
     """Return the buffers of PyTorch's modules in a model."""
     return [*model.buffers()] if isinstance(model, torch.nn.Module) else ()
+
+
+def run(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Decorate a training function so that it survives changes of membership.
+
+    As :func:`nbelastic.torch.elastic.run`. An error of an operation between ranks that TensorFlow
+    or JAX has raised as one of its own is raised as what it was.
+
+    Examples
+    --------
+    >>> @run  # doctest: +SKIP
+    ... def train(state):
+    ...     model.fit(data, initial_epoch=state.epoch, callbacks=callbacks)
+    """
+
+    @functools.wraps(function)
+    def translated(state: Any, *args: Any, **kwargs: Any) -> Any:
+        raised()  # one that the function has handled by itself
+        try:
+            return function(state, *args, **kwargs)
+        except Exception as error:
+            hidden = raised()
+            if hidden is None or hidden is error:
+                raise
+            # JAX has given the memory of variables to the step that failed. What they were after
+            # the last commit, or as the loop was entered, must be there before ranks meet again.
+            state.restore()
+            raise hidden from None
+
+    return loop.run(translated)

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 from nbelastic.elastic.state import ObjectState, State
 from nbelastic.errors import OptionError
 from nbelastic.keras.backends.tensorflow import TensorFlowBackend
-from nbelastic.keras.dataset import ElasticDataset
-from nbelastic.keras.state import KerasState
-from nbelastic.keras.translate import run
-from nbelastic.keras.variables import Variables
+from nbelastic.keras.feeds import ElasticDataset
+from nbelastic.keras.state import KerasState, Variables, run
 from nbelastic.torch.elastic import ElasticSampler
 from nbelastic.torch.state.torch_state import TorchState
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 import torch
 
 from nbelastic.elastic.ranks import ranks
-from nbelastic.keras.backends.tensorflow import call_back, native
+from nbelastic.keras.backends.tensorflow import TensorFlowBackend, native
 from nbelastic.torch.ops import broadcast as broadcasts
 from nbelastic.torch.ops import compression as compressions
 from nbelastic.torch.ops import coordination, functions, reductions
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Op
+    from nbelastic.keras.backends.reduction import Operation
     from nbelastic.torch.ops.operation import GradientOp
 
-    Operation = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+call_back = TensorFlowBackend().call_back
 
 
 class _Compressor(compressions.Compressor):

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from nbelastic.elastic.ranks.context import current
-from nbelastic.keras.backends.callback import Gradients
-from nbelastic.keras.backends.tensorflow import call_back, densified, native
-from nbelastic.keras.options import KerasOptions
+from nbelastic.keras.backends import KerasOptions, Reduction
+from nbelastic.keras.backends.tensorflow import TensorFlowBackend, densified, native
 from nbelastic.tensorflow.ops import Compression, allreduce, size_op
 from nbelastic.torch.ops.reductions import Average
 
@@ -92,13 +91,12 @@ gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradient
         Layers whose gradients stay on their rank.
     """
     del device_dense, device_sparse, num_groups, groups
-    layers = [] if local_layers is None else local_layers
     options = KerasOptions(
         op=op,
         compression=compression,
         predivide=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
-        local=tuple(layers) if isinstance(layers, (list, tuple, set)) else (layers,),
+        local=local_layers,
         scale_local=scale_local_gradients,
         process_set=process_set,
     )
@@ -108,7 +106,7 @@ gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradient
     tape: Any = gradtape
     kind = type(tape)
     tape.__class__ = type(kind.__name__, (_ReducingTape, kind), {"__module__": kind.__module__})
-    tape._options = options
+    tape._reduction = Reduction(options, TensorFlowBackend())
     variables = [each for layer in options.local for each in layer.trainable_variables]
     tape._local = {id(native(each)) for each in variables}
     return gradtape
@@ -117,7 +115,7 @@ gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradient
 class _ReducingTape:
     """Methods of a distributed tape."""
 
-    _options: KerasOptions
+    _reduction: Reduction
     _local: set[int]
 
     def register_local_source(self, source: Any) -> None:
@@ -137,29 +135,25 @@ class _ReducingTape:
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients, reduced over all ranks."""
         tape: Any = super()
-        options = self._options
+        options = self._reduction.options
         gradients = tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(gradients, expand_composites=False)
         if options.sparse_as_dense:
             flat = densified(flat)
-        variables = tf.nest.flatten(sources)
-        dense, local = [], []
+        variables = [native(each) for each in tf.nest.flatten(sources)]
+        dense = [None if isinstance(each, tf.IndexedSlices) else each for each in flat]
         for number, each in enumerate(flat):
-            stays = id(native(variables[number])) in self._local
-            if isinstance(each, tf.IndexedSlices) and not stays:
+            if dense[number] is each:
+                continue
+            if id(variables[number]) not in self._local:
                 flat[number] = allreduce(each, op=options.op, process_set=options.process_set)
-            elif isinstance(each, tf.IndexedSlices):
+            else:
                 size = size_op(0 if options.is_global else options.process_set.process_set_id)
                 scale = tf.cast(size if options.scale_local else 1, each.dtype)
                 flat[number] = tf.IndexedSlices(each.values / scale, each.indices, each.dense_shape)
-            elif each is not None:
-                dense.append(number)
-                local.append(stays)
-        if dense:
-            found = Gradients(options, local)
-            _, reduced = found.reduce([flat[number] for number in dense], call_back)
-            for number, each in zip(dense, reduced, strict=True):
-                flat[number] = each
+        if any(each is not None for each in dense):
+            _, dense = self._reduction.reduce(dense, variables, self._local)
+            flat = [more if each is None else each for each, more in zip(dense, flat, strict=True)]
         if isinstance(sources, (list, tuple)) and len(flat) == len(sources):
             return type(gradients)(flat) if isinstance(gradients, (list, tuple)) else flat
         return tf.nest.pack_sequence_as(gradients, flat)

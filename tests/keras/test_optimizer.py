@@ -97,6 +97,13 @@ def on_ranks():
         found[f"passes, averaged: {average}"] = max(float(np.abs(a - b).max()) for a, b in pairs)
         found[f"iterations, averaged: {average}"] = int(ops.convert_to_numpy(optimizer.iterations))
 
+    # Gradients that no backward() has left in the variables, of two batches.
+    given = keras.Variable(np.zeros(2, "float32"))
+    optimizer = hvd.DistributedOptimizer(sgd(1.0), backward_passes_per_step=2)
+    for step in range(2):
+        optimizer.apply([ops.ones(2) * (rank + step)], [given])
+    found["given"] = ops.convert_to_numpy(given).tolist()
+
     # Some layers stay local, with gradients divided by the number of ranks.
     model = model_of(sgd(0.1))
     local = model.layers[0]
@@ -142,6 +149,7 @@ def test_it_is_as_one_rank_with_all_batches(keras_crew):
             if isinstance(value, float):
                 assert value < limits.get(name, 1e-6), name
         assert found["iterations, averaged: False"] == 1
+        assert found["given"] == [-2.0, -2.0]
         assert found["local differs, the rest does not"] == (True, True)
         assert found["infinity"] == (True, 1.0)
         assert found["allreduce"] == (0.5, [1.0, 2.0], [0.5, 0.5])

@@ -50,7 +50,6 @@ class Training:
     loader: bool = False
     patience: int = 2
     own_step: bool = False
-    eager: bool = False
     loads: bool = False
     steps: int | None = None
 
@@ -169,7 +168,6 @@ def _train(work: Training) -> dict[str, Any]:
         hvd.DistributedOptimizer(keras.optimizers.Adam(0.02)),
         loss=loss,
         metrics=[Seen("seen")],
-        run_eagerly=work.eager,
     )
     stopping = keras.callbacks.EarlyStopping(
         "val_loss", patience=work.patience, restore_best_weights=True
@@ -182,18 +180,15 @@ def _train(work: Training) -> dict[str, Any]:
     newcomer = not work.once(f"first-{hvd.rank()}")
     state = hvd.elastic.KerasState(model, epoch=0)
     data, more = x, {"y": y, "batch_size": work.batch}
-    if work.loader:
-        import torch
-        from torch.utils.data import TensorDataset
-
-        rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
-        batch = hvd.elastic.Batch(work.batch * 3, micro=work.batch // 2, exact=True)
-        data, more = hvd.elastic.Loader(rows, batch, seed=3), {}
-    if work.loads:
+    if work.loader or work.loads:
         import torch
         from torch.utils.data import DataLoader, TensorDataset
 
         rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    if work.loader:
+        batch = hvd.elastic.Batch(work.batch * 3, micro=work.batch // 2, exact=True)
+        data, more = hvd.elastic.Loader(rows, batch, seed=3), {}
+    if work.loads:
         sampler = hvd.elastic.ElasticSampler(rows)
         data, more = DataLoader(rows, work.batch, sampler=sampler), {}
     history = hvd.elastic.fit(
@@ -208,8 +203,6 @@ def _train(work: Training) -> dict[str, Any]:
     )
     weights = b"".join(np.ascontiguousarray(each).tobytes() for each in model.get_weights())
     return {
-        "rank": hvd.rank(),
-        "size": hvd.size(),
         "newcomer": newcomer,
         "history": history.history,
         "epochs": history.epoch,
@@ -221,6 +214,4 @@ def _train(work: Training) -> dict[str, Any]:
         "own": (harm.own == own, harm.is_main == (hvd.rank() == 0)),
         "told": harm.epochs,
         "digest": hashlib.sha256(weights).hexdigest(),
-        "iterations": int(keras.ops.convert_to_numpy(model.optimizer.iterations)),
-        "state": (state.epoch, state._lazy.trusted),
     }

@@ -3,104 +3,74 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from nbelastic.errors import OptionError
+from nbelastic.keras.backends.reduction import KerasOptions, Reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
 
-    from nbelastic.keras.options import KerasOptions
+    from nbelastic.keras.backends.reduction import Operation
 
-__all__ = ["Backend", "Reduction", "backend"]
-
-
-class Reduction(Protocol):
-    """Reduction of one optimizer's gradients."""
-
-    options: KerasOptions
-    defers: bool  # an update waits for :meth:`complete`; only on the torch back end
-    keeps_final: bool  # ``finalize_variable_values`` is put off, because training goes on
-    dry: bool  # gradients are applied as they are, in a step that is made to be compiled
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether some of the passes of a step are done, and not all."""
-
-    def built(self, optimizer: Any) -> None:
-        """Prepare for an optimizer that has its variables."""
-        return
-
-    def before_backward(self) -> None:
-        """Prepare for the gradients of a loss."""
-        return
-
-    def apply(
-        self,
-        optimizer: Any,
-        gradients: Sequence[Any],
-        variables: Sequence[Any] | None,
-        apply: Callable[..., None],
-    ) -> None:
-        """Reduce gradients and apply them."""
-
-    def stateless(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Return reduced gradients, where Keras has no variables at hand: on JAX only."""
-        raise RuntimeError(
-            f"stateless_apply() does not reduce gradients on the {keras.config.backend()} back end"
-        )
-
-    def synchronize(self, optimizer: Any) -> None:
-        """Wait for the reduced gradients before ``apply()`` does."""
-        return
-
-    def complete(self) -> None:
-        """Apply an update that was put off."""
-        return
-
-    def forget(self) -> None:
-        """Drop an update that was put off, and gradients of passes."""
+__all__ = ["Backend", "KerasOptions", "Reduction", "backend"]
 
 
-class Backend(Protocol):
-    """What nbelastic needs of a back end."""
+class Backend:
+    """Adapter of a back end, whose compiled functions call back into Python."""
 
     name: str  # in Keras
-    in_place: bool  # variables are tensors of PyTorch, which are read and filled in place
+    in_place = False  # variables are tensors of PyTorch, which are read and filled in place
+
+    def to_torch(self, value: Any) -> torch.Tensor:
+        """Return a tensor of this back end, or an array, as one of PyTorch; best without a copy."""
+        raise NotImplementedError
+
+    def from_torch(self, tensor: torch.Tensor) -> Any:
+        """Return a tensor of PyTorch as one of this back end."""
+        raise NotImplementedError
 
     def read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
         """Return the variables' values; they may share memory with them."""
+        return [self.to_torch(each) for each in variables]
 
     def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
         """Copy values into variables."""
+        raise NotImplementedError
 
     def prepare(self, model: Any) -> str:
         """Change what of a compiled model cannot work; return a warning, or nothing."""
+        del model
         return ""
 
     def settle(self, model: Any) -> None:
         """Set the variables of a model to their present values, in the middle of ``fit``."""
-        return
+
+    def call_back(
+        self, tensors: Sequence[Any], operation: Operation, results: Sequence[tuple[Any, Any]]
+    ) -> list[Any]:
+        """Call a function on tensors of PyTorch, from a compiled function or not.
+
+        `results` are the types and shapes that come out.
+        """
+        raise NotImplementedError
+
+    def apply_if(self, ready: Any, update: Callable[[], None], changed: Sequence[Any]) -> None:
+        """Make an update if `ready`, which a compiled function knows only when it runs."""
+        raise NotImplementedError
+
+    def dense(self, gradients: Sequence[Any], options: KerasOptions) -> Sequence[Any]:
+        """Return gradients without sparse ones."""
+        del options
+        return gradients
 
     def reduction(self, options: KerasOptions) -> Reduction:
         """Return a new reduction of gradients."""
-
-    def to_torch(self, value: Any) -> torch.Tensor:
-        """Return a tensor of this back end, or an array, as one of PyTorch; best without a copy."""
-
-    def from_torch(self, tensor: torch.Tensor) -> Any:
-        """Return a tensor of PyTorch as one of this back end."""
-
-    def raised(self) -> BaseException | None:
-        """Return, once, the error of the last operation between ranks that the back end has hidden.
-
-        PyTorch hides none.
-        """
-        return None
+        return Reduction(options, self)
 
 
 @functools.cache

@@ -11,25 +11,13 @@ import torch
 from jax.experimental import io_callback
 
 from nbelastic.elastic.ranks.context import current
-from nbelastic.keras.backends.callback import CallbackBackend, CalledBack
+from nbelastic.keras.backends import Backend
+from nbelastic.keras.backends.reduction import called_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbelastic.keras.backends.callback import Operation
-
-
-def to_torch(value: Any) -> torch.Tensor:
-    """Return a copy of an array as a tensor of PyTorch.
-
-    A copy, because JAX gives the memory of arrays to the step that they are passed to.
-    """
-    array = np.array(value.value if hasattr(value, "value") else value)
-    if array.dtype.name == "bfloat16":  # which NumPy does not have by itself
-        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    if array.dtype.kind == "u":  # of which PyTorch knows little
-        array = array.astype(np.int64)
-    return torch.from_numpy(array)
+    from nbelastic.keras.backends.reduction import Operation
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -40,15 +28,22 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.numpy()
 
 
-class JaxBackend(CallbackBackend):
+class JaxBackend(Backend):
     """Adapter of the back end JAX, whose gradients are reduced in an ``io_callback``."""
 
     name = "jax"
-    called_back = CalledBack()
-    to_torch = staticmethod(to_torch)
 
-    def read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
-        return [to_torch(each) for each in variables]  # copies
+    def to_torch(self, value: Any) -> torch.Tensor:
+        # A copy, because JAX gives the memory of arrays to the step that they are passed to.
+        array = np.array(value.value if hasattr(value, "value") else value)
+        if array.dtype.name == "bfloat16":  # which NumPy does not have by itself
+            return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        if array.dtype.kind == "u":  # of which PyTorch knows little
+            array = array.astype(np.int64)
+        return torch.from_numpy(array)
+
+    def from_torch(self, tensor: torch.Tensor) -> Any:
+        return jax.numpy.array(to_numpy(tensor), copy=True)
 
     def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
         for variable, value in zip(variables, values, strict=True):
@@ -59,9 +54,6 @@ class JaxBackend(CallbackBackend):
         with contextlib.suppress(AttributeError):
             model.jax_state_sync()
 
-    def from_torch(self, tensor: torch.Tensor) -> Any:
-        return jax.numpy.array(to_numpy(tensor), copy=True)
-
     def call_back(
         self, tensors: Sequence[Any], operation: Operation, results: Sequence[tuple[Any, Any]]
     ) -> list[Any]:
@@ -69,9 +61,9 @@ class JaxBackend(CallbackBackend):
 
         def call(*given: Any) -> tuple[np.ndarray[Any, Any], ...]:
             def on_tensors() -> Sequence[torch.Tensor]:
-                return operation([to_torch(each) for each in given])
+                return operation([self.to_torch(each) for each in given])
 
-            return tuple(map(to_numpy, self.called_back.call(context, on_tensors)))
+            return tuple(map(to_numpy, called_back(context, on_tensors)))
 
         kinds = tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in results)
         return list(io_callback(call, kinds, *tensors, ordered=True))

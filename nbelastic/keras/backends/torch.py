@@ -16,14 +16,12 @@ import torch
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends import Backend, Reduction
-from nbelastic.keras.backends.callback import reduce
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer, accumulates, is_pending
-from nbelastic.torch.ops.coordination import group_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nbelastic.keras.options import KerasOptions
+    from nbelastic.keras.backends.reduction import KerasOptions, Operation
 
 NOT_THOSE_OF_BACKWARD = (
     "optimizer.apply() was given gradients that are not those that backward() has left in the "
@@ -92,11 +90,9 @@ def rates_of(optimizer: Any) -> list[Any]:
 class TorchReduction(Reduction):
     """Gradients that are reduced during backward, and an update that waits for them."""
 
-    def __init__(self, options: KerasOptions) -> None:
-        self.options = options
+    def __init__(self, options: KerasOptions, back: Backend) -> None:
+        super().__init__(options, back)
         self.step: Any = None  # the distributed step, once the optimizer is built
-        self.defers = False
-        self.keeps_final = self.dry = False
         # What the next step applies, to what, and which gradients if not those of backward().
         self._update: tuple[Callable[..., None], Sequence[Any], list[Any] | None] | None = None
         self._passes = 0
@@ -104,7 +100,8 @@ class TorchReduction(Reduction):
 
     @property
     def accumulates(self) -> bool:
-        return self._passes > 0 or (self.step is not None and accumulates(self.step))
+        began = self._passes > 0 or super().accumulates
+        return began or (self.step is not None and accumulates(self.step))
 
     def built(self, optimizer: Any) -> None:
         if self.step is not None:
@@ -137,27 +134,20 @@ class TorchReduction(Reduction):
             value.grad = gradient
         self._kept = []
 
-    def apply(
-        self,
-        optimizer: Any,
-        gradients: Sequence[Any],
-        variables: Sequence[Any] | None,
-        apply: Callable[..., None],
+    def _apply(
+        self, optimizer: Any, gradients: list[Any], trained: list[Any], apply: Callable[..., None]
     ) -> None:
         """Wait for the reduced gradients and apply them.
 
         In a step of a loader, and between the passes of one step, nothing is applied.
         """
-        if not gradients:
-            return
-        if not optimizer.built:
-            optimizer.build(list(variables or ()))
-        trained = list(optimizer._trainable_variables if variables is None else variables)
         share, given = current().share, None
         puts_off = share is not None and share.number is not None  # until the last micro-batch
         if not puts_off:
             if not all(g is v.value.grad for g, v in zip(gradients, trained, strict=True)):
-                given = self._reduced(list(gradients))
+                ready, given = self._given(gradients, trained)
+                if not ready:
+                    return
             elif self.options.passes > 1 and not self.step._reducer.synchronized:
                 self._passes = (self._passes + 1) % self.options.passes
                 if self._passes:
@@ -169,38 +159,26 @@ class TorchReduction(Reduction):
         if not (puts_off or self.defers):
             self.complete()
 
-    def _reduced(self, gradients: list[Any]) -> list[Any]:
+    def _given(self, gradients: list[Any], trained: list[Any]) -> tuple[Any, list[Any]]:
         """Reduce gradients that autograd has not left in the variables."""
         if is_pending(self.step):
             raise RuntimeError(NOT_THOSE_OF_BACKWARD)
-        if self.step._reducer.synchronized:
-            return gradients  # after optimizer.synchronize()
-        if self.options.passes > 1:
-            raise RuntimeError(
-                "backward_passes_per_step needs gradients that backward() has left in the "
-                "variables; optimizer.apply() was given others"
-            )
-        there = [each for each in gradients if each is not None]
-        rest = iter(reduce(there, self.options))
-        return [None if each is None else next(rest) for each in gradients]
+        local = self.options.is_local()
+        if self.step._reducer.synchronized:  # after optimizer.synchronize()
+            return True, self._scaled(gradients, [*map(id, trained)], local)
+        return self.reduce(gradients, trained, local)
 
+    @torch.no_grad()
     def _make_update(self) -> None:
         """Make Keras apply the reduced gradients; called by the distributed step."""
         update, self._update = self._update, None
         if update is None:
             return
         apply, variables, given = update
-        options = self.options
-        gradients = [each.value.grad for each in variables] if given is None else given
-        with torch.no_grad():
-            if options.passes > 1 and options.average_passes:
-                present = [each for each in gradients if each is not None]
-                torch._foreach_div_(present, float(options.passes))
-            if options.local and options.scale_local:
-                size, local = group_of(options.process_set).size, options.is_local()
-                pairs = zip(gradients, variables, strict=True)
-                gradients = [g / size if id(v) in local else g for g, v in pairs]
-            apply(gradients, variables)
+        if given is None:
+            gradients = [each.value.grad for each in variables]
+            given = self._scaled(gradients, [*map(id, variables)], self.options.is_local())
+        apply(given, variables)
 
     def synchronize(self, optimizer: Any) -> None:
         if not optimizer.built:
@@ -217,6 +195,7 @@ class TorchReduction(Reduction):
             self.step.step()
 
     def forget(self) -> None:
+        super().forget()
         self._update, self._passes, self._kept = None, 0, []
 
 
@@ -235,7 +214,13 @@ class TorchBackend(Backend):
             variable.value.copy_(value)
 
     def reduction(self, options: KerasOptions) -> TorchReduction:
-        return TorchReduction(options)
+        return TorchReduction(options, self)
+
+    def call_back(
+        self, tensors: Sequence[Any], operation: Operation, results: Sequence[tuple[Any, Any]]
+    ) -> list[Any]:
+        del results
+        return list(operation(list(tensors)))
 
     def to_torch(self, value: Any) -> torch.Tensor:
         if hasattr(value, "value") and isinstance(value.value, torch.Tensor):

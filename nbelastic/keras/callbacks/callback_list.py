@@ -1,4 +1,4 @@
-"""Callbacks of a training that goes on in several calls of Keras' ``fit``."""
+"""Callbacks and position of a training, over several calls of Keras' ``fit``."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ import keras
 
 from nbelastic.elastic.ranks.ranks import rank
 from nbelastic.errors import OptionError
-from nbelastic.keras.callbacks.progress import is_keras
-from nbelastic.trainers import by_itself
+from nbelastic.trainers import Callbacks, ProgressAdapter, by_itself
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nbelastic.keras.callbacks.progress import FitProgress
+    import numpy as np
 
-_WRITERS = ("CSVLogger", "ProgbarLogger", "RemoteMonitor", "TensorBoard")
+_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
 """Callbacks of Keras that write for all ranks, and keep nothing that others need."""
 
 
@@ -131,6 +135,11 @@ def _nothing(*_: object, **__: object) -> None:
     """Write nothing."""
 
 
+def is_keras(callback: Any) -> bool:
+    """Return whether a callback is of Keras' own: those don't ask for their rank."""
+    return type(callback).__module__.startswith("keras.")
+
+
 def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
     """Return the callbacks of a training, with those of Keras' own that it always has.
 
@@ -147,17 +156,12 @@ def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
                 "as a whole, pass checkpoint= to nbelastic.fit"
             )
     own = [each.callback if isinstance(each, OnRankZero) else each for each in given]
-    found = [_on_its_ranks(each) for each in given]
+    found = [OnRankZero(each) if isinstance(each, _WRITERS) else each for each in given]
     if not any(isinstance(each, keras.callbacks.History) for each in own):
         found.append(keras.callbacks.History())
     if verbose and not any(isinstance(each, keras.callbacks.ProgbarLogger) for each in own):
         found.append(OnRankZero(keras.callbacks.ProgbarLogger()))
     return found
-
-
-def _on_its_ranks(callback: Any) -> Any:
-    own = [kind for kind in type(callback).__mro__ if kind.__module__.startswith("keras.")]
-    return OnRankZero(callback) if {kind.__name__ for kind in own} & set(_WRITERS) else callback
 
 
 def _take_back(logger: Any, epoch: int) -> None:
@@ -176,14 +180,61 @@ def _take_back(logger: Any, epoch: int) -> None:
             logger.csv_file.seek(0, os.SEEK_END)
 
 
+class FitProgress:
+    """Position of a training by ``fit``, and what callbacks and metrics know."""
+
+    nbelastic_adapter = ProgressAdapter
+
+    def __init__(self, rates: Sequence[Any] = (), callbacks: Sequence[Any] = ()) -> None:
+        self.epoch = self.batch = 0  # the present epoch, and the batches of it that are done
+        self.in_epoch = False  # callbacks were told of its beginning
+        self.ended = False
+        # Variables of the metrics, summed over all ranks, as far as the epoch is done.
+        self.metrics: list[np.ndarray[Any, Any]] = []
+        self.rates = list(rates)  # variables that callbacks change between steps
+        self.callbacks = Callbacks(
+            lambda: callbacks,
+            begins_again=lambda each: not is_keras(each),
+            shared=is_keras,
+            hidden=("params", "_model"),
+        )
+
+    def begin(self, callbacks: Sequence[Any]) -> None:
+        """Begin a training with these callbacks; those of rank 0 alone keep theirs."""
+        on_all = [each for each in callbacks if not hasattr(each, "goes_on")]
+        self.__init__(self.rates, on_all)  # type: ignore[misc]
+
+    def content(self) -> dict[str, Any]:
+        """Return all there is to know."""
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "in_epoch": self.in_epoch,
+            "ended": self.ended,
+            "metrics": list(self.metrics),
+            "callbacks": self.callbacks.content(),
+            "rates": [float(keras.ops.convert_to_numpy(each)) for each in self.rates],
+        }
+
+    def take(self, content: dict[str, Any], *, own: bool) -> None:
+        """Take over what this rank, or another one, has committed."""
+        for name in ("epoch", "batch", "in_epoch", "ended"):
+            setattr(self, name, content[name])
+        self.metrics = list(content["metrics"])
+        for variable, value in zip(self.rates, content["rates"], strict=False):
+            variable.assign(value)
+        self.callbacks.take(content["callbacks"], own=own)
+
+
 class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
     """Callbacks that are told each beginning and end once, in however many calls of ``fit``.
 
     Keras' ``fit`` is called for each part of an epoch. What it says of beginnings and ends of
     trainings and epochs is not passed on; :mod:`nbelastic.keras.fit` says it.
 
-    `after_batch` is called after each batch with its number in this call, the number of batches
-    that it stands for, and its logs.
+    `begin_epoch` is called in each such call, with the number of the epoch. `after_batch` is called
+    after each batch with its number in this call, the number of batches that it stands for, and its
+    logs.
     """
 
     def __init__(
@@ -192,10 +243,11 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
         model: Any,
         progress: FitProgress,
         params: dict[str, Any],
+        begin_epoch: Any,
         after_batch: Any,
     ) -> None:
         self._progress = progress
-        self._after_batch = after_batch
+        self._begin_epoch, self._after_batch = begin_epoch, after_batch
         self._first = 0  # number of the first batch of this call
         self._before = -1
         super().__init__(list(callbacks), model=None)
@@ -224,7 +276,7 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Set metrics to what they were, because ``fit`` has set them to zero."""
         del logs
-        self.begin_epoch(epoch)
+        self._begin_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Do nothing: the epoch ends after its validation."""
@@ -240,9 +292,6 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._after_batch(first, count, logs)
 
     # -- what elastic.fit says -----------------------------------------------------------------
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Replaced by the training."""
 
     def tell(self, what: str, *args: Any) -> None:
         """Call a method of Keras' list, which passes it on to all callbacks."""

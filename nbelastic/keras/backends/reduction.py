@@ -1,0 +1,250 @@
+"""Reduction of gradients on any back end, in compiled functions or not.
+
+TensorFlow and JAX call back in a thread of their own, while the rank's thread waits in the compiled
+function. So that thread acts for the rank. An error there reaches the rank as one of the library's;
+the original is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nbelastic.collectives import Op
+from nbelastic.elastic.ranks.context import Acting, current
+from nbelastic.torch.gradients.options import ReduceOptions
+from nbelastic.torch.ops.coordination import ProcessSet, global_process_set, group_of
+from nbelastic.torch.ops.reductions import Average, Sum, grouped_allreduce
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from nbelastic.elastic.ranks.context import Context
+    from nbelastic.keras.backends import Backend
+
+    Operation = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KerasOptions(ReduceOptions):
+    """How the gradients of a Keras optimizer are reduced; checked when it is made."""
+
+    predivide: float = 1.0
+    passes: int = 1  # batches whose gradients add up on a rank before they are reduced
+    average_passes: bool = False  # their sum is divided by their number
+    groups: int | tuple[tuple[Any, ...], ...] = 0  # how many, 0 for any; or variables of each
+    sparse_as_dense: bool = False  # sparse gradients are made dense, not refused
+    local: Any = ()  # layers whose gradients stay on their rank, or one
+    scale_local: bool = True  # these are divided by the number of ranks
+    process_set: Any = None  # ranks that reduce among them; others keep their gradients
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        several = isinstance(self.local, (list, tuple, set))
+        layers = self.local if several else [] if self.local is None else [self.local]
+        object.__setattr__(self, "local", tuple(layers))
+        if not isinstance(self.process_set, ProcessSet | None):
+            raise ValueError(f"process_set must be a ProcessSet, not {self.process_set!r}")
+        if not isinstance(self.groups, int) and not all(
+            isinstance(each, Sequence) for each in self.groups
+        ):
+            raise ValueError("groups must be a number, or lists of variables")
+        if isinstance(self.groups, int) and self.groups < 0:
+            raise ValueError(f"groups must be at least 0, not {self.groups}")
+
+    def is_local(self) -> set[int]:
+        """Return the identities of variables whose gradients stay on their rank."""
+        return {id(each) for layer in self.local for each in layer.trainable_variables}
+
+    @property
+    def is_global(self) -> bool:
+        """Whether all ranks reduce together."""
+        return self.process_set in (None, global_process_set)
+
+
+_hidden: list[BaseException] = []
+
+
+def called_back(
+    context: Context, function: Callable[[], Sequence[torch.Tensor]]
+) -> Sequence[torch.Tensor]:
+    """Call a function for the rank in a thread of a library, and keep its error."""
+    try:
+        with Acting(context):
+            return function()
+    except BaseException as error:
+        _hidden[:] = [error.with_traceback(None)]
+        raise
+
+
+def raised() -> BaseException | None:
+    """Return, once, the error of the last operation between ranks that a library has hidden.
+
+    PyTorch hides none.
+    """
+    return _hidden.pop() if _hidden else None
+
+
+def _reduced(gradients: Sequence[torch.Tensor], options: KerasOptions) -> list[torch.Tensor]:
+    """Return gradients reduced over all ranks, which call this together.
+
+    One more number travels with them: whether a rank knows that the membership is about to change.
+    """
+    context = current()
+    context.communicator()  # in a job without an elastic loop, the first one makes it a member
+    group = group_of(options.process_set)
+    if context.rank not in group.ranks:
+        return list(gradients)
+    op, pre = options.op, options.predivide
+    before, after = 1.0, 1.0
+    if op is Average and pre != 1.0:
+        op, before, after = Sum, 1.0 / pre, pre / group.size
+    flags = (
+        [torch.tensor([float(context.change_flag())])]
+        if isinstance(op, Op) and group.is_global
+        else []
+    )
+    reduced = grouped_allreduce(
+        [*gradients, *flags],
+        compression=options.compression,
+        op=op,
+        prescale_factor=before,
+        postscale_factor=after,
+        process_set=options.process_set,
+    )
+    if flags:
+        context.agree(bool(reduced.pop()))
+    return reduced
+
+
+class Reduction:
+    """Reduction of an optimizer's, or a tape's, gradients by calls into Python."""
+
+    defers = False  # an update waits for :meth:`complete`; only on the torch back end
+    keeps_final = False  # ``finalize_variable_values`` is put off, because training goes on
+    dry = False  # gradients are applied as they are, in a step that is made to be compiled
+
+    def __init__(self, options: KerasOptions, back: Backend) -> None:
+        self.options, self._back = options, back
+        # The passes of a step that are done, by their variables: how many, and their sums.
+        self._sums: dict[tuple[int, ...], tuple[int, list[Any]]] = {}
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether some of the passes of a step are done, and not all."""
+        return bool(self._sums)
+
+    def built(self, optimizer: Any) -> None:
+        """Prepare for an optimizer that has its variables."""
+
+    def before_backward(self) -> None:
+        """Prepare for the gradients of a loss."""
+
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        apply: Callable[..., None],
+    ) -> None:
+        """Reduce gradients and apply them, unless passes of the step are to come."""
+        if not gradients:
+            return
+        if not optimizer.built:
+            optimizer.build(list(variables or ()))
+        trained = list(optimizer._trainable_variables if variables is None else variables)
+        self._apply(optimizer, list(gradients), trained, apply)
+
+    def _apply(
+        self, optimizer: Any, gradients: list[Any], trained: list[Any], apply: Callable[..., None]
+    ) -> None:
+        gradients = list(self._back.dense(gradients, self.options))
+        ready, reduced = self.reduce(gradients, trained, self.options.is_local())
+        if self.options.passes == 1:
+            apply(reduced, trained)
+        else:
+            changed = [*trained, *optimizer.variables]
+            self._back.apply_if(ready, lambda: apply(reduced, trained), changed)
+
+    def stateless(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Return reduced gradients, where Keras has no variables at hand: on JAX only."""
+        if self._back.name != "jax":
+            raise RuntimeError(
+                f"stateless_apply() does not reduce gradients on the {self._back.name} back end"
+            )
+        if self.options.passes > 1 or self.options.local:
+            raise ValueError(
+                "backward_passes_per_step and local layers cannot be used with a "
+                "LossScaleOptimizer on the JAX back end"
+            )
+        return self.reduce(gradients, gradients)[1]
+
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int] = ()
+    ) -> tuple[Any, list[Any]]:
+        """Reduce gradients over all ranks, but those of variables that stay local, by their ids.
+
+        Returns whether there are reduced ones, which is not so between the passes of a step, and
+        them; None stays None.
+        """
+        there = [n for n, each in enumerate(gradients) if each is not None]
+        tensors = [gradients[n] for n in there]
+        places = tuple(id(variables[n]) for n in there)
+
+        def add(given: list[torch.Tensor]) -> list[torch.Tensor]:
+            found = self._add(given, places, local)
+            return [torch.tensor(found is not None), *(found or given)]
+
+        results = [("bool", ()), *((each.dtype, each.shape) for each in tensors)]
+        ready, *reduced = self._back.call_back(tensors, add, results)
+        whole = list(gradients)
+        for number, each in zip(there, reduced, strict=True):
+            whole[number] = each
+        return ready, whole
+
+    def _add(
+        self, gradients: list[torch.Tensor], places: tuple[int, ...], local: Collection[int]
+    ) -> list[torch.Tensor] | None:
+        """Add the gradients of a batch; return reduced ones after the last of a step."""
+        passes = self.options.passes
+        if self.dry:
+            return gradients
+        if passes > 1:
+            done, sums = self._sums.pop(places, (0, [0.0] * len(gradients)))
+            gradients = [one + more for one, more in zip(sums, gradients, strict=True)]  # copies
+            if done + 1 < passes:
+                self._sums[places] = done + 1, gradients
+                return None
+        gradients = self._scaled(gradients, places, local)
+        shared = [g for g, place in zip(gradients, places, strict=True) if place not in local]
+        reduced = iter(_reduced(shared, self.options))
+        return [
+            gradient if place in local else next(reduced)
+            for gradient, place in zip(gradients, places, strict=True)
+        ]
+
+    def _scaled(
+        self, gradients: list[Any], places: Sequence[int], local: Collection[int]
+    ) -> list[Any]:
+        """Return gradients averaged over passes, and local ones divided by the number of ranks."""
+        options = self.options
+        size = group_of(options.process_set).size if local and options.scale_local else 1
+        passes = options.passes if options.average_passes else 1
+        factors = [passes * (size if place in local else 1) for place in places]
+        return [
+            each if each is None or factor == 1 else each / factor
+            for each, factor in zip(gradients, factors, strict=True)
+        ]
+
+    def synchronize(self, optimizer: Any) -> None:
+        """Wait for the reduced gradients before ``apply()`` does."""
+
+    def complete(self) -> None:
+        """Apply an update that was put off."""
+
+    def forget(self) -> None:
+        """Drop an update that was put off, and gradients of passes."""
+        self._sums.clear()
