@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,11 +130,40 @@ print(json.dumps({"template": host.launcher.template, **rank.result}))
     }
 
 
-def in_process(tmp_path: Path, code: str, *before: str) -> str:
+def test_a_worker_of_another_environment_has_its_own_template(host, tmp_path):
+    venv.create(tmp_path / "env", symlinks=True)
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (packages / "tests.pth").write_text("\n".join(each for each in sys.path if each))
+    (packages / "versioned.py").write_text("VERSION = 2")
+    text = in_process(
+        tmp_path,
+        """
+import json
+def function():
+    import sys, torch, versioned
+    return sys.prefix, versioned.VERSION, torch.__file__
+print(json.dumps([host.launcher.template, *host.run(function)[0].result]))
+""",
+        python=str(tmp_path / "env/bin/python"),
+    )
+    template, prefix, version, torch = json.loads(text)
+    assert template != host.launcher.template
+    assert (prefix, version) == (str(tmp_path / "env"), 2)
+    assert torch == importlib.util.find_spec("torch").origin
+
+    def function() -> tuple[str, bool]:
+        return sys.prefix, importlib.util.find_spec("versioned") is None
+
+    assert host.run(function)[0].result == (sys.prefix, True)
+
+
+def in_process(tmp_path: Path, code: str, *before: str, python: str = sys.executable) -> str:
     """Run code beside a host in a new process; return what it prints."""
     head = "import sys\nfrom tests.support.rank_processes import Host\nhost = Host()\n"
-    words = [*before, sys.executable, "-c", f"{head}{code}\nhost.close()\n", str(tmp_path)]
+    words = [*before, python, "-c", f"{head}{code}\nhost.close()\n", str(tmp_path)]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    if python != sys.executable:
+        del variables["PYTHONPATH"]
     done = subprocess.run(words, capture_output=True, text=True, env=variables, check=False)
     assert not done.returncode, done.stderr
     return done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,9 @@ def run_ranks(
     store = RendezvousServer("127.0.0.1")
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
+    # A rank that has its last result leaves after the others have theirs, or after a moment: Gloo's
+    # do not come at once on all ranks. In a job the driver sees to that.
+    all_done = threading.Barrier(size)
 
     def rank_main(rank: int) -> None:
         communicator: Communicator
@@ -77,8 +81,11 @@ def run_ranks(
             context = StaticContext(communicator, source)
             with activate(context):
                 results[rank] = function(context)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                all_done.wait(1)
         except BaseException as error:
             errors.append(error)
+            all_done.abort()
             communicator.abort(f"rank {rank} raised {error!r}")
         finally:
             communicator.close()

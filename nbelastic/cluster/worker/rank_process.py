@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 _LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 _STACK_BYTES = 1 << 16
-_END_OF_CHANNEL = 1.0
-"""Seconds that reading what a process had sent may take when it has ended."""
+END_OF_CHANNEL_S = 1.0 if sys.platform != "linux" else None
+"""Seconds that reading what a process had sent may take when it has ended, where it has no end."""
 
 _WORD_OF_DEATH_S = 1.0
 """Seconds that the template may take to say how a rank server has ended."""
@@ -342,9 +342,11 @@ class RankProcess:
 
     async def _finish(self, status: int | None, reason: str) -> None:
         with contextlib.suppress(OSError):
-            if sys.platform == "linux":  # what is in the socket can be read; a fork may keep it
+            # What is in the socket can be read, and then it ends, although a fork may keep it. A
+            # worker that is busy may need any time for that.
+            if sys.platform == "linux":
                 self._channel.shutdown(socket.SHUT_RD)
-        await asyncio.wait([self._serving], timeout=_END_OF_CHANNEL)
+        await asyncio.wait([self._serving], timeout=END_OF_CHANNEL_S)
         self._paused = False
         self._print()
         self._closed = True
