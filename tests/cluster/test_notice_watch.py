@@ -200,7 +200,7 @@ def test_no_bytes_end_the_watch_revoke_a_notice_or_give_it_more_time(name, scrip
     assert all(b <= a - SAME + 1 for a, b in itertools.pairwise(deadlines))
     if good and name != "google":
         assert service.notice is not None and deadlines
-        assert deadlines[-1] <= good[-1] + SAME + 1
+        assert deadlines[-1] <= max(good[-1], now) + SAME + 1  # it may be over when it is read
 
 
 @pytest.mark.parametrize("name", NAMES)

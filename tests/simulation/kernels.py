@@ -143,7 +143,7 @@ class Kernels:
             machine = self.world.machine
             roster = None if machine is None else machine.roster
             none = wanted or roster is None or roster.starts == 0 or roster.ended
-            unknown = packed.problem == "unknown" and none
+            unknown = packed.problem in ("unknown", "ended") and none
             self.world.hub.require(unknown, f"not attached: {packed}")
             self.gone = not self.driving
             return

@@ -20,8 +20,8 @@ def change_of(context: Context, *, joined: bool = False) -> float:
     """Return the number that a rank, which may have joined, adds to the gradients of a step.
 
     It is summed or averaged over the ranks, and passed to :func:`agree`. Other carriers of it:
-    :mod:`nbelastic.keras.backends.reduction`, :mod:`nbelastic.keras.fit`, DDP's
-    :mod:`nbelastic.torch.process_group.group`, and ``one_of_all`` where nothing else carries it.
+    :mod:`nbelastic.keras.backends.reduction`, :mod:`nbelastic.keras.fit`, and ``one_of_all`` where
+    nothing else carries it.
     """
     return _JOINED if joined else float(context.change_flag())
 
