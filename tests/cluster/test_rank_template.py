@@ -130,31 +130,39 @@ print(json.dumps({"template": host.launcher.template, **rank.result}))
     }
 
 
-def test_a_worker_of_another_environment_has_its_own_template(host, tmp_path):
+def test_a_worker_of_another_environment_and_torch_has_its_own_template(host, tmp_path):
     venv.create(tmp_path / "env", symlinks=True)
     (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
     (packages / "tests.pth").write_text("\n".join(each for each in sys.path if each))
-    (packages / "versioned.py").write_text("VERSION = 2")
+    real = Path(importlib.util.find_spec("torch").origin).parent
+    (packages / "torch").mkdir()
+    for each in real.iterdir():
+        (packages / "torch" / each.name).symlink_to(each)
+    (packages / "torch" / "version.py").unlink()
+    version = (real / "version.py").read_text().replace("__version__ = '", "__version__ = '9.")
+    (packages / "torch" / "version.py").write_text(version)
     text = in_process(
         tmp_path,
         """
 import json
 def function():
-    import sys, torch, versioned
-    return sys.prefix, versioned.VERSION, torch.__file__
+    import sys, torch
+    return sys.prefix, torch.__version__, int(torch.ones(2).sum())
 print(json.dumps([host.launcher.template, *host.run(function)[0].result]))
 """,
         python=str(tmp_path / "env/bin/python"),
     )
-    template, prefix, version, torch = json.loads(text)
+    template, *found = json.loads(text)
     assert template != host.launcher.template
-    assert (prefix, version) == (str(tmp_path / "env"), 2)
-    assert torch == importlib.util.find_spec("torch").origin
 
-    def function() -> tuple[str, bool]:
-        return sys.prefix, importlib.util.find_spec("versioned") is None
+    def function() -> tuple[str, str, int]:
+        import torch
 
-    assert host.run(function)[0].result == (sys.prefix, True)
+        return sys.prefix, torch.__version__, int(torch.ones(2).sum())
+
+    prefix, version, total = host.run(function)[0].result
+    assert (prefix, total) == (sys.prefix, 2)
+    assert found == [str(tmp_path / "env"), f"9.{version}", 2]
 
 
 def in_process(tmp_path: Path, code: str, *before: str, python: str = sys.executable) -> str:
