@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,9 +86,11 @@ def concatenate_in(group: Group, tensors: Sequence[torch.Tensor]) -> torch.Tenso
 
 def abort_with(group: Group, abort_signal: AbortSignal, rank: int) -> None:
     """Break a segment on an abort, unless it is an orderly close."""
+    signal = weakref.ref(abort_signal)  # a cycle would keep the segment until it is collected
 
     def break_segment(reason: str, orderly: bool) -> None:
-        if abort_signal.kind is RanksDisagree:
+        given = signal()
+        if given is not None and given.kind is RanksDisagree:
             group.abort(reason, differ=True)  # the same error on all ranks
         elif not orderly:
             group.abort(f"rank {rank} has left: {reason}")
