@@ -189,7 +189,7 @@ class NotInitialized(NbelasticError, RuntimeError, ValueError):
 class NotTheRank(NbelasticError, RuntimeError):
     """An operation between ranks was called in a forked process, or in a second thread of a rank.
 
-    Operations of ranks are matched by their order, so all must run in one thread of one process.
+    Operations of a group are matched by their order, so all must run in one thread of one process.
     """
 
 

@@ -1013,6 +1013,7 @@ class RankReady(Event, frozen=True):
     # at once, and to the scheduler only when the memory of the process is free.
     gone: tuple[int, ...] = ()
     own: bool = False  # the failure was its own, or that of all ranks: its communicator works
+    part: bool = False  # its operation is of some ranks, and others need not begin any
     line: CodeLine | None = None  # of user code, at which it waits
 
 

@@ -256,13 +256,22 @@ class Machine:
             store=event.store,
             unreached=event.unreached,
             line=event.line,
+            part=event.part,
         )
+        if event.part:
+            self._summon(*self.roster.in_stage(Stage.STARTING))
         self.roster.note_version(rank, event.version)
         if was_member:
             self.roster.note_commits()
             self._remove_dead_members(rank, event.gone)
             self._left_generation(rank, event)
         self._end_leaving()
+
+    def _summon(self, *ranks: Rank) -> None:
+        """Let ranks form the first generation, though they need not begin an operation."""
+        starts = tuple(rank.start for rank in ranks)
+        if starts and self.roster.plan is None:
+            self._emit(Notify(generation=0, starts=starts))
 
     def _remove_dead_members(self, witness: Rank, gone: tuple[int, ...]) -> None:
         """Remove members whose processes have ended, as a neighbour reports."""
@@ -330,6 +339,9 @@ class Machine:
         for beat in event.beats:
             rank = roster.ranks.get(beat.start)
             if rank is not None:
+                first = rank.heartbeat_at == 0.0 and rank.stage == Stage.STARTING
+                if first and any(each.part for each in roster.in_stage(Stage.READY)):
+                    self._summon(rank)  # its worker did not know it before
                 rank.note_heartbeat(roster.now, beat)
                 if rank.stage == Stage.MEMBER:
                     self.roster.note_version(rank, beat.version)

@@ -69,6 +69,7 @@ class Rank:
     store: tuple[str, int] = ("", 0)
     unreached: tuple[int, ...] = ()
     line: CodeLine | None = None  # of user code, at which it waited last
+    part: bool = False  # it waits to begin an operation of some ranks
     planned: int = 0  # newest generation that it was planned into
     formed: bool = False
     leaving: bool = False  # it was asked to leave

@@ -5,11 +5,14 @@ from __future__ import annotations
 import _thread
 import contextvars
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 import nbelastic.torch as hvd
 from nbelastic.errors import NotTheRank
+from nbelastic.torch.process_group import ElasticProcessGroup
 from tests.support.world import run_ranks
 
 OPERATIONS = [
@@ -35,6 +38,17 @@ def in_thread(function, name="metrics"):
     thread.start()
     thread.join()
     return outcome[0]
+
+
+def refused(function):
+    with pytest.raises(NotTheRank) as caught:
+        function()
+    return caught.value
+
+
+def in_own(pool, function):
+    """Call `function` in a thread of a pool, as one of this rank's."""
+    return pool.submit(contextvars.copy_context().run, function)
 
 
 def in_dummy(function):
@@ -118,3 +132,70 @@ def test_a_thread_that_python_has_not_started_is_refused_outside_of_backward():
         return type(error), hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 
     assert run_ranks(2, rank_main) == [(NotTheRank, 2.0)] * 2
+
+
+def test_a_group_of_its_own_serves_a_second_thread():
+    def rank_main(context):
+        group = ElasticProcessGroup(context)
+        its = group.new_group([0, 1], group_name="saver")
+        hvd.barrier()
+        begun, told = threading.Event(), threading.Event()
+
+        def save():
+            totals = []
+            for step in range(20):
+                tensor = torch.full((3,), float(step + context.rank))
+                its.allreduce([tensor]).wait()
+                totals.append(tensor[0].item())
+                begun.set()
+            told.wait()
+            its.barrier().wait()
+            return totals
+
+        with ThreadPoolExecutor(1) as pool:
+            saved = in_own(pool, save)
+            begun.wait()
+            ours = [hvd.allreduce(torch.ones(1), op=hvd.Sum).item() for _ in range(20)]
+            told.set()
+            return saved.result(), ours
+
+    expected = [2.0 * step + 1 for step in range(20)], [2.0] * 20
+    assert run_ranks(2, rank_main) == [expected] * 2
+
+
+def test_the_group_of_all_ranks_serves_a_second_thread_apart():
+    def rank_main(context):
+        group = ElasticProcessGroup(context)
+
+        def reduce(value):
+            tensors = [torch.full((3,), float(value)) for _ in range(10)]
+            works = [group.allreduce([each]) for each in tensors]
+            for work in works:
+                work.wait()
+            return [each[0].item() for each in tensors]
+
+        # On one rank the second thread comes first.
+        with ThreadPoolExecutor(1) as pool:
+            if context.rank:
+                ours, saved = reduce(1), in_own(pool, lambda: reduce(100))
+            else:
+                saved, ours = in_own(pool, lambda: reduce(100)), reduce(1)
+            return ours, saved.result()
+
+    assert run_ranks(2, rank_main) == [([2.0] * 10, [200.0] * 10)] * 2
+
+
+def test_two_threads_at_a_time_on_one_group_are_refused(monkeypatch):
+    monkeypatch.setattr("nbelastic.elastic.ranks.groups.ENDING_S", 0.05)
+
+    def rank_main(context):
+        its = ElasticProcessGroup(context).new_group([0, 1], group_name="saver")
+        with ThreadPoolExecutor(1, "first") as pool:
+            in_own(pool, lambda: its.barrier().wait()).result()
+            for error in (in_thread(its.barrier), refused(its.barrier)):
+                assert isinstance(error, NotTheRank)
+                assert "on group 'saver', whose operations belong to thread 'first_0'" in str(error)
+        its.barrier().wait()  # it has ended
+        return in_thread(lambda: its.barrier().wait())
+
+    assert run_ranks(2, rank_main) == [True] * 2

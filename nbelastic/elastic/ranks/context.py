@@ -20,7 +20,7 @@ from nbelastic.elastic.ranks.telemetry import Telemetry
 from nbelastic.errors import NotInitialized, NotTheRank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.followed import FollowedSamplers
@@ -52,6 +52,7 @@ class Context(abc.ABC):
     version: int  # serial number of this rank's last commit; 0 before the first
     source: int  # rank that holds the newest state: the root of a synchronisation
     telemetry: Telemetry
+    loops = 0  # elastic loops that it has entered
     ahead = False  # the state at the end of a later step has replaced that commit
     exchanges = 0  # calls of :meth:`communicator`, each just before an operation
     before_exchange: tuple[Callable[[], None], ...] = ()  # called before each of these
@@ -72,8 +73,10 @@ class Context(abc.ABC):
     is_shut_down = False  # the user has called ``shutdown()``, and not ``init()`` again
     # Root of a broadcast that names rank 0; while a state of the user's synchronises, `source`.
     rank_0_stands_for = 0
-    _thread: threading.Thread | None = None  # operations belong to it
+    home: threading.Thread | None = None  # that runs the user's function
+    _thread: threading.Thread | None = None  # operations of all ranks belong to it
     _caller: int | None = None  # its number
+    _older: Collection[threading.Thread] = ()  # that ran before the present generation had formed
 
     @functools.cached_property
     def samplers(self) -> FollowedSamplers:
@@ -86,6 +89,24 @@ class Context(abc.ABC):
     def groups_made(self) -> dict[str, int]:
         """Counts of groups by their members, with the generation in which they were made."""
         return {}
+
+    @functools.cached_property
+    def owners(self) -> dict[str, threading.Thread]:
+        """The threads to which operations of groups of some ranks belong, by the groups' keys."""
+        return {}
+
+    def is_ranks_thread(self) -> bool:
+        """Return whether operations of all ranks belong to the calling thread, or would."""
+        if threading.get_ident() == self._caller or self.size == 1:
+            return True
+        owner, thread = self._thread, threading.current_thread()
+        if _runs_backward(thread):
+            return True
+        return (owner is None or not owner.is_alive()) and thread is (self.home or thread)
+
+    def is_older(self, thread: threading.Thread) -> bool:
+        """Return whether a thread was started in an earlier generation of this rank."""
+        return thread in self._older and thread is not self.home
 
     def take_receive_buffer(self) -> ReceiveBuffer | None:
         """Return memory that was made ready for a state to arrive in; once."""
@@ -118,7 +139,8 @@ class Context(abc.ABC):
                 f"thread {thread.name!r} called an operation between ranks, but those of rank "
                 f"{self.rank} belong to thread {owner.name!r}: operations are paired with those of "
                 "other ranks by their order, which two threads do not have. Call all from one "
-                "thread, or end the first thread before"
+                "thread, end the first thread before, or give the second a group of its own "
+                "(torch.distributed.new_group, hvd.add_process_set)"
             )
 
     @abc.abstractmethod
@@ -128,6 +150,18 @@ class Context(abc.ABC):
         In a job without an elastic loop the first call makes this rank a member, and waits for the
         others.
         """
+
+    def formed(self) -> Communicator:
+        """Return the communicator of all ranks, for what is no operation of all; any thread."""
+        if not self.is_ranks_thread():
+            return self._formed_elsewhere()
+        communicator = self.communicator()
+        self.exchanges -= 1
+        return communicator
+
+    @abc.abstractmethod
+    def _formed_elsewhere(self) -> Communicator:
+        """Return the communicator of all ranks to a thread that is not the rank's own."""
 
     def starts(self) -> list[int]:
         """Return what names the present ranks, by rank; nothing before the first generation."""
@@ -195,6 +229,9 @@ class LocalContext(Context):
         self.about_to_exchange()
         return self._communicator
 
+    def _formed_elsewhere(self) -> Communicator:
+        return self._communicator
+
     def change_flag(self) -> bool:
         return False
 
@@ -243,6 +280,12 @@ def current_or_none() -> Context | None:
         return _of_process[0] if len(_of_process) == 1 else None
 
 
+def is_ranks_thread() -> bool:
+    """Return whether the calling thread is the one to which a rank's operations belong."""
+    context = current_or_none()
+    return context is None or context.is_ranks_thread()
+
+
 @contextlib.contextmanager
 def zero_is_source() -> Iterator[None]:
     """Send broadcasts of rank 0 from the source instead, for the length of a ``with`` block.
@@ -266,6 +309,7 @@ def activate(context: Context) -> Iterator[None]:
     """Make `context` that of the calling thread, for the length of a ``with`` block."""
     own = [context]
     token = _of_thread.set(own)
+    context.home = threading.current_thread()
     with _lock:
         _of_process.append(context)
     try:

@@ -7,15 +7,20 @@ at its first use. What breaks a group breaks the generation, and the other way r
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
-from nbelastic.errors import OptionError
+from nbelastic.errors import NotTheRank, OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.context import Context
+
+
+ENDING_S = 1.0
+"""Seconds for which a thread waits for the end of the one before it."""
 
 
 class Members:
@@ -108,19 +113,24 @@ class Group:
 
     @classmethod
     def of_ranks(cls, context: Context, ranks: Sequence[int], name: str) -> Group:
-        """Return a new group of some ranks. All ranks make the same groups in the same order."""
+        """Return a new group of some ranks. All ranks make the same groups in the same order.
+
+        One of all ranks is of all that there are in later generations, too.
+        """
         made = context.groups_made
-        if made.get("generation") != context.generation:
+        # Before its loop a rank may form at any moment, for others.
+        generation = context.generation if context.loops else 0
+        if made.get("generation") != generation:
             made.clear()
-            made["generation"] = context.generation
-        named = ",".join(map(str, ranks))
+            made["generation"] = generation
+        named = "all" if len(ranks) == context.size else ",".join(map(str, ranks))
         number = made[named] = made.get(named, 0) + 1
-        members = Members(ranks)
-        if context.generation:
-            members.bind(context)
+        if named == "all":
+            members: Members = EVERYONE
         else:
-            members.bind_to_first(context)
-        return cls(context, members, f"{context.generation}-{number}-{named}", f"group {name!r}")
+            members = Members(ranks)
+            (members.bind if context.generation else members.bind_to_first)(context)
+        return cls(context, members, f"{generation}-{number}-{named}", f"group {name!r}")
 
     def apart(self, purpose: str) -> Group:
         """Return a group of the same members with a communicator of its own for a purpose."""
@@ -146,20 +156,42 @@ class Group:
 
     def parent(self) -> Communicator:
         """Return the communicator of all ranks, for what is not counted as an operation of all."""
-        communicator = self.context.communicator()
-        self.context.exchanges -= 1
-        return communicator
+        return self.context.formed()
 
     def communicator(self) -> Communicator:
-        """Return the communicator of the present generation; members of a part connect.
+        """Return the communicator of the present generation, for an operation that begins.
 
-        For a group of all ranks, count an operation.
+        Of a group of all ranks the operation is counted. One of a part belongs to its first thread
+        until that ends. The rank's own thread, which has made the others, does not keep it.
         """
         if self.is_global:
             return self.context.communicator()
         parent = self.parent()
+        self._take_over()
+        return self.connected_to(parent)
+
+    def connected_to(self, parent: Communicator) -> Communicator:
+        """Return the communicator of a part of `parent`, whose members all call this."""
         self.check_member()
         return parent if parent.size == 1 else parent.subgroup(self.ranks, self.key)
+
+    def _take_over(self) -> None:
+        """Make the calling thread the owner of operations, unless another one is."""
+        context, owners = self.context, self.context.owners
+        thread, owner = threading.current_thread(), owners.get(self.key)
+        if owner is thread:
+            return
+        if context.is_ranks_thread():
+            thread = context.home or thread
+        if owner not in (None, thread, context.home) and not context.is_older(owner):
+            owner.join(ENDING_S)  # as the thread of a saver, when its future has its result
+            if owner.is_alive():
+                raise NotTheRank(
+                    f"thread {thread.name!r} called an operation on {self._what}, whose operations "
+                    f"belong to thread {owner.name!r} until it ends: operations are paired with "
+                    "those of other ranks by their order, which two threads do not have"
+                )
+        owners[self.key] = thread
 
     def check_member(self) -> None:
         """Refuse a rank that is not in the group."""

@@ -8,9 +8,11 @@ over. See :class:`Session` for the states that a rank can be in.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import connect
@@ -83,10 +85,13 @@ class Session(Context):
         self._process = os.getpid()
         self._store: RendezvousServer | None = None
         self._communicator: Communicator | None = None
+        self._connected: Communicator | None = None  # the same, when it is
+        self._forming = threading.RLock()  # held by the thread that forms a generation
+        self._background: threading.Thread | None = None  # that forms the first for others
         self._known = self._aborted = self._released = self._ending = 0
         self._next_plan: Plan | None = None
         self._end: tuple[str, str] | None = None
-        self._member = self._parked = False
+        self._member = self._parked = self._has_formed = False
         self._agreed: bool | None = None
         self._save_asked = False
         self._unreachable = UnreachablePeers(runtime.probe)
@@ -123,9 +128,19 @@ class Session(Context):
             self._changed.notify_all()
 
     def on_notice(self, generation: int) -> None:
-        """Receive the notice that the membership of a generation is about to change."""
+        """Receive the notice that the membership of a generation is about to change.
+
+        Before the first it says that other ranks wait for it, for a group that this one need not
+        be in. It forms in the background then, until this rank begins something itself.
+        """
         with self._changed:
             self._ending = max(self._ending, generation)
+            if generation or self._background or self._has_formed or self.loops:
+                return
+            self._background = threading.Thread(
+                target=self._form_for_others, name="nbelastic-forming", daemon=True
+            )
+            self._background.start()
 
     def on_release(self, generation: int) -> None:
         """Receive the release of a generation: all members have left their elastic loop."""
@@ -206,7 +221,8 @@ class Session(Context):
         if self._end is not None:
             how, reason = self._end
             if how != "leave" or not self._member:
-                self._interrupt.drop()
+                if threading.current_thread() is not self._background:
+                    self._interrupt.drop()
                 raise _EXITS.get(how, Stopped)(reason)
 
     # -- generations -----------------------------------------------------------------------------
@@ -231,6 +247,20 @@ class Session(Context):
         `failed` says that an operation failed, and `detail` which one.
         """
         self._check_process()
+        if self._background is not None:
+            with self._changed:
+                self._changed.notify_all()  # it makes room
+        with self._forming:
+            return self._form(loop, step_bytes, failed, detail)
+
+    def _form(
+        self,
+        loop: int,
+        step_bytes: Callable[[], int] = lambda: 0,
+        failed: bool = False,
+        detail: str = "",
+        part: bool = False,
+    ) -> Plan:
         own = failed and self._works()
         self._drop_communicator()
         if self._store is None:
@@ -238,7 +268,7 @@ class Session(Context):
             terms = self.spec.alone(store.address, self.secret)
             self.receive_buffer = warm_up(self.spec, terms, self._runtime, step_bytes)
         while True:
-            plan = self._await_plan(loop, failed, detail, own)
+            plan = self._await_plan(loop, failed, detail, own, part)
             try:
                 self._connect(plan)
                 self._unreachable.clear()
@@ -259,7 +289,7 @@ class Session(Context):
                 return False
             return not self._communicator.dead_ranks
 
-    def _await_plan(self, loop: int, failed: bool, detail: str, own: bool) -> Plan:
+    def _await_plan(self, loop: int, failed: bool, detail: str, own: bool, part: bool) -> Plan:
         assert self._store is not None
         line: Any = user_line(threading.get_ident())
         with self._changed:
@@ -288,10 +318,13 @@ class Session(Context):
                             unreached=self._unreachable.unreached,
                             gone=self._unreachable.gone,
                             own=own,
+                            part=part,
                             line=CodeLine(*line) if line else None,
                         )
                     )
                     self.timings.mark("ready")
+                if self.loops and threading.current_thread() is self._background:
+                    raise CollectiveError("this rank has entered its loop meanwhile")
                 self._changed.wait()
 
     def _connect(self, plan: Plan) -> None:
@@ -308,6 +341,9 @@ class Session(Context):
             self._obey()
             self._member = True
         chosen = self._communicator = communicator.connect()  # an abort of the first reaches it
+        if self._has_formed:
+            self._older = weakref.WeakSet(threading.enumerate())
+        self._connected, self._has_formed = chosen, True
         self.timings.mark("connected")
         self._agreed = None
         self._take_place(place_of([member.slot for member in plan.members], terms.rank))
@@ -322,7 +358,7 @@ class Session(Context):
 
     def _drop_communicator(self) -> None:
         with self._changed:
-            communicator, self._communicator = self._communicator, None
+            communicator, self._communicator, self._connected = self._communicator, None, None
         if communicator is not None:
             self._unreachable.record_exits(self.plan, communicator.dead_ranks)
             communicator.close()
@@ -376,12 +412,45 @@ class Session(Context):
         self.about_to_exchange()
         with self._changed:
             self._obey()
-            communicator = self._communicator
-        if communicator is None:
-            self.form(loop=0)
-            communicator = self._communicator
-            assert communicator is not None
-        return communicator
+            communicator = self._connected
+        return communicator or self._first()
+
+    def _first(self, *, part: bool = False) -> Communicator:
+        """Form the first generation, outside of a loop, unless another thread does.
+
+        For an operation of a `part` of the ranks, the others need not begin one.
+        """
+        with self._forming:
+            if self._connected is None:
+                self._form(0, part=part)
+            assert self._connected is not None
+            return self._connected
+
+    def _form_for_others(self) -> None:
+        with contextlib.suppress(CollectiveError, RankExit):  # the rank's thread sees both as well
+            self._first()
+
+    def complete_groups(self) -> None:
+        """Form the first generation before this rank returns, if it has made groups of ranks."""
+        if self.groups_made and not self._has_formed and not self.loops:
+            self._first()
+
+    def formed(self) -> Communicator:
+        if not self._has_formed:
+            self._check_process()
+            self._first(part=True)
+        return super().formed()
+
+    def _formed_elsewhere(self) -> Communicator:
+        self._check_process()
+        thread = threading.current_thread()
+        with self._forming:  # or wait until the rank's thread has formed the next generation
+            if self._connected is None or self.is_older(thread):
+                raise CollectiveError(
+                    f"thread {thread.name!r} is of an earlier generation, which is over; start it "
+                    "in the elastic loop"
+                )
+            return self._connected
 
     def starts(self) -> list[int]:
         return [] if self.plan is None else [member.start for member in self.plan.members]

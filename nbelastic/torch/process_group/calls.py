@@ -78,6 +78,10 @@ class CollectiveCalls(Base):
         """Return the communicator of the next operation."""
         raise NotImplementedError
 
+    def here(self) -> CollectiveCalls:
+        """Return the group whose operations are those of the calling thread."""
+        raise NotImplementedError
+
     # -- reductions --------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
@@ -220,7 +224,7 @@ class CollectiveCalls(Base):
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; those that do not come are named on rank 0."""
-        monitored_barrier(self.communicator(), timeout, wait_all_ranks)
+        monitored_barrier(self.here().communicator(), timeout, wait_all_ranks)
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> OperationWork:
         """Send a tensor to another rank."""
@@ -241,11 +245,12 @@ class CollectiveCalls(Base):
     # -- coalescing --------------------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
-        self._collected = []
+        self.here()._collected = []
 
     def _end_coalescing(self, device: torch.device | None = None) -> OperationWork:
-        works, self._collected = self._collected or [], None
-        return CoalescedWork(self.queue, works)
+        here = self.here()
+        works, here._collected = here._collected or [], None
+        return CoalescedWork(here.queue, works)
 
     def _set_sequence_number_for_group(self) -> None:
         self._sequence = 0
@@ -262,7 +267,7 @@ class CollectiveCalls(Base):
 
     def _private(self) -> bool:
         """Return whether a failed operation must not touch the tensors of its caller."""
-        return getattr(self.context, "loops", 0) > 0 and not self.queue.in_backward
+        return self.context.loops > 0 and not self.queue.in_backward
 
     def _begin(
         self,
@@ -273,6 +278,9 @@ class CollectiveCalls(Base):
         delay: bool = False,
     ) -> OperationWork:
         """Begin an operation, which the ranks compare unless they have foreseen it."""
+        here = self.here()
+        if here is not self:
+            return here._begin(operation, outputs, opts, delay=delay)
         waits = opts is not None and not getattr(opts, "asyncOp", True) and not delay
         compare = functools.partial(self._compare, waits)
         work = self.queue.add(OperationWork(self.queue, operation, compare, outputs), delay=delay)
@@ -286,11 +294,15 @@ class CollectiveCalls(Base):
         """Compare an operation that begins; False if it waits for that, and is launched later."""
         self._sequence += 1
         context, queue, pattern = self.context, self.queue, work.operation.pattern
-        context.defers, before = True, context.defers
-        try:
+        if not context.is_ranks_thread():
+            waits = True
             communicator = work.communicator = self.communicator()
-        finally:
-            context.defers = before
+        else:
+            context.defers, before = True, context.defers
+            try:
+                communicator = work.communicator = self.communicator()
+            finally:
+                context.defers = before
         work.operation.fuses, work.operation.lends = False, not self._private()
         if pattern is None or communicator.size == 1:
             return True

@@ -91,7 +91,7 @@ def _enter_generation(ddp: Any, group: ElasticProcessGroup) -> None:
         group.communicator()  # forms it
     if ddp in _marks:  # else it was made in this generation
         renew(ddp)
-    if alone and not getattr(group.context, "loops", 0):
+    if alone and not group.context.loops:
         ignored, ranks = ddp.parameters_to_ignore, ddp.process_group
         _verify_param_shape_across_processes(ranks, ddp._module_parameters)
         _sync_module_states(

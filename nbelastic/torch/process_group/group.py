@@ -47,6 +47,7 @@ class ElasticProcessGroup(CollectiveCalls):
     def __init__(self, context: Context, timeout: Any = None, its: Group | None = None) -> None:
         super().__init__(context, _short(timeout))
         self._its = its or Group(context)
+        self._second: ElasticProcessGroup | None = None  # the same ranks, for other threads
         self._alone: SoloCommunicator | None = None
         self._latest: Communicator | None = None  # of the last operation
 
@@ -88,6 +89,15 @@ class ElasticProcessGroup(CollectiveCalls):
         self._latest = self._alone or self._its.communicator()
         return self._latest
 
+    def here(self) -> ElasticProcessGroup:
+        """Return this group; for a second thread that uses all ranks, its own of the same ranks."""
+        if self._alone or not self._its.is_global or self.context.is_ranks_thread():
+            return self
+        if self._second is None:
+            self._second = ElasticProcessGroup(self.context, None, self._its.apart("threads"))
+            self._second.queue.timeout_s = self.queue.timeout_s
+        return self._second
+
     def new_group(
         self,
         ranks: Sequence[int],
@@ -103,7 +113,7 @@ class ElasticProcessGroup(CollectiveCalls):
             return None
         group = ElasticProcessGroup(self.context, timeout, its)
         if self.context.generation:
-            group.communicator()  # all members are here
+            its.connected_to(its.parent())  # all members are here
         group.setGroupName(group_name)
         group.setGroupDesc(group_desc or "undefined")
         return group

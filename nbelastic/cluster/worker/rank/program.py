@@ -179,6 +179,7 @@ class RankProgram:
             try:
                 with session.user_code():
                     result = self._function()
+                session.complete_groups()
             finally:
                 timeline.close_part()  # before the event with which the job may end
         except RankExit as error:

@@ -33,7 +33,7 @@ from nbelastic.collectives.consistency import (
     exchange,
     listed,
 )
-from nbelastic.elastic.ranks.context import when_formed
+from nbelastic.elastic.ranks.context import is_ranks_thread, when_formed
 from nbelastic.errors import CollectiveError, NotTheRank, RanksDisagree
 from nbelastic.torch.ops.operation import description
 from nbelastic.torch.ops.operation.tensor_operations import Allreduce, Pending
@@ -88,7 +88,7 @@ class Coordination:
         self._parts: dict[str, weakref.ref[Communicator]] = {"": self._communicator}
         self._comparisons: dict[tuple[str, int], Comparison] = {}
         self._asked: dict[str, set[int]] = {}  # before there is such a part
-        self.deferred: list[Deferred] = []  # of the rank's thread
+        self._deferred: list[Deferred] = []
         self.joined = False
         communicator.on_abort(lambda *_: client.abort())
         name = f"nbelastic-matching-{communicator.generation}-{communicator.rank}"
@@ -100,6 +100,11 @@ class Coordination:
     def timeout_s(self) -> float:
         """Limit of an operation."""
         return self._client.timeout_s
+
+    @property
+    def deferred(self) -> list[Deferred]:
+        """Operations that wait for their comparison; those of other threads do not wait here."""
+        return self._deferred if is_ranks_thread() else []
 
     # -- operations without a name ---------------------------------------------------------------
 
@@ -182,7 +187,9 @@ class Coordination:
             return []
         limit_s = limit_s or self.timeout_s
         end = time.monotonic() + limit_s
-        communicator.waits_apart, self._comparing = True, communicator.current_operation
+        communicator.waits_apart = True
+        if is_ranks_thread():
+            self._comparing = communicator.current_operation
         try:
             while not comparison.ended.wait(_POLL_S if self.deferred else limit_s):
                 self.launch_deferred()
@@ -190,7 +197,9 @@ class Coordination:
                     what = self._begun_by(communicator)
                     communicator.abort(f"not all ranks have begun {what} within {limit_s:g} s")
         finally:
-            communicator.waits_apart, self._comparing = False, ""
+            communicator.waits_apart = False
+            if is_ranks_thread():
+                self._comparing = ""
         decision = comparison.decision
         communicator.check()
         if decision is None:  # the rank with the matching has returned; those left do without
@@ -335,7 +344,7 @@ class Coordination:
     def _wait(self, wait: Callable[[], T]) -> T:
         """Wait, as heartbeats see."""
         communicator = self._communicator()
-        if communicator is None:
+        if communicator is None or not is_ranks_thread():
             return wait()
         # Which operation it is says nothing about the operations of all ranks.
         communicator.current_operation, communicator.waits_apart = "", True
