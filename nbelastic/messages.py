@@ -495,10 +495,12 @@ class Reset(Reason, frozen=True):
     causes: tuple[AnyReason, ...]  # none: a planned change
     size: int
     count: Tally | None = None  # of the setbacks so far, the one closest to its limit
+    joined: int = 0
 
     def __str__(self) -> str:
         again = f" ({self.count})" if self.count is not None and self.count.times > 1 else ""
-        return f"{_causes(self.causes)} → {_ranks(self.size)}{again}"
+        newcomers = f"{_ranks(self.joined)} joined" if self.joined else _causes(())
+        return f"{_listed(self.causes) or newcomers} → {_ranks(self.size)}{again}"
 
 
 class Connected(Reason, frozen=True):
@@ -1320,6 +1322,7 @@ class MetricsReport(Data, frozen=True):
     generation: int
     step: Number | None  # position on the horizontal axis, if given
     values: dict[str, float]  # by name; NaN for one that is not finite
+    time: float = 0.0  # when it came to the scheduler, in seconds since the epoch; 0 before
 
 
 class Frame(Data, frozen=True):

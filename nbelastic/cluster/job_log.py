@@ -116,7 +116,9 @@ class JobLog:
         """Keep the telemetry of ranks."""
         for each in ranks:
             self._latest[each.start] = replace(each, job="", reports=())
-            self._reports.extend((each.start, report) for report in each.reports)
+            self._reports.extend(
+                (each.start, replace(report, time=self._now())) for report in each.reports
+            )
 
     def contents(self) -> LogContents:
         """Return all of it, for another kernel."""

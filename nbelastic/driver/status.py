@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import time
 from dataclasses import dataclass, field
 
 from nbelastic.messages import JobInfo
@@ -310,6 +311,13 @@ class HistoryEvent:
     name: str = ""
     figures: dict[str, float] = field(default_factory=dict, hash=False)
     seen: str = ""
+
+    def __str__(self) -> str:
+        at = time.strftime("%H:%M:%S", time.localtime(self.time))
+        who = "" if self.rank is None else f" rank {self.rank}"
+        place = self.name or self.worker
+        where = f" on {place}" if place else ""
+        return f"{at} {self.kind}{who}{where}{self.detail and f': {self.detail}'}"
 
 
 @dataclass(frozen=True)

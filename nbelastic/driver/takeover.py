@@ -103,6 +103,7 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
         driver.options = pickle.loads(answer.options)
         driver.adopt(answer)  # before its thread reads what has come since
         driver.start(job_client)
+        driver.settle()
     except BaseException:
         if job_client is not None:
             job_client.give_up()

@@ -11,7 +11,7 @@ import logging
 import queue
 import random
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from .options import Options
 
 logger = logging.getLogger(__name__)
+
+SETTLING_S = 5.0
+"""Seconds in which a driver has carried out what it has adopted."""
 
 LONGEST_WAIT = 0.5
 """Seconds between two checks of the clock and the connection."""
@@ -326,6 +329,11 @@ class Driver:
         self._seq = handover.seq
         self._outcome = self._machine.roster.outcome if self._machine.deadline() is None else None
         self.log.adopt(handover.started, handover.log)
+
+    def settle(self) -> None:
+        """Wait until the end of a job that was over when it was adopted is known here, too."""
+        if self._outcome is not None:
+            wait([self.future], SETTLING_S)
 
     def _attach_again(self) -> None:
         """Take the job over again: the connection was lost, and is back."""

@@ -794,7 +794,7 @@ class Machine:
         policy.resets += 1
         policy.resets_by_share += by_share
         roster.reset_causes.clear()
-        self._record("reset", reason=why.Reset(causes, len(order), count))
+        self._record("reset", reason=why.Reset(causes, len(order), count, len(joined)))
         return True
 
     def _count_setback(self, order: list[Rank]) -> why.Tally:

@@ -240,7 +240,9 @@ def _bring_back(job: Any, quiet: bool) -> None:
     """Bring back what `--pull` names, or say which models of the notebook are unchanged."""
     returned = nbelastic.driver.driver_of(job).log.returned
     if job.done() and returned.pulled:
-        job.pull()
+        back = ", ".join(f"`{name}`" for name in job.pull())
+        if not quiet and os.environ.get("NBELASTIC_NONINTERACTIVE") != "1":
+            _write(f"back from rank 0: {back}\n")
     left = [name for name in returned.trained if name not in returned.pulled]
     if left and not quiet and os.environ.get("NBELASTIC_NONINTERACTIVE") != "1":
         several = len(left) > 1

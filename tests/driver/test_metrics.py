@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from types import SimpleNamespace
 
+from nbelastic.cluster.job_log import JobLog
 from nbelastic.driver.job import Job
 from nbelastic.driver.options import Options
 from nbelastic.driver.records.metrics import MOST_POINTS, MetricsAggregator
@@ -89,7 +90,7 @@ def test_steps_have_a_speed_also_where_no_samples_are_counted():
 
 def test_a_loop_without_epochs_has_progress_in_steps():
     metrics = MetricsAggregator()
-    metrics.take(0.0, [rank(0, batch=0, batches=6000)])
+    metrics.take(0.0, [rank(0, step=1, batch=0, batches=6000)])
     assert metrics.progress(0.0, [0]).remaining_s is None
     metrics.take(10.0, [rank(0, batch=1500, batches=6000)])
     progress = metrics.progress(10.0, [0])
@@ -101,7 +102,7 @@ def test_a_loop_without_epochs_has_progress_in_steps():
 def test_progress_and_remaining_time():
     metrics = MetricsAggregator()
     assert metrics.progress(0.0, [0]) is None
-    metrics.take(0.0, [rank(0, epoch=0, batch=0, epochs=4, batches=10)])
+    metrics.take(0.0, [rank(0, step=1, epoch=0, batch=0, epochs=4, batches=10)])
     assert metrics.progress(0.0, [0]).remaining_s is None
     metrics.take(10.0, [rank(0, epoch=1, batch=0, epochs=4, batches=10)])
     progress = metrics.progress(10.0, [0])
@@ -109,6 +110,23 @@ def test_progress_and_remaining_time():
     assert abs(progress.fraction - 1.1 / 4) < 1e-9
     assert abs(progress.remaining_s - 10.0 * (1 - 1.1 / 4) / (1.0 / 4)) < 1e-9
     assert metrics.progress(11.0, [0], finished=True).fraction == 1.0
+
+
+def test_what_a_checkpoint_had_done_says_nothing_about_the_pace():
+    metrics = MetricsAggregator()
+    for now, step, epoch in ((0.0, 0, 0), (5.0, 1, 25), (15.0, 40, 30)):
+        metrics.take(now, [rank(0, step=step, epoch=epoch, batch=0, epochs=60, batches=10)])
+        progress = metrics.progress(now, [0])
+    assert abs(progress.remaining_s - 10.0 * (60 - 30.1) / 5) < 1e-6
+
+
+def test_a_kernel_that_attaches_has_the_times_at_which_reports_came():
+    log = JobLog()
+    log._now = lambda: 1010.0
+    log.note_telemetry([rank(0, (1, 0, 1, None, {"loss": 2.0}))])
+    metrics = MetricsAggregator(started=1000.0)
+    metrics.take(60.0, log.contents().telemetry)
+    assert [row["time"] for row in metrics.rows()] == [10.0]
 
 
 def test_curves_are_thinned_evenly_up_to_the_newest():

@@ -122,7 +122,9 @@ def test_a_job_that_ends_without_its_kernel_keeps_its_result(crew, tmp_path):
         kernel.kill()
         until(lambda: info(crew).state == "finished", "the end")
         crew.wait_until_whole(4)
-        job = nbelastic.attach("night-run", cluster=crew.client, block=True)
+        job = nbelastic.attach("night-run", cluster=crew.client)
+        assert job.done(), "at once"
+        assert "finished, " in repr(job)
     check(job.results(), work)
     assert job.status.state == "finished"
     assert kinds(job)[-2:] == ["finished", "attached"]

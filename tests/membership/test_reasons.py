@@ -50,6 +50,7 @@ SENTENCES = [
         "all ranks waited for each other for 20 s (stall_timeout) after their elastic loop",
     ),
     (why.Reset((), 3), "a planned change → 3 ranks"),
+    (why.Reset((), 3, joined=1), "1 rank joined → 3 ranks"),
     (
         why.Reset((GONE, GONE), 1),
         "rank 0 on tcp://A0: its worker left the cluster → 1 rank",

@@ -129,9 +129,12 @@ def pack_function(
     sources = pickle.dumps(modules)
     if len(call) + len(sources) > LARGE:
         sizes = sorted(_sizes(function, args, kwargs), reverse=True)[:3]
-        largest = ", ".join(f"{name} {size / 2**20:.0f} MiB" for size, name in sizes)
+        largest = ", ".join(
+            f"{name} {size / 2**20:.0f} MiB" for size, name in sizes if size >= 2**20
+        )
         logger.warning(
-            "the function takes %.0f MiB to each worker (%s); load large data on the workers",
+            "the function takes %.0f MiB to each worker (%s); load large data on the workers, and "
+            "clone() tensors that are views of a larger one, which goes with them",
             (len(call) + len(sources)) / 2**20,
             largest,
         )

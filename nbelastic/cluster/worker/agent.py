@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import dask.config
@@ -115,6 +116,7 @@ class Agent(WorkerPlugin):
         self._beats = PeriodicCall(HEARTBEAT_INTERVAL_S, self._send_beats)
         self._notices = NoticeWatcher(worker.loop, self._send_notice, self._shield_nanny)
         worker.stream_handlers[PLUGIN] = self._handle
+        keep_quiet_at_the_end(worker)
         shorten_batching(worker.batched_stream)
         slot = Slot(worker.id, worker.address, str(worker.name), host_identity())
         self._launcher = self._start_launcher()
@@ -335,6 +337,18 @@ class Agent(WorkerPlugin):
             self._ended_early.add(key)
             self._send(RankEvent(key[0], RankLeft(key[1])))
             self._send(RankEnded(*key, never=True))
+
+
+def keep_quiet_at_the_end(worker: Worker) -> None:
+    """Drop the traceback of a heartbeat that is under way when a cluster is closed."""
+    known = weakref.ref(worker)
+
+    def keep(record: logging.LogRecord) -> bool:
+        alive = known()
+        runs = alive is None or alive.status in (Status.init, Status.running, Status.paused)
+        return runs or "during heartbeat" not in record.getMessage()
+
+    logging.getLogger("distributed.worker").addFilter(keep)
 
 
 def run_rank(spec: RankSpec, slot: str, address: str) -> None:

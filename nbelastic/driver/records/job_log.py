@@ -159,7 +159,7 @@ class KernelLog(JobLog):
             self._history.clear()
             self._kept.clear()
             self._warnings.clear()
-        self.metrics = MetricsAggregator()
+        self.metrics = MetricsAggregator(started)
         self.results = dict(contents.results)
         self.failures = dict(contents.failures)
         for start, (rank, worker) in contents.ranks.items():

@@ -49,9 +49,10 @@ class _Row:
 
 
 class MetricsAggregator:
-    """Telemetry and metrics of a job."""
+    """Telemetry and metrics of a job that was `started` at a time, in seconds since the epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, started: float = 0.0) -> None:
+        self._started = started
         self._lock = threading.Lock()
         self._latest: dict[int, RankTelemetry] = {}
         self._seen: dict[int, deque[tuple[float, int, int]]] = {}  # time, samples and steps
@@ -70,8 +71,9 @@ class MetricsAggregator:
                 seen.append((now, each.samples, each.step))
                 while len(seen) > 2 and seen[1][0] <= now - WINDOW:
                     seen.popleft()
-                for report in each.reports:
-                    self._add(now, report)
+                for report in each.reports:  # those of before this kernel came have a time
+                    at = max(report.time - self._started, 0.0) if report.time else now
+                    self._add(at, report)
 
     def _add(self, now: float, report: MetricsReport) -> None:
         key = (report.commit, report.number)
@@ -193,9 +195,9 @@ class MetricsAggregator:
                 progress = Progress(first.epoch, first.epochs, batch, first.batches)
             if finished:
                 return progress
-            if self._first is None:
+            if self._first is None and first.step:  # after a checkpoint was read, if there is one
                 self._first = (now, progress.fraction)
-            since, start = self._first
+            since, start = self._first or (now, 0.0)
             done = progress.fraction - start
             if done <= 0 or now <= since:
                 return progress
