@@ -22,7 +22,7 @@ from benchmarks.meet import Place, meet, place
 from benchmarks.side_by_side import Crew
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Communicator
 
@@ -123,10 +123,12 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     return world
 
 
-def by_turns(crew: Crew, options: argparse.Namespace) -> dict[str, list[float]]:
+def by_turns(
+    crew: Crew, options: argparse.Namespace, peers: Sequence[str] = PEERS
+) -> dict[str, list[float]]:
     """Return the microseconds of one operation by each peer, in each round."""
-    samples = {peer: [1e3 * crew.time("run", peer, 3) / 3] for peer in PEERS}
-    order = list(PEERS)
+    samples = {peer: [1e3 * crew.time("run", peer, 3) / 3] for peer in peers}
+    order = list(peers)
     enough = time.monotonic() + options.budget
     for done in range(options.rounds):
         if done >= 3 and time.monotonic() > enough:

@@ -13,7 +13,7 @@ import dask
 import pytest
 import torch
 
-from benchmarks import side_by_side
+from benchmarks import latency, side_by_side
 from benchmarks.side_by_side import ROOT
 from tests.benchmarks.forked import ForkedRank
 
@@ -67,6 +67,11 @@ def _this_process(monkeypatch) -> Iterator[None]:
                 f"shm {size}": {"compared", "not compared", "comparison alone"}
                 for size in ("4 KB", "25 MB")
             },
+        ),
+        (
+            "latency",
+            ["--sizes", "4KB", "--backends", "shm"],
+            {"shm 4 KB": set(latency.ALL)},
         ),
         ("straggler", [], {"rounds", "quotas"}),
         ("sampler", [], {"samples", "reset", "torch"}),
