@@ -224,3 +224,17 @@ def test_a_shutdown_removes_all_sets_and_they_can_be_added_again():
         return again.process_set_id
 
     assert len(set(run_ranks(2, rank_main))) == 1
+
+
+def test_a_set_that_is_removed_leaves_no_communicator():
+    def rank_main(context):
+        pair = hvd.add_process_set([0, 1])
+        if context.rank < 2:
+            hvd.allreduce(torch.ones(1), process_set=pair)
+            hvd.allreduce(torch.ones(1), process_set=pair, name="a")
+            layer = hvd.SyncBatchNorm(3, process_set=pair)
+            layer(torch.randn(4, 3)).sum().backward()
+        hvd.remove_process_set(pair)
+        return sorted(context.communicator()._subgroups)
+
+    assert run_ranks(3, rank_main) == [[], [], []]

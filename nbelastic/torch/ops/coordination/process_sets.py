@@ -207,8 +207,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     announce(communicator, "remove_process_set")
     communicator.agree(f"remove_process_set of {process_set._describe()}")
     key = group_in(context, process_set).key
-    communicator.close_subgroup(key)
-    communicator.close_subgroup(f"names-{key}")
+    for purpose in ("", "names-", "sync-batch-norm-"):
+        communicator.close_subgroup(purpose + key)
     registry = _registry(context)
     for made in registry.made_in.values():
         made.discard(tuple(process_set._named))
