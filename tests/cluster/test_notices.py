@@ -403,6 +403,26 @@ def test_a_worker_is_at_risk_no_more():
     play(scene)
 
 
+def test_a_notice_that_is_revoked_leaves_the_recommendation_before_it():
+    async def scene(cloud):
+        risky = cloud.hire("w0", "a")
+        await cloud.open("one", np=1, min_np=1, max_np=1)
+        await settle(cloud)
+        cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
+        cloud.report(risky, seconds=60.0)
+        cloud.report(risky, revoked=True)
+        await settle(cloud)
+        assert cloud.retired == []
+        assert cloud.sizes() == {"one": 1}, "its rank stays while there is no other place"
+        cloud.hire("w1", "b")
+        await settle(cloud)
+        await retired(cloud)
+        assert cloud.retired == [["w0"]]
+        assert {rank.worker.split("/")[2][:2] for rank in cloud.ranks.values()} == {"w1"}
+
+    play(scene)
+
+
 def test_a_recommendation_before_a_job_and_a_notice_after_it():
     async def scene(cloud):
         cloud.plugins[SpotNotices.name] = None
