@@ -413,7 +413,9 @@ def test_a_notice_that_is_revoked_leaves_the_recommendation_before_it():
         cloud.report(risky, revoked=True)
         await settle(cloud)
         assert cloud.retired == []
-        assert cloud.sizes() == {"one": 1}, "its rank stays while there is no other place"
+        assert cloud.sizes() == {"one": 1}
+        (rank,) = cloud.plugin.jobs["one"].machine.roster.ranks.values()
+        assert not rank.leaving, "it stays while there is no other place"
         cloud.hire("w1", "b")
         await settle(cloud)
         await retired(cloud)
