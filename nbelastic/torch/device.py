@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from typing import TYPE_CHECKING
+
 import torch
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.runtime import own_gpu_first
 from nbelastic.errors import NotInitialized
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def device() -> torch.device:
@@ -39,6 +45,34 @@ def device() -> torch.device:
     except NotInitialized:
         pass  # there is no telemetry without a rank
     return chosen
+
+
+def in_words(found: torch.device) -> str:
+    """Return a device's name and memory."""
+    if found.type != "cuda":
+        return found.type
+    properties = torch.cuda.get_device_properties(found)
+    return f"{properties.name} with {properties.total_memory >> 20} MiB"
+
+
+def what_would_fit(error: Exception, state_bytes: int) -> str:
+    """Return at most which part of a batch would have fitted in a GPU's memory, in words.
+
+    It is what was left for a batch, beside the state, of what the batch has taken and asked for.
+    Nothing if the error does not say what was asked for.
+    """
+    asked = re.search(r"Tried to allocate ([\d.]+) (MiB|GiB)", str(error))
+    ready: Callable[[], bool] = torch.cuda.is_initialized
+    if asked is None or not ready():
+        return ""
+    free, total = torch.cuda.mem_get_info()
+    room = free + torch.cuda.memory_reserved() - state_bytes
+    needed = torch.cuda.max_memory_allocated() - state_bytes
+    needed += int(float(asked[1]) * 2 ** (20 if asked[2] == "MiB" else 30))
+    return (
+        f"\nAt most {min(room / needed, 1):.0%} of the batch would have fitted: it needed more "
+        f"than {needed / 2**30:.1f} GiB beside the state, of the device's {total / 2**30:.1f} GiB."
+    )
 
 
 def _choose() -> torch.device:

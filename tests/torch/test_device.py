@@ -11,6 +11,7 @@ import nbelastic.torch as hvd
 from nbelastic.cluster.worker.rank.main import keep_variables
 from nbelastic.elastic.ranks.context import LocalContext, activate
 from nbelastic.elastic.ranks.runtime import DASK_CUDA
+from nbelastic.torch.device import what_would_fit
 
 
 @pytest.fixture
@@ -105,3 +106,14 @@ def test_accelerate_takes_the_gpu_of_its_local_rank_where_workers_share_them(hos
 
 
 CUDA_0 = torch.device("cuda", 0)
+
+
+def test_what_would_have_fitted_is_said_of_a_batch_beside_the_state(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 75 << 30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 74 << 30)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has …")
+    said = what_would_fit(error, 26 << 30)
+    assert said.startswith("\nAt most 78% of the batch would have fitted: it needed more than 64.0")
+    assert what_would_fit(torch.OutOfMemoryError("all is full"), 0) == ""

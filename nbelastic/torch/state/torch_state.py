@@ -26,7 +26,7 @@ from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError, NotInitialized, OptionError, StateMismatch
 from nbelastic.pickling import Pickler
-from nbelastic.torch.device import device
+from nbelastic.torch.device import device, in_words, what_would_fit
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.rates import LRScaler, adjusts_to_size
 from nbelastic.torch.state.adapters import (
@@ -177,7 +177,7 @@ class TorchState(ObjectState):
             if any(loader is each for each in self._loaders):
                 continue
             with contextlib.suppress(NotInitialized):  # before init()
-                loader.device = _device_in_words()
+                loader.device = in_words(device())
             if "epoch" in self._names:
                 loader.follow(self)
             models, means = map(_while_alive, (self._modules, self._running_means))
@@ -264,11 +264,12 @@ class TorchState(ObjectState):
             return False
         under_way = [loader for loader in self._loaders if loader.can_make_room]
         for loader in under_way:
-            loader.device = _device_in_words()
+            loader.device = in_words(device())
             loader.make_room()
         context = current_or_none()
         if context is not None and not self._loaders:
-            warn(context, _NO_LOADER)
+            state_bytes, _ = context.telemetry.memory
+            warn(context, _NO_LOADER + what_would_fit(error, state_bytes))
         return bool(under_way)
 
     def _complete_commit(self) -> None:
@@ -503,14 +504,6 @@ class TorchState(ObjectState):
             for ref, tensor in enumerate(payload.tensors):
                 if ref not in unflattener.kept:
                     payload.buffer.give_back(tensor)
-
-
-def _device_in_words() -> str:
-    found = device()
-    if found.type != "cuda":
-        return found.type
-    properties = torch.cuda.get_device_properties(found)
-    return f"{properties.name} with {properties.total_memory >> 20} MiB"
 
 
 def _is_out_of_memory(error: Exception) -> bool:
