@@ -6,6 +6,7 @@ click alone: neither Dask's scheduler nor torch.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import sys
@@ -26,6 +27,9 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command; return None if there is none of this name."""
         if cmd_name not in COMMANDS:
+            close = difflib.get_close_matches(cmd_name, COMMANDS, n=1)
+            if close:
+                ctx.fail(f"there is no command {cmd_name!r}; did you mean {close[0]}?")
             return None
         commands = importlib.import_module("nbelastic.cli.commands")
         command: click.Command = getattr(commands, cmd_name)

@@ -35,6 +35,7 @@ class Commands:
             "cancel": self._cancel,
             "scale": self._scale,
             "logs": self._logs,
+            "why": self._why,
             "jobs": self._list,
             "config": self._config,
         }
@@ -142,6 +143,10 @@ class Commands:
         text = job.logs(options.get("rank"))
         subject = f"rank {options['rank']} has" if "rank" in options else "its ranks have"
         self._say(text.removesuffix("\n") or f"{job.name}: {subject} printed nothing yet")
+
+    def _why(self, words: list[str]) -> None:
+        job, options = self._parse("why", words, LineOption(["--rank"], count(0)))
+        self._say(job.why(options.get("rank")))
 
     def _list(self, words: list[str]) -> None:
         MagicCommand(f"{MAGIC} jobs", []).read(words)

@@ -134,6 +134,8 @@ class ElasticMagics(Magics):
         %elastic scale --min-np 2 --max-np 6
         %elastic logs                       what its ranks have printed, all of it
         %elastic logs --rank 2              … or one of them
+        %elastic why                        what was decided on it, and what was seen
+        %elastic why --rank 2               … or on one of its ranks
         %elastic jobs                       the jobs of this notebook, the latest first
         %elastic config                     the defaults for later cells
         %elastic config max-np=8 stream=all … set some

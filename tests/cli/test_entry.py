@@ -9,6 +9,7 @@ import sys
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from nbelastic.cli import commands
 from nbelastic.cli.entry import COMMANDS, elastic
@@ -72,3 +73,9 @@ def test_every_command_has_help(name):
     found = getattr(commands, name)
     assert len(found.get_short_help_str(100)) > 10
     assert "--help" in found.get_help(click.Context(found)) or name == "run"
+
+
+def test_a_command_that_is_nearly_right_is_named():
+    result = CliRunner().invoke(elastic, ["rum"])
+    assert result.exit_code == 2
+    assert "there is no command 'rum'; did you mean run?" in result.output

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import sys
+import traceback
 import types
 
 import pytest
 import torch
 
-from nbelastic.cluster.worker.rank.torch_hooks import SYNC_WARNING, hook_torch, trainers_of
+from nbelastic.cluster.worker.rank.torch_hooks import SYNC_WARNING, advise, hook_torch, trainers_of
 from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import LocalContext, activate
 from nbelastic.elastic.ranks.runtime import RankSpec
@@ -255,3 +257,10 @@ def test_with_a_group_or_alone_or_outside_a_job_it_is_right(session):
         layers.append(torch.nn.SyncBatchNorm(4))
         layers[2](torch.ones(2, 4))
         context.about_to_exchange()
+
+
+def test_a_missing_horovod_is_answered_with_its_name_here():
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module("horovod.torch")
+    advise(caught.value)
+    assert "import nbelastic.torch as hvd" in "".join(traceback.format_exception(caught.value))

@@ -93,6 +93,13 @@ def test_logs_are_those_of_one_rank_or_of_all(shell, job, capsys, monkeypatch):
     assert capsys.readouterr().out == "second: rank 2 has printed nothing yet\n"
 
 
+def test_why_is_about_one_rank_or_all(shell, job, capsys, monkeypatch):
+    monkeypatch.setattr(type(job), "why", lambda self, rank=None: f"of {rank}", raising=False)
+    run(shell, "%elastic why")
+    run(shell, "%elastic why --rank 2")
+    assert capsys.readouterr().out == "of None\nof 2\n"
+
+
 def test_a_rank_that_the_job_never_had_is_an_error(shell, job, monkeypatch):
     def logs(self, rank=None):
         raise OptionError(f"rank={rank}: so far this job has had ranks 0 to 1")

@@ -103,7 +103,9 @@ def _hook_groups(*modules: Any) -> None:
 
 
 def advise(error: BaseException) -> None:
-    """Add what to do to an error of torch that a group is missing, as DistributedDataParallel's."""
+    """Add what to do to an error of torch that a group is missing, or that Horovod is."""
+    if issubclass(type(error), ModuleNotFoundError) and "'horovod" in summary_of(error):
+        _add_advice(error, "Horovod's functions are in nbelastic: import nbelastic.torch as hvd")
     if issubclass(type(error), (ValueError, RuntimeError)) and _NO_GROUP in summary_of(error):
         _add_advice(error, GROUP_ADVICE)
 
