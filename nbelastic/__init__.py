@@ -97,7 +97,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, also those that have not been imported."""
+    """Return the public names, imported or not."""
     return sorted({*globals(), *__all__})
 
 

@@ -93,7 +93,7 @@ class PreflightError(_Headline, NbelasticError):
 
 
 class NotPicklable(PreflightError):
-    """The function, or a variable that it captures, cannot be pickled; the message names it."""
+    """The function, or a captured variable, cannot be pickled; the message names it."""
 
 
 class VersionMismatch(PreflightError):
@@ -134,7 +134,7 @@ class JobStopped(JobError):
 
 
 class Detached(JobError):
-    """Another kernel has attached to the job, which goes on there."""
+    """Another kernel has attached to the job, and drives it now."""
 
 
 class CollectiveError(NbelasticError, RuntimeError):
@@ -194,11 +194,11 @@ class NotTheRank(NbelasticError, RuntimeError):
 
 
 class RankExit(BaseException):
-    """Base of the exceptions that end a rank's function from outside. Do not suppress them."""
+    """Base of exceptions that end a rank's function from outside. Do not suppress these."""
 
 
 class Leaving(RankExit):
-    """The rank's worker was asked to leave; the others go on without it."""
+    """The rank's worker was asked to leave; training goes on without it."""
 
 
 class Stopped(RankExit):

@@ -163,7 +163,7 @@ class Member(Data, frozen=True):
 
 
 class Plan(Data, frozen=True, dict=True):
-    """One agreed membership, as the members of a generation receive it."""
+    """An agreed membership, as the members of a generation receive it."""
 
     generation: int  # its number, which only grows
     members: tuple[Member, ...]  # by rank
@@ -394,7 +394,7 @@ class RankError(Reason, frozen=True):
         return self.at("")
 
     def at(self, place: str) -> str:
-        """Return the warning with the line at which it was raised."""
+        """Return the warning with the line of the error."""
         where = f", at {place}" if place else ""
         return (
             f"{self.rank.short} raised {self.error}{where}\n"
@@ -621,7 +621,7 @@ class ReturnedEarly(Reason, frozen=True):
         return self.at([f"{line.file}, line {line.line}" if line else "" for line in self.lines])
 
     def at(self, places: Sequence[str]) -> str:
-        """Return the reason with the line of code at which each rank waits, where it is known."""
+        """Return the reason with each rank's line of code, where known."""
         if not self.waiting:
             return f"{', '.join(map(str, self.ranks))} returned while others train"
         pairs = zip_longest(self.ranks, places)
@@ -784,7 +784,7 @@ class NotReady(Reason, frozen=True):
         return self.at({})
 
     def at(self, places: Mapping[int, str]) -> str:
-        """Return the reason with the line at which each start stands, where that is known."""
+        """Return the reason with each start's line of code, where known."""
         at = {rank: places.get(rank.start, "") for rank in self.ranks}
         ranks = [f"{rank}{f', which is at {at[rank]}' * bool(at[rank])}" for rank in self.ranks]
         more = f"; and {len(ranks) - 4} more" if len(ranks) > 4 else ""
@@ -845,7 +845,7 @@ class ShareChanged(Reason, frozen=True):
 
 
 class NoticeSource(str, enum.Enum):
-    """Source of a notice that a machine, or a batch job on it, will end."""
+    """Source of a notice about the end of a machine, or of a batch job on it."""
 
     AWS = "AWS spot"
     GOOGLE = "Google Cloud"
@@ -857,7 +857,7 @@ class NoticeSource(str, enum.Enum):
 
 
 class Notice(Reason, frozen=True):
-    """Announcement that a worker's machine, or the batch job on it, will end, or will not.
+    """Announcement that a worker's machine, or its batch job, will end, or will not.
 
     The same object goes from the worker that has read it to the job's status.
     """
@@ -985,7 +985,7 @@ class SlotStays(Event, frozen=True):
 
 
 class SlotBusy(Event, frozen=True):
-    """The slot was given to another job before this one could claim it."""
+    """The slot was given to another job before this job could claim it."""
 
     slot: str
 
@@ -1080,7 +1080,7 @@ class RankLeft(Event, frozen=True):
 
 
 class WeightsSampled(Event, frozen=True):
-    """A rank has sampled the parameters that it trains."""
+    """A rank has sampled its parameters."""
 
     start: int
     generation: int
@@ -1106,7 +1106,7 @@ class RankNote(Event, frozen=True):
 
 
 class Beat(Data, frozen=True, array_like=True):
-    """Part of a heartbeat that concerns one rank."""
+    """Part of a heartbeat about a single rank."""
 
     start: int
     generation: int  # to which `operations` belongs
@@ -1168,7 +1168,7 @@ class Effect(Data, frozen=True, tag=True):
 
 
 class RankEffect(Effect, frozen=True):
-    """Base of effects that ranks obey: their agents and processes get them in a RankOrder."""
+    """Base of effects for ranks: agents and processes get them in a RankOrder."""
 
 
 class StartRank(Effect, frozen=True):
@@ -1194,21 +1194,21 @@ class Abort(RankEffect, frozen=True):
 
 
 class Notify(RankEffect, frozen=True):
-    """Announce a change to members, which agree on the step at which they leave."""
+    """Announce a change to members, which agree on the step to leave at."""
 
     generation: int
     starts: tuple[int, ...]
 
 
 class Release(RankEffect, frozen=True):
-    """Release members from their elastic loop, because all of them have left it."""
+    """Release members from their elastic loop, because all have left it."""
 
     generation: int
     starts: tuple[int, ...]
 
 
 class SaveCommit(RankEffect, frozen=True):
-    """Write the last commit of a rank that waits to its checkpoint, while it waits."""
+    """Write the last commit of a waiting rank to its checkpoint meanwhile."""
 
     start: int
 
@@ -1232,7 +1232,7 @@ class RestartWorker(Effect, frozen=True):
 
 
 class Record(Effect, frozen=True, omit_defaults=True):
-    """Entry of the job's history: what the machine decides, and what the log adds to it."""
+    """Entry of the job's history: the machine's decision, and the log's additions."""
 
     # joined, lost, died, left, formed, reset, cooldown, restarted, backend, checkpoint, warning,
     # phases, straggler, waiting, share, notice, finished, failed, or stopped.
@@ -1279,7 +1279,7 @@ class FaultOrder(Data, frozen=True):
 
 
 class InjectFaults(RankEffect, frozen=True):
-    """Inject faults, and drop those that another rank has injected."""
+    """Inject faults, and drop faults that another rank has injected."""
 
     faults: tuple[FaultOrder, ...] = ()
     drop: tuple[int, ...] = ()
@@ -1295,7 +1295,7 @@ class FaultDone(RankEffect, frozen=True):
 
 
 class CodeLine(Data, frozen=True):
-    """A line of code, and the function that it is in."""
+    """A line of code, and its function."""
 
     file: str
     line: int
@@ -1303,7 +1303,7 @@ class CodeLine(Data, frozen=True):
 
 
 class DataProgress(Data, frozen=True):
-    """Rows of one source in the steps that a commit has."""
+    """Rows of a source in the steps of a commit."""
 
     source: str  # its name
     epoch: int
@@ -1339,7 +1339,7 @@ _INSTALLED = re.compile(r"[\\/](lib[\\/]python3[^\\/]*|(site|dist)-packages)[\\/
 
 
 class PackedError(Data, frozen=True):
-    """An error as it travels: plain values, and the pickled error; empty if it does not pickle."""
+    """An error as it travels: plain values, and the pickled error, empty if pickling fails."""
 
     summary: str
     frames: tuple[Frame, ...]
@@ -1389,7 +1389,7 @@ class Heartbeats(Message, frozen=True):
 
 
 class RankEvent(Message, frozen=True):
-    """An event of a rank, with the pickled result or the error that belongs to it."""
+    """An event of a rank, with its pickled result or its error."""
 
     job: str
     event: EventOfRank
@@ -1508,7 +1508,7 @@ class FaultDue(Message, frozen=True):
 
 
 class JobPayload(Message, frozen=True):
-    """The function of a job, and what belongs to it.
+    """The function of a job, with its modules and settings.
 
     The kernel packs it, the scheduler keeps it, and the process of each rank unpacks it.
     """
@@ -1568,7 +1568,7 @@ class LogContents(Data, frozen=True):
 
 
 class JobWish(Message, frozen=True):
-    """An event of a user who does not drive the job: to stop it, or to change its limits."""
+    """An event of a user without the job's driver: to stop the job, or change its limits."""
 
     job: str
     event: StopRequested | LimitsChanged
@@ -1645,7 +1645,7 @@ class JobSummaries(Message, frozen=True):
 
 
 class JournalStep(Message, frozen=True):
-    """Step of a driver's journal: an event and the moment at which the driver handled it."""
+    """Step of a driver's journal: an event and the moment of its handling."""
 
     job: str
     topic: str
@@ -1668,7 +1668,7 @@ class InjectRequest(Message, frozen=True):
 
 
 class GiveUp(Message, frozen=True):
-    """Do not open, or hand over, the job of a topic; if it is `over`, close it."""
+    """Do not open, or hand over, the job of a topic; close a job that is `over`."""
 
     topic: str
     over: bool
@@ -1678,14 +1678,14 @@ class GiveUp(Message, frozen=True):
 
 
 class ToDriver(Data, frozen=True):
-    """A message to the driver of an epoch; a later one ignores it."""
+    """A message to the driver of an epoch; later drivers ignore it."""
 
     epoch: int
     message: AnyMessage
 
 
 class JobEvent(Message, frozen=True):
-    """An event for the driver to decide on, with the result or the error that belongs to it."""
+    """An event for the driver to decide on, with its result or its error."""
 
     seq: int
     event: AnyEvent

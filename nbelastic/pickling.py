@@ -57,7 +57,7 @@ def _reduce_property(found: functools.cached_property[Any]) -> tuple[Any, ...]:
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, but for the names of files. ``pickle.loads`` reads what it writes."""
+    """cloudpickle's, but for the names of files; for ``pickle.loads``."""
 
     dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
         {
@@ -80,7 +80,7 @@ def failing_part(
     use: Callable[[Any], object],
     parts: Callable[[Any], Iterable[tuple[str, Any]]] | None = None,
 ) -> tuple[str, object]:
-    """Return the innermost part of a value with which `use` raises, and where it is.
+    """Return the innermost part of a value with which `use` raises, and its path.
 
     `use` is a function such as :func:`dumps`. `parts` returns further parts of a value, with what
     they are called.

@@ -119,7 +119,7 @@ def address(path: list[str]) -> str:
 
 
 def peer(line: socket.socket) -> int:
-    """Return the process at the other end of a line, if it has this one's standing.
+    """Return the process at the other end of a line, if its standing is the same.
 
     PermissionError: it has another.
     """
@@ -163,7 +163,7 @@ class _Template:
         self._idle_since: float | None = None
 
     def serve(self, children: Children) -> None:
-        """Fork servers, and reap them and what they leave, until no worker needs that any more."""
+        """Fork servers, and reap them with their children, until no worker is left."""
         for line in self._lines.values():
             _send(line, op="ready")
         left = False

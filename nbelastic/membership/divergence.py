@@ -1,4 +1,4 @@
-"""Comparison of the parameters that the ranks of one generation train."""
+"""Comparison of the parameters of all ranks of a generation."""
 
 from __future__ import annotations
 

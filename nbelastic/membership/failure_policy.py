@@ -170,7 +170,7 @@ class Setback:
 
 @dataclass
 class FailurePolicy:
-    """All limits on the failures of one job, and what is counted for them.
+    """Limits on the failures of a job, and their counts.
 
     =========================  ====================  =============================================
     excluded                   by                    after
@@ -230,7 +230,7 @@ class FailurePolicy:
     def exclude_worker(
         self, slot: Slot, now: float, chance: float, *, process_gone: bool
     ) -> Exclusion | None:
-        """Exclude a worker that failed; None for a process that is gone, without a range."""
+        """Exclude a failed worker; None for an ended process without a cooldown range."""
         if process_gone and self.workers.bounds is None:
             return None
         key = self.worker_key(slot)
@@ -246,7 +246,7 @@ class FailurePolicy:
         return Exclusion(kind, name, seconds, self.repeated.times[name])
 
     def count_failure(self, slot: Slot, now: float, chance: float) -> list[Exclusion]:
-        """Count a failure of a worker and its host; return what is excluded for it.
+        """Count a failure of a worker and its host; return the exclusion.
 
         A worker that fails after each restart is one of its host's many, so it is excluded alone.
         Failures on a host within :data:`FAILURE_WINDOW` count as one.
@@ -324,7 +324,7 @@ class FailurePolicy:
     def repeated_error(
         self, chain: list[ErrorReport], hosts: set[str], *, short: bool
     ) -> RepeatedError | None:
-        """Return that the error of a chain is the function's fault, if it is no worker's.
+        """Return that the error of a chain is the function's fault, unless a worker's.
 
         Where other workers have it, too, those that are excluded for it are used again.
         With several hosts, workers of one are not enough, because the host may be at fault. If too

@@ -165,14 +165,14 @@ class Machine:
         return rules.time_to_stay(self.roster, left), max(left - rules.MARGIN, rules.SOON)
 
     def _warn_if_none_stays(self) -> None:
-        """Warn that the state will be lost, if that is foreseeable."""
+        """Warn of a foreseeable loss of the state."""
         roster = self.roster
         there = roster.counted.staying or roster.limits.checkpoint or roster.stopping
         if not there and rules.last_holders(roster):
             self._warn(why.NoneStays())
 
     def _note_notice(self, slot: str, notice: why.Notice) -> None:
-        """Note until when a worker with ranks is there, or that a worker is at risk."""
+        """Note the end of a worker with ranks, or a worker's risk."""
         roster, ranks = self.roster, self.roster.on_slot(slot)
         known = slot in (roster.at_risk if notice.soft else roster.notices)
         if notice.soft:
@@ -209,7 +209,7 @@ class Machine:
                 self._note_exit(rank, why.Lost(self.roster.id(rank), event.reason).cause)
 
     def _warn_if_late(self, rank: Rank) -> None:
-        """Warn, once, that a rank which had time to leave has not come to a commit."""
+        """Warn, once, of a rank that had time to leave and has not come to a commit."""
         asked, waited = rank.leave_sent, self._now - rank.leave_since
         if rank.stage != Stage.MEMBER or self.roster.phase != Phase.RUNNING:
             return
@@ -222,7 +222,7 @@ class Machine:
             self._note_death(event.start, event.slot, event.detail)
 
     def _note_death(self, start: int, slot: Slot, detail: str) -> None:
-        """Note what a rank that is lost already has died of."""
+        """Note the cause of death of a lost rank."""
         self.roster.last_death = detail
         if not self.roster.ended:
             self._record("died", Rank(start, slot, self._now), why.Text(detail))
@@ -431,7 +431,7 @@ class Machine:
                 self._warn(why.RankError(cause.rank, event.error), rank)
 
     def _blame(self, cause: why.Lost) -> None:
-        """Have a job that ends by a failed operation end by its cause, which came later."""
+        """Make the cause that came later the end of a job, in place of the failed operation."""
         outcome = self.roster.outcome
         if outcome is None or outcome.error != FailureKind.RANK_LOST:
             return
@@ -597,7 +597,7 @@ class Machine:
             roster.enter(Phase.GATHERING)
 
     def _remove_surplus(self) -> None:
-        """End newcomers that cannot join, or that are more than the job may have."""
+        """End newcomers that cannot join, and surplus newcomers."""
         for rank in rules.left_behind(self.roster):
             self.roster.closed = True
             self._end_rank(rank, "stop", why.EndOrder(why.EndReason.LEFT_BEHIND))
@@ -673,7 +673,7 @@ class Machine:
     # -- the next generation -------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Make the next plan if all ranks that belong to it are ready."""
+        """Make the next plan if all its ranks are ready."""
         roster = self.roster
         if roster.any_in(Stage.MEMBER, Stage.DONE):
             return
@@ -738,7 +738,7 @@ class Machine:
             self._remove_surplus()  # those that the plan has left behind
 
     def _remove_unreachable(self, ready: list[Rank]) -> list[Rank]:
-        """Remove the ranks without which plans may form, if there are enough others.
+        """Remove unreachable ranks if the rest is enough for a plan.
 
         These are as few as it takes that the others reach each other, where ranks report which
         they cannot reach. Without such reports these are the newcomers.
@@ -1001,7 +1001,7 @@ class Machine:
         stay: float = rules.STAY,
         gone: float = rules.STAY + rules.MARGIN,
     ) -> None:
-        """Have a rank leave: with its generation if it is in one, else at once.
+        """Ask a rank to leave: at the end of its generation, or at once outside of any.
 
         The last holder of the state may `stay` for so many seconds; its worker is `gone` after as
         many.
@@ -1017,7 +1017,7 @@ class Machine:
         self._end_leaving()
 
     def _end_leaving(self) -> None:
-        """Order leaving ranks to end, except those that alone hold the state."""
+        """Order leaving ranks to end, except the last holders of the state."""
         roster = self.roster
         if not roster.any_leaving:
             return
@@ -1083,7 +1083,7 @@ class Machine:
             self.roster.lost[rank.slot.lasting] = lost
 
     def _evict(self, ranks: Sequence[Rank], reason: why.LossReason, seconds: float) -> None:
-        """Go on without ranks that do not answer; their workers end them and are free."""
+        """Go on without silent ranks; their workers end them and are free."""
         roster = self.roster
         for rank in ranks:
             lost = why.Lost(roster.id(rank), reason, seconds=seconds)
@@ -1229,7 +1229,7 @@ class Machine:
         )
 
     def _warn(self, warning: why.Reason | None, rank: Rank | None = None) -> None:
-        """Record a warning, if there is one and it is new."""
+        """Record a warning, if any, and if it is new."""
         if warning is not None and warning not in self.roster.warnings:
             self.roster.warnings.append(warning)
             self._record("warning", rank, warning)

@@ -19,7 +19,7 @@ class Located(Protocol):
 
     @property
     def slot(self) -> Slot:
-        """Slot on which it runs."""
+        """The member's slot."""
 
 
 T = TypeVar("T", bound=Located)
@@ -100,7 +100,7 @@ def place_of(slots: Sequence[Slot], rank: int) -> Place:
 
 
 def places_of(slots: Sequence[Slot]) -> list[Place]:
-    """Return the places of all ranks, as :func:`place_of` gives them, in one pass."""
+    """Return the places of all ranks, as by :func:`place_of`, in a single pass."""
     counts = count_by_host(slots)
     sizes = [0] * max(counts.values(), default=0)  # by local rank: number of hosts that have it
     for count in counts.values():
@@ -136,7 +136,7 @@ def count_by_host(slots: Sequence[Slot]) -> dict[str, int]:
 def broken_pairs(
     order: Sequence[int], unreached: Mapping[int, Sequence[int]]
 ) -> list[tuple[int, int]]:
-    """Return each pair of which either reports that it cannot reach the other."""
+    """Return each pair of ranks without a connection, as reported by either."""
     place = {start: number for number, start in enumerate(order)}
     pairs = {
         (min(one, other, key=place.__getitem__), max(one, other, key=place.__getitem__))

@@ -164,7 +164,7 @@ class Ranks(dict[int, Rank]):
         self.count(rank)
 
     def pop(self, start: int, *default: None) -> Rank:  # type: ignore[override]
-        """Remove a rank; with a default, do nothing if there is no such rank."""
+        """Remove a rank; with a default, an unknown rank is no error."""
         rank = super().pop(start, *default)
         if rank is not None:
             self.discount(rank, moves=True)
@@ -220,7 +220,7 @@ class Ranks(dict[int, Rank]):
         self._add(rank, 1)
 
     def discount(self, rank: Rank, *, moves: bool) -> None:
-        """Remove a rank, as it is now, from all counts, because it is about to change."""
+        """Remove a rank from all counts, before it changes."""
         if moves:
             self.stages[rank.stage].pop(rank.start)
         self._add(rank, -1)

@@ -27,7 +27,7 @@ from .ranks import Phase, Rank, Ranks, Stage
 
 @dataclass
 class Roster:
-    """All that the machine remembers of one job."""
+    """The machine's memory of a job."""
 
     limits: Limits
     now: float = 0.0  # time of the newest event
@@ -168,7 +168,7 @@ class Roster:
         return self.policy.excludes(slot, self.now)
 
     def hosts(self) -> set[str]:
-        """Return the hosts on which the job has ranks, or could have them."""
+        """Return the hosts with ranks of the job, or with room for them."""
         ranks = [rank.slot for rank in self.ranks.values()]
         return {slot.host for slot in [*self.slots.values(), *ranks]}
 

@@ -109,7 +109,7 @@ def time_to_stay(roster: Roster, left: float) -> float:
 
 
 def heir(roster: Roster, going: list[Rank]) -> Rank | None:
-    """Return the one of the ranks `going` that should save the state, if any.
+    """Return the rank among `going` to save the state, if any.
 
     There is one only if no other rank would keep the state.
     """
@@ -183,7 +183,7 @@ def suspended(roster: Roster) -> bool:
 
 
 def saver(roster: Roster) -> Rank | None:
-    """Return the rank that writes the last commit of a job that was just suspended."""
+    """Return the rank to write the last commit of a job just suspended."""
     if not roster.limits.checkpoint or roster.saved_in == roster.generation:
         return None
     if roster.phase != Phase.GATHERING or not suspended(roster):
@@ -245,7 +245,7 @@ def replaced(roster: Roster) -> list[Rank]:
 
 
 def within_reach(roster: Roster) -> int:
-    """Return how many ranks the job could have with the slots that are there now."""
+    """Return the number of ranks that the present slots allow."""
     count, most = roster.counted.staying, most_ranks(roster)
     if can_start(roster) and (most is None or count < most):
         if roster.limits.slots_per_host is None and not roster.policy.excludes_any:
@@ -264,7 +264,7 @@ def needed(roster: Roster) -> int:
 
 
 def is_stuck(roster: Roster) -> bool:
-    """Return whether all that the job lacks are workers that are excluded for good.
+    """Return whether the job lacks only workers excluded for good.
 
     Such workers are there, so nothing replaces them, and no other one may still come back.
     """
@@ -281,7 +281,7 @@ def is_stuck(roster: Roster) -> bool:
 
 
 def presence(roster: Roster) -> Presence:
-    """Return how many of the needed workers there are, and which are not used."""
+    """Return the shortage of workers, with the unused workers."""
     out = sum(map(roster.excluded, roster.slots.values()))
     return Presence(within_reach(roster), needed(roster), out, unused(roster))
 
@@ -424,7 +424,7 @@ def is_fatal(roster: Roster, event: ev.RankRaised) -> bool:
 
 
 def left_behind(roster: Roster) -> list[Rank]:
-    """Return ranks that cannot take part, because the others are past their place."""
+    """Return ranks that cannot take part, because training is past their place."""
     here = loop(roster)
     together = here is None or all(each == here for each in roster.counted.ready_loops)
     if together and (here in (None, 1) or not roster.counted.newcomers):
@@ -438,7 +438,7 @@ def left_behind(roster: Roster) -> list[Rank]:
 
 
 def surplus(roster: Roster) -> list[Rank]:
-    """Return newcomers that are more than the job may have, the latest of them."""
+    """Return the latest newcomers, beyond the most ranks that the job may have."""
     most = most_ranks(roster)
     number = 0 if most is None else roster.counted.staying - most - _on_top(roster)
     if number <= 0 or roster.any_in(Stage.RETURNED):  # then the others are about to return
@@ -449,7 +449,7 @@ def surplus(roster: Roster) -> list[Rank]:
 
 
 def admits(roster: Roster) -> bool:
-    """Return whether the next commit is one at which the owner lets newcomers join.
+    """Return whether the owner lets newcomers join at the next commit.
 
     The last holders of the state do not wait for that, because they can stay for a while only.
     """
@@ -470,7 +470,7 @@ def newcomers_should_join(roster: Roster, members: list[Rank]) -> bool:
 
 
 def _should_join(roster: Roster, waiting: list[Rank]) -> bool:
-    """Return whether ranks that wait to join wait for no others that are starting."""
+    """Return whether ready newcomers need not wait for starting ranks."""
     if not waiting:
         return False
     waited = roster.now >= min(rank.since for rank in waiting) + JOIN_WINDOW
@@ -481,7 +481,7 @@ def _should_join(roster: Roster, waiting: list[Rank]) -> bool:
 
 
 def silent(roster: Roster, ranks: list[Rank], quiet: float = QUIET) -> list[Rank]:
-    """Return those of `ranks` that are silent for `quiet` s, if other members are not.
+    """Return the `ranks` that are silent for `quiet` s, unless all members are.
 
     If no member sends heartbeats, the messages are late, not the ranks.
     """
@@ -490,7 +490,7 @@ def silent(roster: Roster, ranks: list[Rank], quiet: float = QUIET) -> list[Rank
 
 
 def waits_for_finished(roster: Roster) -> tuple[Rank, Rank] | None:
-    """Return a member past its loop and one that waits for it in vain, if any.
+    """Return a member past its loop and a member that waits for the first in vain, if any.
 
     All members still in the loop have sent a heartbeat since, so what the one waits for is not
     late.
@@ -533,7 +533,7 @@ def different_operations(roster: Roster) -> dict[str, Rank]:
 
 
 def stall_suspects(roster: Roster) -> list[Rank]:
-    """Return members that hold up others for longer than the stall timeout.
+    """Return members that hold up the job for longer than the stall timeout.
 
     Some member must have waited all that time. Members that report that they wait are not to
     blame, unless all wait. Then no member is to blame alone, and all are returned: the list is

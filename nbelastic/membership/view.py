@@ -150,7 +150,7 @@ def _sharing(roster: Roster) -> Reason | None:
 
 
 def _noticed(roster: Roster, now: float) -> Noticed:
-    """Return the workers that will go, with the time left to each, and those at risk."""
+    """Return the departing workers, with the time left to each, and the workers at risk."""
     firm = sorted(roster.notices.values(), key=lambda notice: notice.seconds)
     shown = [replace(each, seconds=max(each.seconds - now, 0.0)) for each in firm]
     shown += [notice for slot, notice in roster.at_risk.items() if roster.on_slot(slot)]

@@ -65,3 +65,34 @@ def test_the_check_finds_what_it_looks_for():
     ]
     assert [line for line, _ in faults('"""What it is."""')] == [1]
     assert [line for line, _ in faults(f'"""{"long " * 20}."""')] == [1]
+
+
+CHAIN = re.compile(r"\b(which|that|what|who|one|those|it|them|others|there|such)\b", re.IGNORECASE)
+MOST_CHAINED = 0.03
+"""Share of a room's docstrings whose first line may have two of these words."""
+
+
+def first_lines(source):
+    """Yield the first line of each docstring in a module."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            yield text.partition("\n")[0]
+
+
+def is_chained(line):
+    return len(CHAIN.findall(line)) >= 2
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_first_lines_name_their_things(room):
+    """Nouns, not chains of pronouns: "the plan of the last commit", not "what it was that…"."""
+    sources = [each.read_text(encoding="utf-8") for each in (PACKAGE / room).glob("*.py")]
+    lines = [line for source in sources for line in first_lines(source)]
+    chained = [line for line in lines if is_chained(line)]
+    assert len(chained) <= MOST_CHAINED * len(lines), "\n".join(chained)
+
+
+def test_a_chain_of_pronouns_is_found():
+    source = '"""Those that it has."""\ndef f():\n    """Return that.\n\n    What it is.\n    """\n'
+    assert [is_chained(line) for line in first_lines(source)] == [True, False]

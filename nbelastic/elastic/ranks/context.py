@@ -80,7 +80,7 @@ class Context(abc.ABC):
 
     @functools.cached_property
     def samplers(self) -> FollowedSamplers:
-        """Samplers that shard by rank, such as torch's ``DistributedSampler``."""
+        """Samplers that shard by rank, like torch's ``DistributedSampler``."""
         from nbelastic.elastic.followed import FollowedSamplers
 
         return FollowedSamplers(self)
@@ -168,7 +168,7 @@ class Context(abc.ABC):
         return list(range(self.size))
 
     def came_later(self) -> bool:
-        """Return whether others had trained before the present generation. Ask in one's first."""
+        """Return whether other ranks have trained before this rank's first generation."""
         return False
 
     @abc.abstractmethod
@@ -215,7 +215,7 @@ def one_of_all(context: Context, mine: bool) -> bool:
 
 
 class LocalContext(Context):
-    """World of one rank, for a training function that runs outside a job."""
+    """World of a single rank, for a training function outside a job."""
 
     def __init__(self) -> None:
         self.rank = self.local_rank = self.cross_rank = self.source = 0
@@ -272,7 +272,7 @@ def current() -> Context:
 
 
 def current_or_none() -> Context | None:
-    """Return the context of the calling rank, if there is one yet."""
+    """Return the context of the calling rank; None before it has any."""
     own = _of_thread.get(())
     if own:
         return own[0]
@@ -281,7 +281,7 @@ def current_or_none() -> Context | None:
 
 
 def is_ranks_thread() -> bool:
-    """Return whether the calling thread is the one to which a rank's operations belong."""
+    """Return whether a rank's operations belong to the calling thread."""
     context = current_or_none()
     return context is None or context.is_ranks_thread()
 
@@ -342,7 +342,7 @@ class Acting:
 
 
 def initialize() -> None:
-    """Ensure that the calling thread has a context: its job's, else a world of one rank."""
+    """Ensure that the calling thread has a context: its job's, else a world of its own."""
     known = current_or_none()
     if known is not None:
         known.is_shut_down = False

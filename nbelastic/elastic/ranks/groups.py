@@ -24,7 +24,7 @@ ENDING_S = 1.0
 
 
 class Members:
-    """Ranks that were named in one generation, followed through later ones.
+    """Ranks named in a generation, followed through later generations.
 
     It holds numbers only, so what has it can be copied and pickled.
     """
@@ -97,7 +97,7 @@ EVERYONE = _Everyone([])
 
 
 class Group:
-    """Ranks of a job, this one among them or not, and their communicator in each generation.
+    """Ranks of a job, with or without this rank, and their communicator in each generation.
 
     By default it is of all ranks. The `key` tells it apart from other groups; `what` names it in
     messages. Its `ranks` are those of the present generation, ascending; before the first one,

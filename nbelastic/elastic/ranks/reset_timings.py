@@ -1,4 +1,4 @@
-"""Time that the phases of a reset take, as one rank measures it."""
+"""Duration of each phase of a reset, measured by a rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 
 class ResetTimings:
-    """Moments of the reset that is in progress, if one is; any thread may mark them.
+    """Moments of the reset in progress, if any; any thread may mark them.
 
     In their order: ``noticed`` (an operation has failed, or a message has come that the generation
     is over or about to change), ``aborted`` (the rank's thread has left the user's code),

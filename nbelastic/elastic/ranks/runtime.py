@@ -85,7 +85,7 @@ class DriverPort(Protocol):
     """The way from a rank to the driver of its job."""
 
     def report(self, event: Event) -> None:
-        """Send `event` to the driver. Any thread may call it; it returns at once.
+        """Send `event` to the driver, without waiting. Any thread may call it.
 
         Events of one rank arrive in the order of the calls, or not at all.
         """
@@ -124,7 +124,7 @@ def own_gpu_first() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Properties of a rank that are known when it starts."""
+    """Properties of a rank, known at its start."""
 
     job: str  # unique on its cluster
     start: int  # number of this start of the function

@@ -177,7 +177,7 @@ class Session(Context):
         return self._end is not None
 
     def nudge(self) -> None:
-        """Interrupt the user's code if this rank is to end and it is safe. Call it repeatedly."""
+        """Interrupt the user's code if this rank is to end, where safe. Call this repeatedly."""
         self._interrupt.nudge()
 
     def beat(self) -> Beat:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepShare:
-    """Micro-batches of a step that one rank computes.
+    """The rank's micro-batches of a step.
 
     The loader (:mod:`nbelastic.data`) makes one for each step and says which micro-batch is under
     way. The reduction of gradients reads it, and so do buffers of models.
@@ -61,7 +61,7 @@ class StepShare:
 
     @property
     def enclosing(self) -> StepShare | None:
-        """The innermost step around this one that is still under way."""
+        """The innermost surrounding step under way."""
         share = self.outer
         while share is not None and share.over:
             share = share.outer

@@ -1,4 +1,4 @@
-"""Telemetry of a rank: progress, speed, memory, and the metrics that it reports.
+"""Telemetry of a rank: progress, speed, memory, and reported metrics.
 
 Nothing here decides anything. The rank's thread writes it, a few assignments per batch. The agent's
 thread reads it and sends it along with the heartbeats.
@@ -62,7 +62,7 @@ class Telemetry:
             self.observer.step(True)
 
     def nothing_to_redo(self) -> None:
-        """Record that all that is counted so far is in a commit, this rank's or a received one."""
+        """Record that a commit has everything counted so far, this rank's or a received commit."""
         self._at_commit = (self.steps, self.samples)
 
     def uncommitted(self) -> tuple[int, int]:

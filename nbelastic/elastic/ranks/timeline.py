@@ -58,7 +58,7 @@ class Timeline:
         return self._part is not None
 
     def close_part(self) -> None:
-        """Append what is left of a job's timeline, and end it."""
+        """Append the rest of a job's timeline, and end the file."""
         with self._lock:
             if self._part is not None:
                 self._append()
@@ -87,7 +87,7 @@ class Timeline:
         return self._path
 
     def span(self, what: str, name: str | None = None) -> AbstractContextManager[None]:
-        """Return a context that is recorded as one block; it costs next to nothing when off."""
+        """Return a context for a block of the timeline, nearly free when off."""
         return _Span(self, what, name) if self.is_on else _NOTHING
 
     def instant(self, what: str) -> None:

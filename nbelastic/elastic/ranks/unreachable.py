@@ -1,4 +1,4 @@
-"""Peers that a rank could not reach, and peers that have ended."""
+"""Peers of a rank that could not be reached, and ended peers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class UnreachablePeers:
         self.gone = tuple(plan.members[rank].start for rank in ranks) if plan else ()
 
     def record_failure(self, plan: Plan, start: int) -> None:
-        """Record that a plan has not formed for the rank with this start; probe the others."""
+        """Record that a plan has not formed for a start; probe its peers."""
         self._failures += 1
         if self._failures >= PATIENCE:
             others = [member for member in plan.members if member.start != start]

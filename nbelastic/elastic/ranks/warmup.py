@@ -1,4 +1,4 @@
-"""Warm-up of a rank before it reports ready, so that no other rank waits.
+"""Warm-up of a rank before its report of being ready, while other ranks train.
 
 A newcomer touches the memory for the state that it will receive, and that its first step takes. The
 first generation that a process forms takes ten times as long as the second: modules are imported,
@@ -44,7 +44,7 @@ def warm_up(
 
 
 def form_alone(rendezvous: Rendezvous) -> None:
-    """Form a generation of two ranks, both this one, and close it.
+    """Form a generation of two ranks in this process, and close it.
 
     Errors are ignored, because the next generation that is formed will report them.
     """

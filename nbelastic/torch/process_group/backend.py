@@ -102,7 +102,7 @@ def _check_place(context: Context, rank: int, size: int) -> None:
 
 
 def _follow(context: Context) -> None:
-    """Keep what caches the world up to date, from one generation to the next."""
+    """Keep caches of the world up to date from generation to generation."""
     context.after_forming = (
         *(each for each in context.after_forming if each is not _refresh),
         _refresh,
@@ -130,7 +130,7 @@ def _refresh() -> None:
 
 
 def _create(options: Any, _: Any = None) -> ElasticProcessGroup:
-    """Make a group, as torch asks for one that the default group has not made."""
+    """Make a group when torch does not ask the default group for it."""
     ranks = list(options.global_ranks_in_group)
     if not ranks:
         return ElasticProcessGroup(current(), options.timeout)

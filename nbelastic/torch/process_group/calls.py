@@ -223,7 +223,7 @@ class CollectiveCalls(Base):
         return self._begin(Barrier(foreseen=True), (), options)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; those that do not come are named on rank 0."""
+        """Wait for all ranks; rank 0 names missing ranks."""
         monitored_barrier(self.here().communicator(), timeout, wait_all_ranks)
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> OperationWork:
@@ -277,7 +277,7 @@ class CollectiveCalls(Base):
         *,
         delay: bool = False,
     ) -> OperationWork:
-        """Begin an operation, which the ranks compare unless they have foreseen it."""
+        """Begin an operation; ranks compare it first, unless foreseen."""
         here = self.here()
         if here is not self:
             return here._begin(operation, outputs, opts, delay=delay)
@@ -291,7 +291,7 @@ class CollectiveCalls(Base):
         return work
 
     def _compare(self, waits: bool, work: OperationWork) -> bool:
-        """Compare an operation that begins; False if it waits for that, and is launched later."""
+        """Compare an operation before its launch; False if that is deferred."""
         self._sequence += 1
         context, queue, pattern = self.context, self.queue, work.operation.pattern
         if not context.is_ranks_thread():
@@ -322,7 +322,7 @@ class CollectiveCalls(Base):
         return False
 
     def _settle(self) -> None:
-        """Launch what is deferred before an operation that is not of a group begins."""
+        """Launch deferred operations before an operation outside of groups begins."""
         its, context = self.queue.coordination, self.context
         if its is not None and its.deferred and not context.defers:
             self.queue.launch_deferred(
@@ -333,7 +333,7 @@ class CollectiveCalls(Base):
             context.before_exchange = tuple(each for each in others if each != self._settle)
 
     def _parts(self, whole: torch.Tensor, shape: torch.Size) -> Tensors:
-        """Return the part of each rank in a tensor that holds those of all, one after the other."""
+        """Return the part of each rank in a tensor of all parts in a row."""
         size = self.size()
         if whole.numel() != size * shape.numel():
             raise ValueError(

@@ -101,7 +101,7 @@ def _enter_generation(ddp: Any, group: ElasticProcessGroup) -> None:
 
 
 def renew(ddp: Any) -> None:
-    """Make the reducer of a DistributedDataParallel anew, as for one that is new.
+    """Make the reducer of a DistributedDataParallel anew, as in a new wrapper.
 
     Gradients are left alone.
     """

@@ -31,7 +31,7 @@ _JOB_CHOOSES = (
 
 
 class ElasticProcessGroup(CollectiveCalls):
-    """All ranks that the job has at the time of each call, or some of them.
+    """All ranks of the job at the time of each call, or some of them.
 
     After a reset, a group of some consists of those that are left. An operation's limit is
     `timeout`, if that is shorter than torch's own half hour; else it is the job's.
@@ -233,7 +233,7 @@ def _short(timeout: Any) -> float:
 
 
 def _group_of_this_process(name: str) -> Any:
-    """Return the group of a name in this process, for an object that was pickled with it."""
+    """Return the group of a name in this process, for an unpickled object."""
     if not dist.is_initialized():
         return None
     world = dist.distributed_c10d._world

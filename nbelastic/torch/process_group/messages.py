@@ -30,7 +30,7 @@ _BARRIER_TAG = 2**62  # of the messages of a monitored barrier
 
 
 class Mailbox:
-    """Messages of one rank in one generation.
+    """Messages of a rank in a generation.
 
     The communicator's own sends and receives must not be mixed with these.
     """
@@ -62,14 +62,14 @@ class Mailbox:
         return receiving
 
     def advance(self, sources: Iterable[int] | None = None) -> None:
-        """Take what has arrived, and post what can be received next."""
+        """Take messages that have arrived, and post the next receives."""
         for rank in list(self._sources if sources is None else sources):
             source = self._sources[rank]
             while self._step(rank, source):
                 pass
 
     def _step(self, rank: int, source: _Source) -> bool:
-        """Advance one source; return whether that may be repeated."""
+        """Advance a source; return whether it may advance again."""
         source.waiting = deque(each for each in source.waiting if each.message is None)
         if source.match(rank):
             return True
@@ -105,7 +105,7 @@ class Mailbox:
 
 
 def mailbox_of(communicator: Communicator) -> Mailbox:
-    """Return the mailbox of a communicator, which lives as long as that.
+    """Return the mailbox of a communicator, with the same lifetime.
 
     A receive from any rank leaves receives of headers posted, for later groups to use.
     """
@@ -127,7 +127,7 @@ class _Source:
         self.tag: int | None = None  # of the message under way, once its header is here
 
     def match(self, rank: int) -> bool:
-        """Give the first message that a receive waits for to that receive."""
+        """Give the first awaited message to its receive."""
         for index, (tag, data) in enumerate(self.kept):
             found = next((each for each in self.waiting if each.tag == tag), None)
             if found is not None:
@@ -176,7 +176,7 @@ class Receiving:
         return self.message is not None
 
     def wait(self, timeout_s: float = 0.0) -> None:
-        """Wait for the message, while others advance, and copy it to its tensor."""
+        """Wait for the message, while other receives advance, and copy it to its tensor."""
         self._mailbox.wait(self.done, timeout_s)
         tensor, self._tensor = self._tensor, None
         if tensor is None:
@@ -209,7 +209,7 @@ def _bytes_of(tag: int, length: int) -> torch.Tensor:
 
 
 def monitored_barrier(communicator: Communicator, timeout: Any, wait_all_ranks: bool) -> None:
-    """Wait for all ranks; rank 0 names those that do not come, and raises what torch raises."""
+    """Wait for all ranks; rank 0 raises torch's error, with the missing ranks."""
     if isinstance(timeout, (int, float)):
         timeout = timedelta(seconds=timeout)
     limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0

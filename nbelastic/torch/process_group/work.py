@@ -48,7 +48,7 @@ class OperationQueue:
         self.coordination: Coordination | None = None  # of the last operation
 
     def launch_deferred(self, until: Callable[[], bool], timeout_s: float = 0.0) -> None:
-        """Launch deferred operations, as soon as ranks have compared them, until one has ended."""
+        """Launch deferred operations as their comparisons end, until `until` holds."""
         its = self.coordination
         if its is None or not its.deferred:
             return
@@ -277,7 +277,7 @@ class OperationWork(dist.Work):
         self.complete()
 
     def source_rank(self) -> int:
-        """Return the rank that has sent what a receive from any rank received."""
+        """Return the sender of a receive from any rank."""
         return self._source_rank()
 
     def _source_rank(self) -> int:
@@ -308,7 +308,7 @@ class CoalescedWork(OperationWork):
 
 
 class _Future(torch.futures.Future[Any]):
-    """A future that is completed by waiting for it."""
+    """A future, completed by waiting for it."""
 
     def __init__(self, work: OperationWork) -> None:
         tensors = [each for each in work._outputs if isinstance(each, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Process sets, names and joined ranks: who takes part, and in which order."""
+"""Process sets, names and joined ranks: members and order of operations."""
 
 from nbelastic.torch.ops.coordination.joined_rank import join
 from nbelastic.torch.ops.coordination.process_sets import (

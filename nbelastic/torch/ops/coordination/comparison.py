@@ -1,4 +1,4 @@
-"""Beginning of an operation: ranks compare it, then it is launched."""
+"""Beginning of an operation: ranks compare and then launch it."""
 
 from __future__ import annotations
 

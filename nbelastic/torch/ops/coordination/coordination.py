@@ -66,7 +66,7 @@ _TELL_EVERY_S = 0.5
 
 
 class Coordination:
-    """Named operations of one rank, and what it needs to know of ranks that join.
+    """Named operations of a rank, and its knowledge of joined ranks.
 
     The `client` is not yet connected.
     """
@@ -103,7 +103,7 @@ class Coordination:
 
     @property
     def deferred(self) -> list[Deferred]:
-        """Operations that wait for their comparison; those of other threads do not wait here."""
+        """Operations of the rank's thread that wait for their comparison."""
         return self._deferred if is_ranks_thread() else []
 
     # -- operations without a name ---------------------------------------------------------------
@@ -114,7 +114,7 @@ class Coordination:
         return self._number
 
     def announce(self, what: Any) -> None:
-        """Number an operation that this rank is about to begin, and tell ranks that have joined."""
+        """Number this rank's next operation, and tell joined ranks of it."""
         with self._lock:
             self._number += 1
             self._history.append((self._number, what))
@@ -122,7 +122,7 @@ class Coordination:
                 self._client.send({"do": "step", "number": self._number, "what": what})
 
     def join(self) -> None:
-        """Tell the others that this rank has joined."""
+        """Tell all ranks that this rank has joined."""
         with self._lock:
             self.joined = True
             self._client.send({"do": "join", "done": self._number})
@@ -146,7 +146,7 @@ class Coordination:
         foresee: bool = True,
         for_good: bool = False,
     ) -> Comparison | None:
-        """Begin to compare what ranks are about to do; None if all of them have foreseen it.
+        """Begin to compare the ranks' next operations; None if all have foreseen it.
 
         If it is `for_good`, it is done unless ranks differ, which breaks the communicator then.
         """
@@ -181,7 +181,7 @@ class Coordination:
         *,
         foresee: bool = True,
     ) -> list[int]:
-        """Compare what ranks are about to do; return their numbers, if it was not foreseen."""
+        """Compare the ranks' next operations; return the ranks' numbers, unless foreseen."""
         comparison = self.expect(communicator, pattern, number, foresee=foresee)
         if comparison is None:
             return []
@@ -237,7 +237,7 @@ class Coordination:
         self._client.send({"do": "compare", **its, "text": text, "value": value, "begun": begun})
 
     def _on_asked(self, message: Message) -> None:
-        """Answer for an operation that this rank has begun; remember one that it has not."""
+        """Answer for a begun operation; remember the question before the operation begins."""
         place = key, number = message["set"], message["number"]
         text: Any = ""
         with self._lock:
@@ -387,7 +387,7 @@ class Coordination:
             self._client.send({"do": "waits", **self._position()})
 
     def launch_all(self, decisions: Sequence[Message]) -> None:
-        """Launch operations that all ranks have begun, in order, and wait for them."""
+        """Launch operations begun by all ranks, in order, and wait for them."""
         launched = []
         for message in decisions:
             key = message["set"], message["name"]
@@ -444,7 +444,7 @@ class Coordination:
         self._end(key, self._pending.get(key), error)
 
     def _position(self) -> Message:
-        """Return the operation without a name that this rank waits for, and how far it is."""
+        """Return this rank's unnamed operation under way, and its count of operations."""
         communicator = self._communicator()
         with self._lock:
             begun, what = self._history[-1] if self._history else (0, None)
@@ -614,7 +614,7 @@ def announce(communicator: Communicator, what: Any) -> None:
 
 
 def compare(communicator: Communicator, pattern: Any) -> None:
-    """Compare what ranks are about to do, unless all of them have foreseen it.
+    """Compare the ranks' next operations, unless all have foreseen it.
 
     The `pattern` is text, or a head with types and shapes (see ``description.in_words``).
     """
@@ -652,13 +652,13 @@ def _disagreement(decision: Message) -> RanksDisagree:
 
 
 def is_joined(communicator: Communicator) -> bool:
-    """Return whether this rank has joined, and takes part in what the others do."""
+    """Return whether this rank has joined, and only takes part."""
     coordination = _coordinations.get(communicator)
     return coordination is not None and coordination.joined
 
 
 def not_with_join(text: str, ranks: Sequence[int]) -> RanksDisagree:
-    """Return the error for an operation that ranks which have joined cannot take part in."""
+    """Return the error for an operation that joined ranks cannot take part in."""
     head = text.partition("\n")[0]
     verb = head.partition(" ")[0].capitalize()
     named = (

@@ -1,4 +1,4 @@
-"""``join()``: a rank that has no more data takes part in what the others still do.
+"""``join()``: a rank without more data takes part in its peers' operations.
 
 It contributes zeros to sums and averages, which are divided by the number of all ranks. Steps of
 distributed optimizers are sums as well. What has no neutral contribution raises an error on the
@@ -28,7 +28,7 @@ at_end: list[Callable[[Context], None]] = []  # called when all ranks have joine
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where sums are formed, on the CPU
-    """Tell the other ranks that this one has no more data, and wait until all have said so.
+    """Tell all ranks that this rank has no more data, and wait until all have said so.
 
     Until then this rank takes part in what they do, with zeros: allreduce with Sum or Average,
     steps of distributed optimizers, SyncBatchNorm, barriers and commits. An average is divided by

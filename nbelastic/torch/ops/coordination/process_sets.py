@@ -71,7 +71,7 @@ class ProcessSet:
         return current().rank in self.ranks
 
     def rank(self) -> int | None:
-        """Return the calling rank's position; None if it is not in the set, or that not added."""
+        """Return the calling rank's position; None outside of the set, or before it is added."""
         if not self.included():
             return None
         return self.ranks.index(current().rank)
@@ -133,7 +133,7 @@ def set_of_id(process_set_id: int) -> ProcessSet:
 
 
 def added_set(process_set: object) -> ProcessSet:
-    """Return the process set that an argument means; refuse one that is not added."""
+    """Return the process set of an argument; refuse a set that is not added."""
     if process_set is None:
         process_set = global_process_set
     if not isinstance(process_set, ProcessSet):
@@ -198,7 +198,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set, and return whether it was there. All ranks call this, members or not."""
+    """Remove a set, and return whether it was known. All ranks call this, members or not."""
     number = process_set.process_set_id
     if number is None or process_set is global_process_set:
         return False
