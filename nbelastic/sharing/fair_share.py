@@ -12,7 +12,7 @@ from .allocation import Allocation
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .model import SlotGroup, Want
+    from .allocation import SlotGroup, Want
 
 
 def shares(

@@ -38,8 +38,7 @@ from nbelastic.torch.state.adapters import (
     settings_of,
 )
 from nbelastic.torch.state.buffer_means import BufferMeans
-from nbelastic.torch.state.commit import make_commit, rebuild
-from nbelastic.torch.state.copies import Copies, nbytes_of
+from nbelastic.torch.state.commit import Copies, make_commit, nbytes_of, rebuild
 from nbelastic.torch.state.flatten import Unflattener
 from nbelastic.torch.state.handlers import own_handler
 from nbelastic.torch.state.lazy_commit import LazyCommit
