@@ -137,7 +137,7 @@ class Driver:
         self._look_at = 0.0
         self._seq = 0
         self._loggers: list[MetricsLogger] = []
-        self._detached = self._away = False
+        self.detached = self._away = False
         self._now = 0.0
         self._outcome: Outcome | None = None
         self._job_client: JobClient | None = None
@@ -214,11 +214,6 @@ class Driver:
         """Whether the connection to the scheduler is lost, and may come back."""
         return self._away and self._outcome is None
 
-    @property
-    def detached(self) -> bool:
-        """Whether another kernel drives it now."""
-        return self._detached
-
     # -- the thread ----------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -231,7 +226,7 @@ class Driver:
         self._finish(bug)
 
     def _loop(self) -> None:
-        while self._outcome is None and not self._detached:
+        while self._outcome is None and not self.detached:
             deadline = self._machine.deadline()
             self._look_at_workers()
             wait = LONGEST_WAIT
@@ -279,7 +274,7 @@ class Driver:
         if self._job_client.drives():
             return True
         self._attach_again()
-        return self._machine is machine and not self._away and not self._detached
+        return self._machine is machine and not self._away and not self.detached
 
     def _look_at_connection(self) -> Event | None:
         assert self._job_client is not None
@@ -293,7 +288,10 @@ class Driver:
             if self._away:  # time does not count until it is clear what has become of the job
                 self._clock.set(self._now)
             return None
-        return ClusterGone(f"the Dask client is {status}; {self._afterlife()}")
+        return ClusterGone(
+            f"the Dask client is {status}; if its scheduler lives, the job goes on there for up to "
+            f"{self.options.lease:g} s: nbelastic.attach({self.name!r}, cluster=...) takes it over"
+        )
 
     def _look_at_workers(self) -> None:
         """Each second, look for workers that Dask's cluster has closed for good."""
@@ -308,12 +306,6 @@ class Driver:
         elif new:
             names = ", ".join(sorted(map(str, new)))
             self.log.note(Record("warning", detail=CLOSED_FOR_GOOD.format(names=names)))
-
-    def _afterlife(self) -> str:
-        return (
-            f"if its scheduler lives, the job goes on there for up to {self.options.lease:g} s: "
-            f"nbelastic.attach({self.name!r}, cluster=...) takes it over"
-        )
 
     # -- taking a job over ---------------------------------------------------------------------
 
@@ -340,7 +332,7 @@ class Driver:
             for wish in self._wishes:
                 self._inbox.put(wish)
         elif answer.problem == "taken":
-            self._detached = True
+            self.detached = True
         else:
             self._step(ClusterGone("the scheduler was restarted, or has given the job up"))
 
@@ -404,18 +396,18 @@ class Driver:
         try:
             if bug is not None:
                 logger.error("the driver of job %r failed", self.name, exc_info=bug)
-            if self._job_client is not None and self._detached:
+            if self._job_client is not None and self.detached:
                 self._job_client.detach()
             elif self._job_client is not None:
                 self._job_client.close()
                 self.free_workers = self._job_client.free_workers
-            if self.options.timeline is not None and not self._detached:
+            if self.options.timeline is not None and not self.detached:
                 self._write_timeline(self.options.timeline)
             self._cleanup()
         except BaseException as error:  # whatever Dask raises: the result matters more
             logger.warning("job %r could not clean up: %r", self.name, error)
         self.ended = self.log.elapsed
-        settle(self.future, self.name, self.log, self._outcome, bug, detached=self._detached)
+        settle(self.future, self.name, self.log, self._outcome, bug, detached=self.detached)
 
     def _write_timeline(self, path: str) -> None:
         assert self._job_client is not None

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
     from nbelastic.elastic.ranks.runtime import RankSpec
-    from nbelastic.messages import Message, Notice
+    from nbelastic.messages import Message
 
     from .hosted_rank import Key
     from .rank_process import RankProcess
@@ -113,7 +113,9 @@ class Agent(WorkerPlugin):
         self._payloads: dict[str, JobPayload] = {}
         self._connection = ConnectionCheck()
         self._beats = PeriodicCall(HEARTBEAT_INTERVAL_S, self._send_beats)
-        self._notices = NoticeWatcher(worker.loop, self._send_notice, self._shield_nanny)
+        self._notices = NoticeWatcher(
+            worker.loop, lambda each: self._send(NoticeReport(each)), self._shield_nanny
+        )
         worker.stream_handlers[PLUGIN] = self._handle
         shorten_batching(worker.batched_stream)
         slot = Slot(worker.id, worker.address, str(worker.name), host_identity())
@@ -275,9 +277,6 @@ class Agent(WorkerPlugin):
             self._worker.batched_stream.send({"op": FROM_AGENTS, "message": pack(message)})
         except OSError:
             pass  # the scheduler is gone; the worker is about to close for that reason
-
-    def _send_notice(self, notice: Notice) -> None:
-        self._send(NoticeReport(notice))
 
     def _send_beats(self) -> None:
         resume(self._worker.batched_stream)

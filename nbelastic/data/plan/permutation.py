@@ -70,11 +70,6 @@ class Permutation:
         return result
 
 
-def hash_places(places: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
-    """Return 64 random bits for each place, by a key."""
-    return _hash(_hash(places, np.uint64(mix(key))), np.uint64(mix(key, 1)))
-
-
 def _hash(values: NDArray[np.uint64], key: np.uint64) -> NDArray[np.uint64]:
     """Return 64 bits for each value: splitmix64, on arrays, where overflow is no error."""
     mixed = (values + np.uint64(1)) * np.uint64(_STEP) ^ key
@@ -121,6 +116,7 @@ class Draws:
 
     def rows(self, places: Any, key: int) -> Rows:
         """Return the rows drawn at `places`."""
-        drawn = hash_places(np.asarray(places, dtype=np.uint64), key) % self._ends[-1]
+        bits = _hash(np.asarray(places, dtype=np.uint64), np.uint64(mix(key)))
+        drawn = _hash(bits, np.uint64(mix(key, 1))) % self._ends[-1]
         found: Rows = np.searchsorted(self._ends, drawn, side="right").astype(np.int64)
         return found

@@ -243,7 +243,7 @@ class OutputLog:
         self._place = _place(job)
         self._pieces: deque[Output] = deque()
         self._bytes = self._gone = 0
-        self._written = False
+        self.written = False  # whether anything has gone to a file
         self._problem = ""
 
     def add(self, piece: Output, *, write: bool = True) -> str:
@@ -283,11 +283,6 @@ class OutputLog:
         self._pieces.clear()
         self._bytes = self._gone = self.dropped = 0
 
-    @property
-    def written(self) -> bool:
-        """Whether anything has gone to a file."""
-        return self._written
-
     def remark(self) -> str:
         """Return a line on what has been dropped and where it is to be found; empty for nothing."""
         if not self.dropped:
@@ -314,7 +309,7 @@ class OutputLog:
                 file.write(piece.text)
         except OSError as error:
             self._problem = f"what ranks print cannot be written to {self._place}: {error}"
-        self._written = True
+        self.written = True
 
 
 def _size(piece: Output) -> int:
