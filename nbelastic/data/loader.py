@@ -15,11 +15,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbelastic.data.balancer import Balancer
-from nbelastic.data.batch import Batch
-from nbelastic.data.kernels import kernel_fingerprint
-from nbelastic.data.plan import Dealing, Draws, RowLedger, imbalance, mix
+from nbelastic.data.batch import Batch, kernel_fingerprint
+from nbelastic.data.plan import Dealing, Draws, imbalance, mix
 from nbelastic.data.sources import MapSource, StreamRows, StreamSource, UnitSource, WindowedRows
-from nbelastic.data.step import Step
+from nbelastic.data.step import RowLedger, Step
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.ranks.step_share import StepShare

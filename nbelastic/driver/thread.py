@@ -11,10 +11,14 @@ import logging
 import queue
 import random
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nbelastic.driver.loggers import MetricsLogger
+from nbelastic.driver.outcome import abandon, settle
+from nbelastic.driver.records import KernelLog
 from nbelastic.elastic.ranks.timeline import join_parts
 from nbelastic.errors import ClusterLost
 from nbelastic.membership import JobView, Machine, Stage, unpack_machine, view
@@ -40,18 +44,12 @@ from nbelastic.messages import (
     WorkerRefused,
 )
 
-from .clock import LiveClock
-from .loggers import MetricsLogger
-from .outcome import abandon, settle
-from .records import KernelLog
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, MutableMapping
 
     from nbelastic.cluster import JobClient
+    from nbelastic.driver.options import Options
     from nbelastic.messages import FaultOrder, Message
-
-    from .options import Options
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +84,31 @@ class Inbox(Protocol):
 
     def get(self, *, timeout: float) -> Event | ToDriver | _Pause:
         """Return the next item, or raise ``queue.Empty`` after `timeout` seconds."""
+
+
+class LiveClock:
+    """A clock that stands still while its owner could not listen.
+
+    A laptop sleeps, a cell holds the interpreter for a minute: afterwards many messages wait to be
+    read, and no deadline may pass before they are. So between two looks at the clock at most
+    `most` seconds count, and its owner looks more often than that while it listens.
+    """
+
+    def __init__(self, most: float = 2.0, source: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._source = source
+        self._last = source()
+        self._now = 0.0
+
+    def set(self, now: float) -> None:
+        """Make the clock show `now`."""
+        self._last, self._now = self._source(), now
+
+    def now(self) -> float:
+        """Return seconds since the clock was made, pauses left out."""
+        last, self._last = self._last, self._source()
+        self._now += min(self._last - last, self._most)
+        return self._now
 
 
 class Driver:

@@ -19,7 +19,6 @@ from dask.utils import parse_bytes
 
 from nbelastic.cluster import JobLog, Modules, Returned
 from nbelastic.driver import display
-from nbelastic.driver.clock import steady_time
 from nbelastic.driver.records.metrics import MetricsAggregator
 from nbelastic.driver.status import HistoryEvent, Output
 from nbelastic.errors import OptionError
@@ -31,6 +30,12 @@ if TYPE_CHECKING:
     from nbelastic.messages import CodeLine, LogContents, RankTelemetry, Reason
 
 OUTPUT_GAP = "output of ranks was left out, because this kernel did not read it for a while"
+
+
+def steady_time() -> float:
+    """Return seconds on a clock that is never set, and that goes on while a laptop sleeps."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux; there, time.monotonic stands still
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 class KernelLog(JobLog):
