@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.meet import Place, meet, meet_over_gloo
 from benchmarks.training_models import CLASSES, parameters_of, perceptron
 from benchmarks.training_rank import Member
-from nbelastic.cluster.worker.rank.allocator import keep_freed_memory
+from nbelastic.cluster.worker.rank.main import keep_freed_memory
 from nbelastic.data import Batch, Loader
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import CollectiveError

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.meet import Place, meet, meet_over_gloo, meet_over_nccl
 from benchmarks.training_models import TASKS, parameters_of
-from nbelastic.cluster.worker.rank.allocator import keep_freed_memory
+from nbelastic.cluster.worker.rank.main import keep_freed_memory
 from nbelastic.elastic.ranks.context import LocalContext, activate
 from nbelastic.torch import DistributedOptimizer
 from nbelastic.torch.process_group import ElasticProcessGroup

@@ -17,8 +17,7 @@ from rich.console import Console
 
 import nbelastic
 from nbelastic.cli.hosts import HostCluster
-from nbelastic.cli.view.frame import frame
-from nbelastic.cli.view.live import as_text
+from nbelastic.cli.view.live import as_text, frame
 from nbelastic.driver import set_display
 from nbelastic.render import JobSnapshot
 

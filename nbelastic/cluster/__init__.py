@@ -7,12 +7,11 @@ them run in several processes; each names them.
 from .job_log import JobLog
 from .journal import replay
 from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_wish
-from .kernel.gitignore import GitIgnore
 from .kernel.own_cluster import NO_PAGES, configuration, own_security, publish, security_of
 from .kernel.partitions import HeldPartitions, hold_partitions, with_sources
 from .kernel.preflight import check_versions, pack_function
 from .kernel.reachability import check_answers, check_scheduler
-from .kernel.sources import why_missing
+from .kernel.sources import GitIgnore, why_missing
 from .payload import Modules
 from .pulled import LARGE, Returned, check_pulled, put, variables_of
 from .rank_error import Failure, summary_of, unpack_error

@@ -34,13 +34,6 @@ def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
     return staged
 
 
-def copy_back(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Copy `buffer`, which :func:`on_host` returned for `tensor`, to the tensor."""
-    if not is_on_host(tensor):
-        # The allocator of pinned memory keeps it until the stream has passed the copy.
-        tensor.detach().copy_(buffer, non_blocking=True)
-
-
 def delivered(
     handle: Handle, tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
 ) -> Handle:
@@ -77,7 +70,9 @@ def copying_back(
 
     def deliver() -> None:
         for tensor, buffer in zip(tensors, buffers, strict=True):
-            copy_back(tensor, buffer)
+            if not is_on_host(tensor):
+                # The allocator of pinned memory keeps it until the stream has passed the copy.
+                tensor.detach().copy_(buffer, non_blocking=True)
 
     return deliver
 

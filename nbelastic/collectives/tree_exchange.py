@@ -46,12 +46,6 @@ _SERIAL = 32_000
 """Elements that are added at a time: few enough for torch not to start threads of its own."""
 
 
-def share_bounds(count: int, ranks: int) -> list[int]:
-    """Return where the share of each rank in `count` elements begins, and `count`."""
-    lines = -(-count // _LINE)
-    return [min(lines * rank // ranks * _LINE, count) for rank in range(ranks + 1)]
-
-
 def sum_along_tree(
     values: Sequence[torch.Tensor],
     order: Sequence[int],
@@ -147,7 +141,10 @@ def sum_shares(
 
     `exchange` begins an all-to-all. Returns the handle on the last one.
     """
-    shares = [*itertools.pairwise(share_bounds(output.numel(), blocks.ranks))]
+    count, ranks = output.numel(), blocks.ranks
+    lines = -(-count // _LINE)
+    bounds = [min(lines * each // ranks * _LINE, count) for each in range(ranks + 1)]
+    shares = [*itertools.pairwise(bounds)]
     nothing = output[:0]
 
     def begin(chunk: list[slice]) -> tuple[list[torch.Tensor], Handle]:

@@ -15,11 +15,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbelastic.data.balancer import Balancer
-from nbelastic.data.batch import Batch
-from nbelastic.data.kernels import kernel_fingerprint
-from nbelastic.data.plan import Dealing, Draws, RowLedger, imbalance, mix
+from nbelastic.data.batch import Batch, kernel_fingerprint
+from nbelastic.data.plan import Dealing, Draws, imbalance, mix
 from nbelastic.data.sources import MapSource, StreamRows, StreamSource, UnitSource, WindowedRows
-from nbelastic.data.step import Step
+from nbelastic.data.step import RowLedger, Step
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.ranks.step_share import StepShare
@@ -211,7 +210,7 @@ class Loader:
         self._threads = torch.get_num_threads()
         self._kernels = kernel_fingerprint() if batch.exact else ""
         self._state: Callable[[], Any] = lambda: None
-        self.participants: list[StepParticipant] = []
+        self.participants: list[StepParticipant] = []  # they take part in each step
         self._share: StepShare | None = None
         self._unsettled: tuple[Dealing, int, StepShare, list[int]] | None = None
         self.balancer = Balancer(self.batch.micro_batches, by_speed=balance == "speed")
@@ -313,17 +312,13 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, unless it has begun. A state with ``epoch`` among its values does it."""
         if epoch != self.epoch:
-            self._warn_if_left_early(epoch)
+            done, steps = self.step, self._dealing.steps
+            knows = self.participants and not self._source.is_open
+            if knows and epoch > self.epoch and 0 < done < steps:  # a commit has it as unfinished
+                self._say(LEFT_EARLY.format(epoch=self.epoch, done=done, steps=steps))
             self._dealing = dataclasses.replace(self._dealing, epoch=int(epoch))
             self.step = 0
             self._completed_in = None
-
-    def _warn_if_left_early(self, epoch: int) -> None:
-        """Warn that an epoch was left which a commit takes for unfinished."""
-        done, steps = self.step, self._dealing.steps
-        knows = self.participants and not self._source.is_open
-        if knows and epoch > self.epoch and 0 < done < steps:
-            self._say(LEFT_EARLY.format(epoch=self.epoch, done=done, steps=steps))
 
     def sample(self) -> Any:
         """Return a micro-batch like those of the training, which counts nowhere."""
@@ -497,10 +492,6 @@ class Loader:
     def follow(self, state: object) -> None:
         """Take the number of the epoch from ``state.epoch``, where there is one."""
         self._state = weakref.ref(state)
-
-    def add_participant(self, participant: StepParticipant) -> None:
-        """Make an object take part in each step."""
-        self.participants.append(participant)
 
     def rows_in_commit(self) -> DataProgress:
         """Record that all steps so far are in a commit, and return the rows that it has."""

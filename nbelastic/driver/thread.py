@@ -11,10 +11,14 @@ import logging
 import queue
 import random
 import threading
+import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nbelastic.driver.loggers import MetricsLogger
+from nbelastic.driver.outcome import abandon, settle
+from nbelastic.driver.records import KernelLog
 from nbelastic.elastic.ranks.timeline import join_parts
 from nbelastic.errors import ClusterLost
 from nbelastic.membership import JobView, Machine, Stage, unpack_machine, view
@@ -40,18 +44,12 @@ from nbelastic.messages import (
     WorkerRefused,
 )
 
-from .clock import LiveClock
-from .loggers import MetricsLogger
-from .outcome import abandon, settle
-from .records import KernelLog
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, MutableMapping
 
     from nbelastic.cluster import JobClient
+    from nbelastic.driver.options import Options
     from nbelastic.messages import FaultOrder, Message
-
-    from .options import Options
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +87,31 @@ class Inbox(Protocol):
 
     def get(self, *, timeout: float) -> Event | ToDriver | _Pause:
         """Return the next item, or raise ``queue.Empty`` after `timeout` seconds."""
+
+
+class LiveClock:
+    """A clock that stands still while its owner could not listen.
+
+    A laptop sleeps, a cell holds the interpreter for a minute: afterwards many messages wait to be
+    read, and no deadline may pass before they are. So between two looks at the clock at most
+    `most` seconds count, and its owner looks more often than that while it listens.
+    """
+
+    def __init__(self, most: float = 2.0, source: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._source = source
+        self._last = source()
+        self._now = 0.0
+
+    def set(self, now: float) -> None:
+        """Make the clock show `now`."""
+        self._last, self._now = self._source(), now
+
+    def now(self) -> float:
+        """Return seconds since the clock was made, pauses left out."""
+        last, self._last = self._last, self._source()
+        self._now += min(self._last - last, self._most)
+        return self._now
 
 
 class Driver:
@@ -140,7 +163,7 @@ class Driver:
         self._look_at = 0.0
         self._seq = 0
         self._loggers: list[MetricsLogger] = []
-        self._detached = self._away = False
+        self.detached = self._away = False
         self._now = 0.0
         self._outcome: Outcome | None = None
         self._job_client: JobClient | None = None
@@ -217,11 +240,6 @@ class Driver:
         """Whether the connection to the scheduler is lost, and may come back."""
         return self._away and self._outcome is None
 
-    @property
-    def detached(self) -> bool:
-        """Whether another kernel drives it now."""
-        return self._detached
-
     # -- the thread ----------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -234,7 +252,7 @@ class Driver:
         self._finish(bug)
 
     def _loop(self) -> None:
-        while self._outcome is None and not self._detached:
+        while self._outcome is None and not self.detached:
             deadline = self._machine.deadline()
             self._look_at_workers()
             wait = LONGEST_WAIT
@@ -282,7 +300,7 @@ class Driver:
         if self._job_client.drives():
             return True
         self._attach_again()
-        return self._machine is machine and not self._away and not self._detached
+        return self._machine is machine and not self._away and not self.detached
 
     def _look_at_connection(self) -> Event | None:
         assert self._job_client is not None
@@ -296,7 +314,10 @@ class Driver:
             if self._away:  # time does not count until it is clear what has become of the job
                 self._clock.set(self._now)
             return None
-        return ClusterGone(f"the Dask client is {status}; {self._afterlife()}")
+        return ClusterGone(
+            f"the Dask client is {status}; if its scheduler lives, the job goes on there for up to "
+            f"{self.options.lease:g} s: nbelastic.attach({self.name!r}, cluster=...) takes it over"
+        )
 
     def _look_at_workers(self) -> None:
         """Each second, look for workers that Dask's cluster has closed for good."""
@@ -311,12 +332,6 @@ class Driver:
         elif new:
             names = ", ".join(sorted(map(str, new)))
             self.log.note(Record("warning", detail=CLOSED_FOR_GOOD.format(names=names)))
-
-    def _afterlife(self) -> str:
-        return (
-            f"if its scheduler lives, the job goes on there for up to {self.options.lease:g} s: "
-            f"nbelastic.attach({self.name!r}, cluster=...) takes it over"
-        )
 
     # -- taking a job over ---------------------------------------------------------------------
 
@@ -348,7 +363,7 @@ class Driver:
             for wish in self._wishes:
                 self._inbox.put(wish)
         elif answer.problem == "taken":
-            self._detached = True
+            self.detached = True
         else:
             self._step(ClusterGone("the scheduler was restarted, or has given the job up"))
 
@@ -412,18 +427,18 @@ class Driver:
         try:
             if bug is not None:
                 logger.error("the driver of job %r failed", self.name, exc_info=bug)
-            if self._job_client is not None and self._detached:
+            if self._job_client is not None and self.detached:
                 self._job_client.detach()
             elif self._job_client is not None:
                 self._job_client.close()
                 self.free_workers = self._job_client.free_workers
-            if self.options.timeline is not None and not self._detached:
+            if self.options.timeline is not None and not self.detached:
                 self._write_timeline(self.options.timeline)
             self._cleanup()
         except BaseException as error:  # whatever Dask raises: the result matters more
             logger.warning("job %r could not clean up: %r", self.name, error)
         self.ended = self.log.elapsed
-        settle(self.future, self.name, self.log, self._outcome, bug, detached=self._detached)
+        settle(self.future, self.name, self.log, self._outcome, bug, detached=self.detached)
 
     def _write_timeline(self, path: str) -> None:
         assert self._job_client is not None

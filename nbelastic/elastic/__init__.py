@@ -4,7 +4,7 @@
 :mod:`nbelastic.torch.elastic`. Nothing here imports torch before a rank needs it.
 """
 
-from .checkpoint.load import load_checkpoint
+from .checkpoint.files import load_checkpoint
 from .loop import run
 from .ranks.context import current, initialize, shutdown
 from .ranks.ranks import cross_rank, cross_size, local_rank, local_size, rank, size

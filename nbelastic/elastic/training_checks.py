@@ -119,18 +119,14 @@ class TrainingChecks:
         """Record a commit; sample the parameters if it is one of :data:`MOMENTS`."""
         self._commits += 1
         if self._commits == 1:
-            self._check_epoch()
+            before, now = self._epoch, getattr(self._state, "epoch", None)
+            if before is not None and isinstance(now, int) and now < before:
+                warn(self._session, EPOCH_WENT_BACK.format(before=before, now=now))
         if self._waits:
             self.close()
         if self._commits in MOMENTS:
             self._sample(self._commits)
             self._look_for_moving()
-
-    def _check_epoch(self) -> None:
-        """Warn of a loop that begins at the first epoch again, although some are done."""
-        before, now = self._epoch, getattr(self._state, "epoch", None)
-        if before is not None and isinstance(now, int) and now < before:
-            warn(self._session, EPOCH_WENT_BACK.format(before=before, now=now))
 
     def _look_for_moving(self) -> None:
         """Warn of values in modules that are different from those at the sample before."""

@@ -318,7 +318,10 @@ class _Training:
 
     def _fit(self, epoch: int, steps: int | None) -> None:
         if isinstance(self._feed, LoaderFeed):
-            self._build(self._feed)
+            # Metrics and loss are built by a micro-batch; Keras would take a step for a batch.
+            compiled = getattr(self._model, "_compile_metrics", None)
+            if compiled is None or not compiled.built:
+                self._model.test_on_batch(*_as_tuple(self._feed.sample()))
         with warnings.catch_warnings():
             # Of data whose length is not known, Keras complains that they end.
             warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
@@ -421,13 +424,6 @@ class _Training:
         return _floats(model.get_metrics_result())
 
     # -- steps of a loader -----------------------------------------------------------------------
-
-    def _build(self, feed: LoaderFeed) -> None:
-        """Build metrics and loss by a micro-batch; Keras would take a whole step for a batch."""
-        compiled = getattr(self._model, "_compile_metrics", None)
-        if compiled is None or not compiled.built:
-            batch = feed.sample()
-            self._model.test_on_batch(*_as_tuple(batch))
 
     def _train_on_step(self, data: Any) -> Any:
         """Train on the micro-batches of a step; Keras calls this for a batch."""

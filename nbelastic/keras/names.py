@@ -14,20 +14,20 @@ from nbelastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from nbelastic.keras.ops import broadcast_global_variables
 from nbelastic.keras.optimizer import DistributedOptimizer
 from nbelastic.torch.ops.broadcast import allgather_object, broadcast_object
-from nbelastic.torch.ops.built import (
+from nbelastic.torch.ops.coordination import global_process_set
+from nbelastic.torch.ops.environment import (
     ccl_built,
     cuda_built,
     ddl_built,
     gloo_built,
     gloo_enabled,
+    init,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
     rocm_built,
 )
-from nbelastic.torch.ops.coordination import global_process_set
-from nbelastic.torch.ops.environment import init
 from nbelastic.torch.ops.functions import barrier
 from nbelastic.torch.ops.operation import Adasum
 from nbelastic.torch.ops.reductions import Average, Max, Min, Product, Sum

@@ -149,8 +149,9 @@ class KerasState(TorchState):
         self._back = back
         self._keras = {"model": model, "optimizer": optimizer}
         progress = self._progress = FitProgress(() if optimizer is None else rates_of(optimizer))
+        buffers = model.buffers() if isinstance(model, torch.nn.Module) else ()
         parts = {
-            "model": Variables(model.variables, back, _buffers_of(model)),
+            "model": Variables(model.variables, back, [*buffers]),
             "optimizer": self._part_of_optimizer(optimizer),
         }
         self._parts = parts
@@ -286,11 +287,6 @@ class KerasState(TorchState):
                 f"torch back end; Keras has {self._back.name}. Use hvd.elastic.ElasticDataset"
             )
         return loaders
-
-
-def _buffers_of(model: Any) -> Sequence[torch.Tensor]:
-    """Return the buffers of PyTorch's modules in a model."""
-    return [*model.buffers()] if isinstance(model, torch.nn.Module) else ()
 
 
 def run(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:

@@ -5,9 +5,8 @@ slots each job should have, :class:`SharePolicy` when that takes effect, and :fu
 job each slot is for.
 """
 
-from .assignment import Assignment, SharedSlot, assign
+from .allocation import Assignment, SharedSlot, SlotGroup, Want, assign
 from .fair_share import shares
-from .model import SlotGroup, Want
 from .policy import SharePolicy, SharingRules
 
 __all__ = [

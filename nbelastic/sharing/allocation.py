@@ -1,4 +1,4 @@
-"""Numbers of slots given to jobs, under what the slots allow.
+"""Slots given to jobs: what jobs want, how many slots they can have, and which.
 
 Slots are matched with jobs: a job that could use others makes way for one that cannot (augmenting
 paths in a flow network).
@@ -7,13 +7,43 @@ paths in a flow network).
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from .model import SlotGroup, Want
+
+@dataclass(frozen=True)
+class Want:
+    """What a job wants of the slots of its cluster."""
+
+    job: str  # name
+    since: float = 0.0  # when it was submitted
+    least: int = 1  # its floor: with fewer slots it cannot train
+    # Most slots that it can use, at least `least`; infinite: all that there are.
+    most: float = math.inf
+    kept: int = 0  # slots that it holds and that are not taken from it, at most `most`
+    has: int = 0  # slots that it has, by which ties are decided
+    running: bool = False  # it has had its floor, or has a state that can be lost
+    waiting_since: float | None = None  # since when it has been below its floor; None: it is not
+    priority: int = 0  # jobs of a higher priority are served first
+    weight: float = 1.0  # its part of what a priority has, relative to others; above 0
+    preemptible: bool = False  # a job of a higher priority may take slots of its floor
+    resumable: bool = False  # it yields what it keeps without a loss: its state is on disk
+    per_host: int | None = None  # most slots on one host; None: no limit
+
+
+@dataclass(frozen=True)
+class SlotGroup:
+    """Slots that are alike: on one host, and of use to the same jobs."""
+
+    size: int  # number of the slots
+    host: str = ""
+    jobs: frozenset[str] | None = None  # that can use them; None: all
+
 
 Node: TypeAlias = "tuple[str, str] | tuple[str, str, str] | int"
 """A job, a job on a host, or a group of slots."""
@@ -133,3 +163,83 @@ class Allocation:
     def save(self) -> Allocation:
         """Return a copy."""
         return copy.deepcopy(self)
+
+
+@dataclass(frozen=True)
+class SharedSlot:
+    """A slot in a cluster that jobs share."""
+
+    id: str
+    host: str = ""
+    jobs: frozenset[str] | None = None  # that can use it; None: all
+    holder: str | None = None  # the job that has it, and is to have it if its share allows
+    free: bool = True  # it can be claimed now
+
+
+@dataclass
+class Assignment:
+    """Slots that jobs may claim, and slots that they have to leave."""
+
+    reserved: dict[str, str] = field(default_factory=dict)  # the job for which each free slot is
+    # By job: slots that it has to leave, because another job can use no other.
+    reclaimed: dict[str, list[str]] = field(default_factory=dict)
+
+
+def assign(
+    wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
+) -> Assignment:
+    """Return the slots that each job may claim, and those that it has to leave.
+
+    Earlier `wants` choose first; `given` has the share of each job; `slots` has all slots. A job
+    that has more than its share keeps the first of its slots.
+    """
+    everyone = {want.job for want in wants}
+    alike = all(want.per_host is None for want in wants) and all(
+        slot.jobs is None or everyone <= slot.jobs for slot in slots
+    )
+    return _in_order(wants, given, slots) if alike else _matched(wants, given, slots)
+
+
+def _in_order(
+    wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
+) -> Assignment:
+    """Reserve free slots one after the other: whatever becomes free will do."""
+    held = dict.fromkeys(given, 0)
+    for slot in slots:
+        if slot.holder in held:
+            held[slot.holder] += 1
+    free = iter([slot.id for slot in slots if slot.free and slot.holder is None])
+    found = Assignment()
+    for want in wants:
+        for _ in range(given[want.job] - held[want.job]):
+            slot_id = next(free, None)
+            if slot_id is None:
+                return found
+            found.reserved[slot_id] = want.job
+    return found
+
+
+def _matched(
+    wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
+) -> Assignment:
+    """Match slots with jobs; a job may exchange a slot that another job needs."""
+    matched = Allocation(wants, [SlotGroup(1, slot.host, slot.jobs) for slot in slots])
+    for number, slot in enumerate(slots):
+        holder = slot.holder
+        if holder is not None and matched.count.get(holder, 0) < given.get(holder, 0):
+            matched.give(holder, number)
+    for want in wants:
+        for number, slot in enumerate(slots):
+            if slot.free and matched.count[want.job] < given[want.job]:
+                matched.give(want.job, number)
+        while matched.count[want.job] < given[want.job]:
+            if not matched.add(want.job):
+                break
+    found = Assignment()
+    for number, slot in enumerate(slots):
+        owner = next((job for job, used in matched.used[number].items() if used), None)
+        if slot.holder is not None and owner != slot.holder and slot.holder in given:
+            found.reclaimed.setdefault(slot.holder, []).append(slot.id)
+        elif slot.free and slot.holder is None and owner is not None:
+            found.reserved[slot.id] = owner
+    return found

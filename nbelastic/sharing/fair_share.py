@@ -12,7 +12,7 @@ from .allocation import Allocation
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .model import SlotGroup, Want
+    from .allocation import SlotGroup, Want
 
 
 def shares(
@@ -70,7 +70,8 @@ class _Floors:
         for want in [*first, *by_priority]:
             if want.since > door or self._try_with_victims(want):
                 continue
-            if self._impatient(want) and _could_ever(want, capacity):
+            # A floor that does not fit even alone waits in vain, and holds no job up.
+            if self._impatient(want) and _raise(Allocation([want], capacity), want, want.least):
                 door = want.since
         for want in sorted(running, key=lambda w: (-w.priority, w.since, w.job)):
             self._try(want)  # what was taken back in vain
@@ -105,11 +106,6 @@ class _Floors:
                 return True
         self.allocation = saved
         return False
-
-
-def _could_ever(want: Want, capacity: Sequence[SlotGroup]) -> bool:
-    """Return whether a job's floor fits if it is alone; if not, it waits in vain."""
-    return _raise(Allocation([want], capacity), want, want.least)
 
 
 def _fill(allocation: Allocation, wants: Sequence[Want]) -> None:

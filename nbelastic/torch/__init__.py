@@ -28,19 +28,6 @@ from nbelastic.torch.ops.broadcast import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from nbelastic.torch.ops.built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    is_homogeneous,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
 from nbelastic.torch.ops.compression import Compression
 from nbelastic.torch.ops.coordination.joined_rank import join
 from nbelastic.torch.ops.coordination.process_sets import (
@@ -49,7 +36,22 @@ from nbelastic.torch.ops.coordination.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from nbelastic.torch.ops.environment import init
+from nbelastic.torch.ops.environment import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+    start_timeline,
+    stop_timeline,
+)
 from nbelastic.torch.ops.functions import (
     allgather,
     allgather_async,
@@ -87,7 +89,6 @@ from nbelastic.torch.ops.reductions import (
     sparse_allreduce_async,
 )
 from nbelastic.torch.ops.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from nbelastic.torch.ops.timeline import start_timeline, stop_timeline
 from nbelastic.torch.process_group import install as _install
 
 _distributed_sampler.install()

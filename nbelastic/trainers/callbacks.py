@@ -126,7 +126,7 @@ class Callbacks:
             if key not in content["attributes"]:  # added since
                 continue
             values, changed = content["attributes"][key]
-            values = {name: _unshared(value) for name, value in values.items()}
+            values = _mapped(values, lambda each: each.array if isinstance(each, _Shared) else each)
             start = self._start.get(key, {})
             if exact:
                 _put(callback, self._plain(callback), values)
@@ -228,10 +228,6 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _share(value: Any) -> Any:
     return _mapped(value, lambda each: _Shared(each) if isinstance(each, np.ndarray) else each)
-
-
-def _unshared(value: Any) -> Any:
-    return _mapped(value, lambda each: each.array if isinstance(each, _Shared) else each)
 
 
 def _copied(value: Any) -> Any:

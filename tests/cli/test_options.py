@@ -17,8 +17,8 @@ from click.testing import CliRunner
 import nbelastic
 from nbelastic.cli import clusters
 from nbelastic.cli import run as running
+from nbelastic.cli.commands import HOROVODS, TERMINAL, RunCommand, flags_of, run_command
 from nbelastic.cli.entry import COMMANDS, elastic
-from nbelastic.cli.options import HOROVODS, TERMINAL, RunCommand, flags_of, run_command
 from nbelastic.driver.options import OF_SCRIPTS
 from nbelastic.errors import OptionError
 

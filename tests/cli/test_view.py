@@ -20,8 +20,7 @@ from rich.console import Console
 from nbelastic.cli.run import view_options
 from nbelastic.cli.view import CommandDisplay, ViewOptions
 from nbelastic.cli.view.display import JsonView, WaitView
-from nbelastic.cli.view.frame import frame
-from nbelastic.cli.view.live import LiveView
+from nbelastic.cli.view.live import LiveView, frame
 from nbelastic.driver.status import Progress
 from nbelastic.render import FIGURES, JobSnapshot, line, page
 from nbelastic.render.figures import Figure

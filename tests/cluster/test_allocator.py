@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="there
 MEASURE = """
 import resource
 import torch
-from nbelastic.cluster.worker.rank.allocator import keep_freed_memory
+from nbelastic.cluster.worker.rank.main import keep_freed_memory
 
 def faults():  # pages of memory that came from the system: for gradients of 44 MB, 11,264
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -62,7 +62,7 @@ FIRST_STEP = """
 import os, resource, sys
 import torch
 import nbelastic.torch as hvd
-from nbelastic.cluster.worker.rank.allocator import keep_freed_memory
+from nbelastic.cluster.worker.rank.main import keep_freed_memory
 
 hvd.init()
 small = [bytearray(n % 5000) for n in range(50_000)]  # as code before the loop leaves them

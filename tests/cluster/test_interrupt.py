@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from nbelastic.cluster.worker.rank import interrupt as room
-from nbelastic.cluster.worker.rank.interrupt import SIGNAL, SignalInterrupt
+from nbelastic.cluster.worker.rank import main as room
+from nbelastic.cluster.worker.rank.main import SIGNAL, SignalInterrupt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
-from nbelastic.cluster.worker import rank_output
-from nbelastic.cluster.worker.rank_output import CROWDED, FULL, INTERVAL, PATIENCE, OutputBuffer
+from nbelastic.cluster.worker import hosted_rank
+from nbelastic.cluster.worker.hosted_rank import CROWDED, FULL, INTERVAL, PATIENCE, OutputBuffer
 from tests.support.virtual_time import run
 
 
@@ -83,7 +83,7 @@ def test_a_rank_that_is_faster_than_the_connection_waits() -> None:
         await asyncio.sleep(PATIENCE / 2)
         assert not scene.sent
         scene.waiting = 0
-        await asyncio.sleep(2 * rank_output.PAUSE)
+        await asyncio.sleep(2 * hosted_rank.PAUSE)
         assert not scene.paused
         assert sum(map(len, scene.sent)) == FULL + 1
 

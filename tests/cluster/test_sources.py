@@ -14,9 +14,8 @@ import cloudpickle
 import pytest
 
 from nbelastic.cluster.kernel import sources
-from nbelastic.cluster.kernel.gitignore import GitIgnore
 from nbelastic.cluster.kernel.preflight import pack_function
-from nbelastic.cluster.kernel.sources import collect, why_missing
+from nbelastic.cluster.kernel.sources import GitIgnore, collect, why_missing
 from nbelastic.cluster.payload import Modules, unpack_call, unpack_modules
 from nbelastic.cluster.worker.rank.modules import install
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nbelastic.collectives import Rendezvous, RendezvousServer, connect
-from nbelastic.collectives.gloo.gloo_store import GlooStore
+from nbelastic.collectives.gloo.group import GlooStore
 from nbelastic.collectives.gloo.sockets import endpoints_of
 from nbelastic.collectives.rendezvous import handshake
 from nbelastic.collectives.rendezvous.handshake import (

@@ -41,7 +41,7 @@ class Anything:
 def test_rows_are_counted_once_whatever_is_rolled_back(schedule: list[tuple[int, str]]) -> None:
     with activate(StaticContext(SoloCommunicator(generation=1))):
         loader = Loader(range(ROWS), Batch(8, micro=2))
-        loader.add_participant(Anything())
+        loader.participants.append(Anything())
         saved, seen, redone = loader.state_dict(), 0, 0
         for steps, what in [*schedule, (99, "commit"), (99, "commit")]:
             begun = 0

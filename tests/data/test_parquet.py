@@ -26,8 +26,7 @@ from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Arrow, Batch, Loader, Parquet
 from nbelastic.data.plan.ranges import RowRange, Window
 from nbelastic.data.sources.row_block import RowBlock
-from nbelastic.data.sources.units import UnitSource, parse_bytes
-from nbelastic.data.sources.windows import LoadedWindow, WindowReader
+from nbelastic.data.sources.units import LoadedWindow, UnitSource, WindowReader, parse_bytes
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import DataError, OptionError, StateMismatch
 from tests.support.world import StaticContext

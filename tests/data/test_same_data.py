@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, rand
 import nbelastic.torch as hvd
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Batch, Loader
-from nbelastic.data.sources.comparison import difference, sample_of
+from nbelastic.data.sources.row_source import difference, sample_of
 from nbelastic.data.sources.seeding import generators_in
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import StateMismatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -176,7 +177,7 @@ def test_a_clock_that_is_set_back_makes_no_job_younger(monkeypatch):
     job = Job(Driver("digits", Options(), lambda: None))
     log = job._driver.log
     log.note(Record("joined"))
-    earlier = SimpleNamespace(time=lambda: log.started - 3600.0)
+    earlier = SimpleNamespace(**vars(time) | {"time": lambda: log.started - 3600.0})
     monkeypatch.setattr("nbelastic.cluster.job_log.time", earlier)
     monkeypatch.setattr("nbelastic.driver.records.job_log.time", earlier)
     log.note(Record("reset"))

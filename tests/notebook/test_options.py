@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 import nbelastic
-from nbelastic.cli.options import run_command
+from nbelastic.cli.commands import run_command
 from nbelastic.driver.options import OF_SCRIPTS, ROWS, TABLE, Options
 from nbelastic.errors import OptionError
 from nbelastic.notebook.commands import _written

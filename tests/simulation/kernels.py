@@ -7,10 +7,9 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster import JobClient, pack_function
-from nbelastic.driver.clock import LiveClock
 from nbelastic.driver.fit import terms_of
 from nbelastic.driver.options import Options
-from nbelastic.driver.thread import Driver
+from nbelastic.driver.thread import Driver, LiveClock
 from nbelastic.errors import ClusterLost, Detached, OptionError
 from nbelastic.messages import AttachRefusal
 

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from nbelastic.torch.state.copies import Copies
+from nbelastic.torch.state.commit import Copies
 
 
 def test_what_is_not_held_is_copied_each_time() -> None:

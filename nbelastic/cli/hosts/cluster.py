@@ -22,7 +22,7 @@ from nbelastic.cluster import NO_PAGES, ElasticPlugin, configuration, own_securi
 from nbelastic.errors import summary_of
 from nbelastic.render import count
 
-from .discovery import DiscoveryFailed, FailureCount, checked, slots_of
+from .discovery import DiscoveryFailed, FailureCount, checked
 from .worker import LOOPBACK_HTTP, SlotNanny, SshOptions, SshWorker, is_local
 
 if TYPE_CHECKING:
@@ -141,7 +141,8 @@ class HostCluster(SpecCluster):
     async def _bring_in_line(self, hosts: Hosts) -> None:
         if self.status != Status.running:
             return
-        wanted, present = dict.fromkeys(slots_of(hosts)), dict.fromkeys(self._present())
+        wanted = {f"{host}:{slot}": None for host in hosts for slot in range(hosts[host])}
+        present = dict.fromkeys(self._present())
         gone = [name for name in present if name not in wanted]
         come = [name for name in wanted if name not in present]
         self._announce(gone, come)

@@ -111,11 +111,6 @@ def parse_output(text: str, default: int = 1) -> dict[str, int]:
     return found
 
 
-def slots_of(hosts: Hosts) -> list[str]:
-    """Return the names of all slots: ``a:0``, ``a:1``."""
-    return [f"{host}:{slot}" for host, slots in hosts.items() for slot in range(slots)]
-
-
 class FailureCount:
     """Consecutive failures of something that is tried again; each doubles the delay."""
 

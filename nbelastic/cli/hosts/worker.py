@@ -166,7 +166,9 @@ class SshWorker(Process):
         try:
             await asyncio.wait_for(self._connect(), self._options.start_within_s)
             started = True
-            await self._read_log()
+            log: Any = self.proc  # read to its end, because a full pipe would block the worker
+            while line := await log.stderr.readline():
+                self._lines.append(line.strip())
             problem = self._last_words("its worker has ended")
         except (asyncio.TimeoutError, TimeoutError):
             problem = self._last_words(
@@ -195,12 +197,6 @@ class SshWorker(Process):
             if "worker at" in line:
                 return
         raise RuntimeError(self._last_words("its worker could not be started"))
-
-    async def _read_log(self) -> None:
-        """Read the worker's log to its end: a full pipe would block the worker."""
-        log: Any = self.proc
-        while line := await log.stderr.readline():
-            self._lines.append(line.strip())
 
     def _last_words(self, problem: str) -> str:
         last = next((line for line in reversed(self._lines) if line), "")

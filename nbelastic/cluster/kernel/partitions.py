@@ -68,7 +68,9 @@ def hold_partitions(client: Client, sources: Sequence[Any]) -> HeldPartitions:
     """Compute the partitions of sources, and give the sources their keys and sizes."""
     held: list[Future[Any]] = []
     for source in sources:
-        columns = [_partitions_of(client, each) for each in source.collections]
+        computed = [futures_of(client.persist(each)) for each in source.collections]
+        # A persisted dataframe may have other keys than its futures, whose last parts are places.
+        columns = [sorted(futures, key=lambda future: future.key[1:]) for futures in computed]
         parts = list(zip(*columns, strict=True))
         futures = [future for part in parts for future in part]
         found = client.gather(client.map(_measure, futures, pure=False))
@@ -80,14 +82,6 @@ def hold_partitions(client: Client, sources: Sequence[Any]) -> HeldPartitions:
         source.hold(texts, rows, sum(size for _, size in found))
         held += futures
     return HeldPartitions(held)
-
-
-def _partitions_of(client: Client, collection: Any) -> list[Future[Any]]:
-    """Compute a collection on the cluster; return its partitions in their order.
-
-    A persisted dataframe may have other keys than its futures, whose last parts are the positions.
-    """
-    return sorted(futures_of(client.persist(collection)), key=lambda future: future.key[1:])
 
 
 def _measure(part: Any) -> tuple[int, int]:

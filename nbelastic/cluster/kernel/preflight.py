@@ -116,7 +116,11 @@ def pack_function(
 
     NotPicklable names the variable, argument or attribute that cannot travel.
     """
-    _refuse_unusable(function, args, kwargs)
+    # Objects that pickle, but of which a rank would get one that does not serve.
+    for name, value in parts_of(function, args, kwargs):
+        for where, inner in itertools.islice(_elements(value), MOST_ELEMENTS):
+            if problem := _problem(inner):
+                raise NotPicklable(f"{where} of {name} {problem}" if where else f"{name} {problem}")
     try:
         call, names = dumps_noting((function, args, kwargs))
     except Exception as error:  # pickling runs code of any class
@@ -169,16 +173,6 @@ def _captured(function: Callable[..., Any]) -> dict[str, Any]:
     except ValueError:  # an outer variable has no value yet
         return {}
     return {**captured.globals, **captured.nonlocals}
-
-
-def _refuse_unusable(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Refuse objects that pickle, but of which a rank would get one that does not serve."""
-    for name, value in parts_of(function, args, kwargs):
-        for where, inner in itertools.islice(_elements(value), MOST_ELEMENTS):
-            if problem := _problem(inner):
-                raise NotPicklable(f"{where} of {name} {problem}" if where else f"{name} {problem}")
 
 
 def _problem(value: Any) -> str:

@@ -31,7 +31,7 @@ from nbelastic.sharing import SharedSlot, SharePolicy, SharingRules, SlotGroup, 
 from .records import differing, fits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from distributed import Scheduler
 
@@ -323,14 +323,10 @@ def _alike(jobs: dict[str, JobRecord]) -> list[tuple[JobRecord, list[str]]]:
     """Return groups of jobs that ask the same of workers, each with one of its records."""
     groups: dict[Any, tuple[JobRecord, list[str]]] = {}
     for name, record in jobs.items():
-        terms = record.terms
-        asked = record.workers, _frozen(terms.resources), _frozen(terms.versions)
+        terms = record.terms.resources, record.terms.versions
+        asked = record.workers, *(frozenset(each.items()) for each in terms)
         groups.setdefault(asked, (record, []))[1].append(name)
     return list(groups.values())
-
-
-def _frozen(values: Mapping[str, Any]) -> frozenset[tuple[str, Any]]:
-    return frozenset(values.items())
 
 
 def _usable(record: JobRecord, worker: WorkerRecord) -> bool:

@@ -190,7 +190,11 @@ class HeartbeatMonitor:
                 return
             if verdict is Verdict.BUSY:
                 worker.silence = least
-                self._repeat_beat(job, start, worker)
+                # Its last heartbeat again, but not that it waits: that may have changed.
+                beat = worker.last_beats.get((job, start))
+                if beat is not None and job in self._jobs:
+                    repeated = replace(beat, waiting=False, operation="")
+                    self._jobs[job].beats.setdefault(start, repeated)
             await asyncio.sleep(LISTEN_INTERVAL)
 
     def _observers(self, worker: WorkerRecord) -> Iterator[tuple[str, bool]]:
@@ -224,13 +228,6 @@ class HeartbeatMonitor:
         elif isinstance(result, Serialize):  # came without being written down
             result = result.data
         return result if isinstance(result, ProcessState) else None
-
-    def _repeat_beat(self, job: str, start: int, worker: WorkerRecord) -> None:
-        """Repeat a rank's last heartbeat for it, but not that it waits: that may have changed."""
-        beat = worker.last_beats.get((job, start))
-        if beat is not None and job in self._jobs:
-            repeated = replace(beat, waiting=False, operation="")
-            self._jobs[job].beats.setdefault(start, repeated)
 
     def _report_silent(self, slot: str, job: str, reason: LossReason, seconds: float) -> None:
         """Tell a driver, once, that a worker is frozen."""

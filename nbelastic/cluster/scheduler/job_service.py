@@ -281,12 +281,9 @@ class JobService:
         self._given_up.append(message.topic)  # its request may come later than this
         for job, record in list(self._jobs.items()):
             if record.topic == message.topic and message.over:
-                self._plugin.spawn(self._close_given_up(job, record))
+                self._plugin.spawn(self.close(job, record.uid, record.epoch, record.steps))
             elif record.topic == message.topic and record.client == client:
                 self._abandon(job, record)
-
-    async def _close_given_up(self, job: str, record: JobRecord) -> None:
-        await self.close(job, record.uid, record.epoch, record.steps)
 
     def _is_gone(self, client: str, topic: str) -> bool:
         return client not in self._scheduler.clients or topic in self._given_up

@@ -114,7 +114,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._workers: dict[str, WorkerRecord] = {}
         self._addresses: dict[str, str] = {}
         self._refused: dict[str, str] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._review = PeriodicCall(REVIEW_INTERVAL, self._review_all)
         self._agents = AgentInstaller(scheduler, self._refuse)
         self._heartbeats = HeartbeatMonitor(
@@ -256,20 +256,17 @@ class ElasticPlugin(SchedulerPlugin):
     def _review_all(self) -> None:
         self._notices.review()
         if self._notices.standing:
-            self._install_everywhere()
+            for address, state in self._scheduler.workers.items():  # so that each can watch
+                known = address in self._addresses or address in self._refused
+                running = state.status is Status.running
+                if not known and running and not self._agents.installs(address):
+                    self.spawn(self._agents.install(address))
         elif not self.jobs:
             self._settle()  # the plugin is gone for which machines were watched
         if self.jobs:
             self.arbiter.decide()
         for name, record in list(self.jobs.items()):
             self._review_job(name, record)
-
-    def _install_everywhere(self) -> None:
-        """Put agents on all workers, so that their notices are watched for."""
-        for address, state in self._scheduler.workers.items():
-            known = address in self._addresses or address in self._refused
-            if not known and state.status is Status.running and not self._agents.installs(address):
-                self.spawn(self._agents.install(address))
 
     def _review_job(self, job: str, record: JobRecord) -> None:
         """Tell a driver which workers its job is not offered, and why, where that has changed.
@@ -647,14 +644,14 @@ class ElasticPlugin(SchedulerPlugin):
         packed = pack(ToDriver(epoch, message))
         self._scheduler.client_send(client, {"op": "event", "topic": topic, "event": (0.0, packed)})
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Run a coroutine in the background."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(functools.partial(_finished, self._tasks))
 
 
-def _finished(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+def _finished(tasks: set[asyncio.Task[object]], task: asyncio.Task[object]) -> None:
     tasks.discard(task)
     if not task.cancelled():
         task.exception()

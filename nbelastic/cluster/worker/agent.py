@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
     from nbelastic.elastic.ranks.runtime import RankSpec
-    from nbelastic.messages import Message, Notice
+    from nbelastic.messages import Message
 
     from .hosted_rank import Key
     from .rank_process import RankProcess
@@ -114,7 +114,9 @@ class Agent(WorkerPlugin):
         self._payloads: dict[str, JobPayload] = {}
         self._connection = ConnectionCheck()
         self._beats = PeriodicCall(HEARTBEAT_INTERVAL_S, self._send_beats)
-        self._notices = NoticeWatcher(worker.loop, self._send_notice, self._shield_nanny)
+        self._notices = NoticeWatcher(
+            worker.loop, lambda each: self._send(NoticeReport(each)), self._shield_nanny
+        )
         worker.stream_handlers[PLUGIN] = self._handle
         keep_quiet_at_the_end(worker)
         shorten_batching(worker.batched_stream)
@@ -277,9 +279,6 @@ class Agent(WorkerPlugin):
             self._worker.batched_stream.send({"op": FROM_AGENTS, "message": pack(message)})
         except OSError:
             pass  # the scheduler is gone; the worker is about to close for that reason
-
-    def _send_notice(self, notice: Notice) -> None:
-        self._send(NoticeReport(notice))
 
     def _send_beats(self) -> None:
         resume(self._worker.batched_stream)

@@ -243,7 +243,10 @@ class NoticeWatcher:
                 partial(self._loop.add_callback, self._report_signal)
             )
             self._shield(True)
-            self._await_batch_job()
+            end = batch_job_end(os.environ, _started())
+            if end is not None and end[1] > time.time():  # else of an earlier job's environment
+                delay = max(end[1] - time.time() - BATCH_SECONDS, 0.0)
+                self._timer = self._loop.call_later(delay, self._end_batch_job, *end)
         elif not order.on and self._stop_handling is not None:
             self._stop_handling()
             self._stop_handling = None
@@ -269,12 +272,6 @@ class NoticeWatcher:
             self._send(notice)
 
     # -- the own batch job, and signals ------------------------------------------------------------
-
-    def _await_batch_job(self) -> None:
-        end = batch_job_end(os.environ, _started())
-        if end is not None and end[1] > time.time():  # else the environment is an earlier job's
-            delay = max(end[1] - time.time() - BATCH_SECONDS, 0.0)
-            self._timer = self._loop.call_later(delay, self._end_batch_job, *end)
 
     def _end_batch_job(self, source: NoticeSource, end: float) -> None:
         self._send(Notice(source, "end", max(end - time.time(), 0.0)))

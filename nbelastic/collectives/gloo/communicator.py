@@ -61,7 +61,9 @@ class GlooCommunicator(AsyncCommunicator):
 
     def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
         (tensor,) = tensors
-        flat, options = _as_reducible(tensor, op)
+        flat, options = tensor, _OPTIONS[op]
+        if tensor.dtype is torch.bool:
+            flat, options = as_bytes(tensor), _OPTIONS_FOR_BOOL[op]
         average = op is Op.AVERAGE
         return self._begin(
             lambda: self._owner.group.allreduce([flat], options),
@@ -243,13 +245,6 @@ class _Messages:
     def wait(self) -> None:
         for work in self._works:
             work.wait(self._limit)
-
-
-def _as_reducible(buffer: torch.Tensor, op: Op) -> tuple[torch.Tensor, AllreduceOptions]:
-    """Return the tensor and the options for an allreduce; an average is still to be divided."""
-    if buffer.dtype is torch.bool:
-        return as_bytes(buffer), _OPTIONS_FOR_BOOL[op]
-    return buffer, _OPTIONS[op]
 
 
 def _options(op: ReduceOp.RedOpType) -> AllreduceOptions:

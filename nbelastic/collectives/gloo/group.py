@@ -18,25 +18,64 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from nbelastic.collectives.gloo.gloo_store import GlooStore
 from nbelastic.collectives.gloo.sockets import cut_connections, endpoints_of
-from nbelastic.collectives.operations import (
-    OperationFailed,
-    OrderedExecutor,
-    first_sentence,
-)
+from nbelastic.collectives.operations import OperationFailed, OrderedExecutor, first_sentence
 from nbelastic.collectives.owner import GroupOwner
+from nbelastic.collectives.rendezvous.client import RendezvousClient
 from nbelastic.collectives.rendezvous.handshake import PROOF_BYTES, peer_token
-from nbelastic.errors import RanksDisagree
+from nbelastic.errors import CollectiveError, RanksDisagree
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch._C._distributed_c10d import ProcessGroup, Work
 
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.communicator import Rendezvous
     from nbelastic.collectives.operations import Operation, QueuedOperation
+
+
+class GlooStore(Store):
+    """A store for the constructor of one Gloo group.
+
+    The constructor sets one key, this rank's address, then waits for those of the other ranks. The
+    thread that constructs the group uses the store; any thread may call :meth:`abort`.
+    `addresses`, by rank in Gloo's encoding, is empty until all ranks have arrived. `failure` is why
+    the exchange failed, which Gloo's own exception hides.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        super().__init__()
+        self.addresses: list[bytes] = []
+        self.failure: str | None = None
+        self._client = RendezvousClient(rendezvous)
+        self._own = b""
+
+    def set(self, _key: str, value: bytes) -> None:  # type: ignore[override]
+        """Take this rank's address."""
+        self._own = bytes(value)
+
+    def wait(self, _keys: Sequence[str], _timeout: timedelta | None = None) -> None:
+        """Wait for all ranks, for as long as the rendezvous allows."""
+        if self.addresses:
+            return
+        try:
+            self.addresses = self._client.exchange(self._own)
+        except CollectiveError as error:
+            self.failure = str(error)
+            raise
+
+    def get(self, key: str) -> bytes:
+        """Return the address of the rank that `key` ends in."""
+        self.wait([key])
+        return self.addresses[int(key.rpartition("/")[2])]
+
+    def abort(self) -> None:
+        """Fail the exchange, under way or to come."""
+        self._client.abort()
+
 
 # Connecting to a peer that has just been at the rendezvous takes milliseconds, or fails for good.
 # Gloo gives a connection five times its limit.

@@ -155,7 +155,7 @@ class SegmentSocket:
                     if body is None:
                         gone = [rank for rank, each in peers.items() if each is connection]
                         raise ConnectionError(f"local rank {gone[0]} has closed its connection")
-                    rank = _local_rank(body)
+                    rank = _LOCAL_RANK.unpack(body)[0] if len(body) == _LOCAL_RANK.size else 0
                     if rank in peers or not 0 < rank < size:
                         connections.close(connection)
                         continue
@@ -179,10 +179,6 @@ class SegmentSocket:
         raise ConnectionError(
             "it does not belong to this job" if given else "it closed the connection"
         )
-
-
-def _local_rank(body: bytes) -> int:
-    return int(_LOCAL_RANK.unpack(body)[0]) if len(body) == _LOCAL_RANK.size else 0
 
 
 def _is_own(connection: socket.socket) -> bool:

@@ -5,10 +5,8 @@ same plan by itself. The linter refuses torch, clocks and threads here.
 """
 
 from .dealing import BlockSchedule, Dealing, imbalance
-from .draws import Draws
 from .leases import LeaseTable
-from .ledger import RowLedger
-from .permutation import Permutation, Rows, mix
+from .permutation import Draws, Permutation, Rows, mix
 from .quotas import Balance, Pace, is_straggler, slowness
 from .ranges import UnitStreams, Window
 
@@ -20,7 +18,6 @@ __all__ = [
     "LeaseTable",
     "Pace",
     "Permutation",
-    "RowLedger",
     "Rows",
     "UnitStreams",
     "Window",

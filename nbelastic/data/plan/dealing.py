@@ -18,7 +18,7 @@ from nbelastic.data.plan.permutation import Permutation, Rows, mix
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from nbelastic.data.plan.draws import Draws
+    from nbelastic.data.plan.permutation import Draws
 
 
 def block_of(rank: int, size: int, micro_batches: int) -> range:

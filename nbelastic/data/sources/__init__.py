@@ -5,11 +5,10 @@
 (:class:`StreamSource`), :class:`StreamRows`.
 """
 
-from .comparison import USUAL_CAUSES, DataSample, difference, sample_of
 from .map_source import MapSource
 from .parquet import Arrow, Parquet
 from .partitions import Dask
-from .row_source import RowSource
+from .row_source import USUAL_CAUSES, DataSample, RowSource, difference, sample_of
 from .seeding import seed_generators
 from .streams import Shards, Stateful, StreamRows, StreamSource
 from .units import UnitSource, WindowedRows

@@ -8,8 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from nbelastic.data.plan import mix
-from nbelastic.data.sources.comparison import sample_of
-from nbelastic.data.sources.row_source import COLLATING, RowSource
+from nbelastic.data.sources.row_source import COLLATING, RowSource, sample_of
 from nbelastic.data.sources.seeding import generators_in, seed_each, seed_generators
 from nbelastic.errors import DataError, OptionError
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from nbelastic.data.plan import BlockSchedule, Dealing, Rows
-    from nbelastic.data.sources.comparison import DataSample
+    from nbelastic.data.sources.row_source import DataSample
 
 # Kind of seeds, apart from those of the loader.
 _FETCHING = 1

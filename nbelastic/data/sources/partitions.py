@@ -89,7 +89,7 @@ class Dask(UnitSource):
         self._choices = [self._choose(each, columns) for each in collections]
         if columns is not None and not any(self._choices):
             raise OptionError(f"Dask(columns={columns!r}): the collection has no columns")
-        self._collections: tuple[Any, ...] | None = _aligned(tuple(collections))
+        self.collections: tuple[Any, ...] | None = _aligned(tuple(collections))
         self._keys: list[tuple[str, ...]] = []
         self._sizes: Rows | None = None
         self._fetch_partition: Callable[[str], Any] | None = None
@@ -114,11 +114,6 @@ class Dask(UnitSource):
         return choice
 
     @property
-    def collections(self) -> tuple[Any, ...] | None:
-        """The collections; None where they have been replaced by their partitions' keys."""
-        return self._collections
-
-    @property
     def sizes(self) -> Rows:  # type: ignore[override]
         """Rows of each partition."""
         if self._sizes is None:
@@ -128,8 +123,8 @@ class Dask(UnitSource):
 
     def _measure(self) -> None:
         """Count the rows without a job, by reading all partitions."""
-        assert self._collections is not None
-        count = self._collections[0].npartitions
+        assert self.collections is not None
+        count = self.collections[0].npartitions
         rows, nbytes = [], 0
         for unit in range(count):
             parts = self._compute(unit)
@@ -166,7 +161,7 @@ class Dask(UnitSource):
                 "a Dask source is not held by the cluster yet: pass it to the job in args=, or as "
                 "a variable of the training function"
             )
-        return {**self.__dict__, "_collections": None, "_fetch_partition": None}
+        return {**self.__dict__, "collections": None, "_fetch_partition": None}
 
     def prepare(self) -> None:
         context = current_or_none()
@@ -175,7 +170,7 @@ class Dask(UnitSource):
     def read(self, unit: int) -> RowBlock:
         where = f"partition {unit}"
         try:
-            parts = self._fetch(unit) if self._collections is None else self._compute(unit)
+            parts = self._fetch(unit) if self.collections is None else self._compute(unit)
         except NbelasticError:
             raise
         except Exception as error:  # whatever computing the partition again has raised
@@ -198,9 +193,9 @@ class Dask(UnitSource):
         return tuple(fetch(key) for key in self._keys[unit])
 
     def _compute(self, unit: int) -> tuple[Any, ...]:
-        assert self._collections is not None
+        assert self.collections is not None
         found = []
-        for each in self._collections:
+        for each in self.collections:
             part = each.blocks[unit] if hasattr(each, "chunks") else each.partitions[unit]
             found.append(part.compute())
         return tuple(found)

@@ -1,23 +1,28 @@
-"""Show a job's log to people: history in words, output, metrics and warnings.
+"""A job's log for people: history in words, output, metrics and warnings.
 
 The driver's thread writes it, other threads read it, under a lock that is held for moments only.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
+from collections import deque
 from dataclasses import fields
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from dask.utils import parse_bytes
 
 from nbelastic.cluster import JobLog, Modules, Returned
 from nbelastic.driver import display
-from nbelastic.driver.clock import steady_time
+from nbelastic.driver.records.metrics import MetricsAggregator
 from nbelastic.driver.status import HistoryEvent, Output
+from nbelastic.errors import OptionError
 from nbelastic.messages import LossReason, Lost, NotReady, RankError, Record, ReturnedEarly
-
-from .metrics import MetricsAggregator
-from .output_log import OutputLog
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -25,6 +30,12 @@ if TYPE_CHECKING:
     from nbelastic.messages import CodeLine, LogContents, RankTelemetry, Reason
 
 OUTPUT_GAP = "output of ranks was left out, because this kernel did not read it for a while"
+
+
+def steady_time() -> float:
+    """Return seconds on a clock that is never set, and that goes on while a laptop sleeps."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux; there, time.monotonic stands still
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
 class KernelLog(JobLog):
@@ -89,10 +100,10 @@ class KernelLog(JobLog):
     def in_words(self, reason: Reason) -> str:
         """Return a reason with the lines that ranks were executing last, where it is about them."""
         if isinstance(reason, ReturnedEarly):
-            return reason.at([_place(line) for line in reason.lines])
+            return reason.at([_code_place(line) for line in reason.lines])
         if not isinstance(reason, NotReady):
             return str(reason)
-        return reason.at({start: _place(each.line) for start, each in self._latest.items()})
+        return reason.at({start: _code_place(each.line) for start, each in self._latest.items()})
 
     def latest_rank(self, start: int) -> int | None:
         """Return the rank that a start of the function had last."""
@@ -111,7 +122,7 @@ class KernelLog(JobLog):
             raised = None if error is None else error.place
             detail = history_detail(
                 record.reason,
-                executing=_place(record.line),
+                executing=_code_place(record.line),
                 raised="" if raised is None else _where(raised.file, raised.line, raised.function),
             )
         if record.kind == "phases" and record.figures:
@@ -172,7 +183,7 @@ class KernelLog(JobLog):
             self._add(record)
 
 
-def _place(line: CodeLine | None) -> str:
+def _code_place(line: CodeLine | None) -> str:
     return "" if line is None else _where(line.file, line.line, line.function)
 
 
@@ -214,3 +225,120 @@ def straggler_detail(figures: Mapping[str, float]) -> str:
         f"takes {figures.get('times', 0.0):.1f} times as long for a micro-batch as the others; "
         f"computes {after} of {of} now, {before} before"
     )
+
+
+BYTES = "NBELASTIC_LOG_BYTES"
+DIRECTORY = "NBELASTIC_LOG_DIR"
+DEFAULT = "64 MB"
+
+PIECE_BYTES = 200
+"""Bytes of a piece, without its text."""
+
+
+class OutputLog:
+    """Output of a job's ranks: the newest in memory, all of it in files if a directory is named.
+
+    Each start of the function has a file. The directory and the size in memory are settings of the
+    kernel's environment.
+    """
+
+    def __init__(self, job: str) -> None:
+        self.dropped = 0
+        self._most = _most()
+        self._place = _place(job)
+        self._pieces: deque[Output] = deque()
+        self._bytes = self._gone = 0
+        self.written = False  # whether anything has gone to a file
+        self._problem = ""
+
+    def add(self, piece: Output, *, write: bool = True) -> str:
+        """Keep a piece and drop the oldest; return a warning for the user, each one once."""
+        told, problem = self.dropped > 0, self._problem
+        if write:
+            self._write(piece)
+        self._pieces.append(piece)
+        self._bytes += _size(piece)
+        while self._bytes > self._most and self._pieces:
+            oldest = self._pieces.popleft()
+            self._bytes -= _size(oldest)
+            self.dropped += len(oldest.text)
+            self._gone += 1
+        if self._problem != problem:
+            return self._problem
+        return "" if told or not self.dropped else self.remark()
+
+    def since(self, cursor: int) -> tuple[int, tuple[Output, ...]]:
+        """Return the next cursor, and the pieces kept that have come since the one given."""
+        first = max(cursor - self._gone, 0)
+        return self._gone + len(self._pieces), tuple(islice(self._pieces, first, None))
+
+    def last(self, rank: int, most: int) -> str:
+        """Return the last pieces of a rank, of `most` characters or somewhat more."""
+        found: list[str] = []
+        for piece in reversed(self._pieces):
+            if piece.rank == rank:
+                found.append(piece.text)
+                most -= len(piece.text)
+            if most <= 0:
+                break
+        return "".join(reversed(found))
+
+    def clear(self) -> None:
+        """Forget all that is in memory, and count anew."""
+        self._pieces.clear()
+        self._bytes = self._gone = self.dropped = 0
+
+    def remark(self) -> str:
+        """Return a line on what has been dropped and where it is to be found; empty for nothing."""
+        if not self.dropped:
+            return ""
+        kept = self._most
+        most = f"{kept / 1e6:,.0f} MB" if kept >= 1_000_000 else f"{kept:,} bytes"
+        what = f"only the last {most} of what ranks printed are in memory ({BYTES})"
+        if self._place is not None and not self._problem:
+            return f"{what}; all of it is in {self._place}"
+        return f"{what}; with {DIRECTORY} set to a directory, all of it goes there"
+
+    def _write(self, piece: Output) -> None:
+        if self._place is None or self._problem:
+            return
+        try:
+            self._place.mkdir(parents=True, exist_ok=True)
+            with open(
+                self._place / f"start-{piece.start}.log",
+                "a",
+                encoding="utf-8",
+                errors="backslashreplace",
+                newline="",
+            ) as file:
+                file.write(piece.text)
+        except OSError as error:
+            self._problem = f"what ranks print cannot be written to {self._place}: {error}"
+        self.written = True
+
+
+def _size(piece: Output) -> int:
+    return sys.getsizeof(piece.text) + PIECE_BYTES
+
+
+def _most() -> int:
+    value = os.environ.get(BYTES) or DEFAULT
+    try:
+        most = parse_bytes(value)
+    except (ValueError, OverflowError):
+        most = 0
+    if most <= 0:
+        raise OptionError(f"{BYTES}={value!r}: must be a number of bytes, such as 64000000 or 64MB")
+    return most
+
+
+def _place(job: str) -> Path | None:
+    directory = os.environ.get(DIRECTORY)
+    if not directory:
+        return None
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"{DIRECTORY}={directory!r}: must be a directory: {error}") from None
+    name = f"{job}-{time.strftime('%Y%m%d-%H%M%S')}".replace(os.sep, "_")
+    return Path(directory).absolute() / name

@@ -219,13 +219,6 @@ class CheckpointManager:
             self._report(f"nothing to resume from in {spec.url}: it starts from the beginning")
         return None
 
-    def _report_settings(self) -> None:
-        """Report settings of the function that are not those of the checkpoint."""
-        found = self._state._adopt_settings()
-        if found:
-            more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
-            self._report(OTHER_SETTINGS.format(", ".join(found[:MOST_NAMES]) + more))
-
     def _report_unlisted(self) -> OSError | None:
         """Report directories that cannot be listed, and return the first error."""
         unlisted = self._files.unlisted
@@ -258,7 +251,9 @@ class CheckpointManager:
         state.save()
         detail = f"goes on from {path} (commit {header.version} of job {header.job})"
         self._report(detail)
-        self._report_settings()
+        if found := self._state._adopt_settings():  # those of the function are others
+            more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
+            self._report(OTHER_SETTINGS.format(", ".join(found[:MOST_NAMES]) + more))
         with contextlib.suppress(Exception):  # needed by a second loop only
             self._files.record_parent(path)
 

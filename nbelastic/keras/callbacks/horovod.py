@@ -149,10 +149,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self._restores = momentum
             optimizer.momentum = momentum * rate / before
 
-    def _is_active(self) -> bool:
-        started = self.current_epoch >= self.start_epoch
-        return started and (self.end_epoch is None or self.current_epoch < self.end_epoch)
-
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for the number of batches."""
         del logs
@@ -172,7 +168,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Change the rate, if it is time."""
         del logs
-        if not self._is_active():
+        is_over = self.end_epoch is not None and self.current_epoch >= self.end_epoch
+        if is_over or self.current_epoch < self.start_epoch:
             return
         if self.staircase and batch == 0:
             self._adjust(self.current_epoch)

@@ -177,7 +177,8 @@ def _sum_columns(
         ]
     by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(like):
-        key = (tensor.dtype, wire_device(communicator, tensor.device))
+        sums_there = tensor.device.type in communicator.capabilities.devices
+        key = (tensor.dtype, tensor.device if sums_there else torch.device("cpu"))
         by_type.setdefault(key, []).append(index)
     found: list[torch.Tensor] = [*like]
     for (_, device), indices in by_type.items():
@@ -216,11 +217,6 @@ def _exchange(
 def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors without complex numbers. Their `data` counts changes in place by itself."""
     return [torch.view_as_real(t).data if t.is_complex() else t.data for t in tensors]
-
-
-def wire_device(communicator: Communicator, device: torch.device) -> torch.device:
-    """Return where the values of a device are summed."""
-    return device if device.type in communicator.capabilities.devices else torch.device("cpu")
 
 
 def _on_wire(value: torch.Tensor | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1,17 +1,28 @@
-"""``init()`` and Horovod's environment variables, heeded or named as ignored."""
+"""``init()`` and Horovod's environment variables, timeline and built-in features.
+
+Variables are heeded or named as ignored. Scripts use the features to decide how to scale the
+learning rate, or whether to use several threads. They work in any process, before ``init()``, too.
+"""
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 from typing import TYPE_CHECKING
 
+import torch
+
+from nbelastic.collectives import nccl_version
 from nbelastic.elastic.ranks.context import current, initialize
 from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.elastic.ranks.timeline import timeline, write
+from nbelastic.torch.ops.broadcast import allgather_object
 from nbelastic.torch.ops.coordination.process_sets import add_first_sets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from nbelastic.torch.ops.coordination.process_sets import ProcessSet
 
@@ -93,3 +104,98 @@ def heed_environment() -> None:
         text = f"these environment variables of Horovod's have no effect: {', '.join(words)}"
         logger.warning("%s", text)
         warn(context, text)
+
+
+def mpi_threads_supported() -> bool:
+    """Return False: nbelastic has no MPI, so none that allows several threads."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """Return False: ranks are started by Dask."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Return False: operations between ranks do not use MPI."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Return True: operations between hosts use Gloo."""
+    return True
+
+
+def gloo_built() -> bool:
+    """Return True: operations between hosts use Gloo."""
+    return True
+
+
+def nccl_built() -> int:
+    """Return the version of NCCL that a job here would use, or 0 if it would use none."""
+    return nccl_version()
+
+
+def ddl_built() -> bool:
+    """Return False: operations between ranks do not use IBM's DDL."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: operations between ranks do not use Intel's oneCCL."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether ranks can train on NVIDIA's GPUs with this torch."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether ranks can train on AMD's GPUs with this torch."""
+    return torch.version.hip is not None
+
+
+def is_homogeneous() -> bool:
+    """Return whether all hosts of the job have equally many ranks."""
+    context = current()
+    plan = context.plan if isinstance(context, Session) else None
+    if plan is None:
+        return context.local_size * context.cross_size == context.size
+    counts = collections.Counter(member.slot.host for member in plan.members)
+    return len(set(counts.values())) == 1
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Record operations, steps, commits and resets of this rank from here on.
+
+    Where the job records all (``fit(timeline=...)``), this and :func:`stop_timeline` do nothing.
+
+    Parameters
+    ----------
+    file_path : str or path
+        Where rank 0 writes the timeline of all ranks, in Chrome's trace format, which
+        https://ui.perfetto.dev opens. Each rank has a row.
+    mark_cycles : bool, default False
+        Whether to mark when operations begin to be compared.
+    """
+    if not timeline.is_on:
+        timeline.start(file_path, current().rank, marks_cycles=mark_cycles)
+
+
+def stop_timeline() -> Path | None:
+    """Stop recording; all ranks call it, and rank 0 writes the file.
+
+    Returns
+    -------
+    Path or None
+        The file, on rank 0.
+    """
+    if not timeline.is_on or timeline.is_the_jobs:
+        return None
+    everyone = allgather_object(timeline.stop())
+    path = timeline.path
+    if current().rank != 0 or path is None:
+        return None
+    write(path, [event for events in everyone for event in events])
+    return path

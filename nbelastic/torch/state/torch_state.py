@@ -38,8 +38,7 @@ from nbelastic.torch.state.adapters import (
     settings_of,
 )
 from nbelastic.torch.state.buffer_means import BufferMeans
-from nbelastic.torch.state.commit import make_commit, rebuild
-from nbelastic.torch.state.copies import Copies, nbytes_of
+from nbelastic.torch.state.commit import Copies, make_commit, nbytes_of, rebuild
 from nbelastic.torch.state.flatten import Unflattener
 from nbelastic.torch.state.handlers import own_handler
 from nbelastic.torch.state.lazy_commit import LazyCommit
@@ -182,7 +181,7 @@ class TorchState(ObjectState):
                 loader.follow(self)
             models, means = map(_while_alive, (self._modules, self._running_means))
             participant = BufferMeans(models, loader.forgo_exactness, loader.buffers, means)
-            loader.add_participant(participant)
+            loader.participants.append(participant)
         return loaders
 
     def on_reset(self) -> None:
@@ -251,8 +250,8 @@ class TorchState(ObjectState):
         self._copies.take(commit.owners, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
-        if self._loaders:
-            self._report_rows()
+        if self._loaders and (context := current_or_none()) is not None:
+            context.telemetry.data = tuple(loader.rows_in_commit() for loader in self._loaders)
 
     def leave(self) -> None:
         super().leave()
@@ -318,12 +317,6 @@ class TorchState(ObjectState):
             self._reported = reported
             copied = self._copies.nbytes + self._stepped_copies.nbytes
             context.telemetry.memory = (sum(map(nbytes_of, tensors)), copied)
-
-    def _report_rows(self) -> None:
-        """Report the rows of loaders, as they are in the commit."""
-        context = current_or_none()
-        if context is not None:
-            context.telemetry.data = tuple(loader.rows_in_commit() for loader in self._loaders)
 
     def restore(self) -> None:
         self._materialize()

@@ -94,7 +94,8 @@ class FaultInjector:
                 self._in_step(fault)
             else:
                 self._inflict(fault)
-                self._hold(fault)
+                # In this very step, until the worker has done it.
+                self._event(fault.number).wait(LONGEST_HOLD)
         left, seconds = self._slow
         if left > 0:
             self._slow = (left - 1, seconds)
@@ -149,10 +150,6 @@ class FaultInjector:
             self._slow = (fault.steps, fault.seconds)
         while kind == "hang":
             time.sleep(0.1)  # the fault itself; short, so that an order to end can interrupt it
-
-    def _hold(self, fault: FaultOrder) -> None:
-        """Stand still, in this very step, until the worker has done it."""
-        self._event(fault.number).wait(LONGEST_HOLD)
 
     # -- by either ---------------------------------------------------------------------------------
 

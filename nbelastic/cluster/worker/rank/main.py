@@ -8,34 +8,39 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import inspect
 import io
+import mmap
 import os
 import signal
 import sys
+import threading
 import types
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from nbelastic import collectives
+from nbelastic.cluster.worker.rank.channel import RankChannel
+from nbelastic.cluster.worker.rank.dask_client import RankClient
+from nbelastic.cluster.worker.rank.program import NO_CONSOLE, RankProgram
+from nbelastic.cluster.worker.rank.torch_hooks import hook_torch
+from nbelastic.elastic.ranks import session
 from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME, own_gpu_first
 from nbelastic.messages import RankEvent
 
-from .allocator import keep_freed_memory
-from .channel import RankChannel
-from .dask_client import RankClient
-from .interrupt import SignalInterrupt
-from .program import NO_CONSOLE, RankProgram
-from .torch_hooks import hook_torch
-
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from types import FrameType
+
+    from nbelastic.cluster.worker.rank.channel import RankSetup
     from nbelastic.elastic.ranks.context import Context
     from nbelastic.messages import Message
-
-    from .channel import RankSetup
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -233,3 +238,126 @@ def keep_variables(context: Context) -> None:
     elif own_gpu_first():
         # accelerate and Transformers take the GPU of LOCAL_RANK, which is another worker's.
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cuda:0")
+
+
+# Parameters of mallopt(3).
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+
+# As much as a heap of a thread can have. With so much free at the top, empty heaps stay, too.
+_HEAP_BYTES = 64 << 20
+_NEVER = (1 << 31) - 1
+
+_SLACK_BYTES = 32 << 20
+"""Bytes for activations, and for the buffers that libraries of matrices keep."""
+
+_HUGE_PAGES = 14  # of madvise(2)
+
+_CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+
+
+def keep_freed_memory(nbytes: int = 0) -> None:
+    """Keep freed memory in this process for the next step, unless the user has chosen.
+
+    Get the first `nbytes` of it now: the first touch of a page is what takes time.
+
+    Dask's nanny has processes return freed memory to the system from 64 KB on
+    (``MALLOC_TRIM_THRESHOLD_``), and glibc maps large blocks anew in any case. Then every gradient
+    comes from the system page by page, in each step. So a rank keeps freed memory from its first
+    step on, and a newcomer gets that of its first step before others wait for it. A thread's
+    blocks of more than 64 MB always come from the system, but not the main thread's.
+
+    See https://distributed.dask.org/en/stable/worker-memory.html and ``mallopt(3)``.
+    """
+    if any(name in os.environ for name in _CHOICES):
+        return
+    try:
+        libc = ctypes.CDLL(None)
+        _ = libc.gnu_get_libc_version, libc.mallopt
+    except (OSError, TypeError, AttributeError):
+        return  # another C library
+    libc.mallopt(_MMAP_MAX, 0)
+    libc.mallopt(_TOP_PAD, _HEAP_BYTES)
+    libc.mallopt(_TRIM_THRESHOLD, _NEVER)
+    if not nbytes:
+        return
+    # One block, whose memory stays in one piece: smaller ones that are taken from it leave the
+    # rest whole. Of many blocks freed, any may be a few bytes too short for the next tensor.
+    size = nbytes + nbytes // 16 + _SLACK_BYTES
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
+    block = libc.malloc(size)
+    if block:
+        first = -(-block // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (block + size - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        # As large as the system has them; an error says that it has none.
+        libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _HUGE_PAGES)
+        ctypes.memset(block, 0, size)
+        libc.free(block)
+
+
+SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""One that neither users nor batch systems are likely to use."""
+
+_OURS = (str(Path(collectives.__file__).parent), session.__file__)
+
+
+class SignalInterrupt:
+    """Interruption of the main thread, in which this is made, by a signal that raises there.
+
+    The thread that reads orders sends the signal to the main thread, whose handler raises. That
+    reaches code that sleeps or waits, but none in C that never returns. It must not be raised in
+    the session and the communicators, which hold locks and obey by themselves: then it is tried
+    again later.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._reachable = False
+        self._wanted: type[BaseException] | None = None
+        signal.signal(SIGNAL, self._handle)
+
+    def reachable(self) -> AbstractContextManager[None]:
+        """Let the thread be interrupted within a ``with`` block, and not after it."""
+        return _Reachable(self)
+
+    def request(self, kind: type[BaseException]) -> None:
+        """Raise an exception of this type in the thread, as soon as that is safe."""
+        self._wanted = kind
+        self.nudge()
+
+    def drop(self) -> None:
+        """Withdraw the request, because the thread has obeyed by itself."""
+        self._wanted = None
+
+    def nudge(self) -> None:
+        """Try again to do what is requested, if anything is."""
+        if self._wanted is not None and self._reachable:
+            signal.pthread_kill(self._thread, SIGNAL)
+
+    def _handle(self, _: int, frame: FrameType | None) -> None:
+        kind = self._wanted
+        if kind is not None and self._reachable and not _is_kept(frame):
+            self._wanted = None
+            raise kind
+
+
+class _Reachable:
+    """Context manager; no generator, because ``contextlib`` sets tracebacks of exceptions."""
+
+    def __init__(self, interrupt: SignalInterrupt) -> None:
+        self._interrupt = interrupt
+
+    def __enter__(self) -> None:
+        self._interrupt._reachable = True
+
+    def __exit__(self, *_: object) -> None:
+        self._interrupt._reachable = False
+
+
+def _is_kept(frame: FrameType | None) -> bool:
+    """Return whether a call in progress must not be interrupted."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_OURS):
+            return True
+        frame = frame.f_back
+    return False
