@@ -219,6 +219,11 @@ class Driver:
         """Whether another kernel drives it now."""
         return self._detached
 
+    @property
+    def outlives_kernel(self) -> bool:
+        """Whether its scheduler runs elsewhere, where the job goes on without this process."""
+        return self._job_client is None or not self._job_client.is_local
+
     # -- the thread ----------------------------------------------------------------------------
 
     def run(self) -> None:
