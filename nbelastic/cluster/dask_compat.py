@@ -18,12 +18,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import dask.config
-from distributed import Future, metrics, wait
+from distributed import Future, Scheduler, Status, metrics, wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from distributed import Client, Scheduler
+    from distributed import Client
 
 # -- streams ---------------------------------------------------------------------------------------
 #
@@ -168,6 +168,15 @@ class PeriodicCall:
     def _call(self) -> None:
         self._schedule()
         self._function()
+
+
+# -- the scheduler's process -----------------------------------------------------------------------
+
+
+def runs_here(client: Client) -> bool:
+    """Return whether the scheduler of a client runs in this process."""
+    here = [each for each in getattr(Scheduler, "_instances", ()) if each.status == Status.running]
+    return client.scheduler is not None and client.scheduler.address in [s.address for s in here]
 
 
 # -- memory ----------------------------------------------------------------------------------------

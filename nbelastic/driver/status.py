@@ -44,6 +44,10 @@ class RankStatus:
         without a loader.
     steps_per_s : float or None
         Its pace in steps; None while that is not known.
+    resident_bytes : int
+        Memory of its process, as the system counts it; 0 while that is not known.
+    gpu_bytes, gpu_total : int
+        Memory that torch has allocated on its GPU, and all of that GPU; both 0 without one.
     """
 
     rank: int | None
@@ -59,6 +63,9 @@ class RankStatus:
     name: str = ""
     micro_batches: tuple[int, int] | None = None
     steps_per_s: float | None = None
+    resident_bytes: int = 0
+    gpu_bytes: int = 0
+    gpu_total: int = 0
 
     @property
     def quota(self) -> int | None:

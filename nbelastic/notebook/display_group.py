@@ -14,8 +14,9 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from nbelastic.render import JobSnapshot, page, text
-from nbelastic.render.formatting import duration
+from nbelastic.driver import driver_of
+from nbelastic.render import STYLE, JobSnapshot, page, text
+from nbelastic.render.formatting import duration, escape
 from nbelastic.render.job_snapshot import ENDED
 
 if TYPE_CHECKING:
@@ -23,10 +24,25 @@ if TYPE_CHECKING:
 
     from .panel import Panel
 
+AFTER = "-after"
+"""End of the display id of the line under a widget, which shows while the widget is not there."""
+
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 BETWEEN_PAGES = 5.0
 """Minimum of seconds between two updates of the static HTML while a job runs."""
+
+# JupyterLab draws an error in the place of a widget whose kernel is gone, and no other part of its
+# bundle. Until it knows that, or has the live widget after a reload, it says "Loading".
+_AFTERLIFE = """<style>
+:root:has(.nbe-live-{0}) :is(.nbe-after-{0},.jp-OutputArea-child:has(.nbe-after-{0})),
+:root:not(:has(.nbe-live-{0})) .jp-NotebookPanel
+.jp-OutputArea-child:has(+.jp-OutputArea-child .nbe-after-{0}){{display:none}}
+.nbe-after-{0}{{overflow-wrap:anywhere}}
+.jp-NotebookPanel .jp-OutputArea-child:not(:has(.jupyter-widgets))
++.jp-OutputArea-child .nbe-after-{0}{{animation:nbe-after-{0} 5s}}
+@keyframes nbe-after-{0}{{0%,99%{{visibility:hidden}}}}
+</style><div class="nbe nbe-card nbe-after-{0}">{1}</div>"""
 
 POLL_INTERVAL = 0.1
 """Seconds between two updates by the thread."""
@@ -88,6 +104,14 @@ def bundle(job: Any, panel: Panel | None = None) -> dict[str, Any]:
         model = panel.widget.model_id
         data[WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": model}
     return data
+
+
+def afterlife(job: Any) -> str:
+    """Return what becomes of a job without its kernel, as HTML."""
+    if not driver_of(job).outlives_kernel:
+        return "The job ends with its kernel, because its cluster does."
+    call = escape(f'nbelastic.attach("{job.name}", cluster=client)')
+    return f"Without its kernel the job trains on: <code>{call}</code> shows it."
 
 
 def _make_panel(job: Any) -> Panel | None:
@@ -169,6 +193,9 @@ class DisplayGroup:
         state = self._job.status.state
         data = bundle(self._job, self._panel)
         self._send(data, display_id)
+        if WIDGET in data:
+            line = _AFTERLIFE.format(data[WIDGET]["model_id"], afterlife(self._job))
+            self._send({"text/html": STYLE + line}, display_id + AFTER)
         self._published = (state, self._clock())
         if state not in ENDED:
             self._ids.append(display_id)
@@ -191,6 +218,8 @@ class DisplayGroup:
         data = bundle(self._job, self._panel)
         for display_id in self._ids:
             self._send(data, display_id, update=True)
+            if self._over and self._panel is not None:
+                self._send({"text/html": ""}, display_id + AFTER, update=True)
 
     def _run(self) -> None:
         while not self._stop.is_set() and not self.boundary.broken:

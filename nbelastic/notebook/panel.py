@@ -22,7 +22,7 @@ from nbelastic.render.curves import curves_key
 from nbelastic.render.formatting import escape
 from nbelastic.render.job_snapshot import ENDED
 
-from .display_group import ErrorBoundary
+from .display_group import ErrorBoundary, afterlife
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,8 +41,7 @@ SHOWN_REFUSAL = 15.0
 """Seconds for which the panel says why limits were refused."""
 
 STALE = (
-    '<p class="nbe-stale">No news for 15 s: the kernel is busy, was restarted or is gone. '
-    "<code>nbelastic.jobs()</code> lists what still runs.</p>"
+    '<p class="nbe-stale">No news for 15 s: the kernel is busy, was restarted or is gone. {}</p>'
 )
 """Shown by its style, 15 s after the last update: a kernel that is gone cannot show it."""
 
@@ -67,6 +66,7 @@ class Panel:
         self._wanted: tuple[tuple[int, int], float] | None = None
         self._limits: tuple[int, int] | None = None
         self._setting = 0
+        self._stale = STALE.format(afterlife(job))
         self._refused = 0.0
         self._parts = {name: _html() for name in PARTS}
         self.stop = ipywidgets.Button(
@@ -88,7 +88,8 @@ class Panel:
         below = [self._parts[name] for name in PARTS if name not in ("head", "progress")]
         below[below.index(self._parts["output"])] = self._printed
         self.widget = ipywidgets.VBox([frame, *above, self._controls, *below])
-        self.widget.add_class("nbe-panel")
+        for name in ("nbe-panel", f"nbe-live-{self.widget.model_id}"):
+            self.widget.add_class(name)
         self.stop.on_click(self._stop_pressed)
         for limit in (self.least, self.most):
             limit.observe(self._limit_changed, names="value")
@@ -137,7 +138,7 @@ class Panel:
                 continue
             drawn = draw(snapshot)
             if name == "head" and not snapshot.ended:
-                drawn += STALE
+                drawn += self._stale
             shown = f'<div class="nbe">{drawn}</div>' if drawn else ""
             part = self._parts[name]
             if part.value != shown:

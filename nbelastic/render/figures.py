@@ -29,6 +29,15 @@ def _is_new(rank: RankStatus) -> bool:
     return rank.rank is None and not rank.commits
 
 
+def memory(rank: RankStatus) -> str:
+    """Return the memory of a rank's process, or a dash."""
+    return f"{rank.resident_bytes / 1e9:.1f} GB" if rank.resident_bytes else "–"
+
+
+def _gpu_memory(rank: RankStatus) -> str:
+    return f"{rank.gpu_bytes / 1e9:.1f} of {rank.gpu_total / 1e9:.0f} GB" if rank.gpu_total else "–"
+
+
 FIGURES = [
     Figure(
         "Commits",
@@ -50,6 +59,19 @@ FIGURES = [
         lambda rank: rate(rank.steps_per_s),
         is_number=True,
         is_shown=lambda status: pace(status)[1] == "steps/s",
+    ),
+    Figure(
+        "Memory",
+        memory,
+        is_number=True,
+        in_frame=lambda rank: f" {memory(rank)}" if rank.resident_bytes else "",
+        is_shown=lambda status: any(rank.resident_bytes for rank in status.ranks),
+    ),
+    Figure(
+        "GPU memory",
+        _gpu_memory,
+        is_number=True,
+        is_shown=lambda status: any(rank.gpu_total for rank in status.ranks),
     ),
     Figure("Device", lambda rank: abbreviate(rank.device, 24) or "–"),
     Figure(
@@ -73,5 +95,6 @@ def shown_figures(status: JobStatus) -> list[Figure]:
 def rank_line(rank: RankStatus) -> str:
     """Return one line on a rank, for the commands that show a job's status."""
     number = "–" if rank.rank is None else str(rank.rank)
-    where = f"{rank.name}  {rank.worker}".strip()
-    return f"  {number:>3}  {rank.state:<9}  {rank.commits:>7,} commits  {where}"
+    figure = f"{memory(rank):>8}" if rank.resident_bytes else ""
+    rest = "  ".join(filter(None, (figure, rank.name, rank.worker)))
+    return f"  {number:>3}  {rank.state:<9}  {rank.commits:>7,} commits  {rest}"

@@ -97,6 +97,12 @@ class Lab:
         """Interrupt the kernel, from the menu."""
         self.menu("Kernel", "Interrupt Kernel")
 
+    def restart(self) -> None:
+        """Restart the kernel, from the menu."""
+        self.menu("Kernel", "Restart Kernel…")
+        self.page.locator(".jp-Dialog .jp-mod-accept").click()
+        self.wait_until_idle()
+
     def menu(self, *path: str) -> None:
         """Choose an item of a menu, or of a menu within a menu, by its words."""
         first, *rest = path

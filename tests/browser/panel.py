@@ -49,7 +49,7 @@ class PanelView:
 
     def __init__(self, lab: Lab, index: int) -> None:
         self.lab = lab
-        self.area: Locator = lab.output(index).locator(".nbe-panel, .nbe-card")
+        self.area: Locator = lab.output(index).locator(".nbe-panel, .nbe-card:has(.nbe-head)")
         self.table = self.area.get_by_role("table", name=re.compile("^Ranks"))
         self.rows = self.table.get_by_role("rowheader").filter(has_text=re.compile(r"^\d+$"))
 

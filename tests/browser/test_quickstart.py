@@ -232,6 +232,34 @@ def test_an_interrupt_spares_workers_of_clusters_in_the_kernel(lab: Lab) -> None
     lab.wait_for_text(5, "running 2, 0 resets")
 
 
+def test_the_panel_of_a_kernel_that_is_gone_says_how_to_attach(lab: Lab, crew: Crew) -> None:
+    attach = 'nbelastic.attach("night-run", cluster=client)'
+    training = train("--np 2 --noblock --name night-run")
+    lab.write("night.ipynb", [setup(crew), training, f"job = {attach}\njob"])
+    line = lab.output(1).locator(".nbe-card").get_by_text(attach)
+    lab.run_cell(0)
+    lab.run_cell(1)
+    for _ in range(2):  # before and after a reload
+        PanelView(lab, 1).wait_for_world(2)
+        expect(line).to_be_hidden()
+        assert lab.save()
+        lab.page.reload()
+        lab.wait_until_idle()
+    lab.restart()
+    lab.save()
+    lab.page.reload()
+    expect(line).to_be_visible()
+    expect(lab.output(1).get_by_text("model not found")).to_be_hidden()
+    lab.screenshot("gone", lab.output(1))
+    lab.run_cell(0)
+    lab.run_cell(2)
+    panel = PanelView(lab, 2)
+    panel.wait_for_world(2)
+    panel.press_stop()
+    panel.wait_for_state("stopped")
+    expect(lab.output(2).locator(".nbe-card")).to_have_count(1)
+
+
 def test_a_saved_notebook_shows_the_final_state_without_javascript(
     lab: Lab, crew: Crew, browser: Browser
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 import nbelastic
 from nbelastic.elastic import ObjectState
 from nbelastic.elastic.ranks.context import LocalContext, activate, current
-from nbelastic.elastic.ranks.telemetry import Telemetry, as_numbers
+from nbelastic.elastic.ranks.telemetry import BETWEEN_LOOKS_S, Telemetry, as_numbers
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NotInitialized, OptionError
 
@@ -47,6 +48,25 @@ def test_batches_since_the_last_commit_need_a_sampler():
     assert telemetry.uncommitted() == (0, 0)
     telemetry.recorded(4)
     assert telemetry.uncommitted() == (1, 4)
+
+
+def test_memory_is_looked_at_once_a_second_and_cuda_is_never_initialized(monkeypatch):
+    looks = []
+    cuda = SimpleNamespace(
+        is_initialized=lambda: len(looks) > 1,
+        device_count=lambda: looks.append(1) or 2,
+        memory_allocated=lambda gpu: 5 * gpu,
+        get_device_properties=lambda gpu: SimpleNamespace(total_memory=80 + gpu),
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    telemetry = Telemetry()
+    first = telemetry.take()
+    assert first.resident_bytes > 1e7 and (first.gpu_bytes, first.gpu_total, looks) == (0, 0, [])
+    looks += [1, 1]
+    assert telemetry.take().resident_bytes == first.resident_bytes and len(looks) == 2
+    monkeypatch.setattr(telemetry, "_looked", telemetry._looked - BETWEEN_LOOKS_S)
+    again = telemetry.take()
+    assert (again.gpu_bytes, again.gpu_total, len(looks)) == (5, 81, 3)
 
 
 def test_values_may_be_numbers_and_arrays_of_one_element():

@@ -149,6 +149,7 @@ def test_the_history_tells_where_the_time_of_a_recovery_went(crew, tmp_path):
     assert {event.name for event in job.history if event.kind == "lost"} <= names
     sizes = {rank.state_bytes for status in seen for rank in status.ranks} - {0}
     assert len(sizes) <= 2 and max(sizes) > 1000  # without and with the optimizer's state
+    assert min(rank.resident_bytes for rank in job.status.ranks) > 5e7  # Python and torch
 
 
 def test_output_comes_in_pieces_and_the_logs_hold_all_of_it(crew, tmp_path):

@@ -67,7 +67,8 @@ def event(
 class FakeJob:
     """Says what it is told to say, and notes what it is asked."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, elsewhere: bool = True, **changes: Any) -> None:
+        self.elsewhere = elsewhere  # whether its scheduler is
         self.status = job_status(**changes)
         self.history: tuple[HistoryEvent, ...] = ()
         self.started = STARTED
@@ -98,9 +99,10 @@ class FakeJob:
     @property
     def _driver(self) -> Any:  # its log's metrics are the job's own
         return SimpleNamespace(
+            outlives_kernel=self.elsewhere,
             log=SimpleNamespace(
                 metrics=self, last_output=self.last_output, returned=Returned(None, {})
-            )
+            ),
         )
 
     def last_output(self, most: int) -> str:

@@ -6,6 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+from nbelastic.notebook.display_group import AFTER
 from nbelastic.notebook.display_service import DisplayService
 
 LINE = "nbelastic job quickstart: finished · 4 ranks · 2 resets · 120 commits"
@@ -17,9 +18,14 @@ class Screen:
     def __init__(self) -> None:
         self.displays: dict[str, dict] = {}
         self.updates: list[dict] = []
+        self.after: dict[str, str] = {}  # the lines under widgets
         self.makers: list[threading.Thread] = []
 
     def publish(self, data, display_id, *, update=False):
+        if display_id.endswith(AFTER):
+            assert (display_id in self.after) == update
+            self.after[display_id] = data["text/html"]
+            return
         assert (display_id in self.displays) == update
         self.displays[display_id] = data
         if update:

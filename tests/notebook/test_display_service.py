@@ -7,6 +7,8 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import pytest
+
 from nbelastic.notebook.display_group import WIDGET, DisplayGroup
 from nbelastic.notebook.display_service import bundle, kernel_shell
 from tests.support.logs import own_records
@@ -75,6 +77,23 @@ def test_the_thread_keeps_the_widget_up_to_date(stage):
     assert stage.screen.updates == []
     job.end()
     until(lambda: not stage.display._groups)
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "words"),
+    [
+        (True, "trains on: <code>nbelastic.attach(&#34;a&lt;b&#34;,"),
+        (False, "ends with its kernel"),
+    ],
+)
+def test_a_line_under_the_widget_says_what_becomes_of_the_job(stage, elsewhere, words):
+    job = FakeJob(name="a<b", elsewhere=elsewhere)
+    stage.display.show(job)
+    (line,) = stage.screen.after.values()
+    assert words in line
+    assert words in next(iter(stage.display._groups.values()))._panel._parts["head"].value
+    job.end()
+    until(lambda: list(stage.screen.after.values()) == [""])
 
 
 def test_displays_are_only_made_in_the_thread_that_asks(stage):

@@ -8,7 +8,7 @@ import pytest
 
 from nbelastic import messages as reasons
 from nbelastic.driver.status import DataStatus, Progress
-from nbelastic.render import PARTS, STYLE, JobSnapshot, page
+from nbelastic.render import PARTS, STYLE, JobSnapshot, page, rank_line
 from nbelastic.render.theme import _COLOURS, SYMBOLS
 
 from .fakes import STARTED, FakeJob, event, job_status, rank_status
@@ -109,6 +109,16 @@ def test_the_table_of_ranks_can_be_read_by_a_screen_reader():
     assert [cell["scope"] for cell in shown.all("th")] == ["col"] * 6 + ["row"] * 5
     assert "Ranks: 4 running" in shown.text
     assert "lost at 0:20" in shown.text  # rank 3's worker, which may come back
+
+
+def test_the_memory_of_ranks_has_columns_where_it_is_known():
+    assert "emory" not in page(full())
+    known = dataclasses.replace(rank_status(0), resident_bytes=1_234_000_000)
+    on_gpu = dataclasses.replace(rank_status(1), gpu_bytes=3_100_000_000, gpu_total=80_000_000_000)
+    text = Page(page(full(ranks=(known, on_gpu)))).text
+    assert "Samples/s Memory GPU memory Device" in text
+    assert "250 1.2 GB – cuda:0" in text and "250 – 3.1 of 80 GB cuda:0" in text
+    assert rank_line(known).split()[2:] == ["10", "commits", "1.2", "GB", known.worker]
 
 
 def test_progress_is_a_labelled_element_with_the_remaining_time():

@@ -54,7 +54,8 @@ def cells():
 
 
 def test_the_saved_notebook_holds_the_final_state_and_no_widget(cells):
-    (output,) = cells[1].outputs
+    output, line = cells[1].outputs
+    assert line.data == {"text/html": ""}  # while the job ran, it said how to attach
     assert output.output_type == "display_data"
     assert set(output.data) == {"text/html", "text/plain"}
     assert output.data["text/plain"].startswith("nbelastic job quickstart: finished · 3 ranks")
@@ -65,7 +66,7 @@ def test_the_saved_notebook_holds_the_final_state_and_no_widget(cells):
 def test_a_cell_that_waited_has_panel_output_and_last_line(cells):
     displays = [o for o in cells[3].outputs if o.output_type == "display_data"]
     words = "".join(o.text for o in cells[3].outputs if o.output_type == "stream")
-    assert [set(o.data) for o in displays] == [{"text/html", "text/plain"}]
+    assert [set(o.data) for o in displays] == [{"text/html", "text/plain"}, {"text/html"}]
     assert "finished" in displays[0].data["text/html"]
     assert words.startswith("epoch\n")
     assert words.endswith("nbelastic job waited: finished · 4 ranks · 3 resets · 120 commits\n")

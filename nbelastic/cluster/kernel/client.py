@@ -12,7 +12,7 @@ import logging
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.cluster.dask_compat import is_stalled, resume, shorten_batching
+from nbelastic.cluster.dask_compat import is_stalled, resume, runs_here, shorten_batching
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.cluster.scheduler.records import RANK_KEY
 from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
@@ -258,6 +258,11 @@ class JobClient:
             return []  # another kind of cluster
         seen.update(there)
         return [name for name in seen.intersection(wanted) if name not in there]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the scheduler runs in this process, and ends with it."""
+        return runs_here(self._client)
 
     def start_again(self) -> None:
         """Make Dask's cluster start the workers that it lacks."""

@@ -104,6 +104,9 @@ class MetricsAggregator:
             name=rank.name,
             micro_batches=(latest.first, latest.last) if latest.micro_batches else None,
             steps_per_s=steps_per_s,
+            resident_bytes=latest.resident_bytes,
+            gpu_bytes=latest.gpu_bytes,
+            gpu_total=latest.gpu_total,
         )
 
     def _speed(self, start: int, what: int = 1) -> float | None:

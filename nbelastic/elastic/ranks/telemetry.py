@@ -11,13 +11,20 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 import threading
+import time
 from typing import Any, Protocol
+
+import psutil
 
 from nbelastic.elastic.ranks.stack import user_line
 from nbelastic.messages import CodeLine, DataProgress, MetricsReport, RankTelemetry
 
 _EXACT = 2**53
+
+BETWEEN_LOOKS_S = 1.0
+"""Minimum of seconds between two looks at the memory of the process."""
 
 
 class StepObserver(Protocol):
@@ -40,6 +47,8 @@ class Telemetry:
         self.place = (0, 0)  # epoch and batch
         self.total = (0, 0)  # epochs, and batches of an epoch; or no epochs, and steps
         self.memory = (0, 0)  # bytes of the state, and of copies
+        self._resident = (0, 0, 0)  # bytes of the process, of torch on its GPU, and of that
+        self._looked = float("-inf")
         self.observer: StepObserver | None = None
         self.share = (0, 0, 0, "")  # micro-batches, first and last, and why not exact
         self.data: tuple[DataProgress, ...] = ()
@@ -108,6 +117,10 @@ class Telemetry:
         line: list[Any] = user_line(self._thread) if self.steps == self._sent else []
         self._sent = self.steps
         count, first, last, why_not_exact = self.share
+        now = time.monotonic()
+        if now - self._looked >= BETWEEN_LOOKS_S:
+            self._looked, self._resident = now, memory_in_use()
+        resident_bytes, gpu_bytes, gpu_total = self._resident
         return RankTelemetry(
             job,
             start,
@@ -117,6 +130,9 @@ class Telemetry:
             *self.place,
             *self.total,
             *self.memory,
+            resident_bytes=resident_bytes,
+            gpu_bytes=gpu_bytes,
+            gpu_total=gpu_total,
             line=CodeLine(*line) if line else None,
             micro_batches=count,
             first=first,
@@ -125,6 +141,21 @@ class Telemetry:
             data=self.data,
             reports=tuple(reports),
         )
+
+
+def memory_in_use() -> tuple[int, int, int]:
+    """Return the bytes of this process, of torch on its fullest GPU, and of that GPU.
+
+    CUDA is not initialized for that: until the rank has done so, the last two are 0.
+    """
+    resident, cuda = (
+        psutil.Process().memory_info().rss,
+        getattr(sys.modules.get("torch"), "cuda", None),
+    )
+    if cuda is None or not cuda.is_initialized():
+        return resident, 0, 0
+    used, gpu = max((cuda.memory_allocated(gpu), gpu) for gpu in range(cuda.device_count()))
+    return resident, used, cuda.get_device_properties(gpu).total_memory
 
 
 def as_numbers(values: dict[str, Any]) -> dict[str, float]:
