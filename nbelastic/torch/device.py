@@ -58,7 +58,7 @@ def in_words(found: torch.device) -> str:
 def what_would_fit(error: Exception, state_bytes: int) -> str:
     """Return at most which part of a batch would have fitted in a GPU's memory, in words.
 
-    It is what was left for a batch, beside the state, of what the batch has taken and asked for.
+    It is what was left for a batch, besides the state, of what the batch has taken and asked for.
     Nothing if the error does not say what was asked for.
     """
     asked = re.search(r"Tried to allocate ([\d.]+) (MiB|GiB)", str(error))
@@ -71,7 +71,7 @@ def what_would_fit(error: Exception, state_bytes: int) -> str:
     needed += int(float(asked[1]) * 2 ** (20 if asked[2] == "MiB" else 30))
     return (
         f"\nAt most {min(room / needed, 1):.0%} of the batch would have fitted: it needed more "
-        f"than {needed / 2**30:.1f} GiB beside the state, of the device's {total / 2**30:.1f} GiB."
+        f"than {needed / 2**30:.1f} GiB besides the state, of the device's {total / 2**30:.1f} GiB."
     )
 
 

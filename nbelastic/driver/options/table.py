@@ -139,7 +139,7 @@ class Options:
         "or what an installed package brings")
     env: dict[str, str] = _option(_WAY, VARIABLES, "--env NCCL_DEBUG=INFO",
         "environment variables of the ranks' processes, added to those of their workers")
-    pull: tuple[str, ...] = _option(_BACK, VARIABLE_NAMES, "--pull model history",
+    pull: tuple[str, ...] = _option(_BACK, VARIABLE_NAMES, "--pull model,history",
         "variables of rank 0 that come back at the end, or at a stop, into the objects of these "
         "names: models, optimizers, plain values")
     reset_limit: int | None = _option(_WRONG, count(0), "--reset-limit 20",
