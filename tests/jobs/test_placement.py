@@ -22,12 +22,6 @@ def names(dask_scheduler):
     return {address: str(worker.name) for address, worker in dask_scheduler.workers.items()}
 
 
-def nap(seconds):
-    import time
-
-    time.sleep(seconds)
-
-
 def test_workers_restricts_by_address_or_name(crew):
     addresses = list(crew.workers())
     job = crew.fit(nothing, workers=addresses[:2])
@@ -80,22 +74,6 @@ def test_C3_ranks_of_a_host_are_contiguous_and_local_and_cross_sizes_are_right()
             for local in range(crews[host])
         ]
         assert places == expected
-
-
-def test_ranks_are_dask_tasks_that_keep_their_workers_busy(crew):
-    job = crew.fit(nap, args=[1.0], np=2, block=False)
-    until(lambda: len(job.status.ranks) == 2, "the ranks start", 10)
-
-    def busy(dask_scheduler):
-        return sum(
-            1
-            for ws in dask_scheduler.workers.values()
-            for task in ws.processing
-            if "nbelastic" in str(task.key)
-        )
-
-    until(lambda: crew.client.run_on_scheduler(busy) == 2, "two busy workers", 10)
-    job.result(30)
 
 
 def test_plugins_that_are_there_already_go_on(crew):
