@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -130,6 +131,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return min(found, default=len(LONGEST)), -files[str(item.path)]
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what has been imported out of searches for garbage, which take a second otherwise."""
+    gc.collect()
+    gc.freeze()
 
 
 class NotebookWorkers:

@@ -36,53 +36,54 @@ def _this_process(monkeypatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+MEASURED = [
+    (
+        "allreduce",
+        ["--sizes", "4KB", "--backend", "gloo", "--no-mpich"],
+        {"4096": {"ours", "ours, any memory", "gloo", "limit"}},
+    ),
+    (
+        "allreduce_tree",
+        ["--sizes", "1M", "--backends", "gloo"],
+        {"gloo 1M": {"tree", "ordinary"}},
+    ),
+    (
+        "training_step",
+        ["--models", "mlp-1m", "--backends", "gloo"],
+        {"mlp-1m": {"parameters", "steps", "rounds"}},
+    ),
+    (
+        "exact",
+        ["--models", "mlp-1m", "--backends", "gloo"],
+        {"mlp-1m": {"parameters", "digests", "rounds"}},
+    ),
+    (
+        "mismatch",
+        ["--sizes", "4KB", "25MB", "--backends", "shm"],
+        {
+            f"shm {size}": {"compared", "not compared", "comparison alone"}
+            for size in ("4 KB", "25 MB")
+        },
+    ),
+    ("latency", ["--sizes", "4KB", "--backends", "shm"], {"shm 4 KB": set(latency.ALL)}),
+    ("straggler", [], {"rounds", "quotas"}),
+    ("sampler", [], {"samples", "reset", "torch"}),
+    ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),
+    ("memory", ["--models", "1M"], {"1M": {"nbelastic", "DDP", "parameters"}}),
+    ("recovery", ["--models", "mlp-1m", "--alone"], {"mlp-1m": {"ours", "ours, worker"}}),
+    ("sharing", [], {"first", "newcomers", "decisions", "jobs"}),
+    ("join", ["--models", "mlp-1m"], {"mlp-1m": {"joins", "state"}}),
+    ("terminal", [], {"commands", "helps"}),
+    ("start", [], {"ours", "imports torch"}),
+]
+SHORT = {"allreduce", "commit", "recovery"}
+"""One of operations, one of a rank, one of jobs; `make nightly` has all."""
+
+
 @pytest.mark.usefixtures("_this_process")
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
-    [
-        (
-            "allreduce",
-            ["--sizes", "4KB", "--backend", "gloo", "--no-mpich"],
-            {"4096": {"ours", "ours, any memory", "gloo", "limit"}},
-        ),
-        (
-            "allreduce_tree",
-            ["--sizes", "1M", "--backends", "gloo"],
-            {"gloo 1M": {"tree", "ordinary"}},
-        ),
-        (
-            "training_step",
-            ["--models", "mlp-1m", "--backends", "gloo"],
-            {"mlp-1m": {"parameters", "steps", "rounds"}},
-        ),
-        (
-            "exact",
-            ["--models", "mlp-1m", "--backends", "gloo"],
-            {"mlp-1m": {"parameters", "digests", "rounds"}},
-        ),
-        (
-            "mismatch",
-            ["--sizes", "4KB", "25MB", "--backends", "shm"],
-            {
-                f"shm {size}": {"compared", "not compared", "comparison alone"}
-                for size in ("4 KB", "25 MB")
-            },
-        ),
-        (
-            "latency",
-            ["--sizes", "4KB", "--backends", "shm"],
-            {"shm 4 KB": set(latency.ALL)},
-        ),
-        ("straggler", [], {"rounds", "quotas"}),
-        ("sampler", [], {"samples", "reset", "torch"}),
-        ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),
-        ("memory", ["--models", "1M"], {"1M": {"nbelastic", "DDP", "parameters"}}),
-        ("recovery", ["--models", "mlp-1m", "--alone"], {"mlp-1m": {"ours", "ours, worker"}}),
-        ("sharing", [], {"first", "newcomers", "decisions", "jobs"}),
-        ("join", ["--models", "mlp-1m"], {"mlp-1m": {"joins", "state"}}),
-        ("terminal", [], {"commands", "helps"}),
-        ("start", [], {"ours", "imports torch"}),
-    ],
+    [pytest.param(*row, marks=[pytest.mark.nightly] * (row[0] not in SHORT)) for row in MEASURED],
 )
 def test_it_measures_all_it_compares(tmp_path, monkeypatch, capsys, name, options, expected):
     out = tmp_path / "figures.json"
@@ -90,33 +91,6 @@ def test_it_measures_all_it_compares(tmp_path, monkeypatch, capsys, name, option
     code = importlib.import_module(f"benchmarks.{name}").main()
     printed = capsys.readouterr()
     check(out, code, printed.out, printed.err, expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        (
-            "resizing",
-            {name: {"fixed", "found", "equal"} for name in ("SGD 0.1", "SGD 0.4", "Adam 0.01")},
-        ),
-        ("data", {"parquet": {"rounds", "bytes", "memory"}}),
-        (
-            "control_plane",
-            {"machine": {"100", "1000"}, "driver": {"2"}, "forming": {"gloo", "shm"}},
-        ),
-    ],
-)
-def test_one_that_keeps_its_process_to_itself_runs_as_a_command(tmp_path, name, expected):
-    out = tmp_path / "figures.json"
-    result = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", *QUICK, "--json", out],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=150,
-    )
-    check(out, result.returncode, result.stdout, result.stderr, expected)
 
 
 @pytest.mark.parametrize("name", ["panel", "large_job"])

@@ -134,6 +134,7 @@ def train(options: str, before: str = "") -> str:
     return TRAIN.format(options=options, before=before).strip()
 
 
+@pytest.mark.nightly
 def test_the_quickstart_survives_a_kill_and_obeys_slider_and_stop(lab: Lab) -> None:
     quickstart = nbformat.read(lab.server.notebooks / "01_quickstart.ipynb", as_version=4)
     code = [cell.source for cell in quickstart.cells if cell.cell_type == "code"]

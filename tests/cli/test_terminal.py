@@ -103,7 +103,7 @@ open(sys.argv[1], "a").write("trained")
 """
 
 
-@pytest.mark.parametrize("style", [["--plain"], ["--json"], ["--quiet"]])
+@pytest.mark.parametrize("style", [["--plain"], ["--json"]])
 def test_output_to_a_full_disk_is_said_and_the_exit_code_is_not_0(tmp_path, style):
     script = tmp_path / "prints.py"
     script.write_text(PRINTS)
@@ -118,7 +118,7 @@ def test_output_to_a_full_disk_is_said_and_the_exit_code_is_not_0(tmp_path, styl
     assert (tmp_path / "log").read_text(), "it has trained"
 
 
-@pytest.mark.parametrize("style", [["--plain"], [], ["nohup"]])
+@pytest.mark.parametrize("style", [[], ["nohup"]])
 def test_a_terminal_that_is_closed_interrupts_the_job_unless_hangups_are_ignored(tmp_path, style):
     nohup = "nohup" in style
 

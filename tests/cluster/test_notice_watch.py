@@ -16,7 +16,7 @@ from email.utils import formatdate
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nbelastic.cluster.wire import pack, unpack
@@ -163,6 +163,7 @@ steps = st.lists(
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=150, deadline=None)
 @given(script=steps)
+@example(script=[Answer(401, {}, b""), Answer(200, {}, b"null"), 0.0])
 def test_no_bytes_end_the_watch_revoke_a_notice_or_give_it_more_time(name, script):
     """Only a good answer changes what is known, and a deadline only comes nearer."""
     service, now = FakeMetadata(name), NOON

@@ -77,6 +77,7 @@ WRONG = {
         _nodes(c, torch.ones(2, dtype=torch.bool)), Blocks.even(8, c.size)
     ),
     "crooked message": lambda c: c.send_async(CROOKED, (c.rank + 1) % 2),
+    "crooked place for one": lambda c: c.receive_async(CROOKED, (c.rank + 1) % 2),
     "message to oneself": lambda c: c.send_async(ONE, c.rank),
     "message to nobody": lambda c: c.send_async(ONE, c.size),
     "message from oneself": lambda c: c.receive_async(ONE.clone(), c.rank),
@@ -84,13 +85,18 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
-def test_wrong_arguments_are_refused_and_do_no_harm(world, wrong):
+def test_wrong_arguments_are_refused_and_do_no_harm(world):
+    def refused(communicator, wrong):
+        try:
+            wrong(communicator)
+        except ValueError as error:
+            return len(str(error)) >= 20
+        return False
+
     def rank_main(communicator):
         before = communicator.completed
         if communicator.rank == 0:  # the others go straight to what is right
-            with pytest.raises(ValueError, match=r".{20}"):
-                wrong(communicator)
+            assert [name for name, wrong in WRONG.items() if not refused(communicator, wrong)] == []
         assert communicator.completed == before
         tensor = torch.ones(3)
         communicator.allreduce(tensor)

@@ -69,8 +69,8 @@ def along_trees(communicator):
 # -- sums --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.usefixtures("in_small_rounds")
 def test_sums_of_many_rounds_are_added_in_the_order_of_ranks(size, dtype):
     counts = [1, 3, 2048, 2049, 10_000, 7]
@@ -296,8 +296,8 @@ def test_memory_is_bounded_whatever_ends_a_generation():
     ("kind", "drain"),
     [
         *(("cuda_ipc", drain) for drain in range(1, 5)),
-        *(("cuda_ipc+gloo", drain) for drain in range(1, 6)),
-        *(pytest.param("cuda_ipc+nccl", drain, marks=needs_compiler) for drain in (3, 4, 5)),
+        ("cuda_ipc+gloo", 5),
+        pytest.param("cuda_ipc+nccl", 5, marks=needs_compiler),
     ],
 )
 def test_a_rank_that_dies_at_any_point_fails_the_others_and_they_form_anew(

@@ -14,9 +14,6 @@ REDUCED = [*FLOATS, *INTEGERS]
 MOVED = [*REDUCED, torch.int16, torch.bool, torch.complex64]
 SHAPES = [(), (1,), (7,), (3, 5), (0,), (2, 0, 3)]
 
-by_reduced = pytest.mark.parametrize("dtype", REDUCED, ids=str)
-by_moved = pytest.mark.parametrize("dtype", MOVED, ids=str)
-
 NUMPY = {Op.SUM: np.sum, Op.AVERAGE: np.mean, Op.MIN: np.min, Op.MAX: np.max, Op.PRODUCT: np.prod}
 
 
@@ -44,21 +41,20 @@ def same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-@by_reduced
-def test_allreduce(world, dtype):
+def test_allreduce(world):
+    cases = [(dtype, op, shape) for dtype in REDUCED for op in ops_of(dtype) for shape in SHAPES]
+
     def rank_main(communicator):
         outcomes = []
-        for op in ops_of(dtype):
-            for shape in SHAPES:
-                tensor = values(communicator.rank, shape, dtype)
-                communicator.allreduce(tensor, op)
-                outcomes.append(tensor)
+        for dtype, op, shape in cases:
+            tensor = values(communicator.rank, shape, dtype)
+            communicator.allreduce(tensor, op)
+            outcomes.append(tensor)
         return outcomes
 
     expected = [
         reduced(op, [values(rank, shape, dtype) for rank in range(world.size)])
-        for op in ops_of(dtype)
-        for shape in SHAPES
+        for dtype, op, shape in cases
     ]
     for outcomes in world.run(rank_main):
         for actual, wanted in zip(outcomes, expected, strict=True):
@@ -81,7 +77,7 @@ def test_allreduce_of_truths(world):
         assert outcomes[Op.PRODUCT] == outcomes[Op.MIN] == [True, False, alone]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_large_allreduce_is_the_same_on_all_ranks(world, dtype):
     def rank_main(communicator):
         generator = torch.Generator().manual_seed(communicator.rank)
@@ -99,7 +95,7 @@ def test_a_large_allreduce_is_the_same_on_all_ranks(world, dtype):
         same(actual, first)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 def test_tensors_in_many_places_are_reduced_as_one(world, dtype):
     shapes = [(3, 5), (0,), (1,), (70_000,), (2, 3)], [(6,), (8, 1)], [(150_000,)]
 
@@ -126,39 +122,41 @@ def test_tensors_in_many_places_are_reduced_as_one(world, dtype):
             same(outcome, whole)
 
 
-@by_moved
-def test_broadcast(world, dtype):
+def test_broadcast(world):
+    cases = [
+        (dtype, root, shape) for dtype in MOVED for root in range(world.size) for shape in SHAPES
+    ]
+
     def rank_main(communicator):
         outcomes = []
-        for root in range(communicator.size):
-            for shape in SHAPES:
-                tensor = values(communicator.rank, shape, dtype)
-                communicator.broadcast(tensor, root)
-                outcomes.append(tensor)
+        for dtype, root, shape in cases:
+            tensor = values(communicator.rank, shape, dtype)
+            communicator.broadcast(tensor, root)
+            outcomes.append(tensor)
         return outcomes
 
-    expected = [values(root, shape, dtype) for root in range(world.size) for shape in SHAPES]
     for outcomes in world.run(rank_main):
-        for actual, wanted in zip(outcomes, expected, strict=True):
-            same(actual, wanted)
+        for (dtype, root, shape), actual in zip(cases, outcomes, strict=True):
+            same(actual, values(root, shape, dtype))
 
 
-@by_moved
-def test_allgather(world, dtype):
+def test_allgather(world):
+    cases = [(dtype, shape) for dtype in MOVED for shape in SHAPES]
+
     def rank_main(communicator):
         outcomes = []
-        for shape in SHAPES:
+        for dtype, shape in cases:
             outputs = [torch.zeros(shape, dtype=dtype) for _ in range(communicator.size)]
             tensor = values(communicator.rank, shape, dtype)
             communicator.allgather(outputs, tensor)
             same(tensor, values(communicator.rank, shape, dtype))
-            outcomes += outputs
+            outcomes.append(outputs)
         return outcomes
 
-    expected = [values(rank, shape, dtype) for shape in SHAPES for rank in range(world.size)]
     for outcomes in world.run(rank_main):
-        for actual, wanted in zip(outcomes, expected, strict=True):
-            same(actual, wanted)
+        for (dtype, shape), outputs in zip(cases, outcomes, strict=True):
+            for rank, actual in enumerate(outputs):
+                same(actual, values(rank, shape, dtype))
 
 
 def part(source, target, dtype):
@@ -166,11 +164,12 @@ def part(source, target, dtype):
     return values(source, (target, 3), dtype, seed=target)
 
 
-@by_reduced
-def test_reduce_scatter(world, dtype):
+def test_reduce_scatter(world):
+    cases = [(dtype, op) for dtype in REDUCED for op in ops_of(dtype)]
+
     def rank_main(communicator):
         outcomes = []
-        for op in ops_of(dtype):
+        for dtype, op in cases:
             inputs = [part(communicator.rank, target, dtype) for target in range(world.size)]
             output = torch.zeros(communicator.rank, 3, dtype=dtype)
             communicator.reduce_scatter(output, inputs, op)
@@ -180,35 +179,38 @@ def test_reduce_scatter(world, dtype):
         return outcomes
 
     for rank, outcomes in enumerate(world.run(rank_main)):
-        for op, actual in zip(ops_of(dtype), outcomes, strict=True):
+        for (dtype, op), actual in zip(cases, outcomes, strict=True):
             same(actual, reduced(op, [part(each, rank, dtype) for each in range(world.size)]))
 
 
-@by_moved
-def test_all_to_all(world, dtype):
+def test_all_to_all(world):
     def shape(source, target):
         return (source, target)  # uneven, and empty from and to rank 0
 
     def rank_main(communicator):
-        me = communicator.rank
-        inputs = [values(me, shape(me, other), dtype, other) for other in range(world.size)]
-        outputs = [torch.zeros(shape(other, me), dtype=dtype) for other in range(world.size)]
-        communicator.all_to_all(outputs, inputs)
-        return outputs
+        me, others, outcomes = communicator.rank, range(world.size), []
+        for dtype in MOVED:
+            inputs = [values(me, shape(me, other), dtype, other) for other in others]
+            outputs = [torch.zeros(shape(other, me), dtype=dtype) for other in others]
+            communicator.all_to_all(outputs, inputs)
+            outcomes.append(outputs)
+        return outcomes
 
-    for rank, outputs in enumerate(world.run(rank_main)):
-        for source, actual in enumerate(outputs):
-            same(actual, values(source, shape(source, rank), dtype, rank))
+    for rank, outcomes in enumerate(world.run(rank_main)):
+        for dtype, outputs in zip(MOVED, outcomes, strict=True):
+            for source, actual in enumerate(outputs):
+                same(actual, values(source, shape(source, rank), dtype, rank))
 
 
-@by_moved
-def test_send_and_receive(world, dtype):
+def test_send_and_receive(world):
+    cases = [(dtype, shape) for dtype in MOVED for shape in SHAPES]
+
     def rank_main(communicator):
         me = communicator.rank
         others = [rank for rank in range(world.size) if rank != me]
-        received = {other: [torch.zeros(s, dtype=dtype) for s in SHAPES] for other in others}
+        received = {other: [torch.zeros(s, dtype=t) for t, s in cases] for other in others}
         handles = []
-        for number, shape in enumerate(SHAPES):
+        for number, (dtype, shape) in enumerate(cases):
             for other in others:
                 tensor = values(me, shape, dtype, seed=other)
                 handles.append(communicator.send_async(tensor, other))
@@ -219,7 +221,7 @@ def test_send_and_receive(world, dtype):
 
     for rank, received in enumerate(world.run(rank_main)):
         for source, tensors in received.items():
-            for shape, actual in zip(SHAPES, tensors, strict=True):
+            for (dtype, shape), actual in zip(cases, tensors, strict=True):
                 same(actual, values(source, shape, dtype, seed=rank))
 
 

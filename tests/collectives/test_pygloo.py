@@ -26,7 +26,6 @@ from tests.collectives.test_handles import (  # noqa: F401
 from tests.collectives.test_operations import (  # noqa: F401
     MOVED,
     SHAPES,
-    by_moved,
     same,
     test_a_large_allreduce_is_the_same_on_all_ranks,
     test_all_to_all,
@@ -78,7 +77,7 @@ def failure(result, within=ENDS_S):
     return str(error)
 
 
-@by_moved
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
 def test_send_and_receive(world, dtype):
     def rank_main(communicator):
         me = communicator.rank

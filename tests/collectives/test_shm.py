@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from nbelastic.collectives import Op
 from nbelastic.errors import CollectiveError
 from tests.collectives.test_operations import REDUCED, same
-from tests.collectives.worlds import MAKERS, PATIENCE_S, World, descriptors, eventually, needs_core
+from tests.collectives.worlds import MAKERS, PATIENCE_S, World, eventually, needs_core
 
 pytestmark = needs_core
 
@@ -22,11 +21,6 @@ WIDE = [*REDUCED, torch.int16, torch.bool, torch.complex64]
 def kind(request):
     """Make communicators that have memory in a segment."""
     return MAKERS[request.param]
-
-
-def tasks():
-    """Return how many threads this process has, those included that are none of Python's."""
-    return len(os.listdir("/proc/self/task"))
 
 
 def mapped():
@@ -193,32 +187,6 @@ def test_what_an_operation_worked_on_is_let_go():
         assert all(communicator._lent for communicator in world.communicators)
         world.run(lambda c: c.allreduce(torch.ones(1)))  # sees that the other has ended
         assert not any(communicator._lent for communicator in world.communicators)
-
-
-def test_nothing_is_left_of_many_generations(kind):
-    with World(kind, 2) as world:
-        world.run(lambda c: c.barrier())
-    del world
-    gc.collect()
-    before = tasks(), descriptors(), mapped()
-
-    def quiet():
-        gc.collect()
-        now = tasks(), descriptors(), mapped()
-        return all(number <= then for number, then in zip(now, before, strict=True))
-
-    for number in range(20):
-        with World(kind, 3) as world:
-            vectors = world.run(lambda c: c.empty(1000, torch.float32).fill_(1.0))
-            world.run(lambda c, vectors=vectors: c.allreduce_async(vectors[c.rank]).wait())
-            sent = world.do(0, lambda c: c.send_async(torch.ones(1 << 20), 1))
-            if number % 2:
-                world.do(1, lambda c: c.receive(torch.ones(1 << 20), 0))
-                world.do(0, lambda c, sent=sent: sent.wait())
-            if number % 3:
-                world.do(2, lambda c: (c.allreduce_async(torch.ones(100_000)), None)[1])
-        del vectors, sent, world
-    eventually(quiet, "the end of all threads, connections and segments")
 
 
 def test_an_error_in_one_part_breaks_the_others():

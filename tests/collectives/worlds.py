@@ -166,6 +166,9 @@ KINDS = [
     if kind not in ("auto", "gpu", "gpu_nccl")
 ]
 
+# Those that differ in what is above them: descriptions on their way or not, coalesced or not.
+SOME_KINDS = [kind for kind in KINDS if kind.values[0] in ("gloo", "shm", "cuda_ipc+nccl")]
+
 # Longer than anything takes, shorter than TIMEOUT_S: what waits for that long hangs.
 PATIENCE_S = 20.0
 TIMEOUT_S = 120.0

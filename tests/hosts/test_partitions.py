@@ -93,7 +93,8 @@ def test_a_cut_shorter_than_all_timeouts_is_a_pause(cluster, tmp_path):
     assert job.sizes == [4]
 
 
-@pytest.mark.parametrize("direction", ["from", pytest.param("to", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("direction", ["from", "to"])
 def test_a_host_cut_off_in_one_direction_is_left_behind(cluster, tmp_path, direction):
     function, job = a_job(cluster, tmp_path, epochs=LONG, until_newcomers=2)
     getattr(cluster.network, f"cut_{direction}")("a")
@@ -103,7 +104,8 @@ def test_a_host_cut_off_in_one_direction_is_left_behind(cluster, tmp_path, direc
     check(job.results(timeout=90), function.work)
 
 
-@pytest.mark.parametrize("silently", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("silently", [False, True])
 def test_a_host_is_killed_with_all_its_workers(cluster, tmp_path, silently):
     function, job = a_job(cluster, tmp_path, epochs=20)
     if silently:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import threading
 
-import pytest
 from distributed import Event, get_client
 
 from nbelastic.cluster.scheduler import job_service
-from nbelastic.errors import NotEnoughWorkers
 
 
 def train(steps=3):
@@ -55,18 +53,6 @@ def test_a_job_starts_and_ends_without_a_worker_that_is_busy_and_leaves_it_alone
         Event("until-the-job-is-over", client=crew.client).set()
     assert sizes == [[1, 1, 1]]
     assert task.result() == before[second]
-
-
-def test_a_job_that_needs_a_busy_worker_says_so_and_leaves_it_alone(crew):
-    worker = min(crew.workers())
-    before = pids(crew, [worker])
-    task = crew.client.submit(wait_for, "until-it-has-failed", workers=[worker], pure=False)
-    try:
-        with pytest.raises(NotEnoughWorkers, match="busy with other tasks"):
-            crew.fit(train, np=1, workers=[worker], elastic_timeout=2)
-    finally:
-        Event("until-it-has-failed", client=crew.client).set()
-    assert task.result() == before[worker]
 
 
 def calls_fit():

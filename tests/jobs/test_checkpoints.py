@@ -91,18 +91,6 @@ def test_all_ranks_killed_at_once_go_on_from_their_own_checkpoint(crew, tmp_path
     assert {key: results[0][key] for key in SAME} == {key: undisturbed[key] for key in SAME}
 
 
-def test_a_job_resumes_with_another_number_of_ranks(crew, tmp_path):
-    place = tmp_path / "checkpoints"
-    first = a_workload(tmp_path / "first")
-    interrupted(crew, first, place, end=lambda job: job.cancel())
-    second = a_workload(tmp_path / "second")
-    job = crew.fit(second, np=4, checkpoint=place, resume=True)
-    results = job.results()
-    check(results, second)
-    assert len(results) == 4
-    assert results[0]["steps"] < 80
-
-
 def test_a_job_that_has_finished_has_nothing_left_to_do_when_resumed(crew, tmp_path):
     place = tmp_path / "checkpoints"
     first = a_workload(tmp_path / "first")

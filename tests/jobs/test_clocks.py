@@ -51,11 +51,11 @@ def test_a_clock_that_is_set_back_costs_no_rank(tmp_path):
     work = Workload(tmp_path, epochs=500, seconds=0.05, until_told=True)
     with a_crew(n_workers=2) as crew:
         worker = next(iter(crew.workers()))
-        job = crew.fit(work, np=2, block=False, heartbeat_timeout=3)
+        job = crew.fit(work, np=2, block=False, heartbeat_timeout=2)
 
         def trains_on():
             seen = job.status.commits
-            until(lambda: job.status.commits > seen + 80 or job.done(), "it trains on", 60)
+            until(lambda: job.status.commits > seen + 60 or job.done(), "it trains on", 60)
             assert job.status.state == "running"
 
         until(lambda: job.status.commits or job.done(), "it trains")

@@ -7,9 +7,6 @@ import os
 import re
 import signal
 
-import pytest
-
-from nbelastic.errors import NotEnoughWorkers, ResetLimitExceeded
 from tests.support.clusters import kinds, sizes, until
 from tests.support.training import Fault, Workload, check
 
@@ -43,36 +40,6 @@ def test_N10_B13_a_killed_rank_is_replaced_while_the_others_go_on(crew, tmp_path
     assert job.results()[0]["losses"] == job.results()[-1]["losses"]
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_A2_the_state_outlives_any_rank(crew, tmp_path, rank):
-    work = Workload(tmp_path, epochs=4, faults=(Fault(rank=rank, epoch=1, batch=1),))
-    job = crew.fit(work, np=4, min_np=2)
-    check(job.results(), work)
-    assert sizes(job)[:2] == [4, 3]
-
-
-def test_N3_below_min_np_it_waits_and_goes_on_from_the_last_commit(crew, tmp_path):
-    faults = tuple(Fault(rank=rank, epoch=1, batch=1) for rank in (1, 2, 3))
-    work = Workload(tmp_path, epochs=4, faults=faults)
-    job = crew.fit(work, np=4, min_np=2, elastic_timeout=60)
-    check(job.results(), work)
-    assert "restarted" not in kinds(job)
-    assert min(sizes(job)) >= 2
-
-
-def test_N5_a_newcomer_has_the_same_bits_as_the_others(crew, tmp_path):
-    work = Workload(
-        tmp_path,
-        epochs=1000,
-        until_newcomers=1,
-        optimizer="adamw",
-        faults=(Fault(rank=2, epoch=1, batch=3),),
-    )
-    results = crew.fit(work, np=4, min_np=2).results()
-    check(results, work)
-    assert any(result["newcomer"] for result in results)
-
-
 def test_N6_a_change_between_two_commits_is_one_consistent_cut(crew, tmp_path):
     work = Workload(
         tmp_path,
@@ -84,14 +51,6 @@ def test_N6_a_change_between_two_commits_is_one_consistent_cut(crew, tmp_path):
     job = crew.fit(work, np=4, min_np=2)
     check(job.results(), work)
     assert sizes(job) == [4, 3, 4]
-
-
-def test_N8_two_losses_at_once_lose_nothing(crew, tmp_path):
-    faults = (Fault(rank=1, epoch=1, batch=2), Fault(rank=2, epoch=1, batch=2))
-    work = Workload(tmp_path, epochs=5, faults=faults)
-    job = crew.fit(work, np=4, min_np=1)
-    check(job.results(), work)
-    assert kinds(job).count("lost") == 2
 
 
 def test_N15_the_state_lives_while_any_rank_has_it(crew, tmp_path):
@@ -135,21 +94,6 @@ def test_all_ranks_killed_at_once_start_over_and_say_so(crew, tmp_path):
     assert "restarted" in kinds(job)
 
 
-def test_all_ranks_killed_at_once_fail_where_the_reset_limit_says_so(crew, tmp_path):
-    faults = tuple(Fault(rank=rank, epoch=1, batch=1) for rank in range(4))
-    work = Workload(tmp_path, epochs=2, faults=faults)
-    with pytest.raises(ResetLimitExceeded, match="reset_limit=0"):
-        crew.fit(work, np=4, min_np=2, reset_limit=0, elastic_timeout=60)
-
-
-def test_N2_a_silent_process_is_evicted_after_stall_timeout(crew, tmp_path):
-    fault = Fault(rank=1, epoch=1, batch=1, kind="doze", seconds=60)
-    work = Workload(tmp_path, epochs=4, faults=(fault,))
-    job = crew.fit(work, np=4, min_np=2, stall_timeout=2.0, heartbeat_timeout=30)
-    check(job.results(), work)
-    assert any("held up the others for 2 s" in event.detail for event in job.history)
-
-
 def test_a_silent_worker_is_evicted_after_heartbeat_timeout(crew, tmp_path):
     fault = Fault(rank=1, epoch=1, batch=1, kind="doze", seconds=60)
     work = Workload(tmp_path, epochs=4, faults=(fault,))
@@ -167,14 +111,6 @@ def test_a_rank_that_hangs_in_user_code_is_evicted(crew, tmp_path):
     assert re.search(r"it was executing .*training\.py, line \d+, in _do_harm$", lost.detail)
 
 
-def test_B4_a_rank_that_raises_after_a_commit_is_left_out(crew, tmp_path):
-    work = Workload(tmp_path, epochs=4, faults=(Fault(rank=2, epoch=1, batch=1, kind="raise"),))
-    job = crew.fit(work, np=4, min_np=2)
-    check(job.results(), work)
-    assert sizes(job) == [4, 3]  # its worker is not used again
-    assert "cooldown" in kinds(job)
-
-
 def test_A8_a_worker_that_cooled_down_is_used_again(crew, tmp_path):
     work = Workload(
         tmp_path,
@@ -185,21 +121,6 @@ def test_A8_a_worker_that_cooled_down_is_used_again(crew, tmp_path):
     job = crew.fit(work, np=4, min_np=2, blacklist_cooldown=(1, 2))
     check(job.results(), work)
     assert sizes(job)[-2:] == [3, 4]  # the first may be over before each rank has told that it is
-
-
-def test_A4_the_error_of_all_ranks_fails_the_job(crew, tmp_path):
-    faults = tuple(Fault(rank=rank, epoch=1, batch=1, kind="raise") for rank in range(4))
-    with pytest.raises(ValueError, match="was told to fail"):
-        crew.fit(Workload(tmp_path, faults=faults), np=4, min_np=2)
-
-
-def test_N17_too_few_workers_are_waited_for_and_then_named(crew, tmp_path):
-    job = crew.fit(Workload(tmp_path), np=5, elastic_timeout=1.5, block=False)
-    until(lambda: job.status.reason, "a reason", 5)
-    assert job.status.state == "waiting"
-    assert job.status.reason.startswith("4 of at least 5 workers; waiting ")
-    with pytest.raises(NotEnoughWorkers, match=r"4 of at least 5 workers.*elastic_timeout=1\.5"):
-        job.result(20)
 
 
 def test_stop_ends_a_job_at_a_commit(crew, tmp_path):

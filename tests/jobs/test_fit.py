@@ -97,18 +97,6 @@ def test_N13_two_jobs_at_once_share_no_slot(crew, tmp_path):
     assert not first & second
 
 
-def test_a_job_waits_for_the_slots_of_another(crew):
-    def nap():
-        import time
-
-        time.sleep(0.5)
-
-    first = crew.fit(nap, np=4, block=False)
-    second = crew.fit(place, np=4, block=False)
-    assert len(second.results(30)) == 4
-    assert first.done()
-
-
 def test_a_name_can_be_used_again_but_not_twice_at_once(crew):
     def nap(until):
         from distributed import Event
@@ -197,17 +185,6 @@ def test_N13_a_job_can_be_run_from_any_thread(crew):
     with ThreadPoolExecutor(2) as pool:
         jobs = list(pool.map(lambda n: crew.fit(place, np=n), [1, 3]))
     assert [len(job.results()) for job in jobs] == [1, 3]
-
-
-def test_torch_computes_with_as_many_threads_as_the_worker_has(crew):
-    def threads():
-        import os
-
-        import torch
-
-        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
-
-    assert crew.fit(threads, np=1).result() == (1, "1")
 
 
 def test_a_data_loader_has_processes_and_may_use_a_class_of_the_functions_own(crew):

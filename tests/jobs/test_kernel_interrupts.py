@@ -66,6 +66,8 @@ def main():
         interrupt_when(lambda: is_main_thread_in("wait_interruptibly"))
         interrupted(lambda: wait_interruptibly(job))
         print("same workers:", sorted(client.run(os.getpid).values()) == before)
+        print("again:", nbelastic.fit(nbelastic.size, cluster=client, np=2).results())
+        print("handler kept:", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 
         victim = next(iter(cluster.workers.values()))
         os.kill(victim.pid, signal.SIGKILL)
@@ -118,7 +120,7 @@ def kernel(tmp_path, script):
     return done.stdout.splitlines(), done.stderr
 
 
-def test_an_interrupt_ends_no_worker_of_the_kernels_cluster(tmp_path):
+def test_N12_an_interrupt_frees_the_workers_of_the_kernels_cluster_and_ends_none(tmp_path):
     lines, errors = kernel(tmp_path, BY_HAND)
     assert lines == [
         "KeyboardInterrupt ",
@@ -127,6 +129,8 @@ def test_an_interrupt_ends_no_worker_of_the_kernels_cluster(tmp_path):
         "running set()",
         "JobInterrupted its 2 workers are free",
         "same workers: True",
+        "again: [2, 2]",
+        "handler kept: True",
         *["KeyboardInterrupt "] * 5,
         "the new one: True",
     ], errors

@@ -14,24 +14,6 @@ def retire_one(crew, job):
     crew.client.retire_workers([victim], close_workers=True)
 
 
-def test_N4_N9_a_retired_worker_leaves_at_a_commit_and_each_sample_counts_once(tmp_path):
-    with a_crew(n_workers=3) as crew:
-        work = Workload(tmp_path, epochs=1000, until_told=True)
-        job = crew.fit(work, np=3, min_np=1, block=False)
-        until(lambda: job.status.commits > 5 or job.done(), "commits")
-        retire_one(crew, job)
-        until(lambda: sizes(job) == [3, 2] or job.done(), "it goes on without it")
-        (tmp_path / "enough").touch()
-        results = job.results(120)
-        check(results, work)
-        assert sizes(job) == [3, 2]
-        assert "left" in kinds(job)
-        assert "lost" not in kinds(job)
-        assert len(list(tmp_path.glob("cleaned-*"))) == 3  # its finally ran too
-        assert [r["resets"] for r in results] == [[2], [2]]
-        check_nothing_redone(results)
-
-
 def test_the_only_rank_is_retired_and_stays_until_another_has_the_state(tmp_path):
     with a_crew(n_workers=2) as crew:
         work = Workload(tmp_path, epochs=1000, until_told=True, slow_start=0.5)

@@ -12,7 +12,7 @@ from tests.support.training import Workload, check
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("goal", [12, pytest.param(50, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("goal", [8, pytest.param(50, marks=pytest.mark.nightly)])
 def test_kills_at_random_moments(crew, tmp_path, goal):
     dice = random.Random(20261121)
     kills = number = 0

@@ -23,14 +23,6 @@ def leave():
     os._exit(3)
 
 
-def alarm():
-    import signal
-    import time
-
-    signal.alarm(1)
-    time.sleep(60)
-
-
 def kill():
     import signal
 
@@ -68,7 +60,6 @@ def train(die, mark):
 DEATHS = {
     "segfault": (segfault, "killed by signal 11 (SIGSEGV), at "),
     "exit": (leave, "exited with status 3"),
-    "alarm": (alarm, "killed by signal 14 (SIGALRM)"),
     "kill": (kill, "killed by signal 9 (SIGKILL)"),
 }
 

@@ -64,8 +64,7 @@ def goes_on():
     return message, hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize(("elastic", "backend"), [(True, "shm"), (False, "gloo")])
 def test_ranks_that_differ_end_their_job_at_once(crew, elastic, backend):
     job = crew.fit(differs, args=(elastic,), np=2, backend=backend, block=False)
     error = job.exception(60)  # elastic_timeout is 600 s
@@ -86,8 +85,7 @@ def test_a_function_may_catch_it_and_go_on(crew):
     assert one == other == 2
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
-@pytest.mark.parametrize("elastic", [True, False])
+@pytest.mark.parametrize(("elastic", "backend"), [(True, "gloo"), (False, "shm")])
 def test_an_operation_that_meets_gradients_ends_the_job_long_before_it_stalls(
     crew, elastic, backend
 ):

@@ -47,7 +47,7 @@ def check(results, work, alone):
     assert ledger_of(work.marks) == ledger
 
 
-@pytest.mark.parametrize(("backend", "processes"), [("shm", 0), ("gloo", 0), ("shm", 2)])
+@pytest.mark.parametrize(("backend", "processes"), [("gloo", 0), ("shm", 2)])
 def test_ranks_that_die_join_and_leave_change_no_bit(crew, tmp_path, alone, backend, processes):
     work = SameResult(tmp_path, EPOCHS, seconds=0.03, loader_processes=processes, hold=2)
     job = crew.fit(work, backend=backend, **PATIENT)

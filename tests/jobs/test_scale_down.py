@@ -65,7 +65,7 @@ def target_by_gateway(crew):
     return crew.client.run_on_scheduler(lambda dask_scheduler: DaskGateway(dask_scheduler).target())
 
 
-def test_ranks_leave_as_planned_and_the_target_has_what_jobs_want(tmp_path):
+def test_N4_N9_ranks_leave_as_planned_and_the_target_has_what_jobs_want(tmp_path):
     routes = dask.config.set({"distributed.scheduler.http.routes": ROUTES})
     with routes, a_crew(n_workers=4) as crew:
         work = Workload(tmp_path, epochs=1000, until_told=True)
@@ -80,6 +80,8 @@ def test_ranks_leave_as_planned_and_the_target_has_what_jobs_want(tmp_path):
         check(results, work)
         assert sizes(job) == [4, 3, 2, 1]
         assert kinds(job).count("left") == 3
+        assert len(list(tmp_path.glob("cleaned-*"))) == 4  # the finally of all that left ran, too
+        assert [result["resets"] for result in results] == [[3, 2, 1]]
         assert "lost" not in kinds(job)
         check_nothing_redone(results)
 

@@ -122,6 +122,7 @@ def test_a_cluster_that_is_started_here_is_closed_to_other_users(started, monkey
         address = client.scheduler.address
         found = _listening() - before
         assert len(found) >= 4  # scheduler, nanny, worker; HTTP
+        assert {where for where, _ in found} <= LOOPBACKS
         assert asyncio.run(_refused(found)) == found
         assert {_page(each) for each in found} == {404, None}
         (file,) = (tmp_path / ".cache/nbelastic/clusters").iterdir()
@@ -149,32 +150,11 @@ def _page(address):
         connection.close()
 
 
-def test_clusters_that_are_started_here_listen_on_the_loopback_only():
-    before = _listening()
-    with HostCluster(lambda: {"localhost": 1}, loopback=True) as cluster:
-        nbelastic.fit(lambda: None, cluster=cluster, np=1).result()
-        found = _listening() - before
-    assert found
-    assert {where for where, _ in found} <= LOOPBACKS
-
-
 def test_http_of_named_hosts_is_on_the_loopback_although_their_scheduler_is_not():
     with HostCluster(lambda: {"localhost": 1}) as cluster:
         nbelastic.fit(lambda: None, cluster=cluster, np=1).result()
         found = {cluster.scheduler.http_server.address, *_http_of_workers(cluster)}
     assert found <= LOOPBACKS
-
-
-def test_an_embedded_cluster_listens_on_the_loopback_only():
-    before = _listening()
-    client, close = attach_client(None, Options(np=2))
-    try:
-        client.wait_for_workers(2, timeout=60)
-        found = _listening() - before
-    finally:
-        close()
-    assert found
-    assert {where for where, _ in found} <= LOOPBACKS
 
 
 LOOPBACKS = {"127.0.0.1", "::1"}

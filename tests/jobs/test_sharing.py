@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 import threading
 
 import dask
@@ -113,7 +109,7 @@ def test_a_job_without_max_np_gives_way_to_a_newcomer_and_grows_back(cluster, tm
     assert shares[-1].endswith(" → all")  # perhaps by way of 6, while the other one ends
 
 
-def two_that_need_most_of_four_workers(cluster, folder):
+def test_of_two_that_need_most_of_four_workers_one_runs_first(cluster, tmp_path):
     """Submit two jobs at the same instant; check that one runs after the other."""
     four = sorted(cluster.workers())[:4]
     jobs = {}
@@ -123,7 +119,7 @@ def two_that_need_most_of_four_workers(cluster, folder):
         together.wait()
         jobs[name] = cluster.fit(
             train,
-            args=(str(folder / name),),
+            args=(str(tmp_path / name),),
             name=name,
             min_np=3,
             workers=four,
@@ -141,16 +137,11 @@ def two_that_need_most_of_four_workers(cluster, folder):
     (second,) = jobs.keys() - {first}
     assert held(cluster) == {first: 4, second: 0}, "a job that waits holds nothing"
     assert jobs[second].status.share == 0
-    finish(jobs[first], folder / first)
+    finish(jobs[first], tmp_path / first)
     kept_all(jobs[first])
     until(lambda: trains(jobs[second], 4), "the other trains")
-    finish(jobs[second], folder / second)
+    finish(jobs[second], tmp_path / second)
     kept_all(jobs[second])
-
-
-@pytest.mark.parametrize("_", range(2))
-def test_of_two_that_need_most_of_four_workers_one_runs_first(cluster, tmp_path, _):
-    two_that_need_most_of_four_workers(cluster, tmp_path)
 
 
 def test_priorities_come_first_and_floors_stay(cluster, tmp_path):
@@ -221,48 +212,6 @@ def test_a_kernel_that_dies_while_its_job_waits_locks_no_other_out(cluster, tmp_
         kept_all(last)
 
 
-KERNEL = """
-import sys
-from distributed import Client
-import nbelastic
-from tests.jobs.test_sharing import train
-client = Client(sys.argv[1])
-options = {"min_np": int(sys.argv[4]), "elastic_timeout": 600}
-nbelastic.fit(train, cluster=client, args=(sys.argv[2],), name=sys.argv[3], **options)
-"""
-
-
-@contextlib.contextmanager
-def a_kernel(crew, folder, name, min_np):
-    """Start a job from a process of its own."""
-    address = crew.cluster.scheduler_address
-    command = [sys.executable, "-c", KERNEL, address, str(folder / name), name, str(min_np)]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    with subprocess.Popen(command, env=environment) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def test_jobs_whose_kernels_are_killed_lock_no_other_out(cluster, tmp_path):
-    def seen():
-        return {info.name: info for info in nbelastic.jobs(cluster.client)}
-
-    with a_kernel(cluster, tmp_path, "wide", 1) as wide:
-        until(lambda: held(cluster).get("wide") == 6, "all six", 90)
-        with a_kernel(cluster, tmp_path, "waiting", 6) as waiting:
-            until(lambda: "waiting" in seen() and seen()["waiting"].share == 0, "it waits", 90)
-            for kernel in (wide, waiting):
-                kernel.send_signal(signal.SIGKILL)
-                kernel.wait()
-            until(lambda: not any(info.attached for info in seen().values()), "both are gone")
-    with started(cluster, tmp_path, "late", min_np=4) as late:
-        until(lambda: trains(late, 4), "four for the other")
-        assert held(cluster) == {"wide": 2, "waiting": 0, "late": 4}
-    kept_all(late)
-
-
 def test_suspended_jobs_that_lack_workers_run_one_after_the_other(tmp_path):
     """Each keeps a slot that the other needs: the younger one writes its state, and yields."""
     options = {"np": 2, "preemptible": True}
@@ -306,17 +255,14 @@ def test_first_come_first_served_is_as_before(cluster, tmp_path):
     kept_all(wide)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
+def test_rules_that_are_not_possible_are_refused(cluster):
+    for setting, message in (
         ({"policy": "fairest"}, r"nbelastic\.sharing\.policy='fairest': must be 'fair' or"),
         ({"settle": "soon"}, r"nbelastic\.sharing\.settle='soon': must be a duration"),
-    ],
-)
-def test_rules_that_are_not_possible_are_refused(cluster, setting, message):
-    refused = pytest.raises(OptionError, match=message)
-    with dask.config.set({"nbelastic.sharing": setting}), refused:
-        cluster.fit(train, args=("nowhere",))
+    ):
+        refused = pytest.raises(OptionError, match=message)
+        with dask.config.set({"nbelastic.sharing": setting}), refused:
+            cluster.fit(train, args=("nowhere",))
 
 
 def test_three_jobs_share_what_an_adaptive_cluster_has_at_most(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from distributed import Client
 
 import nbelastic
-from nbelastic.errors import ClusterLost, Detached, JobStopped, OptionError
+from nbelastic.errors import ClusterLost, Detached, OptionError
 from tests.support.clusters import a_crew, kinds, sizes, until
 from tests.support.training import Workload, check
 
@@ -109,26 +109,15 @@ def test_the_result_is_that_of_an_undisturbed_run_whether_or_not_it_ends_without
                 kernel.kill()
                 if kind == "ended":
                     until(lambda: info(crew).state == "finished", "the end")
-                job = nbelastic.attach("night-run", cluster=crew.client, block=True)
+                job = nbelastic.attach("night-run", cluster=crew.client, block=kind != "ended")
+                assert job.done(), "at once"
         check(job.results(), work)
         assert sizes(job) == [4]
+        assert there(crew) == []
+        if kind == "ended":
+            assert kinds(job)[-2:] == ["finished", "attached"]
         weights.add(job.result()["weights"])
     assert len(weights) == 1
-
-
-def test_a_job_that_ends_without_its_kernel_keeps_its_result(crew, tmp_path):
-    work = Workload(tmp_path, epochs=3)
-    with Kernel(crew, work, np=4) as kernel:
-        kernel.kill()
-        until(lambda: info(crew).state == "finished", "the end")
-        crew.wait_until_whole(4)
-        job = nbelastic.attach("night-run", cluster=crew.client)
-        assert job.done(), "at once"
-        assert "finished, " in repr(job)
-    check(job.results(), work)
-    assert job.status.state == "finished"
-    assert kinds(job)[-2:] == ["finished", "attached"]
-    assert there(crew) == []
 
 
 def test_a_job_without_its_kernel_survives_a_loss_and_grows_again_with_the_next(crew, tmp_path):
@@ -175,16 +164,6 @@ def test_the_second_to_attach_fences_the_first(crew, tmp_path):
         until(lambda: running(second) == 2 or second.done(), "it was scaled down")
         finish(work)
         check(second.results(), work)
-
-
-def test_the_new_kernel_can_stop_the_job(crew, tmp_path):
-    with Kernel(crew, Workload(tmp_path, epochs=1000), np=4) as kernel:
-        kernel.kill()
-        job = nbelastic.attach("night-run", cluster=crew.client)
-        job.stop()
-        with pytest.raises(JobStopped):
-            job.result(60)
-    crew.wait_until_whole(4)
 
 
 def test_a_connection_that_breaks_and_comes_back_costs_nothing(crew, tmp_path):

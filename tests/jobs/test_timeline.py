@@ -53,15 +53,6 @@ def test_calls_in_the_function_leave_the_jobs_timeline_alone(crew, tmp_path):
     assert names.count("NEGOTIATE_BARRIER") == 2
 
 
-def test_nothing_is_recorded_without_it(crew, tmp_path):
-    def off():
-        from nbelastic.elastic.ranks.timeline import timeline
-
-        return timeline.is_on
-
-    assert crew.fit(off, np=2).results() == [False, False]
-
-
 def test_ranks_that_do_not_see_the_path_do_not_fail(crew, tmp_path):
     def hide():
         for path in Path(tmp_path).glob("sub"):

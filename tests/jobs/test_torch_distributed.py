@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
-from nbelastic.errors import RankFailed
 from tests.support.clusters import sizes, until
 
 ROWS = 96
@@ -249,17 +246,3 @@ def test_fsdp_works_on_a_fixed_world_and_is_refused_in_an_elastic_loop(crew):
     (text, one), (_, other) = crew.fit(train, np=2).results()
     assert "sharded over the ranks" in text
     assert one == other
-
-
-def test_an_error_of_the_user_is_what_it_is(crew):
-    def train():
-        import torch
-        import torch.distributed as dist
-
-        dist.init_process_group("nbelastic")
-        dist.all_reduce(torch.ones(1))
-        raise KeyError("of the user")
-
-    with pytest.raises(RankFailed) as caught:
-        crew.fit(train, np=2)
-    assert isinstance(caught.value, KeyError)

@@ -46,16 +46,6 @@ def test_B3_spare_hosts_come_and_go() -> None:
     assert len(world.of(StartRank)) == 2
 
 
-def test_B4_a_rank_raises_and_a_spare_slot_exists() -> None:
-    world = job("A0", "B0", "C0", np=2, min_np=2, max_np=2)
-    world.at(10, lambda: world.rank_on("B0").raise_error())
-    world.run()
-    assert world.outcome.kind == "finished"
-    assert world.sizes() == [2, 2]
-    assert len(world.plans) == 2
-    assert workers(world.plans[-1]) == ["A0", "C0"]
-
-
 def test_B6_the_first_rank_0_raises_and_a_spare_slot_exists() -> None:
     world = job("A0", "B0", "C0", np=2, min_np=2, max_np=2)
     world.at(10, lambda: world.rank_on("A0").raise_error())
@@ -84,27 +74,6 @@ def test_B8_too_few_remain() -> None:
     assert isinstance(world.outcome.reason, Shortage)
     assert world.outcome.reason.presence == Presence(1, 2)
     assert world.now < 25.0
-
-
-def test_B9_all_hosts_vanish() -> None:
-    world = job("A0", "B0", np=2, min_np=2, elastic_timeout=20.0)
-    world.at(10, lambda: [world.kill("A0"), world.kill("B0")])
-    world.run()
-    assert world.outcome.error == "not_enough_workers"
-    assert world.outcome.reason.presence == Presence(0, 2)
-    assert world.now < 25.0
-
-
-def test_B10_hosts_come_one_by_one() -> None:
-    world = job("A0", np=1, min_np=1, max_np=4)
-    world.at(8, lambda: world.add("B0"))
-    world.at(18, lambda: world.add("C0"))
-    world.run()
-    assert world.outcome.kind == "finished"
-    assert world.sizes() == [1, 2, 3]
-    assert world.leaders() == [0, 0, 0]
-    assert len(world.plans) == 3
-    assert batches(world) == list(range(1, 31))
 
 
 def test_B11_hosts_leave_one_by_one() -> None:

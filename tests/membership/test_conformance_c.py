@@ -19,7 +19,6 @@ from nbelastic.messages import (
     ReturnedEarly,
     SlotsFound,
     StartRank,
-    encode,
 )
 
 from .ranks import Script
@@ -124,26 +123,6 @@ def test_C7_success_only_if_all_returned() -> None:
     lost = Lost(RankId(1, 1, "tcp://B0"), LossReason.WORKER_GONE)
     assert world.outcome.reason == RanksMissing(1, 2, (lost,))
     assert world.ranks[0].where == "ended"
-
-
-def test_C8_plans_made_before_a_failure_are_unchanged() -> None:
-    world = trained(job("A0", "B0", "B1", np=3, min_np=1, script=LONG))
-    before = world.plans[0]
-    written = encode(before)
-    world.kill("B0")
-    world.run(until=lambda: len(world.plans) == 2)
-    assert world.plans[0] is before
-    assert encode(before) == written
-    assert workers(world.plans[1]) == ["A0", "B1"]
-
-
-def test_C13_new_plans_exclude_a_worker_that_failed() -> None:
-    world = trained(job("A0", "B0", "B1", np=3, min_np=1, script=LONG))
-    world.rank_on("B0").raise_error()
-    world.run_for(1.0)
-    world.add("C0")
-    world.run(until=lambda: len(world.plans) == 3)
-    assert [workers(plan) for plan in world.plans[1:]] == [["A0", "B1"], ["A0", "B1", "C0"]]
 
 
 def test_C10_members_below_min_np_are_told_all_the_same() -> None:

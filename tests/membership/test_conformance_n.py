@@ -8,18 +8,15 @@ import pytest
 
 from nbelastic.messages import (
     FRESH,
-    Limits,
     Presence,
-    RankRaised,
     RepeatedError,
     Shortage,
-    StartRank,
     StateLost,
     UserErrors,
 )
 
 from .ranks import Script
-from .stories import batches, job, starts, times, trained, when, workers
+from .stories import batches, job, starts, trained, workers
 from .world import World
 
 LONG = Script(batches=200)
@@ -68,15 +65,6 @@ def test_N8_a_change_while_another_is_being_made() -> None:
     assert workers(world.plans[-1]) == ["D0"]
     assert world.outcome is None
     assert not world.records("restarted")
-
-
-def test_N10_one_process_dies_on_a_single_host() -> None:
-    world = job("A0", "A1", "A2", "A3", np=4, min_np=2)
-    world.at(10, lambda: world.kill("A2"))
-    world.run()
-    assert world.outcome.kind == "finished"
-    assert world.sizes() == [4, 3]
-    assert workers(world.plans[-1]) == ["A0", "A1", "A3"]
 
 
 POISON = "ValueError: sample 17 cannot be read"
@@ -260,28 +248,6 @@ def test_N15_the_state_is_lost_with_its_last_holder_only() -> None:
     assert isinstance(record.reason, StateLost)
     assert record.reason.commit > 0
     assert batches(world)[10] == 1, "it starts over, and says so"
-
-
-def test_N16_cooldown_is_as_documented() -> None:
-    script = Script(batches=10_000)
-    world = job("A0", "B0", np=1, min_np=1, cooldown=(10.0, 40.0), script=script)
-    for _ in range(4):
-        world.run(until=lambda: world.worker("B0").holder is not None)
-        world.run_for(1.0)
-        world.rank_on("B0").raise_error()
-        world.run_for(0.1)
-    world.run(until=lambda: world.worker("B0").holder is not None)
-    begun = when(world, lambda e: isinstance(e, StartRank) and e.slot.name == "B0")
-    failed = times(world, lambda event: isinstance(event, RankRaised))
-    waits = [start - end for start, end in zip(begun[1:], failed, strict=True)]
-    for wait, least in zip(waits, [10.0, 20.0, 40.0, 40.0], strict=True):
-        assert least <= wait <= min(least * 1.1, 40.0) + 0.001
-
-
-@pytest.mark.parametrize("bounds", [(20.0, 10.0), (-1.0, 5.0)])
-def test_N16_an_inverted_range_is_refused(bounds: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="lo <= hi"):
-        Limits(cooldown=bounds)
 
 
 @pytest.mark.parametrize("there", [0, 1, 3])

@@ -14,7 +14,6 @@ from nbelastic.messages import (
     Lost,
     RankId,
     RankRaised,
-    RepeatedError,
     Reset,
     RestartWorker,
     StartRank,
@@ -74,16 +73,6 @@ def test_an_error_of_all_ranks_at_one_point_ends_the_job() -> None:
     assert world.outcome.error == "rank_failed"
     assert world.outcome.reason.detail == "RanksDisagree: a, b"
     assert not world.records("reset")
-
-
-def test_all_raise_one_after_the_other_after_commits() -> None:
-    world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 20)
-    for number, name in enumerate(("B0", "A0", "C0")):
-        world.later(0.002 * number, world.rank_on(name).raise_error)
-    world.run()
-    assert world.outcome.error == "rank_failed"
-    assert world.outcome.reason == RepeatedError("ValueError: bad", 3, one_generation=True)
-    assert sorted(world.outcome.starts) == [0, 1, 2]
 
 
 def test_the_only_rank_raises_after_commits() -> None:

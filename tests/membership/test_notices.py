@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, REQUEST_LIMIT_S
-from nbelastic.membership import pack_machine, rules, unpack_machine, view
+from nbelastic.membership import rules, view
 from nbelastic.messages import (
     EndRank,
     GoneBeforeCommit,
@@ -115,21 +115,6 @@ def test_a_hundred_notices_of_watched_machines_cost_no_step() -> None:
     assert not world.records("lost")
 
 
-def test_a_hundred_notices_cost_no_step() -> None:
-    world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG))
-    names = ["A0", "B0", "C0"]
-    for number in range(100):
-        world.add(f"N{number}")
-        world.run_for(1.0)
-        world.tell(noticed(world, names.pop(0)))
-        names.append(f"N{number}")
-        world.run_for(1.0)
-    assert batches(world) == sorted(set(batches(world))), "none was trained again"
-    assert len(world.records("notice")) == 100
-    assert {record.reason.reason for record in world.records("left")} == {LossReason.LEFT}
-    assert not world.records("lost")
-
-
 def test_the_status_counts_down_until_the_worker_is_gone() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
     world.tell(noticed(world, "B0"))
@@ -191,14 +176,6 @@ def test_a_revocation_of_nothing_changes_nothing() -> None:
     assert contents(world.machine.machine) == before
 
 
-def test_events_and_machines_with_notices_travel() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
-    event = noticed(world, "B0")
-    world.tell(event)
-    copy = unpack_machine(pack_machine(world.machine.machine))
-    assert copy.roster.notices == world.machine.machine.roster.notices != {}
-
-
 # -- a deadline that comes nearer, or is there -----------------------------------------------------
 
 
@@ -256,24 +233,6 @@ def test_of_ranks_that_leave_together_one_saves() -> None:
             rank.leaving, rank.gone_at = True, world.now + 50.0
     world.run_for(5.0)
     assert sorted(effect.save for effect in ends(world)) == [0.0, pytest.approx(25.0, abs=3.0)]
-
-
-def test_no_rank_saves_what_another_keeps() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, checkpoint=True, script=LONG), 20)
-    world.tell(noticed(world, "A0"))
-    world.run_for(150.0)
-    assert names(world) == ["B0"]
-    assert [effect.save for effect in ends(world)] == [0.0]
-
-
-def test_ranks_that_leave_one_after_the_other_save_once() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, checkpoint=True, script=LONG), 20)
-    world.tell(noticed(world, "A0"))
-    world.run_for(30.0)
-    world.tell(noticed(world, "B0"))
-    world.run_for(100.0)
-    assert names(world) == []
-    assert [effect.save > 0 for effect in ends(world)] == [False, True]
 
 
 def test_a_rank_that_waits_with_the_state_saves_it() -> None:

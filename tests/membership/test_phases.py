@@ -196,18 +196,6 @@ def test_a_loss_in_the_second_loop() -> None:
     assert [(plan.loop, len(plan.members)) for plan in world.plans] == [(1, 3), (2, 3), (2, 2)]
 
 
-def test_too_few_for_the_second_loop() -> None:
-    script = Script(batches=20, loops=2)
-    world = job("A0", "B0", np=2, min_np=2, elastic_timeout=20.0, script=script)
-    world.run(until=lambda: bool(world.plans) and world.plans[-1].loop == 2)
-    world.run_for(0.2)
-    world.kill("A0")
-    world.add("C0")
-    world.run()
-    assert world.outcome.error == "not_enough_workers"
-    assert len(world.of(StartRank)) == 2, "newcomers could not join: they would begin at the first"
-
-
 def in_second_loop(*names: str, **limits: Any) -> World:
     world = job(*names, script=Script(batches=60, loops=2), elastic_timeout=600.0, **limits)
     world.run(until=lambda: bool(world.plans) and world.plans[-1].loop == 2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nbelastic.membership import arrange, place_of
 from nbelastic.membership.placement import choose, count_by_host, places_of
-from nbelastic.messages import FRESH, Member, Place, Plan, Slot
+from nbelastic.messages import FRESH, Member, Plan, Slot
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,6 @@ def test_places_are_consistent(everyone: list[str]) -> None:
         assert 0 <= place.local_rank < place.local_size
 
 
-def test_place_of_uneven_hosts() -> None:
-    slots = [candidate.slot for candidate in candidates("A0 B0 B1")]
-    assert place_of(slots, 0) == Place(0, 3, 0, 1, 0, 2)
-    assert place_of(slots, 1) == Place(1, 3, 0, 2, 1, 2)
-    assert place_of(slots, 2) == Place(2, 3, 1, 2, 0, 1)
-
-
 def plan(*versions: int) -> Plan:
     crew = candidates(" ".join(f"A{number}" for number in range(len(versions))))
     members = [
@@ -129,8 +122,3 @@ def test_source_and_behind(
 ) -> None:
     made = plan(*versions)
     assert (made.version, made.source, made.behind) == (version, source, behind)
-
-
-def test_rank_of() -> None:
-    assert plan(0, 0).rank_of(1) == 1
-    assert plan(0, 0).rank_of(7) is None

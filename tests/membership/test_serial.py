@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import Machine, pack_machine, unpack_machine, view
+from nbelastic.membership import pack_machine, unpack_machine, view
 from nbelastic.messages import (
-    Event,
     Presence,
     StopPending,
     Stopping,
@@ -17,29 +16,10 @@ from nbelastic.messages import (
     WaitingForRanks,
 )
 
-from .invariants import contents
 from .ranks import Script
 from .stories import job, trained
 
 LONG = Script(batches=200)
-
-
-def test_a_job_goes_on_with_a_copy_after_every_event() -> None:
-    world = job("A0", "B0", np=2, min_np=1, max_np=3, cooldown=(0.5, 4.0))
-    world.at(5, lambda: world.rank_on("B0").raise_error())
-    world.at(15, lambda: world.add("C0"))
-    tell = world.tell
-
-    def tell_copy(event: Event) -> None:
-        written = pack_machine(world.machine.machine)
-        world.machine.machine = unpack_machine(written)
-        tell(event)
-
-    world.tell = tell_copy
-    world.run()
-    assert world.outcome.kind == "finished"
-    assert len(world.plans) > 2
-    world.machine.replay()
 
 
 def test_a_copy_knows_the_time() -> None:
@@ -48,11 +28,6 @@ def test_a_copy_knows_the_time() -> None:
     assert copy.deadline() == world.machine.deadline()
     assert copy.handle(Tick(), 0.0) == []
     assert copy.roster.now == world.machine.roster.now, "time never goes back"
-
-
-def test_a_new_machine_survives_the_round_trip() -> None:
-    machine = Machine(job(np=3, min_np=2, cooldown=(1.0, 2.0)).machine.limits)
-    assert contents(unpack_machine(pack_machine(machine))) == contents(machine)
 
 
 def test_the_view_of_a_job_in_its_course() -> None:

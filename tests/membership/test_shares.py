@@ -314,13 +314,6 @@ def test_history_and_view_have_the_share() -> None:
     assert not isinstance(world.records("share")[0].reason, Lost)
 
 
-def test_a_share_survives_being_written_and_read() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
-    share(world, 1)
-    data = pack_machine(world.machine.machine)
-    assert contents(unpack_machine(data)) == contents(world.machine.machine)
-
-
 class On:
     """A member on a slot."""
 

@@ -56,11 +56,13 @@ def expected(op, parts):
     return (total / len(parts) if op == "average" else total).to(dtype)
 
 
-@pytest.mark.parametrize("name", FLOATS + WHOLE)
-@pytest.mark.parametrize("inside", ["in", "out", "mixed"])
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [*((name, "mixed") for name in FLOATS + WHOLE), ("bfloat16", "in"), ("float32", "out")],
+)
 def test_reductions_have_the_bits_of_adding_in_rank_order(groups, name, inside):
     dtype = getattr(torch, name)
-    for count in COUNTS:
+    for count in COUNTS if name in ("float32", "bfloat16") else COUNTS[:-1]:
         parts = [values(rank, count, dtype) for rank in range(RANKS)]
         for op, code in core.OPS.items():
             if op == "average" and name in WHOLE:

@@ -9,7 +9,7 @@ from .trace import story
 from .world import simulate
 
 SHARD = 250
-SHARDS = 8
+SHARDS = 4
 
 KEPT = {
     "tasks of a job that was closed while its worker was cut off stayed for ever": 31,

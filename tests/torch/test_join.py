@@ -8,13 +8,13 @@ import torch
 import nbelastic.torch as hvd
 from nbelastic.elastic.ranks.context import current, one_of_all
 from nbelastic.errors import CollectiveError, RanksDisagree
-from tests.collectives.worlds import KINDS, MAKERS
+from tests.collectives.worlds import MAKERS, SOME_KINDS
 from tests.support.world import run_ranks
 from tests.torch.training import loss_of, make_model, parameters_of
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", SOME_KINDS)
+@pytest.mark.parametrize("size", [3])
 def test_joined_ranks_contribute_zeros_to_sums_and_averages(kind, size):
     def rank_main(context):
         for first in range(size):
@@ -52,7 +52,7 @@ FORBIDDEN = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_other_operations_raise_on_the_ranks_that_call_them(kind):
     def rank_main(context):
         if context.rank != 1:
@@ -68,7 +68,7 @@ def test_other_operations_raise_on_the_ranks_that_call_them(kind):
     assert run_ranks(3, rank_main, make=MAKERS[kind]) == [[0, 1, 2]] * 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_joined_ranks_take_part_in_steps(kind, overlaps, monkeypatch):
     from nbelastic.collectives import Capabilities, Communicator

@@ -15,14 +15,15 @@ from .storms import Storm, blows_of
 if TYPE_CHECKING:
     from .storms import Blow
 
-STORMS = 8
+STORMS = 3
 
 alone = functools.cache(train_alone)
 
 
-@pytest.mark.parametrize("seed", range(STORMS))
+@pytest.mark.parametrize("number", range(STORMS))
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_storm_over_real_transports_changes_no_bit(kind: str, seed: int) -> None:
+def test_a_storm_over_real_transports_changes_no_bit(kind: str, number: int) -> None:
+    seed = number + STORMS * list(MAKERS).index(kind)
     blows = blows_of(seed)
     storm = play(kind, blows, 2 + seed % 3)
     assert storm.generations > 1, blows
