@@ -104,15 +104,13 @@ def _hook_groups(*modules: Any) -> None:
 
 def advise(error: BaseException) -> None:
     """Add what to do to an error of torch that a group is missing, as DistributedDataParallel's."""
-    if issubclass(type(error), (ValueError, RuntimeError)) and _NO_GROUP in summary_of(error):
-        _add_advice(error, GROUP_ADVICE)
-
-
-def _add_advice(error: BaseException, advice: str) -> None:
+    kinds = (ValueError, RuntimeError)
+    if not issubclass(type(error), kinds) or _NO_GROUP not in summary_of(error):
+        return
     if hasattr(error, "add_note"):
-        error.add_note(advice)
+        error.add_note(GROUP_ADVICE)
     elif len(error.args) == 1:  # Python 3.10
-        error.args = (f"{error.args[0]}\n{advice}",)
+        error.args = (f"{error.args[0]}\n{GROUP_ADVICE}",)
 
 
 # -- SyncBatchNorm ---------------------------------------------------------------------------------
