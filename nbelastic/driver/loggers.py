@@ -118,7 +118,12 @@ class MetricsLogger:
             if self._driver.detached:  # what it sent now, the other kernel would send again
                 return
             try:
-                self._send_due(self._settled(over))
+                settled = self._settled(over)
+                for key, step, values in self._driver.log.metrics.committed(self._sent, settled):
+                    self._send(self._rows if step is None else step, dict(values))
+                    self._failures = 0
+                    self._sent, self._rows = key, self._rows + 1
+                self._driver.note_logged(self.name, self._sent, self._rows)
             except Exception as error:  # of the logger, which may be anything
                 self._failures += 1
                 if self._failures == 1:
@@ -140,13 +145,6 @@ class MetricsLogger:
             self._seen.popleft()
         at, commits = self._seen[0]
         return commits if at <= now - SETTLE_S else -1
-
-    def _send_due(self, commits: float) -> None:
-        for key, step, values in self._driver.log.metrics.committed(self._sent, commits):
-            self._send(self._rows if step is None else step, dict(values))
-            self._failures = 0
-            self._sent, self._rows = key, self._rows + 1
-        self._driver.note_logged(self.name, self._sent, self._rows)
 
     def _complain(self, what: str) -> None:
         remark = f"the logger {self.name} {what}\njob.metrics has all"

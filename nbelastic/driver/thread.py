@@ -396,7 +396,11 @@ class Driver:
         self._seq = message.seq
         self.log.note_event(message.event, message.result, message.error)
         if isinstance(message.event, SlotGone):
-            self._forget_slot(message.event.slot)
+            assert self._job_client is not None
+            for start, at in list(self._slots.items()):
+                if at == message.event.slot:  # Dask would keep tasks pinned to it for ever
+                    self._slots.pop(start)
+                    self._job_client.forget(start)
         self._step(message.event, self._seq)
 
     # -- tasks ---------------------------------------------------------------------------------
@@ -416,14 +420,6 @@ class Driver:
             self.log.metrics.state_bytes() if roster.ran else None,
         )
         self._job_client.submit(spec, granted.slot, self.options.resources)
-
-    def _forget_slot(self, slot: str) -> None:
-        """Let go of tasks pinned to a worker that is gone: Dask would keep them for ever."""
-        assert self._job_client is not None
-        for start, at in list(self._slots.items()):
-            if at == slot:
-                self._slots.pop(start)
-                self._job_client.forget(start)
 
     # -- the end -------------------------------------------------------------------------------
 

@@ -5,8 +5,7 @@ slots each job should have, :class:`SharePolicy` when that takes effect, and :fu
 job each slot is for.
 """
 
-from .allocation import Assignment, SharedSlot, SlotGroup, Want, assign
-from .fair_share import shares
+from .fair_share import Assignment, SharedSlot, SlotGroup, Want, assign, shares
 from .policy import SharePolicy, SharingRules
 
 __all__ = [

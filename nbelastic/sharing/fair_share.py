@@ -1,18 +1,249 @@
-"""Divide the slots of a cluster among its jobs."""
+"""Divide the slots of a cluster among its jobs: how many each has, and which.
+
+Slots are matched with jobs: a job that could use others makes way for one that cannot (augmenting
+paths in a flow network).
+"""
 
 from __future__ import annotations
 
+import copy
 import heapq
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from .allocation import Allocation
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from .allocation import SlotGroup, Want
+
+@dataclass(frozen=True)
+class Want:
+    """What a job wants of the slots of its cluster."""
+
+    job: str  # name
+    since: float = 0.0  # when it was submitted
+    least: int = 1  # its floor: with fewer slots it cannot train
+    # Most slots that it can use, at least `least`; infinite: all that there are.
+    most: float = math.inf
+    kept: int = 0  # slots that it holds and that are not taken from it, at most `most`
+    has: int = 0  # slots that it has, by which ties are decided
+    running: bool = False  # it has had its floor, or has a state that can be lost
+    waiting_since: float | None = None  # since when it has been below its floor; None: it is not
+    priority: int = 0  # jobs of a higher priority are served first
+    weight: float = 1.0  # its part of what a priority has, relative to others; above 0
+    preemptible: bool = False  # a job of a higher priority may take slots of its floor
+    resumable: bool = False  # it yields what it keeps without a loss: its state is on disk
+    per_host: int | None = None  # most slots on one host; None: no limit
+
+
+@dataclass(frozen=True)
+class SlotGroup:
+    """Slots that are alike: on one host, and of use to the same jobs."""
+
+    size: int  # number of the slots
+    host: str = ""
+    jobs: frozenset[str] | None = None  # that can use them; None: all
+
+
+Node: TypeAlias = "tuple[str, str] | tuple[str, str, str] | int"
+"""A job, a job on a host, or a group of slots."""
+
+
+class Allocation:
+    """Slots given to jobs so far; at first none."""
+
+    def __init__(self, wants: Sequence[Want], groups: Sequence[SlotGroup]) -> None:
+        self.count = {want.job: 0 for want in wants}
+        self.used: list[dict[str, int]] = [{} for _ in groups]  # slots of each job, by group
+        self._free = [group.size for group in groups]
+        self._hosts = [group.host for group in groups]
+        self._cap = {want.job: want.per_host for want in wants}
+        self._on_host: dict[tuple[str, str], int] = {}
+        able = [len(groups) if g.jobs is None else len(g.jobs) for g in groups]
+        scarce_first = sorted(range(len(groups)), key=lambda number: (able[number], number))
+        self._groups: dict[tuple[str, str], list[int]] = {}
+        self._of_job: dict[str, list[str]] = {want.job: [] for want in wants}
+        for number in scarce_first:
+            allowed, host = groups[number].jobs, groups[number].host
+            for job in self.count if allowed is None else sorted(allowed & self.count.keys()):
+                if (job, host) not in self._groups:
+                    self._of_job[job].append(host)
+                self._groups.setdefault((job, host), []).append(number)
+
+    def give(self, job: str, group: int) -> bool:
+        """Give a job a free slot of a group; return whether it can have one."""
+        host = self._hosts[group]
+        if group not in self._groups.get((job, host), ()):
+            return False
+        return self._may_have(job, host) and self._give(job, host, (group,))
+
+    def _give(self, job: str, host: str, groups: Iterable[int]) -> bool:
+        """Give a job a free slot of any of some groups of a host, if there is one."""
+        for group in groups:
+            if self._free[group]:
+                self._free[group] -= 1
+                self._change(job, group, 1)
+                self._on_host[job, host] = self._on_host.get((job, host), 0) + 1
+                self.count[job] += 1
+                return True
+        return False
+
+    def add(self, job: str) -> bool:
+        """Give a job one slot more; return whether there is one."""
+        if not any(self._free):
+            return False
+        for host in self._of_job[job]:
+            if self._may_have(job, host) and self._give(job, host, self._groups[job, host]):
+                return True  # no other job has to make way
+        before: dict[Node, Node] = {}
+        queue: deque[Node] = deque([("job", job)])
+        while queue:
+            node = queue.popleft()
+            if isinstance(node, int) and self._free[node]:
+                self._follow(before, node)
+                self.count[job] += 1
+                return True
+            for following in self._edges(node):
+                if following not in before and following != ("job", job):
+                    before[following] = node
+                    queue.append(following)
+        return False
+
+    def _edges(self, node: Node) -> Iterator[Node]:
+        """Yield where a slot more could come from, or where one could go instead."""
+        if isinstance(node, int):
+            for job, number in self.used[node].items():
+                if number:
+                    yield ("on", job, self._hosts[node])
+        elif len(node) == 2:
+            for host in self._of_job[node[1]]:
+                if self._may_have(node[1], host):
+                    yield ("on", node[1], host)
+        else:
+            yield from self._groups[node[1], node[2]]
+            if self._on_host.get((node[1], node[2]), 0):
+                yield ("job", node[1])
+
+    def _may_have(self, job: str, host: str) -> bool:
+        cap = self._cap[job]
+        return cap is None or self._on_host.get((job, host), 0) < cap
+
+    def _follow(self, before: dict[Node, Node], end: int) -> None:
+        """Move slots along a path that ends in a group with a free one."""
+        self._free[end] -= 1
+        node: Node = end
+        while node in before:
+            earlier = before[node]
+            if isinstance(node, int) and not isinstance(earlier, int):
+                self._change(earlier[1], node, 1)
+            elif isinstance(earlier, int) and not isinstance(node, int):
+                self._change(node[1], earlier, -1)
+            elif not isinstance(node, int) and not isinstance(earlier, int):
+                on, by = (node, 1) if len(node) == 3 else (earlier, -1)
+                if len(on) == 3:
+                    key = on[1], on[2]
+                    self._on_host[key] = self._on_host.get(key, 0) + by
+            node = earlier
+
+    def _change(self, job: str, group: int, by: int) -> None:
+        used = self.used[group]
+        used[job] = used.get(job, 0) + by
+
+    def remove(self, job: str, number: int) -> None:
+        """Take so many slots back from a job."""
+        for group, used in enumerate(self.used):
+            taken = min(number, used.get(job, 0))
+            if taken:
+                self._change(job, group, -taken)
+                self._free[group] += taken
+                self._on_host[job, self._hosts[group]] -= taken
+                self.count[job] -= taken
+                number -= taken
+
+    def save(self) -> Allocation:
+        """Return a copy."""
+        return copy.deepcopy(self)
+
+
+@dataclass(frozen=True)
+class SharedSlot:
+    """A slot in a cluster that jobs share."""
+
+    id: str
+    host: str = ""
+    jobs: frozenset[str] | None = None  # that can use it; None: all
+    holder: str | None = None  # the job that has it, and is to have it if its share allows
+    free: bool = True  # it can be claimed now
+
+
+@dataclass
+class Assignment:
+    """Slots that jobs may claim, and slots that they have to leave."""
+
+    reserved: dict[str, str] = field(default_factory=dict)  # the job for which each free slot is
+    # By job: slots that it has to leave, because another job can use no other.
+    reclaimed: dict[str, list[str]] = field(default_factory=dict)
+
+
+def assign(
+    wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
+) -> Assignment:
+    """Return the slots that each job may claim, and those that it has to leave.
+
+    Earlier `wants` choose first; `given` has the share of each job; `slots` has all slots. A job
+    that has more than its share keeps the first of its slots.
+    """
+    everyone = {want.job for want in wants}
+    alike = all(want.per_host is None for want in wants) and all(
+        slot.jobs is None or everyone <= slot.jobs for slot in slots
+    )
+    return _in_order(wants, given, slots) if alike else _matched(wants, given, slots)
+
+
+def _in_order(
+    wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
+) -> Assignment:
+    """Reserve free slots one after the other: whatever becomes free will do."""
+    held = dict.fromkeys(given, 0)
+    for slot in slots:
+        if slot.holder in held:
+            held[slot.holder] += 1
+    free = iter([slot.id for slot in slots if slot.free and slot.holder is None])
+    found = Assignment()
+    for want in wants:
+        for _ in range(given[want.job] - held[want.job]):
+            slot_id = next(free, None)
+            if slot_id is None:
+                return found
+            found.reserved[slot_id] = want.job
+    return found
+
+
+def _matched(
+    wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
+) -> Assignment:
+    """Match slots with jobs; a job may exchange a slot that another job needs."""
+    matched = Allocation(wants, [SlotGroup(1, slot.host, slot.jobs) for slot in slots])
+    for number, slot in enumerate(slots):
+        holder = slot.holder
+        if holder is not None and matched.count.get(holder, 0) < given.get(holder, 0):
+            matched.give(holder, number)
+    for want in wants:
+        for number, slot in enumerate(slots):
+            if slot.free and matched.count[want.job] < given[want.job]:
+                matched.give(want.job, number)
+        while matched.count[want.job] < given[want.job]:
+            if not matched.add(want.job):
+                break
+    found = Assignment()
+    for number, slot in enumerate(slots):
+        owner = next((job for job, used in matched.used[number].items() if used), None)
+        if slot.holder is not None and owner != slot.holder and slot.holder in given:
+            found.reclaimed.setdefault(slot.holder, []).append(slot.id)
+        elif slot.free and slot.holder is None and owner is not None:
+            found.reserved[slot.id] = owner
+    return found
 
 
 def shares(

@@ -11,7 +11,7 @@ from .fair_share import shares
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from .allocation import SlotGroup, Want
+    from .fair_share import SlotGroup, Want
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ class TrainerProgress:
         state = trainer.state
         self._callbacks.begin(state.is_world_process_zero, self._begin)
         callbacks = trainer.callback_handler.callbacks
-        folders = [each for each in map(_folder_of, callbacks) if each]
+        writers = [each for each in callbacks if hasattr(each, "tb_writer")]
+        folders = [each.logging_dir for each in writers if getattr(each, "logging_dir", None)]
         self._runs.share(**({_FOLDER: folders[0]} if folders else {}))
         for callback in callbacks:
             for name in ("training_bar", "training_tracker"):
@@ -161,10 +162,6 @@ class TrainerProgress:
             self._text += json.dumps(entry, default=_number) + "\n"
         self._entries = len(history)
         return self._text
-
-
-def _folder_of(callback: Any) -> str | None:
-    return getattr(callback, "logging_dir", None) if hasattr(callback, "tb_writer") else None
 
 
 def _number(value: Any) -> Any:

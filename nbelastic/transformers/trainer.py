@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
-from nbelastic.accelerate.loaders import batches_left, deal, obstacle
-from nbelastic.accelerate.state import refuse_pickled
+from nbelastic.accelerate.state import batches_left, deal, obstacle, refuse_pickled
 from nbelastic.elastic import report
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import Session

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from nbelastic.sharing import SlotGroup, Want
-from nbelastic.sharing.allocation import Allocation
+from nbelastic.sharing.fair_share import Allocation
 
 PATIENCE = 100.0
 NOW = 1000.0

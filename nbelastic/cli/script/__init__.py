@@ -1,7 +1,6 @@
 """Scripts: from the words of a command to ``__main__`` in a rank."""
 
-from .bundle import Bundle, bundle_of
-from .command import ScriptCommand, script_command
+from .bundle import Bundle, ScriptCommand, bundle_of, script_command
 from .rank import ScriptCall, ScriptExit, run_script
 
 __all__ = [

@@ -24,7 +24,7 @@ from .alias import alias_horovod
 if TYPE_CHECKING:
     from types import CodeType, TracebackType
 
-    from .command import ScriptCommand
+    from .bundle import ScriptCommand
 
 
 class ScriptExit(NbelasticError):

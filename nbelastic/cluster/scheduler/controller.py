@@ -155,7 +155,12 @@ class JobController:
         machine = self._record.machine
         effects = machine.handle(event, now, chance)
         if self._journal is not None:
-            self._save(self._journal, event, now, chance, effects)
+            try:
+                self._journal.write(event, now, chance, effects, machine)
+            except OSError as error:  # a full disk must not end the job
+                self._journal.close()
+                self._journal = None
+                logger.warning("the journal of job %r ends here: %s", self._job, error)
         if effects or isinstance(event, LimitsChanged):
             self._ops.rearrange()
         for effect in effects:
@@ -164,21 +169,6 @@ class JobController:
             if entry is not None:
                 logger.info("job %r: %s", self._job, in_one_line(entry))
             self._carry_out(effect)
-
-    def _save(
-        self,
-        journal: JournalFile,
-        event: Event,
-        now: float,
-        chance: float,
-        effects: list[Effect],
-    ) -> None:
-        try:
-            journal.write(event, now, chance, effects, self._record.machine)
-        except OSError as error:  # a full disk must not end the job
-            self._journal = None
-            journal.close()
-            logger.warning("the journal of job %r ends here: %s", self._job, error)
 
     def _carry_out(self, effect: Effect) -> None:
         record, job = self._record, self._job

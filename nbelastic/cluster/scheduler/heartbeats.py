@@ -121,7 +121,12 @@ class HeartbeatMonitor:
 
     def _pass_on(self) -> None:
         """Pass on what has come in since the last time."""
-        self._resume_streams()
+        # Streams to workers and drivers may have stalled, because the clock was set back.
+        for worker in self._workers.values():
+            resume(self._scheduler.stream_comms.get(worker.address))
+        for record in self._jobs.values():
+            if record.client is not None:
+                resume(self._scheduler.client_comms.get(record.client))
         for name in list(self._jobs):  # an event may end a job
             self.send_beats(name)
             self.send_telemetry(name)
@@ -132,14 +137,6 @@ class HeartbeatMonitor:
         if record is not None and record.beats:
             beats, record.beats = tuple(record.beats.values()), {}
             self._tell(job, Beats(beats))
-
-    def _resume_streams(self) -> None:
-        """Resume streams to workers and drivers that a clock which was set back has stalled."""
-        for worker in self._workers.values():
-            resume(self._scheduler.stream_comms.get(worker.address))
-        for record in self._jobs.values():
-            if record.client is not None:
-                resume(self._scheduler.client_comms.get(record.client))
 
     def _count_silence(self) -> None:
         """Count the silence of workers with a rank.

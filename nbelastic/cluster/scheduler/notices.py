@@ -111,7 +111,13 @@ class NoticeController:
             for key, each in self._hosts.items()
             if (key[0] in hosts if each.soft else self._now < each.seconds)
         }
-        self._retire_replaced()
+        # Workers at risk that a job has left go, because others have taken their place.
+        for worker in list(self._workers.values()):
+            notice, slot = worker.notice, worker.slot.id
+            if notice is None or not worker.at_risk or worker.holder is not None:
+                continue
+            if any(slot in job.machine.roster.departing for job in self._jobs.values()):
+                self._note(worker, replace(notice, soft=False))
 
     # -- notices -----------------------------------------------------------------------------------
 
@@ -220,15 +226,6 @@ class NoticeController:
                 if not worker.ends:
                     self._plugin.mark_staying(worker.address)
                     self._tell(worker)
-
-    def _retire_replaced(self) -> None:
-        """Have workers at risk go that a job has left, because others have taken their place."""
-        for worker in list(self._workers.values()):
-            notice, slot = worker.notice, worker.slot.id
-            if notice is None or not worker.at_risk or worker.holder is not None:
-                continue
-            if any(slot in job.machine.roster.departing for job in self._jobs.values()):
-                self._note(worker, replace(notice, soft=False))
 
     @property
     def _now(self) -> float:

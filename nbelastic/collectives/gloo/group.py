@@ -241,7 +241,12 @@ class GlooGroupOwner(GroupOwner):
 
     def _form(self) -> None:
         its = self._rendezvous
-        self._group = _make_group(self._store, its)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        limit = min(its.timeout_s, FORMING_LIMIT_S) if _TIMEOUT_CAN_CHANGE else its.timeout_s
+        options._timeout = timedelta(seconds=limit)
+        options._devices = [ProcessGroupGloo.create_device(hostname=its.bind, lazy_init=False)]
+        group = ProcessGroupGloo(self._store, its.rank, its.size, options)
+        self._group = cast("ProcessGroup", group)  # its stubs leave out the base class's methods
         self._check_peers()
         if _TIMEOUT_CAN_CHANGE:
             self._group.set_timeout(timedelta(seconds=its.timeout_s))
@@ -299,14 +304,3 @@ class GlooGroupOwner(GroupOwner):
             each.done() and each.failure() is None for each in self.operations()
         ):
             time.sleep(0.005)
-
-
-def _make_group(store: GlooStore, rendezvous: Rendezvous) -> ProcessGroup:
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    limit = rendezvous.timeout_s
-    if _TIMEOUT_CAN_CHANGE:
-        limit = min(limit, FORMING_LIMIT_S)
-    options._timeout = timedelta(seconds=limit)
-    options._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.bind, lazy_init=False)]
-    group = ProcessGroupGloo(store, rendezvous.rank, rendezvous.size, options)
-    return cast("ProcessGroup", group)  # its stubs leave out the base class's methods

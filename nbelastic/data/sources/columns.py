@@ -90,15 +90,8 @@ def row_block(choice: ColumnChoice, array_of: Callable[[str], Array], where: str
         found = [array_of(name) for name in names]
         if stacked and any(array.ndim != 1 for array in found):
             raise DataError(f"{where}: columns of lists cannot be stacked ({', '.join(names)})")
-        arrays[key] = _stacked(found) if stacked else found[0]
+        arrays[key] = np.stack(found, axis=1) if stacked else found[0]
     return RowBlock.named(arrays) if choice.named else RowBlock(tuple(arrays.values()))
-
-
-def _stacked(columns: list[Array]) -> Array:
-    result = np.empty((len(columns[0]), len(columns)), np.result_type(*columns))
-    for number, column in enumerate(columns):
-        result[:, number] = column
-    return result
 
 
 def arrow_kind(kind: Any) -> np.dtype[Any] | None:

@@ -469,8 +469,15 @@ def _find(
         raise OptionError(f"Parquet({shown}): must be the name of a file, or names")
     if any(each != filesystem for each in filesystems):
         raise OptionError(f"Parquet({shown}): all files must be in one file system")
-    if isinstance(filesystem, fsspec.implementations.local.LocalFileSystem):
-        _refuse_same_files(paths, shown, secrets)
+    local = isinstance(filesystem, fsspec.implementations.local.LocalFileSystem)
+    names: dict[str, str] = {}
+    for path in paths if local else ():  # links, and paths that are written in two ways
+        before = names.setdefault(os.path.realpath(path), path)
+        if before != path:
+            raise OptionError(
+                f"Parquet({shown}): {secrets.hide(before)} and {secrets.hide(path)} are one file, "
+                "so its rows would be repeated; name one of them"
+            )
     twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise OptionError(
@@ -478,18 +485,6 @@ def _find(
             "would be repeated"
         )
     return filesystem, paths
-
-
-def _refuse_same_files(paths: list[str], shown: str, secrets: Secrets) -> None:
-    """Refuse one file under two names: links, and paths that are written in two ways."""
-    names: dict[str, str] = {}
-    for path in paths:
-        before = names.setdefault(os.path.realpath(path), path)
-        if before != path:
-            raise OptionError(
-                f"Parquet({shown}): {secrets.hide(before)} and {secrets.hide(path)} are one file, "
-                "so its rows would be repeated; name one of them"
-            )
 
 
 def _stamp_of(info: Mapping[str, Any]) -> str:

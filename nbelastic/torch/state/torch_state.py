@@ -142,7 +142,8 @@ class TorchState(ObjectState):
         objects = objects_in(values).values()
         _refuse_shards(objects)
         context = current_or_none()
-        if context is not None and any(map(_is_accelerates, objects)):
+        modules = [type(each).__module__ for each in objects]
+        if context is not None and any(name.startswith("accelerate.") for name in modules):
             warn(context, _ACCELERATES)
         super().__init__(**values)
         if handlers:  # only from here on, because a handler's first save is its constructor
@@ -259,7 +260,8 @@ class TorchState(ObjectState):
             loader.exchange_states()
 
     def make_room(self, error: Exception) -> bool:
-        if not _is_out_of_memory(error):
+        kinds = (torch.OutOfMemoryError, MemoryError)  # of a device, or of the process
+        if not isinstance(error, kinds) and "can't allocate memory" not in str(error):
             return False
         under_way = [loader for loader in self._loaders if loader.can_make_room]
         for loader in under_way:
@@ -497,16 +499,6 @@ class TorchState(ObjectState):
             for ref, tensor in enumerate(payload.tensors):
                 if ref not in unflattener.kept:
                     payload.buffer.give_back(tensor)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether a device, or the process, has no memory left."""
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or "can't allocate memory" in str(error)
-
-
-def _is_accelerates(value: object) -> bool:
-    return type(value).__module__.startswith("accelerate.")
 
 
 def _refuse_shards(objects: Iterable[object]) -> None:

@@ -74,7 +74,11 @@ def main(channel_fd: int, crash_fd: int) -> None:
     for descriptor in (channel_fd, crash_fd):  # no program that it starts has them
         os.set_inheritable(descriptor, False)
     faulthandler.enable(crash_fd, all_threads=True)
-    set_up_streams()
+    # Output goes line by line. The rank server's streams know whether its own descriptors could
+    # seek, which a pipe cannot.
+    sys.stdout = sys.__stdout__ = _lines(1)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _lines(2)  # type: ignore[misc]
+    sys.stdin = _NoInput(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115
     returned: list[bool] = []
     # First, so that it is called after all exit handlers of the user's.
     atexit.register(_wait_for_children, returned)
@@ -184,14 +188,6 @@ class _NoInput(io.TextIOWrapper):
 
     def readline(self, size: int = -1, /) -> NoReturn:  # type: ignore[override]
         raise EOFError(NO_CONSOLE)
-
-
-def set_up_streams() -> None:
-    """Send output line by line, and refuse to read from the console."""
-    # Those of the rank server know whether its own descriptors could seek, which a pipe cannot.
-    sys.stdout = sys.__stdout__ = _lines(1)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _lines(2)  # type: ignore[misc]
-    sys.stdin = _NoInput(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115
 
 
 def _lines(descriptor: int) -> io.TextIOWrapper:

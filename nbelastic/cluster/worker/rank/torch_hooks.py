@@ -104,16 +104,14 @@ def _hook_groups(*modules: Any) -> None:
 
 def advise(error: BaseException) -> None:
     """Add what to do to an error of torch that a group is missing, or that Horovod is."""
+    advice = ""
     if issubclass(type(error), ModuleNotFoundError) and "'horovod" in summary_of(error):
-        _add_advice(error, "Horovod's functions are in nbelastic: import nbelastic.torch as hvd")
+        advice = "Horovod's functions are in nbelastic: import nbelastic.torch as hvd"
     if issubclass(type(error), (ValueError, RuntimeError)) and _NO_GROUP in summary_of(error):
-        _add_advice(error, GROUP_ADVICE)
-
-
-def _add_advice(error: BaseException, advice: str) -> None:
-    if hasattr(error, "add_note"):
+        advice = GROUP_ADVICE
+    if advice and hasattr(error, "add_note"):
         error.add_note(advice)
-    elif len(error.args) == 1:  # Python 3.10
+    elif advice and len(error.args) == 1:  # Python 3.10
         error.args = (f"{error.args[0]}\n{advice}",)
 
 
