@@ -41,14 +41,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbelastic.system import LINUX
+
 if TYPE_CHECKING:
     from nbelastic.cluster.worker.rank.children import Children
 
 PRELOAD = ("nbelastic.torch", "nbelastic.cluster.worker.rank.main", "torch._dynamo")
 """What every rank needs, imported once. The first optimizer of a process imports Dynamo."""
 
+KIND = socket.SOCK_SEQPACKET if LINUX else socket.SOCK_STREAM
+"""Sockets of workers, templates and rank servers. macOS has none that keep messages apart."""
+
 MESSAGE_BYTES = 4096
-"""Longest message on a line, or between a worker and a rank server."""
+"""Longest message on a line, or between a worker and a rank server; no reader is so far behind."""
 
 LOST = 3
 """Exit status of a template that has found another one at its address."""
@@ -165,7 +170,7 @@ class _Template:
     def serve(self, children: Children) -> None:
         """Fork servers, and reap them with their children, until no worker is left."""
         for line in self._lines.values():
-            _send(line, op="ready")
+            send(line, op="ready")
         left = False
         while True:
             watched = {*self._lines, *([self._listener.fileno()] if self._listener else [])}
@@ -174,7 +179,7 @@ class _Template:
                 worker, number = self._servers.pop(pid, (-1, 0))
                 self._condemned.pop(pid, None)
                 if status and worker in self._lines:
-                    _send(self._lines[worker], op="lost", rank=number, status=status)
+                    send(self._lines[worker], op="lost", rank=number, status=status)
                 left = True
             if left:
                 left = children.end_left(self._servers)
@@ -217,7 +222,7 @@ class _Template:
                 line.close()
             else:
                 self._lines[line.fileno()] = line
-                _send(line, op="ready")
+                send(line, op="ready")
 
     def _take(self, line: socket.socket, children: Children) -> None:
         descriptors: list[int] = []
@@ -238,7 +243,7 @@ class _Template:
             pid = os.fork()
         except OSError as error:
             with socket.socket(fileno=os.dup(descriptors[0])) as control:
-                _send(control, op="refused", why=str(error))
+                send(control, op="refused", why=str(error))
         else:
             if not pid:
                 children.close()
@@ -252,9 +257,15 @@ class _Template:
             os.close(descriptor)
 
 
-def _send(line: socket.socket, **message: Any) -> None:
-    with contextlib.suppress(OSError):  # it has gone, or reads nothing: it notices
-        line.send(json.dumps(message).encode(), getattr(socket, "MSG_DONTWAIT", 0))
+def send(line: socket.socket, **message: Any) -> None:
+    """Send a message between a worker, a template and a rank server, without waiting."""
+    with contextlib.suppress(OSError):  # the other end has gone, or reads nothing: it notices
+        line.send(json.dumps(message).encode() + b"\n", getattr(socket, "MSG_DONTWAIT", 0))
+
+
+def messages(data: bytes) -> list[dict[str, Any]]:
+    """Return the messages that one read has taken: a stream (:data:`KIND`) may join some."""
+    return [json.loads(each) for each in data.splitlines()]
 
 
 def main(descriptor: str, method: str, name: str = "") -> None:
@@ -262,7 +273,7 @@ def main(descriptor: str, method: str, name: str = "") -> None:
     line, listener = socket.socket(fileno=int(descriptor)), None
     os.set_inheritable(line.fileno(), False)
     if name:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener = socket.socket(socket.AF_UNIX, KIND)
         try:
             listener.bind(f"\0{name}")
         except OSError:
@@ -273,7 +284,7 @@ def main(descriptor: str, method: str, name: str = "") -> None:
         os.setsid()  # a console's signals reach neither it nor ranks
     if listener is not None:
         listener.listen(128)  # by this process, which those who connect see
-    _send(line, op="bound", pid=os.getpid())
+    send(line, op="bound", pid=os.getpid())
 
     from nbelastic.cluster.worker.rank import children, server  # noqa: PLC0415 - after the bind
 

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import socket
-import sys
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,8 +54,6 @@ def sharing_host() -> str:
 
 def shared_memory_obstacle() -> str:
     """Return why this process cannot share memory, or an empty string."""
-    if not sys.platform.startswith("linux"):
-        return "memory can be shared on Linux only"
     from nbelastic.native import core, missing  # not before a rank needs it
 
     if core is None:

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from nbelastic.system import LINUX
+
 try:
+    if not LINUX:
+        raise ImportError("memory can be shared on Linux only")
     from nbelastic.native import _core as core
 except ImportError as error:
     core = None  # type: ignore[assignment]
-    missing = str(error) if find_spec(f"{__name__}._core") else "it was not built"
+    built = not LINUX or find_spec(f"{__name__}._core")
+    missing = str(error) if built else "it was not built"
 else:
     missing = ""
 

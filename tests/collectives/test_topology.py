@@ -86,5 +86,3 @@ def test_what_is_in_the_way_is_said(monkeypatch):
     monkeypatch.setattr("nbelastic.native.missing", "no compiler")
     assert "C++" in shared_memory_obstacle()
     assert "no compiler" in shared_memory_obstacle()
-    monkeypatch.setattr(topology_module, "sys", SimpleNamespace(platform="plan9"))
-    assert "Linux" in shared_memory_obstacle()

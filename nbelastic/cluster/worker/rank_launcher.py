@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import select
@@ -29,12 +28,13 @@ import socket
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from nbelastic import rank_template
 from nbelastic.cluster.process_state import ProbeHistory, Verdict, process_id, read_state
+from nbelastic.system import LINUX
 
 from .rank.children import GROUP_LIMIT_S
 from .rank_process import RankProcess
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-METHOD = "fork" if sys.platform == "linux" else "spawn"
+METHOD = "fork" if LINUX else "spawn"
 """How ranks begin. Frameworks of macOS do not work in a fork."""
 
 STUCK_S = 30.0
@@ -158,7 +158,7 @@ class RankLauncher:
 
     def _start_template(self) -> socket.socket:
         """Start a template, of which this process is the first to have a line."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, rank_template.KIND)
         variables = {
             **os.environ,
             **dict.fromkeys(_ONE_THREAD, "1"),  # one thread, or it could not fork
@@ -193,17 +193,20 @@ class RankLauncher:
             if not data:
                 self._lose_line()
                 return
-            message = json.loads(data)
-            if message["op"] == "bound":
-                self.template = message["pid"]
-                if self._starter is not None:  # it has forked the template, and ends
-                    self._starter.wait()
-                    self._starter = None
-            elif message["op"] == "ready":
-                self._ready, self._tries = True, 0
-                self._ask()
-            elif message["op"] == "lost" and message["rank"] in self._ranks:
-                self._ranks[message["rank"]].server_lost(message["status"])
+            for message in rank_template.messages(data):
+                self._obey(message)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if message["op"] == "bound":
+            self.template = message["pid"]
+            if self._starter is not None:  # it has forked the template, and ends
+                self._starter.wait()
+                self._starter = None
+        elif message["op"] == "ready":
+            self._ready, self._tries = True, 0
+            self._ask()
+        elif message["op"] == "lost" and message["rank"] in self._ranks:
+            self._ranks[message["rank"]].server_lost(message["status"])
 
     def _close_line(self) -> None:
         if self._line is not None:

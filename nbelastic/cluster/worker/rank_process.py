@@ -23,7 +23,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -32,7 +31,8 @@ import psutil
 
 from nbelastic.cluster.process_state import ProcessState, process_id, read_state
 from nbelastic.elastic.ranks.stack import NOT_THE_USERS
-from nbelastic.rank_template import MESSAGE_BYTES
+from nbelastic.rank_template import KIND, MESSAGE_BYTES, messages, send
+from nbelastic.system import LINUX
 
 from .rank.channel import HEADER, framed, read_message
 from .rank.children import GROUP_LIMIT_S, signal_group
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 _STACK_BYTES = 1 << 16
-END_OF_CHANNEL_S = 1.0 if sys.platform != "linux" else None
+END_OF_CHANNEL_S = None if LINUX else 1.0
 """Seconds that reading what a process had sent may take when it has ended, where it has no end."""
 
 _WORD_OF_DEATH_S = 1.0
@@ -238,12 +238,12 @@ class RankProcess:
 
     def ask(self, line: socket.socket, number: int) -> None:
         """Ask the template at the other end of a line for a server, which gets the descriptors."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, KIND)
         ours.setblocking(False)
         message = json.dumps({"worker": os.getpid(), "rank": number}).encode()
         with theirs, contextlib.ExitStack() as stack:
             descriptors = [theirs.fileno(), *self._theirs]
-            if hasattr(os, "pidfd_open"):
+            if LINUX and hasattr(os, "pidfd_open"):
                 with contextlib.suppress(OSError):  # an old kernel
                     descriptors.append(os.pidfd_open(os.getpid()))
                     stack.callback(os.close, descriptors[-1])
@@ -278,8 +278,7 @@ class RankProcess:
 
     def _tell(self, **message: Any) -> None:
         if self.control is not None:
-            with contextlib.suppress(OSError):  # it has ended: that is noticed when it is read
-                self.control.send(json.dumps(message).encode())
+            send(self.control, **message)
 
     def _hear(self) -> None:
         while self.control is not None:
@@ -296,14 +295,15 @@ class RankProcess:
                 else:
                     self._do(self._lose_server())
                 return
-            message: dict[str, Any] = json.loads(data)
-            if message["op"] == "forked":
-                self.pid, self.server = message["pid"], message["server"]
-                self._close_theirs()
-            elif message["op"] == "ended":
-                self.finish(message["status"])
-            elif message["op"] == "refused":
-                self.finish(reason=f"the system refused to start its process: {message['why']}")
+            for message in messages(data):
+                if message["op"] == "forked":
+                    self.pid, self.server = message["pid"], message["server"]
+                    self._close_theirs()
+                elif message["op"] == "ended":
+                    self.finish(message["status"])
+                elif message["op"] == "refused":
+                    why = message["why"]
+                    self.finish(reason=f"the system refused to start its process: {why}")
 
     async def _lose_server(self) -> None:
         """End what a server that has ended leaves, where no template is there to do it."""
@@ -344,7 +344,7 @@ class RankProcess:
         with contextlib.suppress(OSError):
             # What is in the socket can be read, and then it ends, although a fork may keep it. A
             # worker that is busy may need any time for that.
-            if sys.platform == "linux":
+            if LINUX:
                 self._channel.shutdown(socket.SHUT_RD)
         await asyncio.wait([self._serving], timeout=END_OF_CHANNEL_S)
         self._paused = False

@@ -14,9 +14,10 @@ import os
 import socket
 import stat
 import struct
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from nbelastic.system import LINUX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,7 +46,7 @@ def endpoints_of(addresses: Sequence[bytes], rank: int) -> Endpoints | None:
     with another version of Gloo. Then no connection can be cut, and a stuck operation lasts until
     its timeout.
     """
-    if not addresses or not sys.platform.startswith("linux"):
+    if not addresses or not LINUX:
         return None
     try:
         decoded = [_decode(address) for address in addresses]

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from nbelastic.system import LINUX
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
@@ -108,7 +110,7 @@ def signal_group(pid: int, number: int) -> None:
 
 def set_option(option: int, value: int | bytes) -> None:
     """Set an option by prctl(2), which is Linux's."""
-    if sys.platform == "linux":
+    if LINUX:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 

@@ -33,6 +33,7 @@ from nbelastic.cluster.worker.rank.torch_hooks import hook_torch
 from nbelastic.elastic.ranks import session
 from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME, own_gpu_first
 from nbelastic.messages import RankEvent
+from nbelastic.system import LINUX
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -128,7 +129,7 @@ def _wait_for_children(returned: list[bool]) -> None:
 
     What this process has open is closed by that, as at its end: some children wait for it.
     """
-    if sys.platform == "linux" and returned and os.getpid() == os.getpgid(0) and _in_group():
+    if LINUX and returned and os.getpid() == os.getpgid(0) and _in_group():
         code = f"import os, time\n{inspect.getsource(_in_group)}\nos.closerange(3, 1 << 16)\n"
         code += "while _in_group():\n    time.sleep(0.05)"
         os.execv(sys.executable, [sys.executable, "-IS", "-c", code])

@@ -22,7 +22,6 @@ Where forking is not safe, the rank begins as a new interpreter (``spawn``), whi
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import signal
@@ -30,9 +29,9 @@ import socket
 import sys
 import time
 import traceback
-from typing import Any
 
-from nbelastic.rank_template import MESSAGE_BYTES
+from nbelastic.rank_template import MESSAGE_BYTES, messages, send
+from nbelastic.system import LINUX
 
 from .children import GROUP_LIMIT_S, NAME, Children, end_with, set_option, signal_group
 
@@ -76,7 +75,7 @@ def main(worker: int, descriptors: list[int], method: str) -> None:
 
 def _take_over(worker: int) -> None:
     """Give this process what the worker has; its hard limits, rights and groups are the same."""
-    if sys.platform != "linux":
+    if not LINUX:
         return  # it is the worker's own template
     for name in dir(resource):
         if name.startswith("RLIMIT_"):
@@ -104,7 +103,7 @@ def _serve(
     try:
         rank = os.fork()
     except OSError as error:
-        _send(control, op="refused", why=str(error))
+        send(control, op="refused", why=str(error))
         return
     if not rank:
         end_with(server)
@@ -120,18 +119,18 @@ def _serve(
         os.setpgid(rank, rank)  # both do it, so that a signal sent now finds the group
     for each in for_rank:
         os.close(each)
-    _send(control, op="forked", pid=rank, server=server)
+    send(control, op="forked", pid=rank, server=server)
     ended = False
     while not ended:
         ready = children.wait(watched, None)
         for pid, status, peak in children.reap():
             if pid == rank:
                 ended = True
-                _send(control, op="ended", status=status, peak_kib=peak)
+                send(control, op="ended", status=status, peak_kib=peak)
         if not ended and not (set(ready) <= {control.fileno()} and _obey(control, ready, rank)):
             os.kill(rank, signal.SIGKILL)
             watched = []
-    if sys.platform != "linux":  # orphans are init's
+    if not LINUX:  # orphans are init's
         signal_group(rank, signal.SIGTERM)
         time.sleep(GROUP_LIMIT_S)
         signal_group(rank, signal.SIGKILL)
@@ -148,8 +147,8 @@ def _obey(control: socket.socket, ready: list[int], rank: int) -> bool:
     data = b""
     with contextlib.suppress(ConnectionError):
         data = control.recv(MESSAGE_BYTES)
-    if data:
-        number = json.loads(data)["signal"]
+    for message in messages(data):
+        number = message["signal"]
         if number == signal.SIGKILL:
             os.kill(rank, number)  # its group ends when it is reaped
         else:
@@ -164,8 +163,3 @@ def _begin_anew(channel: int, crash: int) -> None:
     code += "main(*map(int, sys.argv[1:]))"
     numbers = map(str, (channel, crash))
     os.execv(sys.executable, [sys.executable, "-c", code, *numbers])
-
-
-def _send(control: socket.socket, **message: Any) -> None:
-    with contextlib.suppress(OSError):  # the worker has ended: the next read says so
-        control.send(json.dumps(message).encode())
