@@ -188,6 +188,8 @@ class FaultPlan:
 
     def report(self) -> Report:
         """Return what it has cost so far."""
+        if self._job.done():
+            self._thread.join(LATE)  # which says what did not come to pass
         with self._lock:
             found = [each.outcome() for each in self._scheduled.values()]
             redone = list(self._redone.values())

@@ -48,7 +48,8 @@ class Job:
 
     def __repr__(self) -> str:
         status = self.status
-        facts = [status.state_in_words, f"{status.size} ranks", f"{status.commits} commits"]
+        facts = [status.state_in_words, f"{status.size} rank{'s' * (status.size != 1)}"]
+        facts.append(f"{status.commits} commits")
         return f"<Job {status.name}: {', '.join([*facts, *status.headlines])}>"
 
     @property

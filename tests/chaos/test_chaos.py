@@ -132,6 +132,13 @@ def test_what_cannot_be_done_is_told_in_the_report(crew, tmp_path):
     assert {i.problem for i in report.skipped} == {"there are 4 ranks", "its time has not come"}
 
 
+def test_what_did_not_come_to_pass_is_told_as_soon_as_the_job_has_ended(crew, tmp_path):
+    job = crew.fit(Workload(tmp_path, epochs=1), np=2)
+    plan = chaos.inject(job, chaos.crash(rank=0, step=10**6))
+    job.result(60)
+    assert [each.problem for each in plan.report().skipped] == ["its time has not come"]
+
+
 def test_a_plan_that_was_stopped_injects_nothing_more(crew, tmp_path):
     work = Workload(tmp_path, epochs=30)
     job = crew.fit(work, **PATIENT)

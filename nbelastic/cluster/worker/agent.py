@@ -50,8 +50,10 @@ from nbelastic.messages import (
     ForgetOrder,
     Heartbeats,
     Hello,
+    InjectFaults,
     JobPayload,
     NoticeReport,
+    Notify,
     RankBeat,
     RankEnded,
     RankEvent,
@@ -111,6 +113,7 @@ class Agent(WorkerPlugin):
         self._undo_termination = leave_on_termination(self._terminate)
         self._ranks: dict[Key, HostedRank] = {}
         self._ended_early: set[Key] = set()
+        self._early: dict[Key, list[RankOrder]] = {}  # that came before Dask's task of the rank
         self._payloads: dict[str, JobPayload] = {}
         self._connection = ConnectionCheck()
         self._beats = PeriodicCall(HEARTBEAT_INTERVAL_S, self._send_beats)
@@ -214,6 +217,8 @@ class Agent(WorkerPlugin):
             self._send(RankEnded(*key))
             return
         self._ranks[key] = rank
+        for order in self._early.pop(key, ()):
+            rank.obey(order)
         self._beats.start()
         self._send_beats()
         try:
@@ -321,6 +326,7 @@ class Agent(WorkerPlugin):
     def _take(self, message: Message) -> None:
         if isinstance(message, ForgetOrder):
             self._payloads.pop(message.job, None)
+            self._early = {k: each for k, each in self._early.items() if k[0] != message.job}
         elif isinstance(message, WatchOrder):
             self._notices.apply(message)
         elif isinstance(message, RankOrder):
@@ -336,6 +342,8 @@ class Agent(WorkerPlugin):
             self._ended_early.add(key)
             self._send(RankEvent(key[0], RankLeft(key[1])))
             self._send(RankEnded(*key, never=True))
+        elif isinstance(order.effect, InjectFaults | Notify):
+            self._early.setdefault(key, []).append(order)
 
 
 def keep_quiet_at_the_end(worker: Worker) -> None:
