@@ -286,8 +286,10 @@ class RowLedger:
     def resume(self, epoch: int, step: int) -> None:
         """Begin a loop. The steps from here on that had begun before are done again."""
         self.close()
-        rolled_back = [rows for place, rows in self._begun.items() if place >= (epoch, step)]
-        self.redone += sum(map(sum, rolled_back))
+        self._roll_back((epoch, step))
+
+    def _roll_back(self, place: Place) -> None:
+        self.redone += sum(sum(rows) for begun, rows in self._begun.items() if begun >= place)
         self._begun.clear()
 
     def begin(self, place: Place, rows: Sequence[int], share: StepShare) -> None:
@@ -326,3 +328,4 @@ class RowLedger:
         self._step = None
         self._seen, self._lost = int(state_dict.get("seen", 0)), int(state_dict.get("lost", 0))
         self.redone = max(self.redone, int(state_dict.get("redone", 0)))
+        self._roll_back((0, 0))
