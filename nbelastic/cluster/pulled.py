@@ -22,8 +22,11 @@ LARGE = 1e9
 """Bytes of a value from which its size is said."""
 
 WHOLE = "whole"
-_WAYS = {"load_state_dict": "state_dict", "set_weights": "get_weights"}
-"""How an object takes its values again, and how it gives them: torch's classes, and Keras'."""
+_WAYS = {"set_weights": "get_weights", "load_state_dict": "state_dict"}
+"""How an object takes its values again, and how it gives them: Keras' classes, and torch's.
+
+A Keras model on the back end torch has both, and names its parameters anew in each process.
+"""
 
 
 @dataclass(frozen=True)

@@ -174,3 +174,30 @@ def test_arguments_of_keras_fit(one_rank):
             fit(x, y, **options)
     with pytest.raises(OptionError, match="only for arrays"):
         fit(loader, validation_split=0.5)
+
+
+def test_the_trained_model_comes_back(keras_crew):
+    import keras
+    import numpy as np
+
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    untrained = model.get_weights()
+
+    def train():
+        import keras
+        import numpy as np
+
+        import nbelastic.keras as hvd
+
+        hvd.init()
+        keras.layers.Dense(1)  # names of later layers differ from those of the notebook
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+        rows = np.ones((8, 2), np.float32)
+        hvd.elastic.fit(hvd.elastic.KerasState(model), rows, rows[:, :1] * 3, epochs=1)
+        return model.get_weights()
+
+    job = keras_crew.fit(train, np=2, pull="model")
+    job.pull()
+    for ours, theirs, before in zip(model.get_weights(), job.result(), untrained, strict=True):
+        assert np.array_equal(ours, theirs)
+        assert not np.array_equal(ours, before)
