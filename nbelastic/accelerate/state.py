@@ -120,7 +120,7 @@ _kinds: dict[type, type] = {}
 
 
 def _recording(kind: type) -> type:
-    """Return a kind of loader that records each batch as it is handed out."""
+    """Return a kind of loader with a record of each batch handed out."""
     if kind not in _kinds:
         _kinds[kind] = type(kind.__name__, (_Recording, kind), {})
     return _kinds[kind]

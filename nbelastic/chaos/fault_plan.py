@@ -52,7 +52,7 @@ _numbers = itertools.count(1)
 
 @dataclass
 class ScheduledFault:
-    """A fault of a plan: the rank that it was sent to, and its outcome."""
+    """A fault of a plan, with its rank and its outcome."""
 
     fault: Fault
     rank: int | None = None
@@ -69,7 +69,7 @@ class ScheduledFault:
         return self.done is None and not self.problem
 
     def outcome(self) -> FaultOutcome | None:
-        """Return what is to be reported of it; None while it is open."""
+        """Return the outcome for the report; None while the fault is open."""
         kind, problem, when = self.fault.kind, self.problem, self.done
         if when is None and kind in MUTE and self.sent is not None:
             when, problem = self.sent, ""
@@ -80,7 +80,7 @@ class ScheduledFault:
 
 
 class RandomSchedule:
-    """The faults of a random plan that begins now: the next, and when it is due."""
+    """The faults of a random plan, begun at `now`: the next fault and its due time."""
 
     def __init__(self, plan: RandomPlan, now: float) -> None:
         self._draws = plan.draws()
@@ -177,17 +177,17 @@ class FaultPlan:
         self._thread.start()
 
     def stop(self) -> None:
-        """Inject no more faults; those that happened stay. The job goes on."""
+        """Inject no more faults; earlier faults stay in the report. The job goes on."""
         self._over.set()
         self._thread.join()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the plan, which is the job's; return whether it has come."""
+        """Wait for the end of the plan, at the end of the job; return False on a timeout."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def report(self) -> Report:
-        """Return what it has cost so far."""
+        """Return the cost of the plan's faults so far."""
         if self._job.done():
             self._thread.join(LATE)  # which says what did not come to pass
         with self._lock:
@@ -269,7 +269,7 @@ class FaultPlan:
                 self._send_random(schedule, members)
 
     def _arm(self, starts: set[int]) -> None:
-        """Let ranks know what they have to look out for, and what not any more."""
+        """Arm the open timed faults on the ranks of `starts`, and disarm the closed faults."""
         timed = {n: each for n, each in self._scheduled.items() if each.fault.by_the_rank}
         for start in starts:
             fresh = {n: c for n, c in timed.items() if c.open and start not in c.sent_to}

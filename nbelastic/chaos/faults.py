@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault; made by :func:`kill` and the others.
+    """A fault; made by :func:`kill` and the other functions.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Fault:
         return self.forming or self.step is not None or self.generation is not None
 
     def order(self, number: int) -> FaultOrder:
-        """Return what a rank is sent of it."""
+        """Return the fault's order to a rank."""
         timed = self.by_the_rank
         return FaultOrder(
             number,
@@ -176,7 +176,7 @@ def slow(rank: int, seconds: float = 0.5, steps: int = 10, **when: Unpack[When])
 
 
 def disk(rank: int, seconds: float = 5.0, **when: Unpack[When]) -> Fault:
-    """Let the disk be full for a rank's process: for `seconds`, no file that it writes can grow."""
+    """Simulate a full disk for a rank's process: for `seconds`, no file can grow by its writes."""
     return Fault(kind="disk", rank=rank, seconds=seconds, **when)
 
 

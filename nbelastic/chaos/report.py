@@ -50,7 +50,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True)
 class Row:
-    """All faults of a kind: how many, after how many there was a reset, and how long that took."""
+    """Faults of a kind: their number, the number with a reset, and the duration of resets."""
 
     kind: str
     injected: int
@@ -96,7 +96,7 @@ class Report:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """One row for each kind, then one for all."""
+        """A row for each kind, then a row for all faults."""
         done = [outcome for outcome in self.injections if not outcome.problem]
         kinds = sorted({outcome.kind for outcome in done})
         rows = [_row(kind, [i for i in done if i.kind == kind]) for kind in kinds]

@@ -50,7 +50,7 @@ def existing(options: Mapping[str, Any]) -> str | None:
 
 @contextlib.contextmanager
 def opened(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[Any]:
-    """Yield what ``fit`` takes for ``cluster=``, and close afterwards what was started.
+    """Yield a value for ``fit``'s ``cluster=``, and afterwards close a cluster started here.
 
     `tell` takes a line for the user.
     """

@@ -170,7 +170,7 @@ def _exit(call: Callable[[], int | None]) -> None:
 
 
 def _command(*, alone: bool = False) -> Callable[[Callable[..., int | None]], click.Command]:
-    """Make a command of a function that gets a scheduler's address; None only if it works alone."""
+    """Make a command of a function of a scheduler's address, or of None too if `alone`."""
 
     def make(function: Callable[..., int | None]) -> click.Command:
         @functools.wraps(function)
@@ -200,7 +200,7 @@ def _command(*, alone: bool = False) -> Callable[[Callable[..., int | None]], cl
 
 
 def _job_name(name: str | None, address: str, *, ended: bool = False) -> str:
-    """Return a job's name; by default that of the only job there, or of the last that ended."""
+    """Return a job's name; by default the only open job's, or the last ended job's."""
     if name is not None:
         return name
     jobs = driver.jobs(address)
@@ -232,7 +232,7 @@ def jobs(address: str) -> None:
 @_command()
 @_NAME
 def status(address: str, name: str | None) -> None:
-    """Show a job: its state, its ranks, and what has happened to it."""
+    """Show a job: its state, its ranks, and its history."""
     snapshot = JobSnapshot.of(driver.look(_job_name(name, address, ended=True), cluster=address))
     click.echo(line(snapshot))
     if snapshot.status.reason:
@@ -247,7 +247,7 @@ def status(address: str, name: str | None) -> None:
 @click.argument("name")
 @click.argument("rank", type=click.IntRange(0), required=False)
 def why(address: str | None, name: str, rank: int | None) -> None:
-    """Explain what was decided on a job or a rank: what was seen, by which process, and the rule.
+    """Explain decisions on a job or a rank: the event, the reporting process, and the rule.
 
     NAME is a job, or the file of a journal (nbelastic.debug.journal), which is replayed.
     """
@@ -263,7 +263,7 @@ def why(address: str | None, name: str, rank: int | None) -> None:
 @_NAME
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="Only this rank's output.")
 def logs(address: str, name: str | None, rank: int | None) -> None:
-    """Show what ranks have printed; where that is a lot, the newest of it."""
+    """Show the output of ranks, or only the newest part of a large output."""
     click.echo(
         driver.look(_job_name(name, address, ended=True), cluster=address).logs(rank), nl=False
     )

@@ -38,7 +38,7 @@ _listeners: list[socket.socket] = []
 
 @dataclass(frozen=True)
 class Side:
-    """What is known of one process: this one, the scheduler, or a worker."""
+    """Facts on a process: this process, the scheduler, or a worker."""
 
     name: str
     versions: Mapping[str, str] = field(default_factory=dict)  # that all sides must share
@@ -53,7 +53,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a cluster: this process, the scheduler if there is one, the workers."""
+    """Facts on a cluster: on this process, the scheduler if any, and the workers."""
 
     here: Side
     scheduler: Side | None = None
@@ -62,7 +62,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the report: what was looked at, ``ok``, ``note`` or ``bad``, and what to do."""
+    """A row of the report: the subject, ``ok``, ``note`` or ``bad``, the detail and the advice."""
 
     what: str
     state: str

@@ -1,4 +1,4 @@
-"""Register the commands with click, and import each one when it is called.
+"""Register the commands with click, and import each command when called.
 
 The ``dask`` command imports this module on every call, also for ``dask worker``. So it imports
 click alone: neither Dask's scheduler nor torch.

@@ -120,7 +120,7 @@ def _of_job(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call(options: Mapping[str, Any]) -> tuple[ScriptCall, str]:
-    """Return the script as it travels, and a line on what is sent; empty for nothing."""
+    """Return the call of the script, and a line on its bundle; empty without a bundle."""
     command = script_command(options["command"], os.getcwd())
     packed, words = None, ""
     if not options["shared_fs"] and not _all_here(options):

@@ -66,7 +66,7 @@ def is_stalled(stream: Any) -> bool:
 
 
 def resume(stream: Any) -> None:
-    """Make a stalled stream send what it has. To be called in its event loop."""
+    """Make a stalled stream send its buffer. To be called in its event loop."""
     if is_stalled(stream):
         stream.next_deadline = metrics.time()
         stream.waker.set()
@@ -135,7 +135,7 @@ def unacknowledged_s(comm: Any) -> float:
 
 
 class PeriodicCall:
-    """Calls a function at regular intervals, in the event loop in which it is started.
+    """Calls a function at regular intervals, in the event loop of ``start``.
 
     Unlike tornado's, it takes time from that loop alone, not from the wall clock. A late call
     shifts the next ones; none is made up for.
@@ -209,7 +209,7 @@ FORGOTTEN_CHECK_S = 5.0
 
 
 def value_of(client: Client, key: Any) -> Any:
-    """Return the value of a key, from whichever worker has it or computes it again.
+    """Return the value of a key, held or recomputed by any worker.
 
     A new future waits for messages on its key, which the scheduler sends to clients that want it.
     Of a key that it does not know, it sends none: that is a LookupError.

@@ -75,7 +75,7 @@ class JobLog:
             self.failures[event.start] = error
 
     def note_effect(self, effect: Effect, size: int, seen: Event) -> Record | None:
-        """Keep the ranks of a plan, and an entry of the history with the event that led to it."""
+        """Note an effect's ranks, or add its entry to the history with the causing event."""
         if isinstance(effect, StartRank):
             self._note_rank(effect.start, effect.place.rank, effect.slot.worker)
         elif isinstance(effect, Publish):
@@ -90,7 +90,7 @@ class JobLog:
         self.ranks[start] = rank, worker
 
     def note(self, record: Record) -> Record:
-        """Add an entry to the history; the loss of a rank with the line that it executed."""
+        """Add an entry to the history, with the latest known line of its rank."""
         latest = None if record.start is None else self._latest.get(record.start)
         line = None if latest is None else latest.line
         entry = replace(record, time=self._now(), line=line)
@@ -157,7 +157,7 @@ def in_one_line(entry: Record) -> str:
 
 
 def describe_event(event: Event, ranks: Mapping[int, tuple[int, str]]) -> str:
-    """Return what an event says, and which process has reported it, in one line."""
+    """Return a line on an event and its source."""
     if isinstance(event, Tick):
         return "the clock: a time limit was reached"
     by = "the scheduler"
@@ -179,7 +179,7 @@ def describe_event(event: Event, ranks: Mapping[int, tuple[int, str]]) -> str:
 
 
 def _fact(name: str, value: object) -> str:
-    """Return one field of an event in words; empty where it says nothing."""
+    """Return a field of an event in words; empty for an uninformative field."""
     if isinstance(value, enum.Enum):
         value = value.name.lower().replace("_", " ")  # its value may be a template
     if value in (None, "", False, 0) or name == "store":

@@ -55,7 +55,7 @@ class JournalFile:
     def write(
         self, event: Event, now: float, chance: float, effects: list[Effect], machine: Machine
     ) -> None:
-        """Add an event, and what the machine has decided on it."""
+        """Add an event and the machine's effects."""
         done = msgspec.to_builtins({"event": event, "effects": effects})
         self._write({"time": time.time(), "now": now, "chance": chance, **done})
         if self._file.tell() > self._most:  # the newest part must be one that can be replayed

@@ -1,4 +1,4 @@
-"""Files that only this user can read, also below a directory that all users share.
+"""Files readable by this user alone, also below a directory shared by all users.
 
 There, another user may have made the directory first, or put a link in a file's place.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def own_directory(path: Path) -> Path:
-    """Make a directory of this user's, closed to others; raise PermissionError if it is another's.
+    """Make a private directory of this user; raise PermissionError for another user's.
 
     Its parents are not looked at: they belong to this user, or are sticky as ``/tmp`` is.
     """
@@ -30,6 +30,6 @@ def own_directory(path: Path) -> Path:
 
 
 def create(path: Path) -> int:
-    """Create a file that is not there yet, for this user alone; return its descriptor."""
+    """Create a new file for this user alone; return its descriptor."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     return os.open(path, flags, 0o600)

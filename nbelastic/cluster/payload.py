@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """One module: where it lies in the kernel's file system, and its text.
+    """A module: its path in the kernel's file system, and its text.
 
     `text` is None for a directory without ``__init__.py``, which is a namespace package.
     """
@@ -33,13 +33,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Modules:
-    """Modules that travel with a job, by full name; and those that do not, with the reason."""
+    """Modules that travel with a job, by full name; modules left out, with the reason."""
 
     sources: Mapping[str, Source] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)  # the function may need them
 
     def describe(self) -> str:
-        """Return a line on the modules that travel, and one on each that does not."""
+        """Return a line on the modules that travel, and a line on each module left out."""
         found: dict[str, list[Source]] = {}
         for name, source in self.sources.items():
             if source.text is not None:
@@ -110,7 +110,7 @@ def keras_settings() -> dict[str, str]:
 
 
 def take_settings(settings: Mapping[str, str]) -> None:
-    """Give this process settings of another one, before Keras is imported in it."""
+    """Apply another process's settings, before Keras is imported here."""
     if name := settings.get(KERAS):
         os.environ[KERAS] = name
     own = {n.removeprefix("keras "): v for n, v in settings.items() if n.startswith("keras ")}
@@ -124,7 +124,7 @@ def take_settings(settings: Mapping[str, str]) -> None:
 
 
 def _take_torch_settings(settings: Mapping[str, str]) -> None:
-    """Give torch in this process settings of another one, but no device that it lacks."""
+    """Apply another process's settings of torch, but no device missing here."""
     if not settings:
         return
     import torch

@@ -1,4 +1,4 @@
-"""Read the state of a process from another one, and judge whether it is stopped.
+"""Read the state of another process, and judge whether it is stopped.
 
 Runs in a nanny or in another worker of the host (:func:`read_state`), and in the scheduler's event
 loop (:class:`ProbeHistory`). A process that is stopped sends no heartbeats, and neither does one
@@ -54,7 +54,7 @@ class Verdict(enum.Enum):
 
 
 def process_id(pid: int) -> ProcessId:
-    """Return the identity of a process that this one sees."""
+    """Return the identity of a process by its number here."""
     return ProcessId(pid, _started(psutil.Process(pid)), _namespace())
 
 

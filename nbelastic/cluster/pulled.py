@@ -31,7 +31,7 @@ A Keras model on the back end torch has both, and names its parameters anew in e
 
 @dataclass(frozen=True)
 class Pulled:
-    """A variable of rank 0: pickled, with the method that takes it; or why it is not here."""
+    """A variable of rank 0: pickled, with the method to load it; or the reason for its absence."""
 
     way: str
     data: bytes

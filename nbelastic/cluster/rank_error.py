@@ -83,7 +83,7 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _is_frozen(kind: type[BaseException]) -> bool:
-    """Return whether unpickling, which sets attributes one by one, would have to ask the class."""
+    """Return whether unpickling would call the class's own ``__setattr__``."""
     names = ("__setstate__", "__reduce__", "__reduce_ex__")
     return kind.__setattr__ is not BaseException.__setattr__ and all(
         getattr(kind, name) is getattr(BaseException, name) for name in names
@@ -91,7 +91,7 @@ def _is_frozen(kind: type[BaseException]) -> bool:
 
 
 class _Thawed:
-    """Pickles as an error whose attributes are put in place without being set one by one."""
+    """Pickles as an error with its attributes put in place past ``__setattr__``."""
 
     def __init__(self, error: BaseException) -> None:
         self._parts = (type(error), error.args, error.__dict__)

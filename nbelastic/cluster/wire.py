@@ -79,7 +79,7 @@ class _Addressed(Data, frozen=True, forbid_unknown_fields=False):
 
 
 def addressee(data: Any) -> tuple[str, int] | None:
-    """Return job and start of the rank that a message is for, also if it cannot be read."""
+    """Return job and start of a message's rank; the rest of the message may be unreadable."""
     try:
         found: _Addressed = unpack(data, _Addressed)
     except (ValueError, VersionMismatch):

@@ -37,7 +37,7 @@ LOOPBACK_HTTP = "127.0.0.1:0"
 
 
 def attach_client(cluster: Any, options: Options) -> tuple[Client, Callable[[], None]]:
-    """Return a client for the value of ``cluster=``, and a function that closes what was opened.
+    """Return a client for the value of ``cluster=``, and a function to close it if opened here.
 
     An embedded cluster has the size that the options ask for.
     """

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class WaitDisplay(Protocol):
-    """Display of one job while a caller waits for it."""
+    """Display of a job while a caller waits for its end."""
 
     def tick(self) -> None:
         """Update the display. The waiting thread calls it ten times a second."""
@@ -37,13 +37,13 @@ class Display(Protocol):
     """Display of all jobs of this process."""
 
     def watching(self, job: Job) -> AbstractContextManager[WaitDisplay] | None:
-        """Return a display of a job for a thread that waits for it, or None to show nothing."""
+        """Return the display of a job for a waiting thread, or None to show nothing."""
 
     def show(self, job: Job) -> None:
         """Show a job that is the value of a cell."""
 
     def say(self, text: str) -> None:
-        """Show one line that belongs to no job. The waiting thread calls it."""
+        """Show a line that concerns no job. The waiting thread calls this."""
 
     def label(self, file: str) -> str | None:
         """Return the user's name of a source file, such as ``Cell In[5]``, or None."""
@@ -73,7 +73,7 @@ def show(job: Job) -> bool:
 
 
 def say(text: str) -> None:
-    """Show one line that belongs to no job."""
+    """Show a line that concerns no job."""
     _ask(lambda display: display.say(text), None)
 
 
@@ -83,7 +83,7 @@ def label(file: str) -> str | None:
 
 
 class _GuardedWaitDisplay:
-    """Wait display, or none, with its errors caught; it is left alone after the first one."""
+    """Wait display, or none, with its errors caught; the first error switches the display off."""
 
     def __init__(self, watch: WaitDisplay | None) -> None:
         self._watch = watch
@@ -121,7 +121,7 @@ def watching(job: Job) -> Iterator[WaitDisplay]:
 
 
 def _ask(function: Callable[[Display], T], default: T) -> T:
-    """Return what a function returns for the display; `default` without one, or if it raises."""
+    """Return ``function(display)``; `default` without a display, or on an error."""
 
     def call() -> T:
         if isinstance(_display, str):
@@ -132,7 +132,7 @@ def _ask(function: Callable[[Display], T], default: T) -> T:
 
 
 def _guard(call: Callable[[], T], default: T) -> T:
-    """Return what a call of the display returns; `default` if it raises."""
+    """Return the result of a call of the display; `default` on an error."""
     global _complained  # noqa: PLW0603 - once per process
     try:
         return call()

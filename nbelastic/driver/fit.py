@@ -347,7 +347,7 @@ def wait_interruptibly(job: Job) -> None:
 
 
 def _what_is_free(job: Job, workers: set[str]) -> str:
-    """Say what has become of the workers that the job had."""
+    """Describe the present state of the job's former workers."""
     driver = driver_of(job)
     known = driver.free_workers
     if driver.owns_cluster:

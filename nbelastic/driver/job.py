@@ -60,7 +60,7 @@ class Job:
     # -- like a future -------------------------------------------------------------------------
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return what the function returned on rank 0, waiting for it.
+        """Wait for the job; return the value of the function on rank 0.
 
         Parameters
         ----------
@@ -96,7 +96,7 @@ class Job:
             raise TimeoutError(message) from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return what :meth:`result` would raise, or None; wait for the end as it does."""
+        """Wait for the end; return the exception of :meth:`result`, or None."""
         return self._driver.future.exception(timeout)
 
     def done(self) -> bool:
@@ -244,7 +244,7 @@ class Job:
 
     @with_hints
     def logs(self, rank: int | None = None, *, follow: bool = False) -> str:
-        """Return what ranks printed; where that is a lot, the newest of it.
+        """Return the output of ranks, or only the newest part of a large output.
 
         The kernel keeps as much of it as the environment variable ``NBELASTIC_LOG_BYTES`` says, by
         default 64 MB. With ``NBELASTIC_LOG_DIR`` set to a directory, all of it is written there.
@@ -297,7 +297,7 @@ class Job:
             self.wait(0.2)
 
     def output(self, since: int = 0) -> tuple[int, tuple[Output, ...]]:
-        """Return what ranks printed, piece by piece as it came.
+        """Return the output of ranks, in pieces in the order of arrival.
 
         Parameters
         ----------
@@ -384,7 +384,7 @@ class Job:
         return self._driver.log.history()
 
     def why(self, rank: int | None = None) -> str:
-        """Explain what was decided on the job, or on a rank: what was seen, by which process.
+        """Explain the decisions on the job, or on a rank: the events and the reporting processes.
 
         Parameters
         ----------
@@ -403,7 +403,7 @@ class Job:
         return explain(self.name, self.history, rank)
 
     def save_report(self, path: str | os.PathLike[str]) -> Path:
-        """Write what a report of a fault needs into one ZIP file.
+        """Write a ZIP file for the report of a fault.
 
         It has the history, the status, the versions in the kernel, the options, the error of a job
         that has failed, and the newest megabyte of what ranks printed. A checkpoint's URL is in it

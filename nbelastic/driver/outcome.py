@@ -119,7 +119,7 @@ def _failed(
     names: Mapping[int, str],
     modules: Modules = Modules(),  # noqa: B008 -- it cannot be changed
 ) -> BaseException:
-    """Return the exception that ``result()`` raises for a job that did not finish.
+    """Return the exception for ``result()`` of a job that did not finish.
 
     `failures` and `names` are by start of the function; `names` say its rank and worker.
     """

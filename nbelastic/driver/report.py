@@ -1,4 +1,4 @@
-"""Reports of faults: a job in one file, and the versions of what runs."""
+"""Reports of faults: a job in a ZIP file, and the versions of this environment."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def versions() -> dict[str, str]:
 
 
 def show_versions() -> None:
-    """Print the versions of nbelastic and what it runs on, as a report of a fault needs them.
+    """Print the versions of nbelastic and its environment, for a report of a fault.
 
     ``shared memory`` says whether the native part was built, else why it is missing here: ranks
     on this machine then use Gloo. What workers run is compared when a job starts.

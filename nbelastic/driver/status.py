@@ -69,7 +69,7 @@ class RankStatus:
 
     @property
     def quota(self) -> int | None:
-        """Number of a step's micro-batches that it computes; None without a loader."""
+        """Number of a step's micro-batches for this rank; None without a loader."""
         return None if self.micro_batches is None else self.micro_batches[1] - self.micro_batches[0]
 
 
@@ -108,7 +108,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class DataStatus:
-    """Rows of one source, as of the newest commit that the kernel knows.
+    """Rows of a source of data, as of the newest commit known to the kernel.
 
     Attributes
     ----------

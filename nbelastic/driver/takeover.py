@@ -1,4 +1,4 @@
-"""Find jobs on a cluster, look at one, ask it to change, or take it over."""
+"""Find jobs on a cluster; look at a job, change its limits, or take it over."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @with_hints
 def jobs(cluster: Any) -> JobTable:
-    """Return the jobs on a cluster, also those without a kernel, and the last that have ended.
+    """Return the jobs on a cluster, with or without a kernel, and the last ended jobs.
 
     The value is a tuple of :class:`~nbelastic.JobInfo`, which a notebook shows as a table.
 
@@ -113,7 +113,7 @@ def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
 
 
 def look(name: str, *, cluster: Any) -> Job:
-    """Return a job as it is now, or as it ended, without taking it over: its kernel keeps it.
+    """Return the present or final state of a job, which stays with its kernel.
 
     Its status, history, logs and metrics are those of this moment, and do not change. To wait for
     it, :func:`attach`.
@@ -162,7 +162,7 @@ def _send(name: str, cluster: Any, event: StopRequested | LimitsChanged) -> None
 
 
 def _name_of_job(name: str | None) -> str:
-    """Return a name that a job may have, before a cluster is asked for it."""
+    """Return the valid name of a job, before the cluster is asked for this job."""
     if name is None:
         raise OptionError("name=None: must be the name of a job; nbelastic.jobs() lists them")
     return check_name(name)
@@ -180,7 +180,7 @@ def _unknown(name: str, refusal: AttachRefusal) -> OptionError:
 
 @contextlib.contextmanager
 def _client(cluster: Any) -> Iterator[Client]:
-    """Yield a client for the value of ``cluster=``, and close what was opened for it."""
+    """Yield a client for the value of ``cluster=``, and close a client opened here."""
     client, cleanup = attach_client(_given(cluster), Options())
     try:
         yield client

@@ -80,7 +80,7 @@ class _Pause:
 
 
 class Inbox(Protocol):
-    """A queue of events and messages: :class:`queue.SimpleQueue`, or what a test takes for it."""
+    """A queue of events and messages: :class:`queue.SimpleQueue`, or a test's replacement."""
 
     def put(self, item: Event | ToDriver | _Pause, /) -> None:
         """Add an item. Any thread may do that."""
@@ -219,7 +219,7 @@ class Driver:
             self._inbox.put(RankNote(KERNEL, "logged", name, figures))
 
     def finish_loggers(self) -> None:
-        """Wait until loggers have what there is, after the end."""
+        """Wait until loggers have all metrics, after the end."""
         while self._loggers:
             self._loggers.pop().finish()
 
@@ -278,7 +278,7 @@ class Driver:
                     self._take(item.message)
 
     def _step(self, event: Event, seq: int = 0) -> None:
-        """Let the machine decide, and send the step; `seq` is the event's number if it has one."""
+        """Make the machine decide, and send the step; `seq` is the event's number, 0 without."""
         assert self._job_client is not None
         with self._lock:
             self._now, chance = self._clock.now(), self._chance()
@@ -351,7 +351,7 @@ class Driver:
         self.log.adopt(handover.started, handover.log)
 
     def settle(self) -> None:
-        """Wait until the end of a job that was over when it was adopted is known here, too."""
+        """Wait for the known end of a job that was already over at its adoption."""
         if self._outcome is not None:
             wait([self.future], SETTLING_S)
 

@@ -1,4 +1,4 @@
-"""Data that ``fit`` can deal to ranks, one way for each kind."""
+"""Feeds of data for ``fit`` to deal to ranks, by kind of data."""
 
 from __future__ import annotations
 
@@ -153,12 +153,12 @@ class Feed:
         self._batch_size = batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Deal an epoch, unless it is the present one."""
+        """Deal an epoch, unless already present."""
         if epoch != self.part.epoch:
             self.part.set_epoch(epoch)
 
     def left(self) -> int | None:
-        """Return the number of this rank's batches that are left; None if it is not known."""
+        """Return the number of remaining batches of this rank; None if unknown."""
         try:
             return len(self.source)
         except TypeError:
@@ -179,7 +179,7 @@ class Feed:
         """End the iteration, which an error's frames may keep alive."""
 
     def sample(self) -> Any:
-        """Return a batch like those of the training, without a change of what was dealt."""
+        """Return a batch like the training's, without a change of the dealt data."""
         data, numbers = self.source, range(min(self._batch_size, len(self.part.dataset)))
         if isinstance(data, ElasticDataset):
             return data.batch_of(numbers)
@@ -188,7 +188,7 @@ class Feed:
 
 
 class LoaderFeed(Feed):
-    """Steps of micro-batches, each of which is one batch to Keras."""
+    """Steps of micro-batches, each a batch to Keras."""
 
     def __init__(self, loader: Loader) -> None:
         super().__init__(_Batches(loader.__iter__, lambda: len(loader) - loader.step), loader)
@@ -204,7 +204,7 @@ class LoaderFeed(Feed):
 
 
 class _Batches(DataLoader[Any]):
-    """Batches of some iteration, in the shape in which Keras takes those of PyTorch."""
+    """Batches of an iteration, wrapped as a ``DataLoader`` for Keras."""
 
     def __init__(self, begin: Callable[[], Iterator[Any]], length: Callable[[], int]) -> None:
         self._begin, self._length = begin, length
@@ -239,7 +239,7 @@ def feed_of(
     seed: int,
     sample_weight: Any = None,
 ) -> Feed:
-    """Return data in a form that can be dealt; an OptionError says what to pass instead."""
+    """Return the feed of data; an OptionError names the kinds of data to pass instead."""
     kind = type(data).__name__
     if isinstance(data, (Loader, DataLoader, keras.utils.PyDataset)) and y is not None:
         raise OptionError(f"elastic.fit({kind}, y=…): the {kind} has the targets; leave y out")
@@ -296,7 +296,7 @@ def split_off(fraction: float, *arrays: Any) -> tuple[Any, ...]:
 
 
 class _Part(keras.utils.PyDataset):  # type: ignore[misc]
-    """Batches of what has numbers: samples, or batches of another dataset one by one."""
+    """Batches of numbered items: samples, or single batches of another dataset."""
 
     def __init__(
         self, numbers: range, batch_of: Callable[[range], Any], batch_size: int = 1

@@ -177,7 +177,7 @@ def _whole(name: str, value: Any, *, optional: bool = False) -> Any:
 
 
 class _Training:
-    """One training by ``elastic.fit``, on one rank."""
+    """A training by ``elastic.fit``, on this rank."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class _Training:
             self._compile()
 
     def _compile(self) -> None:
-        """Make a step that is taken back, so that Keras compiles it before other ranks wait."""
+        """Make a step and roll back, so that Keras compiles before other ranks wait."""
         self._reduction.dry = True
         try:
             self._model.train_on_batch(*_as_tuple(self._feed.sample()))
@@ -291,7 +291,7 @@ class _Training:
         callbacks.end(self._logs)
 
     def _train_epoch(self) -> None:
-        """Train what is left of an epoch, and end it."""
+        """Train the rest of an epoch, and end the epoch."""
         progress, epoch = self._progress, self._progress.epoch
         self._place(epoch, progress.batch)
         self._reduction.keeps_final = True
@@ -340,7 +340,7 @@ class _Training:
                 self._feed.close()
 
     def _begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch, or go on in one: then with the metrics of what is done."""
+        """Begin an epoch, or go on in an epoch with the metrics of its earlier batches."""
         progress = self._progress
         self._sums.start(progress.metrics if progress.in_epoch else [])
         if not progress.in_epoch:
@@ -490,7 +490,7 @@ class _MetricSums:
         self._backend.write(self._variables, [p.reshape(v.shape).to(v.dtype) for p, v in pairs])
 
     def start(self, known: list[np.ndarray[Any, Any]]) -> None:
-        """Begin with sums that all ranks have; without any, with those of a new epoch."""
+        """Begin with the sums of all ranks; without any, with the sums of a new epoch."""
         self._look()
         if known:
             flat = torch.from_numpy(np.concatenate([each.ravel() for each in known]))
@@ -499,7 +499,7 @@ class _MetricSums:
         self._base = self._present()
 
     def start_at_zero(self) -> None:
-        """Begin with what this rank has by itself, of which others know nothing."""
+        """Begin with this rank's own sums, unknown to its peers."""
         self._look()
         self._base = torch.zeros_like(self._present())
 

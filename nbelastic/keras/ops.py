@@ -119,7 +119,7 @@ def reducescatter(
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
-    """Give variables the values that they have on one rank.
+    """Broadcast the values of variables from `root_rank`.
 
     Parameters
     ----------

@@ -286,7 +286,7 @@ class _ReducingOptimizer(_Base):  # type: ignore[misc]
 
 
 def _distributed(base: type[Any], options: KerasOptions) -> type[Any]:
-    """Return a class of the same name, so that a saved model names the plain one."""
+    """Return a class of the same name, so that a saved model names the plain class."""
     names = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,

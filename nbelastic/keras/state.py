@@ -1,4 +1,4 @@
-"""State of training with Keras, and the elastic loop that goes back to it."""
+"""State of training with Keras, and the elastic loop that restores the state."""
 
 from __future__ import annotations
 
@@ -206,13 +206,13 @@ class KerasState(TorchState):
 
     @property
     def accumulates(self) -> bool:
-        """Whether the batches of one step are not all done, so that there is nothing to commit."""
+        """Whether a step is incomplete, so that a commit has to wait."""
         reduction = distribution_of(self._keras["optimizer"])
         return reduction is not None and reduction.accumulates
 
     @property
     def deals_data(self) -> bool:
-        """Whether a sampler or a loader is part of it, so that data know what is left."""
+        """Whether the state has a sampler or a loader, so that data know the rest of the epoch."""
         return bool(self._samplers()) or bool(self._loaders)
 
     # -- what the elastic loop asks ----------------------------------------------------------------
@@ -258,7 +258,7 @@ class KerasState(TorchState):
         ]
 
     def average_statistics(self) -> None:
-        """Average moving statistics, of which each rank has those of its own batches.
+        """Average moving statistics, because each rank's are of its own batches.
 
         All ranks call this together.
         """
@@ -290,7 +290,7 @@ class KerasState(TorchState):
 
 
 def run(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Decorate a training function so that it survives changes of membership.
+    """Decorate a training function to survive changes of membership.
 
     As :func:`nbelastic.torch.elastic.run`. An error of an operation between ranks that TensorFlow
     or JAX has raised as one of its own is raised as what it was.

@@ -159,7 +159,7 @@ class LightningProgress:
                 del results[name]
 
     def _follow(self, averaging: Any, state: Any) -> None:
-        """Give a callback for averages the schedule that it has on the rank of its commit."""
+        """Give an averaging callback the schedule of the commit's rank."""
         trainer = self._trainer
         if state is not None and averaging._swa_scheduler is not None:
             averaging._swa_scheduler.load_state_dict(state)
@@ -183,7 +183,7 @@ class LightningProgress:
 
 
 class ModelFiles:
-    """Files of ``ModelCheckpoint`` that were written in a step which failed.
+    """Files of ``ModelCheckpoint``, written in a failed step.
 
     Where the step is repeated, they are written again, under the same names. Those that are not are
     removed at the next commit.
@@ -220,7 +220,7 @@ class ModelFiles:
             self._before = set()
 
     def committed(self) -> None:
-        """Remove files that were written in a step that failed, and not again."""
+        """Remove files written in a failed step, and not written again."""
         self._forget()
         for path in self._taken_back - self._known() if self._taken_back else ():
             self._trainer.strategy.remove_checkpoint(path)
@@ -256,7 +256,7 @@ def go_on_with_rows(logger: Any, step: int) -> None:
 
 
 def settle(loop: Any) -> None:
-    """Make a loop, and those within it, loops that do not restart."""
+    """Clear the restart flags of a loop and of its inner loops."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     loop.reset_restart_stage()
     for each in vars(loop).values():
@@ -272,7 +272,7 @@ def _settings_of(logger: Any) -> dict[str, Any]:
 
 
 def _own_state(callback: Any) -> dict[str, Any]:
-    """Return the state dict of a callback that has one of its own."""
+    """Return the state dict of a callback that overrides ``state_dict``."""
     if type(callback).state_dict is Callback.state_dict:
         return {}
     with contextlib.suppress(Exception):  # a callback of a user's that is not set up yet

@@ -59,7 +59,7 @@ class Environment(ClusterEnvironment):
         """Do nothing: the job decides."""
 
     def global_rank(self) -> int:
-        """Return the position of this rank: in the set-up, too, the one that is foreseen."""
+        """Return the position of this rank; during set-up, the foreseen position."""
         return current().rank
 
     def set_global_rank(self, rank: int) -> None:
@@ -96,7 +96,7 @@ class _Elastic:
 
     @property
     def num_processes(self) -> int:
-        """Number of ranks; those of all hosts count as one node's."""
+        """Number of ranks; all hosts count as a single node."""
         return Environment().world_size()
 
     @property
@@ -125,7 +125,7 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
     strategy_name = NAME
 
     def setup_environment(self) -> None:
-        """Make the process group; until training begins it is one of this rank alone."""
+        """Make the process group, of this rank alone until training begins."""
         super().setup_environment()
         self._alone = contextlib.ExitStack()
         if current().generation == 0:

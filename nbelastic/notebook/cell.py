@@ -48,7 +48,7 @@ class CellError(PreflightError):
 
 
 class CellFunction:
-    """A cell's source with the variables that it needs; calling it runs the cell.
+    """A cell's source with its variables; a call runs the cell.
 
     A cell that is not Python is a SyntaxError, with lines numbered as in the cell. One that is
     empty, or has a line that only IPython understands, is a :class:`CellError`.
@@ -180,7 +180,7 @@ class CellFunction:
 
 
 def _submodules(code: types.CodeType, values: Iterable[Any]) -> list[types.ModuleType]:
-    """Return modules that earlier cells have imported, and that the code reads from a package.
+    """Return modules imported by earlier cells, and read by the code from a package.
 
     They are pickled with the cell, so that a rank imports them, as cloudpickle does for a function.
     """

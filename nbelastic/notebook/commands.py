@@ -41,7 +41,7 @@ class Commands:
         }
 
     def remember(self, job: Any) -> None:
-        """Keep a job, so that commands find it without a variable."""
+        """Keep a job, for commands without a variable of the job."""
         ended = [each for each in self._jobs if each.done()]
         forgotten = {id(each) for each in ended[: -REMEMBERED + 1]}
         self._jobs = [each for each in self._jobs if id(each) not in forgotten] + [job]
@@ -96,7 +96,7 @@ class Commands:
     def _parse(
         self, command: str, words: list[str], *options: LineOption
     ) -> tuple[Any, dict[str, Any]]:
-        """Return the job that a line means, and the other options that it gives."""
+        """Return the job of a line, and the line's other options."""
         job = LineOption(["--job"], Kind(str, "text", "NAME"))
         given = MagicCommand(f"{MAGIC} {command}", [job, *options]).read(words)
         return self.find(given.pop("job", None)), given

@@ -1,4 +1,4 @@
-"""Display group: all displays of one job, updated together until it ends.
+"""Display group: all displays of a job, updated together until the job's end.
 
 Two threads may update a group: that of an earlier display, and the main thread when it waits for
 the job. Its lock makes every update whole and the end happen once. Under the lock the job's state
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class ErrorBoundary:
-    """Keeps exceptions of a display from the job: logs the first one, and switches it off."""
+    """Keeps a display's exceptions from the job: the first is logged, and the display is off."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -100,7 +100,7 @@ class DisplayService:
             group.follow()
 
     def say(self, text: str) -> None:
-        """Show one line that belongs to no job, unless there is no reader."""
+        """Show a line that concerns no job, except without a reader."""
         if threading.current_thread() is threading.main_thread() and not _noninteractive():
             stream = sys.stderr if self._shell() is None else sys.stdout
             stream.write(text + "\n")
@@ -115,7 +115,7 @@ class DisplayService:
     # -- for the magics ------------------------------------------------------------------------
 
     def set_options(self, job: Any, stream: Mode, *, quiet: bool) -> None:
-        """Set which ranks' output is written, and whether there is nothing besides."""
+        """Set the ranks whose output is written, and whether to write nothing else."""
         self._streamers[job] = Streamer(stream)
         if quiet:
             self._quiet.add(job)
@@ -130,7 +130,7 @@ class DisplayService:
     # -- one of each per job -------------------------------------------------------------------
 
     def _group(self, job: Any) -> DisplayGroup:
-        """Return the display group of a job; a new one if it has none, or its own has ended."""
+        """Return the display group of a job; a new group for a job without an open group."""
         key = id(job)  # the group holds the job, so that no other can have its id meanwhile
         with self._lock:
             if key not in self._groups:

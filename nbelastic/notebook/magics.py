@@ -169,7 +169,7 @@ class ElasticMagics(Magics):
         return above.group().count("\n") if above else 0
 
     def _cluster(self, name: str | None) -> Any:
-        """Return the value of ``--cluster``; by default the current client, if there is one."""
+        """Return the value of ``--cluster``; by default the current client, if any."""
         if name is None:
             try:
                 return Client.current()  # type: ignore[no-untyped-call]
@@ -239,7 +239,7 @@ def _wait(job: Any) -> Any:
 
 
 def _bring_back(job: Any, quiet: bool) -> None:
-    """Bring back what `--pull` names, or say which models of the notebook are unchanged."""
+    """Bring back the variables of `--pull`, and name the models of the notebook left unchanged."""
     returned = nbelastic.driver.driver_of(job).log.returned
     if job.done() and returned.pulled:
         back = ", ".join(f"`{name}`" for name in job.pull())

@@ -1,4 +1,4 @@
-"""Names that a cell needs from the notebook, found without running it.
+"""Names that a cell needs from the notebook, found without a run of the cell.
 
 A name is needed if the cell reads it before it certainly binds it. The body of a function counts
 as read when the function's name is. One name too many costs little; one too few is a ``NameError``
@@ -38,7 +38,7 @@ def users_names(
 
 
 def needed_names(tree: ast.Module, source: str) -> set[str]:
-    """Return the names that a cell reads without binding them itself."""
+    """Return the names that a cell reads without a binding of its own."""
     table = symtable.symtable(source, "cell", "exec")
     flow = _Flow(table)
     bound = flow.run(tree.body, set()) or set()
@@ -64,7 +64,7 @@ def _used_in_bodies(table: symtable.SymbolTable) -> Iterator[str]:
 
 
 class _Flow:
-    """Traverses a cell's top level in the order in which it runs."""
+    """Traverses a cell's top level in the order of its execution."""
 
     def __init__(self, table: symtable.SymbolTable) -> None:
         self.needed: set[str] = set()  # read before they had a value
@@ -84,7 +84,7 @@ class _Flow:
         }
 
     def run(self, nodes: Iterable[ast.AST], bound: set[str]) -> set[str] | None:
-        """Traverse a block; return the names bound after it, or None if it is always left."""
+        """Traverse a block; return the names bound at its end, or None if never reached."""
         last: ast.AST | None = None
         for last in nodes:
             bound = self._statement(last, bound)
@@ -108,7 +108,7 @@ class _Flow:
         return self.run(rest, bound) or bound
 
     def _expressions(self, node: ast.AST, bound: set[str]) -> set[str]:
-        """Traverse a statement without the statements in it; return the names bound after it."""
+        """Traverse a statement without its inner statements; return the names bound afterwards."""
         reads: set[str] = set()
         binds: set[str] = set()
         walrus: set[str] = set()
@@ -137,7 +137,7 @@ class _Flow:
 
 
 def _branches(node: Any) -> list[tuple[ast.AST, Sequence[ast.AST]]]:
-    """Return the blocks of which one runs, each with what is evaluated before it."""
+    """Return the alternative blocks of a statement, each with the node evaluated before."""
     nothing = ast.Pass()
     if isinstance(node, ast.If):
         return [(nothing, node.body), (nothing, node.orelse)]

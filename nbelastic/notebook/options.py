@@ -56,7 +56,7 @@ class MagicCommand(LineCommand):
         self.magic = magic
 
     def read(self, words: Iterable[str]) -> dict[str, Any]:
-        """Return the options that a line gives, as ``fit`` takes them, and only those."""
+        """Return the options given by a line, and no others, under ``fit``'s names."""
         try:
             context = self.make_context(self.magic, list(self._repeated(words)))
         except click.BadParameter as error:

@@ -21,7 +21,7 @@ LONGEST = 4_000
 
 @dataclass(frozen=True, repr=False, eq=False)
 class UnavailableValue:
-    """A placeholder for a value that could not be sent: its text, and why it is not here."""
+    """A placeholder for a value that could not be sent: its text, and the reason."""
 
     text: str  # its ``repr``
     kind: str  # name of its class

@@ -86,7 +86,7 @@ def recent_changes(snapshot: JobSnapshot) -> list[tuple[float, str]]:
 
 
 def advice(event: HistoryEvent) -> str:
-    """Return what can be done about a rank or a worker that does not train; empty for nothing."""
+    """Return the user's remedy for a rank or worker that does not train; empty for none."""
     if event.kind == "lost":
         return "the cause: job.why()" if event.rank is None else f"the cause: job.why({event.rank})"
     if event.kind == "refused":
@@ -97,7 +97,7 @@ def advice(event: HistoryEvent) -> str:
 
 
 def with_advice(words: str, event: HistoryEvent) -> str:
-    """Return a sentence on an event, and what can be done about it."""
+    """Return a sentence on an event, with the user's remedy."""
     return " · ".join(filter(None, [words, advice(event)]))
 
 
@@ -108,7 +108,7 @@ def newest_event(snapshot: JobSnapshot) -> str:
 
 
 def sentence(snapshot: JobSnapshot, event: HistoryEvent) -> str:
-    """Return a sentence on one event with its time; empty if it is not worth one."""
+    """Return a sentence on an event with its time; empty for an unannounced event."""
     if event.kind not in _ANNOUNCED:
         return ""
     return f"{duration(snapshot.offset(event))} {_sentence(event)}"

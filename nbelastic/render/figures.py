@@ -25,7 +25,7 @@ class Figure:
 
 
 def _is_new(rank: RankStatus) -> bool:
-    """Return whether a rank has no commits of its own: its steps are those since it came."""
+    """Return whether a rank is new, without a number or commits of its own."""
     return rank.rank is None and not rank.commits
 
 
@@ -93,7 +93,7 @@ def shown_figures(status: JobStatus) -> list[Figure]:
 
 
 def rank_line(rank: RankStatus) -> str:
-    """Return one line on a rank, for the commands that show a job's status."""
+    """Return a line on a rank, for the commands that show a job's status."""
     number = "–" if rank.rank is None else str(rank.rank)
     figure = f"{memory(rank):>8}" if rank.resident_bytes else ""
     rest = "  ".join(filter(None, (figure, rank.name, rank.worker)))

@@ -26,7 +26,7 @@ def printable(value: object) -> object:
 
 
 def escape(value: str) -> str:
-    """Return a string that HTML and SVG show as it is."""
+    """Return a string escaped for HTML and SVG."""
     return str(markup_escape(printable(value)))
 
 
@@ -101,7 +101,7 @@ def block(bounds: tuple[int, int] | None) -> str:
 
 
 def worker(name: str, address: str | None) -> str:
-    """Return a worker's name in Dask if it has one, else its address."""
+    """Return a worker's name in Dask, or its address without a name."""
     if name and name != address:
         return f"worker {abbreviate(name, 32)}"
     return abbreviate((address or "").rpartition("://")[2], 40)

@@ -1,4 +1,4 @@
-"""Snapshot: all that is shown of a job, at one moment."""
+"""Snapshot: all shown facts of a job, at a moment."""
 
 from __future__ import annotations
 

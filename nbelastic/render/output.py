@@ -35,7 +35,7 @@ TAIL = 10
 
 @dataclass
 class _Line:
-    """A line, and the rank, or None, of each start that has printed it."""
+    """A line, and the printing starts, each with its rank or None."""
 
     text: str
     since: float
@@ -76,7 +76,7 @@ class RankLines:
         return self._open.get(start, (None, ""))[1]
 
     def rest(self) -> list[tuple[int, int | None, str]]:
-        """Return start, rank and text of the lines that have not ended, which then have."""
+        """End the unfinished lines; return start, rank and text of each."""
         found = [(start, rank, visible(text)) for start, (rank, text) in sorted(self._open.items())]
         self._open.clear()
         return [each for each in found if each[2]]
@@ -164,7 +164,7 @@ class Streamer:
         return self._bar(text)
 
     def _bar(self, text: str) -> str:
-        """Return the last state of a progress bar, so that it overwrites the one before."""
+        """Return the last state of a progress bar, to overwrite the state before."""
         self._source = "rank 0"
         prefix = "[rank 0] " if self._mode == "all" else ""
         return f"\r{prefix}{visible(text)}"
@@ -188,7 +188,7 @@ class Streamer:
         return "".join(shown)
 
     def _report_dropped(self) -> str:
-        """Return the number of lines that were cut, and the last of them."""
+        """Return the number of omitted lines in words, and the last omitted lines themselves."""
         cut = self._dropped - len(self._tail)
         word = ""
         if cut > 0:
@@ -244,7 +244,7 @@ class _Queue:
 
 
 class _Cap:
-    """A token bucket; once empty, it waits until a second's worth is there again."""
+    """A token bucket; an empty bucket stays closed until a second's worth has come back."""
 
     def __init__(self, rate: float, burst: int, now: float) -> None:
         self._rate = rate

@@ -130,7 +130,7 @@ def ranks(snapshot: JobSnapshot) -> str:
 
 
 def _away(snapshot: JobSnapshot) -> list[tuple[float, HistoryEvent]]:
-    """Return when workers were lost that may come back, if the job has room for them."""
+    """Return the recent losses of workers that may come back, if the job has room."""
     status = snapshot.status
     full = status.max_np is not None and len(status.ranks) >= status.max_np
     if snapshot.ended or full:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def text(snapshot: JobSnapshot) -> str:
-    """Return one line that is the same in every run of the same notebook.
+    """Return a line without differences between runs of a notebook.
 
     It has no times, addresses or ports. It counts ranks, resets and commits of a finished job only,
     because those of another depend on the moment, as does its state.
@@ -65,7 +65,7 @@ def in_micro_batches(count: int, why_not_exact: str) -> str:
 
 
 def rows_in_words(data: DataStatus, *, ended: bool) -> str:
-    """Return the rows of a source: of the job if it has ended, else also those of the epoch."""
+    """Return the rows of a source in words: the job's if `ended`, else the epoch's."""
     counts = f"{data.redone:,} redone, {data.lost:,} lost"
     rows = data.seen if ended else data.done
     noun = f"{rows:,} row{'s' * (rows != 1)}"

@@ -256,7 +256,7 @@ def _pace(scale: _Scale, pace: Sequence[tuple[float, float]]) -> str:
 
 
 def _most_of(pace: Sequence[tuple[float, float]]) -> tuple[float, str]:
-    """Return the value at the top of the throughput's scale, and in words what it is."""
+    """Return the value at the top of the throughput's scale, and its label."""
     values = sorted(value for _, value in pace if math.isfinite(value)) or [0.0]
     most = values[int(MOST_OF_PACE * (len(values) - 1))]
     if values[-1] <= 2 * most:
@@ -269,7 +269,7 @@ def _most_of(pace: Sequence[tuple[float, float]]) -> tuple[float, str]:
 
 @dataclass
 class _Group:
-    """Events of one kind that are so close that they share a mark."""
+    """Events of the same kind, close enough to share a mark."""
 
     kind: str
     first: float

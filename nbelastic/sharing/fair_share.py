@@ -39,7 +39,7 @@ class Want:
 
 @dataclass(frozen=True)
 class SlotGroup:
-    """Slots that are alike: on one host, and of use to the same jobs."""
+    """Equivalent slots: on the same host, and of use to the same jobs."""
 
     size: int  # number of the slots
     host: str = ""
@@ -72,14 +72,14 @@ class Allocation:
                 self._groups.setdefault((job, host), []).append(number)
 
     def give(self, job: str, group: int) -> bool:
-        """Give a job a free slot of a group; return whether it can have one."""
+        """Give a job a free slot of a group; return False if impossible."""
         host = self._hosts[group]
         if group not in self._groups.get((job, host), ()):
             return False
         return self._may_have(job, host) and self._give(job, host, (group,))
 
     def _give(self, job: str, host: str, groups: Iterable[int]) -> bool:
-        """Give a job a free slot of any of some groups of a host, if there is one."""
+        """Give a job a free slot from groups of a host; return False without any."""
         for group in groups:
             if self._free[group]:
                 self._free[group] -= 1
@@ -90,7 +90,7 @@ class Allocation:
         return False
 
     def add(self, job: str) -> bool:
-        """Give a job one slot more; return whether there is one."""
+        """Give a job another slot; return False if no slot can be freed."""
         if not any(self._free):
             return False
         for host in self._of_job[job]:
@@ -130,7 +130,7 @@ class Allocation:
         return cap is None or self._on_host.get((job, host), 0) < cap
 
     def _follow(self, before: dict[Node, Node], end: int) -> None:
-        """Move slots along a path that ends in a group with a free one."""
+        """Move slots along a path to a group with a free slot."""
         self._free[end] -= 1
         node: Node = end
         while node in before:
@@ -179,7 +179,7 @@ class SharedSlot:
 
 @dataclass
 class Assignment:
-    """Slots that jobs may claim, and slots that they have to leave."""
+    """Slots for jobs to claim, and slots for jobs to leave."""
 
     reserved: dict[str, str] = field(default_factory=dict)  # the job for which each free slot is
     # By job: slots that it has to leave, because another job can use no other.
@@ -189,7 +189,7 @@ class Assignment:
 def assign(
     wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
 ) -> Assignment:
-    """Return the slots that each job may claim, and those that it has to leave.
+    """Return the slots for each job to claim, and the slots for each to leave.
 
     Earlier `wants` choose first; `given` has the share of each job; `slots` has all slots. A job
     that has more than its share keeps the first of its slots.
@@ -274,7 +274,7 @@ def shares(
 
 
 def _raise(allocation: Allocation, want: Want, to: int) -> bool:
-    """Raise a job to a number of slots; return whether it has them."""
+    """Raise a job to a number of slots; return False if impossible."""
     while allocation.count[want.job] < to:
         if not allocation.add(want.job):
             return False
@@ -340,7 +340,7 @@ class _Floors:
 
 
 def _fill(allocation: Allocation, wants: Sequence[Want]) -> None:
-    """Give free slots to jobs of one priority, each to the one with least by weight."""
+    """Give free slots to jobs of equal priority, each slot to the job with least by weight."""
     heap = [_turn(allocation, want) for want in wants if allocation.count[want.job] < want.most]
     heapq.heapify(heap)
     by_name = {want.job: want for want in wants}

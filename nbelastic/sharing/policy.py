@@ -27,7 +27,7 @@ class SharingRules:
 
 @dataclass
 class _Memory:
-    """A job's share, when it changed, and since when it should be larger or smaller."""
+    """A job's share, the time of its change, and since when its aim is larger or smaller."""
 
     share: int | None = None
     changed: float = -math.inf
@@ -84,7 +84,7 @@ class SharePolicy:
     def _without_deadlock(
         self, wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float
     ) -> Sequence[Want]:
-        """Return the wants, without what jobs keep that have to yield it by now."""
+        """Return the wants, without the kept slots of jobs that have to yield by now."""
         patience = self.rules.patience
         yielding = jobs_to_yield(wants, capacity, now, patience)
         for job, memory in self._jobs.items():
@@ -98,7 +98,7 @@ class SharePolicy:
         return [replace(want, kept=0) if want.job in yielding else want for want in wants]
 
     def _keeps(self, want: Want, aim: int, now: float, *, admitting: bool) -> int:
-        """Return the share that a job keeps, because it is too soon to shrink it."""
+        """Return the share kept by a job, because shrinking would be too soon; 0 for none."""
         memory = self._jobs[want.job]
         if memory.share is None or aim >= memory.share:
             memory.shrinking_since = None
@@ -106,7 +106,7 @@ class SharePolicy:
         return 0 if admitting or self._may_shrink(memory, now) else memory.share
 
     def _bounded(self, want: Want, aim: int, now: float, keeps: int) -> Want:
-        """Return a want that keeps what must stay now, and asks for no growth too early."""
+        """Return a want with the slots that must stay now, and without premature growth."""
         memory = self._jobs[want.job]
         if memory.share is None:
             return want
@@ -145,7 +145,7 @@ class SharePolicy:
 def jobs_to_yield(
     wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float, patience: float = math.inf
 ) -> frozenset[str]:
-    """Return suspended jobs that should yield what they keep, for another's floor.
+    """Return the suspended jobs to yield their kept slots, for another job's floor.
 
     While a job trains, a suspended job that is resumable yields to one that comes before it: of a
     higher priority, or older. If no job trains and none can start, suspended jobs yield to any

@@ -247,7 +247,7 @@ def broadcast(
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: object = None
 ) -> list[Any]:
-    """Give variables the values that they have on one rank, and return these.
+    """Broadcast the values of variables from `root_rank`, and return the values.
 
     Parameters
     ----------
@@ -282,7 +282,7 @@ def broadcast_variables(
     process_set: object = None,
     inplace: bool = False,
 ) -> None:
-    """Give variables the values that they have on one rank; as :func:`broadcast_`."""
+    """Broadcast the values of variables from `root_rank`, as :func:`broadcast_`."""
     del inplace
     broadcast_(variables, root_rank, process_set=process_set)
 
@@ -392,7 +392,7 @@ def grouped_reducescatter(
 
 
 def join() -> Any:
-    """Take part in the operations of others until all ranks have joined; return the last one."""
+    """Take part in other ranks' operations until all ranks have joined; return the last rank."""
     return _number(coordination.join)
 
 

@@ -80,7 +80,7 @@ class Callbacks:
         self.main: bool | None = None  # whether as those of the main rank
 
     def begin(self, main: bool, call: Callable[[bool, bool], None]) -> None:
-        """Begin callbacks that have not begun here, or not as those of the `main` rank.
+        """Begin callbacks, once on each rank, and again on a rank that becomes `main`.
 
         ``call(again, goes_on)`` tells them: whether they begin again, with their attributes as they
         were made, and whether training goes on from a commit.
@@ -101,7 +101,7 @@ class Callbacks:
             self.take(known, own=False)
 
     def content(self) -> dict[str, Any]:
-        """Return attributes, with the names of those that training has changed."""
+        """Return attributes, with the names of attributes changed by training."""
         found = {}
         for key, callback in self._named().items():
             values = self._plain(callback)
@@ -118,7 +118,7 @@ class Callbacks:
         return {"begun": self._begun, "trained": trained, "attributes": found}
 
     def take(self, content: dict[str, Any], *, own: bool) -> None:
-        """Take over what this rank has committed, or what training has changed on another."""
+        """Take over this rank's commit, or another rank's attributes changed by training."""
         if not own and not self._begun:
             self._received = content
         exact = own and content["begun"] == self._begun
@@ -167,7 +167,7 @@ def averages_of(callbacks: Iterable[Any]) -> list[AveragedModel]:
 
 @contextlib.contextmanager
 def by_itself() -> Iterator[None]:
-    """Make the process group one of this rank, while it alone calls functions of a user's."""
+    """Reduce the process group to this rank, while this rank alone calls a user's functions."""
     group = default_group()
     with group.alone() if group is not None else contextlib.nullcontext():
         yield
@@ -181,7 +181,7 @@ _RUNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 class Runs:
-    """Runs of tracking libraries, which a rank that becomes the main one goes on with."""
+    """Runs of tracking libraries, to be resumed by a rank that becomes the main rank."""
 
     def __init__(self) -> None:
         self.ids: dict[str, str] = {}
@@ -196,7 +196,7 @@ class Runs:
 
     @contextlib.contextmanager
     def go_on(self) -> Iterator[None]:
-        """Begin runs under the ids of those that the main rank had, for the length of a block."""
+        """Begin runs under the ids of the earlier main rank's runs, for the length of a block."""
         given = {**self.ids, "WANDB_RESUME": "allow"} if self.ids else {}
         before = {name: os.environ.get(name) for name in given}
         os.environ.update(given)
@@ -208,7 +208,7 @@ class Runs:
 
 
 class _Shared:
-    """An array that its owner replaces and never changes, so that copies of it are itself."""
+    """An array never changed in place, only replaced, so that a copy may be the original."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         self.array = array

@@ -105,7 +105,7 @@ class DealtSampler(ElasticSampler):
         super().record_batch(batch_idx, 1 if self.batched else batch_size)
 
     def position(self) -> dict[str, Any]:
-        """Return how much of the epoch is done, and what it takes to have the same order again."""
+        """Return the done part of the epoch, with the data to reproduce its order."""
         done, order = self.processed_num, self._deal.order
         drawn = "" if self._source is None else _digest(self._order(self.epoch))
         return {"done": done, "length": order.length, "seed": self.seed, "drawn": drawn}
@@ -126,7 +126,7 @@ class DealtSampler(ElasticSampler):
         return order
 
     def _settle(self) -> None:
-        """Draw the epoch that goes on, if another rank has sent how far it is."""
+        """Draw the present epoch, if another rank has sent its position."""
         order = self._order(self.epoch)
         if self._deal.order is not order:
             self._start(Deal(order, min(self._deal.done, order.length), self._deal.size))
@@ -153,7 +153,7 @@ class DealtSampler(ElasticSampler):
         return _ordered(items, self.seed, epoch)
 
     def _agree(self, order: Order, held: bool) -> Order:
-        """Return the order that all ranks have; one that some have begun goes first."""
+        """Return the common order of all ranks; an order already begun goes first."""
         context = current()
         if not context.generation or context.size == 1:
             return order
@@ -179,7 +179,7 @@ class DealtSampler(ElasticSampler):
 
 
 def dealt(dataset: Any, source: Any, seed: int, batched: bool = False) -> DealtSampler:
-    """Return a sampler that deals what a sampler, or a batch sampler, of a loader yields."""
+    """Return a sampler to deal the output of a loader's sampler or batch sampler."""
     if type(source) is DistributedSampler:
         return DealtSampler(dataset, source.shuffle, source.seed)
     whole = not batched and len(source) == len(dataset)
@@ -212,7 +212,7 @@ def not_dealt(why: str, cure: str = _CURE) -> None:
 
 
 def _within(source: Any) -> Iterator[Any]:
-    """Yield a sampler, and those that it draws from."""
+    """Yield a sampler, and its underlying samplers."""
     todo, seen = [source], set()
     while todo:
         each = todo.pop()

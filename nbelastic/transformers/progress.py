@@ -57,7 +57,7 @@ class TrainerProgress:
     # -- the schedule of the learning rate ---------------------------------------------------------
 
     def stretch(self, steps: int) -> None:
-        """Stretch the rest of the schedule so that it ends after so many steps."""
+        """Stretch the rest of the schedule, to end after `steps` steps."""
         now = int(self._trainer.lr_scheduler.last_epoch)
         at = self._place(now)
         self._slope = (self._foreseen - at) / max(steps - now, 1)
@@ -154,7 +154,7 @@ class TrainerProgress:
         self._foreseen, self._from, self._at, self._slope = found["schedule"]
 
     def _history(self) -> str:
-        """Return the logs as text, which grows with each: copies of it cost nothing."""
+        """Return the logs as a growing text, because copies of a text cost nothing."""
         history = self._trainer.state.log_history
         if len(history) < self._entries:
             self._text, self._entries = "", 0

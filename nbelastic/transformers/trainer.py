@@ -82,7 +82,7 @@ def elastic(trainer: type[Any]) -> type[Any]:
 
 
 def renew(arguments: Any) -> None:
-    """Give arguments that were made in another process the ranks of this one."""
+    """Give arguments made in another process the ranks of this process."""
     state = arguments.distributed_state if "_setup_devices" in vars(arguments) else None
     if state is not None and vars(state) is not type(state)._shared_state:
         del vars(arguments)["_setup_devices"]
@@ -154,7 +154,7 @@ class _ElasticTrainer:
             ]
 
     def _training_loader(self) -> Any:
-        """Return the loader of the Trainer; one of a user's own is prepared as others are."""
+        """Return the loader of the Trainer; a user's own loader is prepared like the Trainer's."""
         loader = self.get_train_dataloader()
         if type(loader) is DataLoader:
             loader = self.accelerator.prepare(loader)
@@ -186,7 +186,7 @@ class _ElasticTrainer:
 
 
 class _EpochFollower(TrainerCallback):
-    """The first callback: it corrects the epoch after a part of one was trained before."""
+    """The first callback, to correct the epoch of a training resumed within an epoch."""
 
     def __init__(self, training: TrainerLoop) -> None:
         self._training = training

@@ -1,4 +1,4 @@
-"""Hosts: finding them, following them, and a cluster with a worker for each slot."""
+"""Hosts: discovery, changes, and a cluster with a worker for each slot."""
 
 from .cluster import HostCluster, SshOptions
 from .discovery import DiscoveryFailed, parse_hostfile, parse_hosts

@@ -1,4 +1,4 @@
-"""A Dask cluster with a worker for each slot of some hosts, which it follows.
+"""A Dask cluster with a worker for each slot of the hosts of a source.
 
 Runs in the command's process. The cluster's event loop starts and ends workers. A thread,
 ``nbelastic-hosts``, asks the source; it is started by :meth:`HostCluster.follow` and ends with the
@@ -210,7 +210,7 @@ class HostCluster(SpecCluster):
         return {"cls": SshWorker, "options": options}
 
     def _note_end(self, name: str, problem: str, started: bool) -> None:
-        """Note that a worker has ended by itself, and whether it had started."""
+        """Note the end of a worker by itself, and whether it had started."""
         failures = self._retries.setdefault(name, FailureCount(RETRY_S))
         if started:
             failures.succeeded()
@@ -238,7 +238,7 @@ class HostCluster(SpecCluster):
 
 
 def _asked(source: Source) -> Hosts:
-    """Return what a source answers; what a source of the user's own raises is a failure of it."""
+    """Return the answer of a source; any error of a user's source is a failed discovery."""
     try:
         return checked(source())
     except DiscoveryFailed:

@@ -45,7 +45,7 @@ LONGEST_ERROR = 200
 
 
 def _output(command: Sequence[str], limit: float) -> str:
-    """Return what a program prints until it ends.
+    """Return the output of a program, after its end.
 
     One that takes too long, or prints without end, is killed with all that it has started.
     """

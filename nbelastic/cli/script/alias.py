@@ -56,7 +56,7 @@ def alias_horovod(wanted: bool | None) -> None:
 
 
 class _Alias(ModuleType):
-    """A module that has the names of another one."""
+    """A module with the names of another module."""
 
     def __init__(self, name: str, target: ModuleType) -> None:
         super().__init__(name, target.__doc__)
@@ -114,7 +114,7 @@ class _AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _target_of(rest: str) -> str | None:
-    """Return the module of nbelastic for one of Horovod; None if there is none."""
+    """Return the module of nbelastic for a module of Horovod; None if missing."""
     if rest in _ELSEWHERE:
         return _ELSEWHERE[rest]
     name = f"nbelastic.{rest}"
@@ -125,7 +125,7 @@ def _target_of(rest: str) -> str | None:
 
 
 def _refuse_run(name: str) -> Callable[..., NoReturn]:
-    """Return a function that says what to do instead of ``horovod.run``.
+    """Return a function that raises advice in place of ``horovod.run``.
 
     A script may import it and never call it. So importing it is no error, but calling it is.
     """

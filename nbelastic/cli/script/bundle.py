@@ -37,7 +37,7 @@ class ScriptCommand:
 
     @property
     def file(self) -> str:
-        """The file that runs, as far as that is known without an import."""
+        """The file to run, as far as known without an import."""
         if self.script:
             return self.script
         base = os.path.join(self.folder, *self.module.split("."))
@@ -111,7 +111,7 @@ class Bundle:
     ignored: tuple[str, ...]  # what ``.gitignore`` files exclude, relative to the folder
 
     def describe(self, folder: str) -> str:
-        """Return a line on what travels, and what does not."""
+        """Return a line on the files sent with the job, and on the ignored files."""
         noun = "file" if self.files == 1 else "files"
         words = f"sent with the job: {self.files} {noun} of {folder}, {self.size / 1024:,.1f} KiB"
         if not self.ignored:
@@ -164,7 +164,7 @@ def _kept(
 
 
 def _zip(found: dict[str, int], folder: str) -> tuple[bytes, int]:
-    """Return a ZIP file and the number of files in it: those that are still there."""
+    """Return a ZIP of the files that still exist, and their number."""
     buffer = io.BytesIO()
     files = 0
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as file:

@@ -61,7 +61,7 @@ class ScriptCall:
 
 
 def run_script(call: ScriptCall) -> None:
-    """Run a script as one rank of a job; a code that is not 0 raises ``ScriptExit``."""
+    """Run a script as a rank of a job; an exit code other than 0 raises ``ScriptExit``."""
     command, process = call.command, os.getpid()
     folder, cwd = _place(call)
     script = os.path.join(folder, os.path.basename(command.script)) if command.script else ""

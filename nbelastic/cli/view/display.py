@@ -54,11 +54,11 @@ class CommandDisplay:
         """Do nothing: a command has no values to show."""
 
     def say(self, text: str) -> None:
-        """Show one line that belongs to no job."""
+        """Show a line that concerns no job."""
         _say(text)
 
     def tell(self, text: str) -> None:
-        """Show one line, once a view is open. Any thread may call it."""
+        """Show a line, once a view is open. Any thread may call this."""
         self._messages.put(text)
 
     def flush(self) -> None:
@@ -140,7 +140,7 @@ class WaitView:
             _write(sys.stdout, self.prefixed(rank, line))
 
     def prefixed(self, rank: int | None, line: str) -> str:
-        """Return a line, where wanted with its rank before it, as horovodrun writes it."""
+        """Return a line, prefixed with its rank as by horovodrun if so set."""
         number = "–" if rank is None else rank
         return f"[{number}]<stdout>: {line}" if self.options.prefix else line
 

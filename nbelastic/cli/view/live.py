@@ -132,7 +132,7 @@ def frame(snapshot: JobSnapshot, width: int, height: int = 24) -> list[Row]:
 
 
 def _head(snapshot: JobSnapshot, width: int) -> Row:
-    """Return the status line: state, ranks, progress, times, pace; then what there is room for."""
+    """Return the status line: state, ranks, progress, times; more facts as room allows."""
     status = snapshot.status
     facts = [_size(status)]
     if (progress := status.progress) is not None:

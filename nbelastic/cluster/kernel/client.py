@@ -244,11 +244,11 @@ class JobClient:
 
     @property
     def status(self) -> str:
-        """The client's: ``running``, ``connecting`` while it has lost the scheduler, or others."""
+        """Dask's status of the client: ``running``, ``connecting`` after a loss, or another."""
         return str(self._client.status)
 
     def closed_workers(self, seen: set[Any]) -> list[Any]:
-        """Return names of workers, of those `seen`, that Dask's cluster does not start again.
+        """Return the names of `seen` workers that Dask's cluster does not start again.
 
         It closes a worker that is away a while after an earlier loss. `seen` is updated.
         """
@@ -265,7 +265,7 @@ class JobClient:
         return runs_here(self._client)
 
     def start_again(self) -> None:
-        """Make Dask's cluster start the workers that it lacks."""
+        """Make Dask's cluster start its missing workers."""
         cluster: Any = self._client.cluster
         cluster.scale(len(cluster.worker_spec))
 
@@ -320,7 +320,7 @@ def open_jobs(client: Client) -> tuple[JobInfo, ...]:
 
 
 def look_at_job(client: Client, job: str) -> JobHandover | AttachRefusal:
-    """Return all that the scheduler knows of a job, without taking it over."""
+    """Return the scheduler's description of a job, without taking it over."""
     packed = _ask(client, "a job was looked at", "look", job=job)
     found: JobHandover | AttachRefusal = unpack(packed, JobHandover | AttachRefusal)
     return found
@@ -329,7 +329,7 @@ def look_at_job(client: Client, job: str) -> JobHandover | AttachRefusal:
 def send_wish(
     client: Client, job: str, event: StopRequested | LimitsChanged
 ) -> AttachRefusal | None:
-    """Send a user's event to a job, without taking it over; return why that cannot be."""
+    """Send a user's event to a job, without taking it over; return the refusal, if any."""
     packed = _ask(client, "a job was asked to change", "wish", message=pack(JobWish(job, event)))
     refusal: AttachRefusal | None = None if packed is None else unpack(packed, AttachRefusal)
     return refusal

@@ -58,7 +58,7 @@ def publish(address: str, security: Any) -> Callable[[], None]:
 
 
 def security_of(address: str) -> Any:
-    """Return the certificate of a cluster that a process of this user has started, if it is one."""
+    """Return the TLS security of a cluster started by this user; None for another cluster."""
     if not address.startswith("tls://"):
         return None
     path = _file_of(address)

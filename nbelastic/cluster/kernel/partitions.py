@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HeldPartitions:
-    """Partitions that this kernel holds, until the scheduler holds them; `keys` are JSON."""
+    """Partitions held by this kernel, until the scheduler holds them; `keys` are JSON."""
 
     def __init__(self, futures: Iterable[Future[Any]] = ()) -> None:
         self._futures = list(futures)

@@ -77,10 +77,10 @@ def check_versions(client: Client) -> None:
 async def _ask_workers(
     client: Client, probe: Callable[[], dict[str, str]], addresses: list[str]
 ) -> dict[str, Any]:
-    """Run `probe` on all workers; one that does not answer is not waited for for long.
+    """Run `probe` on all workers; a worker without an answer in time is left out.
 
-    Nor is one to which the connection breaks: it may just be dying. Neither is used until it has
-    sent its versions, and it is refused if they differ.
+    So is a worker to which the connection breaks: it may just be dying. Neither is used until it
+    has sent its versions, and it is refused if they differ.
     """
     asked = [_ask(client, probe, address) for address in addresses]
     answers = await asyncio.gather(*asked)
@@ -149,7 +149,7 @@ def pack_function(
 def parts_of(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield everything that travels, each with a name that the user knows it by."""
+    """Yield each value that travels, with its name in the user's code."""
     for index, value in enumerate(args):
         yield f"args[{index}]", value
     for name, value in kwargs.items():
@@ -191,7 +191,7 @@ def _problem(value: Any) -> str:
 
 
 def _elements(value: Any, where: str = "", depth: int = 4) -> Iterator[tuple[str, Any]]:
-    """Yield a value and what is in it, where it is a collection of Python's own."""
+    """Yield a value, and the elements of a built-in collection."""
     yield where, value
     if isinstance(value, dict):
         inner = [(f"[{key!r}]", item) for key, item in value.items()]

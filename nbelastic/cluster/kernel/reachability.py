@@ -1,4 +1,4 @@
-"""Check that a scheduler answers at an address, before a client waits for it.
+"""Check for a scheduler at an address, before a client waits for its answer.
 
 A Dask client waits half a minute where nothing listens. It waits without end where
 something else listens, such as a dashboard, because its handshake has no limit, and where a
@@ -131,7 +131,7 @@ def _check_answer(address: str, terms: dict[str, Any], tell: Callable[[str], Non
 
 
 def _try(address: str, terms: dict[str, Any], limit: float) -> tuple[str, str, bool]:
-    """Return what answers at an address, or why nothing does and whether that may change."""
+    """Return the type of server at an address, or why none answers and whether to retry."""
     runner: Any = LoopRunner
     try:
         found = runner().run_sync(_identity, address, terms, limit)

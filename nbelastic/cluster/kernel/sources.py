@@ -54,7 +54,7 @@ _NOT_USERS = frozenset(sys.stdlib_module_names) | {"__main__", "__mp_main__", "n
 
 
 class _Noting(Pickler):
-    """A pickler that notes which modules will be imported where its output is read."""
+    """A pickler that notes the modules imported by a reader of its output."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -71,7 +71,7 @@ class _Noting(Pickler):
 
 
 def dumps_noting(value: object) -> tuple[bytes, set[str]]:
-    """Pickle a value; return also the names of modules that it refers to.
+    """Pickle a value; return the pickle and the names of referenced modules.
 
     An object of ``value`` may name more that it imports in an attribute ``imported``.
     """
@@ -90,7 +90,7 @@ def _is_importable(obj: Any) -> bool:
 
 
 def imported_by_code(code: CodeType) -> set[str]:
-    """Return the names in the import statements of a code object and of those within it."""
+    """Return the names in the import statements of a code object and its nested code objects."""
     instructions = dis.get_instructions(code)
     found = {str(each.argval) for each in instructions if each.opname == "IMPORT_NAME"}
     for constant in code.co_consts:
@@ -205,7 +205,7 @@ class _Package:
 
 
 def _entries(directory: str) -> list[os.DirEntry[str]]:
-    """Return what is in a directory by name; nothing if it holds data."""
+    """Return a directory's entries by name; none for a directory of data."""
     try:
         with os.scandir(directory) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
@@ -306,7 +306,7 @@ def _is_editable(name: str, path: Path) -> bool:
 
 
 def why_missing(name: str, modules: Modules) -> str:
-    """Say why a worker could not import a module, and what helps; empty if that is unknown."""
+    """Return why a worker could not import a module, with advice; empty if unknown."""
     top = name.partition(".")[0]
     for each in (name, top):
         if each in modules.left_out:
@@ -355,7 +355,7 @@ class GitIgnore:
         return self._excluded[path]
 
     def _matches(self, path: str, folder: str, directory: bool) -> bool:
-        """Ask the file in the nearest folder first: it overrides those above."""
+        """Ask the file in the nearest folder first, because it overrides files above."""
         while True:
             name = os.path.relpath(path, folder) + "/" * directory
             found = self._spec(folder).check_file(name).include

@@ -19,7 +19,7 @@ HELLO_TIMEOUT = 10.0
 
 
 class AgentInstaller:
-    """Puts agents on workers; ``refuse(address, reason)`` takes each that cannot have one."""
+    """Puts agents on workers; ``refuse(address, reason)`` takes each failure."""
 
     def __init__(self, scheduler: Scheduler, refuse: Callable[[str, str], None]) -> None:
         self._scheduler = scheduler

@@ -107,7 +107,7 @@ class Arbiter:
         self._next: asyncio.Handle | None = None
 
     def open(self) -> None:
-        """Read the rules, if there is no job yet; raise what :func:`read_rules` does."""
+        """Read the rules, before the first job; raise the errors of :func:`read_rules`."""
         if not self._jobs or self._policy is None:
             self._policy = SharePolicy(read_rules())
             self._entries.clear()
@@ -131,11 +131,11 @@ class Arbiter:
         return self._share(job) is None or self._reserved.get(slot) == job
 
     def reserved_for(self, slot: str) -> str | None:
-        """Return the job for which a free slot is, if it is for one alone."""
+        """Return the job with the reservation of a slot, if any."""
         return self._reserved.get(slot)
 
     def has_its_share(self, job: str) -> bool:
-        """Return whether a job has all slots that it may have now."""
+        """Return whether a job has all slots of its share."""
         share = self._share(job)
         return share is not None and len(_staying(self._jobs[job])) >= share
 
@@ -159,7 +159,7 @@ class Arbiter:
     # -- decisions -------------------------------------------------------------------------------
 
     def decide(self) -> None:
-        """Decide on shares, tell the jobs, and offer what is reserved for them."""
+        """Decide on shares, tell the jobs, and offer their reserved slots."""
         self.stop()
         policy = self._policy
         if policy is None or policy.rules.policy == "first":
@@ -268,7 +268,7 @@ class Arbiter:
         slots: list[SharedSlot],
         reclaimed: tuple[str, ...],
     ) -> None:
-        """Send a job its share, if that is new to it."""
+        """Send a job its share, if new to the job."""
         entry, record = self._entries[job], self._jobs[job]
         if share is None:
             if entry.sent is not None:
@@ -320,7 +320,7 @@ def _staying(record: JobRecord) -> dict[int, str]:
 
 
 def _alike(jobs: dict[str, JobRecord]) -> list[tuple[JobRecord, list[str]]]:
-    """Return groups of jobs that ask the same of workers, each with one of its records."""
+    """Group jobs by their requirements of workers; return each group with a job's record."""
     groups: dict[Any, tuple[JobRecord, list[str]]] = {}
     for name, record in jobs.items():
         terms = record.terms.resources, record.terms.versions

@@ -68,7 +68,7 @@ class WorkerOps(Protocol):
     """Operations on workers and drivers that a controller needs of the plugin."""
 
     def claim(self, job: str, record: JobRecord, effect: StartRank) -> Event | None:
-        """Give a slot to a rank; return the event that says that it cannot be had, if so."""
+        """Claim a slot for a rank; return the event of its refusal, or None."""
 
     def order(self, job: str, record: JobRecord, effect: RankEffect, starts: Iterable[int]) -> None:
         """Order ranks of a job to obey an effect."""
@@ -140,7 +140,7 @@ class JobController:
             asyncio.get_running_loop().call_soon(self._drain)
 
     def step(self, step: JournalStep) -> bool:
-        """Take one step of the driver's journal; return False if one before it is missing."""
+        """Take a step of the driver's journal; return False if an earlier step is missing."""
         record = self._record
         if step.number <= record.steps:
             return True  # sent twice
@@ -246,7 +246,7 @@ class JobController:
     # -- taken over ------------------------------------------------------------------------------
 
     def take_over(self, client: str, topic: str) -> JobHandover:
-        """Hand the job over to a driver; return all that it needs to know."""
+        """Hand the job over to a driver; return its :class:`JobHandover`."""
         record = self._record
         self._caretaker.stop()
         record.client, record.topic = client, topic

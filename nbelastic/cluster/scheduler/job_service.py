@@ -127,7 +127,7 @@ class JobService:
         return ""
 
     def _resolved(self, workers: tuple[str, ...]) -> frozenset[str]:
-        """Return names of workers with the addresses by which the scheduler knows them."""
+        """Return workers' names and addresses, with the scheduler's form of each address."""
         found = set(workers)
         for each in workers:
             if "://" in each:
@@ -140,7 +140,7 @@ class JobService:
         return pack(self._jobs[job].terms.payload)
 
     async def close(self, job: str, uid: str, epoch: int, steps: int) -> list[str]:
-        """Forget a job, once what still runs of it has ended and Dask has seen that.
+        """Forget a job, once its ranks have ended and Dask has noticed.
 
         The last of the driver's steps may come later than this: they take another way. The return
         value names the workers that are free then.
@@ -165,7 +165,7 @@ class JobService:
         return any(task.state == "processing" for task in tasks)
 
     def remember(self, job: str, record: JobRecord) -> None:
-        """Keep the history and the log of a job that has ended, for those who ask why."""
+        """Keep the history and the log of an ended job, for later questions."""
         if not record.steps and record.epoch == 1:
             return  # it has not begun
         record.log.results.clear()
@@ -193,7 +193,7 @@ class JobService:
     # -- for users who do not drive a job --------------------------------------------------------
 
     async def look(self, job: str) -> dict[str, Any]:
-        """Return all that is known of a job, also if it has ended; its driver keeps it."""
+        """Return the description of a job, open or ended, without a change of driver."""
         record = self._jobs.get(job)
         if record is not None:
             return pack(record.controller.describe())
@@ -215,7 +215,7 @@ class JobService:
     # -- driving ---------------------------------------------------------------------------------
 
     def step(self, client: str, step: JournalStep) -> None:
-        """Take one step of a driver's journal; tell it if the job is not its own any more."""
+        """Take a step of a driver's journal, or tell the driver of its replacement."""
         record = self._jobs.get(step.job)
         mine = self._is_driver(record, client, step.epoch)
         if record is None or not mine or not record.controller.step(step):
@@ -238,7 +238,7 @@ class JobService:
     # -- kernels that go and come ----------------------------------------------------------------
 
     async def attach(self, message: Any) -> dict[str, Any]:
-        """Hand a job over to a driver: a new one, or (`again`) the one that had it last.
+        """Hand a job over to a new driver, or (`again`) back to its last driver.
 
         Every driver has a topic of its own, so that is known by it.
         """
@@ -259,7 +259,7 @@ class JobService:
         shorten_batching(getattr(self._scheduler, "client_comms", {}).get(client))
 
     def _resume(self, job: str, epoch: int) -> None:
-        """Tell a new driver all that it has to act on."""
+        """Send a new driver everything to act on."""
         record = self._jobs.get(job)
         if record is None or record.epoch != epoch:
             return
@@ -307,7 +307,7 @@ class JobService:
     # -- tasks -----------------------------------------------------------------------------------
 
     def keep_tasks(self, keys: Any, client: str) -> None:
-        """Make Dask keep ranks' tasks when the kernel that has submitted them is gone.
+        """Make Dask keep ranks' tasks after the loss of the submitting kernel.
 
         One that comes when its kernel or its worker is gone already is not wanted any more.
         """
@@ -318,7 +318,7 @@ class JobService:
             asyncio.get_running_loop().call_soon(self._forget, list(ours - wanted), client)
 
     def forget_tasks(self, keys: list[str]) -> None:
-        """Release tasks that will never run to an end: Dask would keep them for ever."""
+        """Release tasks that will never finish, because Dask would keep their keys for ever."""
         self._forget(keys, KEEPER)
 
     def _forget(self, keys: list[str], client: str) -> None:
@@ -347,7 +347,7 @@ def _info_of(name: str, record: JobRecord) -> JobInfo:
 
 
 def _check_limits(wish: LimitsChanged) -> None:
-    """Raise an error if limits are not possible: they are those of one job, and concern all."""
+    """Raise an OptionError for impossible limits, because a job's limits concern all jobs."""
     for name, value in (("min_np", wish.min_np), ("max_np", wish.max_np)):
         if value is not None and value < 1:
             raise OptionError(f"{name}={value}: must be at least 1")

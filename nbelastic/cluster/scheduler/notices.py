@@ -54,7 +54,7 @@ After the first time it is twice as long.
 
 
 class NoticeController:
-    """Takes notices from agents, and appoints the agents that watch for them.
+    """Takes notices from agents, and appoints the agents that watch for notices.
 
     ``await retire(addresses)`` retires workers at once.
     """
@@ -122,7 +122,7 @@ class NoticeController:
     # -- notices -----------------------------------------------------------------------------------
 
     def take(self, worker: WorkerRecord, notice: Notice) -> None:
-        """Make ranks leave the workers that a notice is about, or stay if it is revoked."""
+        """Make ranks leave the workers of a notice, or stay if it is revoked."""
         if notice.host and not worker.watch.host:
             return  # it has watched once: another one knows better
         host = worker.slot.host
@@ -151,13 +151,13 @@ class NoticeController:
                 self._note(worker, notice)
 
     def announce_risks(self) -> None:
-        """Tell jobs which workers are at risk; those that will go a new one is not offered."""
+        """Tell jobs of workers at risk; workers due to leave are not offered to a new job."""
         for worker in self._workers.values():
             if worker.at_risk:
                 self._tell(worker)
 
     def _note(self, worker: WorkerRecord, notice: Notice) -> None:
-        """Keep a notice, or drop the one that it revokes; tell jobs what that changes."""
+        """Keep a notice, or drop a revoked notice; tell jobs of the change."""
         key, before = (notice.source, notice.soft), worker.notice
         known = worker.notices.get(key)
         if notice.revoked:
@@ -178,7 +178,7 @@ class NoticeController:
             self._tell(worker)
 
     def _tell(self, worker: WorkerRecord) -> None:
-        """Tell jobs the notice by which a worker goes first, if there is any."""
+        """Tell jobs a worker's most urgent notice, if any."""
         notice = worker.notice
         if notice is not None:
             left = max(notice.seconds - self._now, 0.0)
@@ -206,7 +206,7 @@ class NoticeController:
             self._under_way.discard(host)
 
     async def _retire(self, workers: list[WorkerRecord]) -> None:
-        """Retire workers. Dask keeps those whose data can go nowhere, which are tried again.
+        """Retire workers. Dask keeps workers whose data can go nowhere; these are tried again.
 
         They are offered again if their notices were revoked meanwhile.
         """

@@ -1,4 +1,4 @@
-"""Find workers for jobs, give each slot to one of them, and relay messages.
+"""Find workers for jobs, assign each slot to a single job, and relay messages.
 
 The plugin decides nothing about membership; it carries facts to the drivers and orders to the
 agents.
@@ -180,20 +180,20 @@ class ElasticPlugin(SchedulerPlugin):
         self._settle()
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
-        """Note that a kernel is back that was not known to be away.
+        """Note the return of a kernel whose absence went unnoticed.
 
         Messages to it in between are lost; the answer to its next step is to attach again.
         """
         self._job_service.leave(client)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
-        """Carry on the jobs of a kernel that is gone, until another attaches to them."""
+        """Carry on a lost kernel's jobs, until another kernel attaches."""
         self._job_service.leave(client)
 
     def update_graph(
         self, scheduler: Scheduler, *, client: str, keys: Any = (), **kwargs: Any
     ) -> None:
-        """Keep ranks' tasks when the kernel that has submitted them is gone."""
+        """Keep ranks' tasks after the loss of the submitting kernel."""
         self._job_service.keep_tasks(keys, client)
 
     def _settle(self) -> None:
@@ -247,7 +247,7 @@ class ElasticPlugin(SchedulerPlugin):
         self.arbiter.schedule()
 
     def announce_all(self, job: str) -> None:
-        """Tell a driver of all free slots that it may use."""
+        """Announce all usable free slots to a job's driver."""
         self._announce(job, list(self._workers))
 
     def _offer(self, job: str, slots: Iterable[str] | None) -> None:
@@ -269,7 +269,7 @@ class ElasticPlugin(SchedulerPlugin):
             self._review_job(name, record)
 
     def _review_job(self, job: str, record: JobRecord) -> None:
-        """Tell a driver which workers its job is not offered, and why, where that has changed.
+        """Tell a driver of changes in the workers not offered to its job, with the reasons.
 
         Dask does not announce that it resumes a paused worker. So a worker without an obstacle any
         more gets its agent, or is offered, here.
@@ -299,7 +299,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._announce(job, [self._addresses[address] for address in free])
 
     def _unused(self, job: str, record: JobRecord, address: str) -> UnusedWorker | None:
-        """Return why a worker is not offered to a job; None if it is, or has a rank of it."""
+        """Return why a job is not offered a worker; None if offered, or in use by its rank."""
         state = self._scheduler.workers[address]
         slot = self._addresses.get(address)
         if slot is not None and slot not in record.ranks.values():
@@ -385,7 +385,7 @@ class ElasticPlugin(SchedulerPlugin):
         return [] if host.holder is None else [host.holder]
 
     def mark_staying(self, address: str) -> None:
-        """Note that a worker which was asked to leave stays, and offer it again."""
+        """Revoke a worker's request to leave, and offer its slot again."""
         slot = self._addresses[address]
         for name in self.jobs:
             self._event(name, SlotStays(slot))
@@ -423,7 +423,7 @@ class ElasticPlugin(SchedulerPlugin):
         return wanted + self._notices.going if wanted else 0
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
-        """Return workers that may be closed, if so many are to be: also those with ranks.
+        """Return the workers that Dask may close, workers with ranks included.
 
         A rank is a long-running task, and Dask leaves workers with one out. It takes workers
         without tasks first, then the last of this list: the youngest rank.
@@ -447,7 +447,7 @@ class ElasticPlugin(SchedulerPlugin):
     # -- for job controllers -----------------------------------------------------------------------
 
     def claim(self, job: str, record: JobRecord, effect: StartRank) -> Event | None:
-        """Give a slot to a rank; return the event that says that it cannot be had, if so."""
+        """Claim a slot for a rank; return the event of its refusal, or None."""
         slot = effect.slot.id
         host = self._workers.get(slot)
         if host is None:
@@ -468,7 +468,7 @@ class ElasticPlugin(SchedulerPlugin):
         self.arbiter.schedule()
 
     def free(self, job: str, start: int, slot: str | None) -> None:
-        """Take a slot back from a rank, and offer it to the job that it is for, or to all."""
+        """Take a slot back from a rank, and offer it to the job of its reservation, or to all."""
         record = self.jobs.get(job)
         if record is not None:
             record.ranks.pop(start, None)
@@ -488,11 +488,11 @@ class ElasticPlugin(SchedulerPlugin):
         self.arbiter.schedule()
 
     def grant(self, record: JobRecord, start: int, slot: str) -> None:
-        """Make the driver start a rank on a slot that it was given."""
+        """Make the driver start a rank on a granted slot."""
         self.send(record, SlotGranted(start, self._workers[slot].slot, record.places[start]))
 
     def restart_worker(self, slot: Slot, reason: str) -> None:
-        """Restart a worker through its nanny; without one, part with it."""
+        """Restart a worker through its nanny; remove a worker without a nanny."""
         if slot.id in self._workers:
             self.spawn(self._restart_worker(slot.worker, reason))
 
@@ -527,7 +527,7 @@ class ElasticPlugin(SchedulerPlugin):
     # -- from the agents ---------------------------------------------------------------------------
 
     def _take(self, worker: str, message: Any = None, **_: Any) -> None:
-        """Take a message of an agent; one that cannot be read costs the rank of that worker alone.
+        """Take a message of an agent; an unreadable message costs only the rank of its worker.
 
         Dask closes a stream when its handler raises, and a worker closes with its stream.
         """
@@ -632,12 +632,12 @@ class ElasticPlugin(SchedulerPlugin):
             self.send(record, message)
 
     def send(self, record: JobRecord, message: Message) -> None:
-        """Send a message to a job's driver, if it has one."""
+        """Send a message to a job's driver, if any."""
         if record.client is not None:
             self.say(record.client, record.topic, record.epoch, message)
 
     def say(self, client: str, topic: str, epoch: int, message: Message) -> None:
-        """Send a message to a kernel, as an event of the topic that it has subscribed to.
+        """Send a message to a kernel, as an event of its subscribed topic.
 
         It is not logged as an event, which would keep it in the scheduler's memory.
         """

@@ -72,7 +72,7 @@ class WorkerRecord:
 
     @property
     def notice(self) -> Notice | None:
-        """The notice by which it goes first; one that it is at risk counts last."""
+        """The worker's most urgent notice; a notice of mere risk counts last."""
         order = sorted(self.notices.values(), key=lambda each: (each.soft, each.seconds))
         return order[0] if order else None
 
@@ -83,7 +83,7 @@ class WorkerRecord:
 
     @property
     def at_risk(self) -> bool:
-        """Whether it is recommended to leave it once there is another."""
+        """Whether ranks should leave the worker for a replacement."""
         return self.notice is not None and self.notice.soft and not self.retiring
 
     @property
@@ -93,7 +93,7 @@ class WorkerRecord:
 
     @property
     def host(self) -> tuple[str, str]:
-        """Its host and the namespace there in which its process has its number."""
+        """The worker's host, and the PID namespace of its process."""
         return self.slot.host, self.process.namespace
 
 
@@ -122,7 +122,7 @@ class OutputValve:
 
 @dataclass
 class JobRecord:
-    """An open job. What it was opened with is in its `terms`."""
+    """An open job, with the `terms` of its opening."""
 
     uid: str  # part of its tasks' keys, so that another job of this name has others
     terms: JobTerms
@@ -166,7 +166,7 @@ class JobRecord:
 
     @property
     def demand(self) -> int:
-        """How many ranks it has and would like to have; without a kernel it can start none."""
+        """Number of ranks that the job has or wants; only the present ranks without a kernel."""
         limits = self.machine.roster.limits
         wanted = limits.max_np if limits.max_np is not None else max(limits.np, limits.min_np)
         if self.client is None or self.machine.roster.ended:
@@ -227,7 +227,7 @@ def is_busy(job: JobRecord, worker: WorkerState) -> bool:
 
 
 def differing(job: JobRecord, record: WorkerRecord) -> str:
-    """Return which versions of a worker are not those of a job's kernel."""
+    """Return the versions of a worker that differ from the kernel's."""
     return ", ".join(
         f"{name} {record.versions.get(name)} (kernel: {job.terms.versions.get(name)})"
         for name in MUST_MATCH

@@ -88,11 +88,11 @@ class ScalingHooks:
         await self._retire(workers=addresses, close_workers=True, remove=True)
 
     def adaptive_target(self, target_duration: float | None = None) -> int:
-        """Return how many workers an adaptive cluster should have: also those that jobs want."""
+        """Return the target of an adaptive cluster, at least the demand of all jobs."""
         return max(self._target(target_duration=target_duration), self._plugin.demand())
 
 
 def _is_named(name: str, given: set[str]) -> bool:
-    """Return whether a worker's name, or that of its batch job, is among those given."""
+    """Return whether a worker's name, or its batch job's name, is given."""
     job, _, number = name.rpartition("-")
     return name in given or (number.isdecimal() and job in given)

@@ -150,7 +150,7 @@ class Agent(WorkerPlugin):
             self._undo_interrupts()
 
     def _shield_nanny(self, on: bool) -> None:
-        """Make the nanny pass on signals that would end it, or stop that."""
+        """Make the nanny pass on the user signals in place of ending, or stop doing so."""
         nanny: Any = self._worker.nanny  # its address, whatever Dask declares
 
         async def tell() -> None:
@@ -270,7 +270,7 @@ class Agent(WorkerPlugin):
         self._worker.loop.add_callback(faults.inflict, process, due)
 
     def bind(self, address: str) -> str:
-        """Return the interface on which others reach a rank, by the worker's own address."""
+        """Return the interface for a rank to bind, by the worker's own address."""
         if address.startswith("inproc"):
             return "127.0.0.1"
         comm = getattr(self._worker.batched_stream, "comm", None)
@@ -313,7 +313,7 @@ class Agent(WorkerPlugin):
             )
 
     def _handle(self, message: Any = None, **_: Any) -> None:
-        """Take a message from the scheduler; one that cannot be read costs the rank alone."""
+        """Take a message from the scheduler; an unreadable message costs only its rank."""
         try:
             self._take(unpack(message))
         except Exception as error:  # the stream, and the worker with it, would close

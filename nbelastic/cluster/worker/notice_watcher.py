@@ -98,7 +98,7 @@ def find_service() -> str | None:
 
 
 def ask_service(url: str, method: str, path: str, headers: dict[str, str]) -> Answer:
-    """Make a request; raise OSError if there is no answer, or none that is one."""
+    """Make a request; raise OSError without a valid answer."""
     request = urllib.request.Request(url + path, method=method, headers=headers)
     try:
         with _opener.open(request, timeout=REQUEST_LIMIT_S) as answer:
@@ -110,7 +110,7 @@ def ask_service(url: str, method: str, path: str, headers: dict[str, str]) -> An
 
 
 class MachineWatch(threading.Thread):
-    """Thread that finds the metadata service of a machine, and asks it, one step after the other.
+    """Thread to find the metadata service of a machine and to poll it, step by step.
 
     It ends when it is stopped, or has found that there is no service. ``tell(risk, notice)`` is
     called with the first answer, and whenever either changes; what is not in force is revoked: an
@@ -157,7 +157,7 @@ class MachineWatch(threading.Thread):
                 well = False
 
     def step(self) -> bool:
-        """Look for the service, or ask it; return whether there is anything more to do."""
+        """Look for the service, or poll it; return whether to go on."""
         if self._cloud is None or self._ask is None:
             return self._probe()
         try:
@@ -190,7 +190,7 @@ class MachineWatch(threading.Thread):
         return silent and self._probes < MOST_PROBES
 
     def _take(self, cloud: Cloud, found: tuple[Notice, ...]) -> None:
-        """Tell what is in force, if that is new."""
+        """Report the notices in force, if changed."""
         none = Notice(cloud.source, host=True, revoked=True)
         notice = next((each for each in found if not each.soft), none)
         risks = found if notice.revoked else ()
@@ -284,7 +284,7 @@ class NoticeWatcher:
 
 
 def _started() -> float:
-    """Return when this process, or the nanny that has started it, was started."""
+    """Return the start time of this process, or of its nanny if earlier."""
     parent = multiprocessing.parent_process()
     processes = [None] if parent is None else [None, parent.pid]
     found = []

@@ -105,7 +105,7 @@ class Cloud:
 
 
 def read_aws(body: bytes, _: str, now: float) -> tuple[Notice, ...]:
-    """Read EC2's ``instance-action``, which is there from the notice on."""
+    """Read EC2's ``instance-action``, present from the notice on."""
     data = _json(body)
     try:
         end = datetime.fromisoformat(str(data["time"]).replace("Z", "+00:00"))
@@ -131,7 +131,7 @@ def read_google(body: bytes, *_: object) -> tuple[Notice, ...]:
 
 
 def read_azure(body: bytes, name: str, now: float) -> tuple[Notice, ...]:
-    """Read Azure's ``scheduledevents``: the first one that ends the machine of this name.
+    """Read Azure's ``scheduledevents``: the first event that ends the machine of this name.
 
     The events of a whole scale set reach each of its machines. An event that has started has no
     time any more: it is due `now`.
@@ -238,7 +238,7 @@ CLOUDS = (
 
 
 def batch_job_end(environ: Mapping[str, str], started: float) -> tuple[NoticeSource, float] | None:
-    """Return when the time of this process's batch job is over, if it is in one that says so.
+    """Return source and end time of this process's batch job, if known.
 
     Both times are in seconds since the epoch; `started` is that of this process. PBS gives a length
     only, which counts from somewhat earlier.

@@ -109,7 +109,7 @@ class RankLauncher:
         return rank
 
     def close(self) -> None:
-        """End the ranks that are left, and what they have started; leave the template."""
+        """End the remaining ranks and their processes; leave the template."""
         ends = {each.fileno(): each for rank in self._ranks.values() if (each := rank.let_go())}
         poll = select.poll()
         for descriptor in ends:
@@ -223,7 +223,7 @@ class RankLauncher:
             self._starter = None
 
     def _lose_line(self) -> None:
-        """Find another template: this one has ended, or has found that it is not the first."""
+        """Find another template, because the last has ended, or was not the host's first."""
         self._starter, starter = None, self._starter
         self._close_line()
         taken = starter is not None and starter.wait() == rank_template.LOST
@@ -255,7 +255,7 @@ class RankLauncher:
             self._looking = self._loop.call_later(_LOOK_S, self._look)
 
     def _look(self) -> None:
-        """Leave the template if it is stopped or does nothing, and a rank waits for it.
+        """Leave a stopped or idle template while a rank waits for it.
 
         Looks are counted, and not seconds: a worker's loop may stand still itself.
         """

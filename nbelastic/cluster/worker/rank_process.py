@@ -76,13 +76,13 @@ class ProcessExit:
 
     @property
     def crash(self) -> str:
-        """What Python has written at a fatal signal, of the thread that has received it."""
+        """Python's report of a fatal signal, on the receiving thread alone."""
         what, *blocks = self.stack.split("\n\n")
         current = [each for each in blocks if each.startswith("Current thread")]
         return "\n".join([what, *current, ""]) if current else ""
 
     def _place(self) -> str:
-        """Return the line of the user's at which the thread stood that received the signal."""
+        """Return the innermost line of the user's code in the crash; empty without any."""
         for file, line, function in _LINE.findall(self.crash):
             if not file.startswith(NOT_THE_USERS):
                 return f", at {file}, line {line}, in {function}"
@@ -161,7 +161,7 @@ class RankProcess:
             self._writer.write(data)
 
     def send_signal(self, number: int, reason: str = "") -> None:
-        """Send a signal to the process and what it has started, unless it has ended.
+        """Send a signal to the process and its group, unless it has ended.
 
         If this ends it, the `reason` explains that.
         """
@@ -173,7 +173,7 @@ class RankProcess:
                 self._tell(signal=number)
 
     def pause_output(self, paused: bool) -> None:
-        """Read no more of what it prints, or go on. It waits once the pipe is full."""
+        """Stop reading the rank's output, or resume. The rank waits once the pipe is full."""
         if paused != self._paused and not self._closed:
             self._paused = paused
             if paused:
@@ -306,7 +306,7 @@ class RankProcess:
                     self.finish(reason=f"the system refused to start its process: {why}")
 
     async def _lose_server(self) -> None:
-        """End what a server that has ended leaves, where no template is there to do it."""
+        """End the processes left by an ended server, for lack of a template."""
         if self.pid is not None:  # the kernel ends the rank itself
             signal_group(self.pid, signal.SIGTERM)
             self._loop.call_later(GROUP_LIMIT_S, signal_group, self.pid, signal.SIGKILL)
@@ -331,7 +331,7 @@ class RankProcess:
             os.close(self._theirs.pop())
 
     def finish(self, status: int | None = None, reason: str = "") -> None:
-        """Record how it has ended, after all that it has printed and sent."""
+        """Record the end of the process, after all its output and messages."""
         if not self._ending:
             self._ending = True
             if self.pid is None:

@@ -39,7 +39,7 @@ HANDLERS_OF_DASK = "distributed._signals"
 
 
 def ignore_interrupts() -> Callable[[], None]:
-    """Make the process of a nanny's worker ignore SIGINT; return what undoes that.
+    """Make the process of a nanny's worker ignore SIGINT; return a function to undo this.
 
     To be called in the process's main thread. In any other process nothing is changed: one that
     was not started by ``multiprocessing`` handles signals itself.
@@ -144,7 +144,7 @@ def pass_on_user_signals(on: bool, dask_worker: Nanny) -> None:
 
 
 def _handle_user_signals(handle: Callable[[int, Any], None]) -> Callable[[], None]:
-    """Handle the two signals where nothing else does; return what undoes that."""
+    """Handle the user signals where nothing else does; return a function to undo this."""
     if not _in_main_thread() or not hasattr(signal, "SIGUSR1"):
         return _nothing
     ours = [each for each in (signal.SIGUSR1, signal.SIGUSR2) if _ends_process(each)]

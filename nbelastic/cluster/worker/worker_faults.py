@@ -43,7 +43,7 @@ class WorkerFaults:
         self._send = send
 
     async def inflict(self, rank: RankProcess, due: FaultDue) -> None:
-        """Inject a fault that is due, and let the rank go on, if it is still there."""
+        """Inject a due fault, and let the rank go on, if still alive."""
         fault = due.fault
         report = FaultReport(due.job, due.start, "done", number=fault.number, rank=due.rank)
         self._send(report)
@@ -97,13 +97,13 @@ class WorkerFaults:
             pass  # it is as good as done: the worker has lost its scheduler over it
 
     def _end_as_noticed(self) -> None:
-        """Kill the process, as its machine would, if it is still there as a worker."""
+        """Kill this process, as its machine would, if its worker is still active."""
         if self._worker.status in (Status.running, Status.paused):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _continue_after(seconds: float, pids: list[int]) -> None:
-    """Continue processes from another one: a stopped one cannot do that itself."""
+    """Continue processes from another process, because a stopped process cannot act."""
     words = " ".join(map(str, pids))
     subprocess.run(
         ["/bin/sh", "-c", f"(sleep {seconds:g}; kill -CONT {words}) >/dev/null 2>&1 &"],

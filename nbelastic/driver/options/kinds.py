@@ -99,7 +99,7 @@ def count(least: int = 1) -> Kind:
 
 
 def _as_float(value: Any) -> float:
-    """Return a real number as a float; not a number where it is none, or too large for one."""
+    """Return a real number as a float, infinite if too large; NaN for any other value."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return math.nan
     try:
@@ -166,7 +166,7 @@ RANGE = Kind(
 
 
 def choice(*choices: str, more: Callable[[], tuple[str, ...]] = tuple) -> Kind:
-    """Return the kind of one of several words, or of what a function finds."""
+    """Return the kind of an option with several choices, or with choices found by `more`."""
 
     def convert(value: Any) -> str:
         if not isinstance(value, str) or value not in (*choices, *more()):
@@ -288,7 +288,7 @@ VARIABLES = Kind(
 
 
 def _path(value: Any) -> str:
-    """Return an absolute path; one that is not is relative to the kernel's directory."""
+    """Return an absolute path; a relative path starts at the kernel's directory."""
     if not isinstance(value, (str, os.PathLike)) or not str(value):
         raise ValueError
     return os.path.abspath(os.path.expanduser(os.fspath(value)))

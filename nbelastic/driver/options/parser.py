@@ -208,7 +208,7 @@ class LineOption(click.Option):
 
 
 class LineCommand(click.Command):
-    """A command that answers an unknown option with the one that was probably meant."""
+    """A command that answers an unknown option with the nearest known option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse a line."""

@@ -191,7 +191,7 @@ class Options:
 
     @classmethod
     def given(cls, values: Mapping[str, Any]) -> Options:
-        """Return the options that a user has given; the others are those of Dask's configuration.
+        """Return the options given by a user, completed from Dask's configuration.
 
         `values` has at least all options; None is what is not given. What neither has may be an
         environment variable of Horovod's.
@@ -316,7 +316,7 @@ def _of_horovod(option: str, value: Any) -> Any:
 
 
 def check_name(name: str | None) -> str:
-    """Return a job's name: the given one, or a new one for None."""
+    """Return a job's name: the given name, or a new name for None."""
     if name is None:
         return f"job-{uuid.uuid4().hex[:8]}"
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
@@ -334,7 +334,7 @@ def changed_limits(
     priority: int | None = None,
     weight: float | None = None,
 ) -> LimitsChanged:
-    """Return the event that changes what a job may have; None leaves a value as it is."""
+    """Return the event that changes a job's limits; None leaves a value unchanged."""
     given: dict[str, Any]
     given = {"min_np": min_np, "max_np": max_np, "priority": priority, "weight": weight}
     for name, value in given.items():
@@ -350,7 +350,7 @@ def changed_limits(
 def call_arguments(
     fn: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a training function is called with, if it can be called so."""
+    """Return the arguments of a training function, if they fit its signature."""
     if not isinstance(args, (tuple, list)):  # others are one argument, or lose their values
         raise OptionError(f"args={shown(args)}: must be a tuple or list, as in args=(value,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -364,7 +364,7 @@ def call_arguments(
 
 
 def _check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a function that does not take these arguments, or that does not train when called."""
+    """Refuse a coroutine or generator function, and a function without these parameters."""
     for asks, kind in (
         (inspect.iscoroutinefunction, "coroutine"),
         (inspect.isgeneratorfunction, "generator"),

@@ -33,7 +33,7 @@ OUTPUT_GAP = "output of ranks was left out, because this kernel did not read it 
 
 
 def steady_time() -> float:
-    """Return seconds on a clock that is never set, and that goes on while a laptop sleeps."""
+    """Return seconds on a clock that is never set, and also counts a laptop's sleep."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)  # Linux; there, time.monotonic stands still
     return time.monotonic() if clock is None else time.clock_gettime(clock)
 
@@ -80,7 +80,7 @@ class KernelLog(JobLog):
             return self._kept.last(0, most)
 
     def output_dropped(self) -> str:
-        """Return a line on output that is not in memory any more; empty if all of it is."""
+        """Return a line on output dropped from memory; empty if complete."""
         with self._lock:
             return self._kept.remark()
 
@@ -90,7 +90,7 @@ class KernelLog(JobLog):
             return tuple(self._warnings)
 
     def logged_to(self, name: str) -> tuple[tuple[int, int], int]:
-        """Return the place of the last row that a logger has, and how many rows it has."""
+        """Return the place of a logger's last row, and its number of rows."""
         for event in self.history():
             if event.kind == "logged" and event.detail == name:
                 commit, number, rows = map(int, event.figures.values())
@@ -98,7 +98,7 @@ class KernelLog(JobLog):
         return (-1, -1), 0
 
     def in_words(self, reason: Reason) -> str:
-        """Return a reason with the lines that ranks were executing last, where it is about them."""
+        """Return a reason in words, with the lines of code last executed by its ranks, if any."""
         if isinstance(reason, ReturnedEarly):
             return reason.at([_code_place(line) for line in reason.lines])
         if not isinstance(reason, NotReady):
@@ -188,7 +188,7 @@ def _code_place(line: CodeLine | None) -> str:
 
 
 def _where(file: str, line: int, function: str) -> str:
-    """Return a line of code as people look for it: in which cell or file, and in which function."""
+    """Return a line of code in words: its cell or file, its number, and its function."""
     return f"{display.label(file) or file}, line {line}, in {function}"
 
 
@@ -219,7 +219,7 @@ def reset_detail(figures: Mapping[str, float]) -> str:
 
 
 def straggler_detail(figures: Mapping[str, float]) -> str:
-    """Return the detail of a history entry about a rank that holds the others up."""
+    """Return the detail of a history entry about a straggler."""
     after, before, of = (int(figures.get(name, 0)) for name in ("micro_batches", "before", "of"))
     return (
         f"takes {figures.get('times', 0.0):.1f} times as long for a micro-batch as the others; "
@@ -268,7 +268,7 @@ class OutputLog:
         return "" if told or not self.dropped else self.remark()
 
     def since(self, cursor: int) -> tuple[int, tuple[Output, ...]]:
-        """Return the next cursor, and the pieces kept that have come since the one given."""
+        """Return the next cursor, and the kept pieces since the given cursor."""
         first = max(cursor - self._gone, 0)
         return self._gone + len(self._pieces), tuple(islice(self._pieces, first, None))
 
@@ -289,7 +289,7 @@ class OutputLog:
         self._bytes = self._gone = self.dropped = 0
 
     def remark(self) -> str:
-        """Return a line on what has been dropped and where it is to be found; empty for nothing."""
+        """Return a line on dropped output and its place on disk; empty if nothing was dropped."""
         if not self.dropped:
             return ""
         kept = self._most

@@ -141,7 +141,7 @@ class MetricsAggregator:
         return count, next((each.why_not_exact for each in found if each.why_not_exact), "")
 
     def data(self, starts: Iterable[int]) -> tuple[DataStatus, ...]:
-        """Return the rows of each source, as the first of `starts` that is furthest reports them.
+        """Return the rows of each source, as reported by the furthest of `starts`.
 
         Without a report of any of these, as in a job that has ended, others count.
         """
@@ -166,7 +166,7 @@ class MetricsAggregator:
         )
 
     def note_pace(self, now: float, speed: float | None) -> None:
-        """Add a point to the pace, thinning it where there are many."""
+        """Add a point to the pace, and thin the pace at many points."""
         with self._lock:
             if speed is None or (self._pace and now < self._pace[-1][0] + self._interval):
                 return

@@ -1,4 +1,4 @@
-"""Explain decisions on a job: what was seen, by which process, and the rule."""
+"""Explain decisions on a job: the event, the reporting process, and the rule."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _RULES = {
 
 
 class Explanation(str):
-    """A text that a notebook shows as it is."""
+    """A text, shown unquoted in a notebook."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ class _ReplayedLog(KernelLog):
 
 
 def explain_journal(path: str | os.PathLike[str], rank: int | None = None) -> Explanation:
-    """Return what :func:`explain` does, of the saved journal of a job, which is replayed.
+    """Replay the saved journal of a job, and return its explanation, as :func:`explain` does.
 
     Raises
     ------

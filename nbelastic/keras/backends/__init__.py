@@ -1,4 +1,4 @@
-"""Back ends of Keras: what nbelastic needs of each, in one small adapter."""
+"""Back ends of Keras: for each, a small adapter with the needs of nbelastic."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Backend:
         raise NotImplementedError
 
     def apply_if(self, ready: Any, update: Callable[[], None], changed: Sequence[Any]) -> None:
-        """Make an update if `ready`, which a compiled function knows only when it runs."""
+        """Make an update if `ready`, known to a compiled function only when it runs."""
         raise NotImplementedError
 
     def dense(self, gradients: Sequence[Any], options: KerasOptions) -> Sequence[Any]:

@@ -185,7 +185,7 @@ class Reduction:
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int] = ()
     ) -> tuple[Any, list[Any]]:
-        """Reduce gradients over all ranks, but those of variables that stay local, by their ids.
+        """Reduce gradients over all ranks, except gradients of `local` variables, by their ids.
 
         Returns whether there are reduced ones, which is not so between the passes of a step, and
         them; None stays None.

@@ -88,7 +88,7 @@ def rates_of(optimizer: Any) -> list[Any]:
 
 
 class TorchReduction(Reduction):
-    """Gradients that are reduced during backward, and an update that waits for them."""
+    """Gradients reduced during backward, and an update that waits for the reduction."""
 
     def __init__(self, options: KerasOptions, back: Backend) -> None:
         super().__init__(options, back)

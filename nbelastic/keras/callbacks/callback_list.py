@@ -66,7 +66,7 @@ class OnRankZero(keras.callbacks.Callback):  # type: ignore[misc]
         return True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin with what follows: that training goes on, or an epoch."""
+        """Forget the epoch; a continuation or a new epoch follows."""
         del logs
         self._epoch = None
 
@@ -109,7 +109,7 @@ for _name in (
 
 
 class RankZeroModel:
-    """A model whose files are written by rank 0 alone, for callbacks that save it.
+    """A model whose files are written by rank 0 alone, for saving callbacks.
 
     All else is the model's.
     """
@@ -141,7 +141,7 @@ def is_keras(callback: Any) -> bool:
 
 
 def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
-    """Return the callbacks of a training, with those of Keras' own that it always has.
+    """Return the callbacks of a training, with Keras' own standard callbacks.
 
     One that does what the state does is refused.
     """
@@ -217,7 +217,7 @@ class FitProgress:
         }
 
     def take(self, content: dict[str, Any], *, own: bool) -> None:
-        """Take over what this rank, or another one, has committed."""
+        """Take over a commit of this rank, or of another rank."""
         for name in ("epoch", "batch", "in_epoch", "ended"):
             setattr(self, name, content[name])
         self.metrics = list(content["metrics"])
@@ -274,7 +274,7 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._on_end()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Set metrics to what they were, because ``fit`` has set them to zero."""
+        """Restore the metrics, because ``fit`` has set the metrics to zero."""
         del logs
         self._begin_epoch(epoch)
 
@@ -294,11 +294,11 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
     # -- what elastic.fit says -----------------------------------------------------------------
 
     def tell(self, what: str, *args: Any) -> None:
-        """Call a method of Keras' list, which passes it on to all callbacks."""
+        """Call a method of Keras' list, and so of all callbacks."""
         getattr(super(), what)(*args)
 
     def begin(self, again: bool, goes_on: bool) -> None:
-        """Tell callbacks that the training begins: `again` those that may do more on rank 0."""
+        """Tell callbacks of the training's begin; if `again`, only the user's own, for rank 0."""
         with by_itself() if again or goes_on else contextlib.nullcontext():
             for each in self.callbacks:
                 if not again or not (is_keras(each) or isinstance(each, OnRankZero)):
@@ -310,7 +310,7 @@ class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
             each.on_train_end(logs)
 
     def go_on(self, epoch: int, in_epoch: bool) -> None:
-        """Tell callbacks of rank 0 that the training goes on, on what may be another rank."""
+        """Tell callbacks of rank 0 that the training goes on, maybe on another rank."""
         for each in self.callbacks:
             if isinstance(each, OnRankZero):
                 each.goes_on(epoch, in_epoch)

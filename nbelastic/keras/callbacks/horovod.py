@@ -63,7 +63,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Average the logs of an epoch over all ranks; before other callbacks that read them.
+    """Average the logs of an epoch over all ranks; to be placed before readers of the logs.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self._adjust(self.current_epoch + batch / self.steps_per_epoch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Set the momentum to what it was."""
+        """Restore the momentum of before the correction."""
         del batch, logs
         if self._restores is not None:
             self.model.optimizer.momentum, self._restores = self._restores, None

@@ -1,1 +1,1 @@
-"""Program of a rank's own process, and of the rank server that forks it."""
+"""Programs of a rank's own process and of its rank server."""

@@ -97,7 +97,7 @@ class RankChannel:
         reader.start()
 
     def send(self, message: Message) -> None:
-        """Send a message, after those before it. Any thread may call this; it returns at once."""
+        """Send a message, in order and without waiting. Any thread may call this."""
         if os.getpid() == self._process:  # a fork is no rank
             self._waiting.put(framed(message))
 

@@ -1,4 +1,4 @@
-"""Fork, reap and end the children of a process that has one thread.
+"""Fork, reap and end the children of a single-threaded process.
 
 The process is a subreaper: what one of its forks has started and not ended becomes its own child,
 whatever process group or session that is in. So an unknown child is what a fork that has ended has
@@ -76,7 +76,7 @@ class Children:
                 yield found[0], found[1], found[2].ru_maxrss
 
     def end_left(self, known: Collection[int]) -> bool:
-        """End what forks have left: by SIGTERM, after a moment by SIGKILL; tell if any is there.
+        """End forks' leftover processes by SIGTERM, then SIGKILL; return whether any is left.
 
         To be called again until none is. What ends leaves its own children here. The resource
         tracker of multiprocessing ends by itself, when it has removed what a rank has left in
@@ -115,7 +115,7 @@ def set_option(option: int, value: int | bytes) -> None:
 
 
 def skip_teardown() -> None:
-    """End without taking down all modules one by one, which takes a quarter of a second."""
+    """Exit without the teardown of all modules, which takes a quarter of a second."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # of any class
             stream.flush()

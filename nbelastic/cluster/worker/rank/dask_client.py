@@ -55,7 +55,7 @@ class RankClient:
                         setattr(module, name, ours[original])
 
     def close(self) -> None:
-        """Close the client, if there is one."""
+        """Close the client, if any."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:

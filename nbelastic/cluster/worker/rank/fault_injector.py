@@ -57,7 +57,7 @@ class FaultInjector:
     # -- by the thread that reads orders -----------------------------------------------------------
 
     def take(self, faults: Iterable[FaultOrder] = (), drop: Iterable[int] = ()) -> None:
-        """Arm `faults`, or do them now if they wait for nothing; disarm those numbered `drop`."""
+        """Arm `faults`, or inject immediate faults now; disarm the faults numbered `drop`."""
         dropped = set(drop)
         with self._lock:
             self._armed = [fault for fault in self._armed if fault.number not in dropped]
@@ -173,7 +173,7 @@ class FaultInjector:
 
 
 def _name(number: int) -> str:
-    """Return a number in letters, because errors that differ in numbers only count as one error."""
+    """Return a number in letters, because errors that differ only in digits count as equal."""
     letters = ""
     while number > 0:
         number, last = divmod(number - 1, 26)

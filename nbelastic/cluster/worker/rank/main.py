@@ -125,7 +125,7 @@ def _in_group() -> bool:
 
 
 def _wait_for_children(returned: list[bool]) -> None:
-    """Become a process that waits for what the function has started; the worker has a limit.
+    """Become a process that waits for the function's children; the worker sets a limit.
 
     What this process has open is closed by that, as at its end: some children wait for it.
     """
@@ -157,7 +157,7 @@ def _take_environment(setup: RankSetup) -> None:
 
 
 def _handle_signals(program: RankProgram) -> None:
-    """Leave signals that go to all processes of a job to the worker, until it orders the end."""
+    """Leave a batch system's signals to the worker, until its order to end."""
     process = os.getpid()
 
     def handle(number: int, _: object) -> None:
@@ -182,7 +182,7 @@ def _handle_signals(program: RankProgram) -> None:
 
 
 class _NoInput(io.TextIOWrapper):
-    """Standard input without any; reading it says what to do."""
+    """Standard input without any text; a read raises EOFError with advice."""
 
     def read(self, size: int | None = -1, /) -> NoReturn:
         raise EOFError(NO_CONSOLE)
@@ -299,7 +299,7 @@ _OURS = (str(Path(collectives.__file__).parent), session.__file__)
 
 
 class SignalInterrupt:
-    """Interruption of the main thread, in which this is made, by a signal that raises there.
+    """Interruption of the main thread by a signal whose handler raises; to be made there.
 
     The thread that reads orders sends the signal to the main thread, whose handler raises. That
     reaches code that sleeps or waits, but none in C that never returns. It must not be raised in

@@ -64,7 +64,7 @@ class Port(Protocol):
     """The way from a rank to its worker."""
 
     def send(self, message: Message) -> None:
-        """Send a message, after those before it and all that the rank has printed."""
+        """Send a message, after earlier messages and all of the rank's output."""
 
 
 class RankProgram:
@@ -143,7 +143,7 @@ class RankProgram:
     # -- the function ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run the function and report how it ended, or what kept it from running."""
+        """Run the function, and report its outcome or its failure to start."""
         try:
             with activate(self.session):
                 self._run()
@@ -165,7 +165,7 @@ class RankProgram:
     def _finish(
         self, event: Event, result: bytes | None = None, error: PackedError | None = None
     ) -> None:
-        """Send the last event of this rank; one that comes after it is not sent."""
+        """Send the last event of this rank; later events are dropped."""
         if not self._over:
             self._send_event(event, result, error)
             self._over = True
@@ -240,12 +240,12 @@ class RankProgram:
         return pack_variables(self._called, self._spec.pull, MOST_BYTES // 2)
 
     def _variables(self) -> bytes | None:
-        """Return them as the result of a job that was stopped; None if there are none."""
+        """Return the pulled variables as the result of a stopped job; None without any."""
         pulled = self._packed()
         return dumps(Returned(None, pulled)) if pulled else None
 
     def _end_fork(self, error: BaseException | None) -> None:
-        """End a fork of the rank that comes out of the function, as it would end a script."""
+        """End a fork of the rank that returns from the function, as at the end of a script."""
         if os.getpid() == self._process:
             return
         code: int | bool = error is not None

@@ -94,7 +94,7 @@ def _take_over(worker: int) -> None:
 def _serve(
     control: socket.socket, process: list[int], for_rank: tuple[int, int], method: str
 ) -> None:
-    """Fork the rank, and see that it and all it has started end."""
+    """Fork the rank, and ensure the end of the rank and its descendants."""
     children = Children()
     watched = [control.fileno(), *process]
     if set(children.wait(watched, 0.0)) & set(watched):
@@ -141,7 +141,7 @@ def _serve(
 
 
 def _obey(control: socket.socket, ready: list[int], rank: int) -> bool:
-    """Send a signal that the worker asks for; return False if it has closed the socket."""
+    """Send a signal on the worker's request; return False if the socket is closed."""
     if not ready:
         return True
     data = b""

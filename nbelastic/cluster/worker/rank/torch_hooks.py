@@ -54,7 +54,7 @@ SYNC_WARNING = (
 
 
 def trainers_of(session: Session) -> tuple[str, ...] | None:
-    """Return what trained in a rank that has met no other rank; None where it has met one."""
+    """Return the trainers in a rank that has met no peer; None for a rank with peers."""
     if session.generation or session.in_torch_group:
         return None
     names = [name for module, name in _TRAINERS.items() if module in sys.modules]
@@ -103,7 +103,7 @@ def _hook_groups(*modules: Any) -> None:
 
 
 def advise(error: BaseException) -> None:
-    """Add what to do to an error of torch that a group is missing, or that Horovod is."""
+    """Add advice to an error about a missing process group or a missing Horovod."""
     advice = ""
     if issubclass(type(error), ModuleNotFoundError) and "'horovod" in summary_of(error):
         advice = "Horovod's functions are in nbelastic: import nbelastic.torch as hvd"
