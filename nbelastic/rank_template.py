@@ -264,7 +264,7 @@ def send(line: socket.socket, **message: Any) -> None:
 
 
 def messages(data: bytes) -> list[dict[str, Any]]:
-    """Return the messages that one read has taken: a stream (:data:`KIND`) may join some."""
+    """Return the messages of a read: a stream (:data:`KIND`) may join several."""
     return [json.loads(each) for each in data.splitlines()]
 
 

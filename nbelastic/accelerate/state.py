@@ -1,4 +1,4 @@
-"""State of training with an ``Accelerator``, and the loaders that it has prepared.
+"""State of training with an ``Accelerator``, and its prepared loaders.
 
 A loader that draws at random is for training: what its sampler draws is dealt by nbelastic, once an
 epoch, whatever happens to the ranks. All others, as for evaluation, are shared out by accelerate,

@@ -1,4 +1,4 @@
-"""Command of a script, and its folder, packed for workers that do not see it."""
+"""Command of a script, and the script's folder, packed for workers elsewhere."""
 
 from __future__ import annotations
 
