@@ -1,4 +1,4 @@
-"""Sources of rows, and loaders that deal them to the steps of a training.
+"""Sources of rows, and loaders that deal rows to the steps of a training.
 
 ``plan`` decides, and is pure. ``sources`` reads. The modules of this folder are the loader's own:
 :class:`Loader` yields a :class:`Step` at a time.

@@ -38,7 +38,7 @@ class Balancer:
         self._straggles = False
 
     def present(self) -> Balance:
-        """Return the quotas of this generation, which are even when it begins."""
+        """Return the quotas of this generation, even at its start."""
         place = _place()
         if self._balance is None or self._balance.place != place:
             self._balance = Balance(place, self._micro_batches)

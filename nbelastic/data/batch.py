@@ -75,7 +75,7 @@ class Batch:
         return self.global_batch // self.micro
 
     def divided_by(self, max_np: int | None) -> Batch:
-        """Return this batch with `micro` given: by default so that there are `max_np`.
+        """Return this batch with `micro` given: by default for `max_np` micro-batches.
 
         Raises
         ------
@@ -100,7 +100,7 @@ class Batch:
 
 @functools.cache
 def kernel_fingerprint() -> str:
-    """Return a digest of a small fixed program, with the versions that it depends on.
+    """Return a digest of a small fixed program's results, with torch's version and the CPU's kind.
 
     Processors of different kinds (AVX2, AVX-512), and versions of torch, round differently in some
     operations. Ranks with equal fingerprints compute equal bits, as far as ten milliseconds of

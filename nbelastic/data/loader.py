@@ -248,7 +248,7 @@ class Loader:
         return Draws(weights, len(self._source))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over a loader that was made in another process, with what depends on this one."""
+        """Take over a loader made in another process, with this process's threads and kernels."""
         self.__dict__.update(state)
         self._threads = torch.get_num_threads()
         self._kernels = kernel_fingerprint() if self.batch.exact else ""
@@ -310,7 +310,7 @@ class Loader:
         return found
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, unless it has begun. A state with ``epoch`` among its values does it."""
+        """Begin an epoch, unless begun. A state with ``epoch`` among its values does so itself."""
         if epoch != self.epoch:
             done, steps = self.step, self._dealing.steps
             knows = self.participants and not self._source.is_open
@@ -321,7 +321,7 @@ class Loader:
             self._completed_in = None
 
     def sample(self) -> Any:
-        """Return a micro-batch like those of the training, which counts nowhere."""
+        """Return a micro-batch like the training's, which counts nowhere."""
         if not self._source.is_open:
             schedule = self.balancer.present().schedule
             return next(iter(self._source.fetch(self._dealing, 0, schedule)))
@@ -432,7 +432,7 @@ class Loader:
         self._report(context, share.block)
 
     def _leave(self, context: Context | None, share: StepShare | None) -> None:
-        """End a step, and go back to the one around it, unless another has begun since."""
+        """End a step, and go back to the enclosing step, unless another step has begun since."""
         if share is not None:
             share.over = True
             if context is not None and context.share is share:
@@ -490,11 +490,11 @@ class Loader:
     # -- what states and models call ---------------------------------------------------------------
 
     def follow(self, state: object) -> None:
-        """Take the number of the epoch from ``state.epoch``, where there is one."""
+        """Take the number of the epoch from ``state.epoch``, if any."""
         self._state = weakref.ref(state)
 
     def rows_in_commit(self) -> DataProgress:
-        """Record that all steps so far are in a commit, and return the rows that it has."""
+        """Record that all steps so far are in a commit, and return the commit's rows."""
         self._ledger.committed()
         dealing, (seen, lost) = self._dealing, self._ledger.totals
         rows, done = dealing.rows_of_epoch, self._source.rows_before(dealing, self.step)
@@ -518,7 +518,7 @@ class Loader:
             self.exchange_states()  # of streams that are about to change ranks
 
     def forgo_exactness(self, reason: str) -> None:
-        """Record what keeps the training from being exact; refuse it with ``exact=True``."""
+        """Record a reason against exact training; with ``exact=True``, refuse the training."""
         if self.batch.exact is True:
             raise OptionError(f"Batch(exact=True): {reason}")
         if self.batch.exact and not self.why_not_exact:
@@ -558,7 +558,7 @@ class Loader:
         return self._source.sample()
 
     def requirements(self) -> dict[str, str]:
-        """Return what must be equal on ranks that share a state, as names and texts."""
+        """Return the properties that ranks with a shared state must have in common, by name."""
         dealing = self._dealing
         found = {
             "batch": f"{dealing.global_batch} rows in {dealing.micro_batches} micro-batches",
@@ -679,7 +679,7 @@ def _check_dataset(dataset: Any) -> None:
 
 @functools.lru_cache(maxsize=8)
 def _order_of(dealing: Dealing, blocks: Blocks) -> int:
-    """Return a digest of what ranks must agree on: the order of rows, and who has which."""
+    """Return a digest of the rows' order and the ranks' quotas, for all ranks to agree on."""
     words = [dealing.seed, dealing.length, dealing.shuffle, dealing.drop_last, *blocks.quotas]
     if dealing.limit is not None:
         words.append(dealing.limit)

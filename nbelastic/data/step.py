@@ -1,4 +1,4 @@
-"""Step of an epoch: this rank's micro-batches one by one, and the count of rows."""
+"""Step of an epoch: this rank's micro-batches in order, and the count of rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMPUTING = 2
 
 
 class StepParticipant(Protocol):
-    """Object that acts before and after each micro-batch, such as one for a model's buffers."""
+    """Object that acts before and after each micro-batch, for instance on a model's buffers."""
 
     def begin(self, share: StepShare) -> None:
         """Begin a step."""
@@ -40,7 +40,7 @@ class StepParticipant(Protocol):
 
 
 class Step:
-    """One step of an epoch: an iterable over this rank's micro-batches of it.
+    """A step of an epoch: an iterable over this rank's micro-batches of the step.
 
     Random generators are seeded before each micro-batch is computed, by seed, epoch, step and the
     number of the micro-batch.
@@ -223,7 +223,7 @@ class Step:
             context.telemetry.recorded(share.taken)
 
     def skip(self) -> None:
-        """Pass over micro-batches that were not taken, so that the next step finds its own."""
+        """Pass over micro-batches not taken, for the next step to find its own."""
         for _ in range(len(self) - self._taken):
             next(self._batches)
         self._finish()
@@ -309,7 +309,7 @@ class RowLedger:
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Rows that were seen, and rows that were not, with those of the step under way."""
+        """Rows seen and rows lost, including the step under way."""
         if self._step is None:
             return self._seen, self._lost
         share, rows = self._step

@@ -44,12 +44,12 @@ NOT_FINITE = (
 
 
 def init() -> None:
-    """Initialize ranks and sizes: those of the job, or outside a job a world of one rank."""
+    """Initialize ranks and sizes: the job's, or outside a job a world of one rank."""
     initialize()
 
 
 def sync_root() -> int:
-    """Return the rank that holds the newest state, from which a ``sync`` must broadcast."""
+    """Return the rank with the newest state, the root of a ``sync``."""
     return current().source
 
 

@@ -1,4 +1,4 @@
-"""Samplers that shard by rank, such as torch's, under changes of the ranks.
+"""Samplers that shard by rank, like torch's, under changes of the ranks.
 
 Such a sampler keeps the ranks with which it was made. Here it follows the ranks of the job, and
 after a reset deals the rest of the epoch that was under way at the last commit. Its loader counts
@@ -49,7 +49,7 @@ class Position(NamedTuple):
 
 
 class Count:
-    """Batches that an iteration has handed out; it lives as long as that."""
+    """Batches handed out by an iteration; the count lives as long as the iteration."""
 
     def __init__(self, rows: int | None) -> None:
         self.rows = rows  # in a batch; None if unknown
@@ -57,7 +57,7 @@ class Count:
 
 
 class _Followed:
-    """What is known of one sampler."""
+    """Record of a followed sampler."""
 
     tail = ""  # of shares: "pad", "drop" or "uneven"; empty for a sampler with ranks of its own
 
@@ -103,7 +103,7 @@ class FollowedSamplers:
     # -- what patches of torch call ------------------------------------------------------------
 
     def add(self, sampler: Any) -> None:
-        """Follow the ranks with a sampler that has just been made, if it was made for them."""
+        """Follow the ranks with a new sampler, if made for the job's ranks."""
         context = self._context
         made = -1 if context.generation else self._made
         self._made += made >= 0
@@ -111,7 +111,7 @@ class FollowedSamplers:
         self._all[sampler] = _Followed(made, context.size, follows)
 
     def find(self, sampler: Any) -> _Followed | None:
-        """Return what is known of a sampler; None if it has ranks of its own."""
+        """Return the record of a sampler; None for a sampler with ranks of its own."""
         if sampler not in self._all:  # it was pickled, with ranks of the notebook's kernel
             self._all[sampler] = _Followed(-1, self._context.size, sampler.num_replicas > 1)
         found = self._all[sampler]
@@ -160,7 +160,7 @@ class FollowedSamplers:
         self._resize(sampler, found)
 
     def left(self, sampler: Any) -> None:
-        """Record that an iteration which may still be referred to does not go on."""
+        """Record that an iteration, though perhaps still referred to, does not go on."""
         found = self._all.get(sampler)
         if found is not None:
             found.count = None
@@ -238,7 +238,7 @@ class FollowedSamplers:
     # -- inside ------------------------------------------------------------------------------------
 
     def _position_for(self, sampler: Any, found: _Followed) -> Position | None:
-        """Return the position from which an iteration goes on now; None where it begins."""
+        """Return the position from which an iteration resumes now; None for a fresh start."""
         epoch, position = _epoch(sampler), found.resume
         if position is None and found.made < 0:
             wanted = (found.likeness, epoch)

@@ -26,7 +26,7 @@ R = TypeVar("R")
 def run(
     function: Callable[Concatenate[Any, P], R],
 ) -> Callable[Concatenate[Any, P], R]:
-    """Decorate a training function so that it survives changes of membership.
+    """Decorate a training function to survive changes of membership.
 
     Horovod's ``hvd.elastic.run``. The function's first argument is a state
     (:class:`~nbelastic.elastic.State`). When a peer fails, the state is restored to its last

@@ -39,7 +39,7 @@ def sample(things: Iterable[object], *, models_only: bool = False) -> tuple[floa
 
 
 def sampler_of(named: Iterable[tuple[str, torch.Tensor]]) -> Callable[[], tuple[float, ...]]:
-    """Return a function that samples tensors which all ranks have been given.
+    """Return a function that samples tensors given to all ranks.
 
     Statistics of batches are left out, since each rank has its own.
     """

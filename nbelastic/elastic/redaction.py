@@ -1,4 +1,4 @@
-"""Removal of passwords and tokens from URLs, and from texts that quote them."""
+"""Removal of passwords and tokens from URLs, and from texts that quote URLs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Secrets:
         return text
 
     def shown(self, error: BaseException) -> BaseException | None:
-        """Return an error as the cause of another one; None if it would show a secret."""
+        """Return an error, to be another error's cause; None if it would show a secret."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         return error if self.hide(text) == text else None
 
@@ -111,7 +111,7 @@ def _pairs(address: str) -> list[tuple[str, str, str]]:
 
 
 def _user_of(rest: str) -> str:
-    """Return user and password, which may have characters that should have been quoted."""
+    """Return user and password, perhaps with characters that should have been quoted."""
     host = rest.partition("/")[0]
     if "@" in host:
         return host.rpartition("@")[0]

@@ -52,7 +52,7 @@ _Indices = NDArray[np.int64]
 
 
 class SamplerProgress(NamedTuple):
-    """Position in an epoch, on which ranks agree, and which a checkpoint has."""
+    """Position in an epoch, agreed on by the ranks and kept in checkpoints."""
 
     length: int  # samples of the dataset
     seed: int
@@ -211,13 +211,13 @@ class ShardSampler:
 
     @property
     def processed_indices(self) -> set[int]:
-        """Samples of this epoch that are done, if all ranks are as far as this one."""
+        """Samples done in this epoch, if all ranks are as far as this rank."""
         done: list[int] = self._deal.order.indices[: self.processed_num].tolist()
         return {*done, *self._apart}
 
     @property
     def processed_num(self) -> int:
-        """Number of samples that all ranks have done, if they are as far as this one."""
+        """Number of samples done by all ranks, if all are as far as this rank."""
         return self._present.progress.done
 
     @property
@@ -350,13 +350,13 @@ class ShardSampler:
         self._rows, self._apart = to.rows, set(to.apart)
 
     def progress(self) -> SamplerProgress:
-        """Return the samples that are done, if all ranks are as far as this one."""
+        """Return the progress of the epoch, if all ranks are as far as this rank."""
         return self._present.progress
 
     def install(
         self, progress: SamplerProgress, rank: int, size: int, *, resumed: bool = False
     ) -> None:
-        """Begin with this rank's share of what is left, on which all ranks have agreed.
+        """Begin with this rank's share of the remaining samples, as agreed by all ranks.
 
         `resumed` says that the training function is about to be called again; see
         :meth:`set_epoch`.

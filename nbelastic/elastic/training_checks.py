@@ -1,4 +1,4 @@
-"""Checks of a running elastic loop: that it commits, and that ranks agree.
+"""Checks of a running elastic loop, for commits and for agreement of the ranks.
 
 Both cost next to nothing and change nothing. Each rank sends samples of its parameters to the
 driver, which compares the samples of one moment of one generation.
@@ -85,7 +85,7 @@ MOST_NAMES = 5
 
 
 class TrainingChecks:
-    """Checks of one elastic loop on one rank."""
+    """Checks of an elastic loop on a rank."""
 
     def __init__(self, session: Session, state: State) -> None:
         self._session = session
@@ -102,7 +102,7 @@ class TrainingChecks:
         session.before_exchange += (self._count,)
 
     def begun(self, *, resumed: bool = False) -> None:
-        """Record that a generation trains, and whether it may have a checkpoint's state.
+        """Record the start of a generation's training, perhaps with a checkpoint's state.
 
         If it has, the function commits, and the loop may have ended before.
         """
@@ -116,7 +116,7 @@ class TrainingChecks:
         self._is_new = False
 
     def committed(self) -> None:
-        """Record a commit; sample the parameters if it is one of :data:`MOMENTS`."""
+        """Record a commit; sample the parameters at :data:`MOMENTS`."""
         self._commits += 1
         if self._commits == 1:
             before, now = self._epoch, getattr(self._state, "epoch", None)
@@ -129,7 +129,7 @@ class TrainingChecks:
             self._look_for_moving()
 
     def _look_for_moving(self) -> None:
-        """Warn of values in modules that are different from those at the sample before."""
+        """Warn of values in modules that have changed since the last sample."""
         session, before = self._session, self._moving
         if before is None or session.size == 1 or session.rank != 0:
             return
@@ -168,7 +168,7 @@ class TrainingChecks:
 
 
 class ParameterCheck:
-    """Samples of what a rank trains, which the driver compares with those of other ranks.
+    """Samples of a rank's parameters, which the driver compares with other ranks' samples.
 
     It has the parameters that were broadcast in a job without an elastic loop, and the optimizers
     that have stepped: the latest few, in the order of their first steps. That is their order in the
@@ -218,7 +218,7 @@ class ParameterCheck:
     def send(
         self, moment: int, own: Callable[[], tuple[Sample, tuple[str, ...]]], *, besides: int = 0
     ) -> None:
-        """Send a sample, if there are other ranks: `own` values, else those of all optimizers.
+        """Send a sample, unless alone: `own` values, else the parameters of all optimizers.
 
         Send another one of what optimizers train in `besides` steps or more of this generation that
         do not average gradients, as far as it was made to be a model's.
@@ -278,7 +278,7 @@ def watch(context: Context, sample: Callable[[], Sample]) -> None:
 
 
 def note_step(context: Context, optimizer: torch.optim.Optimizer) -> None:
-    """Record that an optimizer has stepped, so that its parameters are compared at the end.
+    """Record a step of an optimizer, whose parameters are to be compared at the end.
 
     Outside a job, and on a rank alone, nothing is done. Parameters that were broadcast are compared
     earlier.

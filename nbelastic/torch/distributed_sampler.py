@@ -87,7 +87,7 @@ def _around_loader(original: Callable[..., Any], loader: Any) -> Iterator[Any]:
 
 
 class _Counted:
-    """Iterator of a loader that counts the batches it hands out."""
+    """Iterator of a loader, with a count of the batches handed out."""
 
     def __init__(self, inner: Iterator[Any], count: Count, ended: Callable[[], None]) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""Broadcasts under the name of Horovod's module, for scripts that import from it."""
+"""Broadcasts under the name of Horovod's module."""
 
 from nbelastic.torch.ops.broadcast import (
     allgather_object,

@@ -1,3 +1,3 @@
-"""Operations under the name of Horovod's module, for scripts that import from it."""
+"""Operations under the name of Horovod's module."""
 
 from nbelastic.torch import *  # noqa: F403

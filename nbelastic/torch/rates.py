@@ -172,7 +172,7 @@ _scalers: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[LRSca
 
 
 def adjusts_to_size(value: object) -> bool:
-    """Return whether an object adjusts a rate to the number of ranks, or has one that does."""
+    """Return whether an object adjusts a rate to the number of ranks, or its scaler does."""
     if isinstance(value, torch.optim.Optimizer):
         return bool(_scalers.get(value))
     return isinstance(value, (LRScaler, SampleScheduler))
@@ -193,7 +193,7 @@ class SampleScheduler:
         self._due = 0.0
 
     def step(self) -> None:
-        """Advance by the samples of one step on all ranks: call it once per optimizer's step."""
+        """Advance by the samples of a step on all ranks: call this once per optimizer's step."""
         self._due += current().size / self._reference
         while self._due >= 1.0 - 1e-9:
             self._due -= 1.0

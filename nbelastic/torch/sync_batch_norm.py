@@ -1,4 +1,4 @@
-"""The layer under the name of Horovod's module, for scripts that import from it."""
+"""Synchronized batch normalization under the name of Horovod's module."""
 
 from nbelastic.torch.ops.sync_batch_norm import SyncBatchNorm
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def block_of(rank: int, size: int, micro_batches: int) -> range:
-    """Return the micro-batches of a rank: one of `size` blocks that differ by one at most.
+    """Return the micro-batches of a rank: one of `size` blocks, as equal as possible.
 
     There may be fewer micro-batches than ranks. Then some blocks are empty.
     """
@@ -30,7 +30,7 @@ def block_of(rank: int, size: int, micro_batches: int) -> range:
 
 
 def imbalance(size: int, micro_batches: int) -> float:
-    """Return the time of a step, relative to one in which blocks could be equal."""
+    """Return the time of a step, relative to a step of equal blocks."""
     return -(-micro_batches // size) * size / micro_batches
 
 

@@ -84,7 +84,7 @@ class LeaseTable:
         return not any(self.leases)
 
     def to_text(self) -> str:
-        """Return a text with all of it; states have it in each commit."""
+        """Return the table as a text, which states have in each commit."""
         return json.dumps(dataclasses.astuple(self))
 
     @classmethod

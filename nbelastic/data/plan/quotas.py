@@ -47,7 +47,7 @@ STRAGGLER = 1.5
 
 
 def predict(quotas: Sequence[int], times: Sequence[float]) -> float:
-    """Return the time of a step, which is that of the slowest rank."""
+    """Return the time of a step, equal to the slowest rank's."""
     return max(quota * time for quota, time in zip(quotas, times, strict=True))
 
 
@@ -80,7 +80,7 @@ def plan(quotas: tuple[int, ...], times: Sequence[float]) -> tuple[int, ...]:
 
 
 def _deal(times: Sequence[float], count: int, most: Sequence[int]) -> tuple[int, ...]:
-    """Give micro-batches away one by one, each to the rank that would be done with it first."""
+    """Give micro-batches away in turn, each to the rank that would be done first."""
     quotas = [0] * len(times)
     # Of ranks that would be done at once, the one that has less: a slow one stays in practice.
     done = [(time, 0, rank) for rank, time in enumerate(times)]
@@ -97,7 +97,7 @@ def _deal(times: Sequence[float], count: int, most: Sequence[int]) -> tuple[int,
 
 
 def slowness(times: Sequence[float], rank: int) -> float:
-    """Return how many times as long as the others a rank takes; 0 if that is not known."""
+    """Return a rank's time relative to the other ranks' median; 0 if unknown."""
     others = [time for each, time in enumerate(times) if each != rank and time > 0.0]
     return times[rank] / statistics.median_low(others) if others else 0.0
 
@@ -108,7 +108,7 @@ def is_straggler(times: Sequence[float], rank: int) -> bool:
 
 
 class Pace:
-    """Time that one rank takes for a micro-batch. It outlives generations.
+    """Time of a rank for a micro-batch. It outlives generations.
 
     A rank that has had no micro-batches for a while forgets its time. Then it is given one, by
     which it is timed again: whatever slowed it down may be over.
@@ -142,7 +142,7 @@ class Pace:
 
 
 class Balance:
-    """Quotas of one generation, as one of its ranks keeps them; equal on all."""
+    """Quotas of a generation, as kept by a rank; equal on all ranks."""
 
     def __init__(self, place: tuple[int, int, int], micro_batches: int) -> None:
         self.place = place  # generation, rank and size
@@ -178,7 +178,7 @@ class Balance:
 
     @property
     def coming(self) -> tuple[int, ...]:
-        """Quotas that are fixed and not in force; empty if there are none."""
+        """Quotas that are fixed but not in force; empty if none are."""
         return () if self._coming is None else self._coming[1].quotas
 
     @property

@@ -171,7 +171,7 @@ class UnitStreams:
             before = block
 
     def _needed_in(self, steps: range, block: range, before: range) -> Iterator[Window]:
-        """Yield the windows of a block in a run of steps; those of streams in `before` are there.
+        """Yield the windows of a block to read in a run of steps; `before` lists streams held.
 
         Such a stream has had a window until the first of these steps, which may go on.
         """

@@ -39,7 +39,7 @@ class ColumnChoice:
 
 
 def choose(columns: Any, available: Sequence[str], where: str) -> ColumnChoice:
-    """Find the columns that `columns` asks for among those that are `available`.
+    """Find the columns that `columns` asks for among the `available` columns.
 
     They are names, and patterns such as ``"x*"``, with keys for batches that are dicts; None for
     all. `where` says whose columns they are, for the error.

@@ -78,7 +78,7 @@ class MapSource(RowSource):
 
     @staticmethod
     def _work(dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[WorkItem]:
-        """Yield what to fetch. The ``DataLoader`` asks for it ahead, in the rank's thread."""
+        """Yield work items. The ``DataLoader`` asks for items ahead, in the rank's thread."""
         seed = mix(dealing.seed, _FETCHING, dealing.epoch)
         for step, number in _filled(dealing, first, blocks):
             yield WorkItem(seed, dealing.rows(step, number).tolist())
@@ -108,7 +108,7 @@ _DECIDED = {
 
 
 class _Items:
-    """Sampler of work items, those that are given for the next iteration."""
+    """Sampler of the work items given for the next iteration."""
 
     def __init__(self) -> None:
         self.present: Iterable[WorkItem] = ()

@@ -66,7 +66,7 @@ class _ArrowRows(UnitSource):
         self._choice: ColumnChoice
 
     def _choose(self, schema: Any, where: str) -> None:
-        """Find the columns in a schema, and check that tensors can be made of them."""
+        """Find the columns in a schema, and refuse columns that cannot become tensors."""
         self._choice = choose(self.columns, schema.names, where)
         if self.transform is not None:
             return
@@ -228,7 +228,7 @@ class Parquet(_ArrowRows):
         return found
 
     def _content_of(self, file: _File) -> str:
-        """Return a digest of samples of the chosen columns, which a file written anew has others.
+        """Return a digest of samples of the chosen columns, different for a file of other values.
 
         An object store's mark of a version is used where there is one, because each sample would be
         a request.
@@ -257,7 +257,7 @@ class Parquet(_ArrowRows):
         return type(self._filesystem) is fsspec.implementations.local.LocalFileSystem
 
     def _check_unchanged(self, file: _File) -> None:
-        """Refuse a file that is not the one that was found; a copy on another host is the same."""
+        """Refuse a file changed since it was found; a copy on another host counts as the same."""
         info = self._filesystem.info(file.path)
         if info["size"] != file.size:
             raise DataError(f"it has {info['size']} bytes, and had {file.size} when it was found")
@@ -278,7 +278,7 @@ class Parquet(_ArrowRows):
 
     @contextlib.contextmanager
     def _open(self, path: str) -> Iterator[Any]:
-        """Open a file so that nothing is read but what is asked for."""
+        """Open a file without read-ahead."""
         if self._is_local:
             yield path  # Arrow's own files are read without Python's lock
             return
@@ -297,7 +297,7 @@ class Parquet(_ArrowRows):
                 )
 
     def _columns_in(self, file: _File, group: int) -> Iterator[tuple[str, Any]]:
-        """Yield the chosen columns of a row group, with what the footer says of them."""
+        """Yield the chosen columns of a row group, with the footer's metadata."""
         metadata = file.footer.row_group(group)
         names = set(self._choice.names)
         for number in range(metadata.num_columns):
@@ -431,7 +431,7 @@ class Arrow(_ArrowRows):
 
 
 def _given(urls: str | Sequence[str]) -> list[str]:
-    """Return the URLs that were given, one or several."""
+    """Return the given URLs as a list, also for a single URL."""
     given = [urls] if isinstance(urls, (str, os.PathLike)) else urls
     if not isinstance(given, Sequence) or not all(
         isinstance(url, (str, os.PathLike)) for url in given

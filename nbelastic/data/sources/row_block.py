@@ -24,7 +24,7 @@ Form = str | tuple[Any, ...]
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of one or more arrays, which have equally many."""
+    """Rows of arrays of equal length."""
 
     arrays: tuple[np.ndarray[Any, Any], ...]
     form: Form = _TUPLE  # of a batch: a tensor, a tuple, or a dict with these keys
@@ -44,7 +44,7 @@ class RowBlock:
 
     @classmethod
     def of(cls, value: Any, rows: int, where: str) -> RowBlock:
-        """Return a block of what a ``transform`` has returned, which must have so many rows.
+        """Return a block of a ``transform``'s result, which must have `rows` rows.
 
         `value` is a tensor, an array, or a tuple or dict of them. `where` says what it was made of,
         for the error.
@@ -129,7 +129,7 @@ def transformed(transform: Callable[[Any], Any], rows: Any, where: str) -> Any:
 
 
 class MadeBlocks:
-    """Blocks that a ``transform`` has made and that are in use, to find memory that is used twice.
+    """Blocks made by a ``transform`` and still in use, to find memory used twice.
 
     They are looked at by some of their bytes, and only where memory of a newer block overlaps.
     """
@@ -138,7 +138,7 @@ class MadeBlocks:
         self._made: list[tuple[weakref.ref[np.ndarray[Any, Any]], bytes, str]] = []
 
     def add(self, block: RowBlock, where: str) -> None:
-        """Add a block, unless it has overwritten an earlier one."""
+        """Add a block; refuse a block that has overwritten an earlier block."""
         alive = []
         for ref, edges, before in self._made:
             array = ref()

@@ -1,4 +1,4 @@
-"""Interface of a source: rows, and the micro-batches that are fetched of them."""
+"""Interface of a source: rows, and the micro-batches fetched from rows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RowSource(Protocol):
         return
 
     def exchange_states(self, dealing: Dealing, step: int, context: Context | None) -> bool:
-        """Tell all ranks from where others can go on in a step; return whether that is more.
+        """Tell all ranks the positions to resume from in a step; return whether any are new.
 
         All ranks call this together, between two steps.
         """
@@ -77,7 +77,7 @@ class RowSource(Protocol):
 
     @property
     def remark(self) -> str:
-        """Warning for the history, if there is one."""
+        """Warning for the history, or empty."""
         return ""
 
     def sample(self) -> DataSample | None:
@@ -85,13 +85,13 @@ class RowSource(Protocol):
         return None
 
     def requirements(self) -> dict[str, str]:
-        """Return what must be equal on ranks that share a state, as names and texts."""
+        """Return the properties that ranks with a shared state must have in common, by name."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order depends on, apart from the deal, in the source's own words."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over an order; StateMismatch, and no change, if it is that of other rows."""
+        """Take over an order; StateMismatch, and no change, for the order of other rows."""
 
 
 ROWS = 12
@@ -151,7 +151,7 @@ def difference(mine: DataSample, theirs: DataSample) -> str:
 
 
 def _parts_of(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset and those that it is made of, by torch's own wrappers."""
+    """Yield a dataset and the datasets inside torch's own wrappers."""
     waiting = [dataset]
     for _ in range(ROWS * ROWS):
         if not waiting:

@@ -66,7 +66,7 @@ class StreamReader:
         self._before: list[Any] = []
 
     def seek(self, position: int) -> None:
-        """Go to a row; DataError if the unit ends before it, or is not the one of the mark."""
+        """Go to a row; DataError if the unit ends before, or does not match its mark."""
         if position == self.position - len(self._before):
             self._ahead.extendleft(reversed(self._before))
             self.position, self._before = position, []
@@ -134,11 +134,11 @@ class StreamReader:
         self._before, self.position, self._ended = [], 0, False
 
     def _look_ahead(self) -> bool:
-        """Read one row if none is there; return whether there is one."""
+        """Read a row, unless a row is ahead; return whether a row is ahead."""
         return bool(self._ahead) or self._read_row()
 
     def _read_row(self) -> bool:
-        """Read one row more; return whether there is one."""
+        """Read a further row; return whether the unit has any."""
         if self._ended:
             return False
         assert self._rows is not None
@@ -160,7 +160,7 @@ class StreamReader:
         return True
 
     def _open(self, position: int) -> None:
-        """Begin to read: at a mark, if there is one with a state, and not after `position`."""
+        """Begin to read: at the latest mark with a state, if any, up to `position`."""
         marks = [each for each in (self.mark, self.known) if each and each.rows <= position]
         mark = self.mark = max(marks, key=lambda each: each.rows, default=None)
         seed_generators(mix(self._seed, _OPENING))
@@ -205,7 +205,7 @@ class StreamReader:
 
 
 class _RowPickler(pickle.Pickler):
-    """Pickler of rows that may be views of large tensors, of which they are a small part."""
+    """Pickler of rows that may be small views of large tensors."""
 
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, torch.Tensor) and obj.untyped_storage().nbytes() > obj.nbytes:

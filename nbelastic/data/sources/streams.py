@@ -62,7 +62,7 @@ class StreamSource(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """Return a text on what the units are, which is equal on all ranks."""
+        """Return a text on the units, equal on all ranks."""
 
 
 class Stateful(StreamSource):
@@ -256,7 +256,7 @@ class StreamRows(RowSource):
         return WITHOUT_STATES.format(name=self.name) if self._is_plain else ""
 
     def _table_of(self, dealing: Dealing) -> LeaseTable:
-        """Return the present table, that of the first step if the epoch is a new one."""
+        """Return the present table; in a new epoch, the first step's table."""
         table = self._table
         if table is None or table.epoch != dealing.epoch:
             table = LeaseTable.first(dealing.epoch, self._units, self._streams)
@@ -389,7 +389,7 @@ class StreamRows(RowSource):
         return bool(made)
 
     def _marks_at(self, table: LeaseTable, step: int, micro: int) -> dict[int, Mark]:
-        """Return marks before a step of this rank's streams, except for those that all have."""
+        """Return marks before a step of this rank's streams, except marks that all ranks have."""
         found = {}
         for stream, lease in enumerate(table.leases):
             reader = None if lease is None else self._readers.get((table.epoch, lease.unit))
@@ -428,7 +428,7 @@ class StreamRows(RowSource):
 def _of_all(
     context: Context | None, what: str, ended: dict[int, int], made: dict[int, Mark]
 ) -> tuple[dict[int, int], dict[int, Mark]]:
-    """Return what all ranks have found. If none has found anything, they exchange one number."""
+    """Return all ranks' findings. If no rank has found any, the ranks exchange one number."""
     if context is None or context.size == 1:
         return ended, made
     communicator = context.communicator()

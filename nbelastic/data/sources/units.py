@@ -65,7 +65,7 @@ class UnitSource(abc.ABC):
 
 
 class WindowedRows(RowSource):
-    """Rows of a source of units, in the order that windows give them.
+    """Rows of a source of units, in the order of the windows.
 
     Windows that are in memory when an iterator is given up are kept. After a reset only streams
     that this rank did not have are read. There is a stream for each micro-batch of a step.
@@ -153,7 +153,7 @@ class WindowedRows(RowSource):
         return RowBlock.joined(parts, self._source.name).batch()
 
     def _give_up(self) -> None:
-        """End the present reader, and keep what it has read."""
+        """End the present reader, and keep its windows."""
         reader, self._reader = self._reader, None
         if reader is not None:
             for loaded in [*reader.stop(), *self._present.values()]:
@@ -265,7 +265,7 @@ class WindowReader:
         self._thread: threading.Thread | None = None
 
     def take(self) -> LoadedWindow:
-        """Return the next window, or raise what reading it has raised; wait for it if need be."""
+        """Return the next window, or raise its read error; wait if need be."""
         with self._changed:
             self._awaited = True
             self._start()

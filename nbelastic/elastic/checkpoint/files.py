@@ -1,4 +1,4 @@
-"""Files of checkpoints: their places, and the order in which to try them.
+"""Files of checkpoints: their places, and their order of trial.
 
 ::
 
@@ -51,11 +51,11 @@ _KINDS = [
 
 
 class NotAFile(Exception):
-    """A checkpoint's path is that of something other than a file, which the message names."""
+    """A checkpoint's path has something other than a file; the message names the kind."""
 
 
 class AmbiguousCheckpoints(NbelasticError):
-    """A directory holds several trainings, and it is not known which to resume."""
+    """A directory holds several trainings; the training to resume is ambiguous."""
 
 
 class Entry(NamedTuple):
@@ -80,7 +80,7 @@ class CheckpointFiles:
 
     @cached_property
     def _storage(self) -> tuple[Any, str, bool]:
-        """The file system, the directory's path in it, and whether it is a local one."""
+        """The file system, the directory's path in the file system, and whether it is local."""
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem
 
@@ -159,7 +159,7 @@ class CheckpointFiles:
         return found
 
     def _one_training(self, places: list[str], on_progress: Callable[[], None]) -> list[str]:
-        """Return the last run of the only training, and the runs that it continues."""
+        """Return the last run of the only training, and the runs before."""
         newest = {}
         for place in places:
             on_progress()
@@ -251,7 +251,7 @@ class CheckpointFiles:
         return path
 
     def record_parent(self, path: str) -> None:
-        """Record that this job continues from a checkpoint of another one."""
+        """Record that this job continues from another job's checkpoint."""
         parent = posixpath.basename(posixpath.dirname(path))
         directory = self._directory()
         if posixpath.basename(directory) != parent:
@@ -313,7 +313,7 @@ def _name(number: int, run: str) -> str:
 
 
 def _kind_of(path: str) -> str:
-    """Return the kind of what is at a path; nothing for a file or where there is none."""
+    """Return the kind of a path's entry; empty for a file or a missing path."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

@@ -230,7 +230,7 @@ def stored(payload: StatePayload, more: object) -> dict[str, StoredTensor]:
 
 
 def unstored(tensors: dict[str, StoredTensor]) -> tuple[StatePayload, Any]:
-    """Return what :func:`stored` was given. Tensors use the memory that they were read into."""
+    """Return the arguments of :func:`stored`. Tensors keep the memory of the read."""
     more, head, described = pickle.loads(tensors[PICKLE].data)
     names, kinds, devices = zip(*described, strict=True) if described else ((), (), ())
     values = [

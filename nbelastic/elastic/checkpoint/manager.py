@@ -64,7 +64,7 @@ class CheckpointSpec:
 
 
 class CheckpointManager:
-    """Checkpoints of one elastic loop on one rank, for the length of a ``with`` block.
+    """Checkpoints of an elastic loop on a rank, for the length of a ``with`` block.
 
     It does nothing if the job has none. (A generator would set the traceback of users' exceptions.)
     """
@@ -161,7 +161,7 @@ class CheckpointManager:
         return self._found is not None or (self._spec.resume and not self._looked)
 
     def begun(self) -> None:
-        """Record that this rank has the state of the loop, so that none is loaded later."""
+        """Record that this rank has the state of the loop, and needs no checkpoint later."""
         self._begun = True
 
     def _load_newest(self) -> Header | None:

@@ -1,4 +1,4 @@
-"""Threads that write a checkpoint while training goes on, and read one.
+"""Threads for writing a checkpoint while training goes on, and for reading.
 
 A file system may never answer.
 """

@@ -80,7 +80,7 @@ def adopt(live: Any, came: Any, memo: dict[int, Any] | None = None) -> Any:
 
 
 def attributes_in(value: object) -> dict[str, Any] | None:
-    """Return the attributes that are all there is of an object; None if there may be more."""
+    """Return the attributes of an object without other content; None if it may have more."""
     kind = type(value)
     if kind is types.SimpleNamespace:
         return vars(value)

@@ -1,4 +1,4 @@
-"""State that training can be rolled back to, and that a newcomer receives.
+"""State for training's rollback and for newcomers.
 
 The life of a state inside :func:`nbelastic.elastic.run`:
 
@@ -199,7 +199,7 @@ class State:
         """Exchange values that must not be lost with leaving ranks, in the old generation."""
 
     def make_room(self, error: Exception) -> bool:
-        """Take less memory from now on, if that is what an error is about; return whether so."""
+        """Take less memory from now on, if an error is about memory; return whether so."""
         del error
         return False
 
@@ -253,7 +253,7 @@ class ObjectState(State):
         self._settings = self._find_settings()
 
     def _check_free(self, names: Iterable[str]) -> None:
-        """Refuse names that values cannot have, because the class has them."""
+        """Refuse private names of values, and names of the class's attributes."""
         for name in names:
             if name.startswith("_") or hasattr(type(self), name):
                 raise OptionError(f"a state cannot have a value named {name!r}: choose another")
@@ -388,7 +388,7 @@ class ObjectState(State):
         return {name: each for name, each in found.items() if isinstance(each, _PLAIN)}
 
     def _adopt_settings(self) -> list[str]:
-        """Take over the settings of a checkpoint; return texts of those that are different."""
+        """Take over the settings of a checkpoint; return texts on the different settings."""
         mine, theirs = self._settings, self._settings_there
         self._settings = {**mine, **theirs}
         return [
@@ -422,7 +422,7 @@ class ObjectState(State):
         self._take(values, {}, more)
 
     def _take(self, values: dict[str, Any], owned: dict[int, Any], more: Any) -> None:
-        """Take over values of another rank, with what :meth:`_more` has returned there.
+        """Take over values of another rank, with its result of :meth:`_more`.
 
         Those `owned` by objects are these objects' own already.
         """
@@ -558,7 +558,7 @@ def check_names(
 
 
 def public(names: Iterable[str]) -> list[str]:
-    """Return the names of the user's values: others, such as a schedule, may be added later."""
+    """Return the public names of a state's values; private values may be added later."""
     return [name for name in names if not name.startswith("_")]
 
 

@@ -54,7 +54,7 @@ def flatten(payload: StatePayload) -> tuple[int, list[int], Iterator[torch.Tenso
 def unflatten(
     everything: torch.Tensor, length: int, buffer: ReceiveBuffer | None = None
 ) -> StatePayload:
-    """Return the payload that was flattened to `everything`; its tensors use that memory."""
+    """Return the payload flattened to `everything`; its tensors share that memory."""
     import torch
 
     head, kinds = pickle.loads(everything[:length].numpy().tobytes())
@@ -127,7 +127,7 @@ class ReceiveBuffer:
         return torch.frombuffer(self._pages, dtype=torch.uint8, offset=start, count=end - start)
 
     def give_back(self, tensor: torch.Tensor) -> None:
-        """Return the pages of a tensor to the system, if it is here; it must not be read again."""
+        """Return the pages of a tensor in this buffer to the system; its values are lost."""
         start = tensor.data_ptr() - self.bytes.data_ptr()
         if not hasattr(mmap, "MADV_DONTNEED") or not 0 <= start < len(self.bytes):
             return

@@ -1,4 +1,4 @@
-"""Transfer of state from the rank that has it to the ranks that need it.
+"""Transfer of state from its holder to the ranks without it.
 
 A :class:`StatePayload` travels along a binomial tree, in chunks that a rank passes on while it
 receives the next one, so that depth costs little. Ranks outside the tree take no part.
@@ -44,7 +44,7 @@ _LENGTH_BYTES = 8
 
 
 def tree(members: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
-    """Return the rank that `rank` receives from, None for the root, and those it sends to.
+    """Return the rank that `rank` receives from, None for the root, and its children.
 
     The root comes first in `members`; the child with the largest subtree first among children.
     """
@@ -223,7 +223,7 @@ def _broadcast_there(
     total: int,
     chunk: torch.Tensor,
 ) -> None:
-    """Fill tensors with those of the root, by way of a chunk; a rank that is no member has none."""
+    """Fill tensors from the root's, by way of a chunk; ranks outside the tree have no tensors."""
     import torch
 
     rows = [each.view(-1).view(torch.uint8) for each in tensors]

@@ -1,4 +1,4 @@
-"""States under the name of Horovod's module, for scripts that import from it."""
+"""States under the name of Horovod's module."""
 
 from nbelastic.elastic.state import ObjectState, State
 from nbelastic.torch.state.handlers import (

@@ -18,7 +18,7 @@ Arrival = tuple[torch.Tensor, torch.Tensor, int, int]
 
 
 class Streams:
-    """Streams on which backward has computed gradients: those of the forward pass.
+    """Streams on which backward has computed gradients, the same as in the forward pass.
 
     What reads the gradients on another stream has to wait for them.
     """
@@ -40,7 +40,7 @@ class Streams:
         return called
 
     def join(self, device: torch.device, gradients: Collection[torch.Tensor]) -> None:
-        """Make the present stream of `device` wait for all streams that were noted there.
+        """Make the present stream of `device` wait for all noted streams of the device.
 
         The allocator does not reuse the memory of `gradients` before the present stream is done.
         """
@@ -63,7 +63,7 @@ class Streams:
 
 
 class ArrivedGradients:
-    """Gradients of one step, each as it was when it arrived.
+    """Gradients of a step, as they arrived.
 
     An optimizer has one for its whole life, and clears it after each step.
 
@@ -84,7 +84,7 @@ class ArrivedGradients:
         self.sparse_as_dense = sparse_as_dense
 
     def note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take `gradient`, as it is now, for what backward has left."""
+        """Record `gradient`, in its present version, as the result of backward."""
         address = gradient.data_ptr() if gradient.layout is torch.strided else 0
         self.noted[id(parameter)] = (parameter, gradient, gradient._version, address)
 
@@ -107,7 +107,7 @@ class ArrivedGradients:
         return gradient
 
     def make_dense(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Replace a sparse gradient by a dense one and return it."""
+        """Make a sparse gradient dense and return the dense gradient."""
         parameter.grad = dense = gradient.to_dense()
         return dense
 
@@ -133,7 +133,7 @@ class ArrivedGradients:
             self._equal = torch.isclose(before, now, rtol=0, atol=0, equal_nan=True).all()
 
     def check_trained(self, trained: list[torch.Tensor], before: list[torch.Tensor]) -> None:
-        """Refuse gradients of `trained` parameters that were no such as the step began."""
+        """Refuse gradients of `trained` parameters added or unfrozen since the step began."""
         if same(trained, before):
             return
         known = {id(parameter) for parameter in before}
@@ -151,7 +151,7 @@ class ArrivedGradients:
             raise self._changed(self.sampled)
 
     def discard(self) -> None:
-        """Drop the gradients that have arrived, unless others have taken their places."""
+        """Drop the gradients that have arrived, unless already replaced."""
         for parameter, gradient, _, _ in self.noted.values():
             if parameter.grad is gradient:
                 parameter.grad = None

@@ -1,4 +1,4 @@
-"""Groups of gradients that one operation reduces, in a buffer or in place."""
+"""Groups of gradients for one operation each, in a buffer or in place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOT_BYTES = 256 << 10
 
 
 class Scaling(NamedTuple):
-    """Divisors of gradients, before and after the operation that reduces them."""
+    """Divisors of gradients, before and after their reduction."""
 
     before: float = 1.0
     op: Op | GradientOp = Op.SUM
@@ -67,7 +67,7 @@ class GradientGroup(abc.ABC):
         """Take the final gradient of a parameter; return whether it was the last expected."""
 
     def complete(self) -> None:
-        """Collect the gradients that are there; no more arrive. Idempotent.
+        """Collect the present gradients; no more arrive. Idempotent.
 
         A gradient that was kept from an earlier step counts; one that is missing counts as zero.
         """
@@ -97,7 +97,7 @@ class GradientGroup(abc.ABC):
 
     @abc.abstractmethod
     def deliver(self, counts: Sequence[complex]) -> None:
-        """Make the reduced gradients those of the parameters with `counts` that are not zero.
+        """Give each parameter with a nonzero count of `counts` its reduced gradient.
 
         That is, for each, the sum or average over the ranks of whether they have a gradient.
         """
@@ -222,7 +222,7 @@ class Bucket(GradientGroup):
         return self.expected == 0
 
     def _take_pending(self) -> None:
-        """Copy what has arrived, and let gradients be their copies, so that memory is free."""
+        """Copy the gradients into the buffer, and free their memory by using the copies instead."""
         gradients, self._pending, self._pending_bytes = self._pending, {}, 0
         self._copy(gradients)
         noted, sampled = self._arrived.noted, self._arrived.sampled
@@ -363,7 +363,7 @@ def _divide(reduced: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
 
 
 class InPlaceGroup(GradientGroup):
-    """Gradients on the CPU, of one type, that travel as what they are, without a buffer."""
+    """Gradients on the CPU, of one type, reduced in place without a buffer."""
 
     def begin(self) -> None:
         super().begin()
@@ -375,7 +375,7 @@ class InPlaceGroup(GradientGroup):
         return self.expected == 0
 
     def _collect(self) -> None:
-        """Collect the gradients; copy what is missing or cannot be reduced where it is."""
+        """Collect the gradients, with zeros for missing and copies of unfit gradients."""
         noted, dtype = self._arrived.noted, self.dtype
         present, gradients, copied = self.present, [], []
         for position, parameter in enumerate(self.parameters):

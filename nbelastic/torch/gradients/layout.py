@@ -144,7 +144,7 @@ class Layout:
         group.launch(communicator, trailer)
 
     def launch_all(self, communicator: Communicator, change: Callable[[], float]) -> None:
-        """Reduce all groups, those of one type in one operation, and wait for it."""
+        """Reduce all groups, in one operation for each type and op, and wait."""
         for group in self.groups:
             group.complete()
         values: dict[tuple[torch.dtype, Op], list[torch.Tensor]] = {}
@@ -187,7 +187,7 @@ class Layout:
         return float(change.real)
 
     def leave(self, *, lost: bool = False) -> None:
-        """Move gradients out of the buffers, of which no use is made any more, or drop them."""
+        """Move gradients out of the buffers, which are no longer used, or drop lost gradients."""
         for group in self.groups:
             for parameter, view in zip(group.parameters, group.views, strict=True):
                 if view is not None and parameter.grad is view:

@@ -42,7 +42,7 @@ class ExchangeStage(enum.Enum):
 
 
 class LayoutAgreement:
-    """Layout of one rank's gradients, kept equal to that of all ranks in its generation.
+    """Layout of a rank's gradients, kept equal on all ranks of a generation.
 
     That options and the names of parameters are equal is checked.
     """
@@ -134,7 +134,7 @@ class LayoutAgreement:
         return self._progress
 
     def number_in(self, communicator: Communicator) -> int:
-        """Return this optimizer's number in a generation, or the one that it would get now."""
+        """Return this optimizer's number in a generation, or the next number if it has none yet."""
         if self._numbered_in == communicator.generation:
             return self.number
         return _agreed.get(communicator, 0) + 1
@@ -145,7 +145,7 @@ class LayoutAgreement:
         return self._progress is ExchangeStage.STEP
 
     def description(self, communicator: Communicator, parameters: list[torch.Tensor]) -> str:
-        """Return which optimizer this is, in words that are the same on all ranks.
+        """Return a description of this optimizer, equal on all ranks.
 
         Nothing where ranks cannot step different optimizers, which nothing else would notice.
         """

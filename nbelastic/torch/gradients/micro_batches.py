@@ -1,4 +1,4 @@
-"""Reduction of the gradients of one step that consists of micro-batches.
+"""Reduction of the gradients of a step of micro-batches.
 
 The gradient of a step is ``Σ w·g / Σ w`` over its V micro-batches. Each rank multiplies a gradient
 by its weight as it arrives, and adds it to those before along the tree
@@ -62,7 +62,7 @@ class PreviousSteps:
 
 
 class MicroBatchReduction(GradientStep):
-    """Progress of one step that consists of micro-batches, in the place of a `ReductionStep`.
+    """Progress of a step of micro-batches, in the place of a `ReductionStep`.
 
     ``parameter.grad`` is None between two micro-batches. After the last one of this rank it is what
     the last gradient was added to, so that a change by the user is found.
@@ -343,13 +343,13 @@ class Trailer:
 
 
 def at_rank(rank: int, size: int, numbers: Sequence[float]) -> list[float]:
-    """Return numbers of this rank at its place, and zeros at those of the others."""
+    """Return this rank's numbers at its place, and zeros at the places of other ranks."""
     zeros = [0.0] * len(numbers)
     return [n for each in range(size) for n in (numbers if each == rank else zeros)]
 
 
 def parameter_digest(parameters: Iterable[torch.Tensor]) -> int:
-    """Return a number of 52 bits that one flipped bit in any parameter changes."""
+    """Return a number of 52 bits, changed by a single flipped bit in any parameter."""
     total = 0
     for number, parameter in enumerate(parameters):
         words = parameter.detach().contiguous().view(-1).view(torch.uint8)

@@ -340,7 +340,7 @@ def _patch_again(optimizer: torch.optim.Optimizer, patched: Callable[..., Any]) 
 
 
 def _reduced(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
-    """Call `closure`, then reduce the gradients it has computed and the loss it returns."""
+    """Call `closure`, then reduce the computed gradients and the returned loss."""
     loss = closure()
     optimizer.synchronize()
     if loss is None:

@@ -1,4 +1,4 @@
-"""Hooks that collect an optimizer's gradients, and steps that reduce them.
+"""Hooks and steps that collect and reduce an optimizer's gradients.
 
 A :class:`~nbelastic.torch.gradients.step.GradientStep` begins with the first gradient
 (or with :meth:`Reducer.synchronize`, on a rank that has computed none), and ends when
@@ -230,7 +230,7 @@ class Reducer:
         return step
 
     def _check_share(self, before: GradientStep | None, context: Context) -> None:
-        """Refuse a step of micro-batches after one that lost gradients, or did not use them."""
+        """Refuse a step of micro-batches after a step with lost or unused gradients."""
         if context.share is not None and context.share is self._failed_share:
             raise RuntimeError(
                 "gradients of this step were dropped when an error was raised in it, so it cannot "
@@ -295,7 +295,7 @@ class Reducer:
 
     @torch.no_grad()
     def step_with_nothing(self, phase: str) -> None:
-        """Take part in a phase of a step of the other ranks, as one that has joined.
+        """Take part in a phase of the other ranks' step, as a joined rank.
 
         Sums that go on during their backward are not waited for, because the other ranks may need
         this one for something else first. :meth:`end_with_nothing` waits for them.
@@ -316,7 +316,7 @@ class Reducer:
             self._end_step()
 
     def end_with_nothing(self) -> None:
-        """Wait for a step of the other ranks that this one has taken part in."""
+        """Wait for a step of the other ranks in which this rank has taken part."""
         if self._deferred:
             self._deferred = False
             self._end_step()
@@ -336,7 +336,7 @@ class Reducer:
         )
 
     def _reduce_apart(self, step: GradientStep) -> None:
-        """Reduce what does not travel with the others: sparse gradients, and compressed ones."""
+        """Reduce the gradients outside the layout: sparse and compressed gradients."""
         if step.share is None and step.communicator.size > 1:
             self._apart.parameters += step.found_sparse
             apart = self._trained(apart=True)
@@ -376,7 +376,7 @@ class Reducer:
         return current_or_none() or self._context
 
     def _trained(self, *, apart: bool = False) -> list[torch.Tensor]:
-        """Return what is trained; without `apart` only what is reduced together."""
+        """Return the trained parameters; without `apart` only the parameters reduced together."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         # An integration may leave groups to their rank.

@@ -113,7 +113,7 @@ class ReductionStep(GradientStep):
                     self._launch_complete()
 
     def _passes_to_come(self, key: int, gradient: torch.Tensor, left: int) -> int:
-        """Return how many passes there are, this one included, until a gradient is complete.
+        """Return the number of passes, this pass included, until a gradient is complete.
 
         All of them, if it is not that of the pass before with this one added to it: then earlier
         passes were dropped by ``model.zero_grad()``. In a GAN, the generator's loss leaves such
@@ -140,7 +140,7 @@ class ReductionStep(GradientStep):
         )
 
     def _sample(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Sample a gradient, if it can stay out of all buffers at little cost; return it."""
+        """Sample a gradient that can cheaply stay out of all buffers; return the gradient."""
         if self.layout is None:
             suits = gradient.is_cpu
         else:
@@ -175,7 +175,7 @@ class ReductionStep(GradientStep):
             announce(self.communicator, {"kind": "step", "number": number, "phase": phase})
 
     def launch_all(self) -> bool:
-        """Launch all groups with what there is, where that waits for no other rank.
+        """Launch all groups with the present gradients, unless this would wait for another rank.
 
         Return whether it did.
         """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SeparateReduction:
-    """Gradients of an optimizer that are reduced apart from all others."""
+    """Gradients of an optimizer that are reduced apart from the layout's."""
 
     def __init__(self, options: ReduceOptions) -> None:
         # With sparse gradients, as far as all ranks know of them.
@@ -31,7 +31,7 @@ class SeparateReduction:
     def reduce(
         self, group: Group, trained: Sequence[torch.Tensor], names: Mapping[int, str]
     ) -> None:
-        """Reduce the gradients of those of the `trained` parameters that are to go apart.
+        """Reduce the gradients of the `trained` parameters outside the layout.
 
         A missing gradient counts as zeros, and becomes the sum.
         """

@@ -17,7 +17,7 @@ _JOINED = -1000.0  # less than all other ranks can make up for
 
 
 def change_of(context: Context, *, joined: bool = False) -> float:
-    """Return the number that a rank, which may have joined, adds to the gradients of a step.
+    """Return the number that a rank, joined or not, adds to the gradients of a step.
 
     It is summed or averaged over the ranks, and passed to :func:`agree`. Other carriers of it:
     :mod:`nbelastic.keras.backends.reduction`, :mod:`nbelastic.keras.fit`, and ``one_of_all`` where
@@ -70,7 +70,7 @@ class GradientStep:
 
     @property
     def concerns_peers(self) -> bool:
-        """Whether other ranks may be waiting for what this one has begun."""
+        """Whether other ranks may be waiting for this rank's part of the step."""
         raise NotImplementedError
 
     def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -82,10 +82,10 @@ class GradientStep:
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Exchange what ranks must agree on before the sums, if that is still to do."""
+        """Agree with the other ranks before the sums, unless already done."""
 
     def launch_all(self) -> bool:
-        """Begin all sums with what there is, if that waits for no rank; return whether it did."""
+        """Begin all sums with the present gradients and return True, unless a rank would wait."""
         return False
 
     def finish(self) -> None:

@@ -37,7 +37,7 @@ def _joined_in(first: int, second: int, leaves: int) -> Node:
 
 
 class MicroBatchSum:
-    """Sum of one tensor over the micro-batches of a rank, which come in their order.
+    """Sum of a tensor over the micro-batches of a rank, which arrive in order.
 
     Two values are added where the tree has a node for them, once both are complete: a binary
     counter, which holds ``log2`` of the block's length and one tensors at most. A micro-batch
@@ -68,7 +68,7 @@ class MicroBatchSum:
             self._stack[:] = [(leaf, as_dense(value)) for leaf, value in self._stack]
 
     def add(self, leaf: int, value: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
-        """Add the value of a leaf, or a part of it, and return the tensor that it is part of now.
+        """Add the value of a leaf, or a part of the value; return the tensor now holding the sum.
 
         Tensors belong to the sum from then on; earlier ones are changed in place. Sparse ones are
         coalesced. Where dense and sparse ones meet, all are dense.
@@ -220,7 +220,7 @@ def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _on_wire(value: torch.Tensor | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a contiguous tensor on a device: `value` itself, where it is one."""
+    """Return a contiguous tensor on a device: `value` itself where possible, else a copy."""
     if value is None:
         return torch.full(like.shape, IDENTITY, dtype=like.dtype, device=device)
     if value.device == device and value.is_contiguous():
@@ -250,7 +250,7 @@ def add_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def as_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor with the rows of a coalesced one, the others absent."""
+    """Return a dense tensor with the rows of a coalesced tensor; all other rows are absent."""
     dense = torch.full(tensor.shape, IDENTITY, dtype=tensor.dtype, device=tensor.device)
     return dense.index_copy_(0, _rows(tensor), tensor._values())
 
@@ -286,7 +286,7 @@ def _gathered(communicator: Communicator, numbers: torch.Tensor) -> list[torch.T
 
 
 def _packed(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor of `rows` of a coalesced one, those that it has not absent."""
+    """Return a dense tensor of the `rows` of a coalesced tensor, its missing rows absent."""
     values = tensor._values()
     found = values.new_full((len(rows), *values.shape[1:]), IDENTITY)
     return found.index_copy_(0, torch.searchsorted(rows.to(values.device), _rows(tensor)), values)

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Call `function` so that autograd records it."""
+    """Call `function`, recorded by autograd."""
     return function.apply(*arguments)  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 class _Recorded(torch.autograd.Function):
-    """A collective, with the one that turns gradients of its outputs into those of its tensors."""
+    """A collective, with the collective that computes its tensors' gradients from its outputs'."""
 
     @staticmethod
     def forward(
@@ -91,7 +91,7 @@ def allgather(group: Group, tensors: Tensors, name: str | None) -> list[torch.Te
 
 
 def broadcast(group: Group, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
-    """Copy a tensor of one rank; the gradient is the average for that rank, zero for others."""
+    """Copy a tensor of the root; the gradient is the average on the root, zero on other ranks."""
     position = operations.check_root(root, group.ranks)
     is_root = group.rank == position
 

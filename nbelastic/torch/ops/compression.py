@@ -11,14 +11,14 @@ class AnyCompressor(Protocol):
     """What can be given as ``compression=``: a class or an object with these two methods."""
 
     def compress(self, tensor: torch.Tensor, /) -> tuple[torch.Tensor, Any]:
-        """Return what travels instead of `tensor`, and what :meth:`decompress` needs."""
+        """Return a tensor to send instead of `tensor`, and the context for :meth:`decompress`."""
 
     def decompress(self, tensor: torch.Tensor, ctx: Any, /) -> torch.Tensor:
-        """Return a tensor like the one that was compressed."""
+        """Return a tensor like the original, before compression."""
 
 
 class Compressor:
-    """Compression that only changes the type of numbers. It is used as a class."""
+    """Compression by a change of the numbers' type only. Used as a class."""
 
     @staticmethod
     def wire_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -27,7 +27,7 @@ class Compressor:
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return `tensor` as it goes on the wire, and what :meth:`decompress` needs."""
+        """Return `tensor` in its type on the wire, and the context for :meth:`decompress`."""
         return tensor.to(cls.wire_dtype(tensor.dtype)), tensor.dtype
 
     @classmethod

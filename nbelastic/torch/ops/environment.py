@@ -132,7 +132,7 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of NCCL that a job here would use, or 0 if it would use none."""
+    """Return the version of NCCL for a job here, or 0 for none."""
     return nccl_version()
 
 

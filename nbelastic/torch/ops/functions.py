@@ -137,7 +137,7 @@ def _broadcast_async(
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
 ) -> torch.Tensor:
-    """Make `tensor` that of rank `root_rank`, in place; it is left as it is if that fails."""
+    """Copy `tensor` of rank `root_rank` to all ranks, in place; a failure leaves it unchanged."""
     return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 

@@ -151,7 +151,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: object = None,
 ) -> torch.Tensor:
-    """Reduce `tensor` over all ranks in place; it is left as it is if that fails."""
+    """Reduce `tensor` over all ranks in place; a failure leaves it unchanged."""
     return allreduce_async_(
         tensor, average, name, op, prescale_factor, postscale_factor, process_set
     ).wait()
@@ -318,7 +318,7 @@ def sparse_allreduce_async(
 
 
 class UnsupportedOp(ValueError, NotImplementedError):
-    """A reduction that an operation does not have. Horovod's is a RuntimeError, as this one is."""
+    """A reduction that an operation does not have; a RuntimeError, as in Horovod."""
 
 
 def _op_of_rows(op: Op | None, tensors: Sequence[torch.Tensor]) -> Op:

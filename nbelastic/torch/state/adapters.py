@@ -171,7 +171,7 @@ def keeps_more(module: torch.nn.Module) -> bool:
 
 
 def _custom(flattener: Flattener, obj: torch.nn.Module) -> list[tuple[str, Node]]:
-    """Capture the state dicts of the outermost modules in a model that override it."""
+    """Capture the state dicts of a model's outermost modules with a custom ``state_dict``."""
     found: list[tuple[str, Node]] = []
     for path, module in obj.named_modules():
         inside = any(path.startswith(f"{outer}." if outer else "") for outer, _ in found)
@@ -365,7 +365,7 @@ def _plain_in(form: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
 
 
 def objects_in(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the objects with an adapter in `values`, also those within others.
+    """Return the objects with an adapter in `values`, nested objects included.
 
     Each has an expression in terms of the names in `values`. An object without an adapter must not
     hold a model or an optimizer that is not in `values`.
@@ -423,7 +423,7 @@ def _refuse(value: object, name: str, held: object) -> None:
 
 
 def _inside(value: object) -> Iterable[tuple[object, object]]:
-    """Return keys and values in a container, and in an object that may wrap others."""
+    """Return keys and values in a container, an optimizer, or a wrapper of optimizers."""
     if is_container(value):
         if is_flat(value):
             return ()

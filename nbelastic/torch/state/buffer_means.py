@@ -130,7 +130,7 @@ class BufferMeans:
         _copy(self._counts, largest)
 
     def _apply_functions(self, communicator: Communicator) -> None:
-        """Set buffers to what their functions return, which is the same on all ranks."""
+        """Set buffers to the results of their functions, equal on all ranks."""
         columns = self._values.gather(communicator)
         for name, buffer, values in zip(self._given_names, self._given, columns, strict=True):
             start = self._starts[buffer]
@@ -247,7 +247,7 @@ class _ValuesOfStep:
 
 
 def _has_idle_ranks(share: StepShare, size: int) -> bool:
-    """Return whether a rank has no micro-batch in this step, so that it has counted nothing."""
+    """Return whether a rank has no micro-batch in this step, and so has counted nothing."""
     blocks = map(share.blocks_of(size).block, range(size))
     return any(not any(share.row_weights[number] for number in block) for block in blocks)
 

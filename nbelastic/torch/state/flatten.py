@@ -86,7 +86,7 @@ def mapping(nodes: Mapping[Any, Node]) -> ContainerNode:
 
 
 def nested(value: object) -> list[Any]:
-    """Return a value and, if it is a container, all values in it, each once."""
+    """Return a value and all values nested in its containers, each once."""
     if type(value) not in _CONTAINERS:
         return [value]
     found = {id(value): value}
@@ -394,7 +394,7 @@ class Adapter:
         """Give `obj` its captured content."""
 
     def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        """Return what must be equal on all ranks, of the object that is called `label`."""
+        """Return the structure of the object called `label`, which must be equal on all ranks."""
         del label, content, names
         return {}
 

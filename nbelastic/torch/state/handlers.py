@@ -43,7 +43,7 @@ class StateHandler:
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Make the value that of rank 0, which stands for the rank with the newest state."""
+        """Set the value to rank 0's, which stands for the rank with the newest state."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:

@@ -151,7 +151,7 @@ class LazyCommit:
         return self.tensors if self.uncopied else frozenset()
 
     def restored(self) -> None:
-        """Record that the state is that of the last commit."""
+        """Record that the state equals the last commit."""
         self._values = None
         self.stepped = False
         self._marks = _marks_of(self._tensors)
@@ -159,7 +159,7 @@ class LazyCommit:
     # -- what happens between commits ------------------------------------------------------------
 
     def _count(self, unchanged: bool) -> None:
-        """Count a regular commit; one without a step before it does not count, unless disturbed."""
+        """Count a regular commit in a row, if a step came before; a disturbance ends the row."""
         operations = self._context is not None and self._context.exchanges != self._exchanges
         if not self._regular or not unchanged or (self.stepped and operations):
             self._broken = self._broken or self.trusted

@@ -73,7 +73,7 @@ class OptimizerContent(NamedTuple):
 
 
 class OptimizerAdapter(Adapter):
-    """Optimizers, those that wrap others, and those of users."""
+    """Optimizers: torch's, users' own, and wrappers of optimizers."""
 
     def capture(self, flattener: Flattener, obj: _Optimizer) -> OptimizerContent:
         groups = [
@@ -195,7 +195,7 @@ def is_torchs(obj: _Optimizer) -> bool:
 
 
 def hooks_see_steps(obj: _Optimizer) -> bool:
-    """Return whether hooks on an optimizer's ``step()`` see all changes that it makes to tensors.
+    """Return whether hooks on an optimizer's ``step()`` see all its changes of tensors.
 
     They do not where its base is not initialised, or where it has methods of its own: an ``eval()``
     may swap averages in, often through ``tensor.data``.
@@ -234,7 +234,7 @@ _OF_STATE_DICTS = (
 
 
 def within(obj: object) -> list[_Optimizer]:
-    """Return the optimizers in the attributes of an object, itself first if it is one."""
+    """Return the optimizers in the attributes of an object, first the object if an optimizer."""
     found: dict[int, _Optimizer] = {}
     queue = [obj]
     for each in queue:
@@ -304,7 +304,7 @@ def _load(obj: Any, state_dict: Any) -> None:
 
 @contextlib.contextmanager
 def same_lists(obj: object) -> Iterator[None]:
-    """Put back lists and dicts that ``load_state_dict`` replaces: others may refer to them.
+    """Put back lists and dicts that ``load_state_dict`` replaces, for other objects' references.
 
     These are the groups and states of an optimizer, and of those within an object.
     """

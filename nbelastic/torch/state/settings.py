@@ -1,4 +1,4 @@
-"""Settings of modules and optimizers, such as modes; and values that move.
+"""Settings of modules and optimizers, such as modes; and moving values.
 
 No ``state_dict`` has settings, and training may change them (``bn.eval()``, ``dropout.p = 0``). A
 commit keeps all settings of an object. To another rank, or to a checkpoint, those are sent that
@@ -49,12 +49,12 @@ def attributes_of_optimizers() -> frozenset[str]:
 
 
 def uncompiled(path: str) -> str:
-    """Return a module's path without the modules that ``torch.compile`` has put around others."""
+    """Return a module's path without the wrappers of ``torch.compile``."""
     return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
 class SentSettings:
-    """Settings that have changed since an object was built, on the rank that sends them.
+    """Settings of an object, changed since it was built, on the sending rank.
 
     The classes of modules, and functions among their attributes, are `described` by kind and path.
     """
@@ -118,7 +118,7 @@ class Settings:
         return Settings(self._obj)
 
     def restore(self, obj: _Object) -> None:
-        """Set the settings of the same object again, and remove those that are new."""
+        """Set the settings of the same object again, and remove new settings."""
         base = _base_of(obj)
         for live, present, values in zip(self._dicts, self._present, self._values(), strict=True):
             _set(live, values)
@@ -190,7 +190,7 @@ def _settings_in(part: _Object) -> list[str]:
 
 
 def _reader_of(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Return a function that reads attributes; for several names it is in C."""
+    """Return a function that reads attributes, in C for several names."""
     if len(names) > 1:
         return operator.itemgetter(*names)
     return lambda live: tuple(live[name] for name in names)

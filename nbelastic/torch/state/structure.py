@@ -44,7 +44,7 @@ _LISTED = 5  # most differences that an error lists
 
 
 class TensorNames(NamedTuple):
-    """Descriptions of tensors by reference, and names of those that models have."""
+    """Descriptions of tensors by reference, and names of the tensors of models."""
 
     words: Sequence[str]
     known: dict[int, str]
@@ -97,7 +97,7 @@ def _fits(kind: str, mine: Description | None, theirs: Description | None) -> bo
 
 
 def _can_follow(kind: str, mine: Description | None, theirs: Description | None) -> bool:
-    """Return whether a rank that is as the sender was built can become as it is now."""
+    """Return whether this rank's freshly built state can load the sender's."""
     if kind in _IF_CHANGED:
         return False
     if kind in _ON_BOTH:
@@ -106,7 +106,7 @@ def _can_follow(kind: str, mine: Description | None, theirs: Description | None)
 
 
 def _own(description: Description | None) -> list[str]:
-    """Return the parameters of a group that only their place in it tells apart."""
+    """Return the parameters of a group that only their position identifies."""
     if not isinstance(description, tuple):
         return []
     return [each for each in description if each.startswith(OWN)]

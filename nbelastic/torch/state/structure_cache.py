@@ -35,7 +35,7 @@ _holds = operator.methodcaller("holds")
 
 
 class StructureCache:
-    """Content of objects that was captured, and the structures that it holds for.
+    """Captured content of objects, and the matching structures.
 
     As long as it holds, commits share one cache.
     """

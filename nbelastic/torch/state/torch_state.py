@@ -439,7 +439,7 @@ class TorchState(ObjectState):
         *,
         trusted: bool = False,
     ) -> StatePayload:
-        """Return a commit with the values of its tensors, and what changed since it was built."""
+        """Return a commit with its tensors' values, and the changes since the state was built."""
         present = _captured(commit)
         before = changes(self._built, present.structure())
         try:

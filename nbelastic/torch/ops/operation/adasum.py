@@ -57,7 +57,7 @@ def adasum_async(
 
 
 class GatheredReduction:
-    """Operation that gathers the vectors of all ranks, which each rank reduces by itself."""
+    """Operation that gathers the vectors of all ranks, for each rank to reduce by itself."""
 
     def __init__(
         self,

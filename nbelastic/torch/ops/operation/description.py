@@ -51,5 +51,5 @@ def reduction(verb: str, how: str, prescale: float, postscale: float) -> str:
 
 
 def called(verb: str, name: str | None) -> str:
-    """Return an operation with its name, if it has one."""
+    """Return an operation with its name, if any."""
     return verb if name is None else f"{verb} {name!r}"

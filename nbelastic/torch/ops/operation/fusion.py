@@ -1,4 +1,4 @@
-"""Fusion of many tensors in few buffers, so that few operations move them.
+"""Fusion of many tensors in few buffers, for few operations.
 
 A communicator is lent the buffers (see :mod:`nbelastic.collectives.communicator`). Those of
 :func:`pack` are private. The caller's tensors are read when such a buffer is filled and written
@@ -19,7 +19,7 @@ LIMIT_BYTES = 64 << 20
 
 
 class Chunk:
-    """Tensors of one type, one after the other in a buffer.
+    """Tensors of the same type, consecutive in a buffer.
 
     A chunk has the tensors' indices in a list, so that one list can be sent and another one, of the
     same shapes, receives.

@@ -1,4 +1,4 @@
-"""Reduction of a buffer of any type: by the communicator, or of what it gathers."""
+"""Reduction of a buffer of any type, by the communicator or after an allgather."""
 
 from __future__ import annotations
 

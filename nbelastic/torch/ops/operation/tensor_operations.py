@@ -129,7 +129,7 @@ class TensorOperation(Generic[T]):
 
 
 class Barrier(TensorOperation[None]):
-    """A comparison, which ranks wait for; one that can be foreseen moves data, too."""
+    """A comparison, which ranks wait for; a foreseeable barrier moves data, too."""
 
     verb = "barrier"
     pattern = "barrier"
@@ -193,7 +193,7 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
 
     @classmethod
     def of_zeros(cls, spec: dict[str, Any]) -> Allreduce:
-        """Return the operation that a rank that has joined runs, to match the spec."""
+        """Return the operation of zeros that a joined rank runs, to match the spec."""
         zeros = [
             torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in spec["tensors"]
         ]
@@ -221,7 +221,7 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
 
 
 class Reduce(Allreduce):
-    """Reduction in place on one rank; the others keep their tensor."""
+    """Reduction in place on the root; other ranks keep their tensor."""
 
     def __init__(
         self, tensor: torch.Tensor, root: int, op: AnyOp, prescale: float, head: str
@@ -565,7 +565,7 @@ def check_dense(*tensors: torch.Tensor) -> None:
 
 
 def check_root(root: int, ranks: Sequence[int]) -> int:
-    """Return the position of a root among `ranks`; refuse one that is not among them.
+    """Return the position of a root among `ranks`; refuse a root outside of `ranks`.
 
     While a state synchronises, 0 is the rank with the newest state, which Horovod's is always.
     """
