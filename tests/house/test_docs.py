@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from dask.utils import parse_timedelta
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")]
@@ -59,3 +60,12 @@ def test_tests_that_show_a_promise_exist():
     named = set(re.findall(r"`(test_\w+)`", text))
     assert len(named) > 10
     assert not named - defined
+
+
+def test_lifetimes_are_such_as_dask_reads():
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
+    texts = [page.read_text(encoding="utf-8").replace("\\", "") for page in pages]
+    found = [each for text in texts for each in re.findall(r'"--lifetime[a-z-]*", "(.*?)"', text)]
+    assert len(found) >= 4
+    for each in found:
+        assert parse_timedelta(each) > 0
