@@ -51,7 +51,7 @@ def _brought() -> tuple[EntryPoint, ...]:
 
 
 def backend_names() -> tuple[str, ...]:
-    """Return all backends of this environment, those of other packages among them."""
+    """Return all backends of this environment, with the backends of other packages."""
     return (*BACKENDS, *sorted({each.name for each in _brought()}))
 
 
@@ -89,7 +89,7 @@ def missing_native_part() -> str:
 
 
 def nccl_version() -> int:
-    """Return the version of NCCL that a job here would use, such as 22105; 0 where it would not.
+    """Return the version of NCCL for a job here, like 22105; 0 without NCCL.
 
     It would with a torch that is linked with NCCL, and a GPU.
     """

@@ -62,7 +62,7 @@ class AbortSignal:
             callback(reason, orderly)
 
     def on_abort(self, callback: Callable[[str, bool], object]) -> None:
-        """Call ``callback(reason, orderly)`` on an abort; at once if there has been one.
+        """Call ``callback(reason, orderly)`` on an abort; at once after an abort.
 
         The aborting thread calls it, possibly twice. It must not block.
         """

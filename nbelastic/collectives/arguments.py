@@ -114,7 +114,7 @@ def check_peer(rank: int, own: int, size: int, name: str) -> None:
 
 
 def check_per_rank(tensors: Sequence[torch.Tensor], size: int, name: str) -> None:
-    """Refuse a sequence that is not one contiguous tensor per rank, of one type."""
+    """Refuse a sequence other than a contiguous tensor per rank, all of a type."""
     if len(tensors) != size:
         raise ValueError(f"{name} must hold one tensor per rank, {size}; it holds {len(tensors)}")
     check_contiguous(*tensors)

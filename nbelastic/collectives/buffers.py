@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
-    """Return `tensor` itself if it lies in host memory, else a staging buffer for it.
+    """Return `tensor` itself if in host memory, else a staging buffer for it.
 
     To `load` its values waits for an accelerator's kernels that compute them.
     """

@@ -51,7 +51,7 @@ connectors: list[Callable[[Rendezvous], Communicator]] = []
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Everything that a rank needs to connect to the others of its generation.
+    """Everything that a rank needs to connect to the ranks of its generation.
 
     Attributes
     ----------
@@ -87,7 +87,7 @@ class Rendezvous:
 def _blocking(
     begin: Callable[Concatenate[Communicator, P], Handle],
 ) -> Callable[Concatenate[Communicator, P], None]:
-    """Return the operation that `begin` begins, as a method that waits for it."""
+    """Return the operation of `begin` as a method that waits for its end."""
     name = begin.__name__
 
     def operation(self: Communicator, /, *arguments: P.args, **options: P.kwargs) -> None:
@@ -192,7 +192,7 @@ class Communicator(TensorTransport):
         return check_consistency(self, text, number)
 
     def allgather_bytes(self, record: bytes) -> list[bytes]:
-        """Return the `record` of every rank, all of one length, and wait for it."""
+        """Return the `record` of every rank, all of a length, and wait for it."""
         import torch
 
         mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
@@ -214,7 +214,7 @@ class Communicator(TensorTransport):
         return self._allreduce([tensor], op)
 
     def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
-        """Reduce `tensors`, at least one and all of one type, over all ranks, in place."""
+        """Reduce `tensors`, one or more of the same type, over all ranks, in place."""
         check_together(tensors, op)
         if self.capabilities.coalesces:
             return self._allreduce(tensors, op)
@@ -266,7 +266,7 @@ class Communicator(TensorTransport):
         return delivered(self.begin_allreduce_tree(ours, blocks, near), found, near)
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
-        """Copy the `tensor` of rank `root` into that of all others."""
+        """Copy the `tensor` of rank `root` to all other ranks."""
         check_contiguous(tensor)
         check_rank(root, self.size, "root")
         if tensor.numel() == 0:
@@ -312,7 +312,7 @@ class Communicator(TensorTransport):
         return self.send_parts_async([tensor.view(-1)], to)
 
     def send_parts_async(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
-        """Send `parts`, vectors of one type, to be received as one tensor."""
+        """Send `parts`, vectors of the same type, to be received as one tensor."""
         check_peer(to, self.rank, self.size, "to")
         if not any(part.numel() for part in parts):
             return self.begin_nothing()
@@ -328,7 +328,7 @@ class Communicator(TensorTransport):
         return delivered(self.begin_receive(buffer, source), [tensor], [buffer])
 
     def _near(self, tensors: Sequence[torch.Tensor], *, load: bool = True) -> list[torch.Tensor]:
-        """Return tensors, or staging buffers for those that the transport does not work on."""
+        """Return tensors, or staging buffers where the transport cannot work on a tensor."""
         devices = self.capabilities.devices
         return [
             tensor.detach()
@@ -385,7 +385,7 @@ class Communicator(TensorTransport):
             signal.on_abort(callback)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
-        """Return a connected communicator of some of the ranks, which all of them call this for.
+        """Return a connected communicator of some of the ranks; all its ranks call this.
 
         It has an order of operations of its own, and ends with this communicator; if it fails, so
         does this one. :meth:`close` of it alone leaves this one as it is.
@@ -401,7 +401,7 @@ class Communicator(TensorTransport):
         raise NotImplementedError(f"a communicator of kind {self.name!r} has no subgroups")
 
     def close_subgroup(self, name: str) -> None:
-        """Close a communicator that :meth:`subgroup` has made, if there is one."""
+        """Close a communicator of :meth:`subgroup`, if there is one."""
 
     def matching_client(self) -> MatchingClient | None:
         """Return a new client of the generation's matching of operations; None for a rank alone.

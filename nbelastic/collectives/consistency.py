@@ -181,7 +181,7 @@ def _by_side(sides: Sequence[str], numbers: Sequence[int] | None) -> dict[str, l
 
 
 def listed(ranks: Mapping[str, Sequence[int]]) -> str:
-    """Return the ranks on each side in words, by what that side says."""
+    """Return the ranks on each side in words, by the side's text."""
     parts = [f"{_named(numbers)}: {side}" for side, numbers in list(ranks.items())[:_MAX_SIDES]]
     if len(ranks) > _MAX_SIDES:
         parts.append(f"and {len(ranks) - _MAX_SIDES} more")

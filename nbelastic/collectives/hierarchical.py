@@ -146,7 +146,7 @@ class HierarchicalCommunicator(GlooCommunicator):
 def _cross_communicator(
     rendezvous: Rendezvous, topology: Topology, abort_signal: AbortSignal
 ) -> GlooCommunicator | None:
-    """Return a communicator of the ranks that hold this rank's slice, if it holds one."""
+    """Return a communicator of the ranks with this rank's slice, if it has any."""
     peers = topology.cross_ranks(rendezvous.rank)
     if not peers:
         return None

@@ -57,7 +57,7 @@ _logged: set[str] = set()
 
 
 class NegotiatingCommunicator(AsyncCommunicator):
-    """Negotiates a communicator, and stands in for it until it is connected.
+    """Negotiates a communicator, and stands in for the communicator until it is connected.
 
     Afterwards aborting, closing and querying this one does the same to the chosen one. `host` is
     the host that the rank claims to be on, if not its own. As a part of the negotiation `whole` it
@@ -179,7 +179,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
     # -- GPUs ------------------------------------------------------------------------------------
 
     def _own_gpu(self) -> tuple[str, str, str, str]:
-        """Return what the capabilities of this rank say of its GPU, if the job asks for that."""
+        """Return the GPU's part of this rank's capabilities, if the job asks for GPUs."""
         self._device = device = self._own_device() if self._uses_gpus else None
         if device is None:
             return "", "", "", ""
@@ -215,7 +215,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
     def _with_devices(
         self, host: Host, topology: Topology, capabilities: Sequence[RankCapabilities]
     ) -> Communicator:
-        """Return a communicator that reduces on GPUs, if all ranks can, else that of the host."""
+        """Return a communicator that reduces on GPUs, if all ranks can, else the host's."""
         if self._rendezvous.backend == "nccl":
             communicator, reason = self._over_nccl(host, capabilities)
         else:
@@ -326,7 +326,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
         return chosen, ""
 
     def _form(self, group: NcclGroup) -> str:
-        """Form NCCL's communicator with all other ranks; return what has failed on any of them."""
+        """Form NCCL's communicator with all other ranks; return a failure of any rank."""
         from nbelastic.collectives.gpu.device import DeviceError
 
         assert self._library is not None
@@ -393,7 +393,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
 
 
 def _padded_exchange(host: Host, said: bytes) -> list[bytes]:
-    """Return what all ranks say, over connections that tell of a rank that dies."""
+    """Return the texts of all ranks, over connections that tell of a rank's death."""
     return [each.rstrip(b"\0") for each in host.allgather_bytes(said.ljust(_MOST_SAID, b"\0"))]
 
 

@@ -159,7 +159,7 @@ class AsyncCommunicator(Communicator):
 
 
 def connect_part(whole: Communicator, made: Communicator) -> Communicator:
-    """Connect a communicator of some of the ranks of `whole`; what ends or fails one ends both.
+    """Connect a communicator of a part of `whole`; an end or a failure of either ends both.
 
     Closed in an orderly way, it leaves `whole` as it is.
     """
@@ -229,11 +229,11 @@ class BlockingTask(Protocol):
     """Work for an :class:`OrderedExecutor`."""
 
     def wait(self, timeout: timedelta, /) -> object:
-        """Perform it, or wait for its end; raise ``RuntimeError`` if it fails."""
+        """Perform the task, or wait for its end; raise ``RuntimeError`` on a failure."""
 
 
 class AbortableTask:
-    """Work of a communicator in an executor. What fails in it breaks the communicator.
+    """Work of a communicator in an executor. A failure there breaks the communicator.
 
     `kind_of` leads from an error of the work to the type of the one to raise.
     """
@@ -249,7 +249,7 @@ class AbortableTask:
         self._kind_of = kind_of
 
     def wait(self, _timeout: object) -> None:
-        """Perform it, unless there has been an abort."""
+        """Perform the task, unless there has been an abort."""
         try:
             self._abort_signal.check()
             self._perform()
@@ -296,7 +296,7 @@ class QueuedOperation:
 
 
 class OrderedExecutor:
-    """A thread that performs blocking tasks one after the other.
+    """A thread for blocking tasks, performed in turn.
 
     For sends and receives Gloo has neither callbacks nor a query for completion, so a thread has to
     block in them. Messages of one direction between two ranks complete in order, hence one executor

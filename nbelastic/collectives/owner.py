@@ -1,4 +1,4 @@
-"""Owner of a group: a thread that makes it, and takes it down after an abort.
+"""Owner of a group: a thread to make the group, and to take it down after an abort.
 
 Gloo and NCCL block in calls where a rank must not: in making a group, and in ending it. So each
 group has an owner thread:
@@ -27,7 +27,7 @@ EXIT_LIMIT_S = 2.0
 
 
 class GroupOwner(abc.ABC):
-    """Owner of one group, which ends with the abort signal at the latest."""
+    """Owner of a group, ended by the abort signal at the latest."""
 
     def __init__(self, name: str, abort_signal: AbortSignal) -> None:
         self._name = name

@@ -140,7 +140,7 @@ class Blocks:
         return tuple(itertools.accumulate(self.quotas, initial=0))
 
     def merged(self, groups: tuple[tuple[int, ...], ...]) -> Blocks:
-        """Return the leaves of groups of consecutive ranks, such as those of one host."""
+        """Return the leaves of groups of consecutive ranks, like a host's."""
         return _merged(self, groups)
 
     def block(self, rank: int) -> range:

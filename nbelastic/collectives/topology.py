@@ -1,4 +1,4 @@
-"""RankCapabilities of the ranks, and the topology that follows from them.
+"""RankCapabilities of the ranks, and the resulting topology.
 
 Each rank announces its capabilities. All ranks see those of all, and derive the same topology:
 which ranks claim to be on one host, and whether they can share memory. That they are on one host is
@@ -47,7 +47,7 @@ def host_identity() -> str:
 
 
 def sharing_host() -> str:
-    """Return the host that this rank claims to be on: only one user's processes share memory."""
+    """Return this rank's claimed host: only a single user's processes share memory."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     return f"{host_identity()}/{user}"
 

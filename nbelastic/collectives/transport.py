@@ -115,7 +115,7 @@ class TensorTransport(abc.ABC):
 
     @abc.abstractmethod
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
-        """Fill a tensor with that of rank `root`; it has elements."""
+        """Fill a tensor, not empty, from rank `root`'s."""
 
     @abc.abstractmethod
     def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
@@ -125,7 +125,7 @@ class TensorTransport(abc.ABC):
     def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
-        """Send each input to a rank, and fill each output by one. Any of them may be empty."""
+        """Send each input to a rank, and fill each output by a rank. Any tensor may be empty."""
 
     @abc.abstractmethod
     def begin_barrier(self) -> Handle:
@@ -133,7 +133,7 @@ class TensorTransport(abc.ABC):
 
     @abc.abstractmethod
     def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
-        """Send vectors of one type to another rank, as one message with elements."""
+        """Send vectors of a type to another rank, as a message that is not empty."""
 
     @abc.abstractmethod
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
@@ -142,7 +142,7 @@ class TensorTransport(abc.ABC):
     def begin_reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
     ) -> Handle:
-        """Fill `output` with what all ranks' inputs for this one reduce to; some have elements.
+        """Fill `output` with the reduction of all ranks' inputs for this rank; some have elements.
 
         By default an allreduce, of which each rank takes its part.
         """

@@ -87,7 +87,7 @@ def _sum_parts(
 
 
 class FlatTensors:
-    """Tensors of one type as one `vector` in host memory: their own memory if there is one tensor.
+    """Tensors of a type as a `vector` in host memory: a single tensor's own memory.
 
     To `load` is to have their values there from the beginning.
     """
@@ -137,7 +137,7 @@ def sum_shares(
     blocks: Blocks,
     exchange: Exchange,
 ) -> Handle:
-    """Sum this rank's `vectors` and those of the others to `output`, which may be the first.
+    """Sum all ranks' `vectors` to `output`, perhaps this rank's first vector.
 
     `exchange` begins an all-to-all. Returns the handle on the last one.
     """

@@ -1,4 +1,4 @@
-"""Communicator of ranks on one host that read the memory of each other's GPUs.
+"""Communicator of ranks on a host, over the memory of each other's GPUs.
 
 Every rank has an exchange buffer, which all others have opened. A sum proceeds in rounds: each rank
 copies its values to its own buffer, meets the others, and adds what is in all buffers in the order
@@ -78,7 +78,7 @@ class Exchange:
         return self._memories[0].tensor.numel() // 2 // dtype.itemsize
 
     def close(self) -> None:
-        """Close those of peers, and give back the own one. No stream may be using them."""
+        """Close the peers' buffers, and give back the own buffer. No stream may be using any."""
         for memory in self._memories:
             memory.close()
         self._memories = []
@@ -127,7 +127,7 @@ def _probe_of(offer: bytes) -> bytes:
 
 
 def _mark_own(rank: int, device: Device, own: Memory, offers: Sequence[bytes]) -> str:
-    """Write to the own buffer what the others expect there; return what has failed."""
+    """Write the peers' data to the own buffer; return a failure."""
     try:
         with device.after(device.mark()):
             values = torch.frombuffer(bytearray(_probe_of(offers[rank])), dtype=torch.uint8)
@@ -146,7 +146,7 @@ def _open_others(
     memories: list[Memory],
     ranks: Sequence[int],
 ) -> str:
-    """Open the buffers of all others, and read what they have written; return what has failed."""
+    """Open the buffers of all peers, and read their data; return a failure."""
     try:
         for peer, offer in enumerate(offers):
             memories.append(own if peer == rank else device.open(offer, own.tensor.numel()))
@@ -177,7 +177,7 @@ Finish = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
 
 
 def put_total(places: torch.Tensor, sums: Sequence[torch.Tensor]) -> None:
-    """Put what the ranks of one host have combined."""
+    """Put the combined values of a host's ranks."""
     (total,) = sums
     places[0].copy_(total)
 
@@ -380,7 +380,7 @@ def slice_bounds(count: int, slices: int) -> list[int]:
 
 
 def as_reducible(tensors: Sequence[torch.Tensor], op: Op) -> tuple[list[torch.Tensor], Op]:
-    """Return vectors that can be reduced, and how: booleans as bytes, which must not overflow."""
+    """Return vectors to reduce and their operator: booleans as bytes, without overflow."""
     dtype = tensors[0].dtype
     if dtype is torch.bool:  # whether any is true, or all are
         dtype = torch.uint8
@@ -434,7 +434,7 @@ def _combine_to(
 
 
 def copy_out(buffer: torch.Tensor, low: int, high: int, parts: Sequence[RoundPart]) -> None:
-    """Copy a slice of a buffer to the pieces that lie there."""
+    """Copy a slice of a buffer to its pieces."""
     places, values = [], []
     for part, at in parts:
         first, last = max(low, at), min(high, at + part.numel())

@@ -148,7 +148,7 @@ class GlooOperation:
         return self._result()
 
     def _result(self) -> bool:
-        """Return whether an operation that has ended has succeeded; raise if it has failed."""
+        """Return whether an ended operation has succeeded; raise its failure."""
         with self._use_lock:
             if self._work is None:
                 return False

@@ -1,4 +1,4 @@
-"""Communicator over the package ``pygloo``, for environments that depend on it.
+"""Communicator over the package ``pygloo``, where an environment depends on it.
 
 pygloo holds the interpreter for the whole of a call. So an operation has ended when its ``*_async``
 returns, and meanwhile no other thread runs, neither for heartbeats nor for an abort. A rank that

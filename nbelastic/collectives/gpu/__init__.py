@@ -1,1 +1,1 @@
-"""Devices, and the communicator that reduces on them in front of the host's."""
+"""Devices, and the communicator that reduces there, in front of the host's."""

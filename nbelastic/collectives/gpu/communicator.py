@@ -87,7 +87,7 @@ class DeviceCommunicator(AsyncCommunicator):
         """Let go of the device, as a part of closing, after the abort."""
 
     def _leave_parts(self) -> None:
-        """Close communicators that only the executor uses, which is idle. Called twice."""
+        """Close communicators of the idle executor. Called twice."""
 
     def _reached(self, _end: Any) -> None:
         """Wait on the host, in the executor, for an operation that the stream has begun."""
@@ -176,7 +176,7 @@ class DeviceCommunicator(AsyncCommunicator):
         perform: Callable[[], object],
         deliver: Callable[[], None] | None = None,
     ) -> Handle:
-        """Perform it on the device's stream, between what the caller's has now and its next."""
+        """Perform the task on the device's stream, between the caller's present and next work."""
         self._abort_signal.check()
         mark = self._device.mark(tensors)
         ends: list[Any] = []
@@ -239,7 +239,7 @@ def _empty_on_host(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _OnHost:
-    """An operation of the host's communicator, as one of this one's."""
+    """An operation of the host's communicator, as this communicator's."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle

@@ -34,7 +34,7 @@ class Memory(Protocol):
     handle: bytes
 
     def close(self) -> None:
-        """Close what was opened; give back what was allocated. Idempotent."""
+        """Close opened memory; give back allocated memory. Idempotent."""
 
 
 class Device(Protocol):
@@ -52,19 +52,19 @@ class Device(Protocol):
 
     @property
     def stream(self) -> int:
-        """Address of its stream, for libraries that queue work there."""
+        """Address of the device's stream, for libraries that queue work."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor lies on a device of this kind."""
 
     def near(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of this kind of device if it lies on this one, else a copy here."""
+        """Return a tensor of this kind of device if on this device, else a copy here."""
 
     def using(self) -> AbstractContextManager[Any]:
         """Make the device and its stream the current ones of this thread, in a block."""
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return memory that others can open; raise :class:`DeviceError` if there is none."""
+        """Return memory that other processes can open; :class:`DeviceError` if there is none."""
 
     def open(self, handle: bytes, nbytes: int) -> Memory:
         """Return the memory of another process; raise :class:`DeviceError` if it cannot be read."""
@@ -79,7 +79,7 @@ class Device(Protocol):
         """Have operations in a block follow that work, on the own stream."""
 
     def end(self, mark: Any) -> Any:
-        """Mark the work that the own stream has now, which followed a mark."""
+        """Mark the own stream's present work, queued after a mark."""
 
     def reached(self, end: Any) -> bool:
         """Return whether that work is done. Never waits."""
@@ -95,7 +95,7 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """A GPU as one process sees it. It has one such object, with one stream."""
+    """A GPU in a process: the process has one such object, with a stream."""
 
     kind = "cuda"
 
@@ -119,7 +119,7 @@ class CudaDevice:
         return tensor.is_cuda
 
     def near(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor, or a copy of it if it lies on another GPU of this process."""
+        """Return a tensor, or its copy if it lies on another GPU of this process."""
         return tensor.to(self._device)
 
     def using(self) -> AbstractContextManager[Any]:
@@ -206,7 +206,7 @@ _devices: dict[int, CudaDevice] = {}
 
 
 def present_device() -> Device | None:
-    """Return the GPU that this process uses; None if it has not used one."""
+    """Return this process's GPU; None before any use."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     # A rank that computes on `cuda:1` may never have made that the current one.
@@ -272,7 +272,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 class _Array:
-    """Memory in the form in which torch takes it over without a copy."""
+    """Memory in the form that torch takes over without a copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -311,7 +311,7 @@ class _Lease:
         self._free = free
 
     def close(self) -> None:
-        """Give it back for the next one."""
+        """Give the mark back for a later use."""
         allocation, self._allocation = self._allocation, None
         if allocation is not None:
             self._free.append(allocation)

@@ -194,7 +194,7 @@ class NcclCommunicator(DeviceCommunicator):
 
 
 def _reducible(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:
-    """Return values that NCCL can reduce, and how: booleans as bytes, which must not overflow."""
+    """Return values for NCCL and their operator: booleans as bytes, without overflow."""
     flat = tensor.view(-1)
     if tensor.dtype is not torch.bool:
         return flat, op
@@ -207,7 +207,7 @@ def _listed(values: Sequence[torch.Tensor]) -> str:
 
 
 def _copy_back(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copy to those that lie elsewhere."""
+    """Copy to tensors that lie elsewhere."""
     for tensor, each in zip(tensors, values, strict=True):
         if each.data_ptr() != tensor.data_ptr():
             tensor.detach().view(-1).copy_(each.view(tensor.dtype))

@@ -1,4 +1,4 @@
-"""Owner of one communicator of NCCL: a thread that makes it and ends it.
+"""Owner of a communicator of NCCL: a thread to make and to end it.
 
 NCCL blocks where a rank must not: ending a communicator takes a second, making one may take for
 ever, and any call may hang with the network. So a thread owns each generation's communicator
@@ -55,7 +55,7 @@ _POLL_S = 0.0001
 
 
 class NcclGroup(GroupOwner):
-    """A communicator of NCCL, for one generation. The abort signal ends it."""
+    """A communicator of NCCL, for a generation. The abort signal ends it."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class NcclGroup(GroupOwner):
         self._leave()
 
     def give_up_with(self, problems: Sequence[str]) -> str:
-        """End it because of `problems`, one a rank or empty; return the cause.
+        """End the communicator because of the ranks' `problems`, if any; return the cause.
 
         A rank that has waited in vain is no cause, unless there is no other: then this process does
         not try it again.
@@ -113,7 +113,7 @@ class NcclGroup(GroupOwner):
     def begin(
         self, calls: Callable[[NcclLibrary, int, int], None], tensors: list[torch.Tensor]
     ) -> None:
-        """Begin operations as one, in the device's stream, and wait until they are queued there.
+        """Begin operations together, in the device's stream, and wait until all are queued.
 
         `calls` begins each, with ``(library, comm, stream)``. The tensors are kept until
         :meth:`wait_for` has succeeded, or the communicator has ended.
@@ -126,7 +126,7 @@ class NcclGroup(GroupOwner):
             self._until(lambda: not self._library.in_progress(self._comm), self._its.timeout_s)
 
     def wait_for(self, reached: Callable[[], bool]) -> None:
-        """Wait until what was begun has ended. Raises if it has failed, or for an abort."""
+        """Wait for the end of begun operations. Raises for a failure or an abort."""
 
         def ended() -> bool:
             self._library.in_progress(self._comm)  # a failure is reported here, and nowhere else
@@ -201,7 +201,7 @@ class NcclGroup(GroupOwner):
                 self._in_use.release()
 
     def _finalized(self) -> bool:
-        """End it so that all operations reach all ranks, if that takes no longer than the limit."""
+        """End the communicator after all operations have reached all ranks, within the limit."""
         deadline = time.monotonic() + FINALIZE_LIMIT_S
         with contextlib.suppress(DeviceError):
             self._library.finalize(self._comm)
@@ -215,7 +215,7 @@ class NcclGroup(GroupOwner):
 
     @property
     def overdue(self) -> str:
-        """Why it is past its limit; empty if it is not."""
+        """The reason for being past the limit; empty before."""
         if not self._moments or time.monotonic() - self._moments[0] <= ENDING_LIMIT_S:
             return ""
         return (

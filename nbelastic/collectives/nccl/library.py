@@ -179,7 +179,7 @@ class NcclLibrary:
     def reduce_scatter(
         self, comm: int, stream: int, output: torch.Tensor, values: torch.Tensor, op: Op
     ) -> None:
-        """Reduce values, of which each rank receives its part. All parts have one length."""
+        """Reduce values; each rank receives its part. All parts are equally long."""
         self._begin(
             comm,
             stream,

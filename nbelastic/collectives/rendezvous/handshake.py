@@ -272,7 +272,7 @@ class AuthenticatingListener:
         return requests
 
     def close(self, connection: ServerConnection) -> None:
-        """Close a connection, unless it is closed: several may end in one :meth:`poll`."""
+        """Close a connection, unless closed: several may end in a :meth:`poll`."""
         if connection in self._connections:
             self.release(connection).close()
 
@@ -347,7 +347,7 @@ class AuthenticatingListener:
 
 
 def _messages(connection: ServerConnection, data: bytes) -> list[bytes] | None:
-    """Return the messages of a connection that is kept; None ends it, as a second request does."""
+    """Return the messages of a kept connection; None ends it, as does a second request."""
     if not data or connection.channel is None:
         return None
     try:

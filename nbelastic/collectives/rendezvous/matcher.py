@@ -73,7 +73,7 @@ class Matcher:
         self._compared: dict[tuple[str, int], dict[int, Message]] = {}
 
     def connected(self, rank: int) -> list[Message]:
-        """Return what a rank that is connected from now on has missed."""
+        """Return the messages that a newly connected rank has missed."""
         self._connected.add(rank)
         missed = self._kept.pop(rank, [])
         return missed + [{"do": "gone", "rank": other} for other in self._gone]

@@ -64,7 +64,7 @@ class MatchingClient:
             raise CollectiveError(f"no answer from the matching of operations: {error}") from None
 
     def send(self, message: Message) -> None:
-        """Send a message; one that cannot be sent is lost with the generation."""
+        """Send a message; an unsent message is lost with the generation."""
         with self._lock:
             if self._channel is None or self._socket is None:
                 self._unsent.append(message)
@@ -94,7 +94,7 @@ class MatchingClient:
         return bool(self._received)
 
     def abort(self) -> None:
-        """End the connection, or have it end as soon as there is one.
+        """End the connection, at once or when it has been made.
 
         A rank that leaves before is connected first: the others learn only then that it has gone.
         """

@@ -119,7 +119,7 @@ class _Exchanges:
         self._waiting: dict[ServerConnection, tuple[_Exchange, int]] = {}
 
     def join(self, connection: ServerConnection, body: bytes) -> None:
-        """Take the value of a rank, and reply to all once it is the last one."""
+        """Take the value of a rank, and reply to all ranks after the last value."""
         if len(body) < BODY.size:
             self._connections.close(connection)
             return
@@ -177,7 +177,7 @@ class _Exchanges:
 
 
 class _Matchings:
-    """The matchings of operations, one for each generation that uses it."""
+    """The matchings of operations, for each generation with any."""
 
     def __init__(self, connections: AuthenticatingListener) -> None:
         self._connections = connections
@@ -186,7 +186,7 @@ class _Matchings:
         self._places: dict[ServerConnection, tuple[bytes, int]] = {}
 
     def takes(self, connection: ServerConnection, body: bytes | None) -> bool:
-        """Handle what concerns a matching; return whether it did."""
+        """Handle a message for a matching; return whether it was such."""
         place = self._places.get(connection)
         if place is not None:
             if body is None:

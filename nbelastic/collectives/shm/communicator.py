@@ -1,4 +1,4 @@
-"""Communicator over shared memory, for ranks that are all on one host.
+"""Communicator over shared memory, for ranks on a single host.
 
 The operations themselves are in :mod:`nbelastic.native`; this module maps tensors to addresses.
 
@@ -51,7 +51,7 @@ _AVERAGE = Op.AVERAGE
 
 
 class SharedMemoryCommunicator(AsyncCommunicator):
-    """A communicator of ranks that share a segment, `group`, which it owns."""
+    """A communicator of ranks on a shared segment, its own `group`."""
 
     name = "shm"
 
@@ -227,7 +227,7 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         return OperationHandle(self, operation)
 
     def _drop_lent(self) -> None:
-        """Drop memory that was lent to operations that have ended. They end in order."""
+        """Drop memory lent to ended operations, which end in order."""
         while self._lent and self._lent[0][0].done():
             if self._group.failure is not None:
                 return

@@ -60,7 +60,7 @@ class SharedSegment:
 
 
 class SegmentSocket:
-    """The socket at which a rank shares a segment with the others of its host, by its `name`."""
+    """The socket at which a rank shares a segment with the ranks of its host, by its `name`."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.name = f"nbelastic-{secrets.token_hex(16)}"
@@ -82,14 +82,14 @@ class SegmentSocket:
         self._listener.close()
 
     def abort(self) -> None:
-        """Fail what is under way or to come. Any thread may call it."""
+        """Fail calls under way and to come. Any thread may call this."""
         self._aborted = True
         for each in list(self._sockets):
             with contextlib.suppress(OSError):  # not connected, or closed by now
                 each.shutdown(socket.SHUT_RDWR)
 
     def create(self, size: int) -> SharedSegment:
-        """Create a segment for `size` ranks and hand it to the others."""
+        """Create a segment for `size` ranks and hand it to all."""
         try:
             descriptor = core.create(size)
             try:

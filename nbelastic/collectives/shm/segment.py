@@ -99,7 +99,7 @@ def abort_with(group: Group, abort_signal: AbortSignal, rank: int) -> None:
 
 
 def error_type(error: Exception) -> type[CollectiveError]:
-    """Return the error to raise for one that the native core raised."""
+    """Return the error to raise for the native core's."""
     return RanksDisagree if isinstance(error, core.Disagreement) else CollectiveError
 
 
