@@ -1,4 +1,4 @@
-"""Owner of a group: a thread to make the group, and to take it down after an abort.
+"""Owner of a group: a thread to make the group, and to end it after an abort.
 
 Gloo and NCCL block in calls where a rank must not: in making a group, and in ending it. So each
 group has an owner thread:

@@ -1,1 +1,1 @@
-"""Devices, and the communicator that reduces there, in front of the host's."""
+"""Devices, and the communicator for sums on GPUs, in front of the host's."""

@@ -64,7 +64,7 @@ class Device(Protocol):
         """Make the device and its stream the current ones of this thread, in a block."""
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return memory that other processes can open; :class:`DeviceError` if there is none."""
+        """Return memory for other processes to open; :class:`DeviceError` if there is none."""
 
     def open(self, handle: bytes, nbytes: int) -> Memory:
         """Return the memory of another process; raise :class:`DeviceError` if it cannot be read."""
@@ -95,7 +95,7 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """A GPU in a process: the process has one such object, with a stream."""
+    """A GPU in a process: a single object there, with its stream."""
 
     kind = "cuda"
 
