@@ -51,6 +51,7 @@ class SimulatedJobClient:
     epoch = 1
     uid = "uid"
     free_workers = None  # not asked for
+    is_local = False
 
     def __init__(self) -> None:
         self.driver: Driver | None = None

@@ -84,7 +84,8 @@ class Job:
     @property
     def _driver(self) -> Any:
         """What a snapshot reads of a driver: the metrics of its log."""
-        return SimpleNamespace(log=SimpleNamespace(metrics=self, last_output=lambda _: ""))
+        log = SimpleNamespace(metrics=self, last_output=lambda _: "")
+        return SimpleNamespace(log=log, outlives_kernel=True)
 
     def curves(self, most: int) -> dict[str, list[tuple[float, float]]]:
         return {name: points[:: -(-len(points) // most)] for name, points in self.shapes.items()}
