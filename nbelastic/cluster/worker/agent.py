@@ -327,6 +327,7 @@ class Agent(WorkerPlugin):
         if isinstance(message, ForgetOrder):
             self._payloads.pop(message.job, None)
             self._early = {k: each for k, each in self._early.items() if k[0] != message.job}
+            self._ended_early = {k for k in self._ended_early if k[0] != message.job}
         elif isinstance(message, WatchOrder):
             self._notices.apply(message)
         elif isinstance(message, RankOrder):
