@@ -139,7 +139,10 @@ def with_hints(function: Callable[P, R]) -> Callable[P, R]:
             if len(args) > len(positional):
                 more = next((each for each in known if each not in positional), "")
                 value = reprlib.repr(args[len(positional)])
-                raise UnknownOption(f"{name}: {value} must be given by name, as in {more}=...")
+                of_users = ", and an argument of the function in args=(...,)" * ("args" in known)
+                raise UnknownOption(
+                    f"{name}: {value} must be given by name, as in {more}=...{of_users}"
+                )
             return function(*args, **kwargs)
         except OptionError as error:
             error._render_traceback_ = functools.partial(_with_users_lines, error)
