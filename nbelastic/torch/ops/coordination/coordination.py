@@ -463,11 +463,13 @@ class Coordination:
                     if number > done:
                         self._client.send({"do": "step", "number": number, "what": what})
 
-    def over(self, reason: str) -> None:
+    def over(self, reason: str, *, closed: bool = False) -> None:
         """Fail everything under way and to come."""
         communicator = self._communicator()
         with self._lock:
-            concerned = bool(self._pending or self._comparisons) or self.joined
+            # Of a part, that rank need not be a member; who is one and lacks is seen by transports.
+            compared = any(not (closed and key) for key, _ in self._comparisons)
+            concerned = bool(self._pending) or compared or self.joined
         # Without names or joins, operations go on: the rank that matches may have returned first.
         if communicator is not None:
             if concerned:
@@ -527,7 +529,7 @@ def _listen(alive: weakref.ref[Coordination], client: MatchingClient) -> None:
         client.close()
         coordination = alive()
         if coordination is not None:
-            coordination.over(reason)
+            coordination.over(reason, closed=True)
 
 
 class Comparison:
