@@ -14,15 +14,15 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import mismatch
 from benchmarks.allreduce import KB, MB, name_of, size_of
 from benchmarks.command import options_of, run
 from benchmarks.figures import Spread, Target, quartiles, table
-from benchmarks.meet import Place, meet, meet_over_gloo, place
-from benchmarks.mismatch import by_turns
+from benchmarks.meet import Place, meet_over_gloo, place
 from benchmarks.side_by_side import Crew
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 SIZES = [4, 4 * KB, MB]
 BACKENDS = ["shm", "gloo"]
@@ -47,29 +47,16 @@ def main() -> int:
     return run(options.ranks, options.json, functools.partial(measure, options), show, aims)
 
 
-class Peers:
+class Peers(mismatch.Peers):
     """A rank that carries out operations in all ways."""
 
     def __init__(self, rank: int, size: int, backend: str, place: Place) -> None:
-        import torch
-
-        import nbelastic.torch as hvd
-        from nbelastic.elastic.ranks.context import LocalContext, activate
+        from nbelastic.elastic.ranks.context import current
         from nbelastic.torch.process_group import ElasticProcessGroup
 
-        torch.set_num_threads(1)
-        self._torch: Any = torch
-        self._hvd: Any = hvd
         self._dist = meet_over_gloo(rank, size, place)
-        self._communicator: Any = meet(rank, size, backend, place)
-        context = LocalContext()
-        context.rank = context.local_rank = rank
-        context.size = context.local_size = size
-        context._communicator = self._communicator
-        self._active = contextlib.ExitStack()
-        self._active.enter_context(activate(context))
-        self._group: Any = ElasticProcessGroup(context)
-        self._runs: dict[str, Callable[[], object]] = {}
+        super().__init__(rank, size, backend, place)
+        self._group: Any = ElasticProcessGroup(current())
 
     def prepare(self, nbytes: int) -> None:
         """Allocate vectors of `nbytes` bytes."""
@@ -95,14 +82,8 @@ class Peers:
             f"barrier, {TORCH}": dist.barrier,
         }
 
-    def run(self, peer: str, count: int) -> None:
-        operation = self._runs[peer]
-        for _ in range(count):
-            operation()
-
     def close(self) -> None:
-        self._active.close()
-        self._communicator.close()
+        super().close()
         self._dist.destroy_process_group()
 
 
@@ -115,7 +96,7 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
             crew = stack.enter_context(Crew("benchmarks.latency:Peers", ranks, met))
             for size in options.sizes:
                 crew.ask("prepare", size)
-                world[f"{backend} {name_of(size)}"] = by_turns(crew, options, ALL)
+                world[f"{backend} {name_of(size)}"] = mismatch.by_turns(crew, options, ALL)
                 print(f"{ranks} ranks, {backend}, {name_of(size)}: measured", flush=True)
     return world
 

@@ -341,7 +341,7 @@ class Machine:
             if rank is not None:
                 first = rank.heartbeat_at == 0.0 and rank.stage == Stage.STARTING
                 if first and any(each.part for each in roster.in_stage(Stage.READY)):
-                    self._summon(rank)  # its worker did not know it before
+                    self._summon(rank)  # it was started later, or its worker did not know it
                 rank.note_heartbeat(roster.now, beat)
                 if rank.stage == Stage.MEMBER:
                     self.roster.note_version(rank, beat.version)

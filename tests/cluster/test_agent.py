@@ -14,7 +14,6 @@ from nbelastic.messages import (
     EndRank,
     ForgetOrder,
     InjectFaults,
-    Notify,
     Place,
     RankOrder,
     Text,
@@ -70,7 +69,7 @@ def run(agent):
 
 
 def test_a_rank_gets_the_orders_that_came_before_it(agent):
-    early = [InjectFaults((), (7,)), Notify(generation=0, starts=())]
+    early = [InjectFaults((), (7,)), InjectFaults((), (8,))]
     for effect in early:
         for start in (3, 4):
             agent._obey(("job", start), RankOrder("job", start, effect))

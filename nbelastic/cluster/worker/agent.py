@@ -53,7 +53,6 @@ from nbelastic.messages import (
     InjectFaults,
     JobPayload,
     NoticeReport,
-    Notify,
     RankBeat,
     RankEnded,
     RankEvent,
@@ -343,20 +342,21 @@ class Agent(WorkerPlugin):
             self._ended_early.add(key)
             self._send(RankEvent(key[0], RankLeft(key[1])))
             self._send(RankEnded(*key, never=True))
-        elif isinstance(order.effect, InjectFaults | Notify):
+        elif isinstance(order.effect, InjectFaults):
             self._early.setdefault(key, []).append(order)
 
 
 def keep_quiet_at_the_end(worker: Worker) -> None:
     """Drop the traceback of a heartbeat that is under way when a cluster is closed."""
-    known = weakref.ref(worker)
+    logger = logging.getLogger("distributed.worker")
+    known = weakref.ref(worker, lambda _: logger.removeFilter(keep))
 
     def keep(record: logging.LogRecord) -> bool:
         alive = known()
         runs = alive is None or alive.status in (Status.init, Status.running, Status.paused)
         return runs or "during heartbeat" not in record.getMessage()
 
-    logging.getLogger("distributed.worker").addFilter(keep)
+    logger.addFilter(keep)
 
 
 def run_rank(spec: RankSpec, slot: str, address: str) -> None:

@@ -7,6 +7,7 @@ at its first use. What breaks a group breaks the generation, and the other way r
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -184,7 +185,8 @@ class Group:
         if context.is_ranks_thread():
             thread = context.home or thread
         if owner not in (None, thread, context.home) and not context.is_older(owner):
-            owner.join(ENDING_S)  # as the thread of a saver, when its future has its result
+            with contextlib.suppress(AssertionError, RuntimeError):  # of a thread of C++
+                owner.join(ENDING_S)  # as the thread of a saver, when its future has its result
             if owner.is_alive():
                 raise NotTheRank(
                     f"thread {thread.name!r} called an operation on {self._what}, whose operations "

@@ -148,10 +148,8 @@ def memory_in_use() -> tuple[int, int, int]:
 
     CUDA is not initialized for that: until the rank has done so, the last two are 0.
     """
-    resident, cuda = (
-        psutil.Process().memory_info().rss,
-        getattr(sys.modules.get("torch"), "cuda", None),
-    )
+    resident = psutil.Process().memory_info().rss
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return resident, 0, 0
     used, gpu = max((cuda.memory_allocated(gpu), gpu) for gpu in range(cuda.device_count()))
