@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from benchmarks.meet import Place, meet, meet_over_gloo
 from benchmarks.side_by_side import Failed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WIDTH = 128
 FLOAT_BYTES = 4

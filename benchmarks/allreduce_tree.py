@@ -9,11 +9,13 @@ measured.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +24,6 @@ from benchmarks.command import options_of, run
 from benchmarks.figures import Target, quartiles, table
 from benchmarks.meet import Place, meet, place
 from benchmarks.side_by_side import Crew, Failed
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
 
 LEAVES = 8
 SIZES = {"1M": 1_000_000, "25M": 25_000_000}

@@ -7,19 +7,15 @@ import json
 import math
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask
 
-from benchmarks.figures import machine
+from benchmarks.figures import Target, machine
 from benchmarks.side_by_side import Failed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from benchmarks.figures import Target
 
 
 def options_of(name: str, description: str | None, rounds: int, budget: float) -> Any:

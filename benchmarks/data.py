@@ -29,8 +29,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
@@ -44,10 +45,7 @@ from benchmarks.command import options_of, run
 from benchmarks.figures import Target, bootstrap, quartiles, table
 from benchmarks.side_by_side import ROOT, Failed
 from nbelastic.data import Batch, Loader, Parquet
-from nbelastic.elastic.ranks.context import LocalContext, activate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from nbelastic.elastic.ranks.context import Context, activate
 
 ROWS, GROUPS, FEATURES, BATCH = 500_000, 10, 16, 256
 SHARES = (8, 9, 11, 12)
@@ -248,8 +246,8 @@ def lose_one(data: Parquet) -> float:
     return max(waits) * 1e3
 
 
-def context(rank: int, size: int) -> LocalContext:
-    found = LocalContext()
+def context(rank: int, size: int) -> Context:
+    found = Context()
     found.rank, found.size = rank, size
     return found
 

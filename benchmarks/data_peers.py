@@ -13,11 +13,9 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 QUEUE = 100_000
 FEATURES = [f"x{number}" for number in range(16)]

@@ -12,22 +12,20 @@ if digests differ or something could not be measured.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.command import options_of, run
 from benchmarks.exact_rank import MICRO_BATCHES, WIDTHS
 from benchmarks.figures import Target, bootstrap, quartiles, table
 from benchmarks.meet import place
 from benchmarks.side_by_side import Crew, Failed
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
 
 STEPS = 6
 """Steps before digests are compared."""

@@ -6,7 +6,8 @@ import contextlib
 import gc
 import hashlib
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -17,16 +18,11 @@ from benchmarks.meet import Place, meet, meet_over_gloo
 from benchmarks.training_models import CLASSES, parameters_of, perceptron
 from benchmarks.training_rank import Member
 from nbelastic.cluster.worker.rank.main import keep_freed_memory
-from nbelastic.data import Batch, Loader
+from nbelastic.data import Batch, Loader, Step
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import CollectiveError
 from nbelastic.torch import DistributedOptimizer
 from nbelastic.torch.elastic import TorchState
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from nbelastic.data import Step
 
 MICRO_BATCHES = 8
 MICRO = 32

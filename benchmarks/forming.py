@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import time
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
 from benchmarks.side_by_side import Failed
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 AHEAD_S = 0.1
 PATIENCE_S = 120.0

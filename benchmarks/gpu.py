@@ -22,7 +22,9 @@ import statistics
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -30,10 +32,6 @@ from benchmarks.figures import table
 from benchmarks.meet import Place, meet, meet_over_nccl, place
 from nbelastic.collectives import Communicator, Rendezvous, RendezvousServer, connect
 from nbelastic.errors import CollectiveError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
 
 PATIENCE_S = 60.0
 SIZES = [4 << 10, 1 << 20, 25 << 20, 100 << 20]

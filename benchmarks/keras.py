@@ -23,14 +23,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.command import options_of, run
 from benchmarks.figures import Target, quartiles, table
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 os.environ.setdefault("KERAS_BACKEND", "torch")
 

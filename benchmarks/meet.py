@@ -6,14 +6,13 @@ import contextlib
 import os
 import socket
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.side_by_side import Failed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nbelastic.collectives import Communicator
 
 

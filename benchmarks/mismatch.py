@@ -13,6 +13,7 @@ import contextlib
 import functools
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.allreduce import KB, MB, iterations, name_of, size_of
@@ -22,8 +23,6 @@ from benchmarks.meet import Place, meet, place
 from benchmarks.side_by_side import Crew
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from nbelastic.collectives import Communicator
 
 SIZES = [4 * KB, 25 * MB]
@@ -55,13 +54,13 @@ class Peers:
         import torch
 
         import nbelastic.torch as hvd
-        from nbelastic.elastic.ranks.context import LocalContext, activate
+        from nbelastic.elastic.ranks.context import Context, activate
 
         torch.set_num_threads(1)
         self._torch: Any = torch
         self._hvd: Any = hvd
         self._communicator: Any = meet(rank, size, backend, place)
-        context = LocalContext()
+        context = Context()
         context.rank = context.local_rank = rank
         context.size = context.local_size = size
         context._communicator = self._communicator

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask
 import psutil
@@ -27,9 +28,6 @@ from benchmarks.recovery_ranks import (
     ours_transformers,
 )
 from benchmarks.side_by_side import ROOT, Failed
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 DICE = random.Random(1)
 RANKS = [sys.executable, "-m", "benchmarks.recovery_ranks"]

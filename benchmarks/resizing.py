@@ -28,8 +28,8 @@ from torch import nn
 
 from benchmarks.figures import Target, machine, table
 from nbelastic.collectives.reduction_tree import Blocks, cover, fold
-from nbelastic.data.plan.dealing import Dealing, block_of
-from nbelastic.elastic.ranks.context import LocalContext, activate
+from nbelastic.data.plan.dealing import Dealing
+from nbelastic.elastic.ranks.context import Context, activate
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.torch.elastic import LRScaler, by_samples
 from nbelastic.torch.gradients.micro_batches import MicroBatchSum
@@ -170,7 +170,7 @@ def in_micro_batches(
             weights = [weight / MICRO for weight in deal.weights(step)]
             columns: list[list[torch.Tensor | None]] = [[] for _ in model.parameters()]
             for rank in range(size):
-                block = block_of(rank, size, RANKS)
+                block = Blocks.even(RANKS, size).block(rank)
                 share = StepShare(RANKS, block, (), weights, exact=True)
                 sums = [MicroBatchSum(share) for _ in columns]
                 for number in (each for each in block if weights[each]):
@@ -207,7 +207,7 @@ def per_rank(
     seed: int,
 ) -> None:
     """Train with a batch per rank: the mean over the ranks is one batch of all their rows."""
-    context, remaining = LocalContext(), iter(sizes)
+    context, remaining = Context(), iter(sizes)
     context.size = RANKS
     with activate(context):
         scheduler: Any = cosine

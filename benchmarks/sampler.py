@@ -13,16 +13,14 @@ import functools
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch.utils.data import DistributedSampler
 
 from benchmarks.command import options_of, run
 from benchmarks.figures import Target, quartiles, table
 from nbelastic.elastic.sampler import ShardSampler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SAMPLES, QUICK = 10_000_000, 500_000
 LEAST = 50.0

@@ -22,6 +22,7 @@ import functools
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,6 @@ from benchmarks.figures import Target, quartiles, table
 from benchmarks.side_by_side import Failed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from distributed import Client
 
     import nbelastic

@@ -17,15 +17,13 @@ import functools
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.command import options_of, run
 from benchmarks.figures import Target, bootstrap, quartiles, table
 from benchmarks.meet import place
 from benchmarks.side_by_side import Crew, Failed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SETTLE = 12
 """Steps after a rank has become slow, or fast again, that are not timed."""

@@ -6,7 +6,8 @@ import contextlib
 import gc
 import hashlib
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,15 +18,10 @@ from torch.utils.data import TensorDataset
 from benchmarks.meet import Place, meet, meet_over_gloo
 from benchmarks.training_models import CLASSES, parameters_of, perceptron
 from benchmarks.training_rank import Member
-from nbelastic.data import Batch, Loader
+from nbelastic.data import Batch, Loader, Step
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.torch import DistributedOptimizer
 from nbelastic.torch.elastic import TorchState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from nbelastic.data import Step
 
 MICRO_BATCHES = 16
 MICRO = 4

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.side_by_side import Failed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
 
 PATIENCE_S = 120.0
 STEPS = 20

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 CLASSES = 100
 TOKENS = 1000

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import os
 import warnings
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.meet import Place, meet, meet_over_gloo, meet_over_nccl
 from benchmarks.training_models import TASKS, parameters_of
 from nbelastic.cluster.worker.rank.main import keep_freed_memory
-from nbelastic.elastic.ranks.context import LocalContext, activate
+from nbelastic.elastic.ranks.context import Context, activate
 from nbelastic.torch import DistributedOptimizer
 from nbelastic.torch.process_group import ElasticProcessGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from nbelastic.collectives import Communicator
 
 ALONE, DDP, BARRIER = "alone", "ddp", "barrier"
@@ -31,7 +30,7 @@ OVER = "ddp-"
 BATCHES = 8
 
 
-class Member(LocalContext):
+class Member(Context):
     """A rank in a world that never changes, outside a job."""
 
     def __init__(self, communicator: Communicator) -> None:
@@ -44,7 +43,7 @@ class Member(LocalContext):
 class Way:
     """A model, trained by one candidate."""
 
-    def __init__(self, name: str, way: str, context: LocalContext | None, device: str) -> None:
+    def __init__(self, name: str, way: str, context: Context | None, device: str) -> None:
         task = TASKS[name]
         torch.manual_seed(0)
         self.model = task.model().to(device)

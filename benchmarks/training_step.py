@@ -18,15 +18,13 @@ import math
 import statistics
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from benchmarks.command import options_of, run
 from benchmarks.figures import Target, bootstrap, quartiles, table
 from benchmarks.meet import place
 from benchmarks.side_by_side import Crew, Failed
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ALONE, DDP, BARRIER, GLOO = "alone", "ddp", "barrier", "gloo"
 MODELS = ["mlp-1m", "mlp-25m", "cnn", "transformer"]

@@ -1,6 +1,6 @@
 """Write the tables of options in the documents from the tables in the code.
 
-Those are in ``nbelastic/driver/options/table.py`` and ``nbelastic/cli/commands.py``.
+Those are in ``nbelastic/driver/options.py`` and ``nbelastic/cli/commands.py``.
 
 Run it after an option was added or changed: ``python docs/make_tables.py``.
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from nbelastic.cli.commands import TERMINAL, flags_of
-from nbelastic.driver.options import DEFAULTS, OF_SCRIPTS, TABLE, LineOption, OptionRow
+from nbelastic.driver.options import DEFAULTS, OF_SCRIPTS, TABLE, OptionRow
+from nbelastic.driver.parser import LineOption
 
 DOCS = Path(__file__).parent
 MARK = "<!-- options: made by docs/make_tables.py -->"

@@ -16,8 +16,8 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 import nbelastic
-from nbelastic.cli.hosts import HostCluster
-from nbelastic.cli.view.live import as_text, frame
+from nbelastic.cli.hosts.cluster import HostCluster
+from nbelastic.cli.live import frame
 from nbelastic.driver import set_display
 from nbelastic.render import JobSnapshot
 
@@ -90,7 +90,7 @@ def main() -> None:
     for line in printed:
         console.print(line, highlight=False)
     for row in frame(snapshot, WIDTH, 16):
-        console.print(as_text(row))
+        console.print(row)
     text = console.export_svg(title=TITLE, code_format=FORMAT, unique_id="nbelastic-terminal")
     text = text.replace("localhost:", "alpha:").replace("127.0.0.1:", "beta:")
     PLACE.write_text(text, encoding="utf-8")

@@ -103,13 +103,13 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register the magics: ``%load_ext nbelastic``."""
-    from nbelastic.notebook import load_ipython_extension as load
+    from nbelastic.notebook.magics import load_ipython_extension as load
 
     load(shell)
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
     """Take the magics away: ``%unload_ext nbelastic``."""
-    from nbelastic.notebook import unload_ipython_extension as unload
+    from nbelastic.notebook.magics import unload_ipython_extension as unload
 
     unload(shell)

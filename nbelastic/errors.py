@@ -41,10 +41,7 @@ rank from ending.
 from __future__ import annotations
 
 import traceback
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 LONGEST_SUMMARY = 20_000
 """Most characters of an error's message that go into the history."""

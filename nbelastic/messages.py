@@ -14,15 +14,13 @@ import numbers
 import operator
 import re
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 _MOST = sys.float_info.max
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-_MOST, le=_MOST)] | int
@@ -123,10 +121,7 @@ class Limits(Data, frozen=True):
         priority: int | None = None,
         weight: float | None = None,
     ) -> Limits:
-        """Return the limits after a change; None leaves a limit as it is.
-
-        If the new limit contradicts the other one, it changes that, too.
-        """
+        """Return the limits after a change, in which the new one of min_np and max_np wins."""
         low = self.min_np if min_np is None else min_np
         high = self.max_np if max_np is None else max_np
         if high is not None and low > high:
@@ -239,16 +234,6 @@ class RankId(Data, frozen=True):
         return f"start {self.start}" if self.rank is None else f"rank {self.rank}"
 
 
-class _Attributes:
-    """Attributes of an object as a mapping, for the fields of a template."""
-
-    def __init__(self, of: object) -> None:
-        self._of = of
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self._of, name)
-
-
 class Reason(Data, frozen=True, tag=True, tag_field="code"):
     """Why something happens to a job: fields for programs, a sentence for people.
 
@@ -259,7 +244,10 @@ class Reason(Data, frozen=True, tag=True, tag_field="code"):
     says = ""
 
     def __str__(self) -> str:
-        return self.says.format_map(_Attributes(self))
+        return self.says.format_map(self)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
 
 
 def _listed(reasons: Iterable[Reason]) -> str:
@@ -458,10 +446,6 @@ class AllWaited(Reason, frozen=True):
         return f"{words} after their elastic loop" if self.after_loop else words
 
 
-class StepsDiffer(Reason, frozen=True):
-    says = "the ranks left their elastic loop at different steps"
-
-
 class Counted(str, enum.Enum):
     """What is counted until a job ends, in words."""
 
@@ -506,17 +490,12 @@ class Reset(Reason, frozen=True):
 class Connected(Reason, frozen=True):
     size: int
     backend: str
+    remark: str = ""  # why they use no faster kind of communicator
 
     def __str__(self) -> str:
+        if self.remark:
+            return f"tensors go {over(self.backend)}: {self.remark}"
         return f"{_ranks(self.size)} {over(self.backend)}".rstrip()
-
-
-class Transport(Reason, frozen=True):
-    backend: str
-    remark: str
-
-    def __str__(self) -> str:
-        return f"tensors go {over(self.backend)}: {self.remark}"
 
 
 class StateLost(Reason, frozen=True):
@@ -605,13 +584,6 @@ class PastFirstLoop(Reason, frozen=True):
         return f"{self.ranks} of at least {self.low} ranks are left, and none can join"
 
 
-class PlacesDiffer(Reason, frozen=True):
-    says = (
-        "ranks wait at different places of the function. All ranks must enter the same elastic "
-        "loops in the same order"
-    )
-
-
 class ReturnedEarly(Reason, frozen=True):
     ranks: tuple[RankId, ...]  # those that have returned, or that wait for them
     waiting: bool
@@ -645,11 +617,6 @@ class RanksMissing(Reason, frozen=True):
     def __str__(self) -> str:
         lost = f"{self.missing} of {self.expected} ranks ended before they returned"
         return "; ".join(filter(None, [lost, _listed(self.causes)]))
-
-
-class SchedulerLost(Reason, frozen=True):
-    says = "{detail}"
-    detail: str
 
 
 class StopReason(str, enum.Enum):
@@ -834,14 +801,14 @@ class Sharing(Reason, frozen=True):
 
 class ShareChanged(Reason, frozen=True):
     before: int | None
-    after: int | None
-    others: tuple[str, ...] = ()
-    number: int = 0
+    after: Sharing | None
 
     def __str__(self) -> str:
-        before, after = ("all" if each is None else each for each in (self.before, self.after))
-        others = f": shares with {_and_more(self.others, self.number)}" if self.others else ""
-        return f"{before} → {after}{others}"
+        before = "all" if self.before is None else self.before
+        if self.after is None:
+            return f"{before} → all"
+        others = _and_more(self.after.others, self.after.number)
+        return f"{before} → {self.after.share}: shares with {others}"
 
 
 class NoticeSource(str, enum.Enum):
@@ -857,10 +824,7 @@ class NoticeSource(str, enum.Enum):
 
 
 class Notice(Reason, frozen=True):
-    """Announcement that a worker's machine, or its batch job, will end, or will not.
-
-    The same object goes from the worker that has read it to the job's status.
-    """
+    """Announcement that a worker's machine, or its batch job, will end, or will not."""
 
     source: NoticeSource
     action: str = ""  # what will happen, in the source's own word
@@ -889,13 +853,6 @@ class GoneBeforeCommit(Reason, frozen=True):
     seconds: Number  # after the request to leave
 
 
-class NoneStays(Reason, frozen=True):
-    says = (
-        "all workers with the state will go, and the job has no checkpoint: it starts over unless "
-        "another worker joins before. Pass checkpoint=, or add workers"
-    )
-
-
 class Noticed(Reason, frozen=True):
     notices: tuple[Notice, ...]  # of some of them, the first to go first
     number: int  # of all of them
@@ -903,10 +860,6 @@ class Noticed(Reason, frozen=True):
     def __str__(self) -> str:
         more = self.number - len(self.notices)
         return _listed(self.notices) + (f"; and {more} more" if more > 0 else "")
-
-
-class StopPending(Reason, frozen=True):
-    says = "stopping at the next commit"
 
 
 class WaitingForRanks(Reason, frozen=True):
@@ -928,8 +881,18 @@ class KernelLost(Reason, frozen=True):
     seconds: Number  # that the job goes on without a kernel
 
 
-class KernelAttached(Reason, frozen=True):
-    says = "a kernel has attached to it"
+# Reasons without fields.
+STEPS_DIFFER = Text("the ranks left their elastic loop at different steps")
+PLACES_DIFFER = Text(
+    "ranks wait at different places of the function. All ranks must enter the same elastic "
+    "loops in the same order"
+)
+NONE_STAYS = Text(
+    "all workers with the state will go, and the job has no checkpoint: it starts over unless "
+    "another worker joins before. Pass checkpoint=, or add workers"
+)
+STOP_PENDING = Text("stopping at the next commit")
+KERNEL_ATTACHED = Text("a kernel has attached to it")
 
 
 # -- events: to the machine. Each may arrive late, twice, or out of order. -------------------------
@@ -1143,10 +1106,7 @@ class LimitsChanged(Event, frozen=True):
 class ShareSet(Event, frozen=True):
     """The scheduler has set the job's share; it announces the free slots after this."""
 
-    share: int | None  # most ranks that it may have besides max_np; None: no bound
-    slots: int = 0  # of the cluster that it could use
-    others: tuple[str, ...] = ()  # some of the jobs that it shares with, by name
-    number: int = 0  # of all these jobs
+    sharing: Sharing | None  # None: no bound besides max_np
     reclaimed: tuple[str, ...] = ()  # slots to leave, because another job can use no other
 
 
@@ -1300,6 +1260,7 @@ class CodeLine(Data, frozen=True):
     file: str
     line: int
     function: str
+    text: str = ""  # in a traceback
 
 
 class DataProgress(Data, frozen=True):
@@ -1325,15 +1286,6 @@ class MetricsReport(Data, frozen=True):
     time: float = 0.0  # when it came to the scheduler, in seconds since the epoch; 0 before
 
 
-class Frame(Data, frozen=True):
-    """One line of a traceback."""
-
-    file: str
-    line: int
-    function: str
-    text: str
-
-
 _INSTALLED = re.compile(r"[\\/](lib[\\/]python3[^\\/]*|(site|dist)-packages)[\\/]", re.IGNORECASE)
 """Files of installed packages and of Python itself, on whatever machine."""
 
@@ -1342,11 +1294,11 @@ class PackedError(Data, frozen=True):
     """An error as it travels: plain values, and the pickled error, empty if pickling fails."""
 
     summary: str
-    frames: tuple[Frame, ...]
+    frames: tuple[CodeLine, ...]
     pickled: bytes
 
     @property
-    def place(self) -> Frame | None:
+    def place(self) -> CodeLine | None:
         """The innermost line that is not of an installed package; the innermost if all are."""
         own = [frame for frame in self.frames if not _INSTALLED.search(frame.file)]
         return next(reversed(own or self.frames), None)
@@ -1375,17 +1327,10 @@ class Hello(Message, frozen=True):
     process: ProcessId
 
 
-class RankBeat(Data, frozen=True, array_like=True):
-    """Heartbeat of a rank of a job."""
-
-    job: str
-    beat: Beat
-
-
 class Heartbeats(Message, frozen=True):
-    """Heartbeats of all ranks of a worker."""
+    """Heartbeats of all ranks of a worker, each with its job."""
 
-    beats: tuple[RankBeat, ...]
+    beats: tuple[tuple[str, Beat], ...]
 
 
 class RankEvent(Message, frozen=True):
@@ -1511,10 +1456,7 @@ class FaultDue(Message, frozen=True):
 
 
 class JobPayload(Message, frozen=True):
-    """The function of a job, with its modules and settings.
-
-    The kernel packs it, the scheduler keeps it, and the process of each rank unpacks it.
-    """
+    """The function of a job with its modules: packed by the kernel, unpacked by its ranks."""
 
     secret: bytes  # by which ranks prove that they belong to the job
     modules: bytes  # the user's own modules, pickled
@@ -1641,12 +1583,6 @@ class JobInfo:
     ended: float | None = None
 
 
-class JobSummaries(Message, frozen=True):
-    """All jobs on a cluster."""
-
-    jobs: tuple[JobInfo, ...]
-
-
 class JournalStep(Message, frozen=True):
     """Step of a driver's journal: an event and the moment of its handling."""
 
@@ -1761,19 +1697,14 @@ else:  # decoding needs to know all classes
 MOST_BYTES = 2**32 - 1
 """Bytes that travel as one value; msgpack writes no more."""
 
-LONGEST = 2**30 - 2
-"""Characters of a text that travel."""
-
 LEAST, LARGEST = -(2**63), 2**64 - 1
 """The integers that msgpack writes; a greater or smaller one becomes the nearest of them."""
 
 
 def encode(value: object) -> bytes:
-    """Write a message, or anything here, as msgpack.
-
-    What msgpack cannot carry becomes the next best thing: text that is not UTF-8 is escaped,
-    integers are cut to 64 bits. No code of a user's class runs.
-    """
+    """Write anything here as msgpack, without running code of a user's class."""
+    # What msgpack cannot carry becomes the next best thing: text that is not UTF-8 is escaped,
+    # integers are cut to 64 bits.
     try:
         return _ENCODER.encode(value)
     except (ValueError, OverflowError):
@@ -1795,8 +1726,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 def _sendable(value: Any) -> Any:
     kind = type(value)
     if kind is str:
-        text = value if len(value) <= LONGEST else value[:LONGEST] + "…"
-        return text.encode("utf-8", "backslashreplace").decode("utf-8")
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if kind is int:
         return min(max(value, LEAST), LARGEST)
     if kind is dict:

@@ -13,13 +13,11 @@ from __future__ import annotations
 import collections
 import functools
 import io
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 _DEEPEST = 10
 """Levels that are searched for what cannot be pickled."""

@@ -74,8 +74,8 @@ others from its own worker, after the fork."""
 
 _SCRATCH = "dask-scratch-space"
 _STANDING = ("Uid:", "Gid:", "Groups:", "Cap", "NoNewPrivs:", "Seccomp")
-_LIMITS = [each for name in dir(resource) if name.startswith("RLIMIT_")
-           for each in [getattr(resource, name)]]  # fmt: skip
+LIMITS = [each for name in dir(resource) if name.startswith("RLIMIT_")
+          for each in [getattr(resource, name)]]  # fmt: skip
 
 
 # -- for workers -----------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def standing(pid: int) -> list[Any]:
     memory = []
     with contextlib.suppress(FileNotFoundError), open(f"{process}/numa_maps") as file:
         memory = file.readline().split()[1:2]
-    hard = [resource.prlimit(pid, each)[1] for each in _LIMITS]
+    hard = [resource.prlimit(pid, each)[1] for each in LIMITS]
     turns = [os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid)]
     return [rights, spaces, memory, hard, turns, _lines(f"{process}/cgroup")]
 
@@ -126,11 +126,17 @@ def address(path: list[str]) -> str:
 def peer(line: socket.socket) -> int:
     """Return the process at the other end of a line, if its standing is the same.
 
-    PermissionError: it has another.
+    PermissionError: it has another. ConnectionRefusedError: it has ended, or is about to.
     """
     credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, user, _ = struct.unpack("3i", credentials)
-    if user != os.geteuid() or standing(pid) != standing(os.getpid()):
+    own = standing(os.getpid())
+    try:
+        alike = user == os.geteuid() and standing(pid) == own
+    except (FileNotFoundError, ProcessLookupError) as error:
+        # A killed process accepts connections until the system has closed its listener.
+        raise ConnectionRefusedError(f"process {pid} has ended") from error
+    if not alike:
         raise PermissionError(f"process {pid} of user {user} has other rights than this one")
     return int(pid)
 
@@ -148,10 +154,6 @@ def _stamp(path: Path) -> str:
 # -- the process -----------------------------------------------------------------------------------
 
 
-class Asked(Exception):
-    """Leaves the template's loop in a fork, with the message and its descriptors."""
-
-
 class _Template:
     """The one thread of a template.
 
@@ -167,15 +169,18 @@ class _Template:
         self._condemned: dict[int, float] = {}
         self._idle_since: float | None = None
 
-    def serve(self, children: Children) -> None:
-        """Fork servers, and reap them with their children, until no worker is left."""
+    def serve(self, children: Children) -> tuple[Any, list[int]] | None:
+        """Fork servers, and reap them with their children, until no worker is left.
+
+        Returned is, in a fork, the message that asked for it, with its descriptors.
+        """
         for line in self._lines.values():
             send(line, op="ready")
         left = False
         while True:
             watched = {*self._lines, *([self._listener.fileno()] if self._listener else [])}
             ready = children.wait(watched, self._timeout(left))
-            for pid, status, _ in children.reap():
+            for pid, status in children.reap():
                 worker, number = self._servers.pop(pid, (-1, 0))
                 self._condemned.pop(pid, None)
                 if status and worker in self._lines:
@@ -185,11 +190,12 @@ class _Template:
                 left = children.end_left(self._servers)
             for descriptor in ready:
                 if descriptor in self._lines:
-                    self._take(self._lines[descriptor], children)
+                    if asked := self._take(self._lines[descriptor], children):
+                        return asked
                 elif self._listener is not None:
                     self._accept(self._listener)
             if self._is_over():
-                return
+                return None
 
     def _timeout(self, left: bool) -> float | None:
         if left:
@@ -224,7 +230,7 @@ class _Template:
                 self._lines[line.fileno()] = line
                 send(line, op="ready")
 
-    def _take(self, line: socket.socket, children: Children) -> None:
+    def _take(self, line: socket.socket, children: Children) -> tuple[Any, list[int]] | None:
         descriptors: list[int] = []
         data = b""
         with contextlib.suppress(ConnectionError):
@@ -237,7 +243,7 @@ class _Template:
             for pid, (of, rank) in self._servers.items():
                 if of == number:  # which the next line may get
                     self._condemned[pid], self._servers[pid] = end, (-1, rank)
-            return
+            return None
         message = json.loads(data)
         try:
             pid = os.fork()
@@ -251,10 +257,11 @@ class _Template:
                     each.close()
                 if self._listener is not None:
                     self._listener.close()
-                raise Asked(message, descriptors)
+                return message, descriptors
             self._servers[pid] = (line.fileno(), message["rank"])
         for descriptor in descriptors:
             os.close(descriptor)
+        return None
 
 
 def send(line: socket.socket, **message: Any) -> None:
@@ -299,13 +306,9 @@ def main(descriptor: str, method: str, name: str = "") -> None:
         gc.freeze()  # a search for garbage would copy the pages of all that ranks share
         if len(os.listdir("/proc/self/task")) > 1:
             method = "spawn"
-    try:
-        _Template(listener, line).serve(family)
-    except Asked as asked:
-        message, descriptors = asked.args
-    else:
+    if (asked := _Template(listener, line).serve(family)) is None:
         os._exit(0)
-    server.main(message["worker"], descriptors, method)
+    server.main(asked[0]["worker"], asked[1], method)
 
 
 if __name__ == "__main__":

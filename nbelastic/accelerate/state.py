@@ -7,8 +7,8 @@ anew with each generation, and begin again.
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
@@ -22,16 +22,16 @@ from torch.utils.data import (
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import OptionError
+from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.elastic import TorchState
-from nbelastic.trainers import DealtSampler, Runs, by_itself, dealt, not_dealt, obstacle_to
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+from nbelastic.trainers.callbacks import Runs, by_itself
+from nbelastic.trainers.sampler import DealtSampler, dealt, not_dealt, obstacle_to, source_of
 
 
 def shuffles(loader: Any) -> bool:
     """Return whether a loader deals its samples in random order."""
-    sampler = getattr(_source(loader)[0], "sampler", _source(loader)[0])
+    source = source_of(_batches(loader))
+    sampler = getattr(source, "sampler", source)
     return isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
 
 
@@ -39,105 +39,68 @@ def obstacle(loader: Any) -> str:
     """Return why a loader's samples cannot be dealt; empty where they can."""
     if not isinstance(loader, DataLoaderShard):
         return "its batches are read by one rank and sent to the others (dispatch_batches)"
-    batches = _batches(loader)
-    if isinstance(batches, BatchSamplerShard) and batches.split_batches:
+    shard = _shard(loader)
+    if isinstance(shard, BatchSamplerShard) and shard.split_batches:
         return "its batches are split among the ranks (split_batches)"
-    if isinstance(loader.dataset, IterableDataset) or batches is None:
+    if isinstance(loader.dataset, IterableDataset) or shard is None:
         return "it has an iterable dataset, or no batches"
-    return obstacle_to(_source(loader)[0])
+    return obstacle_to(_batches(loader))
 
 
 def deal(loader: Any, seed: int) -> DealtSampler:
-    """Deal the samples of a loader to the ranks by a sampler, which is returned.
-
-    The loader, without an :func:`obstacle`, is changed in place. All ranks have the same `seed`.
-    """
-    source, batched = _source(loader)
-    sampler = dealt(loader.dataset, source, seed, batched)
-    batches = _batches(loader)
-    if batched:
-        inner = getattr(loader, "base_dataloader", loader)
-        name = "sampler" if inner.sampler is batches else "batch_sampler"
-        # The guard of DataLoader is against changes by users.
-        object.__setattr__(inner, name, sampler)
-    else:
-        if isinstance(batches, BatchSamplerShard):
-            batches.num_processes, batches.process_index = 1, 0
-            batches.even_batches = False  # shares are equally long as they are
-            batches = batches.batch_sampler
+    """Deal the samples of a loader to the ranks by a sampler, which is returned."""
+    inner, batches = getattr(loader, "base_dataloader", loader), _batches(loader)
+    sampler = dealt(loader.dataset, batches, seed)
+    name = "sampler" if inner.sampler is _shard(loader) else "batch_sampler"
+    if not sampler.batched:
         batches.sampler = sampler
+    # The guard of DataLoader is against changes by users.
+    object.__setattr__(inner, name, sampler if sampler.batched else batches)
     loader._drop_last = True  # else gather_for_metrics() drops rows that are not repetitions
-    kind = type(loader)
     loader.__dict__["_nbelastic_sampler"] = sampler
     # The adapter's own ``__class__`` is a property, which says that it is a DataLoader.
-    object.__dict__["__class__"].__set__(loader, _recording(kind))
+    recording = type(type(loader).__name__, (_Recording, type(loader)), {})
+    object.__dict__["__class__"].__set__(loader, recording)
     return sampler
-
-
-def batches_left(loader: Any, epoch: int | None) -> tuple[int, float]:
-    """Return how many batches each rank has of the rest of an epoch, and the share done before.
-
-    The `epoch` is None for a whole one.
-    """
-    batches = _batches(loader)
-    sampler: DealtSampler = loader._nbelastic_sampler
-    return sampler.batches_left(
-        epoch, getattr(batches, "batch_size", None) or 1, getattr(batches, "drop_last", False)
-    )
 
 
 def share_anew(loader: Any, rank: int, size: int) -> None:
     """Make accelerate shard a loader over the present ranks."""
     if "_nbelastic_sampler" in vars(loader):
         return
-    batches = _batches(loader)
-    dataset = getattr(loader, "dataset", None)
+    shard, dataset = _shard(loader), getattr(loader, "dataset", None)
     if isinstance(dataset, IterableDatasetShard):
         dataset.num_processes, dataset.process_index = size, rank
-    elif isinstance(batches, BatchSamplerShard):
-        batches.num_processes, batches.process_index = size, rank
-    elif isinstance(loader, DataLoaderShard) and isinstance(batches, BatchSampler) and size > 1:
+    elif isinstance(shard, BatchSamplerShard):
+        shard.num_processes, shard.process_index = size, rank
+    elif isinstance(loader, DataLoaderShard) and isinstance(shard, BatchSampler) and size > 1:
         # It was prepared by a rank alone.
-        shard = BatchSamplerShard(batches, size, rank)
+        shard = BatchSamplerShard(shard, size, rank)
         object.__setattr__(loader.base_dataloader, "batch_sampler", shard)
 
 
-def _source(loader: Any) -> tuple[Any, bool]:
-    """Return a loader's sampler, or its batch sampler and True if that has batches of its own."""
-    batches = _batches(loader)
-    if isinstance(batches, BatchSamplerShard):
-        batches = batches.batch_sampler
-    return (batches.sampler, False) if type(batches) is BatchSampler else (batches, True)
-
-
-def _batches(loader: Any) -> Any:
+def _shard(loader: Any) -> Any:
+    """Return the batch sampler of a loader, which accelerate may have sharded."""
     inner = getattr(loader, "base_dataloader", loader)
     sampler = inner.sampler
     return sampler if isinstance(sampler, BatchSampler) else inner.batch_sampler
 
 
-_kinds: dict[type, type] = {}
-
-
-def _recording(kind: type) -> type:
-    """Return a kind of loader with a record of each batch handed out."""
-    if kind not in _kinds:
-        _kinds[kind] = type(kind.__name__, (_Recording, kind), {})
-    return _kinds[kind]
+def _batches(loader: Any) -> Any:
+    """Return the batch sampler that was given to accelerate."""
+    shard = _shard(loader)
+    return shard.batch_sampler if isinstance(shard, BatchSamplerShard) else shard
 
 
 class _Recording:
-    """Iteration that records batches, and counts each epoch once.
-
-    A batch is recorded before it is trained. If that fails, the sampler goes back to its commit.
-    """
+    """Iteration that records batches, and counts each epoch once."""
 
     def __iter__(self: Any) -> Iterator[Any]:
         epoch, sampler = self.iteration, self._nbelastic_sampler
-        size = getattr(_batches(self), "batch_size", None) or 1
         sampler.begin_epoch(epoch)
         for index, batch in enumerate(super().__iter__()):  # type: ignore[misc]
-            sampler.record_batch(index, size)
+            # Before it is trained: if that fails, the sampler goes back to its commit.
+            sampler.record_batch(index, sampler.width)
             yield batch
         self.iteration = epoch + 1
 
@@ -212,13 +175,12 @@ class AccelerateState(TorchState):
         samplers = [deal(each, seed) for each in self._to_deal(loaders)]
         optimizers = [each.optimizer for each in accelerator._optimizers]
         schedulers = [each.scheduler for each in accelerator._schedulers]
-        scaler = accelerator.scaler
         self._progress = _Progress(accelerator, self._prepared)
         super().__init__(
             model=list(accelerator._models),
             optimizer=optimizers,
             scheduler=schedulers,
-            scaler=None if scaler is None else scaler,
+            scaler=accelerator.scaler,
             sampler=samplers,
             progress=self._progress,
             registered=list(accelerator._custom_objects),
@@ -265,18 +227,13 @@ class AccelerateState(TorchState):
 _BEGUN = "_nbelastic_trackers"
 
 
-def _remember(init_trackers: Callable[..., Any]) -> Callable[..., Any]:
+def _around_trackers(original: Callable[..., Any], accelerator: Any, *args: Any, **kw: Any) -> Any:
     """Keep the arguments of ``init_trackers`` on ranks where it does nothing yet."""
-
-    @functools.wraps(init_trackers)
-    def remember(self: Any, *args: Any, **kwargs: Any) -> Any:
-        vars(self)[_BEGUN] = args, kwargs
-        return init_trackers(self, *args, **kwargs)
-
-    return remember
+    vars(accelerator)[_BEGUN] = args, kw
+    return original(accelerator, *args, **kw)
 
 
-Accelerator.init_trackers = _remember(Accelerator.init_trackers)
+wrap(Accelerator, "init_trackers", _around_trackers)
 
 
 class _Progress:

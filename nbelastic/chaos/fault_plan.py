@@ -12,22 +12,16 @@ import itertools
 import math
 import threading
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
-from nbelastic.driver import driver_of
+from nbelastic.driver import Job, driver_of
 from nbelastic.errors import OptionError
+from nbelastic.membership import RankView
+from nbelastic.messages import FaultOrder, FaultReport
 
 from .faults import Fault, RandomPlan
 from .report import FaultOutcome, Report, with_recovery
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from nbelastic.driver import Job
-    from nbelastic.membership import RankView
-    from nbelastic.messages import FaultOrder, FaultReport
-
 
 TICK = 0.05
 """Seconds between two looks at the job."""
@@ -80,7 +74,7 @@ class ScheduledFault:
 
 
 class RandomSchedule:
-    """The faults of a random plan, begun at `now`: the next fault and its due time."""
+    """A random plan that has begun: its next fault, and when."""
 
     def __init__(self, plan: RandomPlan, now: float) -> None:
         self._draws = plan.draws()
@@ -88,15 +82,14 @@ class RandomSchedule:
 
     def advance(self, now: float) -> None:
         """Go on to the next."""
-        self.next = next(self._draws)
-        self.due = now + self.next.wait
+        wait, self.where, self.fault = next(self._draws)
+        self.due = now + wait
 
 
 class CommitRate:
-    """Counts commits before the first fault, and since.
+    """Counts commits before the first fault, and since."""
 
-    Word of commits comes late, and in steps. So time is measured from one change to another.
-    """
+    # Word of commits comes late, and in steps: time is measured from a change to the next.
 
     def __init__(self) -> None:
         self._first: tuple[float, int] | None = None
@@ -252,42 +245,37 @@ class FaultPlan:
             self._driver.chaos = None
 
     def _look(self) -> None:
-        view = self._driver.view()
+        view, now = self._driver.view(), time.time()
         members = [rank for rank in view.ranks if rank.rank is not None]
+        running = view.state == "running"
         with self._lock:
-            self._commit_rate.note(time.time(), view.commits)
-            self._arm({rank.start for rank in view.ranks})
-            if view.state != "running":
-                return
-            passed = time.time() - self._began
-            for number, scheduled in self._scheduled.items():
-                fault = scheduled.fault
-                waits = scheduled.open and scheduled.sent is None and not fault.by_the_rank
-                if waits and passed >= (fault.after or 0.0):
-                    self._send(number, scheduled, members)
-            for schedule in self._schedules:
-                self._send_random(schedule, members)
+            self._commit_rate.note(now, view.commits)
+            for schedule in self._schedules if running else ():
+                self._draw(schedule, members, now)
+            starts = {rank.start for rank in view.ranks}
+            orders: dict[int, list[FaultOrder]] = {start: [] for start in starts - self._known}
+            self._known |= starts
+            for number, each in self._scheduled.items():
+                chosen: set[int] = set()
+                if not each.fault.by_the_rank:
+                    waits = each.open and each.sent is None and running
+                    if waits and now - self._began >= (each.fault.after or 0.0):
+                        chosen = self._send(each, members, now)
+                elif each.open:  # armed on every start, also on later ones
+                    fixed = starts if each.start is None else starts & {each.start}
+                    chosen = fixed - each.sent_to
+                elif each.sent_to:
+                    self._order(each.sent_to & starts, drop=[number])
+                    each.sent_to.clear()
+                each.sent_to |= chosen
+                for start in chosen:
+                    orders.setdefault(start, []).append(each.fault.order(number))
+            # Each rank gets an order, without a fault too: from then on it tells what it redoes.
+            for start, faults in orders.items():
+                self._order([start], faults=faults)
 
-    def _arm(self, starts: set[int]) -> None:
-        """Arm the open timed faults on the ranks of `starts`, and disarm the closed faults."""
-        timed = {n: each for n, each in self._scheduled.items() if each.fault.by_the_rank}
-        for start in starts:
-            fresh = {n: c for n, c in timed.items() if c.open and start not in c.sent_to}
-            if fresh or start not in self._known:
-                self._order([start], faults=[c.fault.order(n) for n, c in fresh.items()])
-            for scheduled in fresh.values():
-                scheduled.sent_to.add(start)
-        self._known |= starts
-        for number, scheduled in timed.items():
-            if scheduled.sent_to and not scheduled.open:
-                self._order(scheduled.sent_to & starts, drop=[number])
-                scheduled.sent_to.clear()
-
-    def _send_random(self, schedule: RandomSchedule, members: list[RankView]) -> None:
-        """Send what is due of a random plan, if enough ranks are well."""
-        now, chosen = time.time(), schedule.next
-        if now < schedule.due:
-            return
+    def _draw(self, schedule: RandomSchedule, members: list[RankView], now: float) -> None:
+        """Schedule what is due of a random plan, if enough ranks are well."""
         well = [
             rank
             for rank in members
@@ -295,38 +283,36 @@ class FaultPlan:
             and rank.commits > 0
             and self._unwell.get(rank.start, 0) < now
         ]
-        if len(well) < LEAST_WELL:
+        if now < schedule.due or len(well) < LEAST_WELL:
             return
-        target = well[int(chosen.where * len(well))]
-        assert target.rank is not None
-        number, scheduled = next(_numbers), ScheduledFault(chosen.fault(target.rank))
-        self._scheduled[number] = scheduled
-        if not scheduled.fault.by_the_rank:
-            self._send(number, scheduled, members)
-        if scheduled.fault.kind != "pause":
-            self._note_unwell(target.start, scheduled.fault)
+        target, fault = well[int(schedule.where * len(well))], schedule.fault
+        if fault.kind != "pause":
+            fault = replace(fault, rank=target.rank)
+            self._note_unwell(target.start, fault)
+        self._scheduled[next(_numbers)] = ScheduledFault(fault, start=target.start)
         schedule.advance(now)
 
-    def _send(self, number: int, scheduled: ScheduledFault, members: list[RankView]) -> None:
-        """Send a fault whose time has come."""
-        now, fault = time.time(), scheduled.fault
+    def _send(self, scheduled: ScheduledFault, members: list[RankView], now: float) -> set[int]:
+        """Send a fault whose time has come; return the start of the rank to order it from."""
+        fault = scheduled.fault
         if fault.kind == "pause":
-            self._driver.pause(self._over, fault.seconds)
+            self._driver.call(lambda: self._over.wait(fault.seconds))
             scheduled.sent = scheduled.done = now
-        else:
-            target = next((rank for rank in members if rank.rank == fault.rank), None)
-            if target is None:
-                scheduled.problem = f"there are {len(members)} ranks"
-                return
-            scheduled.sent, scheduled.start, scheduled.worker = now, target.start, target.worker
-            scheduled.sent_to.add(target.start)
-            self._order([target.start], faults=[fault.order(number)])
+            self._commit_rate.mark()
+            return set()
+        target = next((rank for rank in members if rank.rank == fault.rank), None)
+        if target is None:
+            scheduled.problem = f"there are {len(members)} ranks"
+            return set()
+        scheduled.sent, scheduled.start, scheduled.worker = now, target.start, target.worker
         self._commit_rate.mark()
+        return {target.start}
 
     def _order(
         self, starts: Iterable[int], *, faults: Iterable[FaultOrder] = (), drop: Iterable[int] = ()
     ) -> None:
-        self._driver.inject(sorted(starts), tuple(faults), tuple(drop))
+        if (job_client := self._driver.job_client) is not None:
+            job_client.inject(sorted(starts), tuple(faults), tuple(drop))
 
 
 def inject(job: Job, *faults: Fault | RandomPlan, pace: float | None = None) -> FaultPlan:

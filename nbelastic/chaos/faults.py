@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random as dice
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict, Unpack
 
 from nbelastic.errors import OptionError
 from nbelastic.messages import FaultOrder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Unpack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,31 +215,6 @@ SEVERAL = 0.15
 
 
 @dataclass(frozen=True)
-class RandomFault:
-    """The next fault; `where` is how far down the list of ranks, from 0 to 1."""
-
-    wait: float
-    kind: str
-    where: float
-    length: float
-    together: bool
-
-    def fault(self, rank: int) -> Fault:
-        """Return the fault, for a rank."""
-        if self.kind == "pause":
-            return Fault(kind="pause", seconds=1.0 + 3.0 * self.length)
-        if self.kind == "stop":  # half of them are continued, soon or late
-            seconds = 0.0 if self.length < 0.5 else 4.0 * (self.length - 0.5)
-            return Fault(kind="stop", rank=rank, seconds=seconds)
-        if self.kind == "slow":
-            return Fault(kind="slow", rank=rank, seconds=0.5 * self.length, steps=5)
-        if self.kind == "disk":
-            return Fault(kind="disk", rank=rank, seconds=1.0 + 2.0 * self.length)
-        forming = self.kind in ("kill", "crash", "crash_server", "close") and self.length < 0.25
-        return Fault(kind=self.kind, rank=rank, forming=forming)
-
-
-@dataclass(frozen=True)
 class RandomPlan:
     """Random faults; made by :func:`random`."""
 
@@ -250,8 +222,12 @@ class RandomPlan:
     every: float
     kinds: tuple[str, ...] = KINDS
 
-    def draws(self) -> Iterator[RandomFault]:
-        """Return what happens, in order: the same for the same seed."""
+    def draws(self) -> Iterator[tuple[float, float, Fault]]:
+        """Return what happens, in order: the same for the same seed.
+
+        Each is the wait before it, how far down the list of ranks it hits, from 0 to 1, and the
+        fault, of a rank still to be filled in.
+        """
         source = dice.Random(self.seed)
         together = False
         while True:
@@ -259,13 +235,25 @@ class RandomPlan:
             kind = source.choice(self.kinds)
             where, length = source.random(), source.random()
             together = not together and source.random() < SEVERAL
-            yield RandomFault(wait, kind, where, length, together)
+            yield wait, where, _drawn(kind, length)
+
+
+def _drawn(kind: str, length: float) -> Fault:
+    """Return a fault of a kind, longer with `length`, from 0 to 1."""
+    seconds = {
+        "pause": 1.0 + 3.0 * length,
+        "stop": 0.0 if length < 0.5 else 4.0 * (length - 0.5),  # half are continued, soon or late
+        "slow": 0.5 * length,
+        "disk": 1.0 + 2.0 * length,
+    }.get(kind, 0.0)
+    forming = kind in ("kill", "crash", "crash_server", "close") and length < 0.25
+    return Fault(kind=kind, forming=forming, seconds=seconds, steps=5 if kind == "slow" else 0)
 
 
 def random(seed: int, every: float, kinds: tuple[str, ...] = KINDS) -> RandomPlan:
     """Inject faults at random, for as long as the job runs.
 
-    A rank is hit only while two others that hold the state are well: what this is for is to see a
+    A rank is hit only while another one that holds the state is well: what this is for is to see a
     job get through, not to see it start over.
 
     Parameters

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nbelastic.driver import HistoryEvent
+from nbelastic.driver import HistoryEvent
 
 HARMLESS = frozenset({"slow", "disk", "pause"})
 """Kinds that need no recovery."""

@@ -6,27 +6,18 @@ import contextlib
 import importlib
 import importlib.util
 import json
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import yaml
 
 from nbelastic.errors import OptionError
 
-from .hosts import (
-    DiscoveryFailed,
-    HostCluster,
-    ScriptSource,
-    SshOptions,
-    named_source,
-    parse_hostfile,
-    parse_hosts,
-)
-from .hosts.worker import is_local
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from .hosts.discovery import Source
+from .hosts.cluster import HostCluster
+from .hosts.discovery import DiscoveryFailed, Source, parse_hostfile, parse_hosts
+from .hosts.sources import named_source, script_source
+from .hosts.worker import SshOptions, is_local
 
 HOST_OPTIONS = ("hosts", "hostfile", "host_discovery_script", "hosts_from")
 """Options of which one at most names the hosts."""
@@ -117,12 +108,8 @@ def _of_hosts(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterat
         raise OptionError(
             f"{others[0]} is another machine, and ssh needs asyncssh: pip install 'nbelastic[ssh]'"
         )
-    given = {
-        "port": options.get("ssh_port"),
-        "identity_file": options.get("ssh_identity_file"),
-        "remote_python": options.get("remote_python"),
-    }
-    ssh = SshOptions(**{name: value for name, value in given.items() if value is not None})
+    python = options.get("remote_python") or sys.executable
+    ssh = SshOptions(options.get("ssh_port"), options.get("ssh_identity_file"), python)
     try:
         cluster = HostCluster(
             source,
@@ -154,7 +141,7 @@ def _source(options: Mapping[str, Any], slots: int) -> tuple[Source, Mapping[str
             )
         fixed = parse_hostfile(text, slots)
     elif options.get("host_discovery_script"):
-        return ScriptSource(options["host_discovery_script"], slots), None
+        return script_source(options["host_discovery_script"], slots), None
     else:
         return named_source(options["hosts_from"], slots), None
     return (lambda: fixed), fixed

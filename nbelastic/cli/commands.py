@@ -1,30 +1,21 @@
-"""Commands to start scripts, and to look at jobs of a cluster and change them.
-
-Options of ``run`` are those of ``fit``, from :data:`nbelastic.driver.options.OF_SCRIPTS`, and the
-terminal's own, from :data:`TERMINAL`. The tables in the documents are made from both.
-
-``attach`` takes a job over. All others leave it to the process that waits for it.
-"""
+"""Commands to start scripts, and to look at jobs of a cluster and change them."""
 
 from __future__ import annotations
 
 import functools
-import textwrap
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import click
 
 from nbelastic import driver
 from nbelastic.cli.clusters import existing
-from nbelastic.driver.options import LIMITS, OF_SCRIPTS, ROWS, LineCommand, LineOption
+from nbelastic.driver.options import LIMITS, OF_SCRIPTS, ROWS, OptionRow, changed_limits
+from nbelastic.driver.parser import LineCommand, LineOption
 from nbelastic.errors import NbelasticError, OptionError
+from nbelastic.messages import StopReason, StopRequested
 from nbelastic.render import JobSnapshot, duration, line, rank_line, sentence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbelastic.driver.options import OptionRow
 
 HOROVODS: dict[str, tuple[str, ...]] = {
     "np": ("-np", "--num-proc"),
@@ -41,13 +32,11 @@ _CLUSTER, _HOSTS, _SCRIPT, _VIEW = "Cluster", "Hosts", "Script", "Output"
 
 
 def _own(flags: str, metavar: str, group: str, meaning: str, **settings: Any) -> LineOption:
-    """Return an option of the terminal's own; the last of its flags names the parameter."""
-    words = flags.split()
-    name = words[-1].partition("/")[0].lstrip("-").replace("-", "_")
-    if not metavar and "default" not in settings:
+    """Return an option of the terminal's own; a flag if it has no metavar."""
+    if not metavar:
         settings["is_flag"] = True
     how = {"group": group, "metavar": metavar or None, "help": meaning}
-    return LineOption([*words, name], **how | settings)
+    return LineOption(flags.split(), **how | settings)
 
 
 LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
@@ -98,23 +87,37 @@ TERMINAL: tuple[LineOption, ...] = (
 
 def flags_of(row: OptionRow) -> tuple[str, ...]:
     """Return the names of a job's option on a command line, Horovod's among them."""
-    others = HOROVODS.get(row.name, ())
-    short = tuple(flag for flag in others if not flag.startswith("--"))
-    return (*short, row.flag, *(flag for flag in others if flag not in short))
+    flags = (row.flag, *HOROVODS.get(row.name, ()))
+    return tuple(sorted(flags, key=lambda flag: flag.startswith("--")))
 
 
-class RunCommand(LineCommand):
-    """A command with all options of ``run``, and help by group.
+class Command(LineCommand):
+    """A command whose errors are a line, and whose value is the exit code; 2 for wrong options."""
 
-    Everything from the first word on that is no option is the script's own command.
-    """
+    def invoke(self, ctx: click.Context) -> None:
+        """Call the command's function."""
+        try:
+            code = super().invoke(ctx)
+        except OptionError as error:
+            raise click.UsageError(str(error)) from None
+        except NbelasticError as error:
+            raise click.ClickException(f"{type(error).__name__}: {error}") from None
+        ctx.exit(code or 0)
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.context_settings["allow_interspersed_args"] = False
+
+class RunCommand(Command):
+    """A command with all options of ``run``, help by group, and a script at the end."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
         jobs = (LineOption.of(row, flags_of(row)) for row in OF_SCRIPTS)
         words = click.Argument(["command"], nargs=-1, type=click.UNPROCESSED, metavar="COMMAND …")
-        self.params = [*jobs, *TERMINAL, words]
+        super().__init__(
+            "run",
+            callback=function,
+            help=function.__doc__,
+            params=[*jobs, *TERMINAL, words],
+            context_settings={"allow_interspersed_args": False},
+        )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options under their headings."""
@@ -127,18 +130,12 @@ class RunCommand(LineCommand):
                 formatter.write_dl(records, col_max=34)
 
 
-def run_command(function: Callable[..., Any]) -> RunCommand:
-    """Make the command ``run`` of a function that takes all options by name."""
-    text = textwrap.dedent(function.__doc__ or "")
-    return RunCommand(name="run", callback=function, help=text)
-
-
 _NAME = click.argument("name", required=False)
-_SCHEDULER = "The scheduler's address, as in tcp://10.0.0.5:8786."
 _MISSING = "the cluster is missing: --scheduler ADDRESS or --scheduler-file"
 
 
-def _run(**options: Any) -> None:
+@RunCommand
+def run(**options: Any) -> int:
     """Run a Python script as an elastic job.
 
     COMMAND is a script and its arguments, as in "python train.py --epochs 3". It runs in each rank,
@@ -152,21 +149,7 @@ def _run(**options: Any) -> None:
     """  # noqa: D301 -- click wants the character, which keeps lines apart
     from .run import run as run_script
 
-    _exit(lambda: run_script(options))
-
-
-run = run_command(_run)
-
-
-def _exit(call: Callable[[], int | None]) -> None:
-    """Exit with the code of a command; errors are a line, and wrong options exit with 2."""
-    try:
-        code = call()
-    except OptionError as error:
-        raise click.UsageError(str(error)) from None
-    except NbelasticError as error:
-        raise click.ClickException(f"{type(error).__name__}: {error}") from None
-    raise SystemExit(code or 0)
+    return run_script(options)
 
 
 def _command(*, alone: bool = False) -> Callable[[Callable[..., int | None]], click.Command]:
@@ -174,26 +157,14 @@ def _command(*, alone: bool = False) -> Callable[[Callable[..., int | None]], cl
 
     def make(function: Callable[..., int | None]) -> click.Command:
         @functools.wraps(function)
-        def call(scheduler: str | None, scheduler_file: str | None, **given: Any) -> None:
-            def run_it() -> int | None:
-                file = {"scheduler": scheduler, "scheduler_file": scheduler_file}
-                address = existing(file) or None
-                if address is None and not alone:
-                    raise OptionError(_MISSING)
-                return function(address, **given)
+        def call(scheduler: str | None, scheduler_file: str | None, **given: Any) -> int | None:
+            address = existing({"scheduler": scheduler, "scheduler_file": scheduler_file}) or None
+            if address is None and not alone:
+                raise OptionError(_MISSING)
+            return function(address, **given)
 
-            _exit(run_it)
-
-        command = click.command(name=function.__name__)(call)
-        command.params += [
-            click.Option(["--scheduler"], metavar="ADDRESS", help=_SCHEDULER),
-            click.Option(
-                ["--scheduler-file"],
-                metavar="FILE",
-                type=click.Path(exists=True, dir_okay=False),
-                help="The scheduler's file.",
-            ),
-        ]
+        command = click.command(name=function.__name__, cls=Command)(call)
+        command.params += TERMINAL[:2]  # of the scheduler
         return command
 
     return make
@@ -279,7 +250,8 @@ def scale(address: str, name: str | None, **limits: Any) -> None:
     if all(value is None for value in limits.values()):
         raise OptionError("give --min-np, --max-np, --priority or --weight")
     found = _job_name(name, address)
-    driver.ask_to_scale(found, cluster=address, **limits)
+    change = changed_limits(driver.look(found, cluster=address).status, **limits)
+    driver.ask(found, change, cluster=address)
     click.echo(f"{found}: the new limits hold from the next commit on")
 
 
@@ -291,7 +263,7 @@ scale.params += [LineOption.of(ROWS[name]) for name in LIMITS]
 def stop(address: str, name: str | None) -> None:
     """End a job at its next commit."""
     found = _job_name(name, address)
-    driver.ask_to_stop(found, cluster=address)
+    driver.ask(found, StopRequested(), cluster=address)
     click.echo(f"{found}: ends at its next commit")
 
 
@@ -300,28 +272,30 @@ def stop(address: str, name: str | None) -> None:
 def cancel(address: str, name: str | None) -> None:
     """End a job now, wherever its ranks are."""
     found = _job_name(name, address)
-    driver.ask_to_stop(found, cluster=address, now=True)
+    event = StopRequested(now=True, reason=StopReason.CANCELLED)
+    driver.ask(found, event, cluster=address)
     click.echo(f"{found}: ends now")
 
 
 @_command()
 @_NAME
-@click.option("--plain", is_flag=True, help="A line for each event, also on a terminal.")
-@click.option("--json", is_flag=True, help="A JSON object for each event and each output.")
-@click.option("-q", "--quiet", is_flag=True, help="The output of rank 0 alone.")
-@click.option("--prefix-output", is_flag=True, help="Output of all ranks, with their numbers.")
 def attach(address: str, name: str | None, **how: bool) -> int:
     """Take a job over, show it, and wait for its end.
 
     Ctrl-C then stops the job. The process that waited for it so far is told that it goes on here.
     """
     from . import run as running
-    from .view import CommandDisplay
+    from .display import CommandDisplay
 
     found = _job_name(name, address)
     display = CommandDisplay(running.view_options(how))
     driver.set_display(display)
     return running.exit_code(lambda: driver.attach(found, cluster=address, block=True), display)
+
+
+attach.params += [
+    each for each in TERMINAL if each.name in ("plain", "json", "quiet", "prefix_output")
+]
 
 
 @_command(alone=True)

@@ -1,7 +1,4 @@
-"""Check a cluster for elastic training: ``dask elastic doctor``.
-
-The command's process asks, workers answer, and :func:`findings` judges. That function is pure.
-"""
+"""Check a cluster for elastic training: the command asks, workers answer."""
 
 from __future__ import annotations
 
@@ -12,14 +9,13 @@ import platform
 import shutil
 import socket
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nbelastic import driver
 from nbelastic.cluster import own_versions
-from nbelastic.collectives import missing_native_part
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+from nbelastic.collectives import RendezvousServer, missing_native_part
 
 SHM_ENOUGH = 256 * 2**20
 """Bytes of ``/dev/shm`` below which data loaders with processes of their own may fail."""
@@ -33,7 +29,7 @@ METADATA = ("169.254.169.254", 80)
 """The address at which clouds announce that a machine is about to be taken away."""
 
 _SYMBOLS = {"ok": "✓", "note": "·", "bad": "✗"}
-_listeners: list[socket.socket] = []
+_listeners: list[RendezvousServer] = []
 
 
 @dataclass(frozen=True)
@@ -75,85 +71,71 @@ class Finding:
 
 def findings(facts: Facts) -> list[Finding]:
     """Return what is to be said of a cluster, or of this machine."""
-    workers = facts.workers
+    workers, mebibyte = facts.workers, 2**20
     sides = workers or (facts.here,)
+    others = [side for side in (facts.scheduler, *workers) if side is not None]
+    here = facts.here.versions
+    other_versions = [
+        f"{side.name} has {name} {theirs}, this process {version}"
+        for side in others
+        for name, version in here.items()
+        if (theirs := side.versions.get(name, "missing")) != version
+        and (side is not facts.scheduler or (name, theirs) != ("torch", "missing"))
+    ]
+    shown = ", ".join(f"{name} {version}" for name, version in here.items())
+    same = f"{shown} {'on all sides' if others else 'here'}"
+    no_native = [f"{side.name}: {side.native}" for side in sides if side.native]
+    small = [
+        f"{side.name} has {side.shm_bytes / mebibyte:,.0f} MiB free"
+        for side in sides
+        if side.shm_bytes is not None and side.shm_bytes < SHM_ENOUGH
+    ]
     gcc = "ranks there use Gloo; install with a C++20 compiler on Linux"
     shm = "a DataLoader with workers may run out of it; docker: --shm-size=2g"
     found = [
-        _versions(facts),
-        _first("native part", sides, _native, "ranks of a host share memory", gcc),
-        _first("/dev/shm", sides, _shm, "enough for data loaders", shm),
+        _finding("versions", other_versions, same, "install the same on all machines", "bad"),
+        _finding("native part", no_native, "ranks of a host share memory", gcc),
+        _finding("/dev/shm", small, "enough for data loaders", shm),
     ]
     if facts.scheduler is not None:
-        present = Finding("workers", "ok", f"{len(workers)} present")
-        none = Finding("workers", "bad", "none present", "start workers for this scheduler")
+        none = [] if workers else ["none present"]
+        cut = [
+            f"{side.name} cannot connect to {side.unreachable[0]}"
+            for side in workers
+            if side.unreachable
+        ]
+        off = [
+            f"{side.name} is {side.clock_s:+.1f} s off"
+            for side in workers
+            if abs(side.clock_s) > CLOCK_TOLERANCE_S + side.clock_error_s
+        ]
+        start, present = "start workers for this scheduler", f"{len(workers)} present"
         reach = "workers reach each other" if len(workers) > 1 else "fewer than two workers"
         allow = "allow connections between workers on all ports above 1024"
-        exact, ntp = (
-            f"within {CLOCK_TOLERANCE_S:g} s",
-            "times in histories are off; synchronize with NTP",
-        )
+        ntp = "times in histories are off; synchronize with NTP"
         found += [
-            present if workers else none,
-            _first("ports", workers, _port, reach, allow, "bad"),
-            _first("clocks", workers, _clock, exact, ntp),
+            _finding("workers", none, present, start, "bad"),
+            _finding("ports", cut, reach, allow, "bad"),
+            _finding("clocks", off, f"within {CLOCK_TOLERANCE_S:g} s", ntp),
         ]
     if names := [name for side in sides for name in side.gpus]:
         advice = "ranks can sum there: backend='cuda_ipc' on one host, 'nccl' on any (experimental)"
         found.append(Finding("GPUs", "ok", f"{len(sides)} processes see {names[0]}", advice))
     else:
         found.append(Finding("GPUs", "note", "none that torch can use", "ranks train on CPUs"))
-    if any(side.metadata for side in sides):
-        return [*found, Finding("metadata service", "ok", "a cloud's service answers")]
-    return [*found, Finding("metadata service", "note", "none answers", "expected outside a cloud")]
+    silent = [] if any(side.metadata for side in sides) else ["none answers"]
+    cloud = "a cloud's service answers"
+    return [*found, _finding("metadata service", silent, cloud, "expected outside a cloud")]
 
 
-def _first(
-    what: str,
-    sides: Sequence[Side],
-    problem: Callable[[Side], str],
-    good: str,
-    advice: str,
-    state: str = "note",
+def _finding(
+    what: str, problems: Sequence[str], good: str, advice: str, state: str = "note"
 ) -> Finding:
-    """Report the first problem of a side, and how many more have one."""
-    found = [f"{side.name}{words}" for side in sides if (words := problem(side))]
-    if not found:
+    """Report the first problem, and how many more there are."""
+    if not problems:
         return Finding(what, "ok", good)
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return Finding(what, state, found[0] + more, advice)
-
-
-def _native(side: Side) -> str:
-    return f": {side.native}" if side.native else ""
-
-
-def _shm(side: Side) -> str:
-    size = SHM_ENOUGH if side.shm_bytes is None else side.shm_bytes
-    return f" has {size / 2**20:,.0f} MiB free" if size < SHM_ENOUGH else ""
-
-
-def _port(side: Side) -> str:
-    return f" cannot connect to {side.unreachable[0]}" if side.unreachable else ""
-
-
-def _clock(side: Side) -> str:
-    is_wrong = abs(side.clock_s) > CLOCK_TOLERANCE_S + side.clock_error_s
-    return f" is {side.clock_s:+.1f} s off" if is_wrong else ""
-
-
-def _versions(facts: Facts) -> Finding:
-    here = facts.here
-    shown = ", ".join(f"{name} {version}" for name, version in here.versions.items())
-    others = [side for side in (facts.scheduler, *facts.workers) if side is not None]
-    for side in others:
-        for name, version in here.versions.items():
-            theirs = side.versions.get(name, "missing")
-            spared = side is facts.scheduler and name == "torch" and theirs == "missing"
-            if theirs != version and not spared:
-                detail = f"{side.name} has {name} {theirs}, this process {version}"
-                return Finding("versions", "bad", detail, "install the same on all machines")
-    return Finding("versions", "ok", f"{shown} {'on all sides' if others else 'here'}")
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return Finding(what, state, problems[0] + more, advice)
 
 
 # -- asking --------------------------------------------------------------------------------------
@@ -164,13 +146,7 @@ def examine(address: str | None) -> Facts:
     here = Side(**probe("this process"))
     if address is None:
         return Facts(here)
-    from distributed import Client
-
-    from nbelastic.cluster import check_scheduler, security_of
-
-    security = security_of(address)
-    check_scheduler(address, security, lambda _: None)
-    with Client(address, security=security, set_as_default=False) as client:
+    with driver.connected(address) as client:
         return _ask(client, here)
 
 
@@ -228,13 +204,8 @@ def listen() -> tuple[str, int]:
     from distributed import get_worker
     from distributed.comm.addressing import get_address_host
 
-    host = get_address_host(get_worker().address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((host, 0))
-    listener.listen(128)
-    _listeners.append(listener)
-    return host, listener.getsockname()[1]
+    _listeners.append(RendezvousServer(get_address_host(get_worker().address)))
+    return _listeners[-1].address
 
 
 def unreachable(addresses: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:

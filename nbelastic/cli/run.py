@@ -14,21 +14,19 @@ import os
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 from nbelastic.driver import Job, fit, set_display
 from nbelastic.driver.options import TABLE, Options, check_name
 from nbelastic.errors import JobInterrupted, JobStopped, NbelasticError, OptionError
 
 from . import clusters
-from .hosts import parse_hosts
+from .display import CommandDisplay, ViewOptions, write_errors
+from .hosts.discovery import parse_hosts
 from .hosts.worker import is_local
-from .script import ScriptCall, bundle_of, run_script, script_command
-from .script.rank import mark_of
-from .view import CommandDisplay, ViewOptions, write_errors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+from .script.bundle import bundle_of, script_command
+from .script.rank import ScriptCall, mark_of, run_script
 
 FAILED = 1
 WITH_ERRORS = 3
@@ -36,10 +34,7 @@ INTERRUPTED = 130
 
 
 def run(options: dict[str, Any]) -> int:
-    """Run a script as a job; return the exit code.
-
-    A wrong option is an error before anything starts.
-    """
+    """Run a script as a job; return the exit code."""
     Options.given(_of_job(options))
     check_name(options["name"])
     call, words = _call(options)
@@ -88,29 +83,23 @@ def exit_code(start: Callable[[], Job], display: CommandDisplay) -> int:
 
 def view_options(options: Mapping[str, Any]) -> ViewOptions:
     """Return how to show a job, by the options and what stderr is."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    can_draw = is_terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     if options.get("json"):
         style = "json"
     elif options.get("quiet"):
         style = "quiet"
-    elif options.get("plain") or not _can_draw():
+    elif options.get("plain") or not can_draw:
         style = "plain"
     else:
         style = "live" if importlib.util.find_spec("rich") is not None else "plain"
     return ViewOptions(style, bool(options.get("prefix_output")), options.get("output_filename"))
 
 
-def _can_draw() -> bool:
-    """Return whether stderr is a terminal on which a frame can be drawn anew."""
-    is_terminal = sys.stderr is not None and sys.stderr.isatty()
-    return is_terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-
-
 def _of_job(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that ``fit`` has, too.
-
-    Where hosts are named, ``--slots-per-host`` is the number of slots of a host without one, as in
-    Horovod; the number that a host has is not limited by it.
-    """
+    """Return the options that ``fit`` has, too."""
+    # Where hosts are named, --slots-per-host is the number of slots of a host without one, as in
+    # Horovod; the number that a host has is not limited by it.
     given = {row.name: options.get(row.name) for row in TABLE}
     if any(options.get(name) for name in clusters.HOST_OPTIONS):
         given["slots_per_host"] = None
@@ -122,20 +111,14 @@ def _of_job(options: Mapping[str, Any]) -> dict[str, Any]:
 def _call(options: Mapping[str, Any]) -> tuple[ScriptCall, str]:
     """Return the call of the script, and a line on its bundle; empty without a bundle."""
     command = script_command(options["command"], os.getcwd())
-    packed, words = None, ""
-    if not options["shared_fs"] and not _all_here(options):
-        bundle = bundle_of(command.folder, command.file)
-        packed, words = bundle.packed, bundle.describe(command.folder)
+    packed, words, hosts = None, "", options.get("hosts")
+    named = any(options.get(name) for name in clusters.NAMING)
+    all_here = all(map(is_local, parse_hosts(hosts))) if hosts else not named  # now and later
+    if not options["shared_fs"] and not all_here:
+        packed, words = bundle_of(command.folder, command.file)
     mark = mark_of(command.file)
     call = ScriptCall(command, os.getcwd(), mark, packed, options["alias"])
     return call, words
-
-
-def _all_here(options: Mapping[str, Any]) -> bool:
-    """Return whether all workers are on this machine, now and later."""
-    if options.get("hosts"):
-        return all(is_local(host) for host in parse_hosts(options["hosts"]))
-    return not any(options.get(name) for name in clusters.NAMING)
 
 
 def _set_logging(level: str | None, *, verbose: bool) -> None:

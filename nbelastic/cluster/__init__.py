@@ -8,10 +8,10 @@ from .job_log import JobLog
 from .journal import replay
 from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_wish
 from .kernel.own_cluster import NO_PAGES, configuration, own_security, publish, security_of
-from .kernel.partitions import HeldPartitions, hold_partitions, with_sources
+from .kernel.partitions import HeldPartitions, with_sources
 from .kernel.preflight import check_versions, pack_function
 from .kernel.reachability import check_answers, check_scheduler
-from .kernel.sources import GitIgnore, why_missing
+from .kernel.sources import GitIgnore, walk, why_missing
 from .payload import Modules
 from .pulled import LARGE, Returned, check_pulled, put, variables_of
 from .rank_error import Failure, summary_of, unpack_error
@@ -36,7 +36,6 @@ __all__ = [
     "check_scheduler",
     "check_versions",
     "configuration",
-    "hold_partitions",
     "look_at_job",
     "lost_while",
     "open_jobs",
@@ -51,6 +50,7 @@ __all__ = [
     "summary_of",
     "unpack_error",
     "variables_of",
+    "walk",
     "why_missing",
     "with_sources",
 ]

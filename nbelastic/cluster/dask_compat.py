@@ -15,15 +15,11 @@ import signal
 import socket
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import dask.config
-from distributed import Future, Scheduler, Status, metrics, wait
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from distributed import Client
+from distributed import Client, Future, Scheduler, Status, metrics, wait
 
 # -- streams ---------------------------------------------------------------------------------------
 #
@@ -268,31 +264,18 @@ async def cause_of_death(scheduler: Scheduler, nanny: str, pid: int) -> str:
     for _ in range(LOG_READS):
         await asyncio.sleep(LOG_INTERVAL_S)
         lines = [line for _, line in await scheduler.rpc(nanny).get_logs(n=LOG_MESSAGES)]
-        died = [words for line in lines if (words := _death_in(line, pid))]
+        by_memory, died = (
+            [each for each in map(pattern.search, lines) if each and int(each[1]) == pid]
+            for pattern in (_MEMORY, _DEATH)
+        )
+        if died and by_memory:
+            budget = by_memory[0][2]
+            return f"was ended by its nanny, because it exceeded {budget} of its memory limit"
+        if died and died[0][2] is None:
+            return f"exited with status {died[0][3]}"
         if died:
-            by_memory = [words for line in lines if (words := _by_memory_in(line, pid))]
-            return (by_memory or died)[0]
+            number, name = int(died[0][2]), ""
+            with contextlib.suppress(ValueError):  # a real-time signal
+                name = f" ({signal.Signals(number).name})"
+            return f"was killed by signal {number}{name}"
     return ""
-
-
-def _death_in(line: str, pid: int) -> str:
-    """Return in words what a process has died of, if a line of its nanny's log says so."""
-    found = _DEATH.search(line)
-    return _in_words(found[2], found[3]) if found is not None and int(found[1]) == pid else ""
-
-
-def _by_memory_in(line: str, pid: int) -> str:
-    """Return in words that a nanny has ended a process for its memory, if a line says so."""
-    found = _MEMORY.search(line)
-    if found is None or int(found[1]) != pid:
-        return ""
-    return f"was ended by its nanny, because it exceeded {found[2]} of its memory limit"
-
-
-def _in_words(number: str | None, status: str | None) -> str:
-    if number is None:
-        return f"exited with status {status}"
-    try:
-        return f"was killed by signal {number} ({signal.Signals(int(number)).name})"
-    except ValueError:
-        return f"was killed by signal {number}"

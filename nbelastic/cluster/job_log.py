@@ -10,15 +10,19 @@ import enum
 import re
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from msgspec.structs import replace
 
 from nbelastic.messages import (
     ClusterGone,
+    Effect,
+    Event,
     LimitsChanged,
     LogContents,
+    MetricsReport,
+    PackedError,
     Publish,
     RankDied,
     RankExited,
@@ -32,16 +36,6 @@ from nbelastic.messages import (
     StopRequested,
     Tick,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from nbelastic.messages import (
-        Effect,
-        Event,
-        MetricsReport,
-        PackedError,
-    )
 
 MOST_OUTPUT = 2**20
 """Characters printed by ranks that are kept; the oldest go first."""
@@ -102,7 +96,10 @@ class JobLog:
         return time.time()
 
     def _add(self, record: Record) -> None:
-        self._records = [each for each in self._records if not replaces(record, each)]
+        if record.kind == "logged":  # how far a logger has come, once each
+            same = ("logged", str(record.reason))
+            kept = [each for each in self._records if (each.kind, str(each.reason)) != same]
+            self._records = kept
         self._records.append(record)
 
     def note_output(self, start: int, text: str) -> None:
@@ -136,11 +133,6 @@ class JobLog:
                 for start, latest in self._latest.items()
             ),
         )
-
-
-def replaces(new: Any, old: Any) -> bool:
-    """Whether an entry of the history takes another's place: how far a logger has come."""
-    return new.kind == old.kind == "logged" and str(new.reason) == str(old.reason)
 
 
 def in_one_line(entry: Record) -> str:

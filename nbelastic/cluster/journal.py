@@ -15,8 +15,9 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask.config
 import msgspec
@@ -24,12 +25,7 @@ import msgspec
 from nbelastic.cluster.own_files import create, own_directory
 from nbelastic.errors import OptionError
 from nbelastic.membership import Machine, pack_machine, unpack_machine
-from nbelastic.messages import AnyEvent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from nbelastic.messages import Effect, Event
+from nbelastic.messages import AnyEvent, Effect, Event
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 
 def own_directory(path: Path) -> Path:

@@ -1,34 +1,34 @@
-"""Describe the user's modules that travel with a job; unpack a job's payload.
+"""Describe, unpack and import the user's modules that travel with a job.
 
-Runs in the kernel, in the thread that calls ``fit``, and in workers, in the threads of ranks.
+Runs in the kernel, in the thread that calls ``fit``, and in ranks.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import linecache
 import os
 import pickle
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import CodeType, ModuleType
+from typing import Any
 
 import cloudpickle
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from nbelastic.messages import JobPayload
+from nbelastic.messages import JobPayload
 
 
 @dataclass(frozen=True)
 class Source:
-    """A module: its path in the kernel's file system, and its text.
-
-    `text` is None for a directory without ``__init__.py``, which is a namespace package.
-    """
+    """A module's path in the kernel's file system, and its text; None for a namespace package."""
 
     path: str
     text: bytes | None
-    package: bool
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,51 @@ def unpack_modules(payload: JobPayload) -> Modules:
     """Return the modules of a payload."""
     modules: Modules = pickle.loads(payload.modules)
     return modules
+
+
+class _SourceImporter(  # type: ignore[misc]  # typeshed: a static method in one base
+    importlib.abc.MetaPathFinder, importlib.abc.SourceLoader
+):
+    """Imports a job's modules from their texts; their files are those of the kernel."""
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources = sources
+        self._texts = {source.path: source.text for source in sources.values()}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        source = self._sources.get(fullname)
+        if source is None:
+            return None
+        if source.text is None:
+            spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+            spec.submodule_search_locations = [source.path]
+            return spec
+        return importlib.util.spec_from_loader(fullname, self)
+
+    def get_filename(self, fullname: str) -> str:
+        return self._sources[fullname].path
+
+    def get_data(self, path: str) -> bytes:
+        return self._texts[path] or b""
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        # Tracebacks show these lines, also where the file has been edited since.
+        path, text = self.get_filename(fullname), self.get_source(fullname) or ""
+        linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+        return super().get_code(fullname)
+
+
+def install(modules: Modules) -> None:
+    """Make imports find a job's modules from now on, before any on the worker's path.
+
+    What is imported already stays: it is what every rank needs, and none of it is the user's, even
+    if it lies in a folder of ``PYTHONPATH``.
+    """
+    if modules.sources:
+        sys.meta_path.insert(0, _SourceImporter(modules.sources))
+        importlib.invalidate_caches()
 
 
 def unpack_call(

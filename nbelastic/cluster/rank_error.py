@@ -8,17 +8,15 @@ from __future__ import annotations
 import linecache
 import os
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 
 from nbelastic.errors import summary_of
-from nbelastic.messages import MOST_BYTES, Frame, PackedError
+from nbelastic.messages import MOST_BYTES, CodeLine, PackedError
 from nbelastic.pickling import dumps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["Failure", "pack_error", "summary_of", "unpack_error"]
 
@@ -36,7 +34,7 @@ class Failure:
     """An error as it arrived."""
 
     summary: str  # type and message in one line
-    frames: tuple[Frame, ...]  # the user's own lines, outermost first; all if none is the user's
+    frames: tuple[CodeLine, ...]  # the user's own lines, outermost first; all if none is the user's
     exception: BaseException | None  # where it could be pickled there and unpickled here
 
     def where(self, label: Callable[[str], str | None] = lambda _: None) -> str:
@@ -61,13 +59,15 @@ def pack_error(error: BaseException) -> PackedError:
     return PackedError(summary_of(error), _frames(error), _pickled(error))
 
 
-def _frames(error: BaseException) -> tuple[Frame, ...]:
+def _frames(error: BaseException) -> tuple[CodeLine, ...]:
     try:
         frames = traceback.extract_tb(_TRACEBACK.__get__(error))
         own = [frame for frame in frames if not frame.filename.startswith(_NOT_USERS)]
         if not own and issubclass(type(error), SyntaxError):
             return ()  # its message has the place
-        return tuple(Frame(f.filename, f.lineno or 0, f.name, f.line or "") for f in own or frames)
+        return tuple(
+            CodeLine(f.filename, f.lineno or 0, f.name, f.line or "") for f in own or frames
+        )
     except BaseException:  # source lines come from loaders of the user's modules
         return ()
 

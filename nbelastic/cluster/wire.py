@@ -9,19 +9,23 @@ before it is handled.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from msgspec import Raw
 
 from nbelastic.errors import VersionMismatch
-from nbelastic.messages import AnyMessage, Data, RankOrder, decode, encode
+from nbelastic.messages import (
+    AnyMessage,
+    Message,
+    RankEffect,
+    RankOrder,
+    ToDriver,
+    decode,
+    encode,
+)
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbelastic.messages import Message, RankEffect, ToDriver
-
-PROTOCOL = 9
+PROTOCOL = 10
 """Number of this protocol. To be raised with each change of a message."""
 
 PLUGIN = "nbelastic"
@@ -71,17 +75,3 @@ def unpack(data: Any, kind: Any = AnyMessage) -> Any:
         return decode(b"".join(data["body"]), kind)
     except (TypeError, ValueError) as error:
         raise ValueError(f"not a message: {error}") from error
-
-
-class _Addressed(Data, frozen=True, forbid_unknown_fields=False):
-    job: str
-    start: int
-
-
-def addressee(data: Any) -> tuple[str, int] | None:
-    """Return job and start of a message's rank; the rest of the message may be unreadable."""
-    try:
-        found: _Addressed = unpack(data, _Addressed)
-    except (ValueError, VersionMismatch):
-        return None
-    return found.job, found.start

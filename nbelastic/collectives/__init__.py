@@ -9,8 +9,8 @@ An entry point of the group ``nbelastic.backends`` brings a backend: it names wh
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
 
 from nbelastic.collectives.communicator import Communicator, Rendezvous, connectors
 from nbelastic.collectives.rendezvous.server import RendezvousServer
@@ -32,9 +32,6 @@ __all__ = [
     "nccl_version",
 ]
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 GROUP = "nbelastic.backends"
 BACKENDS = ("auto", "gloo", "shm", "cuda_ipc", "nccl", "pygloo")
@@ -73,12 +70,12 @@ def connect(rendezvous: Rendezvous) -> Communicator:
         return SoloCommunicator(generation=rendezvous.generation)
     if rendezvous.backend not in _NEGOTIATED:
         return _maker_of(rendezvous.backend)(rendezvous)
-    from nbelastic.collectives.negotiation import NegotiatingCommunicator
+    from nbelastic.collectives.negotiation import NegotiatingCommunicator  # it imports torch
 
     return NegotiatingCommunicator(rendezvous)
 
 
-connectors.append(connect)
+connectors.append(connect)  # here: `communicator` cannot import its own kinds
 
 
 def missing_native_part() -> str:

@@ -13,13 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 from nbelastic.errors import CollectiveError, NbelasticError, NotTheRank
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # A waiting thread reads True for the event that it waits for, False for an abort.
 Wakeup = SimpleQueue
@@ -50,15 +47,15 @@ class AbortSignal:
         self, reason: str, *, orderly: bool = False, kind: type[CollectiveError] = CollectiveError
     ) -> None:
         """Break the communicator and wake all waiting threads. Returns at once."""
-        if self._reasons:
+        if self._reasons:  # two threads may both pass: the first reason counts
             return
-        self.orderly, self.kind = orderly, kind
+        self.orderly, self.kind = orderly, kind  # before the reason, which `check` reads first
         # The reason first, then the wakeups; a listener adds its wakeup first, then reads the
         # reason. So one of the two sees the other, and no abort is missed.
         self._reasons.append(reason)
         for wakeup in list(self._wakeups):
             wakeup.put(False)
-        for callback in list(self._callbacks):
+        for callback in list(self._callbacks):  # after the wakeups: waiting threads come first
             callback(reason, orderly)
 
     def on_abort(self, callback: Callable[[str, bool], object]) -> None:
@@ -67,7 +64,7 @@ class AbortSignal:
         The aborting thread calls it, possibly twice. It must not block.
         """
         self._callbacks.append(callback)
-        if self._reasons:
+        if self._reasons:  # added before this look, else an abort between would be missed
             callback(self._reasons[0], self.orderly)
 
     def check(self) -> None:
@@ -102,7 +99,7 @@ def _abort_all_in_fork() -> None:
     """
     for each in _all:
         each.forked, each.orderly, each.kind = True, True, NotTheRank
-        each._wakeups, each._callbacks = [], []
+        each._wakeups, each._callbacks = [], []  # callbacks would act on the parent's sockets
         each._reasons = [
             f"this process was forked from a rank (process {os.getppid()}), to which the "
             "communicator belongs; call collective operations in the rank's own process"

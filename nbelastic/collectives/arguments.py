@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 from nbelastic.collectives.transport import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
-    from nbelastic.collectives.reduction_tree import Blocks, Node
+    from nbelastic.collectives.transport import Tensors
+
 
 _REDUCIBLE = {
     "torch.float32",
@@ -51,53 +50,11 @@ def check_op(tensor: torch.Tensor, op: Op) -> None:
         )
 
 
-def check_together(tensors: Sequence[torch.Tensor], op: Op) -> None:
+def check_together(tensors: Tensors, op: Op) -> None:
     """Refuse tensors that cannot be reduced together: none, or of several types."""
     _check_same_kind(tensors, "tensors")
     check_op(tensors[0], op)
     check_contiguous(*tensors)
-
-
-def check_tree(
-    nodes: Sequence[Sequence[torch.Tensor]],
-    blocks: Blocks,
-    outputs: Sequence[torch.Tensor] | None,
-    rank: int,
-    size: int,
-) -> Sequence[torch.Tensor]:
-    """Refuse arguments of a sum along a tree that do not fit together; return the outputs."""
-    if blocks.ranks != size:
-        raise ValueError(f"blocks must have a quota per rank, {size}; they have {blocks.ranks}")
-    cover = blocks.covers[rank]
-    if len(nodes) != len(cover):
-        raise ValueError(
-            f"nodes must hold tensors for each of {len(cover)} nodes, {_ranges(cover)}, which "
-            f"cover the block of rank {rank}; it holds them for {len(nodes)}"
-        )
-    if outputs is None and not nodes:
-        raise ValueError(f"the block of rank {rank} is empty; pass outputs to receive the sums")
-    found = nodes[0] if outputs is None else outputs
-    if len(found) == 1:  # as most; comparing types costs more than all the rest
-        check_op(found[0], Op.SUM)
-        check_contiguous(found[0])
-    else:
-        check_together(found, Op.SUM)
-    if str(found[0].dtype) == "torch.bool":
-        raise ValueError("torch.bool has no sum along a tree; use allreduce with Op.MAX")
-    for node, tensors in zip(cover, nodes, strict=True):
-        if tensors is found:
-            continue
-        name = f"the tensors of node {_ranges([node])}"
-        if len(tensors) != len(found):
-            raise ValueError(f"{name} must be as many as outputs, {len(found)}, not {len(tensors)}")
-        check_contiguous(*tensors)
-        for tensor, output in zip(tensors, found, strict=True):
-            _check_alike(tensor, output, name, "its output")
-    return found
-
-
-def _ranges(nodes: Sequence[Node]) -> str:
-    return ", ".join(f"{node.begin}:{node.end}" for node in nodes)
 
 
 def check_rank(rank: int, size: int, name: str) -> None:
@@ -113,7 +70,7 @@ def check_peer(rank: int, own: int, size: int, name: str) -> None:
         raise ValueError(f"{name} is this rank itself ({rank}); a rank cannot message itself")
 
 
-def check_per_rank(tensors: Sequence[torch.Tensor], size: int, name: str) -> None:
+def check_per_rank(tensors: Tensors, size: int, name: str) -> None:
     """Refuse a sequence other than a contiguous tensor per rank, all of a type."""
     if len(tensors) != size:
         raise ValueError(f"{name} must hold one tensor per rank, {size}; it holds {len(tensors)}")
@@ -121,7 +78,7 @@ def check_per_rank(tensors: Sequence[torch.Tensor], size: int, name: str) -> Non
     _check_same_kind(tensors, name)
 
 
-def check_gather(outputs: Sequence[torch.Tensor], tensor: torch.Tensor, size: int) -> None:
+def check_gather(outputs: Tensors, tensor: torch.Tensor, size: int) -> None:
     """Refuse arguments of an allgather that do not fit together."""
     check_per_rank(outputs, size, "outputs")
     check_contiguous(tensor)
@@ -130,7 +87,7 @@ def check_gather(outputs: Sequence[torch.Tensor], tensor: torch.Tensor, size: in
 
 
 def check_reduce_scatter(
-    output: torch.Tensor, inputs: Sequence[torch.Tensor], rank: int, size: int, op: Op
+    output: torch.Tensor, inputs: Tensors, rank: int, size: int, op: Op
 ) -> None:
     """Refuse arguments of a reduce-scatter that do not fit together."""
     check_per_rank(inputs, size, "inputs")
@@ -139,16 +96,14 @@ def check_reduce_scatter(
     _check_alike(output, inputs[rank], "output", f"inputs[{rank}], this rank's own part")
 
 
-def check_exchange(
-    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], rank: int, size: int
-) -> None:
+def check_exchange(outputs: Tensors, inputs: Tensors, rank: int, size: int) -> None:
     """Refuse arguments of an all-to-all that do not fit together."""
     check_per_rank(outputs, size, "outputs")
     check_per_rank(inputs, size, "inputs")
     _check_alike(outputs[rank], inputs[rank], f"outputs[{rank}]", f"inputs[{rank}]")
 
 
-def _check_same_kind(tensors: Sequence[torch.Tensor], name: str) -> None:
+def _check_same_kind(tensors: Tensors, name: str) -> None:
     # Reading a device costs more than all the rest.
     if len({(tensor.dtype, tensor.is_cpu or tensor.device) for tensor in tensors}) != 1:
         kinds = {f"{tensor.dtype} on {tensor.device}" for tensor in tensors}

@@ -7,14 +7,15 @@ an operation that has failed may still write to it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from nbelastic.collectives.transport import Op
 
+if TYPE_CHECKING:
     import torch
 
-    from nbelastic.collectives.transport import Handle
+    from nbelastic.collectives.transport import Handle, Tensors
 
 
 def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
@@ -27,16 +28,14 @@ def on_host(tensor: torch.Tensor, *, load: bool = True) -> torch.Tensor:
         return plain
     import torch
 
-    pinned = plain.device.type == "cuda"
+    pinned = plain.device.type == "cuda"  # from other memory the copy back would wait
     staged = torch.empty(plain.shape, dtype=plain.dtype, device="cpu", pin_memory=pinned)
     if load:
         staged.copy_(plain)
     return staged
 
 
-def delivered(
-    handle: Handle, tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
-) -> Handle:
+def delivered(handle: Handle, tensors: Tensors, buffers: Tensors) -> Handle:
     """Return a handle that copies `buffers` back to their tensors, where they are not the same."""
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if tensor.data_ptr() != buffer.data_ptr():
@@ -60,12 +59,10 @@ class Delivered:
         self._handle.wait()
         if self._deliver is not None:
             self._deliver()
-            self._deliver = None
+            self._deliver = None  # a second wait must not overwrite the tensors
 
 
-def copying_back(
-    tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
-) -> Callable[[], None]:
+def copying_back(tensors: Tensors, buffers: Tensors) -> Callable[[], None]:
     """Return a function that copies each of `buffers` back to its tensor."""
 
     def deliver() -> None:
@@ -77,6 +74,12 @@ def copying_back(
     return deliver
 
 
+def slice_bounds(count: int, slices: int, line: int) -> list[int]:
+    """Return the begin of each slice of `count` elements, at multiples of `line`, and the end."""
+    lines = -(-count // line)
+    return [min(lines * each // slices * line, count) for each in range(slices + 1)]
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view of a contiguous `tensor` as bytes."""
     import torch
@@ -84,7 +87,41 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def as_number(dtype: torch.dtype, op: Op) -> tuple[torch.dtype, Op]:
+    """Return the type and the operator that reduce values of `dtype`.
+
+    A sum of booleans is whether any is true, a product whether all are; bytes would overflow.
+    """
+    import torch
+
+    if dtype is not torch.bool:
+        return dtype, op
+    return torch.uint8, Op.MAX if op in (Op.SUM, Op.MAX) else Op.MIN
+
+
+def copy_parts(tensors: Tensors, vector: torch.Tensor) -> None:
+    """Copy `tensors` to a vector, one after the other."""
+    for tensor, part in _with_parts(tensors, vector):
+        part.copy_(tensor)
+
+
+def copy_back(vector: torch.Tensor, tensors: Tensors) -> None:
+    """Copy a vector to `tensors`, one after the other, but for those whose memory it is."""
+    for tensor, part in _with_parts(tensors, vector):
+        if tensor.data_ptr() != part.data_ptr():
+            tensor.copy_(part)
+
+
+def _with_parts(
+    tensors: Tensors, vector: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    import torch
+
+    parts = torch.split(vector, [tensor.numel() for tensor in tensors])
+    return zip([tensor.detach().view(-1) for tensor in tensors], parts, strict=True)
+
+
+def concatenate(tensors: Tensors) -> torch.Tensor:
     """Return a flat copy of all `tensors`, one after the other, in host memory."""
     import torch
 

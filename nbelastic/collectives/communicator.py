@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import abc
 import functools
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from nbelastic.collectives import buffers
@@ -26,22 +28,19 @@ from nbelastic.collectives.arguments import (
     check_rank,
     check_reduce_scatter,
     check_together,
-    check_tree,
 )
 from nbelastic.collectives.buffers import delivered, on_host
 from nbelastic.collectives.transport import Handle, Op, TensorTransport
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
-    import weakref
-    from collections.abc import Callable, Sequence
-
     import torch
 
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.consistency import History
     from nbelastic.collectives.reduction_tree import Blocks
-    from nbelastic.collectives.rendezvous.matching import MatchingClient
+    from nbelastic.collectives.rendezvous.client import RendezvousClient
+    from nbelastic.collectives.transport import Nodes, Tensors
 
 P = ParamSpec("P")
 
@@ -83,6 +82,11 @@ class Rendezvous:
     backend: str = "auto"
     secret: bytes = field(default=b"", repr=False)
 
+    def part(self, name: str, ranks: Sequence[int], backend: str | None = None) -> Rendezvous:
+        """Return the rendezvous of some of the ranks, under a `name` of their own."""
+        job, rank, size = f"{self.job}/{name}", ranks.index(self.rank), len(ranks)
+        return replace(self, job=job, rank=rank, size=size, backend=backend or self.backend)
+
 
 def _blocking(
     begin: Callable[Concatenate[Communicator, P], Handle],
@@ -91,7 +95,7 @@ def _blocking(
     name = begin.__name__
 
     def operation(self: Communicator, /, *arguments: P.args, **options: P.kwargs) -> None:
-        getattr(self, name)(*arguments, **options).wait()
+        getattr(self, name)(*arguments, **options).wait()  # by its name, as kinds override it
 
     operation.__name__ = name.removesuffix("_async")
     operation.__doc__ = f"Wait for what :meth:`{name}` begins."
@@ -123,12 +127,18 @@ class Communicator(TensorTransport):
     waits_apart: bool = False
     """Whether the rank's thread waits for other ranks by other means. Read by other threads."""
 
-    generation: int
-
     part_of: tuple[weakref.ref[Communicator], str, list[int]] | None = None
     """For a subgroup, the communicator that it is a part of, its name there, and its ranks."""
 
-    _abort_signal: AbortSignal  # of all kinds but that of a single rank
+    def __init__(self, rendezvous: Rendezvous, abort_signal: AbortSignal) -> None:
+        self.rank = rendezvous.rank
+        self.size = rendezvous.size
+        self.generation = rendezvous.generation
+        self._rendezvous = rendezvous
+        self._abort_signal = abort_signal
+        self._subgroups: dict[str, Communicator] = {}
+        self._waiting = False
+        self._completed = 0
 
     @functools.cached_property
     def history(self) -> History:
@@ -208,29 +218,26 @@ class Communicator(TensorTransport):
         check_contiguous(tensor)
         check_op(tensor, op)
         if tensor.numel() == 0:
-            return self.begin_nothing()
+            return self.begin_nothing()  # on all ranks, because their shapes are equal
         if buffers.is_on_host(tensor):  # as most: without what several tensors cost
             return self.begin_allreduce([tensor.detach()], op)
         return self._allreduce([tensor], op)
 
-    def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
+    def allreduce_coalesced_async(self, tensors: Tensors, op: Op = Op.SUM) -> Handle:
         """Reduce `tensors`, one or more of the same type, over all ranks, in place."""
         check_together(tensors, op)
         if self.capabilities.coalesces:
             return self._allreduce(tensors, op)
         return _Handles([self.allreduce_async(tensor, op) for tensor in tensors])
 
-    def _allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+    def _allreduce(self, tensors: Tensors, op: Op) -> Handle:
         if not any(tensor.numel() for tensor in tensors):
             return self.begin_nothing()
         near = self._near(tensors)
         return delivered(self.begin_allreduce(near, op), tensors, near)
 
     def allreduce_tree_async(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor] | None = None,
+        self, nodes: Nodes, blocks: Blocks, outputs: Tensors | None = None
     ) -> Handle:
         """Sum tensors over the leaves of a tree, in the tree's order, on all ranks.
 
@@ -242,6 +249,8 @@ class Communicator(TensorTransport):
         Presence does not travel: a rank without a value for a leaf leaves the leaf out of its
         node's sum. Where it has none for the whole node, it gives
         :data:`~nbelastic.collectives.reduction_tree.IDENTITY`. A sum without any value is that.
+
+        Arguments are not checked: micro-batches, which bring them, fit together by construction.
 
         Parameters
         ----------
@@ -257,7 +266,7 @@ class Communicator(TensorTransport):
             rank with an empty block must give them. They may be tensors of the first node, and
             share no memory with those of other nodes.
         """
-        found = check_tree(nodes, blocks, outputs, self.rank, self.size)
+        found = nodes[0] if outputs is None else outputs
         if not any(tensor.numel() for tensor in found):
             return self.begin_nothing()
         in_place = bool(nodes) and found is nodes[0]
@@ -271,11 +280,11 @@ class Communicator(TensorTransport):
         check_rank(root, self.size, "root")
         if tensor.numel() == 0:
             return self.begin_nothing()
-        near = self._near([tensor], load=self.rank == root)
+        near = self._near([tensor], load=self.rank == root)  # others need no values
         handle = self.begin_broadcast(near[0], root)
         return handle if self.rank == root else delivered(handle, [tensor], near)
 
-    def allgather_async(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+    def allgather_async(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
         """Collect every rank's `tensor`, of one shape, into `outputs`, a tensor per rank."""
         check_gather(outputs, tensor, self.size)
         if tensor.numel() == 0:
@@ -284,7 +293,7 @@ class Communicator(TensorTransport):
         return delivered(self.begin_allgather(near, source), outputs, near)
 
     def reduce_scatter_async(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op = Op.SUM
+        self, output: torch.Tensor, inputs: Tensors, op: Op = Op.SUM
     ) -> Handle:
         """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
         check_reduce_scatter(output, inputs, self.rank, self.size, op)
@@ -294,9 +303,7 @@ class Communicator(TensorTransport):
         handle = self.begin_reduce_scatter(near[0], self._near(inputs), op)
         return delivered(handle, [output], near)
 
-    def all_to_all_async(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Handle:
+    def all_to_all_async(self, outputs: Tensors, inputs: Tensors) -> Handle:
         """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it. Shapes may differ."""
         check_exchange(outputs, inputs, self.rank, self.size)
         near = self._near(outputs, load=False)
@@ -311,7 +318,7 @@ class Communicator(TensorTransport):
         check_contiguous(tensor)
         return self.send_parts_async([tensor.view(-1)], to)
 
-    def send_parts_async(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+    def send_parts_async(self, parts: Tensors, to: int) -> Handle:
         """Send `parts`, vectors of the same type, to be received as one tensor."""
         check_peer(to, self.rank, self.size, "to")
         if not any(part.numel() for part in parts):
@@ -327,7 +334,7 @@ class Communicator(TensorTransport):
         buffer = on_host(tensor, load=False)
         return delivered(self.begin_receive(buffer, source), [tensor], [buffer])
 
-    def _near(self, tensors: Sequence[torch.Tensor], *, load: bool = True) -> list[torch.Tensor]:
+    def _near(self, tensors: Tensors, *, load: bool = True) -> list[torch.Tensor]:
         """Return tensors, or staging buffers where the transport cannot work on a tensor."""
         devices = self.capabilities.devices
         return [
@@ -348,41 +355,48 @@ class Communicator(TensorTransport):
     send = _blocking(send_async)
     receive = _blocking(receive_async)
 
-    @abc.abstractmethod
     def check(self) -> None:
         """Raise :class:`~nbelastic.errors.CollectiveError` if the communicator is broken."""
+        self._abort_signal.check()
 
     @property
-    @abc.abstractmethod
     def waiting(self) -> bool:
         """Whether the rank's thread is waiting for an operation. Read by other threads."""
+        return (
+            self._waiting
+            or self.waits_apart
+            # A copy, because the rank's thread may add a subgroup meanwhile.
+            or any(each.waiting for each in list(self._subgroups.values()))
+        )
 
     @property
-    @abc.abstractmethod
     def completed(self) -> int:
         """Number of operations completed. Read by other threads, to see progress."""
+        return self._completed + sum(each.completed for each in list(self._subgroups.values()))
+
+    def restart_count(self) -> None:
+        """Count operations from here on: those of a negotiation are no progress of the rank."""
+        self._completed = 0
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
         """Ranks whose processes are known to have ended. Others may have ended, too."""
         return ()
 
-    @abc.abstractmethod
     def abort(self, reason: str, kind: type[CollectiveError] = CollectiveError) -> None:
         """Break the communicator, and free waiting threads within milliseconds.
 
         Any thread may call it, any number of times; it returns at once. Afterwards every
         operation, under way or new, raises ``kind(reason)``.
         """
+        self._abort_signal.abort(reason, kind=kind)
 
     def on_abort(self, callback: Callable[[str, bool], object]) -> None:
         """Call ``callback(reason, orderly)`` when the communicator ends; it must not block.
 
         `orderly` is whether it was closed with no operation under way.
         """
-        signal: AbortSignal | None = getattr(self, "_abort_signal", None)
-        if signal is not None:
-            signal.on_abort(callback)
+        self._abort_signal.on_abort(callback)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
         """Return a connected communicator of some of the ranks; all its ranks call this.
@@ -398,17 +412,42 @@ class Communicator(TensorTransport):
             Never used before in this generation by any of these ranks for other `ranks`. A second
             call with it returns the same communicator.
         """
-        raise NotImplementedError(f"a communicator of kind {self.name!r} has no subgroups")
+        known = self._subgroups.get(name)
+        if known is not None:
+            return known
+        self.check()
+        made = connectors[0](self._rendezvous.part(name, ranks))
+        self._subgroups[name] = made
+        try:
+            connected = connect_part(self, made)
+        except BaseException:
+            del self._subgroups[name]
+            raise
+        connected.part_of = weakref.ref(self), name, list(ranks)  # weak: the whole keeps it
+        self._subgroups[name] = connected
+        return connected
 
     def close_subgroup(self, name: str) -> None:
         """Close a communicator of :meth:`subgroup`, if there is one."""
+        closed = self._subgroups.pop(name, None)
+        if closed is not None:
+            self._completed += closed.completed  # the sum of all must never become less
+            closed.close()
 
-    def matching_client(self) -> MatchingClient | None:
+    def close_subgroups(self) -> None:
+        """Close all of them, in an orderly way, as the first part of closing this communicator."""
+        subgroups, self._subgroups = self._subgroups, {}
+        for each in subgroups.values():
+            each.close()
+
+    def matching_client(self) -> RendezvousClient | None:
         """Return a new client of the generation's matching of operations; None for a rank alone.
 
-        See :mod:`nbelastic.collectives.rendezvous.matching`.
+        See :mod:`nbelastic.collectives.rendezvous.matcher`.
         """
-        return None
+        from nbelastic.collectives.rendezvous.client import MATCHING, RendezvousClient
+
+        return RendezvousClient(self._rendezvous, MATCHING)
 
     def cut_connections(self) -> int:
         """Cut the connections to other ranks as a network failure would; return their number."""
@@ -420,6 +459,34 @@ class Communicator(TensorTransport):
 
         Returns at once. Operations stuck in a transport are freed in the background.
         """
+
+
+def connect_part(whole: Communicator, made: Communicator) -> Communicator:
+    """Connect a communicator of a part of `whole`; an end or a failure of either ends both.
+
+    Closed in an orderly way, it leaves `whole` as it is.
+    """
+    # Weak references, because each signal keeps its callbacks as long as it lives.
+    parent, child = weakref.ref(whole), weakref.ref(made)
+
+    def end_child(reason: str, _orderly: bool) -> None:
+        if (alive := child()) is not None:
+            alive.abort(reason)
+
+    def end_parent(reason: str, orderly: bool) -> None:
+        if not orderly and (alive := parent()) is not None:
+            alive.abort(reason)
+
+    whole.on_abort(end_child)  # first: an abort must reach a part that connects, too
+    try:
+        connected = made.connect()
+    except BaseException:
+        made.close()
+        raise
+    if connected is not made:
+        child = weakref.ref(connected)  # `made` has only negotiated it
+    connected.on_abort(end_parent)
+    return connected
 
 
 class _Handles:

@@ -18,13 +18,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from nbelastic.errors import RanksDisagree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
-
     from nbelastic.collectives.communicator import Communicator
 
 _NUMBERS = struct.Struct("<qq")

@@ -11,27 +11,32 @@ are those of the flat Gloo group.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
+from nbelastic.collectives.buffers import copy_back, copy_parts, slice_bounds
 from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
-from nbelastic.collectives.operations import AbortableTask, OperationHandle, OrderedExecutor
-from nbelastic.collectives.reduction_tree import additions
-from nbelastic.collectives.transport import Capabilities, Handle, Op
+from nbelastic.collectives.operations import OperationHandle, OrderedExecutor, abortable
+from nbelastic.collectives.reduction_tree import Blocks
+from nbelastic.collectives.shm.segment import (
+    abort_with,
+    allocate,
+    error_type,
+    reduction_codes,
+    tree_of,
+)
+from nbelastic.collectives.transport import Handle, Op
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.reduction_tree import Blocks
     from nbelastic.collectives.topology import Topology
-    from nbelastic.native._core import Group, Tree
+    from nbelastic.collectives.transport import Nodes, Tensors
+    from nbelastic.native._core import Group
 
 _LINE = 16
 """Slices begin at multiples of so many elements, so that no two ranks write to one cache line."""
@@ -50,7 +55,6 @@ class HierarchicalCommunicator(GlooCommunicator):
     # so it alone uses the segment's operations and the group of the slice.
 
     name = "hierarchical"
-    capabilities = Capabilities(reduces_in_place=False, averages=True)
 
     def __init__(
         self,
@@ -61,61 +65,99 @@ class HierarchicalCommunicator(GlooCommunicator):
     ) -> None:
         super().__init__(rendezvous, abort_signal)
         self._group = group
+        self._topology = topology
         self._local_ranks = topology.local_ranks(rendezvous.rank)
-        self._cross = _cross_communicator(rendezvous, topology, abort_signal)
-        self._stages = _Stages(rendezvous, topology, group, self._cross)
+        # The ranks with this rank's slice, if it has any.
+        peers, slice_ = topology.cross_ranks(self.rank), self._local_ranks.index(self.rank)
+        its = rendezvous.part(f"cross-{slice_}", peers) if peers else None
+        self._cross = None if its is None else GlooCommunicator(its, abort_signal)
         name = f"nbelastic-hierarchical-{self.generation}-{self.rank}"
         self._executor = OrderedExecutor(name, rendezvous.timeout_s)
         if group is not None:
-            from nbelastic.collectives.shm.segment import abort_with
-
             abort_with(group, abort_signal, self.rank)
 
     def connect(self) -> HierarchicalCommunicator:
         super().connect()
         if self._cross is not None:
-            self._cross.connect()
+            self._cross.connect()  # second on all ranks, so no two wait for each other
         return self
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         self._abort_signal.check()
-        return self._stages.empty(count, dtype)
+        if self._group is None:
+            return super().empty(count, dtype)
+        try:
+            return allocate(self._group, count, dtype)
+        except MemoryError as error:
+            raise CollectiveError(f"shared memory is full: {error}") from None
 
-    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+    def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
         self.check()
-        own = tensors[0].view(-1)
-        if self._stages.holds(own):
-            return self._submit(lambda: self._stages.perform(own, op), None)
-        buffer = self._stages.empty(own.numel(), own.dtype)
-        buffer.copy_(own)
-        return self._submit(lambda: self._stages.perform(buffer, op), lambda: own.copy_(buffer))
+        own = tensors[0].view(1, -1)
+        if self._group is None or self._group.holds(own.data_ptr(), own.nbytes):
+            return self._submit(own, op)
+        return self._begin_staged([tensors], tensors, op)
 
-    def begin_allreduce_tree(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor],
-    ) -> Handle:
-        if not self._stages.in_order:
+    def begin_allreduce_tree(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> Handle:
+        if not self._topology.in_order:
             return super().begin_allreduce_tree(nodes, blocks, outputs)
         self.check()
-        lengths = [tensor.numel() for tensor in outputs]
-        count = sum(lengths)
-        # Nodes lie one after the other. The first gives way to the sum.
-        memory = self._stages.empty(max(len(nodes), 1) * count, outputs[0].dtype).view(-1, count)
+        return self._begin_staged(nodes, outputs, Op.SUM, blocks)
+
+    def _begin_staged(
+        self, nodes: Nodes, outputs: Tensors, op: Op, blocks: Blocks | None = None
+    ) -> Handle:
+        """Reduce copies of `nodes` in the segment, and fill `outputs`."""
+        count = sum(tensor.numel() for tensor in outputs)
+        # Nodes lie one after the other. The first gives way to the outcome.
+        memory = self.empty(max(len(nodes), 1) * count, outputs[0].dtype).view(-1, count)
         for row, tensors in zip(memory, nodes, strict=False):
-            for part, tensor in zip(torch.split(row, lengths), tensors, strict=True):
-                part.copy_(tensor.view(-1))
+            copy_parts(tensors, row)
+        return self._submit(memory, op, blocks, lambda: copy_back(memory[0], outputs))
 
-        def deliver() -> None:
-            for part, tensor in zip(torch.split(memory[0], lengths), outputs, strict=True):
-                tensor.view(-1).copy_(part)
+    def _submit(
+        self,
+        memory: torch.Tensor,
+        op: Op,
+        blocks: Blocks | None = None,
+        deliver: Callable[[], object] | None = None,
+    ) -> Handle:
+        task = abortable(self._abort_signal, lambda: self._reduce(memory, op, blocks), error_type)
+        return OperationHandle(self, self._executor.submit(task), deliver)
 
-        return self._submit(lambda: self._stages.perform_along(memory, blocks), deliver)
+    def _reduce(self, memory: torch.Tensor, op: Op, blocks: Blocks | None) -> None:
+        """Reduce the rows of `memory`, in the segment, to its first, in the executor's thread.
 
-    def _submit(self, perform: Callable[[], None], deliver: Callable[[], object] | None) -> Handle:
-        operation = self._executor.submit(AbortableTask(self._abort_signal, perform, _kind_of))
-        return OperationHandle(self, operation, deliver)
+        They are this rank's values, or its nodes of a tree over `blocks`.
+        """
+        group, topology, position = self._group, self._topology, self._local_ranks.index(self.rank)
+        bounds = slice_bounds(memory.shape[1], topology.slices, _LINE)
+        counts = [end - begin for begin, end in itertools.pairwise(bounds)]
+        counts += [0] * (len(self._local_ranks) - topology.slices)
+        first = sum(counts[:position])
+        own = memory[:, first : first + counts[position]]
+        sums = [*own]
+        whole = Op.SUM if op is Op.AVERAGE else op
+        if blocks is not None:
+            hosts = blocks.merged(topology.hosts)
+            left = len(hosts.covers[topology.hosts.index(self._local_ranks)])
+            # What remains of a host may be more than this rank's nodes, so it lies elsewhere.
+            sums = sums[:left] if group is None else [torch.empty_like(own[0]) for _ in range(left)]
+        if group is not None:
+            kind, code = reduction_codes(memory.dtype, whole)
+            tree = None if blocks is None else tree_of(blocks, self._local_ranks)
+            if sums:  # none where no rank of this host has a leaf
+                places = [each.data_ptr() for each in sums]
+                parts = group.reduce_scatter_async
+                group.wait(parts(memory.data_ptr(), counts, places, kind, code, tree))
+        if self._cross is not None and blocks is not None:
+            self._cross.allreduce_tree([[each] for each in sums], hosts, [own[0]])
+        elif self._cross is not None:
+            self._cross.allreduce(own[0], whole)
+            if op is Op.AVERAGE:
+                own[0].div_(self.size)  # at the end: hosts differ in their numbers of ranks
+        if group is not None:
+            group.wait(group.gather_parts_async(memory.data_ptr(), counts, kind))
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
@@ -134,133 +176,10 @@ class HierarchicalCommunicator(GlooCommunicator):
         super().close()
         if self._abort_signal.forked:
             return  # a fork has none of the threads
-        self._executor.join()
+        self._executor.join()  # the abort ends a stage under way
         if self._group is not None:
-            self._group.close()
+            self._group.close()  # after the executor, whose stages use it
 
     def __del__(self) -> None:
         if hasattr(self, "_executor"):
             self.close()
-
-
-def _cross_communicator(
-    rendezvous: Rendezvous, topology: Topology, abort_signal: AbortSignal
-) -> GlooCommunicator | None:
-    """Return a communicator of the ranks with this rank's slice, if it has any."""
-    peers = topology.cross_ranks(rendezvous.rank)
-    if not peers:
-        return None
-    position = topology.local_ranks(rendezvous.rank).index(rendezvous.rank)
-    its = dataclasses.replace(
-        rendezvous,
-        job=f"{rendezvous.job}/cross-{position}",
-        rank=peers.index(rendezvous.rank),
-        size=len(peers),
-    )
-    return GlooCommunicator(its, abort_signal)
-
-
-class _Stages:
-    """The three stages of an allreduce."""
-
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        topology: Topology,
-        group: Group | None,
-        cross: GlooCommunicator | None,
-    ) -> None:
-        local_ranks = topology.local_ranks(rendezvous.rank)
-        self._size = rendezvous.size
-        self._position = local_ranks.index(rendezvous.rank)
-        self._ranks = len(local_ranks)
-        self._slices = topology.slices
-        self._hosts = topology.hosts
-        self._host = topology.hosts.index(local_ranks)
-        self.in_order = topology.in_order
-        self._group = group
-        self._cross = cross
-
-    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        if self._group is None:
-            return torch.empty(count, dtype=dtype)
-        from nbelastic.collectives.shm.segment import allocate
-
-        try:
-            return allocate(self._group, count, dtype)
-        except MemoryError as error:
-            raise CollectiveError(f"shared memory is full: {error}") from None
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        return self._group is None or self._group.holds(tensor.data_ptr(), tensor.nbytes)
-
-    def perform(self, buffer: torch.Tensor, op: Op) -> None:
-        """Reduce `buffer`, which lies in the segment. Raises ``Broken`` or ``CollectiveError``."""
-        counts = self._counts(buffer.numel())
-        whole = Op.SUM if op is Op.AVERAGE else op
-        group = self._group
-        if group is not None:
-            from nbelastic.collectives.shm.segment import reduction_codes
-
-            kind, code = reduction_codes(buffer.dtype, whole)
-            group.wait(group.reduce_parts_async(buffer.data_ptr(), counts, kind, code))
-        if self._cross is not None:
-            first = sum(counts[: self._position])
-            own = buffer[first : first + counts[self._position]]
-            self._cross.allreduce(own, whole)
-            if op is Op.AVERAGE:
-                own.div_(self._size)
-        if group is not None:
-            group.wait(group.gather_parts_async(buffer.data_ptr(), counts, kind))
-
-    def perform_along(self, memory: torch.Tensor, blocks: Blocks) -> None:
-        """Sum the rows of `memory`, this rank's nodes in the segment, along a tree to its first."""
-        of_hosts = blocks.merged(self._hosts)
-        nodes = len(of_hosts.covers[self._host])
-        count = memory.shape[1]
-        counts = self._counts(count)
-        first = sum(counts[: self._position])
-        own = slice(first, first + counts[self._position])
-        sums = list(memory[:, own])
-        group = self._group
-        if group is not None:
-            from nbelastic.collectives.shm.segment import TYPES
-
-            kind = TYPES[memory.dtype]
-            sums = [memory.new_empty(counts[self._position]) for _ in range(nodes)]
-            if sums:
-                places = [each.data_ptr() for each in sums]
-                tree = _tree_of_host(blocks, self._hosts[self._host])
-                parts = group.reduce_tree_parts_async
-                group.wait(parts(memory.data_ptr(), counts, places, tree, kind))
-        if self._cross is not None:
-            self._cross.allreduce_tree(
-                [[each] for each in sums[:nodes]], of_hosts, [memory[0, own]]
-            )
-        if group is not None:
-            group.wait(group.gather_parts_async(memory.data_ptr(), counts, kind))
-
-    def _counts(self, total: int) -> list[int]:
-        """Return the number of elements in the slice of each rank of this host."""
-        lines = -(-total // _LINE)
-        bounds = [min(lines * i // self._slices * _LINE, total) for i in range(self._slices + 1)]
-        counts = [end - begin for begin, end in itertools.pairwise(bounds)]
-        return counts + [0] * (self._ranks - self._slices)
-
-
-@functools.lru_cache(maxsize=64)
-def _tree_of_host(blocks: Blocks, ranks: tuple[int, ...]) -> Tree:
-    """Return the native core's tree for the ranks of a host, of which several sums may remain."""
-    from nbelastic.native import core
-
-    covers = [blocks.covers[rank] for rank in ranks]
-    order = additions([*itertools.chain(*covers)], blocks.leaves)
-    quotas = [blocks.quotas[rank] for rank in ranks]
-    return core.Tree(quotas, [len(cover) for cover in covers], list(order))
-
-
-def _kind_of(error: Exception) -> type[CollectiveError]:
-    """Return the error to raise for that of a stage."""
-    from nbelastic.collectives.shm.segment import error_type
-
-    return error_type(error)

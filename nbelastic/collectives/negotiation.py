@@ -19,13 +19,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from nbelastic.collectives.abort_signal import AbortSignal
-from nbelastic.collectives.communicator import Rendezvous
+from nbelastic.collectives.communicator import Communicator, Rendezvous, connect_part
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
+from nbelastic.collectives.gpu.device import Device, DeviceError, present_device
 from nbelastic.collectives.hierarchical import HierarchicalCommunicator
-from nbelastic.collectives.operations import AsyncCommunicator, connect_part
+from nbelastic.collectives.nccl.library import NcclLibrary, card_of, present_library
+from nbelastic.collectives.operations import AsyncCommunicator
 from nbelastic.collectives.rendezvous.client import RendezvousClient
 from nbelastic.collectives.shm.handshake import FORMING_LIMIT_S, SegmentError, SegmentSocket
 from nbelastic.collectives.topology import (
@@ -38,14 +43,9 @@ from nbelastic.collectives.topology import (
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nbelastic.collectives.communicator import Communicator
     from nbelastic.collectives.gpu.communicator import Host
-    from nbelastic.collectives.gpu.device import Device
     from nbelastic.collectives.nccl.group import NcclGroup
-    from nbelastic.collectives.nccl.library import NcclLibrary
-    from nbelastic.collectives.shm.handshake import SharedSegment
+    from nbelastic.native._core import Group
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,8 @@ _logged: set[str] = set()
 class NegotiatingCommunicator(AsyncCommunicator):
     """Negotiates a communicator, and stands in for the communicator until it is connected.
 
-    Afterwards aborting, closing and querying this one does the same to the chosen one. `host` is
-    the host that the rank claims to be on, if not its own. As a part of the negotiation `whole` it
-    uses the device and the library of that.
+    The chosen one has the same abort signal. `host` is the host that the rank claims to be on, if
+    not its own. `device` and `library` return the GPU of this process, and its NCCL.
     """
 
     name = "auto"
@@ -70,13 +69,14 @@ class NegotiatingCommunicator(AsyncCommunicator):
         self,
         rendezvous: Rendezvous,
         host: str | None = None,
-        whole: NegotiatingCommunicator | None = None,
+        device: Callable[[], Device | None] = present_device,
+        library: Callable[[], NcclLibrary] = present_library,
     ) -> None:
         super().__init__(rendezvous, AbortSignal())
         self._host = host
-        self._whole = whole
+        self._own_device = device
+        self._own_library = library
         self._begun = False
-        self._chosen: Communicator | None = None
         self._device: Device | None = None
         self._library: NcclLibrary | None = None
         self._uses_gpus = rendezvous.backend in ("cuda_ipc", "nccl")
@@ -95,8 +95,9 @@ class NegotiatingCommunicator(AsyncCommunicator):
             self._abort_signal.abort(f"generation {self.generation} did not form: {error}")
             self._abort_signal.check()
             raise  # never: check() raises
-        self._chosen = chosen
-        self._abort_signal.check()  # on an abort, closing this closes the chosen one
+        if self._abort_signal.reason is not None:  # aborted since the last exchange
+            chosen.close()
+        self._abort_signal.check()
         return chosen
 
     # -- choosing --------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
         if obstacle:
             return self._negotiate(None, obstacle)
         try:
-            segment_socket = SegmentSocket(self._rendezvous)
+            segment_socket = SegmentSocket(self._rendezvous)  # listens before its name is told
         except OSError as error:
             return self._negotiate(None, f"no socket for the other ranks of its host: {error}")
         self._abort_signal.on_abort(lambda *_: segment_socket.abort())
@@ -116,7 +117,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
     def _negotiate(self, segment_socket: SegmentSocket | None, obstacle: str) -> Communicator:
         name = segment_socket.name if segment_socket else ""
         own = RankCapabilities(obstacle, self._host or sharing_host(), name, *self._own_gpu())
-        values = self._exchange("capabilities", own.encode())
+        values = self._exchange("capabilities", msgspec.json.encode(own))
         capabilities = [RankCapabilities.decode(value, rank) for rank, value in enumerate(values)]
         topology = Topology.of(capabilities)
         host = self._choose_host(topology, segment_socket, capabilities)
@@ -141,30 +142,32 @@ class NegotiatingCommunicator(AsyncCommunicator):
             # Known beforehand, and the same in every generation.
             return self._fall_back(topology.obstacle, logging.INFO)
         with contextlib.ExitStack() as stack:
-            segment, failure = None, ""
+            group, failure = None, ""
+            ranks = topology.local_ranks(self.rank)
             if segment_socket is not None:  # None: the rank is alone on its host
                 try:
-                    ranks = topology.local_ranks(self.rank)
-                    segment = _share(segment_socket, ranks, self.rank, capabilities)
+                    if len(ranks) > 1 and self.rank == ranks[0]:
+                        group = segment_socket.create(len(ranks))
+                    elif len(ranks) > 1:
+                        name, place = capabilities[ranks[0]].socket_name, ranks.index(self.rank)
+                        group = segment_socket.join(name, place, len(ranks))
                 except SegmentError as error:
                     failure = str(error)
                 segment_socket.close()
-            if segment is not None:
-                stack.callback(segment.close)
-            # Other hosts may take as long as they are allowed to.
+            if group is not None:
+                stack.callback(group.close)
+            # A rank that dies before it has a group is missing here; later, its group breaks. Other
+            # hosts may take as long as they are allowed to.
             results = self._exchange("results", failure.encode(), 2 * FORMING_LIMIT_S)
             for rank, result in enumerate(results):
                 if result:
-                    stack.close()
+                    stack.close()  # the segment: no rank uses it if one cannot
                     return self._fall_back(f"rank {rank}: {result.decode()}", logging.WARNING)
-            if segment is not None:
-                segment.watch()
-            stack.pop_all()
-            return self._over_segments(topology, segment)
+            stack.pop_all()  # the communicator owns it from here on
+            return self._over_segments(topology, group)
 
-    def _over_segments(self, topology: Topology, segment: SharedSegment | None) -> Host:
-        """Return the communicator for a topology; it owns the segment."""
-        group = None if segment is None else segment.group
+    def _over_segments(self, topology: Topology, group: Group | None) -> Host:
+        """Return the communicator for a topology; it owns the `group`, a segment."""
         if group is not None and len(topology.hosts) == 1:
             from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
 
@@ -185,9 +188,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
             return "", "", "", ""
         if self._rendezvous.backend != "nccl":
             return device.kind, "", "", ""
-        from nbelastic.collectives.gpu.device import DeviceError
         from nbelastic.collectives.nccl.group import obstacle
-        from nbelastic.collectives.nccl.library import card_of
 
         try:
             self._library = library = self._own_library()
@@ -195,22 +196,6 @@ class NegotiatingCommunicator(AsyncCommunicator):
             return device.kind, "", str(error), ""
         version = ".".join(map(str, library.version))
         return device.kind, version, obstacle(), card_of(device, library, self.rank)
-
-    def _own_device(self) -> Device | None:
-        """Return the GPU that this rank computes on."""
-        if self._whole is not None:
-            return self._whole._own_device()
-        from nbelastic.collectives.gpu.device import present_device
-
-        return present_device()
-
-    def _own_library(self) -> NcclLibrary:
-        """Return the NCCL of this process."""
-        if self._whole is not None:
-            return self._whole._own_library()
-        from nbelastic.collectives.nccl.library import present_library
-
-        return present_library()
 
     def _with_devices(
         self, host: Host, topology: Topology, capabilities: Sequence[RankCapabilities]
@@ -230,8 +215,6 @@ class NegotiatingCommunicator(AsyncCommunicator):
         self, host: Host, topology: Topology, capabilities: Sequence[RankCapabilities]
     ) -> tuple[Communicator | None, str]:
         """Return a communicator over CUDA IPC, or why there is none."""
-        from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
-
         if not topology.any_host_shared:
             return None, "no two ranks share a host"
         if host.fallback_reason:  # without shared memory there are no meetings
@@ -239,33 +222,24 @@ class NegotiatingCommunicator(AsyncCommunicator):
         missing = [rank for rank, each in enumerate(capabilities) if not each.gpu]
         if self._device is None or missing:
             return None, f"rank {missing[0]} has used no GPU"
-        if not isinstance(host, SharedMemoryCommunicator):
-            return self._over_hosts(host, topology, self._device)
-        from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
-
-        exchange, reason = open_exchange(
-            host,
-            self._device,
-            lambda said: self._exchange("devices", said),
-            topology.local_ranks(self.rank),
-        )
-        host.restart_count()
-        if exchange is None:
-            return None, reason
-        return CudaIpcCommunicator(self._rendezvous, host, exchange, self._abort_signal), ""
+        return self._over_hosts(host, topology, self._device)
 
     def _over_hosts(
         self, host: Host, topology: Topology, device: Device
     ) -> tuple[Communicator | None, str]:
         """Return a communicator over CUDA IPC inside hosts, or why there is none."""
-        from nbelastic.collectives.cuda_ipc.communicator import open_exchange
-        from nbelastic.collectives.cuda_ipc.hosts import CudaIpcHostsCommunicator
+        from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
 
         ranks = topology.local_ranks(self.rank)
         peers = topology.cross_ranks(self.rank)
+        several = len(topology.hosts) > 1
+        local: Communicator = host
+        across: Communicator | None = None
+        between = ""
         with contextlib.ExitStack() as stack:
-            local = self._part(host, f"host-{topology.hosts.index(ranks)}", ranks, "auto")
-            stack.callback(local.close)
+            if several:
+                local = self._part(host, f"host-{topology.hosts.index(ranks)}", ranks, "auto")
+                stack.callback(local.close)
             exchange, reason = open_exchange(
                 local, device, lambda said: _padded_exchange(host, said), ranks
             )
@@ -273,14 +247,13 @@ class NegotiatingCommunicator(AsyncCommunicator):
             if exchange is None:
                 return None, reason
             stack.callback(exchange.close)
-            across = None
-            if peers:
+            if several and peers:
                 across = self._part(host, f"slice-{ranks.index(self.rank)}", peers, "nccl")
                 stack.callback(across.close)
-            said = _padded_exchange(host, b"" if across is None else across.name.encode())
-            between = "gloo" if b"gloo" in said else "nccl"
-            chosen = CudaIpcHostsCommunicator(
-                self._rendezvous,
+            if several:
+                said = _padded_exchange(host, b"" if across is None else across.name.encode())
+                between = "gloo" if b"gloo" in said else "nccl"  # one over Gloo holds up all
+            chosen = CudaIpcCommunicator(
                 host,
                 exchange,
                 self._abort_signal,
@@ -298,14 +271,9 @@ class NegotiatingCommunicator(AsyncCommunicator):
 
         if len(ranks) == 1:
             return SoloCommunicator(self.generation)
-        its = dataclasses.replace(
-            self._rendezvous,
-            job=f"{self._rendezvous.job}/{name}",
-            rank=ranks.index(self.rank),
-            size=len(ranks),
-            backend=backend,
-        )
-        return connect_part(host, NegotiatingCommunicator(its, self._host, self))
+        its = self._rendezvous.part(name, ranks, backend)
+        made = NegotiatingCommunicator(its, self._host, self._own_device, self._own_library)
+        return connect_part(host, made)
 
     def _over_nccl(
         self, host: Host, capabilities: Sequence[RankCapabilities]
@@ -321,14 +289,12 @@ class NegotiatingCommunicator(AsyncCommunicator):
         reason = self._form(group)
         if reason:
             return None, reason
-        chosen = NcclCommunicator(self._rendezvous, host, self._device, group, self._abort_signal)
+        chosen = NcclCommunicator(host, self._device, group, self._abort_signal)
         chosen.fallback_reason = host.fallback_reason
         return chosen, ""
 
     def _form(self, group: NcclGroup) -> str:
         """Form NCCL's communicator with all other ranks; return a failure of any rank."""
-        from nbelastic.collectives.gpu.device import DeviceError
-
         assert self._library is not None
         offer = b""
         if self.rank == 0:
@@ -336,10 +302,11 @@ class NegotiatingCommunicator(AsyncCommunicator):
                 offer = b"+" + self._library.unique_id()
             except DeviceError as error:
                 offer = str(error).encode()
-        offer = self._exchange("nccl", offer)[0]
+        offer = self._exchange("nccl", offer)[0]  # an error of rank 0 reaches all, too
         if not offer.startswith(b"+"):
             return f"rank 0: {offer.decode()}"
         problem = group.form(offer[1:])
+        # A rank that has failed at once waits here for those that use up their limit.
         said = self._exchange("nccl-formed", problem.encode()[:1000], 2 * group.limit_s)
         if not any(said):
             return ""
@@ -366,22 +333,8 @@ class NegotiatingCommunicator(AsyncCommunicator):
 
     # -- standing in for the chosen communicator -------------------------------------------------
 
-    @property
-    def waiting(self) -> bool:
-        return self._chosen is not None and self._chosen.waiting
-
-    @property
-    def completed(self) -> int:
-        return 0 if self._chosen is None else self._chosen.completed
-
-    def cut_connections(self) -> int:
-        return 0 if self._chosen is None else self._chosen.cut_connections()
-
     def close(self) -> None:
-        if self._chosen is None:
-            self._abort_signal.abort("the communicator is closed")
-        else:
-            self._chosen.close()
+        self._abort_signal.abort("the communicator is closed")
 
     def _not_connected(self, *_arguments: Any, **_options: Any) -> Any:
         self._abort_signal.check()
@@ -395,18 +348,3 @@ class NegotiatingCommunicator(AsyncCommunicator):
 def _padded_exchange(host: Host, said: bytes) -> list[bytes]:
     """Return the texts of all ranks, over connections that tell of a rank's death."""
     return [each.rstrip(b"\0") for each in host.allgather_bytes(said.ljust(_MOST_SAID, b"\0"))]
-
-
-def _share(
-    segment_socket: SegmentSocket,
-    ranks: Sequence[int],
-    rank: int,
-    capabilities: Sequence[RankCapabilities],
-) -> SharedSegment | None:
-    """Form a segment with the other ranks of this host, if there are any."""
-    local_rank, size = ranks.index(rank), len(ranks)
-    if size == 1:
-        return None
-    if local_rank == 0:
-        return segment_socket.create(size)
-    return segment_socket.join(capabilities[ranks[0]].socket_name, local_rank, size)

@@ -8,23 +8,17 @@ disagree on what has happened, depending on the operation that each waited for f
 
 from __future__ import annotations
 
-import dataclasses
 import threading
-import weakref
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from nbelastic.collectives.abort_signal import Wakeup
-from nbelastic.collectives.communicator import Communicator, connectors
+from nbelastic.collectives.abort_signal import AbortSignal, Wakeup
+from nbelastic.collectives.communicator import Communicator
 from nbelastic.errors import CollectiveError, RanksDisagree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Rendezvous
-    from nbelastic.collectives.rendezvous.matching import MatchingClient
     from nbelastic.collectives.transport import Handle
 
 
@@ -53,95 +47,27 @@ class AsyncCommunicator(Communicator):
     The abort signal ends it, and is given by it when an operation fails.
     """
 
-    def __init__(self, rendezvous: Rendezvous, abort_signal: AbortSignal) -> None:
-        self.rank = rendezvous.rank
-        self.size = rendezvous.size
-        self.generation = rendezvous.generation
-        self._rendezvous = rendezvous
-        self._abort_signal: AbortSignal = abort_signal
-        self._waiting = False
-        self._completed = 0
-        self._subgroups: dict[str, Communicator] = {}
-
-    @property
-    def waiting(self) -> bool:
-        return (
-            self._waiting
-            or self.waits_apart
-            or any(each.waiting for each in list(self._subgroups.values()))
-        )
-
-    @property
-    def completed(self) -> int:
-        return self._completed + sum(each.completed for each in list(self._subgroups.values()))
-
-    def restart_count(self) -> None:
-        """Count operations from here on: those of a negotiation are no progress of the rank."""
-        self._completed = 0
-
-    def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
-        known = self._subgroups.get(name)
-        if known is not None:
-            return known
-        self.check()
-        its = self._rendezvous
-        made = connectors[0](
-            dataclasses.replace(
-                its, job=f"{its.job}/{name}", rank=ranks.index(self.rank), size=len(ranks)
-            )
-        )
-        self._subgroups[name] = made
-        try:
-            connected = connect_part(self, made)
-        except BaseException:
-            del self._subgroups[name]
-            raise
-        connected.part_of = weakref.ref(self), name, list(ranks)
-        self._subgroups[name] = connected
-        return connected
-
-    def close_subgroup(self, name: str) -> None:
-        closed = self._subgroups.pop(name, None)
-        if closed is not None:
-            self._completed += closed.completed  # the sum of all must never become less
-            closed.close()
-
-    def close_subgroups(self) -> None:
-        """Close all of them, in an orderly way, as the first part of closing this communicator."""
-        subgroups, self._subgroups = self._subgroups, {}
-        for each in subgroups.values():
-            each.close()
-
-    def matching_client(self) -> MatchingClient | None:
-        from nbelastic.collectives.rendezvous.matching import MatchingClient
-
-        return MatchingClient(self._rendezvous)
-
-    def check(self) -> None:
-        self._abort_signal.check()
-
-    def abort(self, reason: str, kind: type[CollectiveError] = CollectiveError) -> None:
-        self._abort_signal.abort(reason, kind=kind)
-
     def begin_nothing(self) -> Handle:
         self.check()
-        return OperationHandle(self, _NoOperation())
+        operation = QueuedOperation()
+        operation.end(None)
+        return OperationHandle(self, operation)
 
     def _complete(self, operation: Operation, deliver: Callable[[], object] | None) -> None:
         """Wait for an operation and deliver its outcome."""
-        self._abort_signal.check()
+        self._abort_signal.check()  # first: after an abort no operation is completed
         failure, kind = None, CollectiveError
         self._waiting = True
         try:
             succeeded = operation.wait(self._abort_signal)
         except OperationFailed as error:
-            failure, kind = str(error), error.kind
+            failure, kind = str(error), error.kind  # raised later, without this error as context
         finally:
             self._waiting = False
         if failure is not None:
             self._fail(failure, kind)
         if not succeeded:
-            self._abort_signal.check()
+            self._abort_signal.check()  # raises: only an abort ends it without success
         self._release(operation)
         if deliver is not None:
             deliver()
@@ -156,34 +82,6 @@ class AsyncCommunicator(Communicator):
             message = f"rank {self.rank} of generation {self.generation}: {message}"
         self._abort_signal.abort(message, kind=kind)
         self._abort_signal.check()
-
-
-def connect_part(whole: Communicator, made: Communicator) -> Communicator:
-    """Connect a communicator of a part of `whole`; an end or a failure of either ends both.
-
-    Closed in an orderly way, it leaves `whole` as it is.
-    """
-    # Weak references, because each signal keeps its callbacks as long as it lives.
-    parent, child = weakref.ref(whole), weakref.ref(made)
-
-    def end_child(reason: str, _orderly: bool) -> None:
-        if (alive := child()) is not None:
-            alive.abort(reason)
-
-    def end_parent(reason: str, orderly: bool) -> None:
-        if not orderly and (alive := parent()) is not None:
-            alive.abort(reason)
-
-    whole.on_abort(end_child)
-    try:
-        connected = made.connect()
-    except BaseException:
-        made.close()
-        raise
-    if connected is not made:
-        child = weakref.ref(connected)
-    connected.on_abort(end_parent)
-    return connected
 
 
 class OperationHandle:
@@ -212,55 +110,33 @@ class OperationHandle:
         if communicator is None or operation is None:
             return
         communicator._complete(operation, self._deliver)
-        self._communicator = self._operation = self._deliver = None
+        self._communicator = self._operation = self._deliver = None  # frees what was lent
 
 
-class _NoOperation:
-    """An operation that moves no data."""
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self, _abort_signal: AbortSignal) -> bool:
-        return True
+Task: TypeAlias = Callable[[timedelta], object]
+"""Work for an :class:`OrderedExecutor`, within a limit; it raises ``RuntimeError`` on a failure."""
 
 
-class BlockingTask(Protocol):
-    """Work for an :class:`OrderedExecutor`."""
+def abortable(
+    abort_signal: AbortSignal,
+    perform: Callable[[], object],
+    kind_of: Callable[[Exception], type[CollectiveError]] = lambda _: CollectiveError,
+) -> Task:
+    """Return a task of a communicator, which a failure breaks with an error of `kind_of` it."""
 
-    def wait(self, timeout: timedelta, /) -> object:
-        """Perform the task, or wait for its end; raise ``RuntimeError`` on a failure."""
-
-
-class AbortableTask:
-    """Work of a communicator in an executor. A failure there breaks the communicator.
-
-    `kind_of` leads from an error of the work to the type of the one to raise.
-    """
-
-    def __init__(
-        self,
-        abort_signal: AbortSignal,
-        perform: Callable[[], object],
-        kind_of: Callable[[Exception], type[CollectiveError]] = lambda _: CollectiveError,
-    ) -> None:
-        self._abort_signal = abort_signal
-        self._perform = perform
-        self._kind_of = kind_of
-
-    def wait(self, _timeout: object) -> None:
-        """Perform the task, unless there has been an abort."""
+    def task(_limit: timedelta) -> None:
         try:
-            self._abort_signal.check()
-            self._perform()
-        except CollectiveError:
-            raise  # the abort signal has been given
+            abort_signal.check()  # it may have been queued before an abort
+            perform()
         except Exception as error:  # any error: the other parts must not wait for this one
-            self._abort_signal.abort(str(error), kind=self._kind_of(error))
+            kind = type(error) if isinstance(error, CollectiveError) else kind_of(error)
+            abort_signal.abort(str(error), kind=kind)  # before its end: one reason for all parts
             raise RuntimeError(str(error)) from None
 
+    return task
 
-class QueuedOperation:
+
+class QueuedOperation(Operation):
     """An operation that an :class:`OrderedExecutor` performs."""
 
     def __init__(self) -> None:
@@ -271,12 +147,11 @@ class QueuedOperation:
     def end(self, error: str | None) -> None:
         """Set the outcome and wake the waiting thread."""
         self._error = error
-        self._ended = True
+        self._ended = True  # after the error: a waiting thread reads this first
         for wakeup in list(self._wakeups):
             wakeup.put(True)
 
     def done(self) -> bool:
-        """Return whether it has ended, successfully or not."""
         return self._ended
 
     def failure(self) -> str | None:
@@ -284,9 +159,9 @@ class QueuedOperation:
         return self._error
 
     def wait(self, abort_signal: AbortSignal) -> bool:
-        """Wait for its end or an abort; return whether it has succeeded."""
         if not self._ended:
             with abort_signal.listen() as wakeup:
+                # Added first, then looked again: :meth:`end` sets the outcome first, then wakes.
                 self._wakeups.append(wakeup)
                 if not self._ended and not wakeup.get():
                     return False
@@ -316,21 +191,22 @@ class OrderedExecutor:
         self._name = name
         self._timeout = timedelta(seconds=timeout_s)
         self._lock = threading.Lock()
-        self._queue: deque[tuple[BlockingTask, QueuedOperation, bool]] = deque()
+        self._queue: deque[tuple[Task, QueuedOperation, bool]] = deque()
         self._thread: threading.Thread | None = None
         self._last: QueuedOperation | None = None
 
     @property
     def idle(self) -> bool:
         """Whether no task is left."""
-        return self._last is None or self._last.done()
+        return self._last is None or self._last.done()  # tasks end in their order
 
-    def submit(self, task: BlockingTask) -> QueuedOperation:
+    def submit(self, task: Task) -> QueuedOperation:
         """Queue a task."""
         self._last = operation = QueuedOperation()
+        # Under the lock, else a thread that has just found no task would end with one in the queue.
         with self._lock:
             self._queue.append((task, operation, _flushes_subnormals()))
-            if self._thread is None:
+            if self._thread is None:  # or the last one has decided to end, under this lock
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
         return operation
@@ -338,6 +214,7 @@ class OrderedExecutor:
     def join(self, limit_s: float | None = None) -> bool:
         """Wait until no task is left, but no longer than the limit; return whether none is."""
         thread = self._thread
+        # A task may drop the last reference, whose destructor then joins here.
         if thread is not None and thread is not threading.current_thread():
             thread.join(limit_s)
             return not thread.is_alive()
@@ -355,7 +232,7 @@ class OrderedExecutor:
 
                 torch.set_flush_denormal(flushes)
             try:
-                task.wait(self._timeout)  # Gloo's own limit is the one for connecting
+                task(self._timeout)  # Gloo's own limit is the one for connecting
             except RuntimeError as error:
                 operation.end(first_sentence(error))
             except Exception as error:  # a bug; the waiting rank must not hang because of it
@@ -370,7 +247,7 @@ _SUBNORMAL = 5e-324
 
 def _flushes_subnormals() -> bool:
     """Return whether the calling thread takes subnormal numbers for zero."""
-    return _SUBNORMAL == 0.0
+    return _SUBNORMAL == 0.0  # equal where the processor flushes its operands
 
 
 def first_sentence(error: BaseException) -> str:

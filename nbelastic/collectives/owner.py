@@ -52,12 +52,13 @@ class GroupOwner(abc.ABC):
         if self._thread is not None:
             raise RuntimeError("connect() is called once")
         with self._abort_signal.listen() as wakeup:
-            living.add(self)
+            living.add(self)  # before the thread runs: an exit has to find it
+            # A daemon, because a call stuck in C++ must not keep the process from exiting.
             self._thread = threading.Thread(
                 target=self._run, args=(wakeup,), name=self._name, daemon=True
             )
             self._thread.start()
-            self._abort_signal.on_abort(self._leave)
+            self._abort_signal.on_abort(self._leave)  # an abort before this calls it at once
             try:
                 wakeup.get(timeout=limit_s)
             except Empty:
@@ -69,10 +70,10 @@ class GroupOwner(abc.ABC):
             self._form()
         except Exception as error:  # an abort among them
             self._fail_to_form(error)
-        formed.put(True)
+        formed.put(True)  # after a failure, too: the rank's thread then reads it
         self._leaving.get()
         self._take_down()
-        living.discard(self)
+        living.discard(self)  # only now: until here an exit waits for it
 
     @abc.abstractmethod
     def _form(self) -> None:
@@ -105,7 +106,7 @@ def _end_all() -> None:
     owners = list(living)
     for owner in owners:
         owner.abort("the process is exiting")
-    deadline = time.monotonic() + EXIT_LIMIT_S
+    deadline = time.monotonic() + EXIT_LIMIT_S  # for all owners together
     for owner in owners:
         owner.join(max(0.0, deadline - time.monotonic()))
 
@@ -114,7 +115,7 @@ def _leak_all_in_fork() -> None:
     """Keep the groups for ever in a fork: their destructors wait for the parent's threads."""
     for owner in living:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
-    living.clear()
+    living.clear()  # the exit of a fork would wait for threads that it lacks
 
 
 if hasattr(os, "register_at_fork"):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import AsyncCommunicator
-from nbelastic.collectives.transport import Handle, Op
+from nbelastic.collectives.transport import Handle
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from nbelastic.collectives.reduction_tree import Blocks
+    from nbelastic.collectives.transport import Nodes, Tensors
 
 
 class SoloCommunicator(AsyncCommunicator):
@@ -48,54 +47,38 @@ class SoloCommunicator(AsyncCommunicator):
     def matching_client(self) -> None:
         return None
 
-    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:  # noqa: ARG002
-        return self.begin_nothing()
-
     def begin_allreduce_tree(
         self,
-        nodes: Sequence[Sequence[torch.Tensor]],
+        nodes: Nodes,
         blocks: Blocks,  # noqa: ARG002 - one rank has all leaves
-        outputs: Sequence[torch.Tensor],
+        outputs: Tensors,
     ) -> Handle:
         return self._copied(outputs, nodes[0])
 
-    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:  # noqa: ARG002
-        return self.begin_nothing()
-
-    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+    def begin_allgather(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
         return self._copied(outputs, [tensor])
 
-    def begin_reduce_scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        op: Op,  # noqa: ARG002
-    ) -> Handle:
-        return self._copied([output], inputs)
-
-    def begin_all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Handle:
+    def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
         return self._copied(outputs, inputs)
 
-    def begin_barrier(self) -> Handle:
+    def _nothing(self, *_arguments: Any, **_options: Any) -> Any:
         return self.begin_nothing()
 
-    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:  # noqa: ARG002
-        raise CollectiveError(f"there is no rank {to}")
+    def _nobody(self, *_arguments: Any, **_options: Any) -> Any:
+        raise CollectiveError("a rank alone has no peer")
 
-    def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:  # noqa: ARG002
-        raise CollectiveError(f"there is no rank {source}")
+    begin_allreduce = begin_broadcast = begin_barrier = _nothing
+    begin_send = begin_receive = _nobody
 
     def _near(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Tensors,
         *,
         load: bool = True,  # noqa: ARG002
     ) -> list[torch.Tensor]:
         return list(tensors)
 
-    def _copied(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Handle:
+    def _copied(self, outputs: Tensors, inputs: Tensors) -> Handle:
         handle = self.begin_nothing()
         for output, tensor in zip(outputs, inputs, strict=True):
             if output is not tensor:
@@ -103,4 +86,4 @@ class SoloCommunicator(AsyncCommunicator):
         return handle
 
     def close(self) -> None:
-        self.abort("the communicator is closed")
+        self._abort_signal.abort("the communicator is closed", orderly=True)

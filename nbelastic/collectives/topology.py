@@ -7,24 +7,23 @@ proved later (:mod:`nbelastic.collectives.shm.handshake`).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
-import json
 import os
 import socket
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from nbelastic.errors import CollectiveError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 HOST_VARIABLE = "NBELASTIC_HOST"
 """Environment variable that splits one machine into several hosts, for tests of placement."""
 
-VERSION = 5
+VERSION = 6
 """Of the capabilities, and of the protocol between the ranks of a host."""
 
 
@@ -42,7 +41,7 @@ def host_identity() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         name = f"{boot}|{os.readlink('/proc/self/ns/net')}"
     except OSError:
-        name = socket.gethostname()
+        name = socket.gethostname()  # only Linux shares memory, so any name does
     return hashlib.blake2s(name.encode(), digest_size=6).hexdigest()
 
 
@@ -59,14 +58,13 @@ def shared_memory_obstacle() -> str:
     if core is None:
         return f"nbelastic was installed without its C++ part ({missing})"
     try:
-        os.close(core.create(1))
+        os.close(core.create(1))  # a container may forbid it, or limit the size of files
     except OSError as error:
         return f"the system refuses to share memory: {error}"
     return ""
 
 
-@dataclass(frozen=True)
-class RankCapabilities:
+class RankCapabilities(msgspec.Struct, frozen=True, array_like=True, tag=VERSION):
     """Capabilities of one rank."""
 
     obstacle: str  # why it cannot share memory; empty if it can
@@ -77,26 +75,14 @@ class RankCapabilities:
     nccl_obstacle: str = ""  # why it cannot use NCCL; empty if it can
     card: str = ""  # its GPU, as NCCL tells GPUs apart
 
-    def encode(self) -> bytes:
-        """Return them as bytes."""
-        return json.dumps([VERSION, *astuple(self)]).encode()
-
     @classmethod
     def decode(cls, data: bytes, rank: int) -> RankCapabilities:
-        """Read the capabilities of `rank`.
-
-        Raises ``CollectiveError`` if they are not of this version.
-        """
-        try:
-            version, *values = json.loads(data)
-        except (ValueError, TypeError):
-            version, values = None, []
-        plain = len(values) == len(fields(cls)) and all(isinstance(each, str) for each in values)
-        if version != VERSION or not plain:
-            raise CollectiveError(
-                f"rank {rank} runs another version of nbelastic; install one version on all workers"
-            )
-        return cls(*values)
+        """Read the capabilities of `rank`; ``CollectiveError`` if not of this version."""
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            return msgspec.json.decode(data, type=cls)
+        raise CollectiveError(
+            f"rank {rank} runs another version of nbelastic; install one version on all workers"
+        )
 
 
 def nccl_obstacle(capabilities: Sequence[RankCapabilities]) -> str:
@@ -129,6 +115,7 @@ class Topology:
         for rank, each in enumerate(capabilities):
             by_host.setdefault(each.host, []).append(rank)
         hosts = tuple(tuple(ranks) for ranks in by_host.values())
+        # A rank alone on its host shares no memory, so its obstacle does not count.
         sharing = sorted(rank for ranks in hosts if len(ranks) > 1 for rank in ranks)
         unable = [rank for rank in sharing if capabilities[rank].obstacle]
         return cls(hosts, f"rank {unable[0]}: {capabilities[unable[0]].obstacle}" if unable else "")

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import abc
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     from nbelastic.collectives.reduction_tree import Blocks
+
+    Tensors: TypeAlias = Sequence[torch.Tensor]
+    Nodes: TypeAlias = Sequence[Tensors]
 
 
 class Op(enum.Enum):
@@ -58,13 +60,9 @@ class Capabilities:
     overlaps : bool
         Whether operations proceed while the rank computes. If not, they take its processor's time,
         and are best begun together when computing has ended.
-    reduces_in_place : bool
-        Whether large tensors are reduced in place, not copied to the transport's memory first.
     coalesces : bool
         Whether many tensors are reduced in place at the cost of one. Ranks may split the values
         into tensors differently.
-    averages : bool
-        Whether an average costs no more than a sum.
     carries_descriptions : bool
         Whether a rank in another operation can read the description that precedes a record.
     stops_sending_on_failure : bool
@@ -74,9 +72,7 @@ class Capabilities:
 
     devices: frozenset[str] = frozenset()
     overlaps: bool = True
-    reduces_in_place: bool = True
     coalesces: bool = False
-    averages: bool = False
     carries_descriptions: bool = False
     stops_sending_on_failure: bool = False
 
@@ -107,7 +103,7 @@ class TensorTransport(abc.ABC):
         """Begin an operation without data, which no rank takes part in."""
 
     @abc.abstractmethod
-    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+    def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
         """Reduce tensors of one type in place, with the same result on all ranks.
 
         Some have elements. There is one, unless the transport coalesces.
@@ -118,13 +114,11 @@ class TensorTransport(abc.ABC):
         """Fill a tensor, not empty, from rank `root`'s."""
 
     @abc.abstractmethod
-    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+    def begin_allgather(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
         """Fill each of `outputs` with a rank's tensor; it has elements."""
 
     @abc.abstractmethod
-    def begin_all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Handle:
+    def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
         """Send each input to a rank, and fill each output by a rank. Any tensor may be empty."""
 
     @abc.abstractmethod
@@ -132,16 +126,14 @@ class TensorTransport(abc.ABC):
         """Wait until all ranks have begun it."""
 
     @abc.abstractmethod
-    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+    def begin_send(self, parts: Tensors, to: int) -> Handle:
         """Send vectors of a type to another rank, as a message that is not empty."""
 
     @abc.abstractmethod
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
         """Fill a tensor with a message of another rank, of as many bytes."""
 
-    def begin_reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
-    ) -> Handle:
+    def begin_reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: Op) -> Handle:
         """Fill `output` with the reduction of all ranks' inputs for this rank; some have elements.
 
         By default an allreduce, of which each rank takes its part.
@@ -155,12 +147,7 @@ class TensorTransport(abc.ABC):
         handle = self.begin_allreduce([buffer], op)
         return Delivered(handle, lambda: output.copy_(own.view(output.shape)))
 
-    def begin_allreduce_tree(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor],
-    ) -> Handle:
+    def begin_allreduce_tree(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> Handle:
         """Fill `outputs`, of which some have elements, with a sum along a tree.
 
         They are the same sequence as the first of `nodes` where that is reduced in place. By

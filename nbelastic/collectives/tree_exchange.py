@@ -14,21 +14,18 @@ added.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from nbelastic.collectives.buffers import Delivered, on_host
-from nbelastic.collectives.reduction_tree import fold
+from nbelastic.collectives.buffers import Delivered, concatenate, copy_back, on_host, slice_bounds
+from nbelastic.collectives.reduction_tree import Blocks, fold
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-    from typing import TypeAlias
+    from nbelastic.collectives.transport import Handle, Nodes, Tensors, TensorTransport
 
-    from nbelastic.collectives.reduction_tree import Blocks
-    from nbelastic.collectives.transport import Handle, TensorTransport
-
-    Exchange: TypeAlias = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Handle]
+    Exchange: TypeAlias = Callable[[Tensors, Tensors], Handle]
 
 _LINE = 16
 """Shares begin at multiples of so many elements."""
@@ -47,10 +44,7 @@ _SERIAL = 32_000
 
 
 def sum_along_tree(
-    values: Sequence[torch.Tensor],
-    order: Sequence[int],
-    output: torch.Tensor,
-    scratch: Collection[int] = (),
+    values: Tensors, order: Sequence[int], output: torch.Tensor, scratch: Collection[int] = ()
 ) -> None:
     """Add `values` in an order of ``reduction_tree.additions`` to one sum.
 
@@ -86,65 +80,40 @@ def _sum_parts(
         output.copy_(total)
 
 
-class FlatTensors:
-    """Tensors of a type as a `vector` in host memory: a single tensor's own memory.
+def flattened(nodes: Nodes, outputs: Tensors) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return the values of each node as a vector in host memory, and a vector for the outputs.
 
-    To `load` is to have their values there from the beginning.
+    A single tensor's vector is its own memory. Outputs that are the first node share its vector.
     """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], *, load: bool = True) -> None:
-        self._flat = [tensor.detach().view(-1) for tensor in tensors]
-        if len(self._flat) == 1:
-            self.vector = on_host(self._flat[0], load=load)
-        elif load:
-            self.vector = on_host(torch.cat(self._flat))
-        else:
-            count = sum(each.numel() for each in self._flat)
-            self.vector = torch.empty(count, dtype=self._flat[0].dtype)
-
-    def deliver(self) -> None:
-        """Copy the vector to the tensors, unless it is their memory."""
-        parts = torch.split(self.vector, [each.numel() for each in self._flat])
-        for tensor, part in zip(self._flat, parts, strict=True):
-            if tensor.data_ptr() != part.data_ptr():
-                tensor.copy_(part)
-
-
-def flattened(
-    nodes: Sequence[Sequence[torch.Tensor]], outputs: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], FlatTensors]:
-    """Return the values of each node as a vector, and the outputs, which may be the first node."""
-    target = FlatTensors(outputs, load=bool(nodes) and outputs is nodes[0])
-    return [target.vector if n is outputs else FlatTensors(n).vector for n in nodes], target
+    vectors = [
+        on_host(node[0].detach().view(-1)) if len(node) == 1 else concatenate(node)
+        for node in nodes
+    ]
+    if nodes and outputs is nodes[0]:
+        return vectors, vectors[0]
+    if len(outputs) == 1:
+        return vectors, on_host(outputs[0].detach().view(-1), load=False)
+    count = sum(each.numel() for each in outputs)
+    return vectors, torch.empty(count, dtype=outputs[0].dtype)
 
 
 def allreduce_tree(
-    transport: TensorTransport,
-    nodes: Sequence[Sequence[torch.Tensor]],
-    blocks: Blocks,
-    outputs: Sequence[torch.Tensor],
+    transport: TensorTransport, nodes: Nodes, blocks: Blocks, outputs: Tensors
 ) -> Handle:
     """Sum along a tree by exchanges of `transport`, of which the last is still under way."""
     vectors, target = flattened(nodes, outputs)
-    last = sum_shares(transport.rank, vectors, target.vector, blocks, transport.begin_all_to_all)
-    return Delivered(last, target.deliver)
+    last = sum_shares(transport.rank, vectors, target, blocks, transport.begin_all_to_all)
+    return Delivered(last, lambda: copy_back(target, outputs))
 
 
 def sum_shares(
-    rank: int,
-    vectors: Sequence[torch.Tensor],
-    output: torch.Tensor,
-    blocks: Blocks,
-    exchange: Exchange,
+    rank: int, vectors: Tensors, output: torch.Tensor, blocks: Blocks, exchange: Exchange
 ) -> Handle:
     """Sum all ranks' `vectors` to `output`, perhaps this rank's first vector.
 
     `exchange` begins an all-to-all. Returns the handle on the last one.
     """
-    count, ranks = output.numel(), blocks.ranks
-    lines = -(-count // _LINE)
-    bounds = [min(lines * each // ranks * _LINE, count) for each in range(ranks + 1)]
-    shares = [*itertools.pairwise(bounds)]
+    shares = [*itertools.pairwise(slice_bounds(output.numel(), blocks.ranks, _LINE))]
     nothing = output[:0]
 
     def begin(chunk: list[slice]) -> tuple[list[torch.Tensor], Handle]:
@@ -161,7 +130,7 @@ def sum_shares(
     for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
         received, handle = coming
         if following is not None:
-            coming = begin(following)
+            coming = begin(following)  # travels while this chunk is added
         handle.wait()
         # This chunk of the nodes has reached all ranks when its sums arrive, which may replace it.
         totals = [output[part] for part in chunk]
@@ -170,17 +139,16 @@ def sum_shares(
         totals[rank] = sent[rank] = nothing
         sums.append(exchange(totals, sent))
     for handle in sums[:-1]:
-        handle.wait()
+        handle.wait()  # the caller waits for one handle, the last
     return sums[-1]
 
 
-def _joined(vectors: Sequence[torch.Tensor], nothing: torch.Tensor) -> torch.Tensor:
+def _joined(vectors: Tensors, nothing: torch.Tensor) -> torch.Tensor:
+    # A rank with an empty block has no vectors, and `cat` refuses an empty list.
     return vectors[0] if len(vectors) == 1 else torch.cat([*vectors, nothing])
 
 
-def _add_received(
-    received: Sequence[torch.Tensor], blocks: Blocks, rank: int, total: torch.Tensor
-) -> None:
+def _add_received(received: Tensors, blocks: Blocks, rank: int, total: torch.Tensor) -> None:
     """Add a chunk of all ranks' nodes; all but this rank's own may be overwritten."""
     values: list[torch.Tensor] = []
     scratch: list[int] = []
@@ -200,7 +168,7 @@ def chunk_length(blocks: Blocks, itemsize: int) -> int:
 
 def _chunks(shares: Sequence[tuple[int, int]], length: int) -> list[list[slice]]:
     """Return, for each chunk, where it lies in the share of each rank."""
-    most = max(end - begin for begin, end in shares)
+    most = max(end - begin for begin, end in shares)  # each rank must begin as many exchanges
     return [
         [slice(min(begin + done, end), min(begin + done + length, end)) for begin, end in shares]
         for done in range(0, most, length)

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nbelastic.data.plan import Balance, Pace, is_straggler, slowness
+from nbelastic.collectives.reduction_tree import Blocks
+from nbelastic.data.plan.quotas import Pace, is_straggler, plan, slowness
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import note
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nbelastic.elastic.ranks.context import Context
     from nbelastic.elastic.ranks.step_share import StepShare
 
 clock = time.perf_counter
+
+
+class _Balance(NamedTuple):
+    place: tuple[int, int, int]  # generation, rank and size
+    blocks: Blocks  # of all ranks in the next step
+
+    @property
+    def block(self) -> range:
+        """Micro-batches of this rank in the next step."""
+        return self.blocks.block(self.place[1])
 
 
 class Balancer:
@@ -34,22 +42,22 @@ class Balancer:
         self._micro_batches = micro_batches
         self._by_speed = by_speed
         self._pace = Pace()
-        self._balance: Balance | None = None
+        self._balance: _Balance | None = None
         self._straggles = False
 
-    def present(self) -> Balance:
-        """Return the quotas of this generation, even at its start."""
-        place = _place()
+    @property
+    def present(self) -> _Balance:
+        """The quotas of this generation, even at its start."""
+        context = current_or_none()
+        place = (0, 0, 1) if context is None else (context.generation, context.rank, context.size)
         if self._balance is None or self._balance.place != place:
-            self._balance = Balance(place, self._micro_batches)
+            blocks = Blocks.even(self._micro_batches, place[2])
+            self._balance = _Balance(place, blocks)
             self.timed, self._straggles = None, False
         return self._balance
 
     def note(self, share: StepShare, *, full: bool) -> None:
-        """Note the time of a step's micro-batches, and let it travel with the gradients.
-
-        A step that is not `full`, as an epoch's last one may be, tells too little.
-        """
+        """Note the time of a step's micro-batches, and let it travel with the gradients."""
         seconds = self.watch.take()
         if full:
             if not share.expected:
@@ -58,49 +66,33 @@ class Balancer:
                 self._pace.note(seconds)
         share.seconds = self._pace.seconds
 
-    def committed(self, next_step: int) -> bool:
-        """Fix other quotas for the step after `next_step`, if they are clearly better.
-
-        All ranks call this at the same commits. They come to the same quotas. Returns whether
-        others are fixed.
-        """
-        context, balance, share = current_or_none(), self.present(), self.timed
+    def committed(self) -> bool:
+        """Take better quotas at a commit, the same on all ranks; return whether they differ."""
+        context, (place, blocks), share = current_or_none(), self.present, self.timed
         if not self._by_speed or context is None or share is None:
             return False
-        before = balance.consider(share.times, next_step)
-        if before:
-            self._name_straggler(context, balance, share.times, before)
-        return bool(before)
-
-    def _name_straggler(
-        self, context: Context, balance: Balance, times: Sequence[float], before: Sequence[int]
-    ) -> None:
-        """Add an entry to the history, if this rank has become slow and others get its work."""
-        straggles = is_straggler(times, context.rank)
-        told, self._straggles = self._straggles, straggles
-        if straggles and not told:
+        rank, times, before = context.rank, share.times, blocks.quotas
+        found = plan(before, times) if len(times) == context.size else before
+        if found == before:
+            return False
+        self._balance = _Balance(place, Blocks(found))
+        told, self._straggles = self._straggles, is_straggler(times, rank)
+        if self._straggles and not told:  # this rank has become slow, and others get its work
             figures = {
-                "times": slowness(times, context.rank),
-                "micro_batches": float(balance.coming[context.rank]),
-                "before": float(before[context.rank]),
+                "times": slowness(times, rank),
+                "micro_batches": float(found[rank]),
+                "before": float(before[rank]),
                 "of": float(self._micro_batches),
             }
             note(context, "straggler", figures=figures)
-
-
-def _place() -> tuple[int, int, int]:
-    """Return the present generation, this rank, and the number of ranks."""
-    context = current_or_none()
-    return (0, 0, 1) if context is None else (context.generation, context.rank, context.size)
+        return True
 
 
 class Stopwatch:
-    """Time of micro-batches, from when each was handed out until the next was asked for.
+    """Time of micro-batches, without the waits for data and for other ranks."""
 
-    So neither waiting for data nor waiting for other ranks is in it. On CUDA devices, kernels run
-    later than they are launched. Their time is taken by events on the stream, of which only those
-    that are over are read: nothing waits for the device.
-    """
+    # On CUDA devices, kernels run later than they are launched. Their time is taken by events on
+    # the stream, of which only those that are over are read: nothing waits for the device.
 
     def __init__(self) -> None:
         self._began = 0.0

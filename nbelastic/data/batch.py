@@ -103,10 +103,9 @@ def kernel_fingerprint() -> str:
     """Return a digest of a small fixed program's results, with torch's version and the CPU's kind.
 
     Processors of different kinds (AVX2, AVX-512), and versions of torch, round differently in some
-    operations. Ranks with equal fingerprints compute equal bits, as far as ten milliseconds of
-    common operations on the CPU can tell. They run on one thread, since results depend on the
-    number of threads, which is compared by itself.
+    operations. It takes ten milliseconds.
     """
+    # On one thread, since results depend on the number of threads, which is compared by itself.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

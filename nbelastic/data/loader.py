@@ -8,7 +8,7 @@ import itertools
 import numbers
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,22 +16,20 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nbelastic.data.balancer import Balancer
 from nbelastic.data.batch import Batch, kernel_fingerprint
-from nbelastic.data.plan import Dealing, Draws, imbalance, mix
-from nbelastic.data.sources import MapSource, StreamRows, StreamSource, UnitSource, WindowedRows
-from nbelastic.data.step import RowLedger, Step
-from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.data.plan.dealing import Dealing, Draws, mix
+from nbelastic.data.sources.map_source import MapSource
+from nbelastic.data.sources.row_source import DataSample, RowSource
+from nbelastic.data.sources.streams import StreamRows, StreamSource
+from nbelastic.data.sources.units import UnitSource, WindowedRows
+from nbelastic.data.step import RowLedger, Step, StepParticipant
+from nbelastic.elastic.ranks.context import Context, current_or_none
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.messages import DataProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from nbelastic.collectives.reduction_tree import Blocks
-    from nbelastic.data.sources import DataSample, RowSource
-    from nbelastic.data.step import StepParticipant
-    from nbelastic.elastic.ranks.context import Context
 
 _WORTH_A_WORD = 1.3
 _ORDERS = 1 << 52  # what a float64 holds
@@ -211,10 +209,9 @@ class Loader:
         self._kernels = kernel_fingerprint() if batch.exact else ""
         self._state: Callable[[], Any] = lambda: None
         self.participants: list[StepParticipant] = []  # they take part in each step
-        self._share: StepShare | None = None
-        self._unsettled: tuple[Dealing, int, StepShare, list[int]] | None = None
+        self._begun: Step | None = None  # the latest
+        self._unsettled: Step | None = None
         self.balancer = Balancer(self.batch.micro_batches, by_speed=balance == "speed")
-        self._loops = 0
         self._completed_in: int | None = None
         self._told: set[str] = set()
         self._ledger = RowLedger()
@@ -302,7 +299,7 @@ class Loader:
     @property
     def block(self) -> range:
         """Numbers of the micro-batches that this rank computes of a step."""
-        return self.balancer.present().schedule.now
+        return self.balancer.present.block
 
     def rows(self, step: int, number: int) -> list[int]:
         """Return the rows of a micro-batch of this epoch, by their indices in the dataset."""
@@ -323,8 +320,7 @@ class Loader:
     def sample(self) -> Any:
         """Return a micro-batch like the training's, which counts nowhere."""
         if not self._source.is_open:
-            schedule = self.balancer.present().schedule
-            return next(iter(self._source.fetch(self._dealing, 0, schedule)))
+            return next(iter(self._source.fetch(self._dealing, 0, self.block)))
         before = self.state_dict()
         try:
             return next(iter(next(iter(self))))
@@ -348,7 +344,7 @@ class Loader:
         if isinstance(epoch, numbers.Integral):
             epoch = int(epoch)
             self.set_epoch(epoch)
-            if self._completed_in is not None and self._completed_in == _generation():
+            if self._completed_in == self.balancer.present.place[0]:
                 raise RuntimeError(
                     f"the loader has no step left: epoch {epoch} is done, and state.epoch is still "
                     f"{epoch}. Use `for state.epoch in range(state.epoch, epochs)`, and "
@@ -359,29 +355,25 @@ class Loader:
         return self._iterate(self._dealing, self.step)
 
     def _iterate(self, dealing: Dealing, first: int) -> Iterator[Step]:
-        context, balance = current_or_none(), self.balancer.present()
-        self._loops += 1
-        loop = self._loops
-        self._leave(context, self._share)
+        context = current_or_none()
+        self._leave(context, self._begun)
         outer = None if context is None else context.share
-        share: StepShare | None = None
+        step: Step | None = None
         self._warn_if_uneven(context)
         epochs, known = (0, 0) if context is None else context.telemetry.total
         if context is not None and epochs and not known:
             context.telemetry.total = (epochs, dealing.steps)
-        self._ledger.resume(dealing.epoch, first)
-        balance.begin_epoch()
-        fetched, batches = -1, iter(())
+        self._ledger.close()
+        blocks, batches = None, iter(())
         try:
             for number in itertools.count(first):
-                self.check_loop(loop)
                 if not self._source.has_step(dealing, number):
                     break
-                blocks = balance.begin(number)
-                if fetched != balance.changes:  # quotas for this step, or for the next
-                    fetched = balance.changes
-                    batches = self._source.fetch(dealing, number, balance.schedule)
-                block = blocks.block(balance.place[1])
+                balance = self.balancer.present
+                block = balance.block
+                if blocks is not balance.blocks:  # a commit has fixed other quotas
+                    blocks = balance.blocks
+                    batches = self._source.fetch(dealing, number, block)
                 counts = self._source.counts(dealing, number, block)
                 place = (dealing.epoch % _ORDERS, number, _order_of(dealing, blocks))
                 share = StepShare(
@@ -396,51 +388,43 @@ class Loader:
                     blocks=blocks,
                     in_state=bool(self.participants),
                 )
-                self._begin(context, dealing, number, share, counts)
-                step = Step(self, dealing, number, share, counts, batches, loop)
+                step = Step(self, dealing, number, share, counts, batches)
+                self._begin(context, step)
                 for each in self.participants:
                     each.begin(share)
                 yield step
-                self.check_loop(loop)
+                self.check_latest(step)
                 step.skip()
                 share.over = True
                 self._ledger.close()
                 if share.others_deviate:
                     self.forgo_exactness("another rank is not exact")
                     self._report(context, share.block)
-            self._completed_in = _generation()
+            self._completed_in = self.balancer.present.place[0]
         finally:
-            self._leave(context, share)
+            self._leave(context, step)
 
-    def _begin(
-        self,
-        context: Context | None,
-        dealing: Dealing,
-        number: int,
-        share: StepShare,
-        counts: list[int],
-    ) -> None:
+    def _begin(self, context: Context | None, step: Step) -> None:
         """Make a step the one under way."""
-        self.step = number + 1  # done, as soon as a commit says so
-        self._share = self.balancer.timed = share
-        if self._source.is_open:
-            self._unsettled = dealing, number, share, counts
+        self.step = step.number + 1  # done, as soon as a commit says so
+        self._begun, self.balancer.timed = step, step.share
+        self._unsettled = step if self._source.is_open else None
         if context is not None:
-            context.share = share
+            context.share = step.share
         if self.participants:  # else no commit says what is done
-            self._ledger.begin((dealing.epoch, number), counts, share)
-        self._report(context, share.block)
+            self._ledger.begin(step.counts, step.share)
+        self._report(context, step.share.block)
 
-    def _leave(self, context: Context | None, share: StepShare | None) -> None:
+    def _leave(self, context: Context | None, step: Step | None) -> None:
         """End a step, and go back to the enclosing step, unless another step has begun since."""
-        if share is not None:
-            share.over = True
-            if context is not None and context.share is share:
-                context.share = share.enclosing
+        if step is not None:
+            step.share.over = True
+            if context is not None and context.share is step.share:
+                context.share = step.share.enclosing
 
-    def check_loop(self, loop: int) -> None:
-        """Refuse to go on with a loop, by its number, once a newer one has begun."""
-        if loop != self._loops:
+    def check_latest(self, step: Step) -> None:
+        """Refuse to go on with a step once a newer loop has begun."""
+        if step is not self._begun:
             raise RuntimeError(
                 "a newer loop over the same loader has begun, so this one cannot go on; make a "
                 "loader for each"
@@ -449,21 +433,21 @@ class Loader:
     @property
     def incomplete(self) -> bool:
         """Whether the step under way lacks micro-batches of this rank."""
-        share = self._share
-        if share is None or share.over:
+        step = self._begun
+        if step is None or step.share.over:
             return False
-        return share.missing > 0 or self._unsettled is not None
+        return step.share.missing > 0 or self._unsettled is not None
 
     def settle(self) -> None:
         """Agree with other ranks on the rows of the step that has begun, if its source is open."""
-        if self._unsettled is None:
+        step = self._unsettled
+        if step is None:
             return
-        dealing, step, share, counts = self._unsettled
-        self._source.settle(dealing, step, counts, current_or_none())
-        share.row_weights[:] = [count / dealing.micro for count in counts]
+        warning = self._source.settle(step.dealing, step.number, step.counts)
+        step.share.row_weights[:] = [count / step.dealing.micro for count in step.counts]
         self._unsettled = None
-        if self._source.remark:
-            self._say(self._source.remark)
+        if warning:
+            self._say(warning)
 
     def _report(self, context: Context | None, block: range) -> None:
         """Report this rank's share of a step, and whether it is exact."""
@@ -475,9 +459,10 @@ class Loader:
         if context is None or context.rank != 0:
             return
         count, size = self.batch.micro_batches, context.size
-        cost = imbalance(size, count)
+        least, most = count // size, -(-count // size)
+        cost = most * size / count  # the time of a step, relative to a step of equal blocks
         if cost > _WORTH_A_WORD:
-            blocks = {"least": count // size, "most": -(-count // size)}
+            blocks = {"least": least, "most": most}
             self._say(UNEVEN.format(micro_batches=count, size=size, cost=cost, **blocks))
 
     def _say(self, warning: str) -> None:
@@ -494,8 +479,7 @@ class Loader:
         self._state = weakref.ref(state)
 
     def rows_in_commit(self) -> DataProgress:
-        """Record that all steps so far are in a commit, and return the commit's rows."""
-        self._ledger.committed()
+        """Return the rows of all steps so far, which are in a commit."""
         dealing, (seen, lost) = self._dealing, self._ledger.totals
         rows, done = dealing.rows_of_epoch, self._source.rows_before(dealing, self.step)
         return DataProgress(
@@ -510,11 +494,11 @@ class Loader:
         """
         if self._unsettled is not None:
             return False
-        return self._source.exchange_states(self._dealing, self.step, current_or_none())
+        return self._source.exchange_states(self._dealing, self.step)
 
     def committed(self) -> None:
         """Fix other quotas, if they are clearly better. All ranks call this at the same commits."""
-        if self.balancer.committed(self.step):
+        if self.balancer.committed():
             self.exchange_states()  # of streams that are about to change ranks
 
     def forgo_exactness(self, reason: str) -> None:
@@ -528,7 +512,7 @@ class Loader:
     @property
     def can_make_room(self) -> bool:
         """Whether a micro-batch is under way that has more rows than parts."""
-        computes = self._share is not None and self._share.number is not None
+        computes = self._begun is not None and self._begun.share.number is not None
         return computes and self.parts < self.rows_under_way
 
     def make_room(self) -> None:
@@ -617,7 +601,7 @@ class Loader:
         self._source.load_state_dict(state_dict.get("source", {}))
         self._ledger.load_state_dict(state_dict.get("ledger", {}))
         self.learn_parts(state_dict.get("parts", {}))
-        if not self._loops and self.device in self.parts_by_device:  # a newcomer on such a device
+        if self._begun is None and self.device in self.parts_by_device:  # a newcomer
             self.parts = self.parts_by_device[self.device]
             self.forgo_exactness(f"a rank on such a device needs {self.parts} parts")
         self._completed_in = self._unsettled = None
@@ -639,6 +623,8 @@ _FRAMES = ("pandas", "polars", "pyarrow")
 
 def _check_dataset(dataset: Any) -> None:
     """Refuse datasets whose rows cannot be chosen."""
+    if isinstance(dataset, (StreamSource, UnitSource)):
+        return
     name = type(dataset).__name__
     library = type(dataset).__module__.partition(".")[0]
     if isinstance(dataset, DataLoader):
@@ -664,13 +650,12 @@ def _check_dataset(dataset: Any) -> None:
             "hvd.elastic.Stateful(make), whose make(stream, streams) returns the dataset of a "
             "stream, or a map-style dataset with len() and []"
         )
-    if not isinstance(dataset, StreamSource) and not callable(getattr(dataset, "__len__", None)):
+    if not callable(getattr(dataset, "__len__", None)):
         raise OptionError(
             f"Loader({name}): the dataset has no length; a map-style dataset with len() and [] is "
             "needed, or hvd.elastic.Stateful or Shards"
         )
-    own = isinstance(dataset, (StreamSource, UnitSource))
-    if not own and not hasattr(type(dataset), "__getitem__"):
+    if not hasattr(type(dataset), "__getitem__"):
         raise OptionError(
             f"Loader({name}): its rows cannot be chosen by number; a map-style dataset with len() "
             "and [] is needed, such as a list"
@@ -686,9 +671,3 @@ def _order_of(dealing: Dealing, blocks: Blocks) -> int:
     if dealing.draws is not None:
         words.append(int(dealing.draws.digest, 16))
     return mix(*words) % _ORDERS
-
-
-def _generation() -> int:
-    """Return the number of the present generation."""
-    context = current_or_none()
-    return 0 if context is None else context.generation

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbelastic.data.plan import mix
-from nbelastic.data.sources import seed_generators
+from nbelastic.data.plan.dealing import Dealing, mix
+from nbelastic.data.sources.row_source import seed_generators
 from nbelastic.elastic.ranks.context import current_or_none
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from nbelastic.data.loader import Loader
-    from nbelastic.data.plan import Dealing
+    from nbelastic.data.balancer import Balancer
     from nbelastic.elastic.ranks.step_share import StepShare
 
 # Kind of seeds: of the micro-batches that are computed, apart from those of sources.
@@ -39,6 +35,21 @@ class StepParticipant(Protocol):
         """End the micro-batches of a step. All ranks call this at the same point."""
 
 
+class StepOwner(Protocol):
+    """The loader of a step, as far as the step uses it."""
+
+    participants: list[StepParticipant]
+    balancer: Balancer
+    parts: int  # of each micro-batch
+    rows_under_way: int
+
+    def check_latest(self, step: Step) -> None:
+        """Refuse a step that is not the latest one."""
+
+    def settle(self) -> None:
+        """Agree with other ranks on the rows of the latest step, if its source is open."""
+
+
 class Step:
     """A step of an epoch: an iterable over this rank's micro-batches of the step.
 
@@ -56,39 +67,37 @@ class Step:
 
     def __init__(
         self,
-        loader: Loader,
+        loader: StepOwner,
         dealing: Dealing,
         number: int,
         share: StepShare,
         counts: list[int],
         batches: Iterator[Any],
-        loop: int,
     ) -> None:
         self.epoch = dealing.epoch
         self.number = number
-        self._counts = counts
+        self.counts = counts
         self._loader = loader
-        self._dealing = dealing
-        self._share = share
+        self.dealing = dealing
+        self.share = share
         self._batches = batches
-        self._loop = loop
         self._begun = self._open = self._ended = False
         self._taken = 0
         share.finish = self._finish
 
     def __len__(self) -> int:
         """Return the number of this rank's micro-batches."""
-        return len(self._share.expected)
+        return len(self.share.expected)
 
     @property
     def rows(self) -> int:
         """Its rows, on all ranks."""
-        return sum(self._counts)
+        return sum(self.counts)
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of this rank's micro-batches, from 0 to V - 1."""
-        return self._share.expected
+        return self.share.expected
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over this rank's micro-batches, weighted by their rows. Once only."""
@@ -117,46 +126,36 @@ class Step:
         if self._begun:
             raise RuntimeError("the micro-batches of a step can be iterated over only once")
         self._begun = True
-        with self._outside_of_loop():
-            yield from self._micro_batches(weight)
-
-    @contextlib.contextmanager
-    def _outside_of_loop(self) -> Iterator[None]:
-        """Make a backward() find this step, and be refused, if the loop has left it.
-
-        ``next(iter(loader))`` ends its loop at once. Its batches can be looked at. If the loop has
-        gone on to the next step, they cannot.
-        """
-        share, context = self._share, current_or_none()
+        share, context = self.share, current_or_none()
         if share.over and self._ended:
             raise RuntimeError(
                 "the loop over the loader has gone on from this step; iterate over each step "
                 "before the next: `for step in loader:`"
             )
-        if not share.over or context is None:
-            yield
-            return
-        share.outer, context.share = context.share, share
+        if share.over and context is not None:
+            # ``next(iter(loader))`` has ended its loop at once. Its batches can be looked at, and a
+            # backward() finds this step, and is refused.
+            share.outer, context.share = context.share, share
         try:
-            yield
+            yield from self._micro_batches(weight)
         finally:
-            if context.share is share:
+            if share.over and context is not None and context.share is share:
                 context.share = share.enclosing
 
     def _micro_batches(self, weight: Callable[[Any], Any] | None) -> Iterator[Any]:
-        share, participants = self._share, self._loader.participants
+        share, participants = self.share, self._loader.participants
         for number in share.expected:
-            self._loader.check_loop(self._loop)
+            self._loader.check_latest(self)
             self._close()
             batch = next(self._batches)
             self._taken += 1
             self._loader.rows_under_way = rows_of(batch)
             parts = list(cut(batch, self._loader.parts))
             share.number, share.weights[number] = number, 0.0
-            share.taken += self._counts[number]
+            share.taken += self.counts[number]
             for each in participants:
                 each.before(number)
-            seed_generators(mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, number))
+            seed_generators(mix(self.dealing.seed, _COMPUTING, self.epoch, self.number, number))
             self._open = True
             self._loader.balancer.watch.start()
             for position, (part, fraction) in enumerate(parts):
@@ -190,14 +189,14 @@ class Step:
         self._open = False
         self._loader.balancer.watch.stop()
         self._end_part()
-        number = self._share.number
+        number = self.share.number
         assert number is not None
         for each in self._loader.participants:
             each.after(number)
 
     def _end_part(self) -> None:
         """End the part of a micro-batch that is under way."""
-        at_end, self._share.at_end = self._share.at_end, ()
+        at_end, self.share.at_end = self.share.at_end, ()
         for call in at_end:
             call()
 
@@ -207,16 +206,16 @@ class Step:
             return
         self._close()
         self._ended = True
-        share = self._share
+        share = self.share
         self._loader.settle()
         # With the last step ends what it was fetched from, such as worker processes: no cycle of
         # references may keep that until garbage is collected.
         self._batches, share.finish = iter(()), lambda: None
-        self._loader.balancer.note(share, full=self.rows == self._dealing.global_batch)
+        self._loader.balancer.note(share, full=self.rows == self.dealing.global_batch)
         for each in self._loader.participants:
             each.end()
         # Ranks have ended with different micro-batches. What the optimizer draws is the same.
-        seed = mix(self._dealing.seed, _COMPUTING, self.epoch, self.number, share.micro_batches)
+        seed = mix(self.dealing.seed, _COMPUTING, self.epoch, self.number, share.micro_batches)
         seed_generators(seed)
         context = current_or_none()
         if context is not None:
@@ -267,9 +266,6 @@ def _part(value: Any, rows: int, wanted: slice) -> Any:
     return type(value)(*inner) if hasattr(value, "_fields") else type(value)(inner)
 
 
-Place = tuple[int, int]
-
-
 class RowLedger:
     """Rows of the steps that are done, over all epochs.
 
@@ -281,31 +277,16 @@ class RowLedger:
         self.redone = 0  # rows of steps that had begun on this rank, and were rolled back
         self._seen = self._lost = 0
         self._step: tuple[StepShare, Sequence[int]] | None = None
-        self._begun: dict[Place, Sequence[int]] = {}
 
-    def resume(self, epoch: int, step: int) -> None:
-        """Begin a loop. The steps from here on that had begun before are done again."""
+    def begin(self, rows: Sequence[int], share: StepShare) -> None:
+        """Enter a step, with the rows of its micro-batches."""
         self.close()
-        self._roll_back((epoch, step))
-
-    def _roll_back(self, place: Place) -> None:
-        self.redone += sum(sum(rows) for begun, rows in self._begun.items() if begun >= place)
-        self._begun.clear()
-
-    def begin(self, place: Place, rows: Sequence[int], share: StepShare) -> None:
-        """Enter a step by its epoch and number, with the rows of its micro-batches."""
-        self.close()
-        self._begun[place] = rows
         self._step = share, rows
 
     def close(self) -> None:
         """Count the step under way, because the loop has gone on to the next."""
         self._seen, self._lost = self.totals
         self._step = None
-
-    def committed(self) -> None:
-        """Record that a commit has all steps so far."""
-        self._begun.clear()
 
     @property
     def totals(self) -> tuple[int, int]:
@@ -324,8 +305,8 @@ class RowLedger:
         return {"seen": seen, "lost": lost, "redone": self.redone}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go back to earlier counts, except for what was done again."""
-        self._step = None
+        """Go back to earlier counts; the rows counted since then are done again."""
+        begun, self._step = sum(self.totals), None
         self._seen, self._lost = int(state_dict.get("seen", 0)), int(state_dict.get("lost", 0))
         self.redone = max(self.redone, int(state_dict.get("redone", 0)))
-        self._roll_back((0, 0))
+        self.redone += max(begun - self._seen - self._lost, 0)

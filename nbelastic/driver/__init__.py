@@ -1,15 +1,11 @@
-"""The kernel's part of a job: ``fit``, the driver thread, and ``Job``.
+"""The kernel's part of a job: ``fit``, the driver thread, and ``Job``."""
 
-``options`` checks what a job is asked to do, ``records`` keeps for people what it did.
-"""
-
-from nbelastic.cluster.scheduler.spot_notices import SpotNotices
+from nbelastic.cluster.scheduler.plugin import SpotNotices
 from nbelastic.messages import JobInfo
 
 from .display import set_display
-from .fit import fit, run, wait_interruptibly
+from .fit import ask, attach, connected, fit, jobs, look, run, wait_interruptibly
 from .job import Job, driver_of
-from .records import explain_journal
 from .report import show_versions
 from .status import (
     DataStatus,
@@ -20,7 +16,7 @@ from .status import (
     Progress,
     RankStatus,
 )
-from .takeover import ask_to_scale, ask_to_stop, attach, jobs, look
+from .why import explain_journal
 
 __all__ = [
     "DataStatus",
@@ -33,9 +29,9 @@ __all__ = [
     "Progress",
     "RankStatus",
     "SpotNotices",
-    "ask_to_scale",
-    "ask_to_stop",
+    "ask",
     "attach",
+    "connected",
     "driver_of",
     "explain_journal",
     "fit",

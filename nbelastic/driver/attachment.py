@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import dask
 from dask.system import CPU_COUNT
@@ -25,23 +26,23 @@ from nbelastic.cluster import (
 from nbelastic.errors import ClusterLost, OptionError, summary_of
 
 from . import display
-from .options import shown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .options import Options
+from .options import Options, shown
 
 LOOPBACK_HTTP = "127.0.0.1:0"
-"""Where HTTP servers of an embedded cluster listen: Dask's default is all interfaces."""
+"""Where HTTP servers of own clusters listen, and not on all interfaces as by Dask's default.
+
+They show call stacks and logs without asking for proof.
+"""
 
 
-def attach_client(cluster: Any, options: Options) -> tuple[Client, Callable[[], None]]:
+def attach_client(
+    cluster: Any, options: Options | None = None
+) -> tuple[Client, Callable[[], None]]:
     """Return a client for the value of ``cluster=``, and a function to close it if opened here.
 
-    An embedded cluster has the size that the options ask for.
+    For None a cluster is started by `options`; without these it is refused.
     """
-    if cluster is None:
+    if cluster is None and options is not None:
         return _embedded(options)
     if getattr(cluster, "asynchronous", False) is True:
         kind = "client" if isinstance(cluster, Client) else "cluster"
@@ -56,8 +57,7 @@ def attach_client(cluster: Any, options: Options) -> tuple[Client, Callable[[], 
     if is_cluster or isinstance(cluster, str):
         return _connected(cluster)
     raise OptionError(
-        f"cluster={shown(cluster)}: must be a Dask Client, a cluster, a scheduler's address, or "
-        "None"
+        f"cluster={shown(cluster)}: must be a Dask Client, a cluster, or a scheduler's address"
     )
 
 

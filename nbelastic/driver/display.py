@@ -8,19 +8,17 @@ never reach the job.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
     from .job import Job
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class WaitDisplay(Protocol):
@@ -49,95 +47,71 @@ class Display(Protocol):
         """Return the user's name of a source file, such as ``Cell In[5]``, or None."""
 
 
-_display: Display | str | None = "nbelastic.notebook.display_service"
+class _NotebookDisplay:
+    """The notebook's display, imported with the first job."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module("nbelastic.notebook.display_service").display, name)
+
+
+_display: Any = _NotebookDisplay()
 _complained = False
 
+_NOTHING = object()
+"""Result of a call without a display, or of a call that has failed."""
 
-def set_display(display: Display | str | None) -> None:
-    """Set the display of jobs in this process; None for no display.
 
-    A name is that of a module with a ``display``, imported at first use.
-    """
+def set_display(display: Display | None) -> None:
+    """Set this process's display of jobs."""
     global _display  # noqa: PLW0603 - one display per process
     _display = display
 
 
 def show(job: Job) -> bool:
     """Show a job; return whether a display has shown it."""
-
-    def shown(display: Display) -> bool:
-        display.show(job)
-        return True
-
-    return _ask(shown, False)
+    return _call(_display, "show", job) is not _NOTHING
 
 
 def say(text: str) -> None:
     """Show a line that concerns no job."""
-    _ask(lambda display: display.say(text), None)
+    _call(_display, "say", text)
 
 
 def label(file: str) -> str | None:
     """Return the user's name of a source file, or None."""
-    return _ask(lambda display: display.label(file), None)
+    name = _call(_display, "label", file)
+    return name if isinstance(name, str) else None
 
 
-class _GuardedWaitDisplay:
-    """Wait display, or none, with its errors caught; the first error switches the display off."""
+class _Guarded:
+    """A wait display, or none, with its errors caught."""
 
-    def __init__(self, watch: WaitDisplay | None) -> None:
-        self._watch = watch
-
-    def tick(self) -> None:
-        self._call(lambda watch: watch.tick())
-
-    def say(self, text: str) -> None:
-        self._call(lambda watch: watch.say(text))
-
-    def _call(self, function: Callable[[WaitDisplay], None]) -> None:
-        watch = self._watch
-
-        def called() -> WaitDisplay | None:
-            if watch is not None:
-                function(watch)
-            return watch
-
-        self._watch = _guard(called, None)
+    def __init__(self, watch: object) -> None:
+        self.tick = functools.partial(_call, watch, "tick")
+        self.say = functools.partial(_call, watch, "say")
 
 
 @contextlib.contextmanager
 def watching(job: Job) -> Iterator[WaitDisplay]:
     """Open the display of a job for a waiting thread."""
-    stack = contextlib.ExitStack()
-
-    def enter(display: Display) -> WaitDisplay | None:
-        manager = display.watching(job)
-        return None if manager is None else stack.enter_context(manager)
-
+    manager = _call(_display, "watching", job)
+    watch = _call(manager, "__enter__")
     try:
-        yield _GuardedWaitDisplay(_ask(enter, None))
+        yield _Guarded(watch)
     finally:
-        _guard(stack.close, None)
+        if watch is not _NOTHING:
+            _call(manager, "__exit__", None, None, None)
 
 
-def _ask(function: Callable[[Display], T], default: T) -> T:
-    """Return ``function(display)``; `default` without a display, or on an error."""
-
-    def call() -> T:
-        if isinstance(_display, str):
-            set_display(cast("Display", importlib.import_module(_display).display))
-        return default if _display is None else function(cast("Display", _display))
-
-    return _guard(call, default)
-
-
-def _guard(call: Callable[[], T], default: T) -> T:
-    """Return the result of a call of the display; `default` on an error."""
+def _call(target: object, method: str, *arguments: object) -> Any:
+    """Call a method of a display, if there is one. Its errors must not reach the job."""
     global _complained  # noqa: PLW0603 - once per process
+    if target is None or target is _NOTHING:
+        return _NOTHING
     try:
-        return call()
-    except Exception:  # an error of a display must not reach the job
+        return getattr(target, method)(*arguments)
+    except Exception:
         if not _complained:
             logger.warning("the display of jobs failed; jobs go on", exc_info=True)
             _complained = True
-        return default
+        return _NOTHING

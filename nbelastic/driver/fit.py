@@ -1,40 +1,44 @@
-"""Start a job from a function and a cluster."""
+"""Start a job, list the jobs of a cluster, and take a job over."""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import pickle
 import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+from distributed import Client
 
 from nbelastic.cluster import (
     HeldPartitions,
     JobClient,
     check_pulled,
     check_versions,
-    hold_partitions,
+    look_at_job,
     lost_while,
+    open_jobs,
     own_versions,
     pack_function,
+    send_wish,
     variables_of,
     with_sources,
 )
 from nbelastic.errors import ClusterLost, JobInterrupted, OptionError
 from nbelastic.membership import Machine, pack_machine
-from nbelastic.messages import JobTerms
+from nbelastic.messages import AttachRefusal, JobPayload, JobTerms, LimitsChanged, StopRequested
 
 from . import display
 from .attachment import attach_client
 from .job import Job, driver_of
 from .loggers import sender
-from .options import FLAG, Options, call_arguments, check_name, with_hints
+from .options import Options, check_name, flag
+from .parser import call_arguments, with_hints
+from .status import JobTable
 from .thread import Driver
-
-if TYPE_CHECKING:
-    import datetime
-    from collections.abc import Callable, Iterable, Mapping
-
-    from nbelastic.messages import JobPayload
 
 Duration: TypeAlias = "float | str | datetime.timedelta"
 """Seconds, text that Dask reads (``"2 minutes"``), or a timedelta."""
@@ -207,7 +211,7 @@ def fit(
     >>> job.result()  # doctest: +SKIP
     """
     options = Options.given(locals())
-    FLAG.check("block", block)
+    flag.check("block", block)
     if not callable(fn):
         raise OptionError(f"fn={fn!r}: must be a function")
     check_pulled(fn, options.pull)
@@ -225,7 +229,7 @@ def fit(
             check_versions(client)
         if packed is None:
             with lost_while(client, "partitions were computed"):
-                held = hold_partitions(client, sources)
+                held.hold(client, sources)
             packed = pack_function(fn, positional, named)
         payload, modules = packed
         driver = Driver(job_name, options, cleanup)
@@ -235,8 +239,6 @@ def fit(
         job_client = JobClient(client, job_name, driver.receive)
         job_client.open(terms_of(payload, options, held))
         driver.start(job_client)
-        if log_to is not None:
-            driver.log_to(log_to)
     except BaseException as error:
         if job_client is not None and not isinstance(error, ClusterLost):
             job_client.close()  # interrupted half-way, it may have been opened
@@ -246,7 +248,7 @@ def fit(
         raise
     finally:
         held.release()
-    return hand_out(driver, block=block)
+    return hand_out(driver, block=block, log_to=log_to)
 
 
 def run(
@@ -306,29 +308,33 @@ def terms_of(payload: JobPayload, options: Options, held: HeldPartitions | None 
     )
 
 
-def hand_out(driver: Driver, *, block: bool) -> Job:
+def hand_out(driver: Driver, *, block: bool, log_to: Any = None) -> Job:
     """Return the job of a driver that has started, at once or after its end."""
     job = Job(driver)
+    if log_to is not None:
+        job.log_to(log_to)
     if block:
         if threading.current_thread() is threading.main_thread():
             wait_interruptibly(job)
         if driver.options.pull and (job.exception() is None or job.cancelled()):
-            job.pull()
+            try:
+                job.pull()
+            except Exception as error:  # of the user's classes, too; the job has its result
+                warnings.warn(f"{error}; job.pull() tries it again", stacklevel=3)
         job.results()
     return job
 
 
 def wait_interruptibly(job: Job) -> None:
-    """Wait for the end; an interrupt stops the job at its next commit, a second one now.
-
-    After one it raises ``JobInterrupted`` at the end, with the number of workers that the job had
-    when it was interrupted and that are free now.
-    """
+    """Wait for the end; an interrupt stops the job at its next commit, a second one now."""
     interrupts = handled = 0
     workers: set[str] = set()
-    with display.watching(job) as watch:
+    watch = None
+    with contextlib.ExitStack() as stack:
         while True:
             try:  # all of it: the next interrupt may come while this one is handled
+                if watch is None:
+                    watch = stack.enter_context(display.watching(job))
                 if handled < interrupts:
                     handled = interrupts
                     workers = workers or {rank.worker for rank in job.status.ranks}
@@ -349,14 +355,149 @@ def wait_interruptibly(job: Job) -> None:
 def _what_is_free(job: Job, workers: set[str]) -> str:
     """Describe the present state of the job's former workers."""
     driver = driver_of(job)
-    known = driver.free_workers
     if driver.owns_cluster:
         return "the cluster that was started for it is closed"
     if not workers:
         return "no worker ran it"
+    known = None if driver.job_client is None else driver.job_client.free_workers
     if known is None:
         return "the scheduler has not said what has become of its workers"
     count, free = len(workers), len(workers & known)
     if free < count:
         return f"{free} of its {count} workers are free, the others are gone or still busy"
     return "its worker is free" if count == 1 else f"its {count} workers are free"
+
+
+# -- jobs that others have started ----------------------------------------------------------------
+
+
+@with_hints
+def jobs(cluster: Any) -> JobTable:
+    """Return the jobs on a cluster, with or without a kernel, and the last ended jobs.
+
+    The value is a tuple of :class:`~nbelastic.JobInfo`, which a notebook shows as a table.
+
+    Parameters
+    ----------
+    cluster : Client, Cluster or str
+        A Dask client, a cluster, or a scheduler's address.
+
+    Raises
+    ------
+    OptionError
+        `cluster` is none of these.
+    ClusterLost
+        No scheduler answers.
+    """
+    with connected(cluster) as client:
+        return JobTable(open_jobs(client))
+
+
+@with_hints
+def attach(name: str, *, cluster: Any, block: bool = False) -> Job:
+    """Take over a job that another kernel has started.
+
+    Status, history, logs, metrics and results are those of the whole job, also if it has ended
+    meanwhile. It can be stopped and scaled. A job has one kernel at a time: a former kernel that
+    waits for a result gets :class:`~nbelastic.errors.Detached`.
+
+    Parameters
+    ----------
+    name : str
+        The job's name; :func:`nbelastic.jobs` lists them.
+    cluster : Client, Cluster or str
+        A Dask client, a cluster, or a scheduler's address.
+    block : bool, default False
+        Whether to wait for the end, as :func:`nbelastic.fit` does.
+
+    Returns
+    -------
+    Job
+
+    Raises
+    ------
+    OptionError
+        There is no such job; the message names the existing ones.
+    VersionMismatch
+        Kernel and cluster run different versions.
+    ClusterLost
+        No scheduler answers.
+    JobError, JobInterrupted
+        With ``block=True``, as :func:`nbelastic.fit` does.
+
+    Examples
+    --------
+    >>> job = nbelastic.attach("night-run", cluster="tcp://10.0.0.5:8786")  # doctest: +SKIP
+    >>> job.result()  # doctest: +SKIP
+    """
+    name = _name_of_job(name)
+    client, cleanup = attach_client(cluster)
+    job_client: JobClient | None = None
+    try:
+        with lost_while(client, "versions were compared"):
+            check_versions(client)
+        driver = Driver(name, Options(), cleanup)  # those of the job come with the answer
+        job_client = JobClient(client, name, driver.receive)
+        answer = job_client.attach()
+        if isinstance(answer, AttachRefusal):
+            raise _unknown(name, answer)
+        driver.options = pickle.loads(answer.options)
+        driver.adopt(answer)  # before its thread reads what has come since
+        driver.start(job_client)
+        driver.settle()
+    except BaseException:
+        if job_client is not None:
+            job_client.give_up()
+        cleanup()
+        raise
+    return hand_out(driver, block=block)
+
+
+def look(name: str, *, cluster: Any) -> Job:
+    """Return the state of a job at this moment; the job stays with its kernel."""
+    name = _name_of_job(name)
+    with connected(cluster) as client:
+        with lost_while(client, "versions were compared"):
+            check_versions(client)
+        answer = look_at_job(client, name)
+    if isinstance(answer, AttachRefusal):
+        raise _unknown(name, answer)
+    driver = Driver(name, pickle.loads(answer.options), lambda: None)
+    driver.adopt(answer)
+    return Job(driver)
+
+
+def ask(name: str, event: StopRequested | LimitsChanged, *, cluster: Any) -> None:
+    """Ask a job to end, or to change its limits. Its kernel keeps it."""
+    name = _name_of_job(name)
+    with connected(cluster) as client:
+        refusal = send_wish(client, name, event)
+    if refusal is not None:
+        raise _unknown(name, refusal)
+
+
+def _name_of_job(name: str | None) -> str:
+    """Return the valid name of a job, before the cluster is asked for this job."""
+    if name is None:
+        raise OptionError("name=None: must be the name of a job; nbelastic.jobs() lists them")
+    return check_name(name)
+
+
+def _unknown(name: str, refusal: AttachRefusal) -> OptionError:
+    if refusal.problem == "ended":
+        return OptionError(
+            f"name={name!r}: the job has ended; dask elastic status|why|logs {name} show what the "
+            "scheduler remembers of it"
+        )
+    there = ", ".join(refusal.jobs) or "none"
+    return OptionError(f"name={name!r}: no such job on this cluster; there are: {there}")
+
+
+@contextlib.contextmanager
+def connected(cluster: Any) -> Iterator[Client]:
+    """Yield a client for the value of ``cluster=``, and close a client opened here."""
+    client, cleanup = attach_client(cluster)
+    try:
+        yield client
+    finally:
+        cleanup()

@@ -7,28 +7,26 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import os
 import sys
+from collections.abc import Callable, Generator, MutableMapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.cluster import LARGE, put
+from nbelastic.cluster import LARGE, Modules, put
 from nbelastic.errors import JobStopped, OptionError
 from nbelastic.messages import StopReason, StopRequested
 
 from . import display
-from .options import changed_limits, count, with_hints
-from .records import explain
+from .loggers import MetricsLogger
+from .options import changed_limits, count
+from .parser import with_hints
 from .report import save_report
-from .status import JobStatus
+from .status import HistoryEvent, JobStatus, Output, same_fields
+from .why import explain
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Generator, MutableMapping
-    from pathlib import Path
-
-    from nbelastic.cluster import Modules
-
-    from .status import HistoryEvent, Output
     from .thread import Driver
 
 logger = logging.getLogger(__name__)
@@ -45,6 +43,7 @@ class Job:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        self._loggers: list[MetricsLogger] = []
 
     def __repr__(self) -> str:
         status = self.status
@@ -87,7 +86,8 @@ class Job:
         """
         try:
             results = self._driver.future.result(timeout)
-            self._driver.finish_loggers()
+            while self._loggers:
+                self._loggers.pop().finish()
             return results
         except FutureTimeoutError:
             if self.done():
@@ -168,7 +168,7 @@ class Job:
         >>> job = nbelastic.fit(train, cluster=client, block=False)  # doctest: +SKIP
         >>> job.log_to(wandb.init(project="digits"))  # doctest: +SKIP
         """
-        self._driver.log_to(target)
+        self._loggers.append(MetricsLogger(self._driver, target))
 
     def pull(
         self, into: MutableMapping[str, Any] | None = None, timeout: float | None = None
@@ -239,8 +239,8 @@ class Job:
         OptionError
             ``min_np`` would be above ``max_np``, or a value is not possible.
         """
-        change = changed_limits(self.status, min_np, max_np, priority, weight)
-        self._driver.tell(change)
+        given = {"min_np": min_np, "max_np": max_np, "priority": priority, "weight": weight}
+        self._driver.tell(changed_limits(self.status, **given))
 
     @with_hints
     def logs(self, rank: int | None = None, *, follow: bool = False) -> str:
@@ -353,30 +353,22 @@ class Job:
         metrics = log.metrics
         members = [rank.start for rank in view.ranks if rank.rank is not None]
         micro_batches, why_not_exact = metrics.micro_batches(members)
-        return JobStatus(
-            name=self.name,
-            state=state,
-            generation=view.generation,
-            size=view.size or (self._returned() if state == "finished" else 0),
-            min_np=view.min_np,
-            max_np=view.max_np,
-            resets=view.resets,
-            commits=view.commits,
-            elapsed=elapsed,
-            reason=AWAY
-            if self._driver.away
-            else "; ".join(map(log.in_words, filter(None, (view.reason, view.sharing)))),
-            ranks=tuple(map(metrics.status, view.ranks)),
-            samples_per_s=metrics.total(members),
-            progress=metrics.progress(elapsed, members, finished=state == "finished"),
-            backend=view.backend,
-            share=view.share,
-            warnings=log.warnings(),
-            micro_batches=micro_batches,
-            why_not_exact=why_not_exact,
-            data=metrics.data(members),
-            errors=view.errors,
-        )
+        words = "; ".join(map(log.in_words, filter(None, (view.reason, view.sharing))))
+        known = same_fields(JobStatus, view) | {
+            "name": self.name,
+            "state": state,
+            "size": view.size or (self._returned() if state == "finished" else 0),
+            "elapsed": elapsed,
+            "reason": AWAY if self._driver.away else words,
+            "ranks": tuple(map(metrics.status, view.ranks)),
+            "samples_per_s": metrics.total(members),
+            "progress": metrics.progress(elapsed, members, finished=state == "finished"),
+            "warnings": log.warnings(),
+            "micro_batches": micro_batches,
+            "why_not_exact": why_not_exact,
+            "data": metrics.data(members),
+        }
+        return JobStatus(**known)
 
     @property
     def history(self) -> tuple[HistoryEvent, ...]:

@@ -23,15 +23,13 @@ import math
 import sys
 import threading
 import time
-from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbelastic.errors import OptionError, summary_of
 from nbelastic.messages import Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .thread import Driver
 
 logger = logging.getLogger(__name__)
@@ -52,10 +50,7 @@ Key: TypeAlias = "tuple[int, int]"
 
 
 def sender(target: Any) -> tuple[str, Send]:
-    """Return the name of a logger's run, and how a row is sent to it.
-
-    The name is the same in another kernel that goes on with the run.
-    """
+    """Return the name of a run of a logger, equal in every kernel, and how a row is sent."""
     info: Any = getattr(target, "info", None)
     if getattr(info, "run_id", None) is not None:  # a run of MLflow
         client = sys.modules["mlflow"].tracking.MlflowClient()
@@ -96,20 +91,20 @@ class MetricsLogger:
         self.name, self._send = sender(target)
         self._driver = driver
         self._sent, self._rows = driver.log.logged_to(self.name)
-        self._seen: deque[tuple[float, int]] = deque()  # when a commit was first known
+        self._final, self._known, self._since = -1, -1, time.monotonic()
         self._failures = 0
-        self._over, self._pause = threading.Event(), threading.Event()
+        self._over = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"nbelastic-logger-{driver.name}", daemon=True
         )
         self._thread.start()
 
-    def finish(self, limit: float = LAST_S) -> None:
-        """Wait until all is sent after the job's end, at most `limit` seconds."""
+    def finish(self) -> None:
+        """Wait until all is sent after the job's end, at most a minute."""
         self._over.set()
-        self._thread.join(limit)
+        self._thread.join(LAST_S)
         if self._thread.is_alive():
-            self._complain(f"has not taken all metrics within {limit:g} s of the job's end")
+            self._complain(f"has not taken all metrics within {LAST_S:g} s of the job's end")
 
     def _run(self) -> None:
         over = False
@@ -129,7 +124,7 @@ class MetricsLogger:
                 if self._failures == 1:
                     self._complain(f"failed: {summary_of(error)}; it is tried again")
                 over = False
-                self._pause.wait(INTERVAL_S)
+                time.sleep(INTERVAL_S)
         if self._failures >= TRIES:
             self._complain(f"failed {TRIES} times in a row, and gets no more metrics")
 
@@ -139,12 +134,9 @@ class MetricsLogger:
         if over:
             return math.inf if view.state == "finished" else view.commits
         now = time.monotonic()
-        if not self._seen or self._seen[-1][1] != view.commits:
-            self._seen.append((now, view.commits))
-        while len(self._seen) > 1 and self._seen[1][0] <= now - SETTLE_S:
-            self._seen.popleft()
-        at, commits = self._seen[0]
-        return commits if at <= now - SETTLE_S else -1
+        if now >= self._since + SETTLE_S:  # the commits that were known then are final
+            self._final, self._known, self._since = self._known, view.commits, now
+        return self._final
 
     def _complain(self, what: str) -> None:
         remark = f"the logger {self.name} {what}\njob.metrics has all"

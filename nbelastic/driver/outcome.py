@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import bdb
 import contextlib
-from concurrent.futures import InvalidStateError
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
 
 import cloudpickle
-from msgspec.structs import replace
 
 from nbelastic import errors
-from nbelastic.cluster import Modules, Returned, summary_of, unpack_error, why_missing
-from nbelastic.messages import FailureKind, NotReady, ReturnedEarly, Stopping, Text
+from nbelastic.cluster import Failure, Returned, summary_of, unpack_error, why_missing
+from nbelastic.messages import FailureKind, Outcome, Stopping, StopRequested
 
 from . import display
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from concurrent.futures import Future
-
-    from nbelastic.cluster import Failure
-    from nbelastic.messages import Outcome, StopRequested
-
-    from .records import KernelLog
-
+from .kernel_log import KernelLog
 
 MOST_SHOWN = 4
 
@@ -50,12 +41,9 @@ def settle(
     *,
     detached: bool,
 ) -> None:
-    """Set a future's results, or the exception with the reason for their absence.
-
-    `bug` is an error of the driver itself. Reading results and errors runs the user's code, which
-    may raise anything; none of that gets through. The code may also never return; then
-    :func:`abandon` ends the wait.
-    """
+    """Set a future's results, or the exception with the reason for their absence."""
+    # Reading results runs the user's code, which may raise anything, or never return: then
+    # abandon() ends the wait.
     try:
         ending = _ending(name, log, outcome, bug, detached)
     except BaseException as error:  # the future must end, or its waiters hang
@@ -88,12 +76,7 @@ def _ending(
         for packed in log.results.values():  # of rank 0, if the job was stopped
             if isinstance(found := cloudpickle.loads(packed), Returned):
                 log.returned = found
-        starts = [start for start in outcome.starts if start in log.failures]
-        failures = {start: unpack_error(log.failures[start]) for start in starts}
-        if isinstance(outcome.reason, NotReady | ReturnedEarly):
-            outcome = replace(outcome, reason=Text(log.in_words(outcome.reason)))
-        names = {start: f"rank {rank} on {worker}" for start, (rank, worker) in log.ranks.items()}
-        return _failed(name, outcome, failures, names, log.modules)
+        return _failed(name, log, outcome)
     try:
         # One by one, so that no result is kept both pickled and read.
         values = [cloudpickle.loads(log.results.pop(start)) for start in outcome.starts]
@@ -112,30 +95,22 @@ def _caused(problem: str, cause: BaseException | None) -> errors.JobError:
     return error
 
 
-def _failed(
-    job: str,
-    outcome: Outcome,
-    failures: Mapping[int, Failure],
-    names: Mapping[int, str],
-    modules: Modules = Modules(),  # noqa: B008 -- it cannot be changed
-) -> BaseException:
-    """Return the exception for ``result()`` of a job that did not finish.
-
-    `failures` and `names` are by start of the function; `names` say its rank and worker.
-    """
+def _failed(job: str, log: KernelLog, outcome: Outcome) -> BaseException:
+    """Return the exception of a job that did not finish."""
     if outcome.kind == "stopped":
         return errors.JobStopped(f"job {job!r} was {outcome.reason or ''}")
-    raised = {start: failures[start] for start in outcome.starts if start in failures}
-    if outcome.error == FailureKind.RANK_FAILED and raised:
-        return _rank_failed(job, raised, names, modules)
+    starts = [start for start in outcome.starts if start in log.failures]
+    if outcome.error == FailureKind.RANK_FAILED and starts:
+        failures = {start: unpack_error(log.failures[start]) for start in starts}
+        return _rank_failed(job, log, failures)
     kind = _KINDS.get(outcome.error, errors.JobError)
-    return kind(f"job {job!r} failed: {outcome.reason or ''}")
+    words = "" if outcome.reason is None else log.in_words(outcome.reason)
+    return kind(f"job {job!r} failed: {words}")
 
 
-def _rank_failed(
-    job: str, raised: Mapping[int, Failure], names: Mapping[int, str], modules: Modules
-) -> BaseException:
+def _rank_failed(job: str, log: KernelLog, raised: Mapping[int, Failure]) -> BaseException:
     """Return an error with equal errors grouped, which is also an instance of the user's error."""
+    names = {start: f"rank {rank} on {worker}" for start, (rank, worker) in log.ranks.items()}
     groups: dict[tuple[str, str], list[int]] = {}
     for start, failure in raised.items():
         groups.setdefault((failure.summary, failure.where(display.label)), []).append(start)
@@ -147,7 +122,7 @@ def _rank_failed(
         first: Any = raised[starts[0]].exception
         # isinstance() would ask the error for its class, which may raise anything.
         if issubclass(type(first), ModuleNotFoundError) and first.name:
-            parts[-1] += f"\n{why_missing(first.name, modules)}".rstrip()
+            parts[-1] += f"\n{why_missing(first.name, log.modules)}".rstrip()
     if len(groups) > MOST_SHOWN:
         parts.append(f"+ {len(groups) - MOST_SHOWN} other errors")
     message = "\n\n".join(parts)

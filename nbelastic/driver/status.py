@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import html
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from nbelastic.messages import JobInfo
+
+
+def same_fields(kind: type, *sources: object) -> dict[str, Any]:
+    """Return the values that sources have under the names of a dataclass's fields, by name."""
+    names = [each.name for each in fields(kind)]
+    known = ((source, name) for source in sources for name in names if hasattr(source, name))
+    return {name: getattr(source, name) for source, name in known}
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class RankStatus:
     name : str
         Dask's name of its worker.
     host : str
-        Its host, identified by what its workers share.
+        Digest of what the workers of its host share; the same for ranks that can share memory.
     state : str
         ``starting``, ``ready``, ``forming``, ``running``, ``leaving``, ``done``, ``returned``,
         ``ending``, or ``ended`` once the job is over.

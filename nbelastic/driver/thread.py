@@ -12,16 +12,17 @@ import queue
 import random
 import threading
 import time
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-from nbelastic.driver.loggers import MetricsLogger
+from nbelastic.cluster import JobClient
+from nbelastic.driver.kernel_log import KernelLog
+from nbelastic.driver.options import Options
 from nbelastic.driver.outcome import abandon, settle
-from nbelastic.driver.records import KernelLog
 from nbelastic.elastic.ranks.timeline import join_parts
 from nbelastic.errors import ClusterLost
-from nbelastic.membership import JobView, Machine, Stage, unpack_machine, view
+from nbelastic.membership import TICK, JobView, Machine, Phase, Stage, unpack_machine, view
 from nbelastic.messages import (
     KERNEL,
     ClusterGone,
@@ -31,6 +32,7 @@ from nbelastic.messages import (
     FaultReport,
     JobEvent,
     JobHandover,
+    Message,
     Outcome,
     RankNote,
     RankOutput,
@@ -44,20 +46,17 @@ from nbelastic.messages import (
     WorkerRefused,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, MutableMapping
-
-    from nbelastic.cluster import JobClient
-    from nbelastic.driver.options import Options
-    from nbelastic.messages import FaultOrder, Message
-
 logger = logging.getLogger(__name__)
 
 SETTLING_S = 5.0
 """Seconds in which a driver has carried out what it has adopted."""
 
-LONGEST_WAIT = 0.5
-"""Seconds between two checks of the clock and the connection."""
+MOST_COUNTED = 2.0
+"""Most seconds that count between two looks at the clock.
+
+A laptop sleeps, a cell holds the interpreter for a minute: afterwards many messages wait to be
+read, and no deadline may pass before they are.
+"""
 
 CLOSED_FOR_GOOD = (
     "Dask's cluster has closed worker {names} for good\n"
@@ -69,49 +68,6 @@ CLOSED_FOR_GOOD = (
 
 CHANCE = random.Random().random
 """The driver's own random numbers: a user's kernel keeps the ones it has seeded."""
-
-
-@dataclass(frozen=True)
-class _Pause:
-    """An order to stand still until an event, or so many seconds."""
-
-    over: threading.Event
-    seconds: float
-
-
-class Inbox(Protocol):
-    """A queue of events and messages: :class:`queue.SimpleQueue`, or a test's replacement."""
-
-    def put(self, item: Event | ToDriver | _Pause, /) -> None:
-        """Add an item. Any thread may do that."""
-
-    def get(self, *, timeout: float) -> Event | ToDriver | _Pause:
-        """Return the next item, or raise ``queue.Empty`` after `timeout` seconds."""
-
-
-class LiveClock:
-    """A clock that stands still while its owner could not listen.
-
-    A laptop sleeps, a cell holds the interpreter for a minute: afterwards many messages wait to be
-    read, and no deadline may pass before they are. So between two looks at the clock at most
-    `most` seconds count, and its owner looks more often than that while it listens.
-    """
-
-    def __init__(self, most: float = 2.0, source: Callable[[], float] = time.monotonic) -> None:
-        self._most = most
-        self._source = source
-        self._last = source()
-        self._now = 0.0
-
-    def set(self, now: float) -> None:
-        """Make the clock show `now`."""
-        self._last, self._now = self._source(), now
-
-    def now(self) -> float:
-        """Return seconds since the clock was made, pauses left out."""
-        last, self._last = self._last, self._source()
-        self._now += min(self._last - last, self._most)
-        return self._now
 
 
 class Driver:
@@ -137,8 +93,8 @@ class Driver:
         options: Options,
         cleanup: Callable[[], None],
         *,
-        inbox: Inbox | None = None,
-        clock: LiveClock | None = None,
+        inbox: Any = None,  # a ``queue.SimpleQueue``, or a test's
+        clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = CHANCE,
     ) -> None:
         self.name = name
@@ -148,12 +104,12 @@ class Driver:
         self.chaos: Callable[[FaultReport], None] | None = None
         self.owns_cluster = False
         self.variables: MutableMapping[str, Any] = {}  # of the function, here
-        self.free_workers: frozenset[str] | None = None
         self.options = options
+        self.job_client: JobClient | None = None
         self._cleanup = cleanup
         self._machine = Machine(options.limits())
-        self._clock = LiveClock() if clock is None else clock
-        self._inbox: Inbox = queue.SimpleQueue() if inbox is None else inbox
+        self._clock = clock
+        self._inbox = queue.SimpleQueue() if inbox is None else inbox
         self._chance = chance
         self._lock = threading.Lock()
         self._slots: dict[int, str] = {}
@@ -162,11 +118,9 @@ class Driver:
         self._closed_workers: set[Any] = set()
         self._look_at = 0.0
         self._seq = 0
-        self._loggers: list[MetricsLogger] = []
         self.detached = self._away = False
-        self._now = 0.0
+        self._now, self._looked = 0.0, clock()  # the job's time, and the last look at the clock
         self._outcome: Outcome | None = None
-        self._job_client: JobClient | None = None
         self._thread = threading.Thread(
             target=self.run, name=f"nbelastic-driver-{name}", daemon=True
         )
@@ -174,12 +128,8 @@ class Driver:
 
     def start(self, job_client: JobClient) -> None:
         """Start the thread; from here on it owns the client."""
-        self.adopt_client(job_client)
+        self.job_client = job_client
         self._thread.start()
-
-    def adopt_client(self, job_client: JobClient) -> None:
-        """Take over a client, where :meth:`run` is called in another thread."""
-        self._job_client = job_client
 
     def tell(self, event: Event) -> None:
         """Put an event of the user on the queue."""
@@ -195,20 +145,9 @@ class Driver:
         elif self.chaos is not None:
             self.chaos(message.message)
 
-    def inject(
-        self, starts: Iterable[int], faults: tuple[FaultOrder, ...], drop: tuple[int, ...]
-    ) -> None:
-        """Send faults to ranks. For ``nbelastic.chaos``."""
-        if self._job_client is not None:
-            self._job_client.inject(starts, faults, drop)
-
-    def pause(self, over: threading.Event, seconds: float) -> None:
-        """Stop the thread until an event, or for some seconds. For ``nbelastic.chaos``."""
-        self._inbox.put(_Pause(over, seconds))
-
-    def log_to(self, target: Any) -> None:
-        """Send metrics to a logger from now on."""
-        self._loggers.append(MetricsLogger(self, target))
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function in the thread, between two events. For ``nbelastic.chaos``."""
+        self._inbox.put(function)
 
     def note_logged(self, name: str, sent: tuple[int, int], rows: int) -> None:
         """Keep in the history how far a logger has come, for a kernel that takes over."""
@@ -217,16 +156,6 @@ class Driver:
                 zip(("commit", "number", "rows"), map(float, (*sent, rows)), strict=True)
             )
             self._inbox.put(RankNote(KERNEL, "logged", name, figures))
-
-    def finish_loggers(self) -> None:
-        """Wait until loggers have all metrics, after the end."""
-        while self._loggers:
-            self._loggers.pop().finish()
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the thread to end."""
-        if self._thread is not threading.current_thread() and self._thread.ident is not None:
-            self._thread.join(timeout)
 
     # -- for all threads -----------------------------------------------------------------------
 
@@ -243,7 +172,7 @@ class Driver:
     @property
     def outlives_kernel(self) -> bool:
         """Whether its scheduler runs elsewhere, where the job goes on without this process."""
-        return self._job_client is None or not self._job_client.is_local
+        return self.job_client is None or not self.job_client.is_local
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -258,58 +187,51 @@ class Driver:
 
     def _loop(self) -> None:
         while self._outcome is None and not self.detached:
-            deadline = self._machine.deadline()
             self._look_at_workers()
-            wait = LONGEST_WAIT
-            if deadline is not None:
-                wait = min(max(deadline - self._now, 0.0), wait)
-            item: Event | ToDriver | _Pause | None
+            item: Event | ToDriver | Callable[[], object] | None
             try:
-                item = self._inbox.get(timeout=wait)
+                item = self._inbox.get(timeout=TICK)
             except queue.Empty:
                 item = self._look_at_connection()
             if isinstance(item, Event):
                 self._step(item)
-            elif isinstance(item, _Pause):
-                item.over.wait(item.seconds)
-            elif item is not None:
-                assert self._job_client is not None
-                if item.epoch == self._job_client.epoch:
+            elif isinstance(item, ToDriver):
+                assert self.job_client is not None
+                if item.epoch == self.job_client.epoch:
                     self._take(item.message)
+            elif item is not None:
+                item()
 
     def _step(self, event: Event, seq: int = 0) -> None:
         """Make the machine decide, and send the step; `seq` is the event's number, 0 without."""
-        assert self._job_client is not None
+        assert self.job_client is not None
         with self._lock:
-            self._now, chance = self._clock.now(), self._chance()
+            looked, self._looked, chance = self._looked, self._clock(), self._chance()
+            self._now += min(self._looked - looked, MOST_COUNTED)
             effects = self._machine.handle(event, self._now, chance)
-            roster = self._machine.roster
-            size = 0 if roster.ended else roster.counted.present
+            size = self._machine.roster.size
         outcome = next((each.outcome for each in effects if isinstance(each, End)), None)
         if outcome is not None and isinstance(event, Tick) and not self._is_over():
             return
         if isinstance(event, ClusterGone):
             outcome = self._machine.roster.outcome  # it may have been known, and not published
-        self._job_client.step(self._now, chance, seq, None if seq else event)
+        self.job_client.step(self._now, chance, seq, None if seq else event)
         for effect in effects:  # the scheduler carries them out
             self.log.note_effect(effect, size, event)
         self._outcome = outcome or self._outcome
 
     def _is_over(self) -> bool:
-        """Return whether an end that only time has brought holds.
-
-        Not if the connection was lost, and the scheduler has gone on without this driver.
-        """
-        assert self._job_client is not None
+        """Return whether an end by time holds: not if the scheduler has gone on alone."""
+        assert self.job_client is not None
         machine = self._machine
-        if self._job_client.drives():
+        if self.job_client.drives():
             return True
         self._attach_again()
         return self._machine is machine and not self._away and not self.detached
 
     def _look_at_connection(self) -> Event | None:
-        assert self._job_client is not None
-        status, was_away = self._job_client.status, self._away
+        assert self.job_client is not None
+        status, was_away = self.job_client.status, self._away
         self._away = status == "connecting"
         if status == "running" and was_away:
             self._attach_again()  # before anything is decided by what was known then
@@ -317,7 +239,7 @@ class Driver:
             return Tick()
         if status in ("running", "connecting"):
             if self._away:  # time does not count until it is clear what has become of the job
-                self._clock.set(self._now)
+                self._looked = self._clock()
             return None
         return ClusterGone(
             f"the Dask client is {status}; if its scheduler lives, the job goes on there for up to "
@@ -327,13 +249,13 @@ class Driver:
     def _look_at_workers(self) -> None:
         """Each second, look for workers that Dask's cluster has closed for good."""
         now = self.log.elapsed
-        if self._job_client is None or now < self._look_at:
+        if self.job_client is None or now < self._look_at:
             return
         self._look_at = now + 1.0
-        closed = set(self._job_client.closed_workers(self._seen_workers))
+        closed = set(self.job_client.closed_workers(self._seen_workers))
         new, self._closed_workers = closed - self._closed_workers, closed
         if new and self.owns_cluster:
-            self._job_client.start_again()
+            self.job_client.start_again()
         elif new:
             names = ", ".join(sorted(map(str, new)))
             self.log.note(Record("warning", detail=CLOSED_FOR_GOOD.format(names=names)))
@@ -345,9 +267,10 @@ class Driver:
         with self._lock:
             self._machine = unpack_machine(handover.machine)
             self._now = self._machine.roster.now
-        self._clock.set(self._now)
+        self._looked = self._clock()
         self._seq = handover.seq
-        self._outcome = self._machine.roster.outcome if self._machine.deadline() is None else None
+        roster = self._machine.roster
+        self._outcome = roster.outcome if roster.phase == Phase.ENDED else None
         self.log.adopt(handover.started, handover.log)
 
     def settle(self) -> None:
@@ -357,9 +280,9 @@ class Driver:
 
     def _attach_again(self) -> None:
         """Take the job over again: the connection was lost, and is back."""
-        assert self._job_client is not None
+        assert self.job_client is not None
         try:
-            answer = self._job_client.attach()
+            answer = self.job_client.attach()
         except ClusterLost:
             self._away = True  # look again; the connection may be gone again
             return
@@ -396,11 +319,11 @@ class Driver:
         self._seq = message.seq
         self.log.note_event(message.event, message.result, message.error)
         if isinstance(message.event, SlotGone):
-            assert self._job_client is not None
+            assert self.job_client is not None
             for start, at in list(self._slots.items()):
                 if at == message.event.slot:  # Dask would keep tasks pinned to it for ever
                     self._slots.pop(start)
-                    self._job_client.forget(start)
+                    self.job_client.forget(start)
         self._step(message.event, self._seq)
 
     # -- tasks ---------------------------------------------------------------------------------
@@ -409,17 +332,17 @@ class Driver:
         """Start a rank whose slot was granted, unless it has been given up meanwhile."""
         start, roster = granted.start, self._machine.roster
         rank = roster.ranks.get(start)
-        if self._job_client is None or rank is None or rank.stage != Stage.STARTING:
+        if self.job_client is None or rank is None or rank.stage != Stage.STARTING:
             return
         self._slots[start] = granted.slot.id
         spec = self.options.rank_spec(
             self.name,
-            self._job_client.uid,
+            self.job_client.uid,
             start,
             granted.place,
             self.log.metrics.state_bytes() if roster.ran else None,
         )
-        self._job_client.submit(spec, granted.slot, self.options.resources)
+        self.job_client.submit(spec, granted.slot, self.options.resources)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -428,11 +351,10 @@ class Driver:
         try:
             if bug is not None:
                 logger.error("the driver of job %r failed", self.name, exc_info=bug)
-            if self._job_client is not None and self.detached:
-                self._job_client.detach()
-            elif self._job_client is not None:
-                self._job_client.close()
-                self.free_workers = self._job_client.free_workers
+            if self.job_client is not None and self.detached:
+                self.job_client.detach()
+            elif self.job_client is not None:
+                self.job_client.close()
             if self.options.timeline is not None and not self.detached:
                 self._write_timeline(self.options.timeline)
             self._cleanup()
@@ -442,9 +364,9 @@ class Driver:
         settle(self.future, self.name, self.log, self._outcome, bug, detached=self.detached)
 
     def _write_timeline(self, path: str) -> None:
-        assert self._job_client is not None
+        assert self.job_client is not None
         try:
-            if join_parts(path, self._job_client.uid):
+            if join_parts(path, self.job_client.uid):
                 return
             problem = "no rank has written its part: all workers and the kernel must see the path"
         except OSError as error:

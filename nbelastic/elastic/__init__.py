@@ -6,8 +6,17 @@
 
 from .checkpoint.files import load_checkpoint
 from .loop import run
-from .ranks.context import current, initialize, shutdown
-from .ranks.ranks import cross_rank, cross_size, local_rank, local_size, rank, size
+from .ranks.context import (
+    cross_rank,
+    cross_size,
+    current,
+    initialize,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
 from .ranks.runtime import DriverPort, RankSpec
 from .ranks.session import Session, warn
 from .ranks.telemetry import as_numbers, as_step

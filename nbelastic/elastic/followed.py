@@ -8,19 +8,20 @@ the batches that it hands out; see :mod:`nbelastic.torch.distributed_sampler`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.errors import NbelasticError
+from nbelastic.system import collector_off
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from numpy.typing import NDArray
 
     from nbelastic.elastic.ranks.context import Context
@@ -119,7 +120,8 @@ class FollowedSamplers:
             # Only now, because the constructor of its class may end after that of torch's.
             found.tail = "" if resumes_itself(sampler) else _tail(sampler)
             found.follows = bool(found.tail)
-            found.likeness = (type(sampler).__name__, len(sampler.dataset), *_options(sampler))
+            options = (getattr(sampler, name, None) for name in ("seed", "shuffle", "drop_last"))
+            found.likeness = (type(sampler).__name__, len(sampler.dataset), *options)
             self._resize(sampler, found)
         if not found.follows and sampler.num_replicas > 1 and found.made_for != self._context.size:
             raise NbelasticError(
@@ -267,25 +269,48 @@ def resumes_itself(sampler: Any) -> bool:
     return hasattr(sampler, "state_dict") and "torchdata" not in type(sampler).__module__
 
 
+def generator_states() -> list[tuple[Callable[[Any], object], Any]]:
+    """Return this process's global generators, as setters, and their states; they are not sent."""
+    found: list[tuple[Callable[[Any], object], Any]] = [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state(legacy=False)),
+    ]
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        # torch makes the tensor under the generator's lock. A collection there may free a tensor,
+        # which lets another thread run; if that one asks for the lock, neither goes on.
+        with collector_off():
+            found.append((torch.set_rng_state, torch.get_rng_state()))
+            if torch.cuda.is_initialized():
+                device = torch.cuda.current_device()
+                put = functools.partial(torch.cuda.set_rng_state, device=device)
+                found.append((put, torch.cuda.get_rng_state(device)))
+    return found
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the random generators of this process as they were before the block."""
+    states = generator_states()
+    try:
+        yield
+    finally:
+        for put, state in states:
+            put(state)
+
+
 @contextlib.contextmanager
 def seeded(*words: int) -> Iterator[None]:
     """Seed the random generators of this process for a while, from a few numbers."""
     state = np.random.SeedSequence([abs(word) % (1 << 32) for word in words])
     seed = int(state.generate_state(1)[0])
     torch: Any = sys.modules.get("torch")
-    pythons, numpys = random.getstate(), np.random.get_state()
-    torchs = None if torch is None else torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    if torch is not None:
-        torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(pythons)
-        np.random.set_state(numpys)
+    with generators_kept():
+        random.seed(seed)
+        np.random.seed(seed)
         if torch is not None:
-            torch.set_rng_state(torchs)
+            torch.default_generator.manual_seed(seed)
+        yield
 
 
 def as_array(rows: list[Any]) -> NDArray[Any]:
@@ -301,10 +326,6 @@ def _keeping(count: Count | None, rows: Iterator[Any]) -> Iterator[Any]:
 
 def _epoch(sampler: Any) -> int:
     return int(getattr(sampler, "epoch", 0))
-
-
-def _options(sampler: Any) -> tuple[Any, ...]:
-    return tuple(getattr(sampler, name, None) for name in ("seed", "shuffle", "drop_last"))
 
 
 def _dealt(tail: str, rows: int, size: int) -> int:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from nbelastic.elastic.checkpoint.manager import CheckpointManager
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.ranks.timeline import timeline
-from nbelastic.elastic.ranks.torch_modes import TorchModes
 from nbelastic.elastic.training_checks import TrainingChecks
 from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt, RanksDisagree
 from nbelastic.messages import FRESH
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import torch
 
     from nbelastic.elastic.state import State
 
@@ -89,9 +89,9 @@ def _train_on(
     first = True
     modes = TorchModes()
     while True:
-        detail = "" if failure is None else str(failure)
         with timeline.span("RESET"):
-            plan = session.form(loop, state._step_bytes, failed=failure is not None, detail=detail)
+            text = None if failure is None else str(failure)
+            plan = session.form(loop, state._step_bytes, text)
         failure = None
         try:
             resized = checkpoints.load(plan)
@@ -151,3 +151,51 @@ def _leave(session: Session, state: State) -> CollectiveError | None:
     state.save()
     session.committed()
     return None
+
+
+class TorchModes:
+    """Torch's settings of a thread: modes of autograd and autocast, and the default device.
+
+    A function is called again after a reset, which may have left it anywhere.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        accelerator = torch.accelerator.current_accelerator()
+        devices = {"cpu", "cuda", *([] if accelerator is None else [accelerator.type])}
+        pairs: list[tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = [
+            (torch.is_inference_mode_enabled, _set_inference_mode, ()),  # which sets the next
+            (torch.is_grad_enabled, torch.set_grad_enabled, ()),
+            (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, ()),
+            (torch.get_default_device, _set_default_device, ()),
+            *((torch.is_autocast_enabled, torch.set_autocast_enabled, (e,)) for e in devices),
+            *((torch.get_autocast_dtype, torch.set_autocast_dtype, (e,)) for e in devices),
+        ]
+        self._before = [(get, put, of, get(*of)) for get, put, of in pairs]
+
+    def restore(self) -> None:
+        """Put back what has changed since, in the same thread."""
+        import torch
+
+        for get, put, of, value in self._before:
+            if get(*of) != value:
+                put(*of, value)
+                torch.clear_autocast_cache()
+
+
+_inference_guards: list[Any] = []
+"""Guards that end a mode of another guard that does not end it."""
+
+
+def _set_inference_mode(enabled: bool) -> None:
+    import torch
+
+    _inference_guards.append(torch._C._InferenceMode(enabled))
+
+
+def _set_default_device(device: torch.device) -> None:
+    import torch
+
+    # The default device "cpu" is the same as none, which costs less.
+    torch.set_default_device(None if device.type == "cpu" else device)

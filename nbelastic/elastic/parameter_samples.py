@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.nn.parameter import is_lazy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 COUNT = 64
 """Number of values of a sample, about."""

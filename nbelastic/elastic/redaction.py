@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 from urllib.parse import quote, quote_plus, unquote
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 HIDDEN = "***"
 

@@ -9,22 +9,18 @@ the same progress. Otherwise the least counts, so samples are repeated rather th
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.context import Context, current_or_none
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError, StateMismatch
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
-
-    from nbelastic.elastic.ranks.context import Context
 
 NOT_IN_STATE = (
     "a sampler that records batches is in no state\n"
@@ -110,10 +106,7 @@ class Deal:
         return -(-self.left // self.size)
 
     def shard(self, rank: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """Return the samples of `rank`, or those at some positions of its share.
-
-        The deal is padded from its start to divide evenly.
-        """
+        """Return the samples of `rank`, or those at some positions of its share."""
         positions = range(self.per_rank)[start:stop]
         places = np.arange(positions.start, positions.stop) * self.size + rank
         found: list[int] = self.order.indices[self.done + places % max(self.left, 1)].tolist()
@@ -138,22 +131,7 @@ class SamplerSnapshot:
 
 
 class ShardSampler:
-    """Deal the samples of a dataset to the ranks; after a change deal the rest again.
-
-    `seed` and the epoch's number determine the order of an epoch. A rank's share is fixed from one
-    change of membership to the next. All shares have the same length: samples that do not divide
-    evenly are padded from their start. After a change the shares leave out the samples that all
-    ranks have recorded as done.
-
-    Parameters
-    ----------
-    dataset : sized
-        The dataset; only its length matters.
-    shuffle : bool, default True
-        Whether to shuffle, differently in each epoch.
-    seed : int, default 0
-        Seed of the shuffling; the same on all ranks.
-    """
+    """Sampler of the dealt samples; :class:`~nbelastic.torch.elastic.ElasticSampler`'s base."""
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset = dataset
@@ -164,15 +142,15 @@ class ShardSampler:
         self._warned = False
         self._records = False
         self._iterated: float | None = None  # the commit after which the last iteration began
-        self._rank, size = _place()
-        self._start(Deal(self._order(0), 0, size))
+        self._start(self._order(0))
 
     def _order(self, epoch: int) -> Order:
         length, epoch = len(self.dataset), operator.index(epoch)
         return Order(length, operator.index(self.seed), bool(self.shuffle), epoch)
 
-    def _start(self, deal: Deal) -> None:
-        self._deal = deal
+    def _start(self, order: Order, done: int = 0, place: tuple[int, int] | None = None) -> None:
+        self._rank, size = place or _place()
+        self._deal = Deal(order, done, size)
         self._rows = 0  # positions of the share that are done, from its start
         self._apart: set[int] = set()  # samples that are done, after one that is not
 
@@ -231,12 +209,9 @@ class ShardSampler:
         start of each epoch: when the function is called again after a change of membership, its
         first call with the present epoch keeps the samples that are done.
         """
-        if self._resumed and epoch == self.epoch:
-            self._resumed = False
-            return
-        self._resumed = False
-        self._rank, size = _place()
-        self._start(Deal(self._order(epoch), 0, size))
+        goes_on, self._resumed = self._resumed and epoch == self.epoch, False
+        if not goes_on:
+            self._start(self._order(epoch))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return the samples of a batch of this rank's share."""
@@ -304,8 +279,7 @@ class ShardSampler:
             known = set(state_dict["processed_indices"])
             missing = (n for n, sample in enumerate(order.indices.tolist()) if sample not in known)
             done = next(missing, order.length)
-        self._rank, size = _place()
-        self._start(Deal(order, done, size))
+        self._start(order, done)
 
     def reset(self) -> None:
         """Deal the rest again, to the present number of ranks.
@@ -314,11 +288,10 @@ class ShardSampler:
         first agree on their progress. A sampler in no state knows only of its own rank, and deals
         again what was dealt before.
         """
-        self._rank, size = _place()
-        alone = self._deal.size == size == 1
+        alone = self._deal.size == _place()[1] == 1
         # A state has brought all ranks to one commit, so they count alike. Others may not.
         done = self.processed_num if alone or self._in_state else self._deal.done
-        self._start(Deal(self._deal.order, done, size))
+        self._start(self._deal.order, done)
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over this rank's present share, unaffected by later changes."""
@@ -356,29 +329,20 @@ class ShardSampler:
     def install(
         self, progress: SamplerProgress, rank: int, size: int, *, resumed: bool = False
     ) -> None:
-        """Begin with this rank's share of the remaining samples, as agreed by all ranks.
-
-        `resumed` says that the training function is about to be called again; see
-        :meth:`set_epoch`.
-        """
+        """Begin with this rank's share of the remaining samples, as agreed by all ranks."""
         order, known = Order(*progress[:4]), self._deal.order
         if (order.seed, order.shuffle) != (known.seed, known.shuffle):
             self.seed, self.shuffle = order.seed, order.shuffle  # those of the sender
         if order == known:
             order = known  # whose samples may be in order already
-        self._start(Deal(order, progress.done, size))
-        self._rank = rank
-        self._resumed = resumed
+        self._start(order, progress.done, (rank, size))
+        self._resumed = resumed  # the function is about to be called again, see `set_epoch`
 
 
 def agree_on_progress(
     mine: Sequence[SamplerProgress], context: Context, behind: Sequence[int] = ()
 ) -> list[SamplerProgress]:
-    """Return for each sampler of a state the progress that counts, the same on all ranks.
-
-    It is the least of the ranks with the newest state: all but those `behind`, which are the same
-    on all ranks.
-    """
+    """Return for each sampler of a state the least progress of the ranks not `behind`."""
     if not mine:
         return []
     alone = context.size == 1

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.messages import FRESH, WeightsSampled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     import torch
 
     from nbelastic.elastic.ranks.context import Context

@@ -27,7 +27,7 @@ from nbelastic.keras.ops import (
     reducescatter,
 )
 from nbelastic.keras.optimizer import PartialDistributedOptimizer, load_model
-from nbelastic.torch.ops.compression import Compression
+from nbelastic.torch.compression import Compression
 
 __all__ = [
     "Compression",

@@ -1,13 +1,14 @@
 """Elastic training with Keras: Horovod's ``hvd.elastic``, and :func:`fit`."""
 
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
 from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful
 from nbelastic.elastic.state import ObjectState, State
-from nbelastic.keras.callbacks.callback_list import OnRankZero
-from nbelastic.keras.callbacks.elastic_callbacks import (
-    CommitStateCallback,
-    UpdateBatchStateCallback,
-    UpdateEpochStateCallback,
-)
+from nbelastic.keras.callbacks.fit_callbacks import OnRankZero, report_logs
 from nbelastic.keras.feeds import ElasticDataset
 from nbelastic.keras.fit import fit
 from nbelastic.keras.state import KerasState, run
@@ -33,3 +34,108 @@ __all__ = [
     "fit",
     "run",
 ]
+
+
+class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Commit a state every few batches, and at the end of each epoch.
+
+    The batches of one ``backward_passes_per_step`` are committed together, after the last.
+
+    Parameters
+    ----------
+    state : KerasState
+        The state.
+    batches_per_commit : int, default 1
+        Batches from one commit to the next.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        if batches_per_commit < 1:
+            raise ValueError(f"batches_per_commit must be at least 1, not {batches_per_commit}")
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self.batches_remaining = batches_per_commit
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.batches_remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches_remaining -= 1
+        if self.batches_remaining <= 0 and not self.state.accumulates:
+            self._commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        report_logs(logs, epoch)
+        if not self.state.accumulates:
+            self._commit()
+
+    def _commit(self) -> None:
+        self.batches_remaining = self.batches_per_commit
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keep the number of batches that are done in ``state.batch``; 0 at the end of an epoch.
+
+    When ``fit`` is called again in the middle of an epoch, that epoch ends after the batches that
+    are left of its ``steps``. Where a sampler or a loader is part of the state, the data know by
+    themselves what is left. Put this callback before others that set ``model.stop_training``: it
+    ends that epoch so.
+
+    Parameters
+    ----------
+    state : KerasState
+        A state with the value ``batch``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._done = 0
+        self._ends_epoch = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._done = self.state.batch
+        self._ends_epoch = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.state.batch = self._done + batch + 1
+        steps = (self.params or {}).get("steps")
+        if self._done and steps and not self.state.deals_data and self.state.batch >= steps:
+            self._ends_epoch = self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.batch = self._done = 0
+        if self._ends_epoch:
+            self._ends_epoch = self.model.stop_training = False
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keep the number of epochs that are done in ``state.epoch``.
+
+    Both of Horovod's ways work: ``fit(initial_epoch=state.epoch, epochs=n)``, and
+    ``fit(epochs=n - state.epoch)``, which numbers the epochs from 0 again.
+
+    Parameters
+    ----------
+    state : KerasState
+        A state with the value ``epoch``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._done = 0
+        self._first: int | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._done, self._first = self.state.epoch, None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Take note of the number that ``fit`` has begun with."""
+        if self._first is None:
+            self._first = epoch
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.state.epoch = self._done + epoch - (self._first or 0) + 1

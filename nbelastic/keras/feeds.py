@@ -7,7 +7,8 @@ import itertools
 import math
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,13 +16,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.data import Loader
-from nbelastic.elastic.ranks.ranks import rank, size
+from nbelastic.elastic.ranks.context import rank, size
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import OptionError
 from nbelastic.torch.elastic import ElasticSampler
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 CANNOT_BE_DEALT = (
     "elastic.fit({kind}): these data cannot be dealt to ranks: which samples a batch has, only the "
@@ -122,13 +120,7 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
 
 def length_of(arrays: Any) -> int:
-    """Return the number of samples.
-
-    Raises
-    ------
-    OptionError
-        Arrays differ in it.
-    """
+    """Return the number of samples."""
     leaves = keras.tree.flatten(arrays)
     lengths = set()
     for leaf in leaves:
@@ -260,20 +252,17 @@ def feed_of(
                 "samples would be dropped; leave drop_last out"
             )
         return Feed(data, sampler, data.batch_size)
-    if isinstance(data, ElasticDataset):
-        return Feed(data, data.sampler, data.batch_size)
-    module = type(data).__module__.partition(".")[0]
-    is_undealable = (
-        isinstance(data, (keras.utils.PyDataset, types.GeneratorType))
-        or (module in ("tensorflow", "grain") and not hasattr(data, "shape"))
-        or not keras.tree.flatten(data)
-    )
-    if is_undealable:
-        raise OptionError(CANNOT_BE_DEALT.format(kind=kind))
-    dataset = ElasticDataset(
-        data, y, sample_weight, batch_size=batch_size or 32, shuffle=shuffle, seed=seed
-    )
-    return Feed(dataset, dataset.sampler, dataset.batch_size)
+    if not isinstance(data, ElasticDataset):
+        module = type(data).__module__.partition(".")[0]
+        if (
+            isinstance(data, (keras.utils.PyDataset, types.GeneratorType))
+            or (module in ("tensorflow", "grain") and not hasattr(data, "shape"))
+            or not keras.tree.flatten(data)
+        ):
+            raise OptionError(CANNOT_BE_DEALT.format(kind=kind))
+        more: dict[str, Any] = {"batch_size": batch_size or 32, "shuffle": shuffle, "seed": seed}
+        data = ElasticDataset(data, y, sample_weight, **more)
+    return Feed(data, data.sampler, data.batch_size)
 
 
 def split_off(fraction: float, *arrays: Any) -> tuple[Any, ...]:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
 
 import keras
 import numpy as np
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.elastic.ranks.context import current
-from nbelastic.elastic.ranks.ranks import rank
+from nbelastic.elastic.ranks.context import current, rank
 from nbelastic.errors import OptionError
-from nbelastic.keras.backends import backend
-from nbelastic.keras.callbacks.callback_list import ElasticCallbackList, make_callbacks
-from nbelastic.keras.callbacks.elastic_callbacks import report_logs
-from nbelastic.keras.feeds import LoaderFeed, feed_of, shard_of, split_off
+from nbelastic.keras.backends import Backend, backend
+from nbelastic.keras.callbacks.fit_callbacks import (
+    ElasticCallbackList,
+    make_callbacks,
+    report_logs,
+)
+from nbelastic.keras.feeds import Feed, LoaderFeed, feed_of, shard_of, split_off
 from nbelastic.keras.optimizer import distribution_of, is_distributed
 from nbelastic.keras.state import SEED, KerasState, run
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from nbelastic.keras.backends import Backend
-    from nbelastic.keras.feeds import Feed
 
 NOT_DISTRIBUTED = (
     "elastic.fit: the model was compiled with {kind}, whose gradients are not averaged over ranks: "
@@ -134,7 +131,7 @@ def fit(
         seed=seed,
         sample_weight=sample_weight,
     )
-    options = _Options(
+    options = SimpleNamespace(
         epochs=_whole("epochs", epochs),
         initial_epoch=initial_epoch,
         steps=_whole("steps_per_epoch", steps_per_epoch, optional=True),
@@ -153,21 +150,6 @@ def fit(
     return _Training(state, feed, make_callbacks(callbacks, verbose), options).run()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """Options of a training, checked."""
-
-    epochs: int
-    initial_epoch: int
-    steps: int | None
-    validation_data: Any
-    validation_limits: tuple[int, int | None]  # batch size and number of batches
-    validation_freq: int | list[int]
-    class_weight: Any
-    verbose: Any
-    batches_per_commit: int
-
-
 def _whole(name: str, value: Any, *, optional: bool = False) -> Any:
     if value is None and optional:
         return None
@@ -184,7 +166,7 @@ class _Training:
         state: KerasState,
         feed: Feed,
         callbacks: list[Any],
-        options: _Options,
+        options: SimpleNamespace,
     ) -> None:
         if not isinstance(state, KerasState):
             raise OptionError(
@@ -263,20 +245,18 @@ class _Training:
         if by_loader:
             model.train_function = self._train_on_step
         try:
-            run(_Training._train)(self._state, self)
+            run(lambda _: self._train())(self._state)
         finally:
             self._state.always_copy = always
-            reduction.defers = reduction.keeps_final = False
+            reduction.defers = False
             if by_loader:
                 model.train_function = function
         return self._callbacks._history
 
     # -- the loop --------------------------------------------------------------------------------
 
-    @staticmethod
-    def _train(state: KerasState, self: _Training) -> None:
+    def _train(self) -> None:
         """Train what is left; called again after each change of membership."""
-        del state
         progress, callbacks = self._progress, self._callbacks
         self._reduction.forget()
         self._stops = False
@@ -286,7 +266,6 @@ class _Training:
         self._model.stop_training = False
         while progress.epoch < self._options.epochs and not progress.ended:
             self._train_epoch()
-        self._reduction.keeps_final = False
         self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
         callbacks.end(self._logs)
 
@@ -294,7 +273,6 @@ class _Training:
         """Train the rest of an epoch, and end the epoch."""
         progress, epoch = self._progress, self._progress.epoch
         self._place(epoch, progress.batch)
-        self._reduction.keeps_final = True
         if self._steps is None:
             self._feed.set_epoch(epoch)
         while True:  # with steps_per_epoch, data may end and begin again in an epoch
@@ -311,8 +289,7 @@ class _Training:
                 self._begin_epoch(epoch)
             if self._steps is None or progress.batch >= self._steps:
                 break
-            progress.metrics, stops = self._sums.exchange(self._stops)
-            if stops:
+            if self._exchange():
                 break
         self._end_epoch(epoch)
 
@@ -322,6 +299,9 @@ class _Training:
             compiled = getattr(self._model, "_compile_metrics", None)
             if compiled is None or not compiled.built:
                 self._model.test_on_batch(*_as_tuple(self._feed.sample()))
+        # The training goes on afterwards, so that no values are final.
+        optimizer = self._model.optimizer
+        optimizer.finalize_variable_values = lambda _: None
         with warnings.catch_warnings():
             # Of data whose length is not known, Keras complains that they end.
             warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
@@ -337,6 +317,7 @@ class _Training:
                     verbose=0,
                 )
             finally:
+                del optimizer.finalize_variable_values
                 self._feed.close()
 
     def _begin_epoch(self, epoch: int) -> None:
@@ -353,9 +334,7 @@ class _Training:
         accumulates = self._reduction.accumulates
         self._since_commit += count
         commits = self._since_commit >= self._options.batches_per_commit and not accumulates
-        stops = False
-        if commits:
-            progress.metrics, stops = self._sums.exchange(self._stops)
+        stops = commits and self._exchange()
         self._reduction.complete()
         number = progress.batch + count - 1
         self._callbacks.tell("on_train_batch_end", number, logs)
@@ -368,8 +347,11 @@ class _Training:
             self._state.commit()
         # All ranks end the epoch after the same batch, whichever asked for it.
         self._model.stop_training = stops
-        if stops:
-            self._stops = True
+
+    def _exchange(self) -> bool:
+        """Sum metrics over ranks; return whether a callback on any of them stops the training."""
+        self._progress.metrics, self._stops = self._sums.exchange(stop=self._stops)
+        return self._stops
 
     def _gather_stop(self) -> None:
         """Take note that a callback stops the training; all ranks do so at the next commit."""
@@ -379,7 +361,7 @@ class _Training:
     def _end_epoch(self, epoch: int) -> None:
         """Validate, tell callbacks, and commit the end of the epoch."""
         progress, model = self._progress, self._model
-        progress.metrics, stops = self._sums.exchange(self._stops)
+        self._exchange()
         self._reduction.complete()
         logs = _floats(model.get_metrics_result())
         if not isinstance(self._feed, LoaderFeed):  # its micro-batches do that in each step
@@ -393,9 +375,7 @@ class _Training:
         self._gather_stop()
         self._logs = logs
         report_logs(logs, epoch)
-        _, stops_now = self._sums.exchange(self._stops)
-        progress.ended = stops or stops_now
-        model.stop_training = progress.ended
+        progress.ended = model.stop_training = self._exchange()
         progress.epoch, progress.batch = epoch + 1, 0
         progress.in_epoch, progress.metrics = False, []
         self._place(progress.epoch, 0)
@@ -418,9 +398,7 @@ class _Training:
         if count is None or count > 0:
             self._callbacks.set_params(self._callbacks.params)
             model.evaluate(part, callbacks=self._callbacks, verbose=0, return_dict=True)
-        sums = _MetricSums(model, self._back)
-        sums.start_at_zero()
-        sums.exchange(False)
+        _MetricSums(model, self._back).exchange()
         return _floats(model.get_metrics_result())
 
     # -- steps of a loader -----------------------------------------------------------------------
@@ -459,70 +437,52 @@ def _floats(logs: Any) -> dict[str, Any]:
 
 
 class _MetricSums:
-    """Sums over all ranks of the variables of a model's metrics.
+    """Sums over all ranks of the variables of a model's metrics: ``total``, ``count``.
 
-    Metrics of Keras are made of sums (``total`` and ``count``), as their variables declare. Each
-    rank adds what it has added since the last exchange. So an epoch's metrics are those of all
-    samples, whichever ranks have seen them, and are lost with none of them. Variables that declare
-    no sum stay a rank's own.
+    Each rank adds what it has added since the last exchange, so no sample is lost with its rank.
     """
 
     def __init__(self, model: Any, backend: Backend) -> None:
         self._model = model
         self._backend = backend
-        self._base: torch.Tensor | None = None
-        self._variables: list[Any] = []
+        self._known: torch.Tensor | None = None  # to all ranks: the values of the last exchange
 
-    def _look(self) -> None:
-        """Look for the variables, which exist once the model has seen a batch."""
+    def _variables(self) -> list[Any]:
+        """Return the variables, which exist once the model has seen a batch."""
         variables = self._model.metrics_variables
-        self._variables = [e for e in variables if getattr(e, "aggregation", "sum") == "sum"]
+        return [each for each in variables if getattr(each, "aggregation", "sum") == "sum"]
 
     def _present(self) -> torch.Tensor:
-        values = self._backend.read(self._variables)
+        values = self._backend.read(self._variables())
         flat = [each.detach().reshape(-1).to("cpu", torch.float64) for each in values]
         return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
 
     def _write(self, flat: torch.Tensor) -> None:
-        values = self._backend.read(self._variables)
+        variables = self._variables()
+        values = self._backend.read(variables)
         parts = torch.split(flat, [each.numel() for each in values])
         pairs = zip(parts, values, strict=True)
-        self._backend.write(self._variables, [p.reshape(v.shape).to(v.dtype) for p, v in pairs])
+        self._backend.write(variables, [p.reshape(v.shape).to(v.dtype) for p, v in pairs])
 
     def start(self, known: list[np.ndarray[Any, Any]]) -> None:
         """Begin with the sums of all ranks; without any, with the sums of a new epoch."""
-        self._look()
-        if known:
-            flat = torch.from_numpy(np.concatenate([each.ravel() for each in known]))
-            if flat.numel() == self._present().numel():
-                self._write(flat)
-        self._base = self._present()
+        if known and known[0].size == self._present().numel():
+            self._write(torch.from_numpy(known[0]))
+        self._known = self._present()
 
-    def start_at_zero(self) -> None:
-        """Begin with this rank's own sums, unknown to its peers."""
-        self._look()
-        self._base = torch.zeros_like(self._present())
-
-    def exchange(self, stop: bool) -> tuple[list[np.ndarray[Any, Any]], bool]:
-        """Add up over all ranks, which call this together.
-
-        Returns the sums, and whether `stop` was set on any rank. A word on coming changes of the
-        membership travels with them.
-        """
+    def exchange(self, *, stop: bool = False) -> tuple[list[np.ndarray[Any, Any]], bool]:
+        """Add up over all ranks; return the sums, and whether `stop` was set on any."""
         self._backend.settle(self._model)
-        context, base = current(), self._base
-        assert base is not None
-        present = self._present()
+        context, present = current(), self._present()
+        known = torch.zeros_like(present) if self._known is None else self._known
         flags = torch.tensor([float(stop), float(context.change_flag())], dtype=torch.float64)
-        flat = torch.cat([present - base, flags])
+        flat = torch.cat([present - known, flags])
         communicator = context.communicator()
-        total = present
         if communicator.size > 1:
             communicator.current_operation = "the sum of Keras' metrics"
             communicator.allreduce(flat, Op.SUM)
-            self._write(base + flat[:-2])
-            total = self._present()  # rounded as the variables are
-        self._base = total
+            self._write(known + flat[:-2])
+        self._known = self._present()  # rounded as the variables are
         stops, changes = flat[-2:].tolist()
         context.agree(bool(changes))
-        return [total.numpy()], bool(stops)
+        return [self._known.numpy()], bool(stops)

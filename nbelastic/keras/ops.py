@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from nbelastic.keras.backends import backend
-from nbelastic.torch.ops import broadcast as broadcasts
+from nbelastic.torch import functions as broadcasts
+from nbelastic.torch.compression import Compression, Compressor
 from nbelastic.torch.ops import functions, reductions
-from nbelastic.torch.ops.compression import Compression, Compressor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from nbelastic.collectives import Op
     from nbelastic.torch.ops.operation import GradientOp
 
 
-def _applied(value: Any, operation: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _applied(value: Any, operation: Callable[..., torch.Tensor], *more: Any) -> Any:
     """Apply an operation of PyTorch's face, and return what kind of value was given."""
     if isinstance(value, (int, float, bool, np.number)):
-        return operation(torch.tensor(value)).item()
+        return operation(torch.tensor(value), *more).item()
     if isinstance(value, (np.ndarray, list, tuple)):
-        return operation(torch.as_tensor(np.asarray(value))).numpy()
+        return operation(torch.as_tensor(np.asarray(value)), *more).numpy()
     back = backend()
-    return back.from_torch(operation(back.to_torch(value)))
+    return back.from_torch(operation(back.to_torch(value), *more))
 
 
 def allreduce(
@@ -52,13 +51,8 @@ def allreduce(
     number, array or tensor
         As `value`.
     """
-
-    def operation(tensor: torch.Tensor) -> torch.Tensor:
-        return reductions.allreduce(
-            tensor, average, name, compression, op, prescale_factor, postscale_factor
-        )
-
-    return _applied(value, operation)
+    factors = prescale_factor, postscale_factor
+    return _applied(value, reductions.allreduce, average, name, compression, op, *factors)
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
@@ -71,7 +65,7 @@ def allgather(value: Any, name: str | None = None) -> Any:
     name : str, optional
         Equal on all ranks.
     """
-    return _applied(value, lambda tensor: functions.allgather(tensor, name))
+    return _applied(value, functions.allgather, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
@@ -86,7 +80,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     name : str, optional
         Equal on all ranks.
     """
-    return _applied(value, lambda tensor: functions.broadcast(tensor, root_rank, name))
+    return _applied(value, functions.broadcast, root_rank, name)
 
 
 def reducescatter(
@@ -105,17 +99,8 @@ def reducescatter(
     name, op, prescale_factor, postscale_factor
         As for :func:`nbelastic.torch.reducescatter`.
     """
-
-    def operation(tensor: torch.Tensor) -> torch.Tensor:
-        return reductions.reducescatter(
-            tensor,
-            name=name,
-            op=op,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-        )
-
-    return _applied(value, operation)
+    options = name, Compression.none, op, None, prescale_factor, postscale_factor
+    return _applied(value, reductions.reducescatter, *options)
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 
 from nbelastic.elastic.ranks.context import current
-from nbelastic.keras.backends import KerasOptions, backend
-from nbelastic.torch.ops.compression import Compression, Compressor
+from nbelastic.keras.backends import KerasOptions, Reduction, backend
+from nbelastic.torch.compression import Compression, Compressor
 from nbelastic.torch.ops.reductions import Average
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from nbelastic.collectives import Op
-    from nbelastic.keras.backends import Reduction
     from nbelastic.torch.ops.operation import GradientOp
 
 
@@ -103,22 +101,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if num_groups:
         warnings.warn("num_groups is now called groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    return PartialDistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        groups,
-        process_set,
-        None,
-        scale_local_gradients,
-    )
+    first = (name, device_dense, device_sparse, compression, sparse_as_dense)
+    more = (gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients)
+    options = (*first, *more, groups, process_set, None, scale_local_gradients)
+    return PartialDistributedOptimizer(optimizer, *options)
 
 
 def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -200,7 +186,7 @@ def _wrap(optimizer: Any, options: KerasOptions) -> Any:
 
 def is_distributed(optimizer: object) -> bool:
     """Return whether an optimizer of Keras applies the gradients of all ranks."""
-    return isinstance(optimizer, _ReducingOptimizer)
+    return distribution_of(optimizer) is not None
 
 
 def distribution_of(optimizer: object) -> Reduction | None:
@@ -209,11 +195,9 @@ def distribution_of(optimizer: object) -> Reduction | None:
 
 
 def settle_scaling(model: Any) -> None:
-    """Put the reduction of gradients before the search for infinities in them.
-
-    ``compile`` puts a ``LossScaleOptimizer`` around a distributed optimizer. Ranks would then skip
-    different steps.
-    """
+    """Put the reduction of gradients before the search for infinities in them."""
+    # ``compile`` puts a LossScaleOptimizer around a distributed optimizer. Ranks would then skip
+    # different steps.
     outer = getattr(model, "optimizer", None)
     inner = getattr(outer, "inner_optimizer", None)
     if not isinstance(inner, _ReducingOptimizer) or is_distributed(outer):
@@ -242,13 +226,7 @@ class _ReducingOptimizer(_Base):  # type: ignore[misc]
         self._reduction.built(self)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Reduce gradients over all ranks, and apply them.
-
-        Raises
-        ------
-        CollectiveError
-            A peer is gone, or the generation is over. Nothing was applied.
-        """
+        """Reduce gradients over all ranks, and apply them."""
         self._reduction.apply(self, grads, trainable_variables, super().apply)
 
     def stateless_apply(
@@ -265,11 +243,6 @@ class _ReducingOptimizer(_Base):  # type: ignore[misc]
         """Scale the loss; the last call before backward."""
         self._reduction.before_backward()
         return super().scale_loss(loss)
-
-    def finalize_variable_values(self, var_list: Any) -> None:
-        """Set the final values, unless training goes on."""
-        if not self._reduction.keeps_final:
-            super().finalize_variable_values(var_list)
 
     def synchronize(self) -> None:
         """Wait for the reduced gradients; afterwards ``apply()`` does not. Torch back end only."""

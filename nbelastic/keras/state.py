@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import keras
@@ -14,22 +15,19 @@ from nbelastic.elastic.parameter_samples import sampler_of
 from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.errors import OptionError, StateMismatch
-from nbelastic.keras.backends import backend
+from nbelastic.keras.backends import Backend, backend
 from nbelastic.keras.backends.reduction import raised
 from nbelastic.keras.backends.torch import rates_of, variable_step
-from nbelastic.keras.callbacks.callback_list import FitProgress
+from nbelastic.keras.callbacks.fit_callbacks import FitProgress
 from nbelastic.keras.optimizer import distribution_of, is_distributed, settle_scaling
 from nbelastic.torch.ops.reductions import Average, grouped_allreduce
-from nbelastic.torch.state.flatten import Adapter, TensorRef, mapping
+from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
+from nbelastic.torch.state.structure import word_for
 from nbelastic.torch.state.torch_state import TorchState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from nbelastic.elastic.state.state_payload import StatePayload
-    from nbelastic.keras.backends import Backend
-    from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
-    from nbelastic.torch.state.structure import Structure, TensorNames
+    from nbelastic.torch.state.structure import Structure
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,30 +39,27 @@ SEED = "seed_generator_state"
 class VariablesAdapter(Adapter):
     """Capture and restoration of :class:`Variables`, in place."""
 
-    def capture(self, flattener: Flattener, obj: Variables) -> list[tuple[str, Node]]:
+    def capture(self, flattener: Flattener, obj: Variables) -> list[tuple[str, torch.Tensor]]:
         return [(name, flattener.flatten(tensor)) for name, tensor in obj.tensors()]
 
     def restore(
-        self, unflattener: Unflattener, obj: Variables, content: list[tuple[str, TensorRef]]
+        self, unflattener: Unflattener, obj: Variables, content: list[tuple[str, torch.Tensor]]
     ) -> None:
         if len(obj) != len(content):
             raise StateMismatch(f"expected {len(obj)} variables; came {len(content)}")
         if obj.in_place:
-            for (_, tensor), (_, ref) in zip(obj.tensors(), content, strict=True):
-                unflattener.tensor(ref, tensor)
-            return
-        obj.assign([unflattener.value(ref) for _, ref in content])
+            for (_, tensor), (_, captured) in zip(obj.tensors(), content, strict=True):
+                unflattener.tensor(captured, tensor)
+        else:  # what the variables have now may be gone: JAX gives it to a step
+            obj.assign([unflattener.tensor(captured) for _, captured in content])
 
-    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        found: Structure = {}
-        for name, ref in content:
-            found["parameter", f"{label}.{name}"] = names.words[ref]
-            names.known.setdefault(ref, f"{label}.{name}")
-        return found
+    def parts(self, label: str, content: Any, names: dict[int, str]) -> Structure:
+        for name, tensor in content:
+            names.setdefault(id(tensor), f"{label}.{name}")
+        return {("parameter", f"{label}.{name}"): word_for(tensor) for name, tensor in content}
 
-    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
-        del whole
-        return mapping(dict(content))
+    def state_dict(self, content: Any, *, whole: bool = False) -> dict[str, torch.Tensor]:
+        return dict(content)
 
 
 class Variables:
@@ -83,9 +78,8 @@ class Variables:
         self._backend = backend
         names = [*(each.name for each in self._variables), *["buffer"] * len(buffers)]
         self._names = [f"{number}.{name}" for number, name in enumerate(names)]
-        # The variables' own tensors are those of the state, and stay the same. So what was captured
-        # once holds for later commits.
-        self.in_place = self.nbelastic_complete = backend.in_place
+        # Then the variables' own tensors are those of the state, and stay the same.
+        self.in_place = backend.in_place
         self._tensors = [*backend.read(self._variables), *buffers] if self.in_place else []
 
     def __len__(self) -> int:
@@ -165,7 +159,7 @@ class KerasState(TorchState):
         if not self._back.in_place:
             return Variables(optimizer.variables, self._back)
         reduction: Any = distribution_of(optimizer)
-        return variable_step(optimizer, None, None) if reduction is None else reduction.step
+        return variable_step(optimizer) if reduction is None else reduction.step
 
     def _add(self, name: str, value: Any) -> None:
         """Add a value that is not the user's, before the elastic loop."""
@@ -258,10 +252,7 @@ class KerasState(TorchState):
         ]
 
     def average_statistics(self) -> None:
-        """Average moving statistics, because each rank's are of its own batches.
-
-        All ranks call this together.
-        """
+        """Average moving statistics over ranks, because each rank's are of its own batches."""
         variables = self._moving_statistics()
         if not variables or current().size == 1:
             return

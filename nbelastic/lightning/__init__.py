@@ -9,8 +9,7 @@ Importing this package registers the strategy, for Lightning's Trainer and for F
     nbelastic.lightning.fit(trainer, module, datamodule=data)
 """
 
-from nbelastic.lightning.fit import fit
-from nbelastic.lightning.strategy import ElasticFabricStrategy, ElasticStrategy, register
+from nbelastic.lightning.fit import ElasticFabricStrategy, ElasticStrategy, fit, register
 
 register()
 

@@ -1,4 +1,4 @@
-"""Training loop of Lightning's Trainer, as an elastic loop.
+"""Strategies of Lightning over the ranks of a job, and its elastic loop.
 
 The epochs are those of Lightning's own loops, called one by one. A commit follows each step of the
 optimizer, with its validation, logs and checkpoints. The last step of an epoch is committed with
@@ -8,32 +8,35 @@ the samples that are left.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+import lightning.fabric.strategies as fabric_strategies
+import lightning.pytorch.strategies as trainer_strategies
 import torch
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.wrappers import _FabricDataLoader
 from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.data import BatchSampler, DataLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from nbelastic.elastic.ranks.context import current, current_or_none
+from nbelastic.elastic.ranks.context import current, current_or_none, initialize
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import OptionError
-from nbelastic.lightning.progress import LightningProgress, settle
-from nbelastic.lightning.strategy import ElasticStrategy
+from nbelastic.lightning.progress import BatchRecorder, LightningProgress, callbacks_of, settle
+from nbelastic.torch.device import device
+from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers import (
-    DealtSampler,
-    averages_of,
-    by_itself,
-    dealt,
-    not_dealt,
-    obstacle_to,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from nbelastic.torch.functions import broadcast_parameters
+from nbelastic.torch.process_group import NAME, default_group
+from nbelastic.trainers.callbacks import averages_of, by_itself
+from nbelastic.trainers.sampler import DealtSampler, dealt, not_dealt, obstacle_to, source_of
 
 
 def fit(trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,20 +69,154 @@ def fit(trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     trainer.fit(module, *args, **kwargs)
 
 
-def make_elastic(trainer: Any, strategy: ElasticStrategy) -> None:
-    """Train with a trainer that is set up, in an elastic loop."""
-    plain: Callable[[], Any] = type(trainer)._run_stage.__get__(trainer)
+class Environment(TorchElasticEnvironment):
+    """The ranks of the job at the time of each question."""
 
-    def run_stage() -> Any:
-        vars(trainer).pop("_run_stage", None)
-        if trainer.state.fn != TrainerFn.FITTING or not isinstance(current_or_none(), Session):
-            strategy.begin()
-            if trainer.state.fn != TrainerFn.FITTING:
-                strategy.synchronize()
+    @staticmethod
+    def detect() -> bool:
+        return current_or_none() is not None
+
+    def world_size(self) -> int:
+        group = default_group()
+        return current().size if group is None else group.size()
+
+    def global_rank(self) -> int:
+        """Return the position of this rank; during set-up, the foreseen position."""
+        return current().rank
+
+    def local_rank(self) -> int:
+        return current().local_rank
+
+    def node_rank(self) -> int:
+        return current().cross_rank
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Accept all: the job decides."""
+
+
+class _Elastic:
+    """What both kinds of strategy have in common; the first base of each."""
+
+    parallel_devices: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        initialize()
+        os.environ.setdefault("MASTER_ADDR", "nbelastic.invalid")  # asked for, and used by none
+        os.environ.setdefault("MASTER_PORT", "29500")
+        kwargs["cluster_environment"] = Environment()
+        kwargs["process_group_backend"] = NAME
+        super().__init__(*args, **kwargs)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        devices = self.parallel_devices
+        if devices and devices[0].type == "cpu":
+            first: torch.device = devices[0]
+            return first
+        return device()
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks; all hosts count as a single node."""
+        return Environment().world_size()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Arguments of a sampler of this rank's share."""
+        size = Environment().world_size()  # in the set-up 1
+        return {"num_replicas": size, "rank": current().rank if size > 1 else 0}
+
+    def _configure_launcher(self) -> None:
+        """Launch nothing: the job has started the ranks."""
+
+    def follow(self) -> None:
+        """Tell Lightning's helpers which rank this is now."""
+        rank = Environment().global_rank()
+        rank_zero_only.rank = fabric_rank_zero_only.rank = rank
+
+    set_world_ranks = _set_world_ranks = follow
+
+
+class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
+    """Strategy of ``lightning.Trainer``: DistributedDataParallel over ranks that change.
+
+    Parameters are those of Lightning's ``DDPStrategy``.
+    """
+
+    strategy_name = NAME
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._alone = contextlib.ExitStack()
+        if current().generation == 0:
+            self._alone.enter_context(by_itself())
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self.callbacks = callbacks_of(trainer)
+        self.recorder = BatchRecorder()
+        trainer.callbacks.insert(0, self.recorder)
+
+    def begin(self) -> None:
+        """End the set-up; until then a rank waits for no other rank."""
+        self._alone.close()
+
+    def leave(self) -> None:
+        """Wait for no other rank any more: callbacks save files after an error."""
+        self._alone.enter_context(by_itself())
+
+    def synchronize(self) -> None:
+        """Give all ranks the module of rank 0, which they are about to evaluate."""
+        module = self.lightning_module
+        assert module is not None
+        broadcast_parameters([*module.named_parameters(), *module.named_buffers()])
+
+    def setup(self, trainer: Any) -> None:
+        """Train with the trainer, which is set up now, in an elastic loop."""
+        super().setup(trainer)
+        plain: Callable[[], Any] = type(trainer)._run_stage.__get__(trainer)
+
+        def run_stage() -> Any:
+            vars(trainer).pop("_run_stage", None)
+            fits = trainer.state.fn == TrainerFn.FITTING
+            if fits and isinstance(current_or_none(), Session):
+                return ElasticFit(trainer, self).run()
+            self.begin()
+            if not fits:
+                self.synchronize()
             return plain()
-        return ElasticFit(trainer, strategy).run()
 
-    trainer._run_stage = run_stage
+        trainer._run_stage = run_stage
+
+    def teardown(self) -> None:
+        self.begin()
+        callbacks = self.lightning_module.trainer.callbacks if self.lightning_module else []
+        callbacks[:] = [each for each in callbacks if not isinstance(each, BatchRecorder)]
+        super().teardown()
+
+
+class ElasticFabricStrategy(_Elastic, fabric_strategies.DDPStrategy):
+    """Strategy of ``lightning.Fabric``; the loop is the user's own elastic loop."""
+
+
+def _around_fabric_loader(original: Callable[..., Any], loader: Any) -> Any:
+    """Begin an iteration of a loader of Fabric's, which names its epochs by their count."""
+    context, sampler = current_or_none(), getattr(loader.batch_sampler, "sampler", None)
+    if context is not None and isinstance(sampler, DistributedSampler):
+        epoch = context.samplers.epoch_of(sampler)
+        loader._num_iter_calls = loader._num_iter_calls if epoch is None else epoch
+    return original(loader)
+
+
+def register() -> None:
+    """Register both strategies by the name "nbelastic"; idempotent."""
+    wrap(_FabricDataLoader, "__iter__", _around_fabric_loader)
+    for registry, kind in (
+        (trainer_strategies.StrategyRegistry, ElasticStrategy),
+        (fabric_strategies.STRATEGY_REGISTRY, ElasticFabricStrategy),
+    ):
+        if NAME not in registry:
+            registry.register(NAME, kind, description="the ranks of an nbelastic job")
 
 
 class ElasticFit:
@@ -127,12 +264,11 @@ class ElasticFit:
                 batches.reset()
             done = batches.batch_progress.current.ready * current().size
             found = [*self.strategy.recorder.found, *[None] * len(self.samplers)]
-            loaders = self.loop._combined_loader.flattened
-            for sampler, known, loader in zip(self.samplers, found, loaders, strict=False):
+            for sampler, known in zip(self.samplers, found, strict=False):
                 if sampler is not None and known is not None:
                     sampler.go_on(epoch.processed, known["processed_num"])
                 elif sampler is not None:
-                    sampler.go_on(epoch.processed, done * loader.batch_sampler.batch_size)
+                    sampler.go_on(epoch.processed, done * sampler.width)
         settle(loop)
 
     def run(self) -> None:
@@ -226,10 +362,9 @@ class ElasticFit:
 
     def batch_begins(self) -> None:
         """Record the next batch in each sampler."""
-        loaders = self.loop._combined_loader.flattened
-        for sampler, loader in zip(self.samplers, loaders, strict=True):
+        for sampler in self.samplers:
             if sampler is not None:
-                sampler.record_batch(self._batches, loader.batch_sampler.batch_size)
+                sampler.record_batch(self._batches, sampler.width)
         self._batches += 1
 
     def _commit(self) -> None:
@@ -276,9 +411,7 @@ class ElasticFit:
                 loader.__dict__["batch_sampler"] = sampler
             else:
                 loader.batch_sampler.sampler = loader.__dict__["sampler"] = sampler
-            size, drops = loader.batch_sampler.batch_size, loader.batch_sampler.drop_last
-            left, _ = sampler.batches_left(epoch, size, drops)
-            whole, _ = sampler.batches_left(None, size, drops)
+            left, whole = (sampler.batches_left(each)[0] for each in (epoch, None))
             done = loop.epoch_loop.batch_progress.current.ready if self.progress.in_epoch else 0
             limit = trainer.limit_train_batches
             most = limit if isinstance(limit, int) else int(whole * limit)
@@ -297,13 +430,12 @@ def _dealt(loader: Any) -> DealtSampler | None:
         not_dealt(f"it is a {type(loader).__name__}, and no DataLoader")
         return None
     batches = loader.batch_sampler
-    sampler: Any = getattr(batches, "sampler", None)
-    batched = type(batches) is not BatchSampler
-    source = batches if batched else sampler
-    why = obstacle_to(source)
+    sampler, why = getattr(batches, "sampler", None), obstacle_to(batches)
     if not why and not isinstance(sampler, DistributedSampler):
-        why = f"it has a {type(source).__name__} that Lightning does not share among the ranks"
+        kind = type(source_of(batches)).__name__
+        why = f"it has a {kind} that Lightning does not share among the ranks"
     if why:
         not_dealt(why)
         return None
-    return dealt(loader.dataset, source, sampler.seed, batched)
+    assert isinstance(sampler, DistributedSampler)
+    return dealt(loader.dataset, batches, sampler.seed)

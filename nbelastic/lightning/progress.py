@@ -7,8 +7,9 @@ import csv
 import functools
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback
@@ -17,10 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.loop import _Loop
 
 from nbelastic.elastic.ranks.context import current
-from nbelastic.trainers import Callbacks, ProgressAdapter
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from nbelastic.trainers.callbacks import Callbacks, ProgressAdapter
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _OF_LOGGERS = (
@@ -31,10 +29,7 @@ _OF_METRICS = ("has_reset", "_update_count", "_forward_cache")
 
 
 class BatchRecorder(Callback):
-    """The first callback: it records batches as they begin, and where samplers are in checkpoints.
-
-    Until training begins there is no `training`.
-    """
+    """The first callback, to record batches as they begin, and samplers in checkpoints."""
 
     training: Any = None
     found: Sequence[Any] = ()  # of samplers, in the checkpoint that training goes on from
@@ -45,7 +40,6 @@ class BatchRecorder(Callback):
             self.training.batch_begins()
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add where the samplers are, whatever the number of ranks is later."""
         del trainer, module
         if self.training is not None:
             checkpoint["nbelastic"] = [
@@ -53,7 +47,6 @@ class BatchRecorder(Callback):
             ]
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Take note of where the samplers were."""
         del trainer, module
         self.found = checkpoint.get("nbelastic", ())
 
@@ -122,7 +115,7 @@ class LightningProgress:
         connector = trainer._logger_connector
         trainer.fit_loop.load_state_dict(found["loops"])
         settle(trainer.fit_loop)  # an epoch under way goes on by other means
-        self.files.note()
+        files = self.files.known()
         self.callbacks.take(found["callbacks"], own=own)
         for callback, state in zip(trainer.callbacks, found["own"], strict=True):
             if state:
@@ -131,6 +124,7 @@ class LightningProgress:
                     callback.load_state_dict(state)
                 if isinstance(callback, StochasticWeightAveraging):
                     self._follow(callback, state["scheduler_state"])
+        self.files.taken_back |= files - self.files.known()
         if found["datamodule"] and trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(found["datamodule"])
         for logger, attributes in zip(trainer.loggers, found["loggers"], strict=True):
@@ -190,45 +184,33 @@ class ModelFiles:
     """
 
     def __init__(self, trainer: Any) -> None:
+        callbacks = trainer.checkpoint_callbacks
         self._trainer = trainer
-        self._taken_back: set[str] = set()
-        self._before: set[str] = set()
-        for each in trainer.checkpoint_callbacks:
-            if isinstance(each, ModelCheckpoint):
-                vars(each)["file_exists"] = functools.partial(self._exists, each)
+        self._callbacks = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
+        self.taken_back: set[str] = set()
+        for each in self._callbacks:
+            vars(each)["file_exists"] = functools.partial(self._exists, each)
 
-    def note(self) -> None:
-        """Take note of files, because the callbacks are about to forget some."""
-        self._forget()
-        self._before = self._known()
-
-    def _known(self) -> set[str]:
+    def known(self) -> set[str]:
+        """Return the paths that callbacks know of."""
         found: set[str] = set()
-        for each in self._trainer.checkpoint_callbacks:
-            if isinstance(each, ModelCheckpoint):
-                found.update((each.last_model_path, each.best_model_path, *each.best_k_models))
+        for each in self._callbacks:
+            found.update((each.last_model_path, each.best_model_path, *each.best_k_models))
         return found - {""}
 
     def _exists(self, callback: Any, path: str, trainer: Any) -> bool:
-        self._forget()
-        mine = trainer.is_global_zero and path not in self._taken_back and callback._fs.exists(path)
+        mine = trainer.is_global_zero and path not in self.taken_back and callback._fs.exists(path)
         return bool(trainer.strategy.reduce_boolean_decision(mine, all=False))
-
-    def _forget(self) -> None:
-        if self._before:
-            self._taken_back |= self._before - self._known()
-            self._before = set()
 
     def committed(self) -> None:
         """Remove files written in a failed step, and not written again."""
-        self._forget()
-        for path in self._taken_back - self._known() if self._taken_back else ():
+        for path in self.taken_back - self.known() if self.taken_back else ():
             self._trainer.strategy.remove_checkpoint(path)
-        self._taken_back = set()
+        self.taken_back = set()
 
     def close(self) -> None:
         """Give callbacks their own methods back."""
-        for each in self._trainer.checkpoint_callbacks:
+        for each in self._callbacks:
             vars(each).pop("file_exists", None)
 
 

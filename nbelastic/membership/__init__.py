@@ -1,16 +1,13 @@
-"""Membership of a job: a pure state machine, events in, effects out.
-
-Nothing here reads a clock, starts a thread or opens a connection. See
-:class:`~nbelastic.membership.machine.Machine`.
-"""
+"""Membership of a job: a pure state machine, events in, effects out."""
 
 from . import rules
-from .machine import Machine, pack_machine, unpack_machine
-from .placement import arrange, place_of
+from .machine import TICK, Machine, pack_machine, unpack_machine
+from .placement import arrange, places_of
 from .ranks import Phase, Stage
 from .view import JobView, RankView, view
 
 __all__ = [
+    "TICK",
     "JobView",
     "Machine",
     "Phase",
@@ -18,7 +15,7 @@ __all__ = [
     "Stage",
     "arrange",
     "pack_machine",
-    "place_of",
+    "places_of",
     "rules",
     "unpack_machine",
     "view",

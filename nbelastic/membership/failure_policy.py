@@ -14,12 +14,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from nbelastic.messages import Counted, Exclusion, RepeatedError, Tally
-
-if TYPE_CHECKING:
-    from nbelastic.messages import Limits, Slot
+from nbelastic.messages import Counted, Exclusion, Limits, RepeatedError, Slot, Tally
 
 SAME_ERROR = 2
 """Times that ranks themselves end a generation with one error at one commit."""
@@ -66,11 +62,7 @@ _CHANGING = re.compile(r"\b0x[0-9a-fA-F]+|\bgeneration \d+")
 
 @dataclass
 class Exclusions:
-    """Exclusions by worker or host, as with ``--blacklist-cooldown-range`` of Horovod.
-
-    The first failure excludes for `lo` seconds, each further one for twice as long: for
-    ``min(lo * 2**n, hi)`` plus at most a tenth, and never longer than `hi`.
-    """
+    """Exclusions by worker or host, each twice as long as the one before, as with Horovod."""
 
     bounds: tuple[float, float] | None = None  # shortest and longest, in seconds; None: for good
     times: dict[str, int] = field(default_factory=dict)
@@ -94,11 +86,6 @@ class Exclusions:
             return False
         end = self.until[key]
         return end is None or now < end
-
-    def next_end(self, now: float) -> float | None:
-        """Return the end of the next exclusion to end, or None."""
-        ends = [end for end in self.until.values() if end is not None and end > now]
-        return min(ends, default=None)
 
 
 # -- the same error on several workers -----------------------------------------------------------
@@ -124,14 +111,11 @@ class ErrorReport:
 
 @dataclass
 class RepeatedErrors:
-    """Recent errors of members, equal ones together.
+    """Recent errors of members; texts that differ in numbers only are equal."""
 
-    Errors are equal if their texts differ in numbers only, such as a rank, a row or an address. The
-    same error on several workers is the fault of the function or the data: each rank that gets a
-    certain sample raises. Such an error returns soon, on another worker, with hardly a commit in
-    between, because the rest of the epoch is dealt anew and the sample comes first. A failing
-    device or a full disk gives equal errors too, but hours apart.
-    """
+    # The fault of the function or its data returns soon, on another worker, with hardly a commit in
+    # between: the rest of the epoch is dealt anew, and the bad sample comes first. A failing device
+    # or a full disk gives equal errors too, but hours apart.
 
     chains: dict[str, list[ErrorReport]] = field(default_factory=dict)  # by text without numbers
     last: str = ""
@@ -222,11 +206,6 @@ class FailurePolicy:
         """Whether anything was ever excluded."""
         return bool(self.workers.until or self.repeated.until)
 
-    def next_end(self, now: float) -> list[float]:
-        """Return when exclusions end next."""
-        ends = [each.next_end(now) for each in (self.workers, self.repeated) if each.until]
-        return [end for end in ends if end is not None]
-
     def exclude_worker(
         self, slot: Slot, now: float, chance: float, *, process_gone: bool
     ) -> Exclusion | None:
@@ -246,11 +225,7 @@ class FailurePolicy:
         return Exclusion(kind, name, seconds, self.repeated.times[name])
 
     def count_failure(self, slot: Slot, now: float, chance: float) -> list[Exclusion]:
-        """Count a failure of a worker and its host; return the exclusion.
-
-        A worker that fails after each restart is one of its host's many, so it is excluded alone.
-        Failures on a host within :data:`FAILURE_WINDOW` count as one.
-        """
+        """Count a failure of a worker and its host; return the exclusions."""
         host, name, found = slot.host, slot.lasting, []
         self.worker_failures[name] = self.worker_failures.get(name, 0) + 1
         if self.worker_failures[name] >= FAILURE_THRESHOLD and self.workers.bounds is None:
@@ -276,17 +251,10 @@ class FailurePolicy:
 
     # -- the job
 
-    def reset_limit_reached(self, limits: Limits) -> bool:
-        """Return whether the job may not change its members once more."""
-        counted = self.resets - self.resets_by_share
-        return limits.reset_limit is not None and counted >= limits.reset_limit
-
     def count(self, setback: Setback) -> Tally:
-        """Count a setback; return the count that is closest to its limit.
-
-        Progress is more than one commit that no rank had reached before: it begins a new row. But
-        as many commits as before, up to the same error, may be the same work done again.
-        """
+        """Count a setback; return the tally closest to its limit."""
+        # Progress is more than one commit that no rank had reached before: it begins a new row.
+        # But as many commits as before, up to the same error, may be the same work done again.
         row = self.setbacks
         gained = setback.commit - max([each.commit for each in row], default=0)
         last = row[-1] if row else None
@@ -317,19 +285,12 @@ class FailurePolicy:
             found.append((Counted.WAITS, sum(each.all_waited for each in here), SAME_KIND))
         return [Tally(kind, times, limit, last.commit) for kind, times, limit in found]
 
-    def count_unformed(self, commit: int) -> Tally:
-        """Return how many plans in a row did not form."""
-        return Tally(Counted.UNFORMED, self.forming_failures, SAME_KIND, commit)
-
     def repeated_error(
         self, chain: list[ErrorReport], hosts: set[str], *, short: bool
     ) -> RepeatedError | None:
-        """Return that the error of a chain is the function's fault, unless a worker's.
-
-        Where other workers have it, too, those that are excluded for it are used again.
-        With several hosts, workers of one are not enough, because the host may be at fault. If too
-        few workers are left to go on (`short`), two workers on any host are enough.
-        """
+        """Return the error of a chain if it is the function's fault, not a worker's."""
+        # Errors on one of several hosts may be the fault of that host. If too few workers are left
+        # to go on (`short`), two of them on any host are enough.
         own_hosts = {each.host for each in chain}
         workers = len({each.worker for each in chain})
         one_host = len(own_hosts) == 1 and bool(hosts - own_hosts)

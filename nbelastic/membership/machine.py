@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
@@ -38,14 +38,13 @@ from nbelastic.messages import (
 )
 
 from . import rules
-from .divergence import compare
-from .failure_policy import ErrorReport, FailurePolicy, Setback
+from .failure_policy import SAME_KIND, ErrorReport, FailurePolicy, Setback
 from .placement import arrange, broken_pairs, choose_removed, places_of
 from .ranks import Phase, Rank, Stage
 from .roster import Roster
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+TICK = 0.25
+"""Seconds after which a ``Tick`` is handed in, if nothing else happens."""
 
 _HANDLERS = {
     kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower()
@@ -64,45 +63,32 @@ class Machine:
     4. A worker that is excluded, leaving or gone is in no new plan, unless it is leaving and alone
        holds the state.
     5. The committed version never goes back while a rank lives that has it.
-    6. Every state but the last has a deadline (:meth:`deadline`).
+    6. Every state but the last has a time limit. They are looked at every TICK seconds.
     7. Success means that every rank of the last generation returned. Nothing happens after the end.
     8. A fault on one worker costs the others no more than the batch in flight.
-
-    Parameters
-    ----------
-    limits : Limits
-        Limits set by the job's owner.
     """
 
     def __init__(self, limits: Limits) -> None:
         self.roster = Roster(limits=limits, policy=FailurePolicy.of(limits))
         self._chance = 0.0
-        self._deadline: float | None = None
         self._effects: list[Effect] = []
 
     def handle(self, event: ev.Event, now: float, chance: float = 0.0) -> list[Effect]:
-        """Process one event and return the effects.
-
-        `now` is in seconds on any clock that never goes back; `chance`, from 0 up to 1, is the
-        random part of an exclusion.
-        """
+        """Process one event and return the effects; `chance` is from 0 up to 1."""
         self._chance, self._effects = chance, []
         roster = self.roster
-        due = self.deadline()  # read first, so that what is due at this very moment counts
         roster.now = max(now, roster.now)
         if roster.phase != Phase.ENDED:
             handler: Callable[[ev.Event], None] = getattr(self, _HANDLERS[type(event)])
             handler(event)
-            if self._effects or roster.now >= (due or 0.0) or not self._needs_nothing(event):
-                self._deadline = None
+            due = isinstance(event, ev.Tick) or roster.now >= roster.advanced + TICK
+            if due:
+                roster.advanced = roster.now
+                roster.note_commits()
+                self._apply_time_limits()
+            if self._effects or due or not self._needs_nothing(event):
                 self._advance()
         return self._effects
-
-    def deadline(self) -> float | None:
-        """Return when to hand in a ``Tick`` if nothing else happens; None after the end."""
-        if self._deadline is None:
-            self._deadline = rules.deadline(self.roster)
-        return self._deadline
 
     def _needs_nothing(self, event: ev.Event) -> bool:
         return rules.needs_nothing(self.roster, event)
@@ -123,7 +109,7 @@ class Machine:
         self.roster.unused = list(event.workers)
         for rank in before:
             if rank not in rules.held_up(self.roster):
-                self.roster.counted.begin_again(rank, self._now)
+                rank.since = self._now
 
     def _on_slot_busy(self, event: ev.SlotBusy) -> None:
         roster = self.roster
@@ -152,8 +138,9 @@ class Machine:
                 stay, gone = self._time_of(event)  # it may have less time than it had
                 rank.leave_deadline = min(rank.leave_deadline, self._now + stay)
                 rank.gone_at = min(rank.gone_at, self._now + gone)
-        if event.notice is not None:
-            self._warn_if_none_stays()
+        there = self.roster.counted.staying or self.roster.limits.checkpoint or self.roster.stopping
+        if event.notice is not None and not there and rules.last_holders(self.roster):
+            self._warn(why.NONE_STAYS)
 
     def _time_of(self, event: ev.SlotLeaving) -> tuple[float, float]:
         """Return how long last holders may stay, and after how long the worker is gone."""
@@ -163,13 +150,6 @@ class Machine:
             return rules.STAY, rules.LONGEST_STAY + rules.MARGIN
         left = max(event.notice.seconds, 0.0)
         return rules.time_to_stay(self.roster, left), max(left - rules.MARGIN, rules.SOON)
-
-    def _warn_if_none_stays(self) -> None:
-        """Warn of a foreseeable loss of the state."""
-        roster = self.roster
-        there = roster.counted.staying or roster.limits.checkpoint or roster.stopping
-        if not there and rules.last_holders(roster):
-            self._warn(why.NoneStays())
 
     def _note_notice(self, slot: str, notice: why.Notice) -> None:
         """Note the end of a worker with ranks, or a worker's risk."""
@@ -203,10 +183,7 @@ class Machine:
         self.roster.dead = {start: slot for start, slot in dead if slot.id != event.slot}
         for rank in self.roster.on_slot(event.slot):
             self._warn_if_late(rank)
-            if rank.stage != Stage.RETURNED:  # else its result is here already
-                self._lose(rank, event.reason, event.detail)
-            elif rank.exits:
-                self._note_exit(rank, why.Lost(self.roster.id(rank), event.reason).cause)
+            self._lose(rank, why.Lost(self.roster.id(rank), event.reason, event.detail))
 
     def _warn_if_late(self, rank: Rank) -> None:
         """Warn, once, of a rank that had time to leave and has not come to a commit."""
@@ -230,15 +207,12 @@ class Machine:
     def _on_slot_silent(self, event: ev.SlotSilent) -> None:
         self.roster.drop_slot(event.slot)
         for rank in self.roster.on_slot(event.slot):
+            lost = why.Lost(self.roster.id(rank), event.reason, seconds=event.seconds)
             if rank.stage != Stage.RETURNED:
-                lost = why.Lost(self.roster.id(rank), event.reason, seconds=event.seconds)
                 self._send_end(rank, "evict", lost)
                 self._emit(RestartWorker(slot=rank.slot, reason=lost))
                 self.roster.depart(rank.slot.id)
-                self._lose(rank, event.reason, seconds=event.seconds)
-            elif rank.exits:
-                lost = why.Lost(self.roster.id(rank), event.reason, seconds=event.seconds)
-                self._note_exit(rank, lost.cause)
+            self._lose(rank, lost)
 
     # -- events: ranks -------------------------------------------------------------------------
 
@@ -249,20 +223,13 @@ class Machine:
         if event.left < rank.planned or event.left > self.roster.generation:
             return  # sent before the plan that it is in now
         was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
-        rank.change(
-            stage=Stage.READY,
-            since=rank.since if rank.stage == Stage.READY else self._now,
-            loop=event.loop,
-            store=event.store,
-            unreached=event.unreached,
-            line=event.line,
-            part=event.part,
-        )
+        rank.since = rank.since if rank.stage == Stage.READY else self._now
+        rank.stage, rank.loop, rank.store = Stage.READY, event.loop, event.store
+        rank.unreached, rank.line, rank.part = event.unreached, event.line, event.part
         if event.part:
             self._summon(*self.roster.in_stage(Stage.STARTING))
         self.roster.note_version(rank, event.version)
         if was_member:
-            self.roster.note_commits()
             self._remove_dead_members(rank, event.gone)
             self._left_generation(rank, event)
         self._end_leaving()
@@ -280,7 +247,7 @@ class Machine:
             if rank is None or rank.stage not in (Stage.MEMBER, Stage.DONE) or rank is witness:
                 continue  # it is known already
             self.roster.drop_slot(rank.slot.id)  # it is found again, if its worker lives
-            self._lose(rank, why.LossReason.PROCESS_ENDED)
+            self._lose(rank, why.Lost(self.roster.id(rank), why.LossReason.PROCESS_ENDED))
             self.roster.dead[rank.start] = rank.slot
 
     def _left_generation(self, rank: Rank, event: ev.RankReady) -> None:
@@ -291,8 +258,9 @@ class Machine:
         if event.failed and roster.aborted:
             return  # it followed the order
         if roster.plan and event.loop > roster.plan.loop and not event.failed:
-            if roster.phase != Phase.GATHERING:  # the next loop has a generation of its own
-                roster.enter(Phase.GATHERING)
+            self._note_formed(rank)  # reports of others may still be on their way
+            if roster.phase not in (Phase.FORMING, Phase.GATHERING):
+                roster.enter(Phase.GATHERING)  # the next loop has a generation of its own
         elif roster.phase == Phase.RUNNING and roster.pending and not event.failed:
             self._regather()
         elif event.failed or roster.phase in (Phase.RUNNING, Phase.FORMING):
@@ -308,21 +276,21 @@ class Machine:
         self._note_formed(rank)
         if event.remark and event.remark != roster.remark:  # once, not with every generation
             roster.remark = event.remark
-            self._record("backend", reason=why.Transport(event.backend, event.remark))
+            connected = why.Connected(roster.present, event.backend, event.remark)
+            self._record("backend", reason=connected)
 
     def _note_formed(self, rank: Rank) -> None:
         roster = self.roster
         if roster.phase != Phase.FORMING:
             return
         rank.formed = True
-        if not roster.counted.unformed:
+        if all(kind.formed for kind, _ in roster.counted.members(roster.generation)):
             for member in roster.members():
                 member.progress_at = member.heartbeat_at = self._now
-            roster.still_since = self._now
             roster.policy.forming_failures = 0
             roster.ran = roster.ran or roster.in_loop
             roster.enter(Phase.RUNNING)
-            self._record("formed", reason=why.Connected(roster.counted.present, roster.backend))
+            self._record("formed", reason=why.Connected(roster.present, roster.backend))
 
     def _on_loop_done(self, event: ev.LoopDone) -> None:
         rank = self.roster.ranks.get(event.start)
@@ -332,7 +300,7 @@ class Machine:
         self.roster.note_version(rank, event.version)
         self._note_formed(rank)
         if self.roster.phase == Phase.GATHERING:
-            self._abort_awaited(why.StepsDiffer())
+            self._abort_awaited(why.STEPS_DIFFER)
 
     def _on_beats(self, event: ev.Beats) -> None:
         roster = self.roster
@@ -345,8 +313,6 @@ class Machine:
                 rank.note_heartbeat(roster.now, beat)
                 if rank.stage == Stage.MEMBER:
                     self.roster.note_version(rank, beat.version)
-        if roster.phase == Phase.RUNNING:
-            self.roster.note_commits()
 
     def _on_rank_note(self, event: ev.RankNote) -> None:
         rank = self.roster.ranks.get(event.start)
@@ -355,7 +321,7 @@ class Machine:
 
     def _on_weights_sampled(self, event: ev.WeightsSampled) -> None:
         if event.start in self.roster.ranks and event.generation == self.roster.generation:
-            differ = compare(self.roster.samples, event)
+            differ = rules.compare(self.roster.samples, event)
             if not any(isinstance(each, why.WeightsDiffer) for each in self.roster.warnings):
                 self._warn(differ)  # more of them would be consequences
 
@@ -406,13 +372,14 @@ class Machine:
             return
         cause = why.Lost(roster.id(rank), why.LossReason.RAISED, event.error)
         self._record("lost", rank, cause)
+        others = sum(other is not rank for other in roster.staying())
         if rules.is_fatal(roster, event):
             roster.ranks.pop(rank.start)
             if not event.collective:
                 roster.user_errors[event.start] = event.error
             kind = FailureKind.RANK_LOST if event.collective else FailureKind.RANK_FAILED
             self._fail(kind, cause)
-        elif event.state_mismatch and event.version == FRESH and rules.can_do_without(roster, rank):
+        elif event.state_mismatch and event.version == FRESH and others >= roster.limits.min_np:
             self._warn(why.CannotJoin(roster.id(rank), event.error))
             self._drop(rank, cause)
             # The worker is not at fault. It is tried again later, when another state may fit.
@@ -422,9 +389,8 @@ class Machine:
         else:
             if not event.collective and rank.stage != Stage.STARTING:
                 roster.user_errors[event.start] = event.error
-            self._note_lost(rank, cause)
             self._drop(rank, cause)
-            self._note_failure(rank, process_gone=False)
+            self._note_failure(rank, cause, process_gone=False)
             if rank.planned and not event.collective:
                 self._end_if_repeated(rank, event.error)
             if not event.collective and not roster.ended:
@@ -474,7 +440,8 @@ class Machine:
             roster.last_death = event.detail
             roster.note_version(rank, event.version)
             roster.drop_slot(rank.slot.id)  # it is found again at once
-            self._lose(rank, why.LossReason.PROCESS_ENDED, event.detail)
+            reason = why.LossReason.PROCESS_ENDED
+            self._lose(rank, why.Lost(roster.id(rank), reason, event.detail))
 
     def _on_rank_left(self, event: ev.RankLeft) -> None:
         roster = self.roster
@@ -517,18 +484,16 @@ class Machine:
 
     def _on_share_set(self, event: ev.ShareSet) -> None:
         roster, before = self.roster, self.roster.share
-        roster.share, roster.sharing = event.share, None
-        if event.share is not None:
+        roster.sharing = event.sharing
+        if event.sharing is not None:
             roster.shared = True
-            roster.sharing = why.Sharing(event.share, event.slots, event.others, event.number)
             # The slots of the new share are announced after this.
             vacant = [roster.slots[slot] for slot in roster.counted.vacant]
             for slot in vacant:
                 if not roster.excluded(slot):
                     roster.drop_slot(slot.id)
-        if event.share != before:
-            change = why.ShareChanged(before, event.share, event.others, event.number)
-            self._record("share", reason=change)
+        if roster.share != before:
+            self._record("share", reason=why.ShareChanged(before, event.sharing))
         for reclaimed in event.reclaimed:
             roster.drop_slot(reclaimed)
             for rank in roster.on_slot(reclaimed):
@@ -536,8 +501,9 @@ class Machine:
                     self._ask_to_leave(rank, why.EndReason.SHARED)
 
     def _on_cluster_gone(self, event: ev.ClusterGone) -> None:
-        self.roster.ranks.clear()
-        self._fail(FailureKind.CLUSTER_LOST, why.SchedulerLost(event.detail))
+        for start in list(self.roster.ranks):
+            self.roster.ranks.pop(start)
+        self._fail(FailureKind.CLUSTER_LOST, why.Text(event.detail))
 
     def _on_tick(self, event: ev.Tick) -> None:
         """Let time pass; :meth:`_advance` does the rest."""
@@ -546,7 +512,6 @@ class Machine:
 
     def _advance(self) -> None:
         """Do all that the present situation calls for."""
-        self._apply_time_limits()
         if not self.roster.ended:
             self._end_leaving()
         if self.roster.phase == Phase.RUNNING:
@@ -576,13 +541,12 @@ class Machine:
         if not roster.any_in(Stage.RETURNED):
             if roster.any_in(Stage.MEMBER):
                 return
-            self.roster.note_commits()
+            roster.note_commits()
             starts = tuple(member.start for member in roster.members())
             self._emit(Release(generation=roster.generation, starts=starts))
         roster.enter(Phase.FINISHING)
         for rank in roster.awaited():
             rank.progress_at = self._now
-        roster.still_since = self._now
 
     def _finish(self) -> None:
         """End the job once every member that is left has returned."""
@@ -677,6 +641,7 @@ class Machine:
         roster = self.roster
         if roster.any_in(Stage.MEMBER, Stage.DONE):
             return
+        roster.note_commits()
         if roster.stopping:
             self._end(
                 Outcome("stopped", reason=why.Stopping(why.StopReason.STOPPED, at_commit=True))
@@ -690,8 +655,7 @@ class Machine:
         if roster.user_errors and not synced:
             self._fail(FailureKind.RANK_FAILED, why.UserErrors(rules.errors(roster)))
             return
-        starting = roster.counted.first(Stage.STARTING)
-        if starting is not None and starting.start < roster.first_starts and not synced:
+        if rules.first_start(roster) and not synced:
             held_up = rules.held_up(roster)
             first = [r for r in roster.in_stage(Stage.STARTING) if r.start < roster.first_starts]
             if any(rank not in held_up for rank in first):
@@ -722,8 +686,10 @@ class Machine:
         if len(order) < low:
             allowed = most is None or most >= low
             if len(ready) >= low and allowed and not roster.any_in(Stage.STARTING):
-                self._fail(FailureKind.NO_PROGRESS, why.PlacesDiffer())
-        elif (count := roster.policy.count_unformed(roster.version)).reached:
+                self._fail(FailureKind.NO_PROGRESS, why.PLACES_DIFFER)
+        elif roster.policy.forming_failures >= SAME_KIND:
+            failures = roster.policy.forming_failures
+            count = why.Tally(why.Counted.UNFORMED, failures, SAME_KIND, roster.version)
             self._fail(FailureKind.NO_PROGRESS, why.NoNewCommit(roster.causes(), count))
         elif roster.plan is None or self._count_reset(order):
             chosen = set(order)
@@ -738,11 +704,7 @@ class Machine:
             self._remove_surplus()  # those that the plan has left behind
 
     def _remove_unreachable(self, ready: list[Rank]) -> list[Rank]:
-        """Remove unreachable ranks if the rest is enough for a plan.
-
-        These are as few as it takes that the others reach each other, where ranks report which
-        they cannot reach. Without such reports these are the newcomers.
-        """
+        """Remove unreachable ranks if the rest is enough for a plan."""
         roster, policy = self.roster, self.roster.policy
         candidates = rules.next_members(roster, ready)
         order = [r.start for r in sorted(candidates, key=lambda rank: rank.version == FRESH)]
@@ -766,7 +728,7 @@ class Machine:
                     exclusion = policy.exclude_name(rank.slot, self._now, self._chance)
                     self._record("cooldown", rank, exclusion)
                 else:
-                    self._note_failure(rank, process_gone=False)
+                    self._note_failure(rank, None, process_gone=False)
         return others
 
     def _count_reset(self, order: list[Rank]) -> bool:
@@ -778,8 +740,8 @@ class Machine:
             return True  # on to the next loop, with nothing changed
         joined = [rank for rank in order if rank.start not in roster.expected]
         by_share = not causes and (roster.gave_way or any(rank.by_share for rank in joined))
-        if not by_share and policy.reset_limit_reached(roster.limits):
-            limit = roster.limits.reset_limit or 0
+        limit, counted = roster.limits.reset_limit, policy.resets - policy.resets_by_share
+        if not by_share and limit is not None and counted >= limit:
             self._fail(FailureKind.RESET_LIMIT, why.ResetLimit(limit, causes))
             return False
         count = self._count_setback(order) if causes or roster.lost else None
@@ -820,7 +782,6 @@ class Machine:
         """Make `order` the next generation."""
         roster = self.roster
         roster.generation += 1
-        roster.counted.begin(roster.generation)
         plan = Plan(
             generation=roster.generation,
             members=tuple(Member(r.start, r.slot, r.store, r.version) for r in order),
@@ -835,7 +796,8 @@ class Machine:
             if not roster.restarted:
                 roster.version = roster.newest
         for rank in order:
-            rank.change(stage=Stage.MEMBER, planned=plan.generation, formed=False, waiting=False)
+            rank.stage, rank.planned = Stage.MEMBER, plan.generation
+            rank.formed = rank.waiting = False
             rank.since = rank.progress_at = rank.heartbeat_at = self._now
             rank.operations, rank.operation = 0, ""
             if rank.version == FRESH:
@@ -862,18 +824,16 @@ class Machine:
         if self.roster.phase == Phase.FORMING:
             self._expire_forming()
         elif self.roster.phase == Phase.GATHERING:
-            self._expire_gathering()
+            limit = self.roster.limits.stall_timeout
+            if self._now >= self.roster.phase_since + limit:
+                self._evict(self.roster.awaited(), why.LossReason.NOT_LEFT, limit)
         else:
-            self._end_if_loops_differ()
-            self._end_if_operations_differ()
+            self._end_if_apart()
         if self.roster.phase in (Phase.RUNNING, Phase.FINISHING):
             self._check_for_stalls()
 
     def _expire_ending(self) -> None:
         roster, limit = self.roster, self.roster.limits.ending_timeout
-        oldest = roster.counted.first(Stage.ENDING)
-        if oldest is None or self._now < oldest.since + limit:
-            return
         for rank in roster.in_stage(Stage.ENDING):
             if self._now >= rank.since + limit:
                 roster.ranks.pop(rank.start)
@@ -890,18 +850,14 @@ class Machine:
                 self._note_exit(rank, f"its process did not end within {limit:g} s")
 
     def _expire_starting(self) -> None:
-        limit = self.roster.limits.elastic_timeout
-        oldest = self.roster.counted.first(Stage.STARTING)
-        if oldest is None or self._now < oldest.since + limit:
-            return
-        starting = self.roster.in_stage(Stage.STARTING)
+        roster, limit = self.roster, self.roster.limits.elastic_timeout
+        starting = roster.in_stage(Stage.STARTING)
         late = [rank for rank in starting if self._now >= rank.since + limit]
-        held_up = rules.held_up(self.roster)  # their workers do what others have asked for
-        if rules.cannot_begin(self.roster, [rank for rank in late if rank in held_up]):
-            self._fail(FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(self.roster))
+        held_up = rules.held_up(roster)  # their workers do what others have asked for
+        if rules.cannot_begin(roster, [rank for rank in late if rank in held_up]):
+            self._fail(FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(roster))
             return
         late = [rank for rank in late if rank not in held_up]
-        roster = self.roster
         too_few = rules.within_reach(roster) - len(late) < roster.limits.min_np
         if late and too_few and roster.plan is None:  # they do what takes long, and would again
             ids = tuple(map(roster.id, late))
@@ -910,10 +866,8 @@ class Machine:
         self._evict(late, why.LossReason.NOT_READY, limit)
 
     def _expire_forming(self) -> None:
-        """Evict members that are silent and do not connect; where none is, try again.
-
-        One member that cannot connect keeps others from connecting, so they are not to blame.
-        """
+        """Evict members that are silent and not connected; without any, break the generation."""
+        # One member that cannot connect keeps others from connecting: they are not to blame.
         roster, limit = self.roster, self.roster.limits.forming_timeout
         if self._now < roster.phase_since + limit:
             return
@@ -924,23 +878,12 @@ class Machine:
         if not silent:
             self._break(why.NotConnected(tuple(map(roster.id, late)), limit))
 
-    def _expire_gathering(self) -> None:
-        roster, limit = self.roster, self.roster.limits.stall_timeout
-        if self._now >= roster.phase_since + limit:
-            self._evict(roster.awaited(), why.LossReason.NOT_LEFT, limit)
-
-    def _end_if_loops_differ(self) -> None:
-        """End the job if a rank waits in an operation for one whose loop has ended.
-
-        It has begun more operations than that rank, which will never take part in them.
-        """
+    def _end_if_apart(self) -> None:
+        """End the job if ranks wait in operations that the others will not take part in."""
         pair = rules.waits_for_finished(self.roster)
         if pair is not None:
             done, waiting = map(self.roster.id, pair)
             self._fail(FailureKind.NO_PROGRESS, why.LoopsDiffer(done, waiting))
-
-    def _end_if_operations_differ(self) -> None:
-        """End the job if its ranks wait for each other in different operations."""
         sides = rules.different_operations(self.roster)
         if sides:
             ranks = tuple(map(self.roster.id, sides.values()))
@@ -948,17 +891,12 @@ class Machine:
 
     def _check_for_stalls(self) -> None:
         roster, limit = self.roster, self.roster.limits.stall_timeout
-        if self._now < roster.still_since + limit:
-            return
-        awaited = roster.awaited()
-        roster.still_since = min((rank.progress_at for rank in awaited), default=self._now)
         suspects = rules.stall_suspects(roster)
         if not suspects:
             return
-        if len(suspects) < len(awaited):
+        if len(suspects) < len(roster.awaited()):
             self._evict(suspects, why.LossReason.STALLED, limit)
-            return
-        if roster.phase == Phase.FINISHING:
+        elif roster.phase == Phase.FINISHING:
             self._fail(FailureKind.NO_PROGRESS, why.AllWaited(limit, after_loop=True))
         else:
             self._break(why.AllWaited(limit))
@@ -1001,11 +939,7 @@ class Machine:
         stay: float = rules.STAY,
         gone: float = rules.STAY + rules.MARGIN,
     ) -> None:
-        """Ask a rank to leave: at the end of its generation, or at once outside of any.
-
-        The last holder of the state may `stay` for so many seconds; its worker is `gone` after as
-        many.
-        """
+        """Ask a rank to leave its generation, in which a last holder may `stay` for a while."""
         rank.leaving, rank.leave_reason = True, reason
         self.roster.gave_way |= reason == why.EndReason.SHARED
         # For other jobs the last holder of the state stays as long as it takes: they can wait.
@@ -1043,44 +977,31 @@ class Machine:
                 self._send_end(rank, "leave", order, save)
 
     def _drop(self, rank: Rank, cause: why.Reason) -> None:
-        """Remove a rank from the job, because it has ended or does not count any more.
-
-        If it was a member, its generation is over for the others too.
-        """
+        """Remove a rank from the job; the generation of a member is over."""
         was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
         self.roster.ranks.pop(rank.start, None)
         if was_member:
             self._break(cause)
 
-    def _lose(
-        self, rank: Rank, reason: why.LossReason, detail: str = "", seconds: float = 0.0
-    ) -> None:
+    def _lose(self, rank: Rank, lost: why.Lost) -> None:
         """Remove a rank whose process is gone, and exclude its worker or host."""
         roster = self.roster
+        if rank.stage == Stage.RETURNED:  # its result is here already
+            if rank.exits:
+                self._note_exit(rank, lost.cause)
+            return
         planned = rank.leaving or rank.stage == Stage.ENDING
-        lost = why.Lost(roster.id(rank), reason, detail, seconds)
         if not roster.ended and not rank.evicted:
             self._record("left" if planned else "lost", rank, lost)
         self._drop(rank, lost)
         if not planned and not roster.ended:
-            self._note_lost(rank, lost)
-            self._note_failure(rank, process_gone=True)
-            self._note_start_death(rank, lost)
-
-    def _note_start_death(self, rank: Rank, lost: why.Lost) -> None:
-        """Note a death before the first generation; end the job if there are too many."""
-        roster = self.roster
-        ended = lost.reason in (why.LossReason.PROCESS_ENDED, why.LossReason.WORKER_GONE)
-        if roster.plan is None and ended:
-            count = roster.policy.count(Setback(FRESH, workers=(rank.slot.lasting,)))
-            if count.reached:
-                reason = why.NoNewCommit((lost,), count, roster.last_death)
-                self._fail(FailureKind.NO_PROGRESS, reason)
-
-    def _note_lost(self, rank: Rank, lost: why.Lost) -> None:
-        """Note the loss of a member of the newest plan."""
-        if rank.planned and rank.planned == self.roster.generation:
-            self.roster.lost[rank.slot.lasting] = lost
+            self._note_failure(rank, lost, process_gone=True)
+            ended = lost.reason in (why.LossReason.PROCESS_ENDED, why.LossReason.WORKER_GONE)
+            if roster.plan is None and ended:  # a death before the first generation
+                count = roster.policy.count(Setback(FRESH, workers=(rank.slot.lasting,)))
+                if count.reached:
+                    failure = why.NoNewCommit((lost,), count, roster.last_death)
+                    self._fail(FailureKind.NO_PROGRESS, failure)
 
     def _evict(self, ranks: Sequence[Rank], reason: why.LossReason, seconds: float) -> None:
         """Go on without silent ranks; their workers end them and are free."""
@@ -1099,12 +1020,13 @@ class Machine:
             if was_member:
                 self._break(lost)
             if not rank.leaving and not roster.ended:
-                self._note_lost(rank, lost)
-                self._note_failure(rank, process_gone=True)
+                self._note_failure(rank, lost, process_gone=True)
 
-    def _note_failure(self, rank: Rank, *, process_gone: bool) -> None:
+    def _note_failure(self, rank: Rank, lost: why.Lost | None, *, process_gone: bool) -> None:
         """Exclude a rank's worker after a failure, and its host after several."""
         roster, slot, policy = self.roster, rank.slot, self.roster.policy
+        if lost is not None and rank.planned == roster.generation > 0:
+            roster.lost[slot.lasting] = lost
         exclusion = policy.exclude_worker(slot, self._now, self._chance, process_gone=process_gone)
         if exclusion is not None:
             self._record("cooldown", rank, exclusion)
@@ -1112,21 +1034,15 @@ class Machine:
             for other in list(roster.ranks.values()):
                 if policy.worker_key(other.slot) == key and not other.leaving and other is not rank:
                     self._ask_to_leave(other, why.EndReason.WORKER_EXCLUDED)
-        self._count_failure(rank)
-
-    def _count_failure(self, rank: Rank) -> None:
         if rank.version > rank.version_at_join:
-            self.roster.policy.forgive(rank.slot)
-        for exclusion in self.roster.policy.count_failure(rank.slot, self._now, self._chance):
+            policy.forgive(slot)
+        for exclusion in policy.count_failure(slot, self._now, self._chance):
             self._record("cooldown", rank, exclusion)
 
     # -- steps: the generation -----------------------------------------------------------------
 
     def _break(self, cause: why.Reason) -> None:
-        """End the generation because of a fault, and free its members wherever they wait.
-
-        Members that have left their loop for good go on, unless they wait for a lost member.
-        """
+        """End the generation because of a fault, and free its members wherever they wait."""
         roster = self.roster
         if roster.ended:
             return
@@ -1145,7 +1061,7 @@ class Machine:
         """End the present generation as planned: its members leave it at the same step."""
         self.roster.enter(Phase.GATHERING)
         if self.roster.any_in(Stage.DONE):
-            self._abort_awaited(why.StepsDiffer())
+            self._abort_awaited(why.STEPS_DIFFER)
 
     def _abort_awaited(self, cause: why.Reason) -> None:
         if self.roster.aborted:

@@ -6,12 +6,10 @@ Members of a generation need a connection between every pair. Where some pairs h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
 
 from nbelastic.messages import Place, Slot
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 
 class Located(Protocol):
@@ -25,22 +23,15 @@ class Located(Protocol):
 T = TypeVar("T", bound=Located)
 
 
-def arrange(
-    survivors: Sequence[T],
-    newcomers: Sequence[T],
-    *,
-    most: int | None = None,  # members; None: no limit
-    per_host: int | None = None,  # members on a host; None: no limit
-) -> list[T]:
-    """Choose members and put them in the order of their ranks.
+def arrange(survivors: Sequence[T], newcomers: Sequence[T]) -> list[T]:
+    """Put members in the order of their ranks.
 
-    Survivors (in the order of their old ranks) are chosen first, then newcomers (in that of their
-    start). Ranks on one host are contiguous. Hosts stand in the order of their first survivor, then
-    of their first newcomer; on a host, newcomers follow survivors. So survivors keep their relative
-    order.
+    Survivors come in the order of their old ranks, newcomers in that of their start. Ranks on one
+    host are contiguous. Hosts stand in the order of their first survivor, then of their first
+    newcomer; on a host, newcomers follow survivors. So survivors keep their relative order.
     """
     hosts: dict[str, list[T]] = {}
-    for member in choose((*survivors, *newcomers), most=most, per_host=per_host):
+    for member in (*survivors, *newcomers):
         hosts.setdefault(member.slot.host, []).append(member)
     return [member for group in hosts.values() for member in group]
 
@@ -61,11 +52,8 @@ def choose(
 
 
 def choose_released(members: Sequence[T], number: int, *, keep: T | None = None) -> list[T]:
-    """Return the `number` members that leave; `members` have the oldest first.
-
-    Small hosts are left as a whole, so that the others stay together; else the youngest leave.
-    `keep` stays as long as there is another member.
-    """
+    """Return the `number` members to leave, given oldest first; `keep` is the last of them."""
+    # Small hosts are left as a whole, so that the others stay together; else the youngest leave.
     left, released = list(members), list(members[:0])
     while left and len(released) < number:
         hosts: dict[str, list[T]] = {}
@@ -82,25 +70,8 @@ def choose_released(members: Sequence[T], number: int, *, keep: T | None = None)
     return released
 
 
-def place_of(slots: Sequence[Slot], rank: int) -> Place:
-    """Return the place of `rank` when the ranks run on `slots`."""
-    host = slots[rank].host
-    first = next(i for i, slot in enumerate(slots) if slot.host == host)
-    local_rank = rank - first
-    counts = count_by_host(slots)
-    peers = [name for name, count in counts.items() if count > local_rank]
-    return Place(
-        rank=rank,
-        size=len(slots),
-        local_rank=local_rank,
-        local_size=counts[host],
-        cross_rank=peers.index(host),
-        cross_size=len(peers),
-    )
-
-
 def places_of(slots: Sequence[Slot]) -> list[Place]:
-    """Return the places of all ranks, as by :func:`place_of`, in a single pass."""
+    """Return the places of all ranks when they run on `slots`."""
     counts = count_by_host(slots)
     sizes = [0] * max(counts.values(), default=0)  # by local rank: number of hosts that have it
     for count in counts.values():
@@ -148,11 +119,8 @@ def broken_pairs(
 
 
 def choose_removed(order: Sequence[int], pairs: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the starts to remove so that no broken pair is left.
-
-    The start in most broken pairs is removed first; of several, the last in `order`. Ranks on one
-    host are neighbours in `order`, so between two separated hosts one host is removed.
-    """
+    """Return the starts to remove so that no broken pair is left."""
+    # Ranks on one host are neighbours in `order`: between two separated hosts one host goes.
     left, removed = list(pairs), []
     while left:
         counts = {start: sum(start in pair for pair in left) for start in order}

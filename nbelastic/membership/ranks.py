@@ -1,59 +1,63 @@
-"""One start of the function, and the counts kept over all of a job's ranks.
+"""One start of the function, and the count of a job's ranks by their kind.
 
-Every count follows from the ranks themselves. The counts are kept up to date as ranks are added,
-removed and changed, so that no event costs more in a larger job. They are computed anew when a
+Every number follows from the ranks themselves. Those of each kind are counted as ranks are added,
+removed and changed, so that no event costs more in a larger job. They are counted anew when a
 machine is read back.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from operator import attrgetter
+from typing import NamedTuple, cast
 
-from nbelastic.messages import FRESH, CodeLine, EndReason, Number, Slot
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Mapping
-
-    from nbelastic.messages import Beat
-
-K = TypeVar("K", bound="Hashable")
+from nbelastic.messages import FRESH, Beat, CodeLine, EndReason, Number, Slot
 
 
 class Phase(str, enum.Enum):
-    """Phase of a job.
+    """Phase of a job."""
 
-    In ``GATHERING`` ranks become ready for the next generation. In ``FORMING`` the ranks of a plan
-    connect. In ``RUNNING`` they train. In ``FINISHING`` all have left the elastic loop. In
-    ``ENDING`` the outcome is known and ranks are being ended. ``ENDED`` is final.
-    """
-
-    GATHERING = "gathering"
-    FORMING = "forming"
+    GATHERING = "gathering"  # ranks become ready for the next generation
+    FORMING = "forming"  # the ranks of a plan connect
     RUNNING = "running"
-    FINISHING = "finishing"
-    ENDING = "ending"
+    FINISHING = "finishing"  # all have left the elastic loop
+    ENDING = "ending"  # the outcome is known and ranks are being ended
     ENDED = "ended"
 
 
 class Stage(str, enum.Enum):
-    """Stage of a rank.
+    """Stage of a rank."""
 
-    ``STARTING`` until the rank reports ready; ``READY`` while it waits for a plan; ``MEMBER`` of
-    the present generation; ``DONE`` with its elastic loop, waiting for the others; ``RETURNED``
-    from its function; ``ENDING`` from the order to end until the rank has ended.
-    """
+    STARTING = "starting"  # until it reports ready
+    READY = "ready"  # it waits for a plan
+    MEMBER = "member"  # of the present generation
+    DONE = "done"  # with its elastic loop, and waits for the others
+    RETURNED = "returned"  # from its function
+    ENDING = "ending"  # from the order to end until it has ended
 
-    STARTING = "starting"
-    READY = "ready"
-    MEMBER = "member"
-    DONE = "done"
-    RETURNED = "returned"
-    ENDING = "ending"
+    __hash__ = str.__hash__  # an Enum's takes longer
 
 
-_COUNTED = frozenset({"stage", "version", "loop", "planned", "formed", "leaving"})
+class RankKind(NamedTuple):
+    """The fields of a rank by which ranks are counted."""
+
+    stage: Stage
+    leaving: bool
+    planned: int
+    formed: bool
+    loop: int
+    synced: bool
+
+    @property
+    def stays(self) -> bool:
+        """Whether the rank neither ends nor leaves."""
+        return not self.leaving and self.stage != Stage.ENDING
+
+
+_COUNTED = frozenset(RankKind._fields)
+_kind_of = cast("Callable[[Rank], tuple[object, ...]]", attrgetter(*RankKind._fields))
 
 
 @dataclass(eq=False)
@@ -65,6 +69,7 @@ class Rank:
     since: float  # when it entered its stage
     stage: Stage = Stage.STARTING
     version: Number = FRESH
+    synced: bool = False  # it has a version
     loop: int = 0
     store: tuple[str, int] = ("", 0)
     unreached: tuple[int, ...] = ()
@@ -90,6 +95,7 @@ class Rank:
     by_share: bool = False  # it was started in a job that shares its cluster
 
     counted_by = cast("Ranks | None", None)  # updated by every change of a counted field
+    kind = cast("RankKind", None)  # by which it is counted there
 
     def __setattr__(self, name: str, value: object) -> None:
         ranks = self.counted_by if name in _COUNTED else None
@@ -100,31 +106,15 @@ class Rank:
             self.__dict__[name] = value
             ranks.count(self)
 
-    def change(self, **fields: object) -> None:
-        """Change several fields at once, and count once."""
-        ranks = self.counted_by
-        if ranks is not None:
-            ranks.discount(self, moves=fields.get("stage", self.stage) != self.stage)
-        self.__dict__.update(fields)
-        if ranks is not None:
-            ranks.count(self)
-
     def note_heartbeat(self, now: float, beat: Beat) -> None:
-        """Note a heartbeat. None of its fields is counted, so this bypasses the counts.
-
-        Heartbeats are collected on their way, so one may come after an event that is newer.
-        """
-        fields = self.__dict__
-        fields["heartbeat_at"] = now
+        """Note a heartbeat; it may come after a newer event."""
+        self.heartbeat_at = now
         if beat.generation == self.planned and self.stage == Stage.MEMBER:
-            fields["operations"] = beat.operations
-            fields["operation"] = beat.operation
+            self.operations, self.operation = beat.operations, beat.operation
         elif self.stage == Stage.STARTING:
-            fields["operation"] = beat.operation  # for which its process waits
-        if beat.progress != fields["progress"] or beat.waiting != fields["waiting"]:
-            fields["progress_at"] = now
-            fields["progress"] = beat.progress
-            fields["waiting"] = beat.waiting
+            self.operation = beat.operation  # for which its process waits
+        if (beat.progress, beat.waiting) != (self.progress, self.waiting):
+            self.progress_at, self.progress, self.waiting = now, beat.progress, beat.waiting
 
     def waits(self, phase: Phase) -> bool:
         """Return whether the rank waits for others, in a collective or at its loop's end."""
@@ -132,29 +122,17 @@ class Rank:
 
 
 class Ranks(dict[int, Rank]):
-    """Ranks by start, changed by assignment, :meth:`pop` and :meth:`clear` only."""
+    """Ranks by start, changed by assignment and :meth:`pop` only."""
 
-    def __init__(self, ranks: Iterable[Rank], slots: Mapping[str, Slot], generation: int) -> None:
+    def __init__(self, ranks: Iterable[Rank], slots: Mapping[str, Slot]) -> None:
         super().__init__()
         self._slots = slots
-        self.generation = generation  # of the newest plan
-        # In the order in which ranks entered the stage.
         self.stages: dict[Stage, dict[int, Rank]] = {stage: {} for stage in Stage}
         self.on_slot: dict[str, dict[int, Rank]] = {}
         self.vacant: dict[str, None] = dict.fromkeys(self._slots)  # slots without a rank
-        # Numbers of ranks: neither ending nor leaving; starting or ready and never planned; ready
-        # and not leaving; of these, synchronised with the job's state.
-        self.staying = self.newcomers = self.ready = self.synced = 0
-        # Members of the newest plan that are left; of these, not reported as connected.
-        self.present = self.unformed = 0
-        self.loops: dict[int, int] = {}  # of staying ranks that have been members: ranks in each
-        self.ready_loops: dict[int, int] = {}  # of ready ranks: ranks in each
-        self.versions: dict[float, int] = {}  # of these members: ranks with each
+        self._kinds: dict[RankKind, int] = {}  # number of ranks of each kind; there are few kinds
         for rank in ranks:
             self[rank.start] = rank
-        for stage, group in self.stages.items():
-            by_age = sorted(group.values(), key=lambda rank: rank.since)
-            self.stages[stage] = {rank.start: rank for rank in by_age}
 
     def __setitem__(self, start: int, rank: Rank) -> None:
         super().__setitem__(start, rank)
@@ -177,79 +155,55 @@ class Ranks(dict[int, Rank]):
                     self.vacant[slot] = None
         return rank
 
-    def clear(self) -> None:
-        """Remove all ranks."""
-        for start in list(self):
-            self.pop(start)
-
-    def note_version(self, rank: Rank, version: float) -> None:
-        """Note the version that a rank holds."""
-        # Most messages come here, so this is a short way.
-        before = rank.version
-        if FRESH in (before, version) or rank.start not in self:
-            rank.version = version
-            return
-        if rank.planned == self.generation and rank.planned and rank.stage != Stage.ENDING:
-            versions = self.versions  # two calls of _tally, inlined
-            versions[version] = versions.get(version, 0) + 1
-            if versions[before] > 1:
-                versions[before] -= 1
-            else:
-                del versions[before]
-        rank.__dict__["version"] = version
-
-    def first(self, stage: Stage) -> Rank | None:
-        """Return the rank that has been in `stage` the longest."""
-        return next(iter(self.stages[stage].values()), None)
-
-    def begin_again(self, rank: Rank, now: float) -> None:
-        """Count the time of a rank in its stage from now on."""
-        rank.since = now
-        there = self.stages[rank.stage]
-        there[rank.start] = there.pop(rank.start)
-
-    def begin(self, generation: int) -> None:
-        """Begin a generation, which has no members yet."""
-        self.generation = generation
-        self.present = self.unformed = 0
-        self.versions.clear()
-
     def count(self, rank: Rank) -> None:
         """Count a rank as it is now."""
         self.stages[rank.stage].setdefault(rank.start, rank)
-        self._add(rank, 1)
+        rank.kind = kind = RankKind._make(_kind_of(rank))
+        self._kinds[kind] = self._kinds.get(kind, 0) + 1
 
     def discount(self, rank: Rank, *, moves: bool) -> None:
-        """Remove a rank from all counts, before it changes."""
+        """Remove a rank from its count, before it changes."""
         if moves:
             self.stages[rank.stage].pop(rank.start)
-        self._add(rank, -1)
+        left = self._kinds[rank.kind] = self._kinds[rank.kind] - 1
+        if not left:
+            del self._kinds[rank.kind]
 
-    def _add(self, rank: Rank, by: int) -> None:
-        stage = rank.stage
-        if stage != Stage.ENDING:
-            if rank.planned == self.generation and rank.planned:
-                self.present += by
-                _tally(self.versions, rank.version, by)
-                if not rank.formed:
-                    self.unformed += by
-            if not rank.leaving:
-                self.staying += by
-                if rank.planned:
-                    _tally(self.loops, rank.loop, by)
-        if stage == Stage.READY:
-            _tally(self.ready_loops, rank.loop, by)
-            if not rank.leaving:
-                self.ready += by
-                if rank.version != FRESH:
-                    self.synced += by
-        if not rank.planned and stage in (Stage.READY, Stage.STARTING):
-            self.newcomers += by
+    def members(self, generation: int) -> list[tuple[RankKind, int]]:
+        """Return the kinds of a generation's members that are left, with their numbers."""
+        kinds = self._kinds.items()
+        planned = [each for each in kinds if each[0].planned == generation > 0]
+        return [each for each in planned if each[0].stage != Stage.ENDING]
 
+    @property
+    def staying(self) -> int:
+        """Number of ranks that neither end nor leave."""
+        return sum(number for kind, number in self._kinds.items() if kind.stays)
 
-def _tally(counts: dict[K, int], key: K, by: int) -> None:
-    number = counts.get(key, 0) + by
-    if number:
-        counts[key] = number
-    else:
-        del counts[key]
+    @property
+    def ready(self) -> int:
+        """Number of staying ranks that are ready."""
+        kinds = self._kinds.items()
+        return sum(number for kind, number in kinds if kind.stage == Stage.READY and kind.stays)
+
+    @property
+    def synced(self) -> bool:
+        """Whether any staying rank that is ready has the job's state."""
+        ready = [kind for kind in self._kinds if kind.stage == Stage.READY and kind.stays]
+        return any(kind.synced for kind in ready)
+
+    @property
+    def newcomers(self) -> bool:
+        """Whether any rank starts or is ready that was in no generation."""
+        waiting = (Stage.STARTING, Stage.READY)
+        return any(not kind.planned and kind.stage in waiting for kind in self._kinds)
+
+    @property
+    def loops(self) -> set[int]:
+        """Elastic loops of the staying ranks that have been members."""
+        return {kind.loop for kind in self._kinds if kind.planned and kind.stays}
+
+    @property
+    def ready_loops(self) -> set[int]:
+        """Elastic loops of the ready ranks."""
+        return {kind.loop for kind in self._kinds if kind.stage == Stage.READY}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from nbelastic.messages import (
     FRESH,
@@ -31,6 +32,7 @@ class Roster:
 
     limits: Limits
     now: float = 0.0  # time of the newest event
+    advanced: float = 0.0  # when all rules were applied last
     phase: Phase = Phase.GATHERING
     phase_since: float = 0.0
     generation: int = 0  # number of the newest plan
@@ -54,7 +56,6 @@ class Roster:
     # Generation after which a rank of the suspended job was told to write its commit.
     saved_in: int = -1
     short_since: float | None = None  # no training since then, because there are too few slots
-    still_since: float = 0.0  # no member made progress before; some have since
     reset_causes: list[AnyReason] = field(default_factory=list)  # faults since the last reset
     ranks: dict[int, Rank] = field(default_factory=dict)  # by start
     slots: dict[str, Slot] = field(default_factory=dict)  # by identity
@@ -84,20 +85,34 @@ class Roster:
     # Lost members of the newest plan, by their workers' lasting names.
     lost: dict[str, Lost] = field(default_factory=dict)
     last_death: str = ""  # cause of the last known death of a process
-    share: int | None = None  # most ranks besides max_np, while the job shares its cluster
-    sharing: Sharing | None = None  # the share for people
+    sharing: Sharing | None = None  # its share, while the job shares its cluster
     shared: bool = False  # it has had a share at some time
     gave_way: bool = False  # ranks have left for other jobs since the newest plan
     outcome: Outcome | None = None
 
     def __post_init__(self) -> None:
-        self.counted = Ranks(self.ranks.values(), self.slots, self.generation)
+        self.counted = Ranks(self.ranks.values(), self.slots)
         self.ranks = self.counted
 
     @property
     def ended(self) -> bool:
         """Whether the outcome is known."""
         return self.phase in (Phase.ENDING, Phase.ENDED)
+
+    @property
+    def size(self) -> int:
+        """Number of members for the history; 0 from the outcome on."""
+        return 0 if self.ended else self.present
+
+    @property
+    def present(self) -> int:
+        """Number of members of the newest plan that are left."""
+        return sum(number for _, number in self.counted.members(self.generation))
+
+    @property
+    def share(self) -> int | None:
+        """Most ranks besides max_np; None while the job does not share its cluster."""
+        return None if self.sharing is None else self.sharing.share
 
     @property
     def in_loop(self) -> bool:
@@ -118,7 +133,7 @@ class Roster:
     def in_stage(self, *stages: Stage) -> list[Rank]:
         """Return the ranks in any of `stages`, in the order of their starts."""
         ranks = [rank for stage in stages for rank in self.counted.stages[stage].values()]
-        return sorted(ranks, key=_start) if len(ranks) > 1 else ranks
+        return sorted(ranks, key=attrgetter("start")) if len(ranks) > 1 else ranks
 
     def awaited(self) -> list[Rank]:
         """Return members that have not left the generation yet."""
@@ -179,24 +194,23 @@ class Roster:
                 rank.version_at_join = version  # the checkpoint's: it has made no commit
             if version > rank.version_at_join:
                 self.policy.forgive(rank.slot)
-            self.counted.note_version(rank, version)
+            rank.version, rank.synced = version, True
             self.newest = max(self.newest, math.floor(version))
 
     def note_commits(self) -> None:
         """Note the newest commit that all members hold."""
-        common = min(self.counted.versions, default=FRESH)
+        common = min((rank.version for rank in self.members()), default=FRESH)
         if common >= self.version + 1 or (self.restarted and common != FRESH):
             self.version, self.restarted = math.floor(common), False
 
     def causes(self) -> tuple[AnyReason, ...]:
         """Return the different faults since the last reset."""
-        return tuple(dict.fromkeys(self.reset_causes))
+        causes = dict.fromkeys(self.reset_causes)
+        # Where a rank was lost, the failed operations of others are its consequence.
+        first = [each for each in causes if not isinstance(each, GenerationLeft)]
+        return tuple(first or causes)
 
     def id(self, rank: Rank) -> RankId:
         """Return the identity of a rank in the newest plan."""
         number = self.plan.rank_of(rank.start) if self.plan else None
         return RankId(rank.start, number, rank.slot.worker)
-
-
-def _start(rank: Rank) -> int:
-    return rank.start

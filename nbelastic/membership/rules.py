@@ -1,12 +1,10 @@
-"""Rules of membership: questions to the roster, as pure functions.
-
-They say which ranks may start, stay, join, or hold up the others, and when time alone may change
-the answer. The machine acts on the answers.
-"""
+"""Rules of membership: pure questions to the roster."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import MutableMapping
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from nbelastic import messages as ev
@@ -16,16 +14,17 @@ from nbelastic.messages import (
     PastFirstLoop,
     Presence,
     Shortage,
+    Slot,
     UnusedGroup,
     UnusedReason,
+    WeightsDiffer,
+    WeightsSampled,
 )
 
 from .placement import arrange, choose, choose_released, count_by_host
 from .ranks import Phase, Rank, Stage
 
 if TYPE_CHECKING:
-    from nbelastic.messages import Slot
-
     from .roster import Roster
 
 JOIN_WINDOW = 1.0
@@ -60,20 +59,14 @@ MOST_NAMES = 3
 
 
 def loop(roster: Roster) -> int | None:
-    """Return the elastic loop of ranks that have been members, or None without any.
-
-    Newcomers start the function from the top, so they can join ranks in loop 1 only.
-    """
+    """Return the elastic loop of former members, or None: newcomers can join in loop 1 only."""
     loops = roster.counted.loops
     here = [] if loops else [rank.loop for rank in last_holders(roster)]
     return max(here or loops, default=None)
 
 
 def last_holders(roster: Roster) -> list[Rank]:
-    """Return ranks that were asked to leave, but alone hold the state.
-
-    Newcomers can receive it from them in the first loop only.
-    """
+    """Return the ranks that alone hold the state, and were asked to leave."""
     if not roster.any_leaving:
         return []
     ranks = roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
@@ -88,10 +81,8 @@ def last_holders(roster: Roster) -> list[Rank]:
 
 
 def stays_until(roster: Roster, rank: Rank) -> float:
-    """Return until when a last holder stays: longer while newcomers are on the way.
-
-    On a machine with a notice it stays no longer, because each second is planned there.
-    """
+    """Return until when a last holder stays: longer while newcomers are on the way."""
+    # With a notice of its machine it stays no longer: each second is planned there.
     newcomers = roster.in_stage(Stage.STARTING, Stage.READY, Stage.MEMBER)
     if rank.slot.id in roster.notices or all(each.leaving for each in newcomers):
         return rank.leave_deadline
@@ -99,20 +90,15 @@ def stays_until(roster: Roster, rank: Rank) -> float:
 
 
 def time_to_stay(roster: Roster, left: float) -> float:
-    """Return how long last holders stay on a machine that ends in `left` seconds.
-
-    With a checkpoint half of the time is left to write it. Without one, the state ends with them.
-    """
+    """Return how long last holders stay on a machine that ends in `left` seconds."""
+    # With a checkpoint half of the time is for writing it; else the state ends with them.
     if roster.limits.checkpoint:
         return max(left - MARGIN, 0.0) / 2
     return max(left - STAY, left / 2)
 
 
 def heir(roster: Roster, going: list[Rank]) -> Rank | None:
-    """Return the rank among `going` to save the state, if any.
-
-    There is one only if no other rank would keep the state.
-    """
+    """Return the rank among `going` to save the state, unless another rank keeps it."""
     ranks = roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
     if roster.stopping or any(rank.version != FRESH and not rank.leaving for rank in ranks):
         return None
@@ -121,10 +107,7 @@ def heir(roster: Roster, going: list[Rank]) -> Rank | None:
 
 
 def time_to_save(roster: Roster, rank: Rank) -> float:
-    """Return how many seconds a rank may take to save the state before it ends.
-
-    A rank that waits begins at once; a member first has to come to a commit.
-    """
+    """Return how many seconds a rank may take to save the state before it ends."""
     left = max(rank.gone_at - roster.now, 0.0)
     if rank.stage == Stage.READY:
         return 0.9 * min(left, roster.limits.ending_timeout)
@@ -143,13 +126,10 @@ def can_start(roster: Roster) -> bool:
 
 def free_slots(roster: Roster) -> list[Slot]:
     """Return the slots on which a rank could start now, in the order of discovery."""
-    vacant = [roster.slots[id] for id in roster.counted.vacant]
-    vacant = [slot for slot in vacant if not roster.excluded(slot)]
-    if len(vacant) > 1:
-        ids = {slot.id for slot in vacant}
-        vacant = [slot for slot in roster.slots.values() if slot.id in ids]
+    there = [slot for id, slot in roster.slots.items() if id in roster.counted.vacant]
+    vacant = [slot for slot in there if not roster.excluded(slot)]
     cap = roster.limits.slots_per_host
-    if cap is None or not vacant:
+    if cap is None:
         return vacant
     counts = count_by_host([rank.slot for rank in roster.staying()])
     free = []
@@ -170,15 +150,13 @@ def most_ranks(roster: Roster) -> int | None:
 
 
 def suspended(roster: Roster) -> bool:
-    """Return whether the job waits with its state, having given way to other jobs.
-
-    It does not if the cluster has too few slots for it, whatever the others have, or if it is to
-    yield its last slot and cannot: then it lacks workers like any other job.
-    """
+    """Return whether the job waits with its state, having given way to other jobs."""
+    # Not on a cluster with too few slots, whatever the others have, nor with a last slot that it is
+    # to yield and cannot: then it lacks workers like any other job.
     share, limits = roster.share, roster.limits
     if share is None or share >= limits.min_np or not (limits.preemptible and roster.ran):
         return False
-    enough = roster.sharing is None or roster.sharing.slots >= limits.min_np
+    enough = roster.sharing is not None and roster.sharing.slots >= limits.min_np
     return enough and (share > 0 or limits.checkpoint)
 
 
@@ -224,14 +202,11 @@ def replaceable(roster: Roster) -> list[Rank]:
         return []
     found = [rank for slot in roster.at_risk for rank in roster.on_slot(slot)]
     staying = [r for r in found if not r.leaving and r.stage in (Stage.MEMBER, Stage.READY)]
-    return sorted(staying, key=_start)
+    return sorted(staying, key=attrgetter("start"))
 
 
 def _on_top(roster: Roster) -> int:
-    """Return how many newcomers may prepare, to replace, beyond the most ranks.
-
-    A job that shares its cluster starts none on top of its share.
-    """
+    """Return how many newcomers may prepare, to replace, beyond the most ranks."""
     return len(replaceable(roster)) if roster.share is None else 0
 
 
@@ -264,10 +239,8 @@ def needed(roster: Roster) -> int:
 
 
 def is_stuck(roster: Roster) -> bool:
-    """Return whether the job lacks only workers excluded for good.
-
-    Such workers are there, so nothing replaces them, and no other one may still come back.
-    """
+    """Return whether the job lacks only workers that are excluded for good."""
+    # They are still present, so no cluster replaces them.
     if roster.policy.workers.bounds is not None or roster.any_in(Stage.ENDING):
         return False
     out = {id for id in roster.slots if roster.policy.workers.excludes(id, roster.now)}
@@ -302,10 +275,7 @@ def shortage(roster: Roster) -> Shortage:
 
 
 def unused(roster: Roster, *, chosen: bool = True) -> tuple[UnusedGroup, ...]:
-    """Return the workers that the job does not use, by reason, without excluded ones.
-
-    `chosen` includes workers that the job's own options exclude.
-    """
+    """Return the unused workers by reason, with those of the own options if `chosen`."""
     groups: dict[tuple[UnusedReason, str], list[str]] = {}
     for each in roster.unused:
         if chosen or not each.reason.chosen:
@@ -325,11 +295,14 @@ def unused(roster: Roster, *, chosen: bool = True) -> tuple[UnusedGroup, ...]:
     )
 
 
-def past_first_loop(roster: Roster) -> PastFirstLoop | None:
-    """Return that no rank can join any more, if so and the job may have more ranks.
+def first_start(roster: Roster) -> bool:
+    """Return whether ranks still start that were started together, without others."""
+    starting = roster.counted.stages[Stage.STARTING]  # in the order of their starts
+    return next(iter(starting), roster.first_starts) < roster.first_starts
 
-    If it has too few, it cannot go on.
-    """
+
+def past_first_loop(roster: Roster) -> PastFirstLoop | None:
+    """Return the reason why no newcomer can join, if the job has room or too few ranks."""
     here, staying, most = loop(roster) or 0, roster.counted.staying, most_ranks(roster)
     if here < 2 or not staying or last_holders(roster) or (most is not None and staying >= most):
         return None
@@ -365,11 +338,8 @@ def ready(roster: Roster) -> list[Rank]:
 
 
 def next_members(roster: Roster, candidates: list[Rank]) -> list[Rank]:
-    """Choose the members of the next generation, in the order of their ranks.
-
-    If the limits leave some out, ranks with the newest commit come first. A rank that only stays
-    until another has the state takes no place from the last rank that could take the state.
-    """
+    """Choose the members of the next generation, in the order of their ranks."""
+    # A last holder takes no place from the last rank that could take the state over.
     limits = roster.limits
     before = {start: rank for rank, start in enumerate(roster.expected)}
     furthest = max((rank.loop for rank in candidates), default=0)
@@ -388,16 +358,13 @@ def next_members(roster: Roster, candidates: list[Rank]) -> list[Rank]:
 
 
 def ranks_to_release(roster: Roster, members: list[Rank]) -> list[Rank]:
-    """Return the members that leave because they are more than the job may have.
-
-    One that is known to have the state stays, unless the job yields.
-    """
+    """Return the surplus members; a holder of the state stays, unless the job yields."""
     if yields(roster):
         return members
     most = max(most_ranks(roster) or 1, 1)
     if most_ranks(roster) is None or len(members) <= most:
         return []
-    by_age = sorted(members, key=_start)
+    by_age = sorted(members, key=attrgetter("start"))
     newest = max(rank.version for rank in members)
     holders = [rank for rank in by_age if rank.version == newest]
     keep = holders[0] if len(holders) == 1 else None
@@ -405,13 +372,7 @@ def ranks_to_release(roster: Roster, members: list[Rank]) -> list[Rank]:
     staying = [rank for rank in members if rank not in released]
     if newest != FRESH and all(rank.version == FRESH for rank in staying):
         released = choose_released(by_age, len(members) - most, keep=holders[0])
-    return sorted(released, key=_start)
-
-
-def can_do_without(roster: Roster, rank: Rank) -> bool:
-    """Return whether the others can train without a rank."""
-    others = [other for other in roster.staying() if other is not rank]
-    return len(others) >= roster.limits.min_np
+    return sorted(released, key=attrgetter("start"))
 
 
 def is_fatal(roster: Roster, event: ev.RankRaised) -> bool:
@@ -449,10 +410,7 @@ def surplus(roster: Roster) -> list[Rank]:
 
 
 def admits(roster: Roster) -> bool:
-    """Return whether the owner lets newcomers join at the next commit.
-
-    The last holders of the state do not wait for that, because they can stay for a while only.
-    """
+    """Return whether the owner lets newcomers join at the next commit."""
     plan, every = roster.plan, roster.limits.check_every
     if every == 1 or plan is None or last_holders(roster):
         return True
@@ -481,70 +439,50 @@ def _should_join(roster: Roster, waiting: list[Rank]) -> bool:
 
 
 def silent(roster: Roster, ranks: list[Rank], quiet: float = QUIET) -> list[Rank]:
-    """Return the `ranks` that are silent for `quiet` s, unless all members are.
-
-    If no member sends heartbeats, the messages are late, not the ranks.
-    """
+    """Return the `ranks` that are silent for `quiet` s; with all members, messages are late."""
     heard = {rank for rank in roster.awaited() if roster.now < rank.heartbeat_at + quiet}
     return [rank for rank in ranks if rank not in heard] if heard else []
 
 
 def waits_for_finished(roster: Roster) -> tuple[Rank, Rank] | None:
-    """Return a member past its loop and a member that waits for the first in vain, if any.
-
-    All members still in the loop have sent a heartbeat since, so what the one waits for is not
-    late.
-    """
-    done = min(roster.in_stage(Stage.DONE), key=_operations, default=None)
+    """Return a member past its loop, and a member that waits for it in vain."""
+    # All members in the loop have sent a heartbeat since: what the one waits for is not late.
+    done = min(roster.in_stage(Stage.DONE), key=attrgetter("operations"), default=None)
     if done is None or roster.phase != Phase.RUNNING:
         return None
     members = roster.in_stage(Stage.MEMBER)
     heard = min((rank.heartbeat_at for rank in members), default=0.0)
-    for rank in members:
-        if (
-            rank.waiting
-            and rank.operations > done.operations
-            and heard >= rank.progress_at + VAIN_WAIT
-        ):
-            return done, rank
-    return None
+    ahead = [rank for rank in members if rank.waiting and rank.operations > done.operations]
+    vain = (rank for rank in ahead if heard >= rank.progress_at + VAIN_WAIT)
+    rank = next(vain, None)
+    return None if rank is None else (done, rank)
 
 
 def different_operations(roster: Roster) -> dict[str, Rank]:
-    """Return a member for each of several operations that wait for all members.
-
-    All have begun equally many operations, all wait, and all have sent a heartbeat since. So they
-    wait for the same operation, but do not mean the same by it.
-    """
-    members = roster.counted.stages[Stage.MEMBER].values()
+    """Return a member for each of several operations that wait for all members."""
+    # All have begun equally many operations and sent a heartbeat since: it is the same operation,
+    # and they do not mean the same by it.
+    members = roster.in_stage(Stage.MEMBER)
     if roster.phase != Phase.RUNNING or roster.any_in(Stage.DONE):
         return {}
-    sides: dict[str, Rank] = {}
-    heard = since = 0.0
-    for rank in members:
-        if not (rank.waiting and rank.operations and rank.operation):
-            return {}
-        if sides and rank.operations != next(iter(sides.values())).operations:
-            return {}
-        heard = min(heard, rank.heartbeat_at) if sides else rank.heartbeat_at
-        since = max(since, rank.progress_at)
-        sides.setdefault(rank.operation, rank)
-    return sides if len(sides) > 1 and heard >= since + VAIN_WAIT else {}
+    together = len({rank.operations for rank in members}) == 1
+    if not together or not all(r.waiting and r.operations and r.operation for r in members):
+        return {}
+    sides = {rank.operation: rank for rank in reversed(members)}
+    heard = min(rank.heartbeat_at for rank in members)
+    late = heard >= max(rank.progress_at for rank in members) + VAIN_WAIT
+    return dict(reversed(sides.items())) if late and len(sides) > 1 else {}
 
 
 def stall_suspects(roster: Roster) -> list[Rank]:
-    """Return members that hold up the job for longer than the stall timeout.
-
-    Some member must have waited all that time. Members that report that they wait are not to
-    blame, unless all wait. Then no member is to blame alone, and all are returned: the list is
-    never empty while the generation is stalled.
-    """
+    """Return members that hold up the job for longer than the stall timeout."""
+    # A member that waits is not to blame, unless all wait: then all are returned.
     members, limit, now = roster.awaited(), roster.limits.stall_timeout, roster.now
+    still = [rank for rank in members if now >= rank.progress_at + limit]
     quiet = min(QUIET, limit / 2)  # the last heartbeat of a frozen rank may say that it waits
     lost = set(silent(roster, members, quiet))
     if not any(now < rank.heartbeat_at + quiet for rank in members):
         return []
-    still = [rank for rank in members if now >= rank.progress_at + limit]
     if not any(rank.waits(roster.phase) for rank in still):
         return []
     idle = [rank for rank in still if rank in lost or not rank.waits(roster.phase)]
@@ -572,59 +510,51 @@ def never_met(roster: Roster) -> NeverMet | None:
     return NeverMet(len(starts), tuple(libraries))
 
 
-# -- time ----------------------------------------------------------------------------------------
+# -- parameters of the ranks -----------------------------------------------------------------------
+
+SLIGHT = (1e-6, 0.0, 0.25)
+CLEAR = (1e-2, 1e-6, 0.05)
+"""Relative and absolute difference, and the share of values that may differ so.
+
+Processors of different kinds round differently, so that some values may differ in their last bits.
+Without an average over the ranks nearly all values differ a little, and many of them clearly.
+"""
 
 
-def deadline(roster: Roster) -> float | None:
-    """Return when time alone may change something next; None only after the end."""
-    if roster.phase == Phase.ENDED:
+def differ(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
+    """Return whether two samples of parameters belong to different models."""
+    if len(some) != len(others):
+        return True
+    for relative, absolute, share in (SLIGHT, CLEAR):
+        pairs = zip(some, others, strict=True)
+        unequal = sum(not math.isclose(a, b, rel_tol=relative, abs_tol=absolute) for a, b in pairs)
+        if unequal > share * len(some):
+            return True
+    return False
+
+
+def compare(
+    seen: MutableMapping[tuple[int, bool], WeightsSampled], sample: WeightsSampled
+) -> WeightsDiffer | None:
+    """Return a warning if a sample differs from the first of its moment, kept in `seen`."""
+    key = (sample.moment, sample.besides)
+    first = seen.get(key)
+    if first is None or first.generation != sample.generation:
+        seen[key] = sample
         return None
-    limits, now = roster.limits, roster.now
-    times = [now + limits.stall_timeout]
-    times += _oldest(roster, Stage.ENDING, limits.ending_timeout)
-    times += _oldest(roster, Stage.STARTING, limits.elastic_timeout)
-    times += [r.since + limits.exit_timeout + limits.ending_timeout for r in exiting(roster)]
-    if roster.phase == Phase.FORMING:
-        times.append(roster.phase_since + limits.forming_timeout)
-    elif roster.phase == Phase.GATHERING and roster.any_in(Stage.MEMBER, Stage.DONE):
-        times.append(roster.phase_since + limits.stall_timeout)
-    elif roster.phase in (Phase.RUNNING, Phase.FINISHING):
-        still = [roster.still_since]
-        if now >= roster.still_since + limits.stall_timeout:
-            still = [rank.progress_at for rank in roster.awaited()]
-        times += [since + limits.stall_timeout for since in still]
-        times += _oldest(roster, Stage.READY, JOIN_WINDOW)
-    times += [stays_until(roster, rank) for rank in last_holders(roster)]
-    if roster.short_since is not None:
-        times.append(roster.short_since + limits.elastic_timeout)
-    times += roster.policy.next_end(now)
-    return min([time for time in times if time > now], default=now)
+    if not differ(first.values, sample.values):
+        return None
+    return WeightsDiffer(tuple(dict.fromkeys((*first.plain, *sample.plain))))
 
 
-def _oldest(roster: Roster, stage: Stage, limit: float) -> list[float]:
-    """Return when the oldest rank in `stage` will have been there for `limit` s."""
-    first = roster.counted.first(stage)
-    return [] if first is None else [first.since + limit]
+# -- events that change nothing more ---------------------------------------------------------------
 
 
 def needs_nothing(roster: Roster, event: ev.Event) -> bool:
-    """Return whether a processed event calls for nothing more.
-
-    It had no effect, and nothing is due by time. Without this rule the decisions are the same; it
-    spares a large job the rules for most of its messages.
-    """
+    """Return whether the rules can wait for the next tick: most messages in a large job."""
     kind = type(event)
-    if kind in (ev.WorkersUnused, ev.WeightsSampled):
-        return True  # for people only
-    if kind is ev.Beats:
-        if roster.phase == Phase.RUNNING and roster.any_in(Stage.DONE):
-            return False  # a rank may wait for one whose loop has ended
-        if different_operations(roster) or roster.any_leaving:
-            return False  # a leaving rank may stay until another has the state
-        if roster.limits.check_every > 1 and roster.any_in(Stage.READY) and not roster.pending:
-            return False  # newcomers wait for a commit of the members
-        in_generation = roster.phase in (Phase.RUNNING, Phase.FINISHING)
-        return in_generation and roster.now < roster.still_since + roster.limits.stall_timeout
+    if kind in (ev.Beats, ev.WorkersUnused, ev.WeightsSampled):
+        return True
     if kind is ev.SlotsFound:
         waiting = roster.phase == Phase.GATHERING and roster.short_since is not None
         short = waiting and within_reach(roster) < needed(roster)
@@ -636,25 +566,16 @@ def needs_nothing(roster: Roster, event: ev.Event) -> bool:
 
 def _others_will_report(roster: Roster) -> bool:
     counted = roster.counted
-    starting = counted.first(Stage.STARTING)
-    first = starting is not None and starting.start < roster.first_starts
-    awaited = roster.any_in(Stage.MEMBER, Stage.DONE) or (first and not counted.synced)
-    alike = counted.loops if counted.loops else counted.ready_loops
+    first = first_start(roster) and not counted.synced
+    awaited = roster.any_in(Stage.MEMBER, Stage.DONE) or first
+    alike = counted.loops or counted.ready_loops
     return (
         roster.phase == Phase.GATHERING
         and awaited
         and not roster.any_in(Stage.RETURNED)
         and not counted.vacant
         and not roster.user_errors
-        and alike.keys() == counted.ready_loops.keys()
+        and alike == counted.ready_loops
         and len(alike) == 1
         and (roster.short_since is not None or within_reach(roster) >= needed(roster))
     )
-
-
-def _operations(rank: Rank) -> int:
-    return rank.operations
-
-
-def _start(rank: Rank) -> int:
-    return rank.start

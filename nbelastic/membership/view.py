@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from nbelastic.messages import (
+    STOP_PENDING,
     CutOff,
     Exiting,
     Noticed,
     NotUsed,
     RankError,
-    StopPending,
+    Reason,
     UnusedReason,
     Waiting,
     WaitingForRanks,
@@ -25,8 +26,6 @@ from .ranks import Phase, Rank, Stage
 from .roster import Roster
 
 if TYPE_CHECKING:
-    from nbelastic.messages import Plan, Reason
-
     from .machine import Machine
 
 _STATES = {
@@ -74,40 +73,31 @@ class JobView:
 def view(machine: Machine, now: float) -> JobView:
     """Return the view of a machine at a time."""
     roster = machine.roster
-    if roster.phase == Phase.ENDED and roster.plan is not None:
-        return _last(roster, roster.plan)
     members = [] if roster.phase == Phase.GATHERING else roster.members()
     numbers = {rank.start: number for number, rank in enumerate(members)}
-    ranks = sorted(roster.ranks.values(), key=lambda r: (numbers.get(r.start, 1 << 30), r.start))
-    shown = [_rank_view(roster, rank, numbers.get(rank.start)) for rank in ranks]
-    return _view(roster, len(members), shown, _reason(roster, now))
-
-
-def _last(roster: Roster, plan: Plan) -> JobView:
-    """Return the view of an ended job, with the members of its last generation."""
-    shown = []
-    for number, member in enumerate(plan.members):
-        rank = roster.ranks.get(member.start)
-        if rank is not None:
-            shown.append(_rank_view(roster, rank, number))
-        else:
-            where = (member.slot.worker, member.slot.name, member.slot.host)
-            shown.append(RankView(member.start, number, *where, "ended", roster.version))
-    reason = roster.outcome.reason if roster.outcome is not None else None
-    return _view(roster, len(roster.members()), shown, reason)
-
-
-def _view(roster: Roster, size: int, ranks: list[RankView], reason: Reason | None) -> JobView:
+    if roster.phase == Phase.ENDED and roster.plan is not None:
+        shown = []  # the members of the last generation, also those that are gone
+        for number, member in enumerate(roster.plan.members):
+            rank, at = roster.ranks.get(member.start), member.slot
+            gone = RankView(
+                member.start, number, at.worker, at.name, at.host, "ended", roster.version
+            )
+            shown.append(gone if rank is None else _rank_view(roster, rank, number))
+    else:
+        ranks = sorted(
+            roster.ranks.values(), key=lambda r: (numbers.get(r.start, 1 << 30), r.start)
+        )
+        shown = [_rank_view(roster, rank, numbers.get(rank.start)) for rank in ranks]
     return JobView(
         state=_state(roster),
         generation=roster.generation,
-        size=size,
+        size=len(members),
         min_np=roster.limits.min_np,
         max_np=roster.limits.max_np,
         resets=roster.policy.resets,
         commits=roster.version,
-        reason=reason,
-        ranks=tuple(ranks),
+        reason=_reason(roster, now),
+        ranks=tuple(shown),
         backend=roster.backend,
         share=None if roster.ended else roster.share,
         sharing=_sharing(roster),
@@ -141,10 +131,10 @@ def _rank_view(roster: Roster, rank: Rank, number: int | None) -> RankView:
 
 def _sharing(roster: Roster) -> Reason | None:
     """Return the share, where the job could have more ranks without it."""
-    share, high = roster.share, roster.limits.max_np
-    if roster.ended or roster.sharing is None or share is None:
+    high = roster.limits.max_np
+    if roster.ended or roster.sharing is None:
         return None
-    if high is not None and high <= share:
+    if high is not None and high <= roster.sharing.share:
         return None
     return replace(roster.sharing, suspended=rules.suspended(roster))
 
@@ -159,13 +149,13 @@ def _noticed(roster: Roster, now: float) -> Noticed:
 
 def _reason(roster: Roster, now: float) -> Reason | None:
     if roster.outcome is not None:
-        exits = len(rules.exiting(roster))
+        exits = 0 if roster.phase == Phase.ENDED else len(rules.exiting(roster))
         limit = roster.limits.exit_timeout
         return Exiting(exits, limit) if exits else roster.outcome.reason
     most = rules.most_ranks(roster)
     if roster.phase != Phase.GATHERING:
         if roster.stopping:
-            return StopPending()
+            return STOP_PENDING
         if roster.notices or any(map(roster.on_slot, roster.at_risk)):
             return _noticed(roster, now)
         if roster.phase != Phase.RUNNING or (most is not None and roster.counted.staying >= most):

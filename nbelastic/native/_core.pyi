@@ -54,22 +54,15 @@ class Block:
 class Group:
     """One rank's part in a segment.
 
-    The thread that made it calls everything but `abort`, `failure`, `dead`, `waiting` and
-    `completed`. Beginning an operation (``…_async``) returns a ticket. Operations run in order, in
-    the group's own thread or in a waiting one. The caller keeps their memory until they have ended.
+    The thread that made it calls everything but `abort`, `failure`, `dead` and `waiting`. Beginning
+    an operation (``…_async``) returns a ticket. Operations run in order, in the group's own thread
+    or in a waiting one. The caller keeps their memory until they have ended.
     """
 
     def __init__(self, fd: int, rank: int, size: int, timeout_s: float) -> None:
-        """Map the segment behind `fd`, which the caller closes.
+        """Map the segment behind `fd`, which the caller closes. A rank's death breaks it from then.
 
         Raises ``OSError`` if it cannot be mapped, ``ValueError`` if it is no segment.
-        """
-
-    def watch(self, peers: list[tuple[int, int]]) -> None:
-        """Break the segment when a peer dies: (rank, connected socket) pairs.
-
-        The group owns the sockets from here on. The end of one after an orderly leave breaks
-        nothing.
         """
 
     def empty(self, nbytes: int) -> Any:
@@ -78,35 +71,33 @@ class Group:
     def holds(self, ptr: int, nbytes: int) -> bool:
         """Return whether that memory is in this rank's part of the segment."""
 
-    def allreduce(self, ptr: int, count: int, type: int, op: int) -> None: ...
-    def allreduce_async(self, ptr: int, count: int, type: int, op: int) -> int:
+    def allreduce(self, ptr: int, count: int, type: int, op: int) -> None:
         """Reduce in place; without copies if all ranks' memory is in the segment."""
 
-    def allreduce_coalesced(self, parts: list[tuple[int, int]], type: int, op: int) -> None: ...
-    def allreduce_coalesced_async(self, parts: list[tuple[int, int]], type: int, op: int) -> int:
+    def allreduce_async(self, parts: list[tuple[int, int]], type: int, op: int) -> int:
         """Reduce memory in several places in place, as if it were in one.
 
         Pairs are an address and a number of elements. Ranks may split the elements differently.
         """
 
     def reduce_scatter_async(
-        self, output: int, input: int, counts: list[int], type: int, op: int
+        self,
+        ptr: int,
+        counts: list[int],
+        outputs: list[int],
+        type: int,
+        op: int,
+        tree: Tree | None = None,
     ) -> int:
-        """Reduce part ``i`` of all ranks' `input` (in the segment) into `output` of rank ``i``."""
+        """Reduce part ``i`` of all ranks' memory (in the segment), on rank ``i`` only.
 
-    def reduce_parts_async(self, ptr: int, counts: list[int], type: int, op: int) -> int:
-        """Reduce part ``i`` of all ranks' memory (in the segment) in place, on rank ``i`` only."""
+        The output may be that part itself. Along a tree, which sums, a rank's nodes lie one after
+        the other, and each result goes to an output.
+        """
 
     def gather_parts_async(self, ptr: int, counts: list[int], type: int) -> int:
         """Copy part ``i`` of rank ``i``'s memory (in the segment) into that of all others."""
 
-    def allreduce_tree(
-        self,
-        nodes: list[list[tuple[int, int]]],
-        outputs: list[tuple[int, int]],
-        tree: Tree,
-        type: int,
-    ) -> None: ...
     def allreduce_tree_async(
         self,
         nodes: list[list[tuple[int, int]]],
@@ -118,14 +109,6 @@ class Group:
 
         Pairs are an address and a number of elements; those of each node are like the outputs'.
         Outputs may be those of the first node.
-        """
-
-    def reduce_tree_parts_async(
-        self, ptr: int, counts: list[int], outputs: list[int], tree: Tree, type: int
-    ) -> int:
-        """Sum part ``i`` of all ranks' nodes along a tree, on rank ``i`` only.
-
-        A rank's nodes lie one after the other in the segment. Each result goes to an output.
         """
 
     def broadcast_async(self, ptr: int, nbytes: int, root: int) -> int: ...
@@ -157,16 +140,9 @@ class Group:
     def wait(self, ticket: int) -> None:
         """Wait for an operation. Raises `Broken` if the segment is broken."""
 
-    def settle(self) -> None:
-        """Count an operation that was waited for elsewhere (a message)."""
-
     @property
     def waiting(self) -> bool:
         """Whether the rank's thread is in `wait`, or a call that waits."""
-
-    @property
-    def completed(self) -> int:
-        """Number of operations completed."""
 
     @property
     def failure(self) -> str | None:

@@ -10,7 +10,9 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <numeric>
 #include <system_error>
 
 #include "core/arena.hpp"
@@ -18,7 +20,6 @@
 #include "core/executor.hpp"
 #include "core/lifeline.hpp"
 #include "core/mail.hpp"
-#include "core/watcher.hpp"
 
 namespace nb = nanobind;
 using namespace nbelastic;
@@ -27,8 +28,11 @@ namespace {
 
 using Address = std::uintptr_t;
 using Lengths = std::vector<std::size_t>;
-using Pieces = std::vector<std::pair<Address, std::size_t>>;
+using Part = std::pair<Address, std::size_t>;
+using Parts = std::vector<Part>;
 using Bytes = nb::ndarray<nb::array_api, std::uint8_t, nb::ndim<1>>;
+
+constexpr auto kSum = static_cast<std::uint32_t>(Op::sum);
 
 std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(address); }
 
@@ -36,7 +40,7 @@ void copy(Address target, Address source, std::size_t nbytes, bool far) {
     (far ? stream_bytes : copy_bytes)(pointer(target), pointer(source), nbytes);
 }
 
-std::vector<Piece> pieces(const Pieces& pairs) {
+std::vector<Piece> pieces(const Parts& pairs) {
     std::vector<Piece> all;
     all.reserve(pairs.size());
     for (const auto& [address, bytes] : pairs) all.push_back({pointer(address), bytes});
@@ -50,23 +54,17 @@ public:
           team_(segment_, rank, timeout_s),
           arena_(std::make_shared<Arena>(segment_, rank)),
           executor_(std::make_unique<Executor>(team_)),
-          watcher_(std::make_unique<Watcher>(team_)),
           lifeline_(std::make_unique<Lifeline>(team_, *segment_)),
           process_(getpid()) {
         if (segment_->size() != size) throw std::invalid_argument("a segment of another size");
+        lifeline_->start();
     }
     ~Group() {
         if (forked()) {  // their threads are the parent's
             executor_.release();
-            watcher_.release();
             lifeline_.release();
         }
         close();
-    }
-
-    void watch(const std::vector<std::pair<std::uint32_t, int>>& peers) {
-        watcher_->start(peers);
-        lifeline_->start();
     }
 
     Bytes empty(std::size_t bytes) {
@@ -89,69 +87,46 @@ public:
     }
 
     void allreduce(Address data, std::size_t count, std::uint32_t type, std::uint32_t op) {
-        executor_->run(reduction(Kind::allreduce, data, count, type, op));
+        const Part whole{data, count};
+        executor_->run(summing({&whole, 1}, type, op));
     }
 
-    std::uint64_t allreduce_async(Address data, std::size_t count, std::uint32_t type,
-                                  std::uint32_t op) {
-        return executor_->begin(reduction(Kind::allreduce, data, count, type, op));
+    std::uint64_t allreduce_async(const Parts& parts, std::uint32_t type, std::uint32_t op) {
+        return executor_->begin(summing(parts, type, op));
     }
 
-    void allreduce_coalesced(const Pieces& parts, std::uint32_t type, std::uint32_t op) {
-        executor_->run(reduction_of(parts, type, op));
-    }
-
-    std::uint64_t allreduce_coalesced_async(const Pieces& parts, std::uint32_t type,
-                                            std::uint32_t op) {
-        return executor_->begin(reduction_of(parts, type, op));
-    }
-
-    std::uint64_t reduce_scatter_async(Address output, Address input, Lengths counts,
-                                       std::uint32_t type, std::uint32_t op) {
-        Operation its = in_parts(Kind::reduce_scatter, input, std::move(counts), type, op);
-        its.output = pointer(output);
+    std::uint64_t allreduce_tree_async(const std::vector<Parts>& nodes, const Parts& outputs,
+                                       std::shared_ptr<const Tree> tree, std::uint32_t type) {
+        if (nodes.size() != nodes_in(*tree)) throw std::invalid_argument("one for each node");
+        if (tree->results() != 1) throw std::invalid_argument("not the nodes of a whole tree");
+        Operation its = reduction(Kind::allreduce, type, kSum, std::move(tree));
+        const auto as_long = [](const Part& one, const Part& other) { return one.second == other.second; };
+        for (const Parts& node : nodes) {
+            if (!std::equal(node.begin(), node.end(), outputs.begin(), outputs.end(), as_long)) {
+                throw std::invalid_argument("each part as long as its output");
+            }
+            append(node, its.type, its.inputs);
+        }
+        its.count = append(outputs, its.type, its.outputs);
         return executor_->begin(std::move(its));
     }
 
-    std::uint64_t reduce_parts_async(Address data, Lengths counts, std::uint32_t type,
-                                     std::uint32_t op) {
-        return executor_->begin(in_parts(Kind::reduce_parts, data, std::move(counts), type, op));
+    std::uint64_t reduce_scatter_async(Address data, Lengths counts,
+                                       const std::vector<Address>& outputs, std::uint32_t type,
+                                       std::uint32_t op, std::shared_ptr<const Tree> tree) {
+        const std::uint32_t nodes = tree ? nodes_in(*tree) : 1;
+        const std::uint32_t results = tree ? tree->results() : 1;
+        if (outputs.size() != results) throw std::invalid_argument("one for each result");
+        Operation its = reduction(Kind::reduce_scatter, type, op, std::move(tree));
+        take_parts(its, data, std::move(counts), nodes);
+        const std::size_t own = its.counts[team_.rank()] * bytes_of(its.type);
+        for (const Address output : outputs) its.outputs.push_back({pointer(output), own});
+        return executor_->begin(std::move(its));
     }
 
     std::uint64_t gather_parts_async(Address data, Lengths counts, std::uint32_t type) {
-        const auto sum = static_cast<std::uint32_t>(Op::sum);
-        return executor_->begin(in_parts(Kind::gather_parts, data, std::move(counts), type, sum));
-    }
-
-    void allreduce_tree(const std::vector<Pieces>& nodes, const Pieces& outputs,
-                        std::shared_ptr<const Tree> tree, std::uint32_t type) {
-        executor_->run(along_tree(nodes, outputs, std::move(tree), type));
-    }
-
-    std::uint64_t allreduce_tree_async(const std::vector<Pieces>& nodes, const Pieces& outputs,
-                                       std::shared_ptr<const Tree> tree, std::uint32_t type) {
-        return executor_->begin(along_tree(nodes, outputs, std::move(tree), type));
-    }
-
-    std::uint64_t reduce_tree_parts_async(Address data, Lengths counts,
-                                          const std::vector<Address>& outputs,
-                                          std::shared_ptr<const Tree> tree, std::uint32_t type) {
-        check_per_rank(counts.size());
-        const std::uint32_t nodes = nodes_in(*tree);
-        if (outputs.size() != tree->results()) throw std::invalid_argument("one for each result");
-        const std::size_t own = counts[team_.rank()];
-        std::size_t total = 0;
-        for (const std::size_t count : counts) total += count;
-        Operation its = reduction(Kind::reduce_tree_parts, nodes == 0 ? 0 : data, total, type,
-                                  static_cast<std::uint32_t>(Op::sum));
-        const std::size_t value = bytes_of(its.type);
-        if (nodes > 0 && !holds(data, nodes * total * value)) {
-            throw std::invalid_argument("the memory is not in the segment");
-        }
-        for (const Address output : outputs) its.outputs.push_back({pointer(output), own * value});
-        its.counts = std::move(counts);
-        its.tree = std::move(tree);
-        its.mode = FloatMode::of_this_thread();
+        Operation its = reduction(Kind::gather_parts, type, kSum);
+        take_parts(its, data, std::move(counts), 1);
         return executor_->begin(std::move(its));
     }
 
@@ -169,7 +144,7 @@ public:
         return executor_->begin(std::move(its));
     }
 
-    std::uint64_t all_to_all_async(const Pieces& outputs, const Pieces& inputs) {
+    std::uint64_t all_to_all_async(const Parts& outputs, const Parts& inputs) {
         check_per_rank(outputs.size());
         check_per_rank(inputs.size());
         Operation its{.kind = Kind::all_to_all};
@@ -194,7 +169,7 @@ public:
 
     std::uint64_t barrier_async() { return executor_->begin({.kind = Kind::barrier}); }
 
-    void send(const Pieces& parts, std::uint32_t to) {
+    void send(const Parts& parts, std::uint32_t to) {
         check_peer(to);
         nbelastic::send(team_, pieces(parts), to);
     }
@@ -206,9 +181,7 @@ public:
 
     bool done(std::uint64_t ticket) const { return executor_->done(ticket); }
     void wait(std::uint64_t ticket) { executor_->wait(ticket); }
-    void settle() { executor_->settle(); }
     bool waiting() const { return executor_->waiting(); }
-    std::uint64_t completed() const { return executor_->completed(); }
 
     std::optional<std::string> failure() const {
         if (!team_.broken()) return std::nullopt;
@@ -229,69 +202,48 @@ public:
                         " of this host has left in the middle of an operation");
         }
         executor_->close();
-        watcher_->stop();
         lifeline_->stop();
     }
 
 private:
     bool forked() const { return getpid() != process_; }
 
-    static Operation reduction(Kind kind, Address data, std::size_t count, std::uint32_t type,
-                               std::uint32_t op) {
+    static Operation reduction(Kind kind, std::uint32_t type, std::uint32_t op,
+                               std::shared_ptr<const Tree> tree = nullptr) {
         if (type >= kTypes || op >= kOps || kernels().of[type][op] == nullptr) {
             throw std::invalid_argument("no such reduction for this type");
         }
-        return {.kind = kind,
-                .type = static_cast<Type>(type),
-                .op = static_cast<Op>(op),
-                .data = pointer(data),
-                .count = count,
-                .whole = {pointer(data), count * bytes_of(static_cast<Type>(type))}};
+        const FloatMode mode = tree ? FloatMode::of_this_thread() : FloatMode{};
+        return {.kind = kind, .type = static_cast<Type>(type), .op = static_cast<Op>(op),
+                .tree = std::move(tree), .mode = mode};
     }
 
-    static Operation reduction_of(const Pieces& parts, std::uint32_t type, std::uint32_t op) {
-        Operation its = reduction(Kind::allreduce, 0, 0, type, op);
-        for (const auto& [address, count] : parts) {
-            if (count == 0) continue;
-            its.inputs.push_back({pointer(address), count * bytes_of(its.type)});
-            its.count += count;
-        }
+    static Operation summing(std::span<const Part> parts, std::uint32_t type, std::uint32_t op) {
+        Operation its = reduction(Kind::allreduce, type, op);
+        its.count = append(parts, its.type, its.inputs);
         return its;
     }
 
-    Operation in_parts(Kind kind, Address data, Lengths counts, std::uint32_t type,
-                       std::uint32_t op) const {
-        check_per_rank(counts.size());
+    // Adds parts of so many values each, unless empty; returns how many values there are.
+    static std::size_t append(std::span<const Part> parts, Type type, std::vector<Piece>& to) {
         std::size_t total = 0;
-        for (const std::size_t count : counts) total += count;
-        Operation its = reduction(kind, data, total, type, op);
-        if (!holds(data, total * bytes_of(its.type))) {
+        for (const auto& [address, count] : parts) {
+            if (count > 0) to.push_back({pointer(address), count * bytes_of(type)});
+            total += count;
+        }
+        return total;
+    }
+
+    // Has an operation work on memory in the segment that has a part for each rank, so many times.
+    void take_parts(Operation& its, Address data, Lengths counts, std::size_t times) const {
+        check_per_rank(counts.size());
+        its.count = std::accumulate(counts.begin(), counts.end(), std::size_t{0});
+        its.counts = std::move(counts);
+        if (times == 0) return;
+        if (!holds(data, times * its.count * bytes_of(its.type))) {
             throw std::invalid_argument("the memory is not in the segment");
         }
-        its.counts = std::move(counts);
-        return its;
-    }
-
-    Operation along_tree(const std::vector<Pieces>& nodes, const Pieces& outputs,
-                         std::shared_ptr<const Tree> tree, std::uint32_t type) const {
-        if (nodes.size() != nodes_in(*tree)) throw std::invalid_argument("one for each node");
-        if (tree->results() != 1) throw std::invalid_argument("not the nodes of a whole tree");
-        Operation its =
-            reduction(Kind::allreduce_tree, 0, 0, type, static_cast<std::uint32_t>(Op::sum));
-        const auto add = [&](const Pieces& places, std::vector<Piece>& to) {
-            if (places.size() != outputs.size()) throw std::invalid_argument("one for each output");
-            for (std::size_t i = 0; i < places.size(); ++i) {
-                const auto [address, count] = places[i];
-                if (count != outputs[i].second) throw std::invalid_argument("as long as its output");
-                if (count > 0) to.push_back({pointer(address), count * bytes_of(its.type)});
-            }
-        };
-        for (const Pieces& node : nodes) add(node, its.inputs);
-        add(outputs, its.outputs);
-        for (const auto& [_, count] : outputs) its.count += count;
-        its.tree = std::move(tree);
-        its.mode = FloatMode::of_this_thread();
-        return its;
+        its.data = pointer(data);
     }
 
     std::uint32_t nodes_in(const Tree& tree) const {
@@ -311,7 +263,6 @@ private:
     Team team_;
     std::shared_ptr<Arena> arena_;
     std::unique_ptr<Executor> executor_;
-    std::unique_ptr<Watcher> watcher_;
     std::unique_ptr<Lifeline> lifeline_;
     pid_t process_;
     bool closed_ = false;
@@ -352,29 +303,18 @@ NB_MODULE(_core, m) {
     nb::class_<Group>(m, "Group")
         .def(nb::init<int, std::uint32_t, std::uint32_t, double>(), nb::arg("fd"), nb::arg("rank"),
              nb::arg("size"), nb::arg("timeout_s"))
-        .def("watch", &Group::watch, nb::arg("peers"))
         .def("empty", &Group::empty, nb::arg("nbytes"))
         .def("holds", &Group::holds, nb::arg("ptr"), nb::arg("nbytes"))
         .def("allreduce", &Group::allreduce, nb::arg("ptr"), nb::arg("count"), nb::arg("type"),
              nb::arg("op"), NoGil())
-        .def("allreduce_async", &Group::allreduce_async, nb::arg("ptr"), nb::arg("count"),
-             nb::arg("type"), nb::arg("op"), NoGil())
-        .def("allreduce_coalesced", &Group::allreduce_coalesced, nb::arg("parts"), nb::arg("type"),
+        .def("allreduce_async", &Group::allreduce_async, nb::arg("parts"), nb::arg("type"),
              nb::arg("op"), NoGil())
-        .def("allreduce_coalesced_async", &Group::allreduce_coalesced_async, nb::arg("parts"),
-             nb::arg("type"), nb::arg("op"), NoGil())
-        .def("reduce_scatter_async", &Group::reduce_scatter_async, nb::arg("output"),
-             nb::arg("input"), nb::arg("counts"), nb::arg("type"), nb::arg("op"), NoGil())
-        .def("reduce_parts_async", &Group::reduce_parts_async, nb::arg("ptr"), nb::arg("counts"),
-             nb::arg("type"), nb::arg("op"), NoGil())
+        .def("reduce_scatter_async", &Group::reduce_scatter_async, nb::arg("ptr"), nb::arg("counts"),
+             nb::arg("outputs"), nb::arg("type"), nb::arg("op"), nb::arg("tree") = nullptr, NoGil())
         .def("gather_parts_async", &Group::gather_parts_async, nb::arg("ptr"), nb::arg("counts"),
              nb::arg("type"), NoGil())
-        .def("allreduce_tree", &Group::allreduce_tree, nb::arg("nodes"), nb::arg("outputs"),
-             nb::arg("tree"), nb::arg("type"), NoGil())
         .def("allreduce_tree_async", &Group::allreduce_tree_async, nb::arg("nodes"),
              nb::arg("outputs"), nb::arg("tree"), nb::arg("type"), NoGil())
-        .def("reduce_tree_parts_async", &Group::reduce_tree_parts_async, nb::arg("ptr"),
-             nb::arg("counts"), nb::arg("outputs"), nb::arg("tree"), nb::arg("type"), NoGil())
         .def("broadcast_async", &Group::broadcast_async, nb::arg("ptr"), nb::arg("nbytes"),
              nb::arg("root"), NoGil())
         .def("allgather_async", &Group::allgather_async, nb::arg("outputs"), nb::arg("ptr"),
@@ -388,9 +328,7 @@ NB_MODULE(_core, m) {
              NoGil())
         .def("done", &Group::done, nb::arg("ticket"))
         .def("wait", &Group::wait, nb::arg("ticket"), NoGil())
-        .def("settle", &Group::settle)
         .def_prop_ro("waiting", &Group::waiting)
-        .def_prop_ro("completed", &Group::completed)
         .def_prop_ro("failure", &Group::failure)
         .def_prop_ro("dead", &Group::dead)
         .def("abort", &Group::abort, nb::arg("reason"), nb::arg("differ") = false)

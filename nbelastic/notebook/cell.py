@@ -9,24 +9,27 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
 import io
+import itertools
 import linecache
 import marshal
 import re
+import reprlib
 import sys
 import tokenize
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from nbelastic.elastic.ranks.context import LocalContext, current_or_none
-from nbelastic.errors import PreflightError
+import cloudpickle
+
+from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.session import Session
+from nbelastic.errors import PreflightError, summary_of
+from nbelastic.pickling import dumps
 
 from .names import imported_names, needed_names
-from .remote_value import pack
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _RESULT = "__nbelastic_result__"
 
@@ -43,16 +46,9 @@ DEEPEST = 4
 class CellError(PreflightError):
     """The cell cannot be a training function; the message names the line."""
 
-    def _render_traceback_(self) -> list[str]:
-        return [f"{type(self).__name__}: {self}"]
-
 
 class CellFunction:
-    """A cell's source with its variables; a call runs the cell.
-
-    A cell that is not Python is a SyntaxError, with lines numbered as in the cell. One that is
-    empty, or has a line that only IPython understands, is a :class:`CellError`.
-    """
+    """A cell's source with its variables; a call runs the cell."""
 
     def __init__(
         self,
@@ -101,11 +97,7 @@ class CellFunction:
         self._code = marshal.loads(code) if same else None  # None: compiled when called
 
     def __call__(self) -> Any:
-        """Run the cell; return the value of its last expression on rank 0, None on other ranks.
-
-        A semicolon behind the expression makes it None. In a job the value is packed for the
-        notebook.
-        """
+        """Run the cell; return the value of its last expression on rank 0, None on others."""
         self._remember_lines()
         namespace = self._ran = self._namespace()
         exec(self._code or self._compile(), namespace)
@@ -115,7 +107,7 @@ class CellFunction:
             return value
         if context.rank != 0:
             return None
-        return value if isinstance(context, LocalContext) else pack(value)
+        return pack(value) if isinstance(context, Session) else value
 
     def variables(self) -> dict[str, Any]:
         """Return the cell's variables: on a rank those of its run, else the notebook's."""
@@ -180,10 +172,8 @@ class CellFunction:
 
 
 def _submodules(code: types.CodeType, values: Iterable[Any]) -> list[types.ModuleType]:
-    """Return modules imported by earlier cells, and read by the code from a package.
-
-    They are pickled with the cell, so that a rank imports them, as cloudpickle does for a function.
-    """
+    """Return modules that earlier cells imported, and the code reads from a package."""
+    # They are pickled with the cell, so that a rank imports them, as cloudpickle does.
     names, codes = set[str](), [code]
     for each in codes:
         names |= set(each.co_names)
@@ -218,47 +208,104 @@ def large_variables(captured: Mapping[str, Any], least: int = LARGE) -> list[tup
     return sorted((s for s in sizes if s[1] >= least), key=lambda s: (-s[1], s[0]))
 
 
-def estimated_size(value: Any) -> int:
+def estimated_size(value: Any, depth: int = DEEPEST, seen: set[int] | None = None) -> int:
     """Return an estimate of the bytes in arrays, tensors, models and containers of them."""
-    return _estimate(value, DEEPEST, set())
-
-
-def _estimate(value: Any, depth: int, seen: set[int]) -> int:
-    if id(value) in seen or isinstance(value, type) or inspect.ismodule(value):
+    seen = set() if seen is None else seen
+    if id(value) in seen or isinstance(value, (type, types.ModuleType)):
         return 0
     seen.add(id(value))
     try:
-        known = _known(value)
-        if known is not None:
-            return known
-        own = sys.getsizeof(value)
-        return own + (_parts(value, depth - 1, seen) if depth else 0)
+        if hasattr(value, "__dask_graph__"):
+            return 0  # a task graph, not data
+        if hasattr(value, "columns") and callable(getattr(value, "memory_usage", None)):
+            return int(value.memory_usage(index=True).sum())
+        if isinstance(size := getattr(value, "nbytes", None), int):
+            return size
+        parts: Any = value
+        if not isinstance(value, (dict, list, tuple, set, frozenset)):
+            parts = getattr(value, "__dict__", ())
+        items = parts.values() if isinstance(parts, dict) else parts
+        first = list(itertools.islice(items, MOST_ITEMS if depth else 0))
+        found = sum(estimated_size(each, depth - 1, seen) for each in first)
+        # Extrapolated from the first thousand.
+        return sys.getsizeof(value) + found * len(parts) // max(len(first), 1)
     except Exception:  # attributes of any class may raise; the estimate must not
         return 0
 
 
-def _known(value: Any) -> int | None:
-    """Return the size that arrays, tensors and tables report."""
-    if hasattr(value, "__dask_graph__"):
-        return 0  # a task graph, not data
-    if callable(getattr(value, "element_size", None)) and callable(value.nelement):
-        return int(value.element_size() * value.nelement())
-    if callable(getattr(value, "memory_usage", None)) and hasattr(value, "columns"):
-        return int(value.memory_usage(index=True).sum())
-    size = getattr(value, "nbytes", None)
-    return int(size) if isinstance(size, int) else None
+# -- results ---------------------------------------------------------------------------------------
+#
+# A job that has trained for hours must not fail because its last line is an open file, or a tensor
+# on a GPU that the machine of the notebook does not have.
+
+LONGEST = 4_000
+"""Maximum length of a placeholder's text."""
 
 
-def _parts(value: Any, depth: int, seen: set[int]) -> int:
-    if isinstance(value, dict):
-        return _sample(value.values(), len(value), depth, seen)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return _sample(value, len(value), depth, seen)
-    inner = getattr(value, "__dict__", None)
-    return _sample(inner.values(), len(inner), depth, seen) if isinstance(inner, dict) else 0
+@dataclass(frozen=True, repr=False, eq=False)
+class UnavailableValue:
+    """A placeholder for a value that could not be sent: its text, and the reason."""
+
+    text: str  # its ``repr``
+    kind: str  # name of its class
+    reason: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def __str__(self) -> str:
+        return f"{self.text}\n{self._why()}"
+
+    def _why(self) -> str:
+        return f"[only the text of this {self.kind} was returned: {self.reason}]"
+
+    def _repr_pretty_(self, printer: Any, _: bool) -> None:
+        printer.text(str(self))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{name!r}: {self._why()} Return a part of it, such as a number or a state_dict."
+        )
 
 
-def _sample(values: Iterable[Any], total: int, depth: int, seen: set[int]) -> int:
-    """Add up the items, extrapolated from the first thousand."""
-    found = sum(_estimate(item, depth, seen) for item, _ in zip(values, range(MOST_ITEMS)))  # noqa: B905  # the first thousand
-    return found if total <= MOST_ITEMS else found * total // MOST_ITEMS
+@dataclass(frozen=True)
+class RemoteValue:
+    """A pickled value. Unpickling it gives the value, or a placeholder."""
+
+    data: bytes
+    text: str
+    kind: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (self.data, self.text, self.kind)
+
+
+def pack(value: Any) -> RemoteValue | UnavailableValue:
+    """Return the value of a cell's last expression as it is sent to the notebook."""
+    text, kind = _text(value), type(value).__name__
+    try:
+        return RemoteValue(dumps(value), text, kind)
+    except Exception as error:  # pickling runs code of any class
+        return UnavailableValue(text, kind, f"it cannot be pickled ({_line(error)})")
+
+
+def _open(data: bytes, text: str, kind: str) -> Any:
+    try:
+        return cloudpickle.loads(data)
+    except Exception as error:  # unpickling runs code of any class
+        return UnavailableValue(text, kind, f"it cannot be unpickled here ({_line(error)})")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(summary_of(error).split())
+
+
+def _text(value: Any) -> str:
+    long = isinstance(value, (list, tuple, dict, set, str, bytes)) and len(value) > LONGEST
+    try:
+        text = reprlib.repr(value) if long else repr(value)
+    except Exception as error:  # a __repr__ is the user's
+        text = f"<{type(value).__name__}; its repr() failed: {_line(error)}>"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"

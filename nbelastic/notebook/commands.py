@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from nbelastic.driver import Job
-from nbelastic.driver.options import LIMITS, ROWS, Kind, LineOption, count
+from nbelastic.driver.options import LIMITS, ROWS, Kind, count
+from nbelastic.driver.parser import LineOption
 from nbelastic.errors import OptionError
 from nbelastic.render import rank_line
 
 from .options import MagicCommand, MagicOptionError, parse_setting, split
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
 MAGIC = "%elastic"
 
 REMEMBERED = 5
 """Ended jobs that are kept although no variable holds them. Each keeps its results in memory."""
+
+_JOB = LineOption(["--job"], Kind(str, "text", "NAME"))
+_RANK = LineOption(["--rank"], count(0))
+
+OPTIONS: dict[str, list[LineOption]] = {
+    "status": [_JOB],
+    "stop": [_JOB],
+    "cancel": [_JOB],
+    "scale": [_JOB, *(LineOption.of(ROWS[name]) for name in LIMITS)],
+    "logs": [_JOB, _RANK],
+    "why": [_JOB, _RANK],
+    "jobs": [],
+    "config": [],
+}
+"""The options of each command. Settings of ``config`` are none."""
+
+CHANGES = frozenset({"stop", "cancel", "scale"})
+"""Commands that change a job; one that has ended is left alone."""
 
 
 class Commands:
@@ -29,16 +46,6 @@ class Commands:
         self._namespace = namespace
         self._write = write
         self._jobs: list[Any] = []
-        self._commands: dict[str, Callable[[list[str]], None]] = {
-            "status": self._status,
-            "stop": self._stop,
-            "cancel": self._cancel,
-            "scale": self._scale,
-            "logs": self._logs,
-            "why": self._why,
-            "jobs": self._list,
-            "config": self._config,
-        }
 
     def remember(self, job: Any) -> None:
         """Keep a job, for commands without a variable of the job."""
@@ -49,21 +56,29 @@ class Commands:
     def run(self, line: str) -> None:
         """Run the words after ``%elastic``."""
         command, *words = split(line, MAGIC) or [""]
-        if command not in self._commands:
-            raise MagicOptionError(self._no_command(command))
+        if command not in OPTIONS:
+            close = difflib.get_close_matches(command, OPTIONS, n=1)
+            known = ", ".join(OPTIONS)
+            hint = f"did you mean {MAGIC} {close[0]}?" if close else f"there are {known}"
+            what = f"there is no command {command!r}" if command else "a command is missing"
+            raise MagicOptionError(f"{MAGIC}: {what}; {hint} (every command: {MAGIC}?)")
+        if command == "config":
+            self._config(words)
+            return
+        given = MagicCommand(f"{MAGIC} {command}", OPTIONS[command]).read(words)
+        if command == "jobs":
+            self._say(*[_summary(job) for job in self.jobs()] or ["no job yet"])
+            return
+        job = self.find(given.pop("job", None))
+        if command in CHANGES and job.done():
+            self._say(f"{job.name} has ended already: {job.status.state}")
+            return
         try:
-            self._commands[command](words)
+            getattr(self, f"_{command}")(job, **given)
         except MagicOptionError:
             raise
         except OptionError as error:  # raised by the job
             raise MagicOptionError(f"{MAGIC} {command}: {error} (more: {MAGIC}?)") from None
-
-    def _no_command(self, command: str) -> str:
-        known = ", ".join(self._commands)
-        close = difflib.get_close_matches(command, self._commands, n=1)
-        hint = f"did you mean {MAGIC} {close[0]}?" if close else f"there are {known}"
-        what = f"there is no command {command!r}" if command else "a command is missing"
-        return f"{MAGIC}: {what}; {hint} (every command: {MAGIC}?)"
 
     # -- jobs ----------------------------------------------------------------------------------
 
@@ -93,18 +108,9 @@ class Commands:
             )
         return found[0]
 
-    def _parse(
-        self, command: str, words: list[str], *options: LineOption
-    ) -> tuple[Any, dict[str, Any]]:
-        """Return the job of a line, and the line's other options."""
-        job = LineOption(["--job"], Kind(str, "text", "NAME"))
-        given = MagicCommand(f"{MAGIC} {command}", [job, *options]).read(words)
-        return self.find(given.pop("job", None)), given
-
     # -- commands ------------------------------------------------------------------------------
 
-    def _status(self, words: list[str]) -> None:
-        job = self._parse("status", words)[0]
+    def _status(self, job: Any) -> None:
         status = job.status
         lines = [_summary(job)]
         if status.reason:
@@ -114,43 +120,30 @@ class Commands:
             lines.append(f"  + {len(status.ranks) - 20} more")
         self._say(*lines)
 
-    def _stop(self, words: list[str]) -> None:
-        job = self._parse("stop", words)[0]
-        if self._goes_on(job):
-            job.stop()
-            self._say(f"{job.name} stops at its next commit ({MAGIC} cancel stops it at once)")
+    def _stop(self, job: Any) -> None:
+        job.stop()
+        self._say(f"{job.name} stops at its next commit ({MAGIC} cancel stops it at once)")
 
-    def _cancel(self, words: list[str]) -> None:
-        job = self._parse("cancel", words)[0]
-        if self._goes_on(job):
-            job.cancel()
-            self._say(f"{job.name} stops now")
+    def _cancel(self, job: Any) -> None:
+        job.cancel()
+        self._say(f"{job.name} stops now")
 
-    def _scale(self, words: list[str]) -> None:
-        limits = (LineOption.of(ROWS[name]) for name in LIMITS)
-        job, options = self._parse("scale", words, *limits)
-        if not options:
+    def _scale(self, job: Any, **limits: Any) -> None:
+        if not limits:
             raise MagicOptionError(
                 f"{MAGIC} scale: a limit is missing, as in {MAGIC} scale --min-np 2 --max-np 6"
             )
-        if self._goes_on(job):
-            job.scale(**options)
-            changes = ", ".join(f"{name}={value}" for name, value in options.items())
-            self._say(f"{job.name}: {changes} from its next commit on")
+        job.scale(**limits)
+        changes = ", ".join(f"{name}={value}" for name, value in limits.items())
+        self._say(f"{job.name}: {changes} from its next commit on")
 
-    def _logs(self, words: list[str]) -> None:
-        job, options = self._parse("logs", words, LineOption(["--rank"], count(0)))
-        text = job.logs(options.get("rank"))
-        subject = f"rank {options['rank']} has" if "rank" in options else "its ranks have"
-        self._say(text.removesuffix("\n") or f"{job.name}: {subject} printed nothing yet")
+    def _logs(self, job: Any, rank: int | None = None) -> None:
+        subject = "its ranks have" if rank is None else f"rank {rank} has"
+        text = job.logs(rank).removesuffix("\n")
+        self._say(text or f"{job.name}: {subject} printed nothing yet")
 
-    def _why(self, words: list[str]) -> None:
-        job, options = self._parse("why", words, LineOption(["--rank"], count(0)))
-        self._say(job.why(options.get("rank")))
-
-    def _list(self, words: list[str]) -> None:
-        MagicCommand(f"{MAGIC} jobs", []).read(words)
-        self._say(*[_summary(job) for job in self.jobs()] or ["no job yet"])
+    def _why(self, job: Any, rank: int | None = None) -> None:
+        self._say(job.why(rank))
 
     def _config(self, words: list[str]) -> None:
         if words == ["--reset"]:
@@ -165,12 +158,6 @@ class Commands:
             for name, value in sorted(self.defaults.items())
         ]
         self._say(" ".join(settings) or "no defaults set; those of nbelastic.fit hold")
-
-    def _goes_on(self, job: Any) -> bool:
-        if job.done():
-            self._say(f"{job.name} has ended already: {job.status.state}")
-            return False
-        return True
 
     def _say(self, *lines: str) -> None:
         self._write("\n".join(lines) + "\n")

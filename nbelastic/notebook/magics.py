@@ -5,7 +5,6 @@ import __future__
 
 import difflib
 import functools
-import os
 import re
 import sys
 import threading
@@ -21,13 +20,11 @@ from nbelastic.errors import OptionError, RankFailed
 
 from .cell import CellFunction, large_variables
 from .commands import Commands
-from .display_service import display
+from .display_service import display, silent, write
 from .names import users_names
 from .options import MagicOptionError, options_help, split, train_command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from IPython.core.interactiveshell import InteractiveShell
 
 MAGIC = "%%elastic_train"
@@ -52,7 +49,7 @@ class ElasticMagics(Magics):
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
-        self.commands = Commands(shell.user_ns, _write)
+        self.commands = Commands(shell.user_ns, write)
 
     @cell_magic
     def elastic_train(self, line: str, cell: str) -> Any:
@@ -113,7 +110,7 @@ class ElasticMagics(Magics):
         display.set_options(job, stream, quiet=quiet)
         self.commands.remember(job)
         if verbose:
-            _write(job.modules.describe())
+            write(job.modules.describe())
         if out is not None:
             self.shell.user_ns[out] = job
         if not block:
@@ -243,16 +240,13 @@ def _bring_back(job: Any, quiet: bool) -> None:
     returned = nbelastic.driver.driver_of(job).log.returned
     if job.done() and returned.pulled:
         back = ", ".join(f"`{name}`" for name in job.pull())
-        if not quiet and os.environ.get("NBELASTIC_NONINTERACTIVE") != "1":
-            _write(f"back from rank 0: {back}\n")
+        _tell(f"back from rank 0: {back}", quiet)
     left = [name for name in returned.trained if name not in returned.pulled]
-    if left and not quiet and os.environ.get("NBELASTIC_NONINTERACTIVE") != "1":
-        several = len(left) > 1
+    if left:
+        verb, it = ("are", "them") if len(left) > 1 else ("is", "it")
         names = ", ".join(f"`{name}`" for name in left)
-        _write(
-            f"{names} of this notebook {'are' if several else 'is'} unchanged; "
-            f"--pull {','.join(left)} brings {'them' if several else 'it'} back\n"
-        )
+        pull = f"--pull {','.join(left)} brings {it} back"
+        _tell(f"{names} of this notebook {verb} unchanged; {pull}", quiet)
 
 
 def _warn_of_large_variables(function: CellFunction) -> None:
@@ -260,20 +254,23 @@ def _warn_of_large_variables(function: CellFunction) -> None:
     sizes = ", ".join(
         f"{name} {size / 2**20:,.0f} MiB" for name, size in large_variables(function.captured)
     )
-    if sizes and os.environ.get("NBELASTIC_NONINTERACTIVE") != "1":
-        _write(f"sent to every worker: {sizes}; load large data on the workers instead\n")
+    if sizes:
+        _tell(f"sent to every worker: {sizes}; load large data on the workers instead")
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
+def _tell(words: str, quiet: bool = False) -> None:
+    if not (quiet or silent()):
+        write(words + "\n")
 
 
-# -- after a failure -------------------------------------------------------------------------------
+# -- the extension ---------------------------------------------------------------------------------
 
 
-def wrap_debug(shell: InteractiveShell) -> None:
-    """Make ``%debug`` explain itself if the last error was a rank's."""
-    original = _find(shell)
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Register the magics, and make ``%debug`` explain itself if the last error was a rank's."""
+    shell.register_magics(ElasticMagics)
+    find: Any = shell.find_line_magic  # it has no annotations, and may import the magic
+    original = find("debug")
     if original is None or hasattr(original, _MARK):
         return
 
@@ -281,20 +278,18 @@ def wrap_debug(shell: InteractiveShell) -> None:
     def debug(line: str = "", *args: Any, **kwargs: Any) -> Any:
         if line.strip() or not isinstance(getattr(sys, "last_value", None), RankFailed):
             return original(line, *args, **kwargs)
-        sys.stdout.write(NOTHING_HERE + "\n")
+        write(NOTHING_HERE + "\n")
         return None
 
     setattr(debug, _MARK, original)
     shell.magics_manager.magics["line"]["debug"] = debug
 
 
-def unwrap_debug(shell: InteractiveShell) -> None:
-    """Restore the original."""
-    original = getattr(_find(shell), _MARK, None)
-    if original is not None:
-        shell.magics_manager.magics["line"]["debug"] = original
-
-
-def _find(shell: Any) -> Callable[..., Any] | None:
-    magic: Callable[..., Any] | None = shell.find_line_magic("debug")  # may import it
-    return magic
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """Unregister the magics, and restore ``%debug``."""
+    magics = shell.magics_manager.magics
+    magics["cell"].pop("elastic_train", None)
+    magics["line"].pop("elastic", None)
+    shell.magics_manager.registry.pop(ElasticMagics.__name__, None)
+    if (original := getattr(magics["line"].get("debug"), _MARK, None)) is not None:
+        magics["line"]["debug"] = original

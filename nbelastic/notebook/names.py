@@ -11,10 +11,8 @@ from __future__ import annotations
 import ast
 import re
 import symtable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 _OF_IPYTHON = re.compile(
     r"In|Out|get_ipython|exit|quit|display|_+|_i+|_i?\d+|_[iod]h|_exit_code|__\w+__"
@@ -24,10 +22,7 @@ _OF_IPYTHON = re.compile(
 def users_names(
     namespace: Mapping[str, Any], hidden: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the user's own names in a notebook's namespace.
-
-    A name that IPython has hidden is the user's if it has another value now.
-    """
+    """Return the user's own names in a namespace, also hidden names with a new value."""
     hidden = hidden or {}
     missing = object()
     return {

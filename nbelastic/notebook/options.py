@@ -1,33 +1,18 @@
-"""Options of ``%%elastic_train`` and ``%elastic``, by the names of ``fit``.
-
-IPython's own ``UsageError`` prints a line and lets the cell pass, so a test that runs a notebook
-would not notice it. A wrong option is an ordinary error here.
-"""
+"""Options of ``%%elastic_train`` and ``%elastic``, by the names of ``fit``."""
 
 from __future__ import annotations
 
 import keyword
 import shlex
 import textwrap
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
 
 import click
 
-from nbelastic.driver.options import (
-    DEFAULTS,
-    FLAG,
-    TABLE,
-    Kind,
-    LineCommand,
-    LineOption,
-    OptionRow,
-    choice,
-    did_you_mean,
-)
+from nbelastic.driver.options import DEFAULTS, TABLE, Kind, OptionRow, choice, flag
+from nbelastic.driver.parser import LineCommand, LineOption, did_you_mean
 from nbelastic.errors import OptionError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 STREAMS = ("rank0", "all", "none")
 
@@ -116,19 +101,16 @@ def train_command(magic: str = "%%elastic_train") -> MagicCommand:
         LineOption(["--name"], text),
         LineOption(["-o", "--out"], Kind(_variable, "a name that a variable can have", "NAME")),
         LineOption(["--log-to"], Kind(_variable, "the name of a variable", "NAME")),
-        LineOption(["-b/-a", "--block/--noblock"], FLAG),
-        LineOption(["-q", "--quiet"], FLAG),
-        LineOption(["-v", "--verbose"], FLAG),
+        LineOption(["-b/-a", "--block/--noblock"], flag),
+        LineOption(["-q", "--quiet"], flag),
+        LineOption(["-v", "--verbose"], flag),
         LineOption(["--stream"], choice(*STREAMS)),
     )
     return MagicCommand(magic, [*(LineOption.of(row) for row in TABLE), *mine])
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Read one ``option=value`` of ``%elastic config``, as ``fit`` names the option.
-
-    ``workers=alice,bob`` has several values; ``max-np=`` means no default, which is None.
-    """
+    """Read an ``option=value`` of ``%elastic config``; no value is None, no default."""
     command = train_command("%elastic config")
     known = {str(param.name): param for param in command.params if param.name not in PER_CELL}
     option, equals, value = text.partition("=")
@@ -143,7 +125,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         command.fail(f"{text!r} must be OPTION=VALUE, as in max-np=8")
     if not value:
         return name, None
-    if isinstance(param := known[name], LineOption) and param.kind is FLAG:
+    if isinstance(param := known[name], LineOption) and param.kind is flag:
         if value.lower() not in ("true", "false"):
             command.fail(f"{option}={value} must be true or false")
         return name, value.lower() == "true"

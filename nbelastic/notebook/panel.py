@@ -1,41 +1,35 @@
 """Live panel: a job in ipywidgets, with a Stop button and fields for its limits.
 
-Any thread may call :meth:`Panel.refresh` at any time. It reads the job at most four times a second,
-and at once after an event. Each part is a widget, rendered by the pure functions in ``render``, and
-is sent only if it has changed. Callbacks of the controls may run in another thread, so everything
-is written under one lock, and the job is called outside it. The limits are fields, because a screen
-reader cannot name the handles of an ipywidgets slider.
+The display group updates it, under its lock. It reads the job at most four times a second, and at
+once after an event. Each part is a widget, rendered by the pure functions in ``render``, and is
+sent only if it has changed. Callbacks of the controls run in the kernel's thread, and ipywidgets
+shows their errors. The limits are fields, because a screen reader cannot name the handles of an
+ipywidgets slider.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import ipywidgets
 
+from nbelastic.driver import driver_of
+from nbelastic.driver.status import JobStatus
 from nbelastic.errors import OptionError
-from nbelastic.render import OUTPUT_TITLE, PARTS, STYLE, JobSnapshot, timeline_key
-from nbelastic.render.curves import curves_key
+from nbelastic.render import OUTPUT_TITLE, PARTS, STYLE, JobSnapshot
 from nbelastic.render.formatting import escape
-from nbelastic.render.job_snapshot import ENDED
-
-from .display_group import ErrorBoundary, afterlife
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-logger = logging.getLogger(__name__)
 
 BETWEEN_UPDATES = 0.25
 """Minimum of seconds between two updates without an event."""
 
-MOST_RANKS = 1_000_000
+BETWEEN_DRAWINGS = 1.0
+"""Minimum of seconds between two drawings without an event: a new one closes an open tooltip."""
 
-PATIENCE = 3.0
-"""Seconds for which the fields keep the requested limits until the job reports them."""
+DRAWINGS = frozenset({"timeline", "curves"})
+
+MOST_RANKS = 1_000_000
 
 SHOWN_REFUSAL = 15.0
 """Seconds for which the panel says why limits were refused."""
@@ -45,11 +39,13 @@ STALE = (
 )
 """Shown by its style, 15 s after the last update: a kernel that is gone cannot show it."""
 
-_KEYS: dict[str, Callable[[JobSnapshot], tuple[object, ...]]] = {
-    "timeline": timeline_key,
-    "curves": curves_key,
-}
-"""Values on which the expensive parts depend: they are redrawn only when these change."""
+
+def afterlife(job: Any) -> str:
+    """Return what becomes of a job without its kernel, as HTML."""
+    if not driver_of(job).outlives_kernel:
+        return "The job ends with its kernel, because its cluster does."
+    call = escape(f'nbelastic.attach("{job.name}", cluster=client)')
+    return f"Without its kernel the job trains on: <code>{call}</code> shows it."
 
 
 class Panel:
@@ -58,17 +54,14 @@ class Panel:
     def __init__(self, job: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self._job: Any = job
         self._clock = clock
-        self._boundary = ErrorBoundary(f"job {job.name!r}")
-        self._lock = threading.RLock()
         self._seen: tuple[str, int] = ("", -1)
-        self._updated = float("-inf")
-        self._keys: dict[str, tuple[object, ...]] = {}
-        self._wanted: tuple[tuple[int, int], float] | None = None
-        self._limits: tuple[int, int] | None = None
-        self._setting = 0
-        self._stale = STALE.format(afterlife(job))
+        self._updated = self._drawn = float("-inf")
+        self._limits: tuple[int, int] | None = None  # as the job has last reported them
+        self.afterlife = afterlife(job)
+        self._stale = STALE.format(self.afterlife)
         self._refused = 0.0
-        self._parts = {name: _html() for name in PARTS}
+        layout = {"width": "100%", "margin": "5px 0"}
+        self._parts = {name: ipywidgets.HTML(layout=layout) for name in PARTS}
         self.stop = ipywidgets.Button(
             description="Stop", icon="stop", tooltip="End the job at its next commit"
         )
@@ -95,94 +88,25 @@ class Panel:
             limit.observe(self._limit_changed, names="value")
         self.refresh()
 
-    @property
-    def broken(self) -> bool:
-        """Whether the panel has switched itself off after a fault."""
-        return self._boundary.broken
-
     def refresh(self) -> bool:
-        """Update the panel; return whether the job was read. Never raises.
-
-        Does nothing while another thread updates it.
-        """
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            return self._boundary(self._refresh, False)
-        finally:
-            self._lock.release()
-
-    def finish(self) -> None:
-        """Show the final state, and remove the controls. Never raises."""
-        with self._lock:
-            self._boundary(self._finish, None)
-
-    # -- rendering -------------------------------------------------------------------------
-
-    def _refresh(self) -> bool:
+        """Update the panel; return whether the job was read."""
         if self._job is None:
             return False
-        status = self._job.status
-        seen = (status.state, len(self._job.history))
+        seen = (self._job.status.state, len(self._job.history))
         now = self._clock()
         if seen == self._seen and now - self._updated < BETWEEN_UPDATES:
             return False
+        draws = seen != self._seen or now - self._drawn >= BETWEEN_DRAWINGS
         self._seen, self._updated = seen, now
-        self._put(JobSnapshot.of(self._job, status))
+        self._drawn = now if draws else self._drawn
+        self._put(JobSnapshot.of(self._job), draws=draws)
         return True
 
-    def _put(self, snapshot: JobSnapshot) -> None:
-        for name, draw in PARTS.items():
-            key = _KEYS[name](snapshot) if name in _KEYS else None
-            if key is not None and self._keys.get(name) == key:
-                continue
-            drawn = draw(snapshot)
-            if name == "head" and not snapshot.ended:
-                drawn += self._stale
-            shown = f'<div class="nbe">{drawn}</div>' if drawn else ""
-            part = self._parts[name]
-            if part.value != shown:
-                part.value = shown
-            display = None if drawn else "none"
-            if name == "output":
-                part = self._printed
-            if part.layout.display != display:
-                part.layout.display = display
-            if key is not None:
-                self._keys[name] = key
-        if self._refusal.value and self._clock() - self._refused > SHOWN_REFUSAL:
-            self._refusal.value = ""
-        if snapshot.status.state in ENDED or snapshot.status.state == "stopping":
-            self._disable()
-        else:
-            self._put_limits(snapshot)
-
-    def _put_limits(self, snapshot: JobSnapshot) -> None:
-        """Show the job's limits if they have changed, or if a request had no effect.
-
-        The fields' values are not compared, because a thread that waits for the lock may be about
-        to request them.
-        """
-        limits = (snapshot.status.min_np, snapshot.status.max_np or 0)
-        if self._wanted is not None:
-            wanted, since = self._wanted
-            if limits != wanted and self._clock() - since < PATIENCE:
-                return
-            self._wanted = self._limits = None
-        if limits == self._limits:
-            return
-        self._limits = limits
-        self._setting = threading.get_ident()
-        try:
-            self.least.value, self.most.value = limits
-        finally:
-            self._setting = 0
-
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Show the final state, and remove the controls."""
         if self._job is None:
             return
-        self._put(JobSnapshot.of(self._job))
-        self._disable()
+        self._put(JobSnapshot.of(self._job), draws=True)
         self.widget.children = tuple(c for c in self.widget.children if c is not self._controls)
         # ipywidgets keeps every widget for the life of the kernel; do not let it keep the job
         self.stop.on_click(self._stop_pressed, remove=True)
@@ -190,67 +114,68 @@ class Panel:
         self.most.unobserve_all()
         self._job = None
 
-    def _disable(self) -> None:
-        for control in (self.stop, self.least, self.most):
-            if not control.disabled:
-                control.disabled = True
+    # -- rendering -------------------------------------------------------------------------
+
+    def _put(self, snapshot: JobSnapshot, *, draws: bool) -> None:
+        for name, draw in PARTS.items():
+            if name in DRAWINGS and not draws:
+                continue
+            drawn = draw(snapshot)
+            if name == "head" and not snapshot.ended:
+                drawn += self._stale
+            # Traits that keep their value are not sent.
+            self._parts[name].value = f'<div class="nbe">{drawn}</div>' if drawn else ""
+            box = self._printed if name == "output" else self._parts[name]
+            box.layout.display = None if drawn else "none"
+        if self._clock() - self._refused > SHOWN_REFUSAL:
+            self._refusal.value = ""
+        if snapshot.ended or snapshot.status.state == "stopping":
+            self.least.disabled = self.most.disabled = True
+            self.stop.disabled |= snapshot.ended  # what takes long to stop can be stopped now
+        else:
+            self._put_limits(snapshot.status)
+
+    def _put_limits(self, status: JobStatus) -> None:
+        """Show the job's limits if they have changed since the last report."""
+        # The fields are not compared: their values may be on the way to the job.
+        limits = (status.min_np, status.max_np or 0)
+        if limits != self._limits:
+            self._limits = limits
+            self.least.value, self.most.value = limits
 
     # -- controls ----------------------------------------------------------------
 
     def _stop_pressed(self, _: object) -> None:
-        self._ask(self._stop)
-
-    def _stop(self) -> None:
         """Stop the job: at its next commit the first time, at once the second time."""
-        with self._lock:
-            job, again = self._job, self.stop.description != "Stop"
-            if job is None or self.stop.disabled:
-                return
-            with self.stop.hold_sync():
-                self.stop.description = "Ending …" if again else "Stop now"
-                self.stop.tooltip = "End the job at once; its last commit stays the newest"
-                self.stop.button_style = "" if again else "danger"
-                self.stop.disabled = again
+        job, again = self._job, self.stop.description != "Stop"
+        if job is None or self.stop.disabled:
+            return
+        with self.stop.hold_sync():
+            self.stop.description = "Ending …" if again else "Stop now"
+            self.stop.tooltip = "End the job at once; its last commit stays the newest"
+            self.stop.button_style = "" if again else "danger"
+            self.stop.disabled = again
         if again:
             job.cancel()
         else:
             job.stop()
 
-    def _limit_changed(self, _: object) -> None:
-        if self._setting != threading.get_ident():
-            self._ask(self._scale)
-
-    def _ask(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception:  # any: the panel, and the next press, must still work
-            logger.warning("a control of the panel failed", exc_info=True)
-
-    def _scale(self) -> None:
-        """Request the limits that differ from the job's. A maximum cannot be removed with 0."""
-        with self._lock:
-            job = self._job
-            if job is None:
-                return
-            status, wanted = job.status, (self.least.value, self.most.value)
-            low = wanted[0] if wanted[0] != status.min_np else None
-            high = wanted[1] if wanted[1] != (status.max_np or 0) else None
-            self._wanted = (wanted, self._clock())
+    def _limit_changed(self, change: Any) -> None:
+        """Request a limit other than the job's. A maximum cannot be removed with 0."""
+        job, is_least = self._job, change["owner"] is self.least
+        if job is None or self._limits is None or change["new"] == self._limits[not is_least]:
+            return
         refusal = ""
         try:
-            if high == 0:
+            if change["new"] == 0:
                 raise OptionError("a job with a maximum keeps one: enter a number of ranks")
-            if low is not None or high is not None:
-                job.scale(min_np=low, max_np=high)
+            job.scale(**{"min_np" if is_least else "max_np": change["new"]})
         except OptionError as error:
-            refusal = str(error)
-        with self._lock:
-            words = refusal.replace("min_np=", "min ranks ").replace("max_np=", "max ranks ")
-            self._refusal.value = f'<p class="nbe-refusal">{escape(words)}</p>' if words else ""
-            self._refused = self._clock()
-            if refusal:  # show the actual limits
-                self._wanted = self._limits = None
-                self._put_limits(JobSnapshot.of(job))
+            words = str(error).replace("min_np=", "min ranks ").replace("max_np=", "max ranks ")
+            refusal = f'<p class="nbe-refusal">{escape(words)}</p>'
+            self._limits = None  # show the actual limits
+            self._put_limits(job.status)
+        self._refusal.value, self._refused = refusal, self._clock()
 
 
 def _field(name: str, least: int, meaning: str) -> Any:
@@ -264,7 +189,3 @@ def _field(name: str, least: int, meaning: str) -> Any:
         style={"description_width": "initial"},
         layout={"width": "150px", "max_width": "100%"},
     )
-
-
-def _html() -> Any:
-    return ipywidgets.HTML(layout={"width": "100%", "margin": "5px 0"})

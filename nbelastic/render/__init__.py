@@ -1,20 +1,14 @@
-"""Rendering of a job for notebooks and terminals: text, HTML and SVG.
-
-All functions map a frozen :class:`JobSnapshot` to a string, without clock, IPython or I/O. So the
-same snapshot always looks the same. :mod:`~nbelastic.render.output` makes lines of ranks' output.
-"""
+"""Rendering of a job as text, HTML and SVG: pure functions of a snapshot."""
 
 from __future__ import annotations
 
-from .changes import sentence
 from .figures import FIGURES, rank_line
 from .formatting import abbreviate, count, duration, number, pace, printable
 from .job_snapshot import JobSnapshot
 from .output import Mode, RankLines, Streamer
-from .page import OUTPUT_TITLE, PARTS, page
-from .text import line, text
-from .theme import STYLE
-from .timeline import timeline, timeline_key
+from .page import OUTPUT_TITLE, PARTS, STYLE, page
+from .text import line, sentence, text
+from .timeline import timeline
 
 __all__ = [
     "FIGURES",
@@ -37,5 +31,4 @@ __all__ = [
     "sentence",
     "text",
     "timeline",
-    "timeline_key",
 ]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from nbelastic.driver.status import JobStatus, RankStatus
 
 from .formatting import abbreviate, block, count, pace, rate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbelastic.driver.status import JobStatus, RankStatus
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,8 @@ FIGURES = [
 ]
 """The columns, from left to right; one more is one more element.
 
-A value that ``RankStatus`` lacks comes from the rank in ``RankTelemetry``, and is copied by
-``MetricsAggregator.status``; nothing between needs a change.
+A value that ``RankStatus`` lacks comes from the rank in ``RankTelemetry``, under the same name;
+nothing between needs a change.
 """
 
 

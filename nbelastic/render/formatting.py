@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 from markupsafe import escape as markup_escape
 
-if TYPE_CHECKING:
-    from nbelastic.driver.status import JobStatus
+from nbelastic.driver.status import JobStatus
 
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 """Characters that XML cannot hold."""
@@ -31,10 +29,8 @@ def escape(value: str) -> str:
 
 
 def abbreviate(value: object, most: int) -> str:
-    """Return a value on one line of at most `most` characters, cut in its middle.
-
-    Names differ at their ends, and a message ends with the line of code or the remedy.
-    """
+    """Return a value on a line of at most `most` characters, cut in its middle."""
+    # Names differ at their ends, and a message ends with the line of code or the remedy.
     line = " ".join(str(value).split())
     kept = most - 1
     return line if len(line) <= most else f"{line[: kept - kept // 2]}…{line[-(kept // 2) :]}"

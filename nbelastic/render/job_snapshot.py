@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbelastic.driver import driver_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from nbelastic.driver.status import HistoryEvent, JobStatus
+from nbelastic.driver.status import HistoryEvent, JobStatus
 
 MOST_POINTS = 500
 """Points of a curve, evenly chosen, the newest among them."""
@@ -35,9 +32,9 @@ class JobSnapshot:
     error: str = ""  # what the job's result raises
 
     @classmethod
-    def of(cls, job: Any, status: JobStatus | None = None) -> JobSnapshot:
-        """Return a snapshot of a job, with `status` if it has been read just now."""
-        log, status = driver_of(job).log, status or job.status
+    def of(cls, job: Any) -> JobSnapshot:
+        """Return a snapshot of a job."""
+        log, status = driver_of(job).log, job.status
         curves = log.metrics.curves(MOST_POINTS)
         error = str(job.exception()) if status.state == "failed" else ""
         pace, output = log.metrics.pace(), log.last_output(MOST_OUTPUT)
@@ -51,7 +48,3 @@ class JobSnapshot:
     def offset(self, event: HistoryEvent) -> float:
         """Return the seconds from the start to an event."""
         return max(event.time - self.started, 0.0)
-
-    def count(self, kind: str) -> int:
-        """Return the number of events of a kind."""
-        return sum(event.kind == kind for event in self.history)

@@ -10,13 +10,11 @@ from __future__ import annotations
 import bisect
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from nbelastic.driver import Output
+from nbelastic.driver import Output
 
 Mode = Literal["rank0", "all", "none"]
 
@@ -28,6 +26,11 @@ MAX_LINE = 4_000
 
 MAX_UNFINISHED = 1_000_000
 """Characters after which an unfinished line counts as finished."""
+
+BURST = 1_000
+"""Lines shown at once; in the long run ``LINES_PER_S``."""
+
+LINES_PER_S = 200.0
 
 TAIL = 10
 """Lines shown from the end of a cut."""
@@ -51,10 +54,7 @@ class _Line:
 
 
 class RankLines:
-    """Joins the pieces of what ranks print to lines.
-
-    Of a line that overwrites itself, such as a progress bar, only its last state is kept.
-    """
+    """Joins pieces of output to lines; of a progress bar its last state is kept."""
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[int | None, str]] = {}
@@ -83,22 +83,12 @@ class RankLines:
 
 
 class Streamer:
-    """Turns the outputs of ranks into text.
+    """Turns outputs of ranks into text, with ``[rank 3]`` where the rank changes."""
 
-    With ``all``, ``[rank 3]`` precedes a line when the rank changes.
-    """
-
-    def __init__(
-        self,
-        mode: Mode = "rank0",
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        lines_per_s: float | None = 200.0,  # in the long run; None for no cap
-        burst: int = 1_000,  # lines at once
-    ) -> None:
+    def __init__(self, mode: Mode = "rank0", clock: Callable[[], float] = time.monotonic) -> None:
         self._mode = mode
         self._clock = clock
-        self._cap = None if lines_per_s is None else _Cap(lines_per_s, burst, clock())
+        self._cap = _Cap(clock())
         self._queue = _Queue()
         self._cursor = 0  # in the output of the job
         self._lines = RankLines()
@@ -112,15 +102,8 @@ class Streamer:
         self._cursor, outputs = job.output(self._cursor)
         return self.feed(outputs)
 
-    def remaining_text(self, job: Any) -> str:
-        """Return the text for all output of a job that has not been returned yet."""
-        return self.new_text(job) + self.flush()
-
     def feed(self, outputs: Iterable[Output]) -> str:
-        """Take new output in order of arrival, possibly none; return the text to show now.
-
-        Call it regularly, because lines wait for equal ones.
-        """
+        """Take new output in order of arrival, possibly none; return the text to show now."""
         now = self._clock()
         if self._mode == "none":
             return ""
@@ -153,15 +136,11 @@ class Streamer:
             self._queue.add(line, start, rank, now)
         rest = self._lines.unfinished(start)
         if rank == 0 and visible(rest) and "\r" in rest:
-            shown += self._update_bar(start, rest, now)
+            if start != self._open:
+                shown += self._end_open_line() + self._emit(now, now)
+                self._open = start
+            shown += self._bar(rest)
         return shown
-
-    def _update_bar(self, start: int, text: str, now: float) -> str:
-        if start != self._open:
-            before = self._end_open_line() + self._emit(now, now)
-            self._open = start
-            return before + self._bar(text)
-        return self._bar(text)
 
     def _bar(self, text: str) -> str:
         """Return the last state of a progress bar, to overwrite the state before."""
@@ -180,7 +159,7 @@ class Streamer:
     def _emit(self, now: float, until: float) -> str:
         shown = []
         for line in self._queue.take(until):
-            if self._cap is not None and not self._cap.allows(now):
+            if not self._cap.allows(now):
                 self._dropped += 1
                 self._tail.append(line)
                 continue
@@ -246,21 +225,16 @@ class _Queue:
 class _Cap:
     """A token bucket; an empty bucket stays closed until a second's worth has come back."""
 
-    def __init__(self, rate: float, burst: int, now: float) -> None:
-        self._rate = rate
-        self._burst = float(burst)
-        self._tokens = float(burst)
+    def __init__(self, now: float) -> None:
+        self._tokens = float(BURST)
         self._at = now
-        self._resume = min(rate, self._burst)
         self._closed = False
 
     def allows(self, now: float) -> bool:
         """Return whether one more line may be shown."""
-        self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate)
+        self._tokens = min(BURST, self._tokens + (now - self._at) * LINES_PER_S)
         self._at = now
-        if self._closed and self._tokens < self._resume:
-            return False
-        self._closed = self._tokens < 1
+        self._closed = self._tokens < (LINES_PER_S if self._closed else 1)
         if not self._closed:
             self._tokens -= 1
         return not self._closed

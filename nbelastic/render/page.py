@@ -5,39 +5,34 @@ The HTML is in ``job.html``, a template that escapes every value. Functions here
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
+from nbelastic.driver.status import HistoryEvent
 from nbelastic.messages import over
 
-from .changes import advice, newest_event, recent_changes
-from .curves import HEIGHT, WIDTH, shown_curves
 from .figures import shown_figures
 from .formatting import (
     abbreviate,
     count,
     duration,
     limits,
+    number,
     pace,
     printable,
     rate,
     some_lines,
     worker,
 )
+from .job_snapshot import JobSnapshot
 from .output import MAX_LINE, visible
-from .text import in_micro_batches, rows_in_words
-from .theme import STYLE, SYMBOLS
-from .timeline import legend, timeline, world_sizes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbelastic.driver.status import HistoryEvent
-
-    from .job_snapshot import JobSnapshot
+from .text import advice, in_micro_batches, newest_event, recent_changes, rows_in_words
+from .timeline import legend, thin, timeline, world_sizes
 
 MAX_ROWS = 20
 MAX_CHANGES = 6
@@ -46,6 +41,48 @@ MAX_LINES = 20
 OUTPUT_TITLE = "The last lines of rank 0; all output: job.logs()"
 AWAY_S = 120.0
 """Seconds after its loss for which a worker that has not come back is shown among the ranks."""
+
+SYMBOLS = {
+    "waiting": "○",
+    "forming": "◐",
+    "running": "●",
+    "stopping": "◧",
+    "finished": "✓",
+    "failed": "✕",
+    "stopped": "■",
+    "detached": "⇥",
+}
+"""Symbol of each state. It accompanies the word, and never replaces it."""
+
+# Colours and shapes: of JupyterLab's theme, else of the reader's colour scheme.
+_COLOURS = {
+    # name: (JupyterLab's variable, light, dark)
+    "fg": ("--jp-ui-font-color1", "#1f2328", "#e6edf3"),
+    "muted": ("--jp-ui-font-color2", "#59636e", "#9aa4af"),
+    "bg": ("--jp-layout-color1", "#ffffff", "#15181d"),
+    "soft": ("--jp-layout-color2", "#f3f5f7", "#21262d"),
+    "line": ("--jp-border-color2", "#d5dae0", "#3a424c"),
+    "accent": ("--jp-brand-color1", "#0b66c3", "#58a6ff"),
+    "good": ("--jp-success-color1", "#1a7f37", "#4ac26b"),
+    "warn": ("--jp-warn-color1", "#b35900", "#e3a008"),
+    "bad": ("--jp-error-color1", "#cf222e", "#ff7b72"),
+}
+
+
+def _palette(column: int) -> str:
+    return "".join(
+        f"--nbe-{name}:var({entry[0]},{entry[column]});" for name, entry in _COLOURS.items()
+    )
+
+
+_RULES = Path(__file__).with_name("theme.css").read_text(encoding="utf-8").strip()
+
+STYLE = (
+    f"<style>.nbe,.nbe-panel{{{_palette(1)}}}"
+    f"@media (prefers-color-scheme:dark){{.nbe,.nbe-panel{{{_palette(2)}}}}}"
+    f"{_RULES}</style>"
+)
+"""The style of every part, scoped to class ``nbe``. No part needs a script or another file."""
 
 
 def _load() -> Any:
@@ -107,9 +144,11 @@ def figure(snapshot: JobSnapshot) -> str:
 
 def curves(snapshot: JobSnapshot) -> str:
     """Return a small curve of each metric, with its last value."""
-    shown, more = shown_curves(snapshot)
+    known = [each for each in snapshot.curves.items() if each[1]]
+    shown = [_curve(name, points) for name, points in known[:MAX_CURVES]]
+    more = len(known) - MAX_CURVES
     words = count(more, "more metric") if more > 0 else ""
-    return str(_template.curves(shown, WIDTH, HEIGHT, words)) if shown else ""
+    return str(_template.curves(shown, CURVE_WIDTH, CURVE_HEIGHT, words)) if shown else ""
 
 
 def ranks(snapshot: JobSnapshot) -> str:
@@ -158,6 +197,66 @@ def output(snapshot: JobSnapshot) -> str:
 def live(snapshot: JobSnapshot) -> str:
     """Return the newest event for screen readers."""
     return str(_template.live(newest_event(snapshot)))
+
+
+MAX_CURVES = 6
+CURVE_WIDTH, CURVE_HEIGHT = 160, 32
+COLUMNS = 40
+
+
+LOGARITHMIC = 100.0
+"""Ratio of the largest to the smallest value from which the scale is logarithmic."""
+
+HOVERED = 24
+"""Places of a curve at which the pointer shows a value."""
+
+
+def _curve(name: str, points: Sequence[tuple[float, float]]) -> dict[str, str]:
+    """Return a metric's last value, name, range and label in words, and its drawing in SVG."""
+    step, value = points[-1]
+    finite = [each for _, each in points if math.isfinite(each)]
+    low, high = min(finite, default=math.nan), max(finite, default=math.nan)
+    # A loss that falls from 2 to 0.001 would be a flat line after its first steps.
+    scale = math.log10 if low > 0 and high / low >= LOGARITHMIC else float
+    words = f"{number(low)} to {number(high)}" if low < high else ""
+    label = (
+        f"{abbreviate(name, 40)}: {number(value)} at step {number(step)}, "
+        f"{count(len(points), 'value')}{words and f', {words}'}"
+    )
+    words += ", log" if scale is not float else ""
+    drawn = _drawing(thin(points, COLUMNS), scale)
+    found = {"value": number(value), "name": abbreviate(name, 20), "path": drawn}
+    return {**found, "range": words, "label": label}
+
+
+def _drawing(points: Sequence[tuple[float, float]], scale: Callable[[float], float]) -> str:
+    """Return the line, scaled to its own range; nothing if no value is finite."""
+    if not points:
+        return ""
+    steps, values = zip(*[(step, scale(value)) for step, value in points], strict=True)
+    left, low = min(steps), min(values)
+    wide, high = max(steps) - left or 1.0, max(values) - low or 1.0
+    if not math.isfinite(wide) or not math.isfinite(high):
+        return ""
+    across = [round(2 + (CURVE_WIDTH - 4) * (step - left) / wide, 1) for step in steps]
+    places = [
+        f"{x:g} {CURVE_HEIGHT - 3 - (CURVE_HEIGHT - 6) * (value - low) / high:.1f}"
+        for x, value in zip(across, values, strict=True)
+    ]
+    # A line without a length: drawings are stretched, and a circle would become an ellipse.
+    dot = (
+        f'<path class="nbe-end" stroke="currentColor" stroke-width="5" stroke-linecap="round" '
+        f'd="M{places[-1]}h0"/>'
+    )
+    line = f'<path class="nbe-step" fill="none" stroke="currentColor" d="M{"L".join(places)}"/>'
+    hovered = dict(zip((int(x * HOVERED / CURVE_WIDTH) for x in across), points, strict=True))
+    part = CURVE_WIDTH / HOVERED
+    tips = "".join(
+        f'<rect x="{column * part:.1f}" width="{part:.1f}" height="{CURVE_HEIGHT}" fill="none" '
+        f'pointer-events="all"><title>step {number(step)}: {number(value)}</title></rect>'
+        for column, (step, value) in hovered.items()
+    )
+    return line + dot + tips
 
 
 PARTS: dict[str, Callable[[JobSnapshot], str]] = {

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from nbelastic.driver.status import HistoryEvent
 
 from .formatting import abbreviate, count, duration, escape, rate, worker
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from nbelastic.driver.status import HistoryEvent
-
-    from .job_snapshot import JobSnapshot
+from .job_snapshot import JobSnapshot
 
 WIDTH = 1000
 """Units across the drawing: a tenth of a percent each."""
@@ -30,9 +26,8 @@ FOOT = 22
 MAX_SIZE = 19_000
 """Maximum of characters of SVG."""
 
-MAX_MARKS = 80
 COLUMNS = 180
-"""Number of columns to which a long line is thinned."""
+"""Number of columns of the drawing in which marks of a kind are one; fewer if it gets too large."""
 
 MAX_TICKS = 4
 """Maximum of times under the drawing: they must not touch at a width of 180 pixels."""
@@ -76,24 +71,11 @@ class _Scale:
         return round(TOP + STEP_HEIGHT * (1 - size / self.top), 1)
 
 
-def timeline_key(snapshot: JobSnapshot) -> tuple[object, ...]:
-    """Return a value that changes when the timeline must be redrawn.
-
-    Time counts in steps of 1/200 of the elapsed time, and of at least a second.
-    """
-    status = snapshot.status
-    tick = max(1.0, status.elapsed / 200)
-    limits = (status.min_np, status.max_np, status.state)
-    return (len(snapshot.history), bool(snapshot.pace), int(status.elapsed / tick), *limits)
-
-
 def timeline(snapshot: JobSnapshot) -> str:
     """Return the timeline as SVG of less than 20 KB."""
-    most = MAX_MARKS
-    drawn = _draw(snapshot, most)
-    while len(drawn) > MAX_SIZE and most > 1:
-        most //= 2
-        drawn = _draw(snapshot, most)
+    columns = COLUMNS
+    while len(drawn := _draw(snapshot, columns)) > MAX_SIZE and columns > 1:
+        columns = columns * 3 // 4
     return drawn
 
 
@@ -110,25 +92,24 @@ def legend(snapshot: JobSnapshot) -> str:
 
 
 def thin(points: Sequence[tuple[float, float]], columns: int) -> list[tuple[float, float]]:
-    """Return the lowest and the highest point of each column, in their order."""
+    """Return the lowest, the highest and the last point of each column, in their order."""
     finite = [p for p in points if math.isfinite(p[0]) and math.isfinite(p[1])]
     if len(finite) <= 2 * columns:
         return finite
     first, last = finite[0][0], finite[-1][0]
     width = (last - first) / columns or 1.0
-    ends: dict[int, list[tuple[float, float]]] = {}
+    parts: dict[int, list[tuple[float, float]]] = {}
     for point in finite:
-        column = min(int((point[0] - first) / width), columns - 1)
-        low_high = ends.setdefault(column, [point, point])
-        if point[1] < low_high[0][1]:
-            low_high[0] = point
-        if point[1] > low_high[1][1]:
-            low_high[1] = point
-    kept = (point for pair in ends.values() for point in pair)
-    return sorted(dict.fromkeys(kept))
+        parts.setdefault(min(int((point[0] - first) / width), columns - 1), []).append(point)
+    kept: list[tuple[float, float]] = []
+    for part in parts.values():
+        by_value = sorted(enumerate(part), key=lambda each: each[1][1])
+        ends = {by_value[0], by_value[-1], (len(part) - 1, part[-1])}
+        kept += [point for _, point in sorted(ends)]
+    return kept
 
 
-def _draw(snapshot: JobSnapshot, most_marks: int) -> str:
+def _draw(snapshot: JobSnapshot, columns: int) -> str:
     steps = world_sizes(snapshot)
     status = snapshot.status
     sizes = [size for _, size in steps]
@@ -145,7 +126,7 @@ def _draw(snapshot: JobSnapshot, most_marks: int) -> str:
             f'<svg class="nbe-lines" viewBox="0 0 {WIDTH} {height}" width="100%" '
             f'height="{height}" preserveAspectRatio="none">{"".join(lines)}</svg>',
             _labels(scale, height, snapshot.pace),
-            *_marks(snapshot, scale, most_marks),
+            *_marks(snapshot, scale, columns),
             "</svg>",
         ]
     )
@@ -214,19 +195,9 @@ def _labels(scale: _Scale, height: int, pace: Sequence[tuple[float, float]]) -> 
 
 
 def _line(scale: _Scale, steps: Sequence[tuple[float, int]]) -> str:
-    """Return the step line: of each column its first, lowest, highest and last size."""
-    columns: dict[int, list[int]] = {}
-    for at, size in steps:
-        columns.setdefault(int(scale.share(at) * COLUMNS), []).append(size)
-    parts: list[str] = []
-    exact = len(columns) == len(steps)
-    for column, sizes in columns.items():
-        x = scale.x(steps[len(parts)][0]) if exact else column * WIDTH / COLUMNS
-        turns = [min(sizes), max(sizes), sizes[-1]]
-        turns = [size for i, size in enumerate(turns) if i == 0 or size != turns[i - 1]]
-        heights = "".join(f"V{scale.y(size):g}" for size in turns)
-        parts.append(f"H{x:g}{heights}" if parts else heights)
-    path = f"M0 {scale.y(0):g}{''.join(parts)}H{scale.x(scale.end):g}"
+    """Return the step line."""
+    turns = [f"H{scale.x(at):g}V{scale.y(size):g}" for at, size in thin(steps, COLUMNS // 2)]
+    path = f"M0 {scale.y(0):g}{''.join(turns)}H{scale.x(scale.end):g}"
     return (
         f'<path class="nbe-under" fill="none" d="{path}V{scale.y(0):g}z"/>'
         f'<path class="nbe-step" {_STROKE} d="{path}"/>'
@@ -267,52 +238,25 @@ def _most_of(pace: Sequence[tuple[float, float]]) -> tuple[float, str]:
 # -- marks -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Group:
-    """Events of the same kind, close enough to share a mark."""
-
-    kind: str
-    first: float
-    last: float
-    size: int
-    amount: int
-    words: str
-
-
-def _marks(snapshot: JobSnapshot, scale: _Scale, most: int) -> Iterable[str]:
-    columns = COLUMNS
-    groups = _grouped(snapshot, scale, columns)
-    while len(groups) > most and columns > 1:
-        columns = columns * 3 // 4
-        groups = _grouped(snapshot, scale, columns)
-    for group in groups:
-        noun, shape = MARKS[group.kind]
-        y = scale.y(min(group.size, scale.top))
-        when = duration(group.first)
-        if group.amount > 1:
-            words = f"{count(group.amount, noun)}, {when} to {duration(group.last)}"
-        else:
-            words = f"{group.words}, {when}"
-        x = scale.x((group.first + group.last) / 2) / 10
-        mark = _mark(group.kind, 0, 0, shape, words)
-        yield f'<svg class="nbe-at" x="{x:g}%" y="{y:g}" overflow="visible">{mark}</svg>'
-
-
-def _grouped(snapshot: JobSnapshot, scale: _Scale, columns: int) -> list[_Group]:
-    groups: dict[tuple[str, int], _Group] = {}
+def _marks(snapshot: JobSnapshot, scale: _Scale, columns: int) -> Iterable[str]:
+    groups: dict[tuple[str, int], list[HistoryEvent]] = {}
     for event in _changes(snapshot):
-        at = snapshot.offset(event)
-        key = (event.kind, int(scale.share(at) * columns))
-        group = groups.get(key)
-        if group is None:
+        column = int(scale.share(snapshot.offset(event)) * columns)
+        groups.setdefault((event.kind, column), []).append(event)
+    for (kind, _), events in groups.items():
+        noun, shape = MARKS[kind]
+        first, last = snapshot.offset(events[0]), snapshot.offset(events[-1])
+        if len(events) > 1:
+            words = f"{count(len(events), noun)}, {duration(first)} to {duration(last)}"
+        else:
+            (event,) = events
             who = "a rank" if event.rank is None else f"rank {event.rank}"
             who += f" on {worker(event.name, event.worker)}" if event.worker else ""
             detail = f": {abbreviate(event.detail, 60)}" if event.detail else ""
-            groups[key] = _Group(event.kind, at, at, event.size, 1, f"{who} {event.kind}{detail}")
-        else:
-            group.last, group.size = at, event.size
-            group.amount += 1
-    return list(groups.values())
+            words = f"{who} {kind}{detail}, {duration(first)}"
+        x, y = scale.x((first + last) / 2) / 10, scale.y(min(events[-1].size, scale.top))
+        mark = _mark(kind, 0, 0, shape, words)
+        yield f'<svg class="nbe-at" x="{x:g}%" y="{y:g}" overflow="visible">{mark}</svg>'
 
 
 def _mark(kind: str, x: float, y: float, shape: str, title: str = "") -> str:

@@ -10,11 +10,9 @@ import copy
 import heapq
 import math
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 
 @dataclass(frozen=True)
@@ -161,10 +159,6 @@ class Allocation:
                 self.count[job] -= taken
                 number -= taken
 
-    def save(self) -> Allocation:
-        """Return a copy."""
-        return copy.deepcopy(self)
-
 
 @dataclass(frozen=True)
 class SharedSlot:
@@ -189,11 +183,7 @@ class Assignment:
 def assign(
     wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
 ) -> Assignment:
-    """Return the slots for each job to claim, and the slots for each to leave.
-
-    Earlier `wants` choose first; `given` has the share of each job; `slots` has all slots. A job
-    that has more than its share keeps the first of its slots.
-    """
+    """Return the slots for each job to claim, and for each to leave; first wants first."""
     everyone = {want.job for want in wants}
     alike = all(want.per_host is None for want in wants) and all(
         slot.jobs is None or everyone <= slot.jobs for slot in slots
@@ -330,7 +320,7 @@ class _Floors:
             for each in self.wants
             if each.preemptible and each.priority < want.priority and count[each.job] > each.kept
         ]
-        saved = self.allocation.save() if victims else self.allocation
+        saved = copy.deepcopy(self.allocation) if victims else self.allocation
         for victim in sorted(victims, key=lambda w: (w.priority, -w.since, w.job)):
             self.allocation.remove(victim.job, self.allocation.count[victim.job] - victim.kept)
             if self._try(want):

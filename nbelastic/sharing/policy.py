@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from .fair_share import shares
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from .fair_share import SlotGroup, Want
+from .fair_share import SlotGroup, Want, shares
 
 
 @dataclass(frozen=True)
@@ -49,17 +44,10 @@ class SharePolicy:
         self.rules = rules
         self._jobs: dict[str, _Memory] = {}
 
-    def share(self, job: str) -> int | None:
-        """Return the present share of a job; None for no bound."""
-        return self._jobs[job].share if job in self._jobs else None
-
     def decide(
         self, wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float
     ) -> dict[str, int | None]:
-        """Return the share that each job has from now on; None for no bound.
-
-        `has` of a want is what the job holds, `capacity` all slots, `now` on the clock of wants.
-        """
+        """Return the share that each job has from now on; None for no bound."""
         self._jobs = {want.job: self._jobs.get(want.job, _Memory()) for want in wants}
         if self.rules.policy == "first":
             return dict.fromkeys(self._jobs)

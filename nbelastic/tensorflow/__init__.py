@@ -36,8 +36,14 @@ from nbelastic.tensorflow.ops import (
     size_op,
 )
 from nbelastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from nbelastic.torch.ops.coordination import ProcessSet, add_process_set, remove_process_set
-from nbelastic.torch.ops.environment import is_homogeneous, start_timeline, stop_timeline
+from nbelastic.torch import (
+    ProcessSet,
+    add_process_set,
+    is_homogeneous,
+    remove_process_set,
+    start_timeline,
+    stop_timeline,
+)
 
 __all__ = [
     "Compression",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from nbelastic.elastic.state import ObjectState, State
 from nbelastic.errors import OptionError
@@ -11,9 +12,6 @@ from nbelastic.keras.feeds import ElasticDataset
 from nbelastic.keras.state import KerasState, Variables, run
 from nbelastic.torch.elastic import ElasticSampler
 from nbelastic.torch.state.torch_state import TorchState
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "ElasticDataset",

@@ -9,22 +9,21 @@ raises an UnknownError or InvalidArgumentError of its own.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
 import tensorflow as tf
 import torch
 
-from nbelastic.elastic.ranks import ranks
+from nbelastic.elastic.ranks import context
 from nbelastic.keras.backends.tensorflow import TensorFlowBackend, native
-from nbelastic.torch.ops import broadcast as broadcasts
-from nbelastic.torch.ops import compression as compressions
+from nbelastic.torch import compression as compressions
+from nbelastic.torch import functions as broadcasts
 from nbelastic.torch.ops import coordination, functions, reductions
 from nbelastic.torch.ops.reductions import Average, Sum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from nbelastic.collectives import Op
     from nbelastic.keras.backends.reduction import Operation
     from nbelastic.torch.ops.operation import GradientOp
@@ -420,19 +419,19 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 def local_size_op(name: str | None = None) -> Any:
     """Return the number of ranks on this host, as of when a ``tf.function`` runs."""
     del name
-    return _number(ranks.local_size)
+    return _number(context.local_size)
 
 
 def rank_op(name: str | None = None) -> Any:
     """Return the rank, as of when a ``tf.function`` runs."""
     del name
-    return _number(ranks.rank)
+    return _number(context.rank)
 
 
 def local_rank_op(name: str | None = None) -> Any:
     """Return the rank among those of its host, as of when a ``tf.function`` runs."""
     del name
-    return _number(ranks.local_rank)
+    return _number(context.local_rank)
 
 
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]

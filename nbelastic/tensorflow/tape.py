@@ -14,7 +14,7 @@ from nbelastic.torch.ops.reductions import Average
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Op
-    from nbelastic.torch.ops.compression import Compressor
+    from nbelastic.torch.compression import Compressor
     from nbelastic.torch.ops.operation import GradientOp
 
 
@@ -50,20 +50,9 @@ scale_local_gradients
     tf.GradientTape
         `gradtape`.
     """
-    return PartialDistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        None,
-        scale_local_gradients,
-    )
+    first = (device_dense, device_sparse, compression, sparse_as_dense, op)
+    last = (num_groups, groups, process_set, None, scale_local_gradients)
+    return PartialDistributedGradientTape(gradtape, *first, gradient_predivide_factor, *last)
 
 
 def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name

@@ -7,36 +7,22 @@ A script written for ``horovod.torch`` runs with its import changed. What differ
 - an optimizer with ``op=Adasum`` combines gradients, not what each rank's optimizer makes of them.
 """
 
-from nbelastic.elastic.ranks.context import shutdown
-from nbelastic.elastic.ranks.ranks import (
+from nbelastic.elastic.ranks.context import (
     cross_rank,
     cross_size,
     is_initialized,
     local_rank,
     local_size,
     rank,
+    shutdown,
     size,
 )
 from nbelastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from nbelastic.torch import distributed_sampler as _distributed_sampler
 from nbelastic.torch import elastic
+from nbelastic.torch.compression import Compression
 from nbelastic.torch.device import device
-from nbelastic.torch.gradients.optimizer import DistributedOptimizer
-from nbelastic.torch.ops.broadcast import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from nbelastic.torch.ops.compression import Compression
-from nbelastic.torch.ops.coordination.joined_rank import join
-from nbelastic.torch.ops.coordination.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from nbelastic.torch.ops.environment import (
+from nbelastic.torch.environment import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -51,6 +37,20 @@ from nbelastic.torch.ops.environment import (
     rocm_built,
     start_timeline,
     stop_timeline,
+)
+from nbelastic.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from nbelastic.torch.gradients.optimizer import DistributedOptimizer
+from nbelastic.torch.ops.coordination.joined_rank import join
+from nbelastic.torch.ops.coordination.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
 )
 from nbelastic.torch.ops.functions import (
     allgather,
@@ -88,8 +88,8 @@ from nbelastic.torch.ops.reductions import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from nbelastic.torch.ops.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from nbelastic.torch.process_group import install as _install
+from nbelastic.torch.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 _distributed_sampler.install()
 _install()

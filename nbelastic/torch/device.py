@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.runtime import own_gpu_first
 from nbelastic.errors import NotInitialized
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def device() -> torch.device:
@@ -39,7 +36,12 @@ def device() -> torch.device:
     --------
     >>> model = Net().to(hvd.device())  # doctest: +SKIP
     """
-    chosen = _choose()
+    if not torch.cuda.is_available():
+        chosen = torch.device("cpu")
+    elif (count := torch.cuda.device_count()) == 1 or own_gpu_first():
+        chosen = torch.device("cuda", 0)
+    else:
+        chosen = torch.device("cuda", current().local_rank % count)
     try:
         current().telemetry.device = str(chosen)
     except NotInitialized:
@@ -56,13 +58,9 @@ def in_words(found: torch.device) -> str:
 
 
 def what_would_fit(error: Exception, state_bytes: int) -> str:
-    """Return at most which part of a batch would have fitted in a GPU's memory, in words.
-
-    It is what was left for a batch, besides the state, of what the batch has taken and asked for.
-    Nothing if the error does not say what was asked for.
-    """
+    """Return at most which part of a batch would have fitted in a GPU's memory, if it is known."""
     asked = re.search(r"Tried to allocate ([\d.]+) (MiB|GiB)", str(error))
-    ready: Callable[[], bool] = torch.cuda.is_initialized
+    ready: Callable[[], bool] = torch.cuda.is_initialized  # mem_get_info() would start CUDA
     if asked is None or not ready():
         return ""
     free, total = torch.cuda.mem_get_info()
@@ -73,12 +71,3 @@ def what_would_fit(error: Exception, state_bytes: int) -> str:
         f"\nAt most {min(room / needed, 1):.0%} of the batch would have fitted: it needed more "
         f"than {needed / 2**30:.1f} GiB besides the state, of the device's {total / 2**30:.1f} GiB."
     )
-
-
-def _choose() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count == 1 or own_gpu_first():
-        return torch.device("cuda", 0)
-    return torch.device("cuda", current().local_rank % count)

@@ -7,34 +7,26 @@ to tell of it: which samplers there are, and how many batches a loader has hande
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from nbelastic.elastic.followed import Count, FollowedSamplers
 from nbelastic.elastic.ranks.context import current_or_none
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from nbelastic.elastic.followed import Count
 
 
 def install() -> None:
     """Make each DistributedSampler follow the ranks of its job; idempotent."""
-    sampler: Any = DistributedSampler
-    loader: Any = DataLoader
-    for kind, name, around in (
-        (sampler, "__init__", _around_init),
-        (sampler, "set_epoch", _around_epoch),
-        (sampler, "__iter__", _around_iteration),
-        (loader, "__iter__", _around_loader),
-    ):
-        wrap(kind, name, around)
+    wrap(DistributedSampler, "__init__", _telling(FollowedSamplers.add))
+    wrap(DistributedSampler, "set_epoch", _telling(FollowedSamplers.named))
+    wrap(DistributedSampler, "__iter__", _around_iteration)
+    wrap(DataLoader, "__iter__", _around_loader)
 
 
 def wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
-    """Have a method of a class call `around` with the original and its arguments; idempotent."""
+    """Make a function of a class or module call `around` with the original first; idempotent."""
     original = getattr(kind, name)
     if not hasattr(original, "_nbelastic"):
 
@@ -46,27 +38,25 @@ def wrap(kind: Any, name: str, around: Callable[..., Any]) -> None:
         setattr(kind, name, call)
 
 
-def _around_init(original: Callable[..., Any], sampler: Any, *args: Any, **kwargs: Any) -> None:
-    original(sampler, *args, **kwargs)
-    context = current_or_none()
-    if context is not None:
-        context.samplers.add(sampler)
+def _telling(tell: Callable[[FollowedSamplers, Any], None]) -> Callable[..., None]:
+    """Return what calls a sampler's method, and then tells the rank's followed samplers."""
 
+    def around(original: Callable[..., Any], sampler: Any, *args: Any, **kwargs: Any) -> None:
+        original(sampler, *args, **kwargs)
+        context = current_or_none()
+        if context is not None:
+            tell(context.samplers, sampler)
 
-def _around_epoch(original: Callable[..., Any], sampler: Any, *args: Any, **kwargs: Any) -> None:
-    original(sampler, *args, **kwargs)
-    context = current_or_none()
-    if context is not None:
-        context.samplers.named(sampler)
+    return around
 
 
 def _around_iteration(original: Callable[..., Any], sampler: Any) -> Iterator[Any]:
     context = current_or_none()
     found = None if context is None else context.samplers.find(sampler)
-    if context is None or found is None or found.drawing:
+    if context is None or found is None or found.drawing:  # `share` itself draws the whole epoch
         own: Iterator[Any] = original(sampler)
         return own
-    plain = type(sampler).__iter__ is DistributedSampler.__iter__
+    plain = type(sampler).__iter__ is DistributedSampler.__iter__  # then seed and epoch suffice
     return context.samplers.share(sampler, found, functools.partial(original, sampler), plain)
 
 
@@ -103,7 +93,7 @@ class _Counted:
         except StopIteration:
             self._ended()
             raise
-        self._count.batches += 1
+        self._count.batches += 1  # here, because a loader asks its sampler ahead of the loop
         return batch
 
     def __len__(self) -> int:

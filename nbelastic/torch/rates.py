@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import OptionError, StateMismatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from nbelastic.torch.identity import WhileAlive
 
 RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 
@@ -86,9 +85,9 @@ class LRScaler:
         self._from = self._to = self._target(self._size)
         self._steps = warmup
         self._unscaled: list[tuple[dict[str, Any], Any]] = []
-        alive = weakref.ref(self)
-        optimizer.register_step_pre_hook(lambda *_: _call(alive, LRScaler._scale))
-        optimizer.register_step_post_hook(lambda *_: _call(alive, LRScaler._put_back))
+        # Weak references, because a scaler that the user has dropped must not go on scaling.
+        optimizer.register_step_pre_hook(WhileAlive(self._scale))
+        optimizer.register_step_post_hook(WhileAlive(self._put_back))
         _scalers.setdefault(optimizer, weakref.WeakSet()).add(self)
 
     def _target(self, size: int) -> float:
@@ -103,18 +102,15 @@ class LRScaler:
     def factor(self) -> float:
         """The factor of the next step."""
         size = current().size
-        if size != self._size:
-            return self._factor_after(size)[0]
-        return self._from + (self._to - self._from) * self._progress
+        return self._reached() if size == self._size else self._factor_after(size)[0]
 
-    @property
-    def _progress(self) -> float:
-        return min(self._steps / self._warmup, 1.0) if self._warmup else 1.0
+    def _reached(self) -> float:
+        progress = min(self._steps / self._warmup, 1.0) if self._warmup else 1.0
+        return self._from + (self._to - self._from) * progress
 
     def _factor_after(self, size: int) -> tuple[float, float]:
         """Return the first and the last factor after a change of the number of ranks."""
-        now = self._from + (self._to - self._from) * self._progress
-        target = self._target(size)
+        now, target = self._reached(), self._target(size)
         return (now if target > now and self._warmup else target), target
 
     def _scale(self) -> None:
@@ -161,7 +157,7 @@ class LRScaler:
                     f"{mine_size} ranks, {rates} with {size}. An LRScaler does that by itself; "
                     "build the optimizer without `* hvd.size()`"
                 )
-        self._unscaled = []
+        self._unscaled = []  # the optimizer's own state has its rates
         self._from, self._to = float(state_dict["from"]), float(state_dict["to"])
         self._size, self._steps = int(state_dict["size"]), int(state_dict["steps"])
 
@@ -178,12 +174,6 @@ def adjusts_to_size(value: object) -> bool:
     return isinstance(value, (LRScaler, SampleScheduler))
 
 
-def _call(scaler: weakref.ref[LRScaler], method: Callable[[LRScaler], None]) -> None:
-    alive = scaler()
-    if alive is not None:
-        method(alive)
-
-
 class SampleScheduler:
     """Scheduler that is stepped by samples; made by :func:`by_samples`."""
 
@@ -195,7 +185,7 @@ class SampleScheduler:
     def step(self) -> None:
         """Advance by the samples of a step on all ranks: call this once per optimizer's step."""
         self._due += current().size / self._reference
-        while self._due >= 1.0 - 1e-9:
+        while self._due >= 1.0 - 1e-9:  # ten tenths add up to a little less
             self._due -= 1.0
             self._scheduler.step()
 

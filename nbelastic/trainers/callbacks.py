@@ -11,20 +11,16 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from nbelastic.torch.ops.broadcast import broadcast_object
+from nbelastic.torch.functions import broadcast_object
 from nbelastic.torch.process_group import default_group
-from nbelastic.torch.state.flatten import Adapter
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
+from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, np.ndarray, torch.Tensor)
 _CONTAINERS = (list, tuple, dict, set, frozenset)
@@ -34,13 +30,11 @@ _MISSING = object()
 class ProgressAdapter(Adapter):
     """Capture and restoration of an object with ``content()`` and ``take(content, own=…)``."""
 
-    def capture(self, flattener: Flattener, obj: Any) -> Node:
+    def capture(self, flattener: Flattener, obj: Any) -> Any:
         return flattener.flatten(obj.content())
 
     def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
-        found = unflattener.unflatten(content)
-        unflattener.flush()
-        obj.take(found, own=unflattener.local)
+        obj.take(unflattener.unflatten(content), own=unflattener.local)
 
 
 class Callbacks:
@@ -49,42 +43,27 @@ class Callbacks:
     Plain are numbers, strings, arrays, tensors, and containers of them. Other ranks receive those
     that training has changed since the beginning. All others are a rank's own: its number, a path,
     a device. Callbacks are told apart by their class and their order within it.
-
-    Parameters
-    ----------
-    callbacks : callable
-        Returns the callbacks.
-    begins_again : callable
-        Whether a callback may do other things on the main rank.
-    shared : callable
-        Whether a callback replaces its arrays, and never changes them: these are not copied.
-    hidden : iterable of str
-        Attributes to leave out.
     """
 
     def __init__(
         self,
         callbacks: Callable[[], Iterable[Any]],
-        begins_again: Callable[[Any], bool] = lambda _: True,
-        shared: Callable[[Any], bool] = lambda _: False,
-        hidden: Iterable[str] = (),
+        begins_again: Callable[[Any], bool] = lambda _: True,  # does other things on the main rank
+        shared: Callable[[Any], bool] = lambda _: False,  # replaces arrays: they need no copies
+        hidden: Iterable[str] = (),  # attributes to leave out
     ) -> None:
         self._callbacks = callbacks
         self.begins_again = begins_again
         self._shared = shared
         self._hidden = frozenset(hidden)
         self._made = self._start = self._copies()
-        self._changed: dict[str, set[str]] = {}  # by training, and not undone by a failure
         self._received: dict[str, Any] = {}  # before the beginning
         self._begun = 0  # how often callbacks have begun here
         self.main: bool | None = None  # whether as those of the main rank
 
     def begin(self, main: bool, call: Callable[[bool, bool], None]) -> None:
-        """Begin callbacks, once on each rank, and again on a rank that becomes `main`.
-
-        ``call(again, goes_on)`` tells them: whether they begin again, with their attributes as they
-        were made, and whether training goes on from a commit.
-        """
+        """Begin callbacks by ``call(again, goes_on)``: once, and again on a rank become `main`."""
+        # Those that begin again have their attributes as they were made.
         again = main and self.main is False
         if self._begun and not again:
             return
@@ -92,11 +71,11 @@ class Callbacks:
         if again:
             for key, callback in self._named().items():
                 if key in self._made and self.begins_again(callback):
-                    _put(callback, self._plain(callback), _copied(self._made[key]))
+                    self._put(callback, _copied(self._made[key]))
         goes_on = bool(known and known["trained"])
         call(again, goes_on)
         self._begun, self.main = self._begun + 1, main
-        self._start, self._changed, self._received = self._copies(), {}, {}
+        self._start, self._received = self._copies(), {}
         if goes_on:
             self.take(known, own=False)
 
@@ -104,16 +83,11 @@ class Callbacks:
         """Return attributes, with the names of attributes changed by training."""
         found = {}
         for key, callback in self._named().items():
-            values = self._plain(callback)
-            changed, start = self._changed.setdefault(key, set()), self._start.get(key, {})
-            changed.update(
-                name
-                for name, value in values.items()
-                if name not in changed and not _same(value, start.get(name, _MISSING))
-            )
+            values, start = self._plain(callback), self._start.get(key, {})
+            changed = [n for n, v in values.items() if not _same(v, start.get(n, _MISSING))]
             if self._shared(callback):
-                values = {name: _share(value) for name, value in values.items()}
-            found[key] = (values, sorted(changed))
+                values = _mapped(values, lambda v: _Shared(v) if isinstance(v, np.ndarray) else v)
+            found[key] = (values, changed)
         trained = self._begun > 0 or bool(self._received and self._received["trained"])
         return {"begun": self._begun, "trained": trained, "attributes": found}
 
@@ -121,25 +95,21 @@ class Callbacks:
         """Take over this rank's commit, or another rank's attributes changed by training."""
         if not own and not self._begun:
             self._received = content
-        exact = own and content["begun"] == self._begun
+        exact = own and content["begun"] == self._begun  # else from before they began again
         for key, callback in self._named().items():
             if key not in content["attributes"]:  # added since
                 continue
             values, changed = content["attributes"][key]
             values = _mapped(values, lambda each: each.array if isinstance(each, _Shared) else each)
-            start = self._start.get(key, {})
             if exact:
-                _put(callback, self._plain(callback), values)
-                self._changed[key] = set(changed)
+                self._put(callback, values)
                 continue
-            if own:  # a commit from before they began again
-                _put(callback, self._plain(callback), _copied(start))
-            vars(callback).update(
-                (name, value)
-                for name, value in values.items()
-                if name in changed or _same(value, start.get(name, _MISSING))
-            )
-            self._changed.setdefault(key, set()).update(changed)
+            start = _copied(self._start.get(key, {}))
+            if own:
+                self._put(callback, start)
+            # An attribute that is no longer plain on the sender, or here, stays as it is.
+            vars(callback).update((name, start[name]) for name in start.keys() & values.keys())
+            vars(callback).update((name, values[name]) for name in changed)
 
     def _named(self) -> dict[str, Any]:
         counts: Counter[str] = Counter()
@@ -154,6 +124,11 @@ class Callbacks:
     def _plain(self, callback: Any) -> dict[str, Any]:
         values = vars(callback).items()
         return {name: v for name, v in values if name not in self._hidden and _is_plain(v)}
+
+    def _put(self, callback: Any, values: dict[str, Any]) -> None:
+        for name in self._plain(callback).keys() - values.keys():
+            del vars(callback)[name]
+        vars(callback).update(values)
 
     def _copies(self) -> dict[str, dict[str, Any]]:
         return {key: _copied(self._plain(each)) for key, each in self._named().items()}
@@ -226,10 +201,6 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _share(value: Any) -> Any:
-    return _mapped(value, lambda each: _Shared(each) if isinstance(each, np.ndarray) else each)
-
-
 def _copied(value: Any) -> Any:
     def copied(each: Any) -> Any:
         if isinstance(each, torch.Tensor):
@@ -237,12 +208,6 @@ def _copied(value: Any) -> Any:
         return each.copy() if isinstance(each, np.ndarray) else each
 
     return _mapped(value, copied)
-
-
-def _put(callback: Any, present: dict[str, Any], values: dict[str, Any]) -> None:
-    for name in present.keys() - values.keys():
-        del vars(callback)[name]
-    vars(callback).update(values)
 
 
 def _same(one: Any, other: Any) -> bool:

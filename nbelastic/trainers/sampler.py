@@ -5,23 +5,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 import pickle
+from collections.abc import Iterator, Sized
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import BatchSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.elastic.followed import as_array, seeded
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.session import warn
-from nbelastic.elastic.sampler import Deal, Order
+from nbelastic.elastic.sampler import Order
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.elastic import ElasticSampler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sized
 
 NOT_DEALT = (
     "a loader begins its epoch again after each change of membership\n"
@@ -51,15 +49,16 @@ class DealtSampler(ElasticSampler):
         shuffle: bool = True,
         seed: int = 0,
         source: Any = None,
-        batched: bool = False,
+        batches: Any = None,
     ) -> None:
         super().__init__(dataset, shuffle, seed)
-        self.batched = batched  # its items are batches
+        self.batched = source is not None and source is batches  # its items are batches
+        self.batch_size = getattr(batches, "batch_size", None)
+        self.drop_last = getattr(batches, "drop_last", False)
+        self.width = 1 if self.batched else self.batch_size or 1  # items of a batch
         if source is not None:
             self._source, self.shuffle = source, None
-            self._start(Deal(Order(len(source), seed, None, -1), 0, current().size))
-            self.batch_size = getattr(source, "batch_size", None)
-            self.drop_last = getattr(source, "drop_last", False)
+            self._start(Order(len(source), seed, None, -1))
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing."""
@@ -83,26 +82,16 @@ class DealtSampler(ElasticSampler):
             return self._deal.left
         return self._order(epoch).length
 
-    def batches_left(
-        self, epoch: int | None, batch_size: int, drop_last: bool
-    ) -> tuple[int, float]:
-        """Return how many batches each rank has of the rest of an epoch, and the share done before.
-
-        The `epoch` is None for a whole one; the `batch_size` is that of a rank.
-        """
+    def batches_left(self, epoch: int | None) -> tuple[int, float]:
+        """Return the batches of each rank in the rest of an epoch, and the share done before."""
         if epoch is None:
             left = total = len(self.dataset if self._source is None else self._source)
         else:
-            left = self.left_in(epoch)
-            total = self._order(epoch).length
+            left, total = self.left_in(epoch), self._order(epoch).length
         rows = -(-left // current().size)
-        if self.batched:
-            batch_size, drop_last = 1, False
-        batches = rows // batch_size if drop_last else -(-rows // batch_size)
+        drops = self.drop_last and not self.batched
+        batches = rows // self.width if drops else -(-rows // self.width)
         return batches, 1.0 - left / max(total, 1)
-
-    def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        super().record_batch(batch_idx, 1 if self.batched else batch_size)
 
     def position(self) -> dict[str, Any]:
         """Return the done part of the epoch, with the data to reproduce its order."""
@@ -129,7 +118,8 @@ class DealtSampler(ElasticSampler):
         """Draw the present epoch, if another rank has sent its position."""
         order = self._order(self.epoch)
         if self._deal.order is not order:
-            self._start(Deal(order, min(self._deal.done, order.length), self._deal.size))
+            done, size = min(self._deal.done, order.length), self._deal.size
+            self._start(order, done, (self._rank, size))
 
     def _draw(self, epoch: int) -> Order:
         source, stack = self._source, ExitStack()
@@ -163,14 +153,9 @@ class DealtSampler(ElasticSampler):
             return order
         first = next((rank for rank, (held, _) in enumerate(everyones) if held), 0)
         items = order.indices.tolist()
-        [theirs] = [
-            each
-            for each in allgather_object(link, items if context.rank == first else None)
-            if each is not None
-        ]
+        theirs = allgather_object(link, items if context.rank == first else None)[first]
         alike = context.rank != first and not _rows(items).isdisjoint(_rows(theirs))
-        others = [e for n, e in enumerate(allgather_object(link, alike)) if n != first]
-        if not any(others) and not any(held for held, _ in everyones):
+        if not any(allgather_object(link, alike)) and not any(held for held, _ in everyones):
             raise NbelasticError(
                 f"the {_name(self._source)} gives each rank rows of its own, so nbelastic cannot "
                 "deal them to ranks that change: let it give all rows, the same on each rank"
@@ -178,23 +163,30 @@ class DealtSampler(ElasticSampler):
         return _ordered(theirs, self.seed, order.epoch)
 
 
-def dealt(dataset: Any, source: Any, seed: int, batched: bool = False) -> DealtSampler:
-    """Return a sampler to deal the output of a loader's sampler or batch sampler."""
+def source_of(batches: Any) -> Any:
+    """Return the sampler of a loader's batch sampler, or itself if its batches are its own."""
+    return batches.sampler if type(batches) is BatchSampler else batches
+
+
+def dealt(dataset: Any, batches: Any, seed: int) -> DealtSampler:
+    """Return a sampler to deal the output of a loader's batch sampler."""
+    source = source_of(batches)
     if type(source) is DistributedSampler:
-        return DealtSampler(dataset, source.shuffle, source.seed)
-    whole = not batched and len(source) == len(dataset)
+        return DealtSampler(dataset, source.shuffle, source.seed, batches=batches)
+    whole = source is not batches and len(source) == len(dataset)
     if whole and type(source).__name__ in _PERMUTE and not source.replacement:
-        return DealtSampler(dataset, True, seed)
+        return DealtSampler(dataset, True, seed, batches=batches)
     if whole and type(source) is SequentialSampler:
-        return DealtSampler(dataset, False, seed)
-    return DealtSampler(dataset, seed=seed, source=source, batched=batched)
+        return DealtSampler(dataset, False, seed, batches=batches)
+    return DealtSampler(dataset, seed=seed, source=source, batches=batches)
 
 
 _PERMUTE = ("RandomSampler", "SeedableRandomSampler")
 
 
-def obstacle_to(source: Any) -> str:
-    """Return why the items of a sampler, or batch sampler, cannot be dealt; empty if they can."""
+def obstacle_to(batches: Any) -> str:
+    """Return why the output of a batch sampler cannot be dealt; empty if it can."""
+    source = source_of(batches)
     for each in _within(source):
         ranks = isinstance(getattr(each, "rank", None), int)
         if ranks and not isinstance(each, (DistributedSampler, DealtSampler)):

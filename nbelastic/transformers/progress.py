@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from nbelastic.trainers import Callbacks, ProgressAdapter, Runs, by_itself
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from nbelastic.trainers.callbacks import Callbacks, ProgressAdapter, Runs, by_itself
 
 _NOT_KEPT = {
     "log_history",
@@ -33,10 +31,7 @@ _FOLDER = "TENSORBOARD_LOGGING_DIR"
 
 
 class TrainerProgress:
-    """Progress of a Trainer.
-
-    The schedule of the learning rate was made for so many `steps`.
-    """
+    """Progress of a Trainer."""
 
     nbelastic_adapter = ProgressAdapter
 

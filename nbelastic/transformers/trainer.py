@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +20,15 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
-from nbelastic.accelerate.state import batches_left, deal, obstacle, refuse_pickled
+from nbelastic.accelerate.state import deal, obstacle, refuse_pickled
 from nbelastic.elastic import report
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers import DealtSampler, averages_of, not_dealt
+from nbelastic.trainers.callbacks import averages_of
+from nbelastic.trainers.sampler import DealtSampler, not_dealt
 from nbelastic.transformers.progress import TrainerProgress
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _POSITION = "nbelastic_position.json"
 _PARTS = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch")
@@ -147,11 +146,7 @@ class _ElasticTrainer:
         try:
             return run(lambda _: training.train())(training.state)
         finally:
-            self.callback_handler.callbacks = [
-                each
-                for each in self.callback_handler.callbacks
-                if not isinstance(each, _EpochFollower)
-            ]
+            self.pop_callback(_EpochFollower)
 
     def _training_loader(self) -> Any:
         """Return the loader of the Trainer; a user's own loader is prepared like the Trainer's."""
@@ -192,16 +187,12 @@ class _EpochFollower(TrainerCallback):
         self._training = training
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write the share of the epoch that all ranks have done."""
         del args, control
         self._training.step_ended(state)
 
 
 class TrainerLoop:
-    """Training of a Trainer, from the first generation to the last.
-
-    So many steps are foreseen, `max_steps`.
-    """
+    """Training of a Trainer, from the first generation to the last."""
 
     trial: Any = None
     ignored_keys: Sequence[str] | None = None
@@ -392,12 +383,12 @@ class TrainerLoop:
         if self.sampler is None:
             self._before = 0.0
             return self._updates(self._batches_in_epoch())
-        batches, self._before = batches_left(self.loader, self.progress.epoch)
+        batches, self._before = self.sampler.batches_left(self.progress.epoch)
         return self._updates(batches)
 
     def _batches_in_epoch(self) -> int:
         if self.sampler is not None:
-            return batches_left(self.loader, None)[0]
+            return self.sampler.batches_left(None)[0]
         if has_length(self.loader):
             return len(self.loader)
         return int(self.trainer.args.max_steps * self.trainer.args.gradient_accumulation_steps)

@@ -7,7 +7,9 @@ import json
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import dask
 import pytest
@@ -16,10 +18,6 @@ import torch
 from benchmarks import latency, side_by_side
 from benchmarks.side_by_side import ROOT
 from tests.benchmarks.forked import ForkedRank
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 QUICK = ["--quick", "--ranks", "2"]
 

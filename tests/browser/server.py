@@ -30,20 +30,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "checkForUpdates": False,
         "doNotDisturbMode": True,
     },
-    "@jupyterlab/apputils-extension:themes": {"theme": "JupyterLab Light"},
     "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
 }
 """Settings of JupyterLab: no pop-ups, and every cell in the page whether in view or not."""
-
-OPTIONS = (
-    "--no-browser",
-    "--allow-root",
-    "--LabApp.extension_manager=readonly",
-    "--ServerApp.port_retries=0",
-    "--ServerApp.open_browser=False",
-    "--KernelManager.shutdown_wait_time=5",
-)
-
 
 STARTUP = f"""
 import sys
@@ -57,47 +46,45 @@ sys.path.pop(0)
 
 
 class LabServer:
-    """JupyterLab as a subprocess.
-
-    Parameters
-    ----------
-    home : Path
-        An empty directory; ``home / "notebooks"`` is what the server shows.
-    """
+    """JupyterLab as a subprocess, whose home is an empty directory; it shows `home/notebooks`."""
 
     def __init__(self, home: Path) -> None:
-        self.notebooks = home / "notebooks"
-        self.token = secrets.token_hex(16)
-        self.url = f"http://127.0.0.1:{_free_port()}"
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        self.notebooks, self.token = home / "notebooks", secrets.token_hex(16)
+        files = {
+            ".jupyter/labconfig/default_setting_overrides.json": json.dumps(SETTINGS),
+            ".ipython/profile_default/startup/00-forking.py": STARTUP,
+            "notebooks/.keep": "",
+        }
+        for name, text in files.items():
+            (home / name).parent.mkdir(parents=True)
+            (home / name).write_text(text)
+        options = {
+            "LabApp.extension_manager": "readonly",
+            "ServerApp.open_browser": False,
+            "ServerApp.allow_root": True,
+            "ServerApp.ip": "127.0.0.1",
+            "ServerApp.port": self.url.rpartition(":")[2],
+            "ServerApp.port_retries": 0,
+            "ServerApp.root_dir": self.notebooks,
+            "IdentityProvider.token": self.token,
+            "KernelManager.shutdown_wait_time": 5,
+        }
+        ours = ("JUPYTER", "IPYTHON", "XDG_")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         self._log = home / "server.log"
-        self._settings = home / "lab-settings"
-        self._environment = _write_settings(home)
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, timeout_s: float = 60.0) -> None:
-        """Start the server, and wait until it answers."""
-        self.notebooks.mkdir()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "jupyterlab",
-                    *OPTIONS,
-                    "--ServerApp.ip=127.0.0.1",
-                    f"--ServerApp.port={self.url.rpartition(':')[2]}",
-                    f"--ServerApp.root_dir={self.notebooks}",
-                    f"--IdentityProvider.token={self.token}",
-                ],
-                env=os.environ | self._environment,
+                [sys.executable, "-m", "jupyterlab", *(f"--{k}={v}" for k, v in options.items())],
+                env=environment | {"HOME": str(home)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
-        until(self._answers, "JupyterLab answers", timeout=timeout_s)
 
-    def _answers(self) -> bool:
-        assert self._process is not None
+    def answers(self) -> bool:
+        """Return whether the server has started."""
         assert self._process.poll() is None, f"JupyterLab did not start:\n{self._log.read_text()}"
         try:
             self.request("GET", "/api/status")
@@ -105,81 +92,37 @@ class LabServer:
             return False
         return True
 
-    def request(self, method: str, path: str, body: Any = None) -> Any:
+    def request(self, method: str, path: str) -> Any:
         """Call the server's API; return what it says."""
-        request = urllib.request.Request(
-            self.url + path,
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Authorization": f"token {self.token}"},
-        )
+        headers = {"Authorization": f"token {self.token}"}
+        request = urllib.request.Request(self.url + path, method=method, headers=headers)
         with urllib.request.urlopen(request, timeout=30) as response:
-            text = response.read()
-        return json.loads(text) if text else None
+            return json.loads(response.read() or "null")
 
     def end_kernels(self) -> None:
         """End the kernels of all notebooks."""
         for session in self.request("GET", "/api/sessions"):
             self.request("DELETE", f"/api/sessions/{session['id']}")
 
-    def forget_settings(self) -> None:
-        """Undo what was changed in JupyterLab's settings."""
-        for path in self._settings.rglob("*.jupyterlab-settings"):
-            path.unlink()
-
     def stop(self, timeout_s: float = 20.0) -> list[str]:
         """End the server and its kernels; return what had to be killed."""
-        if self._process is None:
-            return []
-        processes = _family(self._process.pid)
+        server = psutil.Process(self._process.pid)
+        processes = [*server.children(recursive=True), server]
         self._process.terminate()
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
         _, left = psutil.wait_procs(processes, timeout=timeout_s)
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=timeout_s)
+        self._process.wait()
         return [str(process) for process in left]
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    """Return a process's children, theirs, and so on."""
+def started(home: Path) -> LabServer:
+    """Return a server that answers."""
+    server = LabServer(home)
     try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def _write_settings(home: Path) -> dict[str, str]:
-    """Fill the directories of Jupyter; return the variables that point to them."""
-    places = {
-        "JUPYTER_CONFIG_DIR": home / "config",
-        "JUPYTER_DATA_DIR": home / "data",
-        "JUPYTER_PATH": home / "data",  # its kernel before the one of the same name in the venv
-        "JUPYTER_RUNTIME_DIR": home / "runtime",
-        "JUPYTERLAB_SETTINGS_DIR": home / "lab-settings",
-        "JUPYTERLAB_WORKSPACES_DIR": home / "workspaces",
-        "IPYTHONDIR": home / "ipython",
-    }
-    for place in places.values():
-        place.mkdir(exist_ok=True)
-    labconfig = home / "config" / "labconfig"
-    labconfig.mkdir()
-    (labconfig / "default_setting_overrides.json").write_text(json.dumps(SETTINGS))
-    startup = home / "ipython" / "profile_default" / "startup"
-    startup.mkdir(parents=True)
-    (startup / "00-forking.py").write_text(STARTUP)
-    kernel = home / "data" / "kernels" / "python3"
-    kernel.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    spec = {"argv": argv, "display_name": "Python 3", "language": "python"}
-    (kernel / "kernel.json").write_text(json.dumps(spec))
-    return {name: str(place) for name, place in places.items()}
+        until(server.answers, "JupyterLab answers")
+    except BaseException:
+        server.stop()
+        raise
+    return server

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.collectives import Rendezvous, RendezvousServer
+from nbelastic.collectives import Communicator
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import CollectiveError, NotTheRank, RanksDisagree
-from tests.collectives.worlds import BIND, MAKERS
+from tests.collectives.worlds import MAKERS, World
 from tests.support.world import StaticContext
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from nbelastic.collectives import Communicator
-
     from .programs import Program, Step
 
 LIMIT_S = 30.0
@@ -42,181 +37,106 @@ class Course:
 
 
 def play(program: Program, kind: str) -> list[Course]:
-    """Run a program; a rank that does not end in time has no `end` and is said to hang."""
-    courses = [Course(end=TimeoutError("it hangs")) for _ in program.ranks]
-    with _communicators(kind, len(program.ranks)) as communicators:
-        threads = [
-            threading.Thread(
-                target=_Rank(program, rank, communicators, courses[rank]).main,
-                name=f"campaign-rank-{rank}",
-                daemon=True,
-            )
-            for rank in range(len(program.ranks))
-        ]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + LIMIT_S
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        courses = [Course(list(each.steps), each.end) for each in courses]  # as it was in time
-        for communicator in communicators:
-            communicator.abort("the program is over")
-        for thread in threads:
-            thread.join()
-    return courses
+    """Run a program; a rank that does not end in time has a TimeoutError as its `end`.
 
+    The driver's part is here, too: a rank that fails has all others aborted.
+    """
+    courses = [Course() for _ in program.ranks]
 
-@contextlib.contextmanager
-def _communicators(kind: str, size: int) -> Iterator[list[Communicator]]:
-    store = RendezvousServer(BIND)
-    made = [
-        MAKERS[kind](
-            Rendezvous(
-                job="campaign",
-                generation=1,
-                rank=rank,
-                size=size,
-                store=store.address,
-                bind=BIND,
-                timeout_s=2 * LIMIT_S,
-            )
-        )
-        for rank in range(size)
-    ]
-
-    def connect(rank: int) -> None:
-        made[rank] = made[rank].connect()
-
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(size)]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        yield made
-    finally:
-        for communicator in made:
-            communicator.close()
-        store.close()
-
-
-class _Rank:
-    """A rank, in its thread. The driver's part is here, too: it aborts where a rank has raised."""
-
-    def __init__(
-        self, program: Program, rank: int, communicators: list[Communicator], course: Course
-    ) -> None:
-        self._program = program
-        self._rank = rank
-        self._all = communicators
-        self._course = course
-        self._begun: list[tuple[int, Any]] = []
-
-    def main(self) -> None:
-        own = self._all[self._rank]
+    def main(own: Communicator) -> None:
         try:
             with activate(StaticContext(own)):
-                self._run()
+                _run(program, own.rank, courses[own.rank].steps)
             own.close()
-            self._course.end = None
         except BaseException as error:
-            self._course.end = error
-            for communicator in self._all:
-                communicator.abort(f"rank {self._rank} failed: {type(error).__name__}: {error}")
+            world.abort(f"rank {own.rank} failed: {type(error).__name__}: {error}")
+            raise
 
-    def _run(self) -> None:
-        # Operations belong to this thread from the start, whatever a second one calls first.
-        hvd.barrier()
-        for number, step in enumerate(self._program.ranks[self._rank]):
-            if step.kind == "return":
-                break
-            if step.kind == "raise":
-                raise Raised(f"by itself in step {number}")
-            self._course.steps.append(self._outcome(number, step))
-        for number, handle in self._begun:
-            self._course.steps[number] = _plain(handle.wait())
+    with World(MAKERS[kind], len(program.ranks), timeout_s=2 * LIMIT_S) as world:
+        deadline = time.monotonic() + LIMIT_S
+        for rank, future in enumerate([world.start(rank, main) for rank in range(world.size)]):
+            try:
+                end = future.exception(max(0.0, deadline - time.monotonic()))
+            except TimeoutError as hangs:
+                end = hangs
+            courses[rank].end = end
+        return [Course(list(each.steps), each.end) for each in courses]  # as it was in time
 
-    def _outcome(self, number: int, step: Step) -> Any:
+
+def _run(program: Program, rank: int, done: list[Any]) -> None:
+    """Go through the steps of a rank, in its thread."""
+    # Operations belong to this thread from the start, whatever a second one calls first.
+    hvd.barrier()
+    begun: list[tuple[int, Any]] = []
+    for number, step in enumerate(program.ranks[rank]):
+        if step.kind == "return":
+            break
+        if step.kind == "raise":
+            raise Raised(f"by itself in step {number}")
+        result = None
         try:
             if step.second_thread:
-                return _in_thread(lambda: _call(step, self._rank, number))
-            result = _call(step, self._rank, number)
+                result = _in_thread(step, rank, number)
+            elif step.begun_only:
+                begun.append((number, _call(step, rank, number)))
+            else:
+                result = _plain(_call(step, rank, number))
         except RanksDisagree as error:
-            if not self._program.goes_on:
+            if not program.goes_on:
                 raise
-            return error
-        if step.begun_only:
-            self._begun.append((number, result))
-            return None
-        return _plain(result)
+            result = error
+        done.append(result)
+    for number, handle in begun:
+        done[number] = _plain(handle.wait())
 
 
-def _in_thread(function: Any) -> Any:
-    outcome: list[Any] = []
-
-    def main() -> None:
-        try:
-            outcome.append(function())
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(main,), name="second")
-    thread.start()
-    thread.join()
-    return outcome[0]
-
-
-def _value(rank: int, number: int) -> int:
-    return rank + number + 1
+def _in_thread(step: Step, rank: int, number: int) -> Any:
+    with ThreadPoolExecutor(1) as second:
+        call = second.submit(contextvars.copy_context().run, _call, step, rank, number)
+        return call.exception() or call.result()
 
 
 def _tensor(step: Step, rank: int, number: int) -> torch.Tensor:
-    value = _value(rank, number)
-    return torch.full(step.shape, value, dtype=getattr(torch, step.dtype))
+    return torch.full(step.shape, rank + number + 1, dtype=getattr(torch, step.dtype))
 
 
 def _call(step: Step, rank: int, number: int) -> Any:
     """Do an operation and return its result, or its handle."""
-    reduction = getattr(hvd, step.reduction)
-    tensor = _tensor(step, rank, number)
+    tensor, text = _tensor(step, rank, number), f"{rank}/{number}"
+    function = getattr(hvd, f"{step.kind}_async" if step.begun_only else step.kind)
+    reduction = {"op": getattr(hvd, step.reduction)}
     match step.kind:
         case "allreduce":
-            function = hvd.allreduce_async if step.begun_only else hvd.allreduce
-            return function(tensor, name=step.name, op=reduction)
+            return function(tensor, name=step.name, **reduction)
         case "grouped_allreduce":
-            return hvd.grouped_allreduce([tensor, tensor], op=reduction)
+            return function([tensor, tensor], **reduction)
+        case "reducescatter":
+            return function(tensor, **reduction)
         case "broadcast":
-            function = hvd.broadcast_async if step.begun_only else hvd.broadcast
             return function(tensor, step.root, name=step.name)
         case "allgather":
-            function = hvd.allgather_async if step.begun_only else hvd.allgather
             return function(tensor, name=step.name)
         case "alltoall":
-            return hvd.alltoall(tensor)
-        case "reducescatter":
-            return hvd.reducescatter(tensor, op=reduction)
+            return function(tensor)
         case "barrier":
-            return hvd.barrier()
+            return function()
         case "broadcast_object":
-            return hvd.broadcast_object(f"{rank}/{number}", step.root, name=step.name)
+            return function(text, step.root, name=step.name)
         case "allgather_object":
-            return hvd.allgather_object(f"{rank}/{number}")
+            return function(text)
         case "broadcast_parameters":
-            return hvd.broadcast_parameters({"weight": tensor}, step.root) or tensor
+            return function({"weight": tensor}, step.root) or tensor
     raise AssertionError(step.kind)
 
 
 def _plain(result: Any) -> Any:
     if isinstance(result, torch.Tensor):
         return result.unique().tolist(), result.numel(), str(result.dtype)
-    if isinstance(result, list):
-        return [_plain(each) for each in result]
-    return result
+    return [_plain(each) for each in result] if isinstance(result, list) else result
 
 
 # -- what must have come of it ---------------------------------------------------------------------
 
-_ENDS = ("raise", "return")
 _CAUSES = (
     "failed: Raised",
     "failed: RanksDisagree",
@@ -233,60 +153,59 @@ def judge(program: Program, courses: list[Course]) -> str | None:
 
     The ranks' steps are walked through together. While all do the same, each has its result; where
     they do not, all have one message. Whoever fails has the others aborted, which may not have come
-    as far: then they have the cause in their error.
+    as far: then they have the cause in their error. With names the order is free, so that the walk
+    is left out: each rank ends by itself, by a disagreement, or by another's end.
     """
-    for rank, course in enumerate(courses):
+    for rank, (steps, course) in enumerate(zip(program.ranks, courses, strict=True)):
         if isinstance(course.end, TimeoutError):
             return f"rank {rank} hangs in step {len(course.steps)}"
+        for step, outcome in zip(steps, course.steps, strict=False):
+            if step.second_thread and not isinstance(outcome, NotTheRank):
+                return f"rank {rank}: a second thread was not refused, but got {outcome!r}"
     if program.has_names:
         return _judge_by_names(program, courses)
-    queues = [_meant(steps) for steps in program.ranks]
-    trouble = None
-    while trouble is None and all(queue and queue[0][1].kind not in _ENDS for queue in queues):
+    # Of the steps that a rank takes part in: not those of a second thread.
+    queues = [[e for e in enumerate(ss) if not e[1].second_thread] for ss in program.ranks]
+    while all(queue and queue[0][1].kind not in ("raise", "return") for queue in queues):
         numbers, steps = zip(*(queue.pop(0) for queue in queues), strict=True)
-        outcomes = [_outcome(*each) for each in zip(courses, numbers, strict=True)]
+        outcomes = [  # of a rank that has not come as far, its end
+            course.steps[number] if number < len(course.steps) else course.end
+            for course, number in zip(courses, numbers, strict=True)
+        ]
         if len({step.compared() for step in steps}) == 1:
             trouble = _judge_results(steps, outcomes, _results(steps, numbers), courses)
         else:
             trouble = _judge_disagreement(outcomes)
-            if not program.goes_on:
-                break
-        trouble = trouble and f"step(s) {numbers}: {trouble}"
-    else:
-        trouble = trouble or _judge_end(courses, queues)
-    return trouble or _judge_second_threads(program, courses)
+        if trouble or (len({step.compared() for step in steps}) > 1 and not program.goes_on):
+            return trouble and f"step(s) {numbers}: {trouble}"
+    for rank, (course, queue) in enumerate(zip(courses, queues, strict=True)):
+        last = queue[0][1].kind if queue else "return"
+        allowed = {"raise": Raised, "return": type(None)}.get(last, ())
+        if not isinstance(course.end, allowed) and not _is_aborted(course.end):
+            return f"rank {rank} came to {last}, and ended by {course.end!r}"
+    return None
 
 
 def _judge_by_names(program: Program, courses: list[Course]) -> str | None:
-    """Judge a program with names: whatever the order, each rank ends, and no result is wrong."""
-    if all(steps == program.ranks[0] for steps in program.ranks):
-        allowed: tuple[type[BaseException] | type[None], ...] = (type(None),)
-    else:
-        allowed = (Raised, RanksDisagree, type(None))
+    is_same = all(steps == program.ranks[0] for steps in program.ranks)
+    allowed = type(None) if is_same else Raised | RanksDisagree | None
     for rank, course in enumerate(courses):
         end = course.end
         is_duplicate = isinstance(end, ValueError) and "duplicate name" in str(end)
         if not (isinstance(end, allowed) or is_duplicate or _is_aborted(end)):
             return f"rank {rank} ended by {end!r}"
-        if isinstance(end, RanksDisagree) and not ("rank" in str(end) and ";" in str(end)):
+        if isinstance(end, RanksDisagree) and not _names_both(end):
             return f"rank {rank}: not a message that names both sides: {end}"
-    return _judge_second_threads(program, courses)
+    return None
 
 
-def _meant(steps: tuple[Step, ...]) -> list[tuple[int, Step]]:
-    """Return the steps that a rank takes part in: not those of a second thread."""
-    return [(number, step) for number, step in enumerate(steps) if not step.second_thread]
-
-
-def _outcome(course: Course, number: int) -> Any:
-    """Return what came of a step: what it gave, or how the rank ended in it or before."""
-    return course.steps[number] if number < len(course.steps) else course.end
+def _names_both(error: RanksDisagree) -> bool:
+    return "rank" in str(error) and ";" in str(error)
 
 
 def _is_aborted(outcome: Any) -> bool:
     """Return whether a rank was ended by the end of another, and knows it."""
-    its_own = isinstance(outcome, RanksDisagree)
-    if its_own or not isinstance(outcome, CollectiveError):
+    if isinstance(outcome, RanksDisagree) or not isinstance(outcome, CollectiveError):
         return False
     return any(cause in str(outcome) for cause in _CAUSES)
 
@@ -305,37 +224,17 @@ def _judge_results(
 
 
 def _judge_disagreement(outcomes: list[Any]) -> str | None:
-    messages = {str(outcome) for outcome in outcomes if isinstance(outcome, RanksDisagree)}
-    others = [outcome for outcome in outcomes if not isinstance(outcome, RanksDisagree)]
-    if not all(_is_aborted(outcome) for outcome in others):
+    found = [outcome for outcome in outcomes if isinstance(outcome, RanksDisagree)]
+    if not all(_is_aborted(outcome) for outcome in outcomes if outcome not in found):
         return f"ranks do not disagree: {outcomes}"
-    if len(messages) > 1 or not all("rank" in each and ";" in each for each in messages):
-        return f"not one message that names both sides: {messages}"
-    return None
-
-
-def _judge_end(courses: list[Course], queues: list[list[tuple[int, Step]]]) -> str | None:
-    """Judge how each rank ended, where at least one does nothing any more by itself."""
-    for rank, (course, queue) in enumerate(zip(courses, queues, strict=True)):
-        last = queue[0][1].kind if queue else "return"
-        allowed = {"raise": Raised, "return": type(None)}.get(last, ())
-        if not isinstance(course.end, allowed) and not _is_aborted(course.end):
-            return f"rank {rank} came to {last}, and ended by {course.end!r}"
-    return None
-
-
-def _judge_second_threads(program: Program, courses: list[Course]) -> str | None:
-    for rank, (steps, course) in enumerate(zip(program.ranks, courses, strict=True)):
-        for step, outcome in zip(steps, course.steps, strict=False):
-            if step.second_thread and not isinstance(outcome, NotTheRank):
-                return f"rank {rank}: a second thread was not refused, but got {outcome!r}"
+    if len(set(map(str, found))) > 1 or not all(map(_names_both, found)):
+        return f"not one message that names both sides: {found}"
     return None
 
 
 def _results(steps: tuple[Step, ...], numbers: tuple[int, ...]) -> list[Any]:
     """Return what each rank must get of an operation that all agree on."""
     size, first = len(steps), steps[0]
-    values = [_value(rank, number) for rank, number in enumerate(numbers)]
     inputs = [_tensor(step, rank, numbers[rank]) for rank, step in enumerate(steps)]
     texts = [f"{rank}/{number}" for rank, number in enumerate(numbers)]
     match first.kind:
@@ -350,25 +249,17 @@ def _results(steps: tuple[Step, ...], numbers: tuple[int, ...]) -> list[Any]:
         case "allgather":
             return [_plain(torch.cat([torch.atleast_1d(each) for each in inputs]))] * size
         case "alltoall":
-            return [
-                _plain(torch.cat([_part(each, rank, size) for each in inputs]))
-                for rank in range(size)
-            ]
-    total = sum(values)
-    floating = inputs[0].dtype.is_floating_point
-    reduced = {
-        "Sum": total,
-        "Average": total / size if floating else total // size,
-        "Min": min(values),
-        "Max": max(values),
-    }[first.reduction]
-    whole = torch.full(inputs[0].shape, reduced, dtype=inputs[0].dtype)
+            parts = [each.chunk(size) if len(each) else [each] * size for each in inputs]
+            return [_plain(torch.cat(mine)) for mine in zip(*parts, strict=True)]
+    stacked = torch.stack(inputs)
+    whole: Any = {
+        "Sum": stacked.sum(0),
+        "Average": (stacked.sum(0) / size).floor()
+        if not stacked.is_floating_point()
+        else stacked.mean(0),
+        "Min": stacked.amin(0),
+        "Max": stacked.amax(0),
+    }[first.reduction].to(inputs[0].dtype)
     if first.kind == "reducescatter":
-        return [_plain(_part(whole, rank, size)) for rank in range(size)]
+        return [_plain(whole[: len(whole) // size])] * size  # all its rows are alike
     return [[_plain(whole)] * 2 if first.kind == "grouped_allreduce" else _plain(whole)] * size
-
-
-def _part(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Return the rows of a rank."""
-    rows = len(tensor) // size
-    return tensor[rank * rows : (rank + 1) * rows]

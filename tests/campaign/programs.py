@@ -16,23 +16,23 @@ from dataclasses import dataclass
 DTYPES = ("float32", "float64", "float16", "int32", "int64")
 SHAPES = ((), (0,), (1,), (3,), (2, 3), (3, 2), (5000,), (70_000,))
 REDUCTIONS = ("Sum", "Average", "Min", "Max")
-KINDS = (
-    "allreduce",
-    "grouped_allreduce",
-    "broadcast",
-    "allgather",
-    "alltoall",
-    "reducescatter",
-    "barrier",
-    "broadcast_object",
-    "allgather_object",
-    "broadcast_parameters",
-)
-WITH_TENSOR = frozenset(KINDS) - {"barrier", "broadcast_object", "allgather_object"}
-WITH_REDUCTION = {"allreduce", "grouped_allreduce", "reducescatter"}
-WITH_ROOT = {"broadcast", "broadcast_object", "broadcast_parameters"}
+TENSOR = {"dtype", "shape"}
+FIELDS: dict[str, set[str]] = {
+    "allreduce": {*TENSOR, "reduction", "name"},
+    "grouped_allreduce": {*TENSOR, "reduction"},
+    "broadcast": {*TENSOR, "root", "name"},
+    "allgather": {*TENSOR, "name"},
+    "alltoall": TENSOR,
+    "reducescatter": {*TENSOR, "reduction"},
+    "barrier": set(),
+    "broadcast_object": {"root", "name"},
+    "allgather_object": set(),
+    "broadcast_parameters": {*TENSOR, "root"},
+}
+"""Of each operation what must be the same on all ranks."""
+
+KINDS = tuple(FIELDS)
 WITH_ROWS = {"allgather", "alltoall", "reducescatter"}
-WITH_NAME = {"allreduce", "broadcast", "allgather", "broadcast_object"}
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,15 @@ class Step:
 
     def compared(self) -> tuple[object, ...]:
         """Return what must be the same on all ranks."""
-        shape = self.shape[1:] if self.kind in ("allgather", "alltoall") else self.shape
-        return (
-            self.kind,
-            (self.dtype, shape) if self.kind in WITH_TENSOR else None,
-            self.reduction if self.kind in WITH_REDUCTION else None,
-            self.root if self.kind in WITH_ROOT else None,
-            self.name if self.kind in WITH_NAME else None,
-        )
+        named = {field: getattr(self, field) for field in sorted(FIELDS[self.kind])}
+        if self.kind in ("allgather", "alltoall"):  # whose first axis may differ
+            named["shape"] = self.shape[1:]
+        return (self.kind, *named.values())
 
     @property
     def is_named(self) -> bool:
         """Whether it is matched by its name."""
-        return self.kind in WITH_NAME and self.name is not None
+        return self.name is not None and "name" in FIELDS.get(self.kind, ())
 
 
 @dataclass(frozen=True)

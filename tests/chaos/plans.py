@@ -7,20 +7,14 @@ import os
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 
-from nbelastic import chaos
-from tests.support.clusters import until
+from nbelastic import Job, chaos
+from tests.support.clusters import Crew, until
 from tests.support.training import Workload, check
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from nbelastic import Job
-    from tests.support.clusters import Crew
 
 WORKERS = 4
 KINDS = (*chaos.KINDS, "leave")
@@ -37,30 +31,11 @@ Gloo forgets the thread that waits for a message if the connection breaks in its
 """
 
 
-@dataclass(frozen=True)
-class Run:
-    """A job that has been through a plan.
+def random_plan(crew: Crew, marks: Path, seed: int, *, epochs: int, every: float) -> None:
+    """Run a job under a random plan, and check all that must hold at the end.
 
-    Attributes
-    ----------
-    seed : int
-        Of the plan.
-    report : Report
-        What it has cost.
-    problem : str
-        What went wrong; empty if nothing.
-    trace : str
-        The job's history, for people.
+    It must not hang, its result must be right, or it fails as promised, and nothing is left behind.
     """
-
-    seed: int
-    report: chaos.Report
-    problem: str
-    trace: str
-
-
-def random_plan(crew: Crew, marks: Path, seed: int, *, epochs: int, every: float) -> Run:
-    """Run a job under a random plan, and check all that must hold at the end."""
     commit_every = (1, 1, 3, 7)[seed % 4]
     work = Workload(marks, epochs=epochs, seconds=0.03, commit_every=commit_every, rate=0.01)
     await_workers(crew)
@@ -76,23 +51,18 @@ def random_plan(crew: Crew, marks: Path, seed: int, *, epochs: int, every: float
         block=False,
     )
     plan = chaos.inject(job, chaos.random(seed, every=every, kinds=KINDS))
-    problem = ""
     try:
         _await_end(crew, job, patience=PATIENCE + 4 * epochs * 5 * work.seconds)
         if LATE not in str(job.exception()):
             check(job.results(), work)
-            check_curve(job.results()[0]["losses"])
         _await_nothing_left(crew, before)
-    except Exception as error:  # a hang, a wrong result, something left behind, a job that failed
-        problem = f"{type(error).__name__}: {error}"
     finally:
         plan.stop()
         if job.cancel():
             job.wait(30)
-    report = plan.report()
-    if not problem and len(report.injections) == len(report.skipped):
-        problem = "there was no plan"
-    return Run(seed, report, problem, trace(job))
+        report = plan.report()
+        print(f"seed {seed}:\n{report}", flush=True)
+    assert len(report.injections) > len(report.skipped), "there was no plan"
 
 
 def _await_end(crew: Crew, job: Job, patience: float) -> None:
@@ -130,53 +100,37 @@ def await_workers(crew: Crew) -> None:
     crew.wait_until_whole(WORKERS)
 
 
-def check_curve(losses: list[float]) -> None:
-    """Assert that the loss goes on where it was: no state was lost, mixed up or rolled too far.
-
-    An undisturbed run of one rank, whose batches are the smallest, rises by up to 15 % of the first
-    mean on its way down; who starts anew is back at all of it.
-    """
-    width = 20
-    means = [sum(losses[i : i + width]) / width for i in range(0, len(losses) - width, width)]
-    best = means[0]
-    for number, mean in enumerate(means):
-        told = [round(value, 3) for value in means[: number + 1]]
-        assert mean < 3 * best + 0.15 * means[0], f"the loss jumps at step {width * number}: {told}"
-        best = min(best, mean)
-    assert means[-1] < 0.3 * means[0], f"it has learned nothing: {means}"
-
-
 # -- what may be left behind ----------------------------------------------------------------------
 
 
 def footprint(crew: Crew) -> dict[str, int]:
     """Return what there is in the kernel, on the scheduler and on the machine, by name."""
-    found = {
-        **{f"kernel: {name}": count for name, count in _our_threads().items()},
-        "kernel: event handlers": len(crew.client._event_handlers),
-        "kernel: futures": len(crew.client.futures),
-        "shared memory": sum(not name.startswith("sem.mp-") for name in os.listdir("/dev/shm")),
-        "stopped processes": _count(psutil.STATUS_STOPPED),
-        "zombies": _count(psutil.STATUS_ZOMBIE),
-        **_of_rank_servers(),
-    }
-    for name, value in crew.client.run_on_scheduler(_on_scheduler).items():
-        found[f"scheduler: {name}"] = value
-    for worker, traces in crew.client.run(_on_worker, on_error="ignore").items():
-        for name, value in traces.items():
-            found[f"{worker}: {name}"] = value
+    processes = psutil.Process().children(recursive=True)
+    found = Counter({f"kernel: {name}": count for name, count in _our_threads().items()})
+    found["kernel: event handlers"] = len(crew.client._event_handlers)
+    found["kernel: futures"] = len(crew.client.futures)
+    found["shared memory"] = sum(not n.startswith("sem.mp-") for n in os.listdir("/dev/shm"))
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[process.status()] += process.status() in ("stopped", "zombie")
+    # Ranks and their servers are named by their workers.
+    ours = {process.pid for process in processes}
+    for process in psutil.process_iter(["name"]):
+        kind, _, worker = (process.info["name"] or "").rpartition(" ")
+        if kind in ("server", "rank of"):
+            gone = not psutil.pid_exists(int(worker))
+            found[f"{kind} {'none' if gone else 'a worker'}"] += gone or int(worker) in ours
+    on_workers = crew.client.run(_on_worker, on_error="ignore")
+    for place, traces in {**on_workers, "": crew.client.run_on_scheduler(_on_scheduler)}.items():
+        found.update({f"{place}: {name}": value for name, value in traces.items()})
     return found
 
 
 def _on_scheduler(dask_scheduler: Any) -> dict[str, int]:
     plugin = dask_scheduler.plugins.get("nbelastic")
-    if plugin is None:
-        return {}
-    return {
-        "tasks": len(dask_scheduler.tasks),
-        "jobs": len(plugin.jobs),
-        "taken": sum(1 for host in plugin._workers.values() if host.holder),
-    }
+    taken = 0 if plugin is None else sum(bool(host.holder) for host in plugin.workers.values())
+    jobs = 0 if plugin is None else len(plugin.jobs)
+    return {"tasks": len(dask_scheduler.tasks), "jobs": jobs, "taken": taken}
 
 
 def _on_worker(dask_worker: Any) -> dict[str, int]:
@@ -194,26 +148,6 @@ def _our_threads() -> Counter[str]:
     return Counter(f"thread {name}" for name in names if name.startswith("nbelastic"))
 
 
-def _count(status: str) -> int:
-    count = 0
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            count += process.status() == status
-    return count
-
-
-def _of_rank_servers() -> dict[str, int]:
-    """Count the processes of ranks and their servers, which are named by their workers."""
-    ours = {process.pid for process in psutil.Process().children(recursive=True)}
-    found: Counter[str] = Counter()
-    for process in psutil.process_iter(["name"]):
-        kind, _, worker = (process.info["name"] or "").rpartition(" ")
-        if kind in ("server", "rank of"):
-            gone = not psutil.pid_exists(int(worker))
-            found[f"{kind} {'none' if gone else 'a worker'}"] += gone or int(worker) in ours
-    return found
-
-
 def _await_nothing_left(crew: Crew, before: dict[str, int]) -> None:
     seen: dict[str, int] = {}
 
@@ -227,24 +161,3 @@ def _await_nothing_left(crew: Crew, before: dict[str, int]) -> None:
         until(lambda: not more(), "nothing is left", FORGOTTEN + 10)
     except AssertionError:
         raise AssertionError(f"left behind: {seen}") from None
-
-
-def trace(job: Job) -> str:
-    """Return the history of a job, for people."""
-    return "\n".join(
-        f"{event.time:.3f} {event.kind} {event.rank} {event.worker} {event.detail}"
-        for event in job.history
-    )
-
-
-def merged(reports: list[chaos.Report]) -> chaos.Report:
-    """Return one report on all plans."""
-    return chaos.Report(
-        injections=tuple(i for report in reports for i in report.injections if not i.problem),
-        seconds=sum(report.seconds for report in reports),
-        steps_redone=sum(report.steps_redone for report in reports),
-        samples_redone=sum(report.samples_redone for report in reports),
-        restarts=sum(report.restarts for report in reports),
-        pace=None,
-        undisturbed=None,
-    )

@@ -1,13 +1,12 @@
 """What a plan has cost, worked out from made-up histories; no cluster."""
 
-from __future__ import annotations
-
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from nbelastic import HistoryEvent, chaos
-from nbelastic.chaos.fault_plan import CommitRate
+from nbelastic.chaos.fault_plan import CommitRate, FaultPlan
 from nbelastic.chaos.report import with_recovery
 from nbelastic.errors import OptionError
 
@@ -20,58 +19,51 @@ def hit(time, kind="kill", worker="a"):
     return chaos.FaultOutcome(kind, 1, worker, time)
 
 
-def recoveries(injections, history):
-    return [injection.recovery for injection in with_recovery(injections, history)]
+@pytest.mark.parametrize(
+    ("hits", "history", "recoveries"),
+    [
+        pytest.param(
+            [hit(10.0)],
+            [event(1.0, "formed"), event(10.1, "formed"), event(10.2, "lost", "a"),
+             event(10.5, "formed"), event(11.0, "formed")],
+            [0.5],
+            id="a newcomer's generation may still have the rank that is about to be lost",
+        ),
+        pytest.param(
+            [hit(10.0)], [event(9.99, "lost", "a"), event(10.1, "formed")], [0.1],
+            id="a loss may be known before the word of its fault",
+        ),
+        pytest.param(
+            [hit(10.0, "stop"), hit(11.0, "slow", "b")],
+            [event(1.0, "formed"), event(12.0, "lost", "b"), event(12.5, "formed")],
+            [None, None],
+            id="who was not lost by its fault need not recover",
+        ),
+        pytest.param(
+            [hit(10.0, "stop"), hit(20.0)],
+            [event(20.1, "lost", "a"), event(20.5, "formed")],
+            [None, 0.5],
+            id="a loss belongs to the newest fault on that worker",
+        ),
+        pytest.param(
+            [hit(10.0, "partition")], [event(9.98, "formed"), event(10.3, "formed")], [0.3],
+            id="cut connections have recovered when the same ranks have formed anew",
+        ),
+    ],
+)  # fmt: skip
+def test_recovery_lasts_until_a_generation_without_the_lost_rank(hits, history, recoveries):
+    found = [outcome.recovery for outcome in with_recovery(hits, history)]
+    assert found == [each and pytest.approx(each) for each in recoveries]
 
 
-def test_recovery_lasts_until_a_generation_without_the_lost_rank_has_formed():
-    history = [
-        event(1.0, "formed"),
-        event(10.1, "formed"),  # a newcomer's, still with the rank that is about to be lost
-        event(10.2, "lost", "a"),
-        event(10.5, "formed"),
-        event(11.0, "formed"),
-    ]
-    assert recoveries([hit(10.0)], history) == [pytest.approx(0.5)]
-
-
-def test_a_loss_that_is_known_before_the_word_of_the_fault_counts():
-    history = [event(9.99, "lost", "a"), event(10.1, "formed")]
-    assert recoveries([hit(10.0)], history) == [pytest.approx(0.1)]
-
-
-def test_who_was_not_lost_need_not_recover():
-    history = [event(1.0, "formed"), event(12.0, "lost", "b"), event(12.5, "formed")]
-    assert recoveries([hit(10.0, "stop"), hit(11.0, "slow", "b")], history) == [None, None]
-
-
-def test_a_loss_belongs_to_the_newest_fault_on_that_worker():
-    history = [event(20.1, "lost", "a"), event(20.5, "formed")]
-    assert recoveries([hit(10.0, "stop"), hit(20.0)], history) == [None, pytest.approx(0.5)]
-
-
-def test_cut_connections_have_recovered_when_the_same_ranks_have_formed_anew():
-    history = [event(9.98, "formed"), event(10.3, "formed")]
-    assert recoveries([hit(10.0, "partition")], history) == [pytest.approx(0.3)]
-
-
-def report(*injections, **values):
-    given = {
-        "seconds": 60.0,
-        "steps_redone": 3,
-        "samples_redone": 96,
-        "restarts": 0,
-        "pace": 9.0,
-        "undisturbed": 10.0,
-        **values,
-    }
-    return chaos.Report(injections=tuple(injections), **given)
+def report(*injections, pace=9.0, undisturbed=10.0):
+    return chaos.Report(injections, 60.0, 3, 96, 0, pace, undisturbed)
 
 
 def test_a_report_has_a_row_for_each_kind_and_one_for_all():
     spans = [0.1 * number for number in range(1, 11)]
     kills = [chaos.FaultOutcome("kill", 1, "a", 1.0, recovery=span) for span in spans]
-    skipped = chaos.FaultOutcome("hang", 9, "", 0.0, problem="there are 4 ranks")
+    skipped = chaos.FaultOutcome("hang", 9, "", 0.0, problem="there are <4> ranks")
     made = report(*kills, chaos.FaultOutcome("slow", 0, "b", 2.0), skipped)
     kill, slow, everything = made.rows
     assert (kill.kind, kill.injected, kill.resets) == ("kill", 10, 10)
@@ -82,18 +74,10 @@ def test_a_report_has_a_row_for_each_kind_and_one_for_all():
     text = str(made)
     assert "500 ms" in text and "1.00 s" in text
     assert "goodput: 90%" in text
-    assert "not done: hang of rank 9: there are 4 ranks" in text
-
-
-def test_a_report_without_anything_to_compare_with_names_no_goodput():
+    assert "not done: hang of rank 9: there are <4> ranks" in text
+    assert "&lt;4&gt;" in made._repr_html_() and "<4>" not in made._repr_html_()
     assert report(pace=None).goodput is None
     assert "goodput" not in str(report(undisturbed=None))
-
-
-def test_a_report_is_escaped_in_a_notebook():
-    made = report(chaos.FaultOutcome("kill", 1, "a", 0.0, problem="<script>"))
-    assert "<script>" not in made._repr_html_()
-    assert "&lt;script&gt;" in made._repr_html_()
 
 
 def test_the_pace_is_measured_between_changes():
@@ -115,9 +99,11 @@ def test_one_seed_is_one_plan():
 
     assert first(1) == first(1) != first(2)
     draws = first(3)
-    assert {draw.kind for draw in draws} == set(chaos.KINDS)
-    assert sum(draw.wait for draw in draws) / len(draws) == pytest.approx(5, rel=0.25)
-    assert any(draw.wait == 0 for draw in draws)  # several at once
+    waits, places, faults = zip(*draws, strict=True)
+    assert {fault.kind for fault in faults} == set(chaos.KINDS)
+    assert sum(waits) / len(waits) == pytest.approx(5, rel=0.25)
+    assert 0 in waits  # several at once
+    assert 0 <= min(places) < 0.1 and 0.9 < max(places) < 1
 
 
 @pytest.mark.parametrize(
@@ -134,3 +120,23 @@ def test_one_seed_is_one_plan():
 def test_faults_that_cannot_be_meant_are_refused(make, complaint):
     with pytest.raises(OptionError, match=complaint):
         make()
+
+
+def test_a_random_fault_is_for_the_process_that_was_drawn():
+    ordered = []
+    client = SimpleNamespace(inject=lambda starts, faults, drop: ordered.append((starts, faults)))
+    driver = SimpleNamespace(chaos=None, job_client=client)
+    ranks = [
+        SimpleNamespace(rank=n, start=10 + n, state="running", commits=1, worker="a")
+        for n in range(4)
+    ]
+    driver.view = lambda: SimpleNamespace(ranks=ranks, commits=1, state="running")
+    job = SimpleNamespace(_driver=driver, name="a")
+    plan = FaultPlan(job, (chaos.random(7, 1e-9, ("crash",)),), None)  # the first wait to form
+    for numbers in ((0, 1, 2, 3), (3, 0, 1, 2), (2, 3, 0, 1)):  # of other processes
+        for each, number in zip(ranks, numbers, strict=True):
+            each.rank = number
+        plan._look()
+    reached = [fault.number for _, faults in ordered for fault in faults]
+    assert reached
+    assert len(reached) == len({*reached}), "a fault for several processes"

@@ -105,47 +105,21 @@ class SshHosts:
         host = process.get_extra_info("sockname")[0]
         self.commands.append(process.command or "")
         self._connections.setdefault(host, []).append(process.channel.get_connection())
+        pipe = asyncio.subprocess.PIPE
         child = await asyncio.create_subprocess_shell(
-            process.command or "",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
+            process.command or "", stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
         self._processes.setdefault(host, []).append(child)
-        pumps = [
-            asyncio.ensure_future(_pump(child.stdout, process.stdout)),
-            asyncio.ensure_future(_pump(child.stderr, process.stderr)),
-        ]
-        ended = asyncio.ensure_future(child.wait())
-        left = asyncio.ensure_future(_client_leaves(process, child))
+        await process.redirect(child.stdin, child.stdout, child.stderr)
+        ends = [asyncio.ensure_future(each) for each in (child.wait(), process.wait_closed())]
         try:
-            await asyncio.wait([ended, left], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             _kill(child)
-            left.cancel()
-            await asyncio.gather(ended, left, *pumps, return_exceptions=True)
-            child._transport.close()
+            await ends[0]
         with contextlib.suppress(OSError):
+            await process.stderr.drain()
             process.exit(child.returncode or 0)
-
-
-async def _pump(source: asyncio.StreamReader | None, sink: Any) -> None:
-    """Pass on what a process writes; what nobody takes any more is read all the same."""
-    assert source is not None
-    while line := await source.readline():
-        with contextlib.suppress(OSError):
-            sink.write(line.decode())
-
-
-async def _client_leaves(
-    process: asyncssh.SSHServerProcess[Any], child: asyncio.subprocess.Process
-) -> None:
-    """Pass on what the client writes; return when it sends a signal, or closes the connection."""
-    assert child.stdin is not None
-    with contextlib.suppress(asyncssh.Error, ConnectionError):
-        while text := await process.stdin.read(65536):
-            child.stdin.write(text.encode())
 
 
 async def _never_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
 import stat
+import struct
+import termios
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +21,34 @@ from nbelastic.cli import commands
 from nbelastic.driver import display
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
-COUNT = SCRIPT.with_name("count.py")
+
+
+class Terminal:
+    """A pseudo-terminal of a width; `text` is what was written to it so far."""
+
+    def __init__(self, width: int) -> None:
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+        self.stream = open(slave, "w", encoding="utf-8")  # noqa: SIM115
+        self._read: list[bytes] = []
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        with contextlib.suppress(OSError):  # an end is closed
+            while data := os.read(self.master, 65536):
+                self._read.append(data)
+
+    @property
+    def text(self) -> str:
+        return b"".join(self._read).decode().replace("\r\n", "\n")
+
+    def close(self) -> str:
+        """Wait until all that use it have closed it; return what was written."""
+        self.stream.close()
+        self._thread.join()
+        os.close(self.master)
+        return self.text
 
 
 @dataclass
@@ -47,17 +81,14 @@ class Stage:
         self.log.touch()
         self._capsys = capsys
 
-    def run(
-        self, *options: str, sizes: str = "1", more: tuple[str, ...] = (), script: Path = SCRIPT
-    ) -> Ended:
-        """Run ``run`` with a script to its end."""
-        words = [str(script), "--log", str(self.log), "--sizes", sizes, *more]
+    def run(self, *options: str, sizes: str = "1", more: tuple[str, ...] = ()) -> Ended:
+        """Run ``run`` with the script to its end."""
+        words = [str(SCRIPT), "--log", str(self.log), "--sizes", sizes, *more]
         before = display._display
         self._capsys.readouterr()
         try:
-            commands.run.main(["--json", *options, "python", *words], standalone_mode=False)
-        except SystemExit as end:
-            code = int(end.code or 0)
+            line = ["--json", *options, "python", *words]
+            code = commands.run.main(line, standalone_mode=False)
         finally:
             display.set_display(before)
         out, errors = self._capsys.readouterr()

@@ -64,7 +64,9 @@ def call(crew):
     display.set_display(before)
 
 
-def test_jobs_status_and_logs_show_a_job_of_another_kernel(job, call):
+def test_jobs_status_logs_and_cancel_are_for_a_job_of_another_kernel(job, call):
+    for command in ("status", "stop", "logs"):
+        assert "no such job on this cluster; there are: night" in call(command, "dawn", code=2)
     assert call("jobs").splitlines()[1].split()[:3] == ["night", "running", "2"]
     status = call("status", "night")
     assert status.startswith("night: running · 2 ranks")
@@ -74,6 +76,9 @@ def test_jobs_status_and_logs_show_a_job_of_another_kernel(job, call):
     assert "joined rank 1 on" in why and "up to max_np" in why
     assert "joined rank 0 on" in call("why", "night")
     assert not job.done() and "attached" not in kinds(job)
+    assert "ends now" in call("cancel")
+    with pytest.raises(JobStopped, match="cancelled"):
+        job.result(30)
 
 
 def test_scale_and_stop_change_a_job_of_another_kernel(job, call):
@@ -91,22 +96,11 @@ def test_scale_and_stop_change_a_job_of_another_kernel(job, call):
     assert "attached" not in kinds(job)
 
 
-def test_cancel_ends_a_job_of_another_kernel(job, call):
-    assert "ends now" in call("cancel")
-    with pytest.raises(JobStopped, match="cancelled"):
-        job.result(30)
-
-
 def test_attach_takes_a_job_over_and_waits_for_its_end(crew, call):
     job = crew.fit(train, kwargs={"seconds": 1.0}, np=1, name="short", block=False)
     until(lambda: job.status.size == 1, "one rank trains")
     assert "finished · 1 rank" in call("attach", "short", "--plain")
     assert job.status.state == "detached"
-
-
-def test_a_job_that_does_not_exist_is_named_with_those_that_do(job, call):
-    for command in ("status", "stop", "logs"):
-        assert "no such job on this cluster; there are: night" in call(command, "dawn", code=2)
 
 
 def test_a_job_that_has_ended_answers_still(crew, call):
@@ -138,17 +132,22 @@ def test_the_scheduler_remembers_the_last_jobs_within_a_limit(monkeypatch):
     record = SimpleNamespace(steps=1, epoch=1, log=JobLog(), machine=Machine(Limits()), started=0.0)
     record.client, record.ranks = None, {}
     size = 10
-    record.controller = SimpleNamespace(describe=lambda: AttachRefusal("x" * size))
+    record.describe = lambda: AttachRefusal("x" * size)
     for number in range(job_service.MOST_ENDED + 3):
-        service.remember(f"job-{number}", record)
+        record.name = f"job-{number}"
+        service.remember(record)
     assert list(service._ended) == [f"job-{n}" for n in range(3, job_service.MOST_ENDED + 3)]
     monkeypatch.setattr(job_service, "ENDED_BYTES", 1000)
     size = 700
-    service.remember("large", record)
-    service.remember("large", record)
-    assert "large" in service._ended and service._ended_bytes <= 1000
+    record.name = "large"
+    service.remember(record)
+    service.remember(record)
+    assert (
+        "large" in service._ended and sum(len(each) for _, each in service._ended.values()) <= 1000
+    )
     size = 1001
-    service.remember("too large", record)
+    record.name = "too large"
+    service.remember(record)
     assert not service._ended
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.errors import OptionError
-
 from .stage import Stage
 
 pytestmark = pytest.mark.slow
@@ -44,42 +42,32 @@ def test_A2_A8_a_rank_dies_and_its_worker_comes_back_after_its_cooldown(stage: S
 
 def test_A2_a_rank_is_killed_and_the_others_go_on(stage: Stage):
     options = ("-H", f"{A}:2", "-np", "2", "--min-np", "1")
-    more = ("--die", "kill:1", "--workers", "1", "--context", "fork")
-    ended = stage.run(*options, sizes="2,1", more=more)
+    ended = stage.run(*options, sizes="2,1", more=("--die", "kill:1"))
     assert ended.code == 0
     assert ended.sizes[:2] == [2, 1]
 
 
-def test_A4_all_ranks_fail(stage: Stage):
-    ended = stage.run("-H", f"{A}:2", "-np", "2", more=("--die", "all:0"))
+@pytest.mark.parametrize(
+    ("options", "hosts", "more", "says"),
+    [
+        pytest.param("-np 2 -H localhost:2", (), ("--die", "all:0"),
+                     ("ValueError: no rank can go on", "train.py", "in die_if_due"),
+                     id="A4 all ranks fail"),
+        pytest.param("-np 3 --elastic-timeout 1", (f"{A}:1",), (),
+                     ("NotEnoughWorkers", "of at least 3 workers", "elastic_timeout=1"),
+                     id="A6 the minimum is not reached"),
+        pytest.param("-np 1 --max-np 2 --reset-limit 0", (f"{A}:1", f"{A}:1 {B}:1"),
+                     ("--sizes", "1,2"), ("reset_limit=0 is reached",), id="A7"),
+        pytest.param("-np 1", ("$(echo no such group >&2; kill $$)",), (),
+                     ("failed at the first time: hosts.sh exited with code", "no such group"),
+                     id="the discovery script fails at first"),
+    ],
+)  # fmt: skip
+def test_a_run_that_cannot_go_on_says_why(stage: Stage, options, hosts, more, says):
+    ended = stage.run(*options.split(), *(stage.hosts(*hosts) if hosts else ()), more=more)
     assert ended.code == 1
-    assert "ValueError: no rank can go on" in ended.errors
-    assert "train.py" in ended.errors and "in die_if_due" in ended.errors
+    assert [words for words in says if words not in ended.errors] == []
     assert "runpy" not in ended.errors
-
-
-def test_A6_the_minimum_is_not_reached(stage: Stage):
-    hosts = stage.hosts(f"{A}:1")
-    ended = stage.run("-np", "3", *hosts, "--elastic-timeout", "1")
-    assert ended.code == 1
-    assert "NotEnoughWorkers" in ended.errors
-    assert "of at least 3 workers" in ended.errors and "elastic_timeout=1" in ended.errors
-
-
-def test_A7_the_reset_limit_is_reached(stage: Stage):
-    hosts = stage.hosts(f"{A}:1", f"{A}:1 {B}:1")
-    options = ("-np", "1", "--max-np", "2", "--reset-limit", "0")
-    ended = stage.run(*options, *hosts, sizes="1,2")
-    assert ended.code == 1
-    assert "reset_limit=0 is reached" in ended.errors
-
-
-def test_a_discovery_script_that_fails_at_first_ends_the_run(stage: Stage):
-    hosts = stage.hosts(f"{A}:1")
-    (stage.folder / "hosts.sh").write_text("#!/bin/sh\necho no such group >&2; exit 7\n")
-    ended = stage.run("-np", "1", *hosts)
-    assert ended.code == 1
-    assert "failed at the first time: hosts.sh exited with code 7: no such group" in ended.errors
 
 
 def test_B1_a_run_without_updates_whose_discovery_fails_later(stage: Stage):
@@ -90,19 +78,3 @@ def test_B1_a_run_without_updates_whose_discovery_fails_later(stage: Stage):
     assert not ended.events("reset")
     assert stage.epochs() == [2, 2, 2]
     assert ended.lines[-1]["state"] == "finished"
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("-H", "a:1", "--scheduler", "tcp://b:1"), "give one of them"),
-        (("--cluster", "nowhere.Cluster"), "must be MODULE.CLASS"),
-        (("--hosts-from", "nowhere"), "there is no source 'nowhere'"),
-        (("-x", "NO_SUCH_VARIABLE"), "give NO_SUCH_VARIABLE=VALUE"),
-    ],
-)
-def test_wrong_options_start_nothing(stage: Stage, options, says):
-    from click import UsageError
-
-    with pytest.raises((UsageError, OptionError), match=says):
-        stage.run(*options)

@@ -25,8 +25,6 @@ from nbelastic.messages import (
     EndRank,
     Event,
     Hello,
-    JobPayload,
-    JobTerms,
     JournalStep,
     Limits,
     Notify,
@@ -41,8 +39,10 @@ from nbelastic.messages import (
     Slot,
     SlotGranted,
     StopRequested,
+    Tick,
     ToDriver,
 )
+from tests.support.records import some_terms
 
 VERSIONS = {"python": "3", "nbelastic": "1", "torch": "2"}
 
@@ -154,7 +154,8 @@ class SharedCluster:
             long_running=set(),
         )
         self.stream_comms[address] = SimpleNamespace()
-        slot = Slot(f"{name}#{self._born}", address, name, host)
+        contact = f"tcp://{host}.example:{self._born}"  # that the agent knows of
+        slot = Slot(f"{name}#{self._born}", contact, name, host)
         self.plugin._hello(address, Hello(slot, VERSIONS, ProcessId(self._born, 0.0, "")))
         return address
 
@@ -169,15 +170,13 @@ class SharedCluster:
         job = self.jobs[name] = Driven(name, f"kernel of {name}")
         self.clients[job.client] = None
         self.now += 1.0
-        terms = JobTerms(
-            payload=JobPayload(b"", b"", b""),
-            workers=None,
+        machine = Machine(Limits(elastic_timeout=1e9, stall_timeout=1e9, **limits))
+        terms = some_terms(
             resources=resources or {},
             versions=VERSIONS,
             heartbeat_timeout=1e9,
             lease=1e9,
-            options=b"",
-            machine=pack_machine(Machine(Limits(elastic_timeout=1e9, stall_timeout=1e9, **limits))),
+            machine=pack_machine(machine),
         )
         request = OpenRequest(name, name, job.client, f"topic {name}", terms)
         problem = await self.handlers["nbelastic_open"](message=pack(request))
@@ -220,11 +219,15 @@ class SharedCluster:
         return found
 
     def step_all(self) -> None:
-        """Have all drivers do all that they have to do."""
+        """Have all drivers do all that they have to do, and look at the clock."""
         for name, job in self.jobs.items():
             record = self.plugin.jobs.get(name)
-            while record is not None and record.client == job.client and record.backlog:
+            if record is None or record.client != job.client:
+                continue
+            while record.backlog:
                 self._step(job)
+            job.own.append(Tick())
+            self._step(job)
 
     def _step(self, job: Driven) -> None:
         record = self.plugin.jobs[job.name]
@@ -232,7 +235,7 @@ class SharedCluster:
         own = job.own.pop(0) if job.own else None
         seq = 0 if own is not None else next(iter(record.backlog))
         head = (job.name, record.topic, record.epoch, record.steps + 1)
-        assert record.controller.step(JournalStep(*head, self.now, 0.5, seq, own))
+        assert record.step(JournalStep(*head, self.now, 0.5, seq, own))
 
     def _can_act(self, rank: FakeRank) -> bool:
         planned = rank.state == "member" and rank.noticed == rank.generation
@@ -279,9 +282,9 @@ class SharedCluster:
     def beat(self) -> None:
         """Have all members send a heartbeat."""
         for rank in self.ranks.values():
-            if rank.state == "member":
+            if rank.state == "member" and rank.job in self.plugin.jobs:
                 beat = Beat(rank.start, 1, 0, waiting=False, version=int(rank.version))
-                self.plugin._event(rank.job, Beats((beat,)))
+                self.plugin.jobs[rank.job].take_in(Beats((beat,)))
 
     # -- questions -------------------------------------------------------------------------------
 

@@ -1,15 +1,18 @@
-"""Notices, as the scheduler acts on them: who watches, who leaves, who is retired, and when."""
+"""Workers that are to leave: notices, as the scheduler acts on them, and retirement."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from math import inf
 from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from nbelastic.cluster.scheduler import notices as desk
-from nbelastic.cluster.scheduler.spot_notices import SpotNotices
+from nbelastic.cluster.scheduler import scaling
+from nbelastic.cluster.scheduler.plugin import SpotNotices
 from nbelastic.cluster.wire import pack, unpack
 from nbelastic.membership import view
 from nbelastic.messages import (
@@ -60,6 +63,10 @@ class Cloud(SharedCluster):
         report = NoticeReport(Notice(source, **fields))
         self.stream_handlers["nbelastic-agent"](worker=address, message=pack(report))
 
+    def places(self):
+        """Return the names of the workers with a rank."""
+        return {self.workers[rank.worker].name for rank in self.ranks.values()}
+
     def watchers(self):
         return {self.workers[each].name for each, order in self.watching.items() if order.host}
 
@@ -75,15 +82,29 @@ def busy(cloud):
     cloud.actions = list
 
 
-def play(scene):
-    async def run():
-        cloud = await Cloud().start()
-        try:
-            await scene(cloud)
-        finally:
-            await cloud.plugin.before_close()
+@contextlib.asynccontextmanager
+async def a_cloud(hosts, *, job=True, **limits):
+    """Yield a cloud with a worker on each host and a job, and the first worker's address."""
+    cloud = await Cloud().start()
+    for number, host in enumerate(hosts):
+        cloud.hire(f"w{number}", host)
+    try:
+        if job:
+            await cloud.open("one", **limits)
+            await settle(cloud)
+        yield cloud, next(iter(cloud.workers), "")
+    finally:
+        await cloud.plugin.before_close()
 
-    asyncio.run(run())
+
+@contextlib.asynccontextmanager
+async def a_watched_cloud(hosts):
+    """Yield a cloud without a job, on which the plugin is registered that watches."""
+    async with a_cloud(hosts, job=False) as (cloud, first):
+        cloud.plugins[SpotNotices.name] = None
+        cloud.plugin.watch_machines()
+        cloud.plugin._review_all()
+        yield cloud, first
 
 
 async def retired(cloud, most=200):
@@ -95,9 +116,9 @@ async def retired(cloud, most=200):
     raise AssertionError("not retired")
 
 
-def test_one_agent_a_host_watches_while_there_is_a_job():
-    async def scene(cloud):
-        first, _, third = (cloud.hire(f"w{n}", "ab"[n // 2]) for n in range(3))
+async def test_one_agent_a_host_watches_while_there_is_a_job():
+    async with a_cloud("aab", job=False) as (cloud, first):
+        third = list(cloud.workers)[2]
         assert not cloud.watching
         await cloud.open("one")
         await settle(cloud)
@@ -114,78 +135,34 @@ def test_one_agent_a_host_watches_while_there_is_a_job():
         assert cloud.watchers() == {"a0"}
         cloud.plugin.drop("one")
         assert not any(order.on for order in cloud.watching.values())
-
-    play(scene)
-
-
-def test_no_agent_watches_for_a_job_that_does_not_want_it():
-    async def scene(cloud):
-        cloud.hire("w0")
-        await cloud.open("one")
-        record = cloud.plugin.jobs["one"]
+        await cloud.open("two")
+        record = cloud.plugin.jobs["two"]
         record.terms = replace(record.terms, notices=False)
         await settle(cloud)
-        assert not cloud.watchers()
-
-    play(scene)
+        assert not cloud.watchers(), "this one does not want it"
 
 
-def test_a_host_is_left_its_workers_retired_and_others_asked_for():
-    async def scene(cloud):
-        gone = cloud.hire("w0", "a")
-        for name, host in (("w1", "a"), ("w2", "b"), ("w3", "b")):
-            cloud.hire(name, host)
-        await cloud.open("one", np=4, min_np=1, max_np=4)
-        await settle(cloud)
+async def test_a_host_is_left_its_workers_retired_and_others_asked_for():
+    async with a_cloud("aabb", np=4, min_np=1, max_np=4) as (cloud, gone):
         assert cloud.sizes() == {"one": 4}
         cloud.report(gone)
         assert cloud.plugin.demand() == 6, "two more, from this moment on"
         cloud.step_all()
         reason = view(cloud.plugin.jobs["one"].machine, cloud.now).reason
         assert isinstance(reason, Noticed) and reason.number == 2
+        cloud.hire("w4", "a")
+        await settle(cloud)
+        assert "w4" not in cloud.places(), "it comes to such a host"
         await retired(cloud)
-        assert cloud.retired == [["w0", "w1"]]
+        assert cloud.retired == [["w0", "w1", "w4"]]
         await settle(cloud)
         assert cloud.sizes() == {"one": 2}
         assert cloud.plugin.demand() == 4
         assert not cloud.roster("one").notices
 
-    play(scene)
 
-
-def test_a_worker_that_comes_to_such_a_host_gets_no_rank():
-    async def scene(cloud):
-        gone = cloud.hire("w0", "a")
-        cloud.hire("w1", "b")
-        await cloud.open("one")
-        await settle(cloud)
-        cloud.report(gone)
-        cloud.hire("w2", "a")
-        await settle(cloud)
-        assert {rank.worker.split("/")[2][:2] for rank in cloud.ranks.values()} == {"w1"}
-
-    play(scene)
-
-
-def test_a_batch_job_s_end_is_about_one_worker():
-    async def scene(cloud):
-        gone = cloud.hire("w0", "a")
-        cloud.hire("w1", "a")
-        await cloud.open("one")
-        await settle(cloud)
-        cloud.report(gone, host=False)
-        await retired(cloud)
-        assert cloud.retired == [["w0"]]
-
-    play(scene)
-
-
-def test_a_revoked_notice_offers_the_slots_again():
-    async def scene(cloud):
-        stays = cloud.hire("w0", "a")
-        cloud.hire("w1", "b")
-        await cloud.open("one")
-        await settle(cloud)
+async def test_a_revoked_notice_offers_the_slots_again():
+    async with a_cloud("ab") as (cloud, stays):
         cloud.report(stays)
         cloud.step_all()
         cloud.report(stays, revoked=True)
@@ -197,122 +174,48 @@ def test_a_revoked_notice_offers_the_slots_again():
         said = [record.reason for record in cloud.plugin.jobs["one"].log.contents().history]
         assert [each.revoked for each in said if isinstance(each, Notice)] == [False, True]
 
-    play(scene)
-
-
-def test_at_the_end_of_the_time_workers_are_retired_whatever_their_ranks_do(monkeypatch):
-    async def scene(cloud):
-        gone = cloud.hire("w0", "a")
-        await cloud.open("one")
-        await settle(cloud)
-        monkeypatch.setattr(desk, "LEAST", 0.0)
-        cloud.report(gone, seconds=desk.MARGIN)
-        cloud.step_all()
-        assert cloud.held() == {"one": 1}
-        await retired(cloud)
-        assert cloud.retired == [["w0"]]
-
-    play(scene)
-
 
 @pytest.mark.parametrize("seconds", [0.0, -600.0, 1e12])
-def test_ranks_have_a_little_time_whatever_a_notice_says(seconds):
+async def test_ranks_have_a_little_time_whatever_a_notice_says(seconds):
     """A machine that should be gone already still speaks; its clock may be wrong."""
-
-    async def scene(cloud):
-        cloud.hire("w0", "a")
-        cloud.hire("w1", "b")
-        await cloud.open("one")
-        await settle(cloud)
-        cloud.report(next(iter(cloud.workers)), seconds=seconds)
-        (worker,) = (each for each in cloud.plugin._workers.values() if each.notices)
+    async with a_cloud("ab") as (cloud, gone):
+        cloud.report(gone, seconds=seconds)
+        (worker,) = (each for each in cloud.plugin.workers.values() if each.notices)
         now = asyncio.get_running_loop().time()
-        assert worker.retire_at == pytest.approx(now + desk.LEAST, abs=1.0)
+        assert worker.retire_at == pytest.approx(now + desk.rules.SOON, abs=1.0)
         await retired(cloud)
         assert cloud.retired == [["w0"]]
         assert "lost" not in kinds(cloud)
 
-    play(scene)
 
+async def test_one_notice_revoked_leaves_the_other_in_force():
+    """The end of a batch job is not revoked by the cloud, nor the other way round.
 
-def test_one_notice_revoked_leaves_the_other_in_force():
-    """The end of a batch job is not revoked by the cloud, nor the other way round."""
-
-    async def scene(cloud):
-        first = cloud.hire("w0", "a")
-        cloud.hire("w1", "a")
-        await cloud.open("one", preemptible=False)
-        await settle(cloud)
+    Only the agent that watches is believed about its host: a process that stood still for an hour
+    may report what was so an hour ago. A worker that somebody retires is not offered again.
+    """
+    async with a_cloud("aa", preemptible=False) as (cloud, first):
         busy(cloud)
+        assert cloud.watchers() == {"w0"}
+        second = list(cloud.workers)[1]
+        records = cloud.plugin.workers
         cloud.report(first, NoticeSource.SLURM, action="end", host=False)
         cloud.report(first, seconds=60.0)
-        cloud.report(first, revoked=True)
-        record = {each.slot.name: each for each in cloud.plugin._workers.values()}
-        assert record["w0"].leaving and not record["w1"].leaving
-        cloud.report(first, NoticeSource.SLURM, host=False, revoked=True)
-        assert not record["w0"].leaving
-
-    play(scene)
-
-
-def test_a_worker_that_is_being_retired_is_not_offered_again():
-    """Somebody retires it; that its notice is revoked does not matter then."""
-
-    async def scene(cloud):
-        stays = cloud.hire("w0", "a")
-        cloud.hire("w1", "b")
-        await cloud.open("one")
-        await settle(cloud)
-        busy(cloud)
-        cloud.report(stays)
-        cloud.plugin.mark_leaving(stays)
-        cloud.report(stays, revoked=True)
-        (worker,) = (each for each in cloud.plugin._workers.values() if each.address == stays)
-        assert worker.leaving
-        assert stays not in cloud.plugin.free_workers()
-
-    play(scene)
-
-
-def test_only_the_agent_that_watches_is_believed_about_its_host():
-    """A process that stood still for an hour may report what was so an hour ago."""
-
-    async def scene(cloud):
-        first, second = cloud.hire("w0", "a"), cloud.hire("w1", "a")
-        await cloud.open("one")
-        await settle(cloud)
-        busy(cloud)
-        assert cloud.watchers() == {"w0"}
-        cloud.report(first)
         cloud.report(second, revoked=True)
-        assert all(each.notices for each in cloud.plugin._workers.values())
-
-    play(scene)
-
-
-def test_an_agent_that_is_silent_or_closes_watches_no_more():
-    async def scene(cloud):
-        cloud.hire("w0", "a")
-        second = cloud.hire("w1", "a")
-        await cloud.open("one")
-        await settle(cloud)
-        records = {each.slot.name: each for each in cloud.plugin._workers.values()}
-        records["w0"].silence = desk.SILENT
-        cloud.plugin._review_all()
-        assert cloud.watchers() == {"w1"}
-        records["w0"].silence = 0.0
-        cloud.plugin.mark_leaving(second, soon=True)
-        cloud.plugin._review_all()
-        assert cloud.watchers() == {"w0"}
-
-    play(scene)
+        assert records[first].leaving and records[second].leaving
+        cloud.report(first, revoked=True)
+        assert records[first].leaving and not records[second].leaving
+        cloud.report(first, NoticeSource.SLURM, host=False, revoked=True)
+        assert not records[first].leaving
+        cloud.report(first)
+        cloud.plugin.mark_leaving(first)
+        cloud.report(first, revoked=True)
+        assert records[first].leaving and not records[second].leaving
+        assert first not in cloud.plugin.free_workers()
 
 
-def test_a_notice_that_comes_nearer_counts_and_one_that_goes_away_does_not():
-    async def scene(cloud):
-        gone = cloud.hire("w0", "a")
-        await cloud.open("one")
-        await settle(cloud)
+async def test_a_notice_that_comes_nearer_counts_and_one_that_goes_away_does_not():
+    async with a_cloud("a") as (cloud, gone):
         busy(cloud)
         ends = []
         for seconds in (600.0, 900.0, 60.0):
@@ -323,35 +226,12 @@ def test_a_notice_that_comes_nearer_counts_and_one_that_goes_away_does_not():
         assert ends == [600.0, 600.0, 60.0]
         assert kinds(cloud).count("notice") == 1
 
-    play(scene)
-
-
-def test_workers_that_cannot_be_retired_are_tried_again(monkeypatch):
-    monkeypatch.setattr(desk, "RETRY", 0.01)
-
-    async def scene(cloud):
-        gone = cloud.hire("w0", "a")
-        cloud.hire("w1", "b")
-        await cloud.open("one")
-        await settle(cloud)
-        cloud.refused = 2
-        cloud.report(gone)
-        await retired(cloud)
-        assert cloud.retired == [["w0"]]
-        assert cloud.refused == 0
-
-    play(scene)
-
 
 # -- machines at risk ------------------------------------------------------------------------------
 
 
-def test_a_worker_at_risk_stays_until_another_has_its_place():
-    async def scene(cloud):
-        risky = cloud.hire("w0", "a")
-        cloud.hire("w1", "b")
-        await cloud.open("one", np=2, min_np=1, max_np=2)
-        await settle(cloud)
+async def test_a_worker_at_risk_stays_until_another_has_its_place():
+    async with a_cloud("ab", np=2, min_np=1, max_np=2) as (cloud, risky):
         cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
         assert cloud.plugin.demand() == 3, "one more, from this moment on"
         await settle(cloud)
@@ -359,55 +239,29 @@ def test_a_worker_at_risk_stays_until_another_has_its_place():
         assert cloud.retired == []
         cloud.hire("w2", "c")
         await settle(cloud)
-        assert {rank.worker.split("/")[2][:2] for rank in cloud.ranks.values()} == {"w1", "w2"}
+        assert cloud.places() == {"w1", "w2"}
         await retired(cloud)
         assert cloud.retired == [["w0"]]
         assert cloud.plugin.demand() == 2
         assert kinds(cloud).count("notice") == 1
         assert "lost" not in kinds(cloud)
 
-    play(scene)
 
-
-def test_a_worker_that_was_replaced_gets_no_rank_while_its_data_keeps_it(monkeypatch):
+async def test_a_worker_that_was_replaced_gets_no_rank_while_its_data_keeps_it(monkeypatch):
+    """Its retirement is tried again."""
     monkeypatch.setattr(desk, "RETRY", 0.01)
-
-    async def scene(cloud):
-        risky = cloud.hire("w0", "a")
-        cloud.hire("w1", "b")
-        await cloud.open("one", np=1, min_np=1, max_np=1)
-        await settle(cloud)
+    async with a_cloud("ab", np=1, min_np=1, max_np=1) as (cloud, risky):
         cloud.refused = 3
         cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
         await settle(cloud)
         await retired(cloud)
         assert cloud.refused == 0
         assert cloud.retired == [["w0"]]
-        assert {rank.worker.split("/")[2][:2] for rank in cloud.ranks.values()} == {"w1"}
-
-    play(scene)
+        assert cloud.places() == {"w1"}
 
 
-def test_a_worker_is_at_risk_no_more():
-    async def scene(cloud):
-        risky = cloud.hire("w0", "a")
-        await cloud.open("one", np=1, min_np=1, max_np=1)
-        await settle(cloud)
-        cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
-        cloud.report(risky, action="rebalance", seconds=0.0, soft=True, revoked=True)
-        cloud.hire("w1", "b")
-        await settle(cloud)
-        assert {rank.worker.split("/")[2][:2] for rank in cloud.ranks.values()} == {"w0"}
-        assert cloud.plugin.demand() == 1
-
-    play(scene)
-
-
-def test_a_notice_that_is_revoked_leaves_the_recommendation_before_it():
-    async def scene(cloud):
-        risky = cloud.hire("w0", "a")
-        await cloud.open("one", np=1, min_np=1, max_np=1)
-        await settle(cloud)
+async def test_a_notice_that_is_revoked_leaves_the_recommendation_before_it():
+    async with a_cloud("a", np=1, min_np=1, max_np=1) as (cloud, risky):
         cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
         cloud.report(risky, seconds=60.0)
         cloud.report(risky, revoked=True)
@@ -420,17 +274,11 @@ def test_a_notice_that_is_revoked_leaves_the_recommendation_before_it():
         await settle(cloud)
         await retired(cloud)
         assert cloud.retired == [["w0"]]
-        assert {rank.worker.split("/")[2][:2] for rank in cloud.ranks.values()} == {"w1"}
-
-    play(scene)
+        assert cloud.places() == {"w1"}
 
 
-def test_a_recommendation_before_a_job_and_a_notice_after_it():
-    async def scene(cloud):
-        cloud.plugins[SpotNotices.name] = None
-        cloud.plugin.watch_machines()
-        risky = cloud.hire("w0", "a")
-        cloud.plugin._review_all()
+async def test_a_recommendation_before_a_job_and_a_notice_after_it():
+    async with a_watched_cloud("a") as (cloud, risky):
         cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
         await settle(cloud)
         assert cloud.retired == [], "it stays while nothing says when it goes"
@@ -442,45 +290,98 @@ def test_a_recommendation_before_a_job_and_a_notice_after_it():
         await retired(cloud)
         assert cloud.retired == [["w0"]]
 
-    play(scene)
-
 
 # -- Dask without jobs -----------------------------------------------------------------------------
 
 
-def test_workers_are_watched_and_retired_without_a_job():
-    async def scene(cloud):
-        cloud.plugins[SpotNotices.name] = None
-        cloud.plugin.watch_machines()
-        gone = cloud.hire("w0", "a")
-        cloud.hire("w1", "a")
-        cloud.hire("w2", "b")
+async def test_workers_are_watched_and_retired_without_a_job():
+    async with a_watched_cloud("aab") as (cloud, gone):
         cloud.workers["tcp://w3:9"] = SimpleNamespace(**{**vars(cloud.workers[gone]), "name": "w3"})
         cloud.plugin._review_all()
         await settle(cloud)
         assert cloud.installed == ["w3"], "it had no agent"
+        await cloud.open("one")
+        cloud.plugin.drop("one")
         assert cloud.watchers() == {"w0", "w2"}
         cloud.report(gone)
         await retired(cloud)
         assert cloud.retired == [["w0", "w1"]]
         assert cloud.plugin._review.running
-
-    play(scene)
-
-
-def test_nothing_is_watched_when_the_plugin_is_gone():
-    async def scene(cloud):
-        cloud.plugins[SpotNotices.name] = None
-        cloud.plugin.watch_machines()
-        cloud.hire("w0", "a")
-        cloud.plugin._review_all()
-        await cloud.open("one")
-        cloud.plugin.drop("one")
-        assert cloud.watchers() == {"w0"}
-        assert cloud.plugin._review.running
+        stays = next(iter(cloud.workers))
+        assert cloud.watching[stays].on
         del cloud.plugins[SpotNotices.name]
         cloud.plugin._review_all()
-        assert not cloud.watchers()
+        assert not cloud.watching[stays].on
         assert not cloud.plugin._review.running
 
-    play(scene)
+
+# -- retirement as cluster managers ask for it -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "leaving"),
+    [
+        ({"workers": ["tcp://0:1"]}, {"0"}),
+        ({"names": [1]}, {"1"}),
+        ({"workers": [1]}, {"1"}),
+        ({"workers": ["slurm-1"]}, {"slurm-1-0", "slurm-1-1"}),
+        ({"workers": ["slurm-1-1"]}, {"slurm-1-1"}),
+        ({"workers": ["slurm", "slurm-"]}, set()),
+        ({"workers": ["tcp://gone:1"]}, set()),
+        ({"workers": [0, 1, "slurm-1", "slurm-10"]}, set()),
+    ],
+)
+def test_workers_are_asked_to_leave_however_they_are_given(asked, leaving):
+    called = []
+
+    async def retire(**options):
+        called.append(options)
+
+    async def scene(cluster):
+        for name in ("0", "1", "slurm-1-0", "slurm-1-1", "slurm-10-0"):
+            cluster.hire(name)
+        await cluster.handlers["retire_workers"](**asked)
+        return {w.slot.name for w in cluster.plugin.workers.values() if w.leaving}
+
+    assert on_a_cluster(retire, scene) == leaving
+    assert called == [asked], "Dask gets what was asked for"
+
+
+def on_a_cluster(retire, scene):
+    """Play a scene on a cluster whose Dask retires by a function."""
+
+    async def play():
+        cluster = SharedCluster()
+        cluster.handlers["retire_workers"] = retire
+        await cluster.start()
+        found = await scene(cluster)
+        await cluster.plugin.before_close()
+        return found
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("told", "left", "waited"),
+    [(0.0, 5.0, 5.0), (0.0, inf, 30.0), (50.0, 70.0, 70.0), (50.0, inf, 80.0), (inf, inf, 120.0)],
+)
+def test_a_retired_worker_waits_for_the_last_holder_of_the_state(monkeypatch, told, left, waited):
+    """It is told to leave only when another rank has the state."""
+    now = 0.0
+
+    async def sleep(seconds):
+        nonlocal now
+        now += seconds
+
+    async def retire(**options):
+        return now
+
+    async def scene(cluster):
+        address, plugin = cluster.hire("0"), cluster.plugin
+        monkeypatch.setattr(plugin, "mark_leaving", lambda address: [("job", 0)])
+        monkeypatch.setattr(plugin, "holds", lambda rank: now < left)
+        monkeypatch.setattr(plugin, "was_told", lambda rank: now >= told)
+        monkeypatch.setattr(scaling, "asyncio", SimpleNamespace(sleep=sleep))
+        return await cluster.handlers["retire_workers"](workers=[address])
+
+    assert on_a_cluster(retire, scene) == pytest.approx(waited, abs=0.1)

@@ -1,16 +1,21 @@
-"""Whose versions a job asks for before it begins, and what it makes of the answers."""
+"""What a job asks for before it begins, and where an error of a rank was raised."""
 
 import asyncio
 
 import pytest
+import torch
 from distributed import Future
 from distributed.comm import CommClosedError
 
+import nbelastic.torch as hvd
 from nbelastic.cluster.kernel import preflight
 from nbelastic.cluster.kernel.preflight import check_versions, pack_function
 from nbelastic.cluster.payload import unpack_call
+from nbelastic.cluster.rank_error import pack_error
 from nbelastic.cluster.worker import environment
 from nbelastic.errors import NotPicklable, VersionMismatch
+from nbelastic.messages import CodeLine, PackedError
+from tests.support.world import run_ranks
 
 HERE = environment.versions()
 
@@ -35,10 +40,6 @@ class FakeClient:
         if answer is None:
             await asyncio.sleep(60)
         return {address: answer}
-
-
-def test_equal_versions_are_all_right():
-    check_versions(FakeClient(one=HERE, other=HERE))
 
 
 def test_each_difference_is_told():
@@ -115,3 +116,44 @@ def test_functions_that_cannot_be_looked_into_travel_all_the_same():
 
     packed, _ = outer()
     assert callable(unpack_call(packed[0])[0])
+
+
+# -- where an error of a rank was raised ----------------------------------------------------------
+
+USERS = "/home/me/train.py"
+TORCHS = "/opt/venv/lib/python3.11/site-packages/torch/autograd/function.py"
+
+
+def place(*files):
+    packed = PackedError("", tuple(CodeLine(file, 1, "f", "") for file in files), b"")
+    return packed.place.file if packed.place else None
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        TORCHS,
+        "/usr/lib/python3/dist-packages/numpy/core.py",
+        "/usr/lib/python3.11/contextlib.py",
+        r"C:\Python311\Lib\site-packages\torch\nn.py",
+    ],
+)
+def test_the_place_of_an_error_is_the_users_line(theirs):
+    assert place(USERS, theirs) == USERS
+    assert place("/home/me/a.py", theirs, USERS, theirs) == USERS
+    assert place(theirs, "<ipython-input-3>", theirs) == "<ipython-input-3>", "a cell is the user's"
+    assert place(theirs) == theirs, "there is no other"
+    assert place() is None
+
+
+def test_a_mismatch_in_a_function_of_autograds_is_raised_at_the_users_call():
+    def rank_main(context):
+        tensor = torch.ones(context.rank + 1, requires_grad=True)
+        try:
+            hvd.allreduce(tensor)
+        except RuntimeError as error:
+            packed = pack_error(error)
+        assert packed.frames[-1].file != __file__  # torch's, which calls nbelastic again
+        return packed.place.file, packed.place.text
+
+    assert run_ranks(2, rank_main) == [(__file__, "hvd.allreduce(tensor)")] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -17,9 +16,9 @@ import socket
 import subprocess
 import sys
 import time
-import venv
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import psutil
@@ -28,9 +27,6 @@ import pytest
 from nbelastic import rank_template
 from nbelastic.cluster.worker import rank_launcher
 from tests.support.rank_processes import Host, is_there, until
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import the tests
 
@@ -131,48 +127,11 @@ print(json.dumps({"template": host.launcher.template, **rank.result}))
     }
 
 
-def test_a_worker_of_another_environment_and_torch_has_its_own_template(host, tmp_path):
-    venv.create(tmp_path / "env", symlinks=True)
-    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
-    (packages / "tests.pth").write_text("\n".join(each for each in sys.path if each))
-    real = Path(importlib.util.find_spec("torch").origin).parent
-    (packages / "torch").mkdir()
-    for each in real.iterdir():
-        (packages / "torch" / each.name).symlink_to(each)
-    (packages / "torch" / "version.py").unlink()
-    version = (real / "version.py").read_text().replace("__version__ = '", "__version__ = '9.")
-    (packages / "torch" / "version.py").write_text(version)
-    text = in_process(
-        tmp_path,
-        """
-import json
-def function():
-    import sys, torch
-    return sys.prefix, torch.__version__, int(torch.ones(2).sum())
-print(json.dumps([host.launcher.template, *host.run(function)[0].result]))
-""",
-        python=str(tmp_path / "env/bin/python"),
-    )
-    template, *found = json.loads(text)
-    assert template != host.launcher.template
-
-    def function() -> tuple[str, str, int]:
-        import torch
-
-        return sys.prefix, torch.__version__, int(torch.ones(2).sum())
-
-    prefix, version, total = host.run(function)[0].result
-    assert (prefix, total) == (sys.prefix, 2)
-    assert found == [str(tmp_path / "env"), f"9.{version}", 2]
-
-
-def in_process(tmp_path: Path, code: str, *before: str, python: str = sys.executable) -> str:
+def in_process(tmp_path: Path, code: str, *before: str) -> str:
     """Run code beside a host in a new process; return what it prints."""
     head = "import sys\nfrom tests.support.rank_processes import Host\nhost = Host()\n"
-    words = [*before, python, "-c", f"{head}{code}\nhost.close()\n", str(tmp_path)]
+    words = [*before, sys.executable, "-c", f"{head}{code}\nhost.close()\n", str(tmp_path)]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
-    if python != sys.executable:
-        del variables["PYTHONPATH"]
     done = subprocess.run(words, capture_output=True, text=True, env=variables, check=False)
     assert not done.returncode, done.stderr
     return done.stdout
@@ -211,10 +170,13 @@ def test_a_template_ends_some_time_after_its_last_worker_and_leaves_nothing():
 # -- other users -----------------------------------------------------------------------------------
 
 
-def as_other_user(call: Any) -> multiprocessing.Process:
+def forked(call: Any, user: int = 0) -> multiprocessing.Process:
+    """Call a function in a fork, as another user if one is given."""
+
     def run() -> None:
-        os.setgid(OTHER_USER)
-        os.setuid(OTHER_USER)
+        if user:
+            os.setgid(user)
+            os.setuid(user)
         call()
 
     process = multiprocessing.get_context("fork").Process(target=run)
@@ -234,30 +196,49 @@ def test_another_user_cannot_speak_to_it(host):
             line.connect(name)
             os._exit(0 if line.recv(100) == b"" else 1)
 
-    process = as_other_user(ask)
+    process = forked(ask, OTHER_USER)
     process.join(60)
     assert process.exitcode == 0
     assert host.run(lambda: 5)[0].result == 5
 
 
-@needs_root
-def test_one_that_another_user_runs_is_not_asked(host, caplog, monkeypatch):
-    monkeypatch.setattr(rank_template, "address", lambda path: f"taken-{os.getpid()}")
+@pytest.mark.parametrize(
+    ("user", "listens", "words"),
+    [
+        pytest.param(OTHER_USER, True, "has other rights than this one", marks=needs_root),
+        (0, True, "(process {}) does not answer"),
+        (0, False, "is bound, and refuses"),
+    ],
+)
+def test_one_of_another_user_or_that_does_nothing_is_left(
+    monkeypatch, caplog, user, listens, words
+):
+    name = f"taken-{os.getpid()}-{user}-{listens}"
+    monkeypatch.setattr(rank_template, "address", lambda path: name)
+    monkeypatch.setattr(rank_launcher, "IMPORT_S", 1.0)
+    leave = rank_launcher.RankLauncher._leave_others
+
+    def leave_and_wait(launcher, why):
+        monkeypatch.setattr(rank_launcher, "IMPORT_S", 300.0)  # for its own, which imports torch
+        leave(launcher, why)
+
+    monkeypatch.setattr(rank_launcher.RankLauncher, "_leave_others", leave_and_wait)
     ours, theirs = multiprocessing.Pipe()
 
     def squat() -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            listener.bind(f"\0taken-{os.getppid()}")
-            listener.listen()
-            theirs.send("listens")
-            listener.accept()[0].recv(100)
-            time.sleep(60)
+            listener.bind(f"\0{name}")
+            if listens:
+                listener.listen()
+            theirs.send("bound")
+            time.sleep(600)
 
-    process = as_other_user(squat)
-    assert ours.recv() == "listens"
+    process = forked(squat, user)
+    assert ours.recv() == "bound"
     with another() as made:
-        assert "has other rights than this one. This worker starts one for itself" in caplog.text
         assert made.run(lambda: 5)[0].result == 5
+    said = words.format(process.pid)
+    assert f"{said}. This worker starts one for itself" in caplog.text
     process.kill()
     process.join()
 
@@ -317,7 +298,25 @@ def input_of(_: str) -> None:
     path.unlink()
 
 
-def test_one_that_is_stopped_is_left_and_forks_nothing_late(host, tmp_path, caplog):
+def test_one_that_has_ended_counts_as_none_though_it_is_still_bound():
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")
+        if not (pid := os.fork()):
+            listener.listen()  # in the name of this process
+            signal.pause()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+            while line.connect_ex(listener.getsockname()):
+                pass
+            assert rank_template.peer(line) == pid
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            with pytest.raises(ConnectionRefusedError, match=f"process {pid} has ended"):
+                rank_template.peer(line)
+
+
+def test_one_that_is_stopped_is_left_and_forks_nothing_late(host, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(rank_launcher, "STUCK_S", 1.0)
+
     def function() -> None:
         with (tmp_path / "begun").open("a") as file:
             file.write("once\n")
@@ -332,28 +331,11 @@ def test_one_that_is_stopped_is_left_and_forks_nothing_late(host, tmp_path, capl
         finally:
             os.kill(template, signal.SIGCONT)
         assert exit_.status == 0
-        words = f"(process {template}) is stopped. This worker starts one for itself"
+        words = f"(process {template}) does not answer. This worker starts one for itself"
         assert words in caplog.text
         assert host.run(lambda: 5)[0].result == 5  # after the request that was left in its line
         assert made.launcher.template != template
     assert (tmp_path / "begun").read_text() == "once\n"
-
-
-@pytest.mark.parametrize("listens", [True, False])
-def test_one_that_does_nothing_is_left(monkeypatch, caplog, listens):
-    code = "import socket, sys, time; s = socket.socket(1, 5); s.bind(chr(0) + sys.argv[1]); "
-    code += f"{listens} and s.listen(); print(1, flush=True); time.sleep(600)"
-    name = f"stuck-{os.getpid()}-{listens}"
-    monkeypatch.setattr(rank_template, "address", lambda path: name)
-    monkeypatch.setattr(rank_launcher, "STUCK_S", 1.0)
-    with subprocess.Popen([sys.executable, "-c", code, name], stdout=subprocess.PIPE) as stuck:
-        assert stuck.stdout is not None
-        stuck.stdout.readline()
-        with another() as made:
-            assert made.run(lambda: 5)[0].result == 5
-        words = f"(process {stuck.pid}) does nothing" if listens else "is bound, and refuses"
-        assert words in caplog.text
-        stuck.kill()
 
 
 def test_a_rank_that_is_to_end_before_its_template_is_ready_ends_at_once(monkeypatch):
@@ -404,20 +386,36 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_what_a_rank_has_started_ends_with_it_wherever_it_has_gone(host, killed):
+@pytest.mark.parametrize("by", ["itself", "a signal of its own", "its worker", "its server"])
+def test_what_a_rank_has_started_ends_with_it_wherever_it_has_gone(host, by):
+    """However it ends; what it had in shared memory is removed, too."""
+
     def function() -> None:
+        from multiprocessing.shared_memory import SharedMemory
+
+        memory = SharedMemory(create=True, size=1000)
         pids = [kind() for kind in KINDS.values()]
         pids += [each.pid for pid in pids for each in psutil.Process(pid).children()]
-        print("pids", *pids, "end", flush=True)
-        if killed:
+        time.sleep(0.3)
+        print("memory", memory.name, "pids", *pids, "end", flush=True)
+        if by == "a signal of its own":
             os.kill(os.getpid(), signal.SIGKILL)
+        if by != "itself":
+            time.sleep(60)
         os._exit(0)  # a function that returns waits for what is in its process group
 
-    rank, _ = host.run(function)
+    rank = host.launch(function)
+    host.do(rank.printed("end"))
+    if by == "its worker":
+        rank.process.send_signal(signal.SIGKILL)
+    elif by == "its server":
+        os.kill(rank.process.server, signal.SIGKILL)
+    exit_ = host.do(rank.end())
+    assert by != "its server" or str(exit_) == "its rank server has ended (killed by signal 9)"
     pids = [int(each) for each in rank.output.partition("pids ")[2].partition(" end")[0].split()]
     assert len(pids) >= len(KINDS) + 1
-    host.do(until(lambda: not any(map(is_there, pids))))
+    memory = Path("/dev/shm", of(rank.output, "memory"))
+    host.do(until(lambda: not memory.exists() and not any(map(is_there, pids))))
 
 
 def test_what_another_rank_of_the_worker_has_started_stays(host):
@@ -430,17 +428,6 @@ def test_what_another_rank_of_the_worker_has_started_stays(host):
     first.process.send_signal(signal.SIGKILL)
     host.do(first.end())
     host.do(until(lambda: not is_there(pid)))
-
-
-def test_a_program_that_a_rank_starts_has_its_standard_streams_alone(host):
-    def function() -> list[str]:
-        words = ["sh", "-c", "ls -l /proc/$$/fd"]
-        found = subprocess.run(
-            words, close_fds=False, stdout=subprocess.PIPE, text=True, check=True
-        )
-        return [line.split()[-3] for line in found.stdout.splitlines() if "->" in line]
-
-    assert host.run(function)[0].result == ["0", "1", "2"]
 
 
 # -- any death, at any moment ----------------------------------------------------------------------
@@ -464,15 +451,22 @@ def kill(*pids: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def random_ends(host: Host, number: int, dice: random.Random) -> None:
+@pytest.mark.parametrize(
+    ("number", "seed"), [(12, 5), pytest.param(100, None, marks=pytest.mark.nightly)]
+)
+def test_nothing_is_left_however_workers_servers_and_ranks_end(host, number, seed):
+    dice = random.Random(seed)
     fork = multiprocessing.get_context("fork")
-    for _ in range(number):
+    for turn in range(number):
         ours, theirs = fork.Pipe()
         worker = fork.Process(target=own, args=(theirs,))
         worker.start()
         template = ours.recv()
         pids: list[int] = []
-        if dice.random() < 0.3:  # while it asks, or the rank begins
+        if turn == 0:  # a server that is stopped cannot act on the end of its worker
+            pids = ours.recv()
+            os.kill(pids[0], signal.SIGSTOP)
+        elif dice.random() < 0.3:  # while it asks, or the rank begins
             time.sleep(dice.uniform(0, 0.1))
         else:
             pids = ours.recv()
@@ -490,12 +484,3 @@ def random_ends(host: Host, number: int, dice: random.Random) -> None:
     names = [each.info["name"] or "" for each in psutil.process_iter(["name"])]
     assert not [each for each in names if each.endswith(name)]
     assert len(os.listdir(f"/proc/{host.launcher.template}/fd")) < 12
-
-
-def test_nothing_is_left_however_workers_servers_and_ranks_end(host):
-    random_ends(host, 12, random.Random(5))
-
-
-@pytest.mark.nightly
-def test_nothing_is_left_of_a_hundred_ends(host):
-    random_ends(host, 100, random.Random())

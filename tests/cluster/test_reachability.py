@@ -50,42 +50,38 @@ def test_it_is_said_at_once_where_a_connection_is_tried_and_why_it_fails(told):
         nbelastic.fit(print, cluster="tcp://127.0.0.1:1")
     assert len(told) == 1
     assert told[0].startswith("connecting to tcp://127.0.0.1:1: nothing listens")
-
-
-def test_a_host_that_is_unknown_is_said_so(told):
     with pytest.raises(ClusterLost, match="the name of the host is unknown"):
         nbelastic.jobs("tcp://no-such-host.invalid:8786")
 
 
-def test_a_port_that_accepts_and_says_nothing_does_not_block_for_ever(told):
-    kept = []
-    with (
-        listening(kept.append) as address,
-        pytest.raises(ClusterLost, match="the connection is accepted, but nothing is answered"),
-    ):
-        nbelastic.fit(print, cluster=address)
-    for connection in kept:
-        connection.close()
+def say_something(connection):
+    connection.sendall(b"HTTP/1.0 400 Bad request\r\n\r\n" + b"x" * 100)
+    connection.close()
 
 
-def test_a_port_that_closes_the_connection_is_said_so_without_another_try(told, monkeypatch):
-    monkeypatch.setattr(reachability, "FIRST_TRY_S", 60.0)
+kept = []
+
+
+@pytest.mark.parametrize(
+    ("answer", "message", "tries"),
+    [
+        (kept.append, "the connection is accepted, but nothing is answered", 2),
+        (lambda connection: connection.close(), r"it closed the connection .* needs tls://", 1),
+        (say_something, "no scheduler answers", 1),
+    ],
+)
+def test_what_takes_connections_is_no_scheduler(told, monkeypatch, answer, message, tries):
+    limit = 60.0 if tries == 1 else 0.3
+    monkeypatch.setattr(reachability, "FIRST_TRY_S", limit)
     with (
-        dask.config.set({"distributed.comm.timeouts.connect": "60s"}),
-        listening(lambda connection: connection.close()) as address,
-        pytest.raises(ClusterLost, match=r"it closed the connection .* needs tls://"),
+        dask.config.set({"distributed.comm.timeouts.connect": f"{2 * limit} s"}),
+        listening(answer) as address,
+        pytest.raises(ClusterLost, match=message),
     ):
         nbelastic.attach("a-job", cluster=address)
-    assert told == []
-
-
-def test_what_answers_and_is_no_scheduler_is_said_so(told):
-    def answer(connection):
-        connection.sendall(b"HTTP/1.0 400 Bad request\r\n\r\n" + b"x" * 100)
-        connection.close()
-
-    with listening(answer) as address, pytest.raises(ClusterLost, match="no scheduler answers"):
-        nbelastic.jobs(address)
+    assert len(told) == tries - 1, "of what cannot be a scheduler nothing more is asked"
+    while kept:
+        kept.pop().close()
 
 
 @pytest.mark.parametrize(

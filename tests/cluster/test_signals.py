@@ -30,21 +30,18 @@ def show() -> str:
 
 
 def test_a_worker_ignores_interrupts_until_its_agent_is_gone(monkeypatch):
-    monkeypatch.setattr(signals, "multiprocessing", SimpleNamespace(parent_process=object))
+    """A process that no nanny has started takes them as before."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        ignore_interrupts()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        monkeypatch.setattr(signals, "multiprocessing", SimpleNamespace(parent_process=object))
         undo = ignore_interrupts()
         signal.raise_signal(signal.SIGINT)
         undo()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_a_process_of_its_own_takes_interrupts_as_before():
-    before = signal.getsignal(signal.SIGINT)
-    ignore_interrupts()()
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.slow
@@ -65,11 +62,21 @@ def test_what_an_event_loops_thread_starts_is_shielded_and_the_main_thread_is_no
 # -- SIGUSR1 and SIGUSR2 ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_signals_of_batch_systems_are_handled_until_that_is_undone():
+    """In the main thread only, and in no fork."""
     heard = []
+    thread = threading.Thread(target=leave_on_user_signals, args=[heard.append])
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     undo = leave_on_user_signals(heard.append)
     signal.raise_signal(signal.SIGUSR2)
     signal.raise_signal(signal.SIGUSR1)
+    if not (fork := os.fork()):  # is no worker
+        signal.raise_signal(signal.SIGUSR1)
+        os._exit(len(heard))
+    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 2
     undo()
     assert heard == ["SIGUSR2", "SIGUSR1"]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
@@ -107,15 +114,6 @@ def test_a_handler_in_c_stays():
         finally:
             faulthandler.unregister(signal.SIGUSR1)
     assert heard == []
-
-
-def test_another_thread_s_process_is_left_alone():
-    done = []
-    thread = threading.Thread(target=lambda: done.append(leave_on_user_signals(lambda _: None)))
-    thread.start()
-    thread.join()
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    done[0]()
 
 
 @pytest.mark.slow

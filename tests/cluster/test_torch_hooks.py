@@ -14,7 +14,7 @@ import torch
 
 from nbelastic.cluster.worker.rank.torch_hooks import SYNC_WARNING, advise, hook_torch, trainers_of
 from nbelastic.elastic.parameter_samples import sample
-from nbelastic.elastic.ranks.context import LocalContext, activate
+from nbelastic.elastic.ranks.context import Context, activate
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.training_checks import watch
@@ -73,11 +73,8 @@ def test_libraries_that_train_are_named(session, monkeypatch):
     assert trainers_of(session) == ("Lightning", "accelerate"), "which import transformers"
     fake(monkeypatch, "transformers.trainer")
     assert trainers_of(session) == ("Lightning", "Trainer (transformers)", "accelerate")
-
-
-def test_a_rank_that_met_others_did_not_train_apart(session):
     session.generation = 1
-    assert trainers_of(session) is None
+    assert trainers_of(session) is None, "it has met others"
 
 
 @pytest.mark.parametrize(("world", "found"), [(1, ("DDP",)), (2, None)])
@@ -146,14 +143,11 @@ def test_what_was_broadcast_is_sampled_instead(session):
     session.parameters.close()
 
 
-def test_steps_of_ranks_that_never_met_are_not_sampled(session):
+def test_steps_of_ranks_that_never_met_or_outside_a_job_are_not_sampled(session):
     step(torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1))
     session.parameters.returned()
     assert session.port == []
-
-
-def test_steps_outside_a_job_are_not_noted():
-    context = LocalContext()
+    context = Context()
     with activate(context):
         step(torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1))
     assert context.parameters is None
@@ -194,31 +188,18 @@ def test_outside_a_rank_nothing_is_added(monkeypatch):
 # -- SyncBatchNorm ---------------------------------------------------------------------------------
 
 
-def made_anew():
-    return torch.nn.SyncBatchNorm(4)
+LAYER = torch.nn.SyncBatchNorm(4)
+convert = torch.nn.SyncBatchNorm.convert_sync_batchnorm
+MADE = {
+    "anew": lambda: torch.nn.SyncBatchNorm(4),
+    "converted": lambda: convert(torch.nn.Sequential(torch.nn.BatchNorm1d(4)))[0],
+    "copied": lambda: copy.deepcopy(LAYER),
+    "unpickled": lambda: pickle.loads(pickle.dumps(LAYER)),
+    "without statistics": lambda: torch.nn.SyncBatchNorm(4, track_running_stats=False),
+}
 
 
-def converted():
-    plain = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
-    return torch.nn.SyncBatchNorm.convert_sync_batchnorm(plain)[0]
-
-
-def unpickled():
-    return pickle.loads(pickle.dumps(layer))
-
-
-def copied():
-    return copy.deepcopy(layer)
-
-
-def statistics_free():
-    return torch.nn.SyncBatchNorm(4, track_running_stats=False)
-
-
-layer = torch.nn.SyncBatchNorm(4)
-
-
-@pytest.mark.parametrize("make", [made_anew, converted, unpickled, copied, statistics_free])
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_a_synchronised_norm_without_a_group_is_warned_of_once(session, make):
     layers = make(), make()
     for each in layers:
@@ -229,7 +210,7 @@ def test_a_synchronised_norm_without_a_group_is_warned_of_once(session, make):
     assert session.port == [RankNote(3, about="warning", detail=SYNC_WARNING)]
 
 
-@pytest.mark.parametrize("make", [made_anew, converted, copied])
+@pytest.mark.parametrize("make", list(MADE.values())[:3], ids=list(MADE)[:3])
 def test_a_norm_that_only_evaluates_is_not_warned_of(session, make):
     module = make().eval()
     module.load_state_dict(module.state_dict())
@@ -252,7 +233,7 @@ def test_with_a_group_or_alone_or_outside_a_job_it_is_right(session):
     layers[1](torch.ones(2, 4))
     session.about_to_exchange()
     assert session.port == []
-    context = LocalContext()
+    context = Context()
     with activate(context):
         layers.append(torch.nn.SyncBatchNorm(4))
         layers[2](torch.ones(2, 4))

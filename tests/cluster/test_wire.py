@@ -1,7 +1,5 @@
 """Messages as Dask carries them; one that cannot be read costs its sender's rank alone."""
 
-from __future__ import annotations
-
 import asyncio
 import enum
 from unittest.mock import Mock
@@ -21,14 +19,13 @@ from .shared_cluster import SharedCluster
 
 READY = m.RankReady(0, 0, 0, 1, ("host", 1))
 REPORT = m.MetricsReport(0, 0, 1, None, {"a": float("nan")})
-ERROR = m.PackedError("ValueError: no", (m.Frame("f", 1, "g", "x"),), b"x")
+ERROR = m.PackedError("ValueError: no", (m.CodeLine("f", 1, "g", "x"),), b"x")
 EVENT = m.RankEvent("j", READY)
-BEATS = m.Heartbeats((m.RankBeat("j", m.Beat(0, 1, 5, False, 2, 7, "allreduce")),))
+BEATS = m.Heartbeats((("j", m.Beat(0, 1, 5, False, 2, 7, "allreduce")),))
 RAISED = m.RankEvent("j", m.RankRaised(0, "no"), error=ERROR)
 TELEMETRY = m.RankTelemetry("j", 0, 1, line=m.CodeLine("f", 1, "g"), reports=(REPORT,))
 NOTICE = m.NoticeReport(m.Notice(m.NoticeSource.AWS, "terminate", 120.0, host=True))
 HELLO = m.Hello(m.Slot("w", "a", "n", "h"), {}, m.ProcessId(1, 1.0, ""))
-INFO = m.JobInfo("j", "running", 2, 3, 1.5, True)
 
 
 def carried(packed):
@@ -47,7 +44,6 @@ def carried(packed):
         HELLO,
         m.RankEvent("j", m.RankReturned(0), result=b"x"),
         m.RankOrder("j", 0, m.Publish(m.Plan(1, (m.Member(0, HELLO.slot, ("h", 1), 2.5),), 1))),
-        m.JobSummaries((INFO,)),
         m.JobEvent(3, m.SlotGone("1", m.LossReason.UNREADABLE, "no number")),
         m.JournalStep("j", "t", 1, 2, 3.0, 0.5, event=m.StopRequested(reason=m.StopReason.STOPPED)),
     ],
@@ -69,8 +65,6 @@ def test_an_order_to_many_ranks_is_each_ones_own():
     effect = m.Publish(m.Plan(1, (m.Member(4, HELLO.slot, ("h", 1), 2),), 1))
     packed = wire.pack_for_ranks("j", effect)
     assert wire.unpack(packed(4)) == m.RankOrder("j", 4, effect)
-    assert wire.addressee(packed(7)) == ("j", 7)
-    assert wire.addressee(wire.pack(NOTICE)) is None
 
 
 def changed(message, *path, to):
@@ -92,28 +86,18 @@ BAD = [
     {"protocol": wire.PROTOCOL, "body": [b"\xc1"]},
     {"protocol": wire.PROTOCOL, "body": 3},
     changed(EVENT, "event", to={"kind": "ClusterGone"}),
-    changed(EVENT, "event", to={"kind": "StopRequested"}),
     wire.pack(m.RankEvent("j", m.RankReturned(0))),
     wire.pack(m.GiveUp("topic", False)),
     changed(EVENT, "message", to="Nothing"),
-    changed(EVENT, "message", to=["RankEvent"]),
     changed(EVENT, "job", to=3),
     changed(EVENT, "strange", to=3),
     changed(EVENT, "event", to=None),
-    changed(EVENT, "event", "kind", to="FRESH"),
     changed(EVENT, "event", "start", to=LEFT_OUT),
     changed(EVENT, "event", "start", to="0"),
-    changed(EVENT, "event", "start", to=True),
     changed(EVENT, "event", "version", to=float("nan")),
     changed(EVENT, "event", "store", to=["host"]),
-    changed(EVENT, "event", "gone", to=3),
-    changed(RAISED, "error", "frames", to=[["f"]]),
     changed(BEATS, "beats", 0, 1, 2, to=None),
-    changed(TELEMETRY, "line", "line", to="1"),
-    changed(TELEMETRY, "reports", 0, "values", to=[["a", "b"]]),
-    changed(NOTICE, "source", to="a cloud"),
     changed(NOTICE, "seconds", to=float("inf")),
-    changed(HELLO, "slot", "id", to=3),
 ]
 
 
@@ -134,7 +118,10 @@ def test_a_message_that_cannot_be_read_costs_its_senders_rank_alone(packed):
 
 def test_a_message_of_another_protocol_is_refused_with_a_sentence():
     cluster = scene()
-    for packed in ({**wire.pack(EVENT), "protocol": 10}, {"protocol": 7, "body": {"job": "j"}}):
+    for packed in (
+        {**wire.pack(EVENT), "protocol": wire.PROTOCOL + 1},
+        {"protocol": 7, "body": {"job": "j"}},
+    ):
         cluster.stream_handlers[wire.FROM_AGENTS](worker="w", message=packed)
         worker, error = cluster.plugin._evict_sender.call_args.args
         assert (worker, type(error)) == ("w", VersionMismatch)

@@ -1,24 +1,57 @@
 """Clients of a rendezvous server, over the wire."""
 
-from __future__ import annotations
-
 import socket
 
-from nbelastic.collectives.rendezvous.handshake import GREETING, MAGIC, encode_request
-from nbelastic.collectives.rendezvous.server import ERROR, LENGTH, PURPOSE, VALUES, encode_body
+import msgspec
+
+from nbelastic.collectives.rendezvous.handshake import (
+    GREETING,
+    LENGTH,
+    MAGIC,
+    PROOF_BYTES,
+    MessageChannel,
+    read,
+)
+from nbelastic.collectives.rendezvous.server import PURPOSE
 from tests.collectives.worlds import PATIENCE_S
 
 SECRET = b"known to the job"
 NONCE = b"n" * 16
 
 
+class Recorder:
+    """A connection that keeps what is sent."""
+
+    def __init__(self):
+        self.sent = b""
+
+    def sendall(self, data):
+        self.sent += data
+
+
+def messages(secret, challenge, *bodies, purpose=PURPOSE):
+    """Return a client's nonce and first messages."""
+    connection = Recorder()
+    channel = MessageChannel(connection, secret, purpose, challenge + NONCE, serves=False)
+    for body in bodies:
+        channel.send(body)
+    return connection.sent
+
+
 def request(secret, challenge, key, rank, size, value):
-    return encode_request(secret, PURPOSE, challenge, NONCE, encode_body(key, rank, size, value))
+    """Return a client's nonce, and the messages by which it enters and gives a value."""
+    bodies = [(key, rank, size), {"do": "exchange", "value": value}]
+    return messages(secret, challenge, *map(msgspec.msgpack.encode, bodies))
 
 
 def approach(address):
-    """Connect, and return the connection and the server's challenge."""
-    connection = socket.create_connection(address, PATIENCE_S)
+    """Connect to a server, or a socket of a host; return the connection and its challenge."""
+    if isinstance(address, str):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(PATIENCE_S)
+        connection.connect(address)
+    else:
+        connection = socket.create_connection(address, PATIENCE_S)
     magic, challenge = GREETING.unpack(read(connection, GREETING.size))
     assert magic == MAGIC
     return connection, challenge
@@ -39,29 +72,22 @@ def send(server, message):
     return connection
 
 
-def read(connection, length):
-    data = b""
-    while len(data) < length:
-        piece = connection.recv(length - len(data))
-        assert piece, "closed"
-        data += piece
-    return data
-
-
-def field(connection):
-    return read(connection, LENGTH.unpack(read(connection, LENGTH.size))[0])
+def reply(connection):
+    with connection:
+        body = read(connection, LENGTH.unpack(read(connection, LENGTH.size))[0])
+        read(connection, PROOF_BYTES)
+        return msgspec.msgpack.decode(body)
 
 
 def values(connection, size):
-    with connection:
-        assert read(connection, 1) == VALUES
-        return [field(connection) for _ in range(size)]
+    found = reply(connection)["values"]
+    assert len(found) == size
+    return found
 
 
 def refusal(connection):
-    with connection:
-        assert read(connection, 1) == ERROR
-        return field(connection).decode()
+    found = reply(connection)
+    return f"rank {found['rank']} left" if found["do"] == "gone" else found["reason"]
 
 
 def closed(connection):

@@ -11,15 +11,13 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nbelastic.collectives.gpu.device import DeviceError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 HANDLE_BYTES = 64
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,6 @@ from nbelastic.collectives.nccl.library import NcclLibrary
 from tests.collectives.fake_device import FakeDevice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     import torch
 
 COMPILER = shutil.which("cc")
@@ -40,8 +39,9 @@ def library_path() -> str:
             made = Path(folder) / "libnccl.so"
             options = ["-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
             subprocess.run([COMPILER, *options, "-o", made, SOURCE, "-lm", "-lpthread"], check=True)
-            shutil.copy(made, f"{path}-{os.getpid()}")
-            os.replace(f"{path}-{os.getpid()}", path)
+            # Another thread or process may have loaded its own by now, which must keep its name.
+            with contextlib.suppress(FileExistsError):
+                os.link(made, path)
     return str(path)
 
 

@@ -1,19 +1,11 @@
 """Wrong arguments: refused before anything is sent, and the communicator stays whole."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.collectives.reduction_tree import Blocks
 
 ONE = torch.ones(2)
 CROOKED = torch.ones(4, 3).t()
-
-
-def _nodes(communicator, *tensors):
-    return [tensors for _ in Blocks.even(8, communicator.size).covers[communicator.rank]]
 
 
 def full(size, make=lambda: torch.ones(2)):
@@ -28,6 +20,9 @@ WRONG = {
     "average of truths": lambda c: c.allreduce_async(torch.ones(2, dtype=torch.bool), Op.AVERAGE),
     "sum of int16": lambda c: c.allreduce_async(torch.ones(2, dtype=torch.int16)),
     "sum of complex": lambda c: c.allreduce_async(torch.ones(2, dtype=torch.complex64)),
+    "tensors of several types": lambda c: c.allreduce_coalesced_async(
+        [ONE.clone(), torch.ones(2, dtype=torch.int32)]
+    ),
     "crooked broadcast": lambda c: c.broadcast_async(CROOKED),
     "root too large": lambda c: c.broadcast_async(ONE, c.size),
     "root negative": lambda c: c.broadcast_async(ONE, -1),
@@ -56,26 +51,6 @@ WRONG = {
     "own part of another shape": lambda c: c.all_to_all_async(
         full(c.size), full(c.size, lambda: torch.ones(3))
     ),
-    "blocks for other ranks": lambda c: c.allreduce_tree_async(
-        [[ONE.clone()]], Blocks.even(8, c.size + 1)
-    ),
-    "too few nodes": lambda c: c.allreduce_tree_async([], Blocks.even(8, c.size)),
-    "too many nodes": lambda c: c.allreduce_tree_async(
-        [[ONE.clone()]] * 9, Blocks.even(8, c.size), [ONE.clone()]
-    ),
-    "no place for sums": lambda c: c.allreduce_tree_async(
-        [], Blocks((0,) * c.size) if c.size == 1 else Blocks((0, *[1] * (c.size - 1)))
-    ),
-    "node of another shape": lambda c: c.allreduce_tree_async(
-        _nodes(c, torch.ones(3)), Blocks.even(8, c.size), [ONE.clone()]
-    ),
-    "node of more tensors": lambda c: c.allreduce_tree_async(
-        _nodes(c, ONE, ONE), Blocks.even(8, c.size), [ONE.clone()]
-    ),
-    "crooked node": lambda c: c.allreduce_tree_async(_nodes(c, CROOKED), Blocks.even(8, c.size)),
-    "tree of truths": lambda c: c.allreduce_tree_async(
-        _nodes(c, torch.ones(2, dtype=torch.bool)), Blocks.even(8, c.size)
-    ),
     "crooked message": lambda c: c.send_async(CROOKED, (c.rank + 1) % 2),
     "crooked place for one": lambda c: c.receive_async(CROOKED, (c.rank + 1) % 2),
     "message to oneself": lambda c: c.send_async(ONE, c.rank),
@@ -103,10 +78,3 @@ def test_wrong_arguments_are_refused_and_do_no_harm(world):
         return tensor.tolist()
 
     assert world.run(rank_main) == [[world.size] * 3] * world.size
-
-
-def test_inputs_of_several_types_are_refused(pair):
-    mixed = [torch.ones(2), torch.ones(2, dtype=torch.int32)]
-    with pytest.raises(ValueError, match="of one dtype"):
-        pair.do(0, lambda c: c.reduce_scatter_async(torch.ones(2), mixed))
-    pair.run(lambda c: c.barrier())

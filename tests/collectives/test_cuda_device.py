@@ -1,19 +1,18 @@
 """How CUDA's runtime and its streams are used, with a runtime in C and streams that take notes."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import shutil
 import subprocess
 import types
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from nbelastic.collectives.gpu import device as cuda
-from nbelastic.collectives.gpu.device import CudaDevice, DeviceError, present_device
+from nbelastic.collectives.gpu.device import Device, DeviceError, present_device
 
 COMPILER = shutil.which("cc")
 BYTES = 8192
@@ -80,7 +79,7 @@ def gpus(monkeypatch):
     )
     monkeypatch.setattr(torch, "cuda", fakes)
     monkeypatch.setattr(cuda, "_has_context", lambda index: index in gpus.contexts)
-    monkeypatch.setattr(cuda, "_devices", {})
+    monkeypatch.setattr(cuda, "_device_at", cache(Device))
     return gpus
 
 
@@ -106,7 +105,7 @@ def test_a_process_has_one_device_which_is_the_one_that_it_uses(gpus):
 
 
 def test_the_end_of_work_is_asked_for_without_waiting(gpus):
-    device = CudaDevice(0)
+    device = Device(0)
     device._stream.stuck = True
     end = device.end(device.mark())
     assert not device.reached(end)
@@ -115,7 +114,7 @@ def test_the_end_of_work_is_asked_for_without_waiting(gpus):
 
 
 def test_libraries_are_told_the_stream_and_others_which_gpu_it_is(gpus):
-    device = CudaDevice(1)
+    device = Device(1)
     device._stream.cuda_stream = 4096
     assert device.stream == 4096
     assert device.identity == "GPU-1"
@@ -128,7 +127,7 @@ def test_libraries_are_told_the_stream_and_others_which_gpu_it_is(gpus):
 
 
 def test_work_follows_the_callers_streams_and_they_follow_it(gpus):
-    device = CudaDevice(0)
+    device = Device(0)
     callers = torch.cuda.current_stream(GPU)
     other = torch.cuda.current_stream(OTHER_GPU)
     here, there = lying_on(GPU), lying_on(OTHER_GPU)
@@ -147,7 +146,7 @@ def test_work_follows_the_callers_streams_and_they_follow_it(gpus):
 
 @pytest.mark.usefixtures("gpus")
 def test_the_host_waits_for_the_own_stream_and_no_longer_than_it_may():
-    device = CudaDevice(0)
+    device = Device(0)
     device.drain()
     device.drain(0.1)
     device._stream.stuck = True
@@ -174,9 +173,9 @@ def device(gpus, library, monkeypatch):
     def tensor_at(address, nbytes, _device):
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
-    monkeypatch.setattr(cuda, "_runtime", [])
+    monkeypatch.setattr(cuda, "_runtime", cache(cuda._runtime.__wrapped__))
     monkeypatch.setattr(cuda, "_tensor_at", tensor_at)
-    return CudaDevice(0)
+    return Device(0)
 
 
 @pytest.fixture
@@ -247,7 +246,7 @@ def test_refusals_name_the_function_and_the_reason(device, gpus, elsewhere, monk
 
 @pytest.mark.usefixtures("gpus")
 def test_without_a_runtime_there_is_a_reason(monkeypatch):
-    monkeypatch.setattr(cuda, "_runtime", [])
+    monkeypatch.setattr(cuda, "_runtime", cache(cuda._runtime.__wrapped__))
     monkeypatch.setattr(cuda, "_NAME", "libcudart-of-another-make")
     with pytest.raises(DeviceError, match="CUDA's runtime is not found"):
-        CudaDevice(0).allocate(BYTES)
+        Device(0).allocate(BYTES)

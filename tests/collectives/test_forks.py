@@ -1,7 +1,6 @@
 """A fork of a rank: it takes part in nothing, and changes nothing of its parent's."""
 
-from __future__ import annotations
-
+import atexit
 import gc
 import os
 import signal
@@ -11,27 +10,18 @@ import warnings
 
 import pytest
 import torch
+from distributed import SpecCluster
 
-from nbelastic.collectives import Op
-from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.errors import NotTheRank
+from tests.collectives.test_abort import OPERATIONS
 from tests.collectives.worlds import KINDS, MAKERS, PATIENCE_S, World, needs_core
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
-OPERATIONS = {
+REFUSED = {
+    **OPERATIONS,
     "agree": lambda c: c.agree("the same"),
-    "allreduce": lambda c: c.allreduce(torch.ones(3)),
-    "large allreduce": lambda c: c.allreduce(torch.empty(300_000)),  # filling takes threads
-    "tree": lambda c: c.allreduce_tree([[torch.ones(3)]], Blocks.even(2, 2)),
     "coalesced": lambda c: c.allreduce_coalesced([torch.ones(3)] * 2),
-    "broadcast": lambda c: c.broadcast(torch.ones(3)),
-    "allgather": lambda c: c.allgather([torch.ones(3) for _ in range(c.size)], torch.ones(3)),
-    "reduce_scatter": lambda c: c.reduce_scatter(torch.ones(1), [torch.ones(1)] * c.size),
-    "all_to_all": lambda c: c.all_to_all([torch.ones(1)] * c.size, [torch.ones(1)] * c.size),
-    "barrier": lambda c: c.barrier(),
-    "send": lambda c: c.send(torch.ones(1), (c.rank + 1) % c.size),
-    "receive": lambda c: c.receive(torch.ones(1), (c.rank + 1) % c.size),
     "check": lambda c: c.check(),
 }
 
@@ -63,9 +53,11 @@ def in_fork(function):
         time.sleep(0.001)
 
 
-def all_refused(world):
+def all_refused(world, handle):
+    with pytest.raises(NotTheRank):
+        handle.wait()
     for communicator in world.communicators:
-        for operation in OPERATIONS.values():
+        for operation in REFUSED.values():
             with pytest.raises(NotTheRank, match="forked from a rank"):
                 operation(communicator)
         communicator.cut_connections()
@@ -75,58 +67,31 @@ def all_refused(world):
     gc.collect()
 
 
+def exit_normally(world):
+    """Do what is done at exit, and destroy all that is left."""
+    SpecCluster._instances.clear()  # they wait 10 s for a thread that is not in the fork
+    atexit._run_exitfuncs()
+    world.communicators.clear()
+    gc.collect()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fork_can_call_nothing_and_break_nothing(kind):
     with World(MAKERS[kind], 2) as world:
         tensor = torch.ones(70_000)
+        handle = world.do(0, lambda c: c.broadcast_async(torch.ones(3), root=1))
         waiting = world.start(0, lambda c: c.allreduce(tensor))
         world.wait_until_waiting([0])
-        in_fork(lambda: all_refused(world))
+        in_fork(lambda: all_refused(world, handle))
+        in_fork(lambda: exit_normally(world))
+        world.do(1, lambda c: c.broadcast(torch.ones(3), root=1))
         world.do(1, lambda c: c.allreduce(torch.ones(70_000)))
         waiting.result(PATIENCE_S)
+        world.do(0, lambda _: handle.wait())
         assert tensor[0].item() == 2
         sums = world.run(lambda c: [c.agree("again", c.rank), c.barrier()][0])
         assert sums == [[0, 1]] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_operation_begun_before_a_fork_is_refused_in_it(kind):
-    with World(MAKERS[kind], 2) as world:
-        handle = world.do(0, lambda c: c.broadcast_async(torch.ones(3), root=1))
-
-        def wait():
-            with pytest.raises(NotTheRank):
-                handle.wait()
-
-        in_fork(wait)
-        world.do(1, lambda c: c.broadcast(torch.ones(3), root=1))
-        world.do(0, lambda _: handle.wait())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "+" not in kind.values[0]])
-def test_a_fork_that_exits_normally_leaves_its_parent_alone(kind):
-    """With what is done at exit, and the destructors of all that is left."""
-    with World(MAKERS[kind], 2) as world:
-        world.run(lambda c: c.barrier())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            child = os.fork()
-        if child == 0:
-            import atexit
-
-            from distributed import SpecCluster
-
-            # Other tests' clusters wait 10 s for a thread that is not in the fork.
-            SpecCluster._instances.clear()
-            atexit._run_exitfuncs()
-            world.communicators.clear()
-            gc.collect()
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        world.run(lambda c: c.allreduce(torch.ones(300_000), Op.SUM))
 
 
 @pytest.mark.slow

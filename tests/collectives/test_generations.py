@@ -1,41 +1,43 @@
 """Generations: a new one forms while the old dies, and neither touches the other."""
 
-from __future__ import annotations
-
+import contextlib
+import dataclasses
 import os
 import threading
 
 import pytest
 import torch
 
-from nbelastic.collectives import Rendezvous, RendezvousServer
+from nbelastic.collectives import RendezvousServer
 from nbelastic.errors import CollectiveError
-from tests.collectives.worlds import BIND, PATIENCE_S, TIMEOUT_S, World, eventually
+from tests.collectives.worlds import BIND, MAKERS, PATIENCE_S, World, eventually
+
+
+@pytest.fixture
+def store():
+    """The address of a rendezvous server for several generations."""
+    with contextlib.closing(RendezvousServer(BIND)) as server:
+        yield server.address
 
 
 def descriptors():
     return len(os.listdir("/dev/fd"))
 
 
-def test_many_generations_leave_nothing_behind(make):
+def test_many_generations_leave_nothing_behind(make, store):
     with World(make, 2) as world:  # what is made once and for all
         world.run(lambda c: c.allreduce(torch.ones(3)))
-    store = RendezvousServer(BIND)
-    eventually(lambda: threading.active_count() <= 2 + len(_others()), "quiet")
+    its = f"-{world.generation}-"
+    eventually(lambda: not any(its in each.name for each in threading.enumerate()), "quiet")
     threads, open_before = set(threading.enumerate()), descriptors()
-    for number in range(60):
-        with World(make, 2, store=store.address) as world:
+    for number in range(30):
+        with World(make, 2, store=store) as world:
             assert world.run(_step) == [2.0, 2.0]
             if number % 2:  # every other one ends with an operation that is stuck
                 world.do(0, lambda c: c.allreduce_async(torch.ones(100)))
     eventually(lambda: set(threading.enumerate()) <= threads, "the end of all threads")
-    # Clients of other tests open and close some, too; a leak would be a hundred.
+    # Clients of other tests open and close some, too; a leak would be sixty.
     eventually(lambda: descriptors() < open_before + 20, "the end of all connections")
-    store.close()
-
-
-def _others():
-    return [thread for thread in threading.enumerate() if not thread.name.startswith("nbelastic")]
 
 
 def _step(communicator):
@@ -44,56 +46,38 @@ def _step(communicator):
     return tensor.item()
 
 
-def test_a_rank_left_behind_does_not_disturb_the_next_generation(make):
-    store = RendezvousServer(BIND)
-    with World(make, 3, store=store.address) as old:
+def test_a_rank_left_behind_does_not_disturb_the_next_generation(make, store):
+    with World(make, 3, store=store) as old:
         stuck = old.start(2, lambda c: c.allreduce(torch.full((1000,), 99.0)))
         old.wait_until_waiting([2])
         for rank in (0, 1):
             old[rank].abort("the generation is over")
-        with World(make, 2, store=store.address) as new:
+        with World(make, 2, store=store) as new:
             for _ in range(50):
                 assert new.run(_step) == [2.0, 2.0]
         old[2].abort("evicted")
         assert isinstance(stuck.exception(PATIENCE_S), CollectiveError)
-    store.close()
 
 
-def test_a_rank_that_comes_late_meets_nobody(make):
-    store = RendezvousServer(BIND)
-    with World(make, 2, store=store.address) as old:
+@pytest.mark.parametrize("make", [MAKERS["gloo"], MAKERS["auto"]], ids=["gloo", "auto"])
+def test_a_rank_that_comes_late_meets_nobody(make, store):
+    with World(make, 2, store=store) as old:
         old.run(lambda c: c.barrier())
 
-        def late(generation, rank, size):
-            return make(
-                Rendezvous(
-                    job="test",
-                    generation=generation,
-                    rank=rank,
-                    size=size,
-                    store=store.address,
-                    bind=BIND,
-                    timeout_s=TIMEOUT_S,
-                )
-            )
-
-        second_self = late(old.generation, 0, 2)
-        with pytest.raises(CollectiveError):
-            second_self.connect()
-        stranger = late(old.generation, 2, 3)
-        with pytest.raises(CollectiveError):
-            stranger.connect()
+        its = old[0]._rendezvous
+        for second_self_or_stranger in (its, dataclasses.replace(its, rank=2, size=3)):
+            with pytest.raises(CollectiveError):
+                make(second_self_or_stranger).connect()
         old.run(lambda c: c.barrier())
-        with World(make, 2, store=store.address) as new:
+        with World(make, 2, store=store) as new:
             assert new.run(_step) == [2.0, 2.0]
-    store.close()
 
 
-def test_jobs_with_generations_of_one_number_share_a_store(make):
-    store = RendezvousServer(BIND)
+def test_jobs_with_generations_of_one_number_share_a_store(store):
+    make = MAKERS["auto"]
     with (
-        World(make, 2, store=store.address, job="one", connected=False) as one,
-        World(make, 2, store=store.address, job="two", connected=False) as two,
+        World(make, 2, store=store, job="one", connected=False) as one,
+        World(make, 2, store=store, job="two", connected=False) as two,
     ):
         connecting = [world.start(0, lambda c: c.connect()) for world in (one, two)]
         connecting += [world.start(1, lambda c: c.connect()) for world in (two, one)]
@@ -101,15 +85,13 @@ def test_jobs_with_generations_of_one_number_share_a_store(make):
             future.result(PATIENCE_S)
         one.run(_step)
         two.run(_step)
-    store.close()
 
 
-def test_memory_of_an_aborted_operation_is_not_handed_to_another(make):
+def test_memory_of_an_aborted_operation_is_not_handed_to_another(make, store):
     """What the old generation may still write to is nobody's: new tensors keep their values."""
     size = 300_000
-    store = RendezvousServer(BIND)
     for _ in range(5):
-        with World(make, 2, store=store.address) as old:
+        with World(make, 2, store=store) as old:
             waiter = old.start(0, lambda c: _average_of_parts(c, size))
             old.wait_until_waiting([0])
             old[0].abort("enough")
@@ -117,12 +99,11 @@ def test_memory_of_an_aborted_operation_is_not_handed_to_another(make):
             del waiter
             fresh = [torch.zeros(size) for _ in range(6)]
             late = old.start(1, lambda c: _average_of_parts(c, size))
-            with World(make, 2, store=store.address) as new:
+            with World(make, 2, store=store) as new:
                 new.run(lambda c, fresh=fresh: c.allreduce(fresh[c.rank]))
             # It comes to nothing, or is over before the connections are cut.
             assert isinstance(late.exception(PATIENCE_S), (CollectiveError, type(None)))
             assert not any(tensor.any() for tensor in fresh)
-    store.close()
 
 
 def _average_of_parts(communicator, size):

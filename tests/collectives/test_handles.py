@@ -1,7 +1,5 @@
 """Handles and counts: what may be asked, when, and how often."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
@@ -10,18 +8,23 @@ import pytest
 import torch
 
 from nbelastic.collectives import Op, buffers
-from nbelastic.collectives.operations import OrderedExecutor
-from nbelastic.errors import CollectiveError
-from tests.collectives.worlds import KINDS, MAKERS, PATIENCE_S, World, eventually
+from nbelastic.collectives.abort_signal import AbortSignal
+from nbelastic.collectives.operations import OrderedExecutor, abortable
+from nbelastic.collectives.reduction_tree import Blocks
+from nbelastic.errors import CollectiveError, RanksDisagree
+from tests.collectives.worlds import KINDS, MAKERS, PATIENCE_S, World, eventually, failure
 
 HOSTS = [kind for kind in KINDS if kind.values[0] in ("gloo", "shm", "hierarchical")]
 
 
-def test_waiting_twice_counts_and_divides_once(world):
+def test_handles_are_waited_for_twice_once_or_never(world):
     def rank_main(communicator):
         before = communicator.completed
+        for _ in range(10):  # nobody waits for these, and they disturb nothing
+            communicator.allreduce_async(torch.ones(5), Op.AVERAGE)
         tensor = torch.full((3,), 6.0)
         handle = communicator.allreduce_async(tensor, Op.AVERAGE)
+        eventually(handle.done, "done()")
         handle.wait()
         handle.wait()
         assert handle.done()
@@ -30,55 +33,39 @@ def test_waiting_twice_counts_and_divides_once(world):
     assert world.run(rank_main) == [(1, [6.0] * 3)] * world.size
 
 
-def test_an_operation_that_nobody_waits_for_disturbs_nothing(world):
-    def rank_main(communicator):
-        for _ in range(10):
-            communicator.allreduce_async(torch.ones(5), Op.AVERAGE)
-        tensor = torch.ones(5)
-        communicator.allreduce(tensor)
-        return tensor.tolist()
-
-    assert world.run(rank_main) == [[world.size] * 5] * world.size
-
-
-def test_done_becomes_true_without_waiting(world):
-    def rank_main(communicator):
-        handles = [communicator.allreduce_async(torch.ones(5))]
-        if world.size > 1:
-            me = communicator.rank
-            handles.append(communicator.send_async(torch.ones(5), (me + 1) % world.size))
-            handles.append(communicator.receive_async(torch.ones(5), (me - 1) % world.size))
-        for handle in handles:
-            eventually(handle.done, "done()")
-            handle.wait()
-
-    world.run(rank_main)
-
-
 def test_done_is_false_and_waiting_true_while_a_peer_is_missing(pair):
-    handle = pair.do(0, lambda c: c.allreduce_async(torch.ones(5)))
-    assert not handle.done()
-    assert not pair[0].waiting
-    waiter = pair.start(0, lambda c: handle.wait())
-    pair.wait_until_waiting([0])
-    assert pair[0].completed == 0
-    assert not pair[1].waiting
-    pair.do(1, lambda c: c.allreduce(torch.ones(5)))
-    waiter.result(PATIENCE_S)
-    assert handle.done()
-    assert not pair[0].waiting
-    assert [communicator.completed for communicator in pair.communicators] == [1, 1]
-
-
-def test_a_message_is_not_done_before_it_is_sent(pair):
     tensor = torch.zeros(5)
-    handle = pair.do(0, lambda c: c.receive_async(tensor, 1))
-    assert not handle.done()
-    waiter = pair.start(0, lambda c: handle.wait())
-    pair.wait_until_waiting([0])
-    pair.do(1, lambda c: c.send(torch.ones(5), 0))
-    waiter.result(PATIENCE_S)
+    handle = pair.do(0, lambda c: c.allreduce_async(torch.ones(5)))
+    message = pair.do(0, lambda c: c.receive_async(tensor, 1))
+    for number, (each, operation) in enumerate(
+        [
+            (handle, lambda c: c.allreduce(torch.ones(5))),
+            (message, lambda c: c.send(torch.ones(5), 0)),
+        ]
+    ):
+        assert not each.done()
+        assert not pair[0].waiting
+        waiter = pair.start(0, lambda _, each=each: each.wait())
+        pair.wait_until_waiting([0])
+        assert pair[0].completed == number
+        assert not pair[1].waiting
+        pair.do(1, operation)
+        waiter.result(PATIENCE_S)
+        assert each.done()
     assert tensor.tolist() == [1.0] * 5
+    assert [communicator.completed for communicator in pair.communicators] == [2, 2]
+
+
+def test_a_rank_that_waits_in_a_subgroup_waits_and_its_operations_count(pair):
+    """Or its heartbeats would say that it computes, and makes no progress."""
+    groups = pair.run(lambda c: [c.subgroup([0, 1], "both")])
+    waiter = pair.start(0, lambda _: groups[0][0].barrier())
+    pair.wait_until_waiting([0])
+    before = pair[0].completed
+    pair.do(1, lambda _: groups[1][0].barrier())
+    waiter.result(PATIENCE_S)
+    pair.do(0, lambda c: c.close_subgroup("both"))
+    assert pair[0].completed == before + 1
 
 
 def test_messages_may_be_waited_for_in_an_order_of_ones_own(pair):
@@ -105,44 +92,33 @@ def test_messages_may_be_waited_for_in_an_order_of_ones_own(pair):
     assert answer.result(PATIENCE_S) == 3.0
 
 
-def test_handles_keep_no_communicator_alive_once_they_are_done(make):
-    with World(make, 2) as world:
-        handles = world.run(lambda c: c.allreduce_async(torch.ones(3)))
-        world.run(lambda c: handles[c.rank].wait())
-        references = [weakref.ref(communicator) for communicator in world.communicators]
-        world.forget()
-        assert all(handle.done() for handle in handles)
-        eventually(lambda: all(reference() is None for reference in references), "freedom")
-
-
-@pytest.mark.parametrize("outcome", ["succeeded", "aborted"])
-def test_no_cycles_are_left_for_the_collector(make, outcome):
+def test_nothing_keeps_a_communicator_or_its_threads(make):
+    """No handle that is done, no cycle: of a world that succeeded, was aborted, or just dropped."""
+    before = set(threading.enumerate())
     gc.collect()
     gc.disable()
     try:
-        with World(make, 2) as world:
-            waiter = world.start(0, lambda c: c.allreduce(torch.ones(3)))
-            world.wait_until_waiting([0])
-            if outcome == "succeeded":
-                world.do(1, lambda c: c.allreduce(torch.ones(3)))
-                waiter.result(PATIENCE_S)
-            else:
-                world.abort("enough")
-                assert isinstance(waiter.exception(PATIENCE_S), CollectiveError)
-            references = [weakref.ref(communicator) for communicator in world.communicators]
-            del waiter
-            world.close()
-            world.forget()
-            eventually(lambda: all(reference() is None for reference in references), "freedom")
+        for outcome in ("succeeded", "aborted", "dropped"):
+            with World(make, 2) as world:
+                handles = world.run(lambda c: c.allreduce_async(torch.ones(3)))
+                world.run(lambda c, handles=handles: handles[c.rank].wait())
+                waiter = world.start(0, lambda c: c.allreduce(torch.ones(3)))
+                world.wait_until_waiting([0])
+                if outcome == "aborted":
+                    world.abort("enough")
+                    failure(waiter)
+                else:
+                    world.do(1, lambda c: c.allreduce(torch.ones(3)))
+                    waiter.result(PATIENCE_S)
+                references = [weakref.ref(communicator) for communicator in world.communicators]
+                del waiter
+                if outcome != "dropped":
+                    world.close()
+                world.forget()
+                assert all(handle.done() for handle in handles)
+                eventually(lambda its=references: all(each() is None for each in its), "freedom")
     finally:
         gc.enable()
-
-
-def test_a_communicator_that_is_just_dropped_ends_its_threads(make):
-    before = set(threading.enumerate())
-    with World(make, 2) as world:
-        world.run(lambda c: c.barrier())
-        world.forget()
     eventually(lambda: set(threading.enumerate()) <= before, "the end of all threads")
 
 
@@ -160,6 +136,10 @@ def test_memory_that_is_not_the_hosts_is_staged(kind, monkeypatch):
         communicator.allgather(gathered, torch.tensor([mine]))
         communicator.reduce_scatter(scattered, [torch.tensor([mine])] * 2)
         communicator.all_to_all(exchanged, [torch.tensor([10 * mine + to]) for to in range(2)])
+        nodes = [[torch.tensor([mine]), torch.tensor([mine, mine])]]
+        total = [torch.zeros(1), torch.zeros(2)]
+        communicator.allreduce_tree_async(nodes, Blocks.even(2, 2), total).wait()
+        assert [each.tolist() for each in total] == [[3.0], [3.0, 3.0]]
         sending = communicator.send_async(torch.tensor([mine]), 1 - communicator.rank)
         message = torch.zeros(1)
         communicator.receive(message, 1 - communicator.rank)
@@ -179,13 +159,25 @@ def test_memory_that_is_not_the_hosts_is_staged(kind, monkeypatch):
         assert tensor.item() == 5.0
 
 
+def test_a_part_that_fails_breaks_the_whole_before_the_operation_has_ended():
+    """Another thread may have broken the part, and be about to tell the whole."""
+
+    def fail():
+        raise RanksDisagree("between hosts")
+
+    signal = AbortSignal()
+    operation = OrderedExecutor("fails", PATIENCE_S).submit(abortable(signal, fail))
+    eventually(operation.done)
+    assert (signal.reason, signal.kind) == ("between hosts", RanksDisagree)
+
+
 class Product:
     """A task that multiplies a subnormal number by one, once `begin` is set."""
 
     def __init__(self, begin):
         self.begin, self.found = begin, None
 
-    def wait(self, _timeout):
+    def __call__(self, _limit):
         self.begin.wait(PATIENCE_S)
         self.found = float(torch.tensor(1e-40) * 1.0)
 

@@ -1,14 +1,17 @@
 """Matching of operations by name: pure, in all orders in which messages can come."""
 
-from __future__ import annotations
+import contextlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.collectives import consistency
+from nbelastic.collectives import RendezvousServer, consistency
 from nbelastic.collectives.consistency import History
+from nbelastic.collectives.rendezvous.client import MATCHING, RendezvousClient
 from nbelastic.collectives.rendezvous.matcher import Matcher
+from nbelastic.errors import CollectiveError
+from tests.collectives.worlds import BIND, terms
 
 NAMES = ("a", "b", "c")
 
@@ -155,6 +158,18 @@ def test_one_rank_that_computes_leaves_hope_for_all():
     assert "stuck" not in world.kinds(0)
 
 
+@pytest.mark.parametrize("values", [2, 3])
+def test_ranks_that_leave_an_exchange_are_announced_once_or_not_at_all(values):
+    world = World(3)
+    for rank in range(values):
+        world.send(rank, {"do": "exchange", "value": bytes([rank])})
+    everyone = {"do": "exchanged", "values": [b"\0", b"\1", b"\2"]}
+    assert world.received[2] == ([everyone] if values == 3 else [])
+    told = [(other, {"do": "gone", "rank": 1}) for other in (0, 2)] if values == 2 else []
+    assert world.matcher.lose(1) == told
+    assert world.matcher.lose(0) == []
+
+
 def compare(text, number=0, begun=False):
     said = {"do": "compare", "set": "", "number": number, "members": [0, 1, 2]}
     return {**said, "text": text, "value": 0, "begun": begun}
@@ -190,3 +205,27 @@ def test_a_history_foresees_what_repeats_and_forgets_what_is_long_ago(cycle, bef
     assert history.number == before + rounds * len(cycle)
     assert history.at(history.number - 1) == cycle[-1]
     assert missed <= 4 * (1 + rounds * len(cycle) // 32)  # a few each time that it forgets
+
+
+@pytest.fixture
+def clients():
+    with contextlib.closing(RendezvousServer(BIND)) as store, contextlib.ExitStack() as stack:
+        its = {"store": store.address, "generation": 1}
+        made = [RendezvousClient(terms(rank, **its), MATCHING) for rank in range(2)]
+        for client in made:
+            stack.callback(client.close)
+        yield made
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_rank_that_leaves_before_it_is_connected_has_gone(clients, order):
+    """For a rank that is connected before, and one that is connected after."""
+    if order == "before":
+        clients[0].connect()
+    clients[1].abort()
+    with pytest.raises(CollectiveError, match="this rank has left"):
+        clients[1].connect()
+    clients[1].close()
+    if order == "after":
+        clients[0].connect()
+    assert clients[0].receive() == {"do": "gone", "rank": 1}

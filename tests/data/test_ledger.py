@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,29 +21,17 @@ from tests.support.world import StaticContext, run_ranks
 ROWS = 44
 
 
-class Anything:
-    """Participant of steps, as a state adds one."""
-
-    def begin(self, share: Any) -> None: ...
-
-    def before(self, number: int) -> None: ...
-
-    def after(self, number: int) -> None: ...
-
-    def end(self) -> None: ...
-
-
 @given(
     schedule=st.lists(
         st.tuples(st.integers(1, 4), st.sampled_from(["commit", "roll back"])),
         max_size=12,
     )
 )
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_rows_are_counted_once_whatever_is_rolled_back(schedule: list[tuple[int, str]]) -> None:
     with activate(StaticContext(SoloCommunicator(generation=1))):
         loader = Loader(range(ROWS), Batch(8, micro=2))
-        loader.participants.append(Anything())
+        loader.participants.append(Mock())  # as a state adds one
         saved, seen, redone = loader.state_dict(), 0, 0
         for steps, what in [*schedule, (99, "commit"), (99, "commit")]:
             begun = 0
@@ -66,7 +56,7 @@ def test_rows_are_counted_once_whatever_is_rolled_back(schedule: list[tuple[int,
     assert (found.source, found.rows) == ("range", ROWS)
 
 
-def train(context: StaticContext, *, epochs: int = 2, passed_over: int = -1) -> list[Any]:
+def train(context: StaticContext, passed_over: int) -> list[Any]:
     """Train, and return what each commit reports."""
     data = TensorDataset(torch.linspace(-1, 1, ROWS * 3).view(ROWS, 3))
     model = torch.nn.Linear(3, 1)
@@ -76,7 +66,7 @@ def train(context: StaticContext, *, epochs: int = 2, passed_over: int = -1) -> 
     loader = Loader(data, Batch(8, micro=2))
     state = TorchState(model=model, optimizer=optimizer, loader=loader, epoch=0)
     found = []
-    for state.epoch in range(epochs):
+    for state.epoch in range(2):
         for step in loader:
             if step.number == passed_over:
                 continue
@@ -89,18 +79,19 @@ def train(context: StaticContext, *, epochs: int = 2, passed_over: int = -1) -> 
     return found
 
 
-def test_what_ranks_have_taken_together_is_in_the_commit() -> None:
-    for size in (1, 3):
-        for found in run_ranks(size, train):
-            seen = [(each.epoch, each.done, each.seen, each.lost) for (each,) in found]
-            ends = [8, 16, 24, 32, 40, 44]
-            assert seen == [(epoch, end, 44 * epoch + end, 0) for epoch in range(2) for end in ends]
-
-
-def test_rows_of_steps_that_are_passed_over_are_lost() -> None:
-    for found in run_ranks(2, lambda context: train(context, passed_over=1)):
-        ((last,),) = found[-1:]
-        assert (last.done, last.seen, last.lost) == (44, 2 * 36, 2 * 8)
+@pytest.mark.parametrize(("size", "passed_over"), [(1, -1), (3, -1), (2, 1)])
+def test_what_ranks_have_taken_together_is_in_the_commit_and_the_rest_is_lost(
+    size: int, passed_over: int
+) -> None:
+    steps, ends = [8, 8, 8, 8, 8, 4], []
+    done = seen = 0
+    for number, rows in enumerate(steps * 2):
+        done = (0 if number % 6 == 0 else done) + rows
+        if number % 6 != passed_over:
+            seen += rows
+            ends.append((number // 6, done, seen, sum((steps * 2)[: number + 1]) - seen))
+    for found in run_ranks(size, lambda context: train(context, passed_over)):
+        assert [(each.epoch, each.done, each.seen, each.lost) for (each,) in found] == ends
 
 
 def test_a_newcomer_has_the_counts_of_the_others() -> None:

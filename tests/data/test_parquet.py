@@ -1,17 +1,15 @@
-"""Parquet and Arrow: each row once, in one order for all numbers of ranks, and errors by name."""
+"""Parquet and Arrow: what is read, files that change, columns and values, and errors by name."""
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import re
 import threading
-import time
 import traceback
-from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -19,189 +17,88 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Arrow, Batch, Loader, Parquet
-from nbelastic.data.plan.ranges import RowRange, Window
-from nbelastic.data.sources.row_block import RowBlock
-from nbelastic.data.sources.units import LoadedWindow, UnitSource, WindowReader, parse_bytes
-from nbelastic.elastic.ranks.context import activate
+from nbelastic.data.plan.streams import RowRange, Window
+from nbelastic.data.sources.units import RowBlock, UnitSource, WindowReader, parse_bytes
 from nbelastic.errors import DataError, OptionError, StateMismatch
-from tests.support.world import StaticContext
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-ROWS = 1000
 
 
-def table(rows: int = ROWS, first: int = 0, **more: Any) -> pa.Table:
-    numbers = np.arange(first, first + rows)
-    columns = {f"x{i}": (numbers * 10 + i).astype(np.float32) for i in range(3)}
-    return pa.table({"id": numbers, **columns, **more})
+def written(path: Path, flipped: bool = False, rows: int = 64, **columns: Any) -> Path:
+    """Write a file; with other labels it has the same size and the same statistics."""
+    labels = [(number + flipped) % 2 for number in range(rows)]
+    found = pa.table({"x": [float(number) for number in range(rows)], "y": labels, **columns})
+    pq.write_table(found, path, row_group_size=8)
+    return path
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """Four files of 1,000 rows in 40 row groups."""
-    for number in range(4):
-        pq.write_table(
-            table(ROWS // 4, number * ROWS // 4), tmp_path / f"{number}.parquet", row_group_size=25
-        )
-    return tmp_path
+def path(tmp_path: Path) -> Path:
+    """A file of 64 rows in 8 row groups."""
+    return written(tmp_path / "a.parquet")
 
 
-def rank_of(rank: int, size: int) -> StaticContext:
-    context = StaticContext(SoloCommunicator(generation=1))
-    context.rank, context.size = rank, size
-    return context
+def loader_of(source: UnitSource, micro: int = 2) -> Loader:
+    return Loader(source, Batch(4 * micro, micro=micro), seed=3)
 
 
-def loader_of(source: UnitSource, **options: Any) -> Loader:
-    return Loader(source, Batch(40, micro=5), seed=3, **options)
-
-
-def epoch_of(source: Any, size: int, loader: Loader | None = None) -> dict[tuple[int, int], Any]:
-    found = {}
-    for rank in range(size):
-        with activate(rank_of(rank, size)):
-            mine = loader or loader_of(source)
-            for step in mine:
-                for number, (ids, x) in zip(step.numbers, step, strict=True):
-                    assert (step.number, number) not in found
-                    assert ids.tolist() == mine.rows(step.number, number)
-                    assert torch.equal(x, ids[:, None] * 10 + torch.arange(3.0))
-                    found[step.number, number] = ids.tolist()
+def consume(source: UnitSource | Loader, last: int | None = None) -> list[Any]:
+    """Return the batches, up to those of a step."""
+    found = []
+    for step in source if isinstance(source, Loader) else loader_of(source):
+        found += list(step)
+        if step.number == last:
+            break
     return found
 
 
-def consume(loader: Loader, last: int | None = None) -> None:
-    for step in loader:
-        list(step)
-        if step.number == last:
-            break
-
-
-def first_of(source: UnitSource, batch: Batch) -> Any:
-    return next(iter(next(iter(Loader(source, batch)))))
-
-
-def no_reader() -> bool:
-    return all(thread.name != "nbelastic-reader" for thread in threading.enumerate())
-
-
 @pytest.fixture(autouse=True)
-def ended() -> Any:
+def readers_end() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread.name == "nbelastic-reader":
             thread.join(10)
-    assert no_reader()
+            assert not thread.is_alive()
 
 
-def test_rows_do_not_depend_on_the_number_of_ranks(files: Path) -> None:
-    source = Parquet(f"{files}/*.parquet", ["id", "x*"], shuffle_rows=400)
-    alone = epoch_of(source, 1)
-    assert sorted(row for rows in alone.values() for row in rows) == list(range(ROWS))
-    assert [row for rows in alone.values() for row in rows] != list(range(ROWS))
-    for size in (2, 3, 5, 8, 9):
-        assert epoch_of(source, size) == alone
-
-
-def test_the_state_goes_on_at_another_number_of_ranks(files: Path) -> None:
-    source = Parquet(str(files), ["id", "x*"], shuffle_rows=400)
-    alone = epoch_of(source, 1)
-    with activate(rank_of(1, 3)):
-        loader = loader_of(source)
-        consume(loader, last=11)
-        saved = loader.state_dict()
-    found = {}
-    for rank in range(2):
-        with activate(rank_of(rank, 2)):
-            # Another window and memory: the order is that of the state.
-            other = Loader(
-                Parquet(str(files), ["id", "x*"], shuffle_rows=50), Batch(40, micro=5), seed=99
-            )
-            other.load_state_dict(saved)
-            for step in other:
-                for number, (ids, _) in zip(step.numbers, step, strict=True):
-                    found[step.number, number] = ids.tolist()
-    assert found == {key: rows for key, rows in alone.items() if key[0] > 11}
-
-
-class Counting(LocalFileSystem):
-    """File system that counts what is read of each file, and where."""
-
-    protocol = "counting"
-    reads: ClassVar[Counter[str]] = Counter()
-
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
-        assert mode == "rb"
-        return Counted(path)
-
-
-class Counted(io.FileIO):
-    """File that counts what is read of it."""
-
-    def read(self, size: int = -1) -> bytes:
-        data = super().read(size)
-        Counting.reads[str(self.name)] += len(data)
-        return data
-
-
-@pytest.fixture
-def counting() -> Any:
-    fsspec.register_implementation("counting", Counting, clobber=True)
-    Counting.reads.clear()
-    return Counting.reads
-
-
-def needed(files: Path, columns: set[str]) -> int:
-    total = 0
-    for path in files.glob("*.parquet"):
-        footer = pq.read_metadata(path)
-        for group in range(footer.num_row_groups):
-            for number in range(footer.num_columns):
-                column = footer.row_group(group).column(number)
-                if column.path_in_schema in columns:
-                    total += column.total_compressed_size
-    return total
+# -- what is read, and when ------------------------------------------------------------------------
 
 
 def test_a_file_system_is_asked_for_what_is_needed_and_no_more(
-    tmp_path: Path, counting: Counter[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    rng = np.random.default_rng(1)
-    data = {f"x{i}": rng.normal(size=80_000) for i in range(4)}
-    pq.write_table(pa.table(data), tmp_path / "a.parquet", row_group_size=2_000)
-    source = Parquet(f"counting://{tmp_path}/*.parquet", ["x1", "x2"])
-    pickled = pickle.dumps(source)
-    counting.clear()
-    source = pickle.loads(pickled)
-    loader = Loader(source, Batch(400, micro=100))
-    assert not counting  # footers came along
-    consume(loader)
-    bound = 1.1 * needed(tmp_path, {"x1", "x2"})
-    assert 0 < sum(counting.values()) <= bound
+    rng, url = np.random.default_rng(1), "memory://many.parquet"
+    with fsspec.open(url, "wb") as file:
+        data = {f"x{i}": rng.normal(size=80_000) for i in range(4)}
+        pq.write_table(pa.table(data), file, row_group_size=2_000)
+    bound = 1.1 * fsspec.filesystem("memory").size("/many.parquet") / 2
+    pickled = pickle.dumps(Parquet(url, ["x1", "x2"]))
+    plain, counts = MemoryFile.read, list[int]()
 
-    # A rank that goes on with streams that it had reads none of their windows again.
-    Counting.reads.clear()
-    half = Loader(source, Batch(400, micro=100))
-    consume(half, last=100)
-    before = sum(counting.values())
-    half.step -= 1  # a rollback to the last commit
-    step = next(iter(half))
+    def read(self: MemoryFile, size: int = -1) -> bytes:
+        found = plain(self, size)
+        counts.append(len(found))
+        return found
+
+    monkeypatch.setattr(MemoryFile, "read", read)
+    loader = loader_of(pickle.loads(pickled), 100)
+    assert not counts  # footers came along
+    consume(loader, last=100)
+    before = sum(counts)
+    loader.step -= 1  # a rollback to the last commit: its windows are not read again
+    step = next(iter(loader))
     list(step)
-    assert (step.number, half.step) == (100, 101)
-    assert sum(counting.values()) <= before + bound / 10  # what is read ahead
+    assert (step.number, loader.step) == (100, 101)
+    assert sum(counts) <= before + bound / 10  # what is read ahead
+    consume(loader)
+    assert bound / 2 < sum(counts) <= bound
 
 
 class Numbers(UnitSource):
-    """Units in memory, some of which fail; records what is in memory."""
+    """Units in memory, of which one may fail."""
 
-    def __init__(self, sizes: list[int], memory: int = 10**6, broken: int = -1) -> None:
+    def __init__(self, sizes: list[int], memory: int | str = 10**6, broken: int = -1) -> None:
         super().__init__("Numbers", 400, memory)
         self.sizes = np.array(sizes)
         self.row_bytes = 8.0
@@ -222,242 +119,269 @@ class Numbers(UnitSource):
 
 def test_an_error_of_the_thread_is_raised_at_its_batch() -> None:
     source = Numbers([10] * 40, broken=17)
-    good = Loader(Numbers([10] * 40), Batch(8, micro=4), seed=1)
-    bad_step = min(
-        step
-        for step in range(len(good))
-        for number in range(2)
-        if any(170 <= row < 180 for row in good.rows(step, number))
-    )
     loader, done = Loader(source, Batch(8, micro=4), seed=1), list[list[int]]()
+    rows = [loader.rows(step, number) for step in range(len(loader)) for number in range(2)]
+    bad = next(place for place, each in enumerate(rows) if any(170 <= row < 180 for row in each))
     with pytest.raises(DataError, match="unit 17 is broken"):
         done.extend(rows.tolist() for step in loader for (rows,) in step)
     # Batches of windows that were whole have arrived; all rows of a window are read together.
-    window = source.read_units.count(17)
-    assert window == 1
-    assert done == [good.rows(s, n) for s in range(len(good)) for n in range(2)][: len(done)]
-    assert len(done) <= 2 * bad_step + 1
+    assert source.read_units.count(17) == 1
+    assert done == rows[: len(done)]
+    assert len(done) <= bad + 1
     # Asked again, as by a retry on this rank, it is read again.
     with pytest.raises(DataError, match="unit 17 is broken"):
         consume(loader)
     source.broken = -1
     loader.set_epoch(1)
-    assert sum(len(rows) for step in loader for (rows,) in step) == 400
+    assert sum(len(rows) for (rows,) in consume(loader)) == 400
 
 
 def test_windows_stay_within_their_memory() -> None:
     source = Numbers([50] * 200, memory=20_000)
-    loader = Loader(source, Batch(8, micro=2), seed=1)
-    rows = loader._source
+    loader: Any = loader_of(source)
     most = 0
     for step in loader:
         for _ in step:
-            reader = rows._reader
-            most = max(most, reader._held)
-            ahead = [each for each in list(reader._ready) if not isinstance(each, Exception)]
-            real = sum(each.rows.nbytes for each in [*ahead, *rows._present.values()])
-            assert real <= 20_000
+            reader = loader._source._reader
+            with reader._changed:
+                most = max(most, reader.held)
     assert 0 < most <= 20_000
     assert len(source.read_units) <= 200 + 3
 
 
 def test_memory_that_cannot_suffice_is_refused_with_what_would() -> None:
     with pytest.raises(OptionError, match=r"Pass memory='1 MB'"):
-        Loader(Numbers([10_000] * 20, memory=100_000), Batch(8, micro=2))
-    Loader(Numbers([10_000] * 20, memory="1 MB"), Batch(8, micro=2))
+        loader_of(Numbers([10_000] * 20, memory=100_000))
+    loader_of(Numbers([10_000] * 20, memory="1 MB"))
+
+
+def test_a_sample_within_an_epoch_takes_nothing_from_it() -> None:
+    loader = Loader(Numbers([10] * 40, memory=4_000), Batch(8, micro=4), seed=1)
+    rows = []
+    for step in loader:
+        rows += [row for (batch,) in step for row in batch.tolist()]
+        if step.number == 25:
+            assert loader.sample()[0].tolist() == loader.rows(0, 0)
+    assert sorted(rows) == list(range(400))
 
 
 def test_a_loader_that_is_given_up_leaves_no_thread() -> None:
-    loader = Loader(Numbers([10] * 400), Batch(8, micro=4))
-    steps = iter(loader)
+    steps = iter(loader_of(Numbers([10] * 400)))
     next(steps)
-    del loader, steps
+    del steps
 
 
-def test_batches_share_no_memory_with_windows(files: Path) -> None:
-    loader = loader_of(Parquet(str(files), ["id"]))
-    with activate(rank_of(0, 1)):
-        for step in loader:
-            seen = [ids.tolist() for (ids,) in step]
-            for number in range(len(seen)):
-                assert seen[number] == loader.rows(step.number, number)
-            break
-        for (ids,) in next(iter(loader)):
-            ids.zero_()
-        loader.step -= 1
-        assert any(ids.any() for (ids,) in next(iter(loader)))
+def test_batches_share_no_memory_with_windows(path: Path) -> None:
+    loader = loader_of(Parquet(str(path), ["x"]))
+    for (xs,) in next(iter(loader)):
+        xs.zero_()
+    loader.step -= 1
+    assert any(xs.any() for (xs,) in next(iter(loader)))
 
 
-def test_columns_are_chosen_stacked_and_named(tmp_path: Path) -> None:
-    lists = pa.array([[1.0, 2.0]] * 20, pa.list_(pa.float32()))
-    fixed = pa.array([[1, 2, 3]] * 20, pa.list_(pa.int16(), 3))
-    flags = pa.array([True, False] * 10)
-    pq.write_table(table(20, lists=lists, fixed=fixed, flag=flags), tmp_path / "a.parquet")
-    batch = next(iter(next(iter(Loader(Parquet(str(tmp_path)), Batch(4, micro=4))))))
+def test_a_window_in_memory_is_kept_and_one_that_failed_is_read_again() -> None:
+    windows = [Window(0, n, 5 * n, (RowRange(n, 0, 5),), None) for n in range(3)]
+    read: list[int] = []
+
+    def read_window(window: Window) -> RowBlock:
+        read.append(window.number)
+        if read.count(window.number) == 1 and window.number == 1:
+            raise MemoryError("the first time")
+        return RowBlock((np.arange(window.rows),))
+
+    reader = WindowReader(read_window, lambda window: 40, 1000)
+    reader.begin(windows)
+    assert len(reader.take(windows[0])) == 5
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="the first time"):
+            reader.take(windows[1])
+    assert read == [0, 1]
+    reader.begin(windows)
+    assert [len(reader.take(window)) for window in windows] == [5, 5, 5]
+    assert sorted(read) == [0, 1, 1, 2]
+    reader.release(windows[0])
+    assert reader.held == 80
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        *[("256 MB", 256e6), ("1GiB", 2**30), (12, 12), ("1.5 kB", 1500), ("3", 3)],
+        *[(each, 0) for each in ("lots", -1, 0, True, "12 furlongs", "", 10**400, "9" * 400)],
+    ],
+)
+def test_sizes_are_read_as_dask_reads_them(value: Any, count: float) -> None:
+    if count:
+        assert parse_bytes(value, "memory") == count
+        return
+    with pytest.raises(OptionError, match="must be a number of bytes"):
+        parse_bytes(value, "memory")
+
+
+# -- columns, and the tensors that are made of them ------------------------------------------------
+
+NULLS = [1.0, None] * 10
+
+
+def batch_of(given: dict[str, Any], **options: Any) -> Any:
+    """Return the rows of an Arrow table, as one batch."""
+    found = pa.table(given)
+    (batch,) = consume(Loader(Arrow(found, **options), Batch(len(found), micro=len(found))))
+    return batch
+
+
+def test_columns_are_chosen_stacked_and_named() -> None:
+    lists = pa.array([[1.0, 2.0]] * 4, pa.list_(pa.float32()))
+    fixed = pa.array([[1, 2, 3]] * 4, pa.list_(pa.int16(), 3))
+    more = {"lists": lists, "fixed": fixed, "flag": [True, False] * 2, "id": range(4)}
+    columns = {**{f"x{i}": pa.array([float(i)] * 4, pa.float32()) for i in range(3)}, **more}
+    batch = batch_of(columns)
     assert {name: (each.dtype, tuple(each.shape)) for name, each in batch.items()} == {
-        "id": (torch.int64, (4,)),
         **{f"x{i}": (torch.float32, (4,)) for i in range(3)},
         "lists": (torch.float32, (4, 2)),
         "fixed": (torch.int16, (4, 3)),
         "flag": (torch.bool, (4,)),
+        "id": (torch.int64, (4,)),
     }
-    named = Parquet(str(tmp_path), {"features": "x*", "label": "id"})
-    batch = first_of(named, Batch(4, micro=4))
-    assert {name: tuple(each.shape) for name, each in batch.items()} == {
-        "features": (4, 3),
-        "label": (4,),
-    }
-
-
-def test_text_goes_through_transform(tmp_path: Path) -> None:
-    words = pa.array([f"w{number}" for number in range(20)])
-    pq.write_table(table(20, word=words), tmp_path / "a.parquet", row_group_size=5)
-
-    def encode(rows: pa.Table) -> torch.Tensor:
-        return torch.tensor([int(word[1:]) for word in rows.column("word").to_pylist()])
-
-    source = Parquet(str(tmp_path), ["word"], transform=encode)
-    found = [int(n) for step in Loader(source, Batch(4, micro=2)) for each in step for n in each]
-    assert sorted(found) == list(range(20))
-    with pytest.raises(OptionError, match=r"column 'word' has type string"):
-        Parquet(str(tmp_path))
-    short = Parquet(str(tmp_path), ["word"], transform=lambda rows: torch.zeros(3))
-    with pytest.raises(DataError, match=r"transform got 5 rows and returned \[3\]"):
-        first_of(short, Batch(4, micro=2))
-
-
-def test_nulls_are_refused_by_column_or_filled(tmp_path: Path) -> None:
-    pq.write_table(table(20, y=pa.array([1.0, None] * 10)), tmp_path / "a.parquet")
-    with pytest.raises(OptionError, match=r"row group 0: column 'y' has 10 nulls"):
-        Parquet(str(tmp_path))
-    for fill in (7.0, {"y": 7.0}):
-        batches = Loader(Parquet(str(tmp_path), ["y"], fill=fill), Batch(4, micro=2))
-        found = [float(y) for step in batches for (ys,) in step for y in ys]
-        assert sorted(found) == [1.0] * 10 + [7.0] * 10
-    holes = Arrow(table(20, y=pa.array([1.0, None] * 10)), ["y"])
-    with pytest.raises(DataError, match="record batch 0: column 'y' has 10 nulls"):
-        first_of(holes, Batch(4, micro=2))
-
-
-def test_what_is_missing_is_named_before_the_start(files: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"no column 'idd'; did you mean 'id'\?"):
-        Parquet(str(files), ["idd"])
-    with pytest.raises(OptionError, match=r"gone\.parquet'\): there is no such file"):
-        Parquet(f"{files}/gone.parquet")
-    pq.write_table(pa.table({"id": [1.5]}), files / "5.parquet")
-    with pytest.raises(OptionError, match=r"'id' is int64 in .*0\.parquet, and double in .*5\."):
-        Parquet(str(files), ["id"])
-    with pytest.raises(OptionError, match=r"'x0' is float in .*0\.parquet, and missing in .*5\."):
-        Parquet(str(files), ["x0"])
-    (files / "5.parquet").write_bytes(b"not Parquet at all")
-    with pytest.raises(OptionError, match=r"5\.parquet cannot be read"):
-        Parquet(str(files))
-    with pytest.raises(OptionError, match="5 rows for 8 micro-batches"):
-        Loader(Arrow(table(5)), Batch(8, micro=1))
-    with pytest.raises(OptionError, match=r"Loader\(Arrow, num_workers=…\)"):
-        Loader(Arrow(table()), Batch(8, micro=1), num_workers=2)
-
-
-def test_lists_that_differ_in_length_are_refused() -> None:
-    lists = pa.array([[1.0], [1.0, 2.0]], pa.list_(pa.float64()))
-    with pytest.raises(DataError, match="column 'l' has lists of 1 to 2 values"):
-        next(iter(next(iter(Loader(Arrow(pa.table({"l": lists})), Batch(2, micro=2))))))
-
-
-def test_a_fill_that_the_column_cannot_hold_is_refused() -> None:
-    def first_of(column: pa.Array, fill: Any) -> Any:
-        for step in Loader(Arrow(pa.table({"x": column}), fill=fill), Batch(4, micro=2)):
-            return sorted(torch.cat([batch["x"] for batch in step]).tolist())
-
-    whole = pa.array([1, 2, 3, None])
-    assert first_of(whole, 7) == [1, 2, 3, 7]
-    assert first_of(pa.array([True, True, True, None]), 0) == [0, 1, 1, 1]
-    with pytest.raises(DataError, match=r"whole numbers, and fill=0.5 is none"):
-        first_of(whole, 0.5)
-    with pytest.raises(DataError, match="column 'x': fill='a': Could not convert"):
-        first_of(whole, "a")
-    with pytest.raises(DataError, match="column 'x': fill=array"):
-        first_of(pa.array([True, True, True, None]), np.ones(2))
-    with pytest.raises(DataError, match="1 nulls in the place of lists"):
-        first_of(pa.array([[1.0], [2.0], [3.0], None]), 0.0)
-
-
-def test_columns_that_are_not_one_each_are_refused() -> None:
-    twice = pa.Table.from_arrays([pa.array([1, 2])] * 2, names=["x", "x"])
-    with pytest.raises(OptionError, match="the table has several columns 'x'"):
-        Arrow(twice)
-    with pytest.raises(OptionError, match="asks for a column twice"):
-        Arrow(pa.table({"x": [1, 2]}), columns=["x", "x"])
-    with pytest.raises(OptionError, match=r"\['x'\] is no name of a column. A pattern"):
-        Arrow(pa.table({"x": [1, 2]}), columns=[["x"]])
-
-
-def test_copies_that_programs_leave_in_directories_are_no_data(files: Path) -> None:
-    for hidden in (".ipynb_checkpoints/0-checkpoint.parquet", "_temporary/0.parquet"):
-        (files / hidden).parent.mkdir()
-        pq.write_table(table(5), files / hidden)
-    assert len(Parquet(str(files))) == ROWS
-
-
-def test_files_named_twice_or_in_two_file_systems_are_refused(files: Path) -> None:
-    with pytest.raises(OptionError, match=r"0\.parquet is named more than once"):
-        Parquet([str(files), f"{files}/0.parquet"])
-    with fsspec.filesystem("memory").open("/m.parquet", "wb") as file:
-        pq.write_table(table(5), file)
-    with pytest.raises(OptionError, match="all files must be in one file system"):
-        Parquet(["memory://m.parquet", f"{files}/0.parquet"])
-    (files / "0.parquet").rename(files / "a[1].parquet")
-    assert len(Parquet(f"{files}/a[1].parquet")) == ROWS // 4
+    named = batch_of(columns, columns={"features": "x*", "label": "id"})
+    assert named["features"].tolist() == [[0.0, 1.0, 2.0]] * 4
+    assert sorted(named["label"].tolist()) == [*range(4)]
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "message"),
+    ("column", "fill", "found"),
     [
-        (
-            KeyError("boom"),
-            DataError,
-            r"0\.parquet, row group \d: transform raised KeyError: 'boom'",
-        ),
-        (SystemExit(3), SystemExit, "3"),
+        (NULLS, 7.0, [1.0] * 10 + [7.0] * 10),
+        (NULLS, {"x": 7.0}, [1.0] * 10 + [7.0] * 10),
+        ([1, 2, 3, None], 7, [1, 2, 3, 7]),
+        ([True, True, True, None], 0, [0, 1, 1, 1]),
     ],
 )
-def test_an_error_of_transform_is_raised_in_the_rank(
-    files: Path, error: BaseException, kind: type[BaseException], message: str
+def test_nulls_are_filled(column: list[Any], fill: Any, found: list[Any]) -> None:
+    assert sorted(batch_of({"x": column}, fill=fill)["x"].tolist()) == found
+
+
+def made(make: Callable[[int], Any]) -> dict[str, Any]:
+    return {"transform": lambda rows: make(rows.num_rows)}
+
+
+@pytest.mark.parametrize(
+    ("column", "options", "message"),
+    [
+        (NULLS, {}, "record batch 0: column 'x' has 10 nulls"),
+        ([[1.0], [1.0, 2.0]], {}, "column 'x' has lists of 1 to 2 values"),
+        ([1, None], {"fill": 0.5}, "whole numbers, and fill=0.5 is none"),
+        ([1, None], {"fill": "a"}, "column 'x': fill='a': Could not convert"),
+        ([True, None], {"fill": np.ones(2)}, "column 'x': fill=array"),
+        ([[1.0], None], {"fill": 0.0}, "1 nulls in the place of lists"),
+        # Values of which no tensor can be made.
+        ([1, 2], made(lambda n: np.ones(n, "longdouble")), "returned (longdouble|float128) values"),
+        ([1, 2], made(lambda n: np.ma.masked_array(np.ones(n), mask=[True] * n)), "masked values"),
+        ([1, 2], made(lambda n: torch.eye(n).to_sparse()), "torch.float32 values, sparse_coo"),
+        ([1, 2], made(lambda n: torch.zeros(n).to(torch.float8_e5m2)), "torch.float8_e5m2 values"),
+        ([1, 2], made(lambda n: torch.zeros(n, dtype=torch.bfloat16)), "torch.bfloat16 values"),
+        ([1, 2], made(lambda n: (each for each in range(n))), "returned a generator"),
+        ([1, 2], made(lambda n: torch.zeros(3)), r"transform got 2 rows and returned \[3\]"),
+        ([1, 2], made(lambda n: {}["boom"]), "record batch 0: transform raised KeyError: 'boom'"),
+    ],
+)
+def test_values_that_make_no_batch_are_named(column: Any, options: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        batch_of({"x": column}, **options)
+
+
+def test_an_exit_in_transform_is_raised_in_the_rank() -> None:
+    def leave(_: Any) -> Any:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit, match="3"):
+        batch_of({"x": [1, 2]}, transform=leave)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda n: np.ones(n, ">f8"), lambda n: torch.ones(n).cfloat().conj()]
+)
+def test_values_that_only_have_another_order_of_bytes_are_taken(make: Any) -> None:
+    assert batch_of({"x": [1, 2]}, **made(make)).real.tolist() == [1.0, 1.0]
+
+
+def test_text_goes_through_a_transform_that_may_reuse_its_memory(tmp_path: Path) -> None:
+    words = [f"w{number}" for number in range(64)]
+    path = str(written(tmp_path / "a.parquet", word=words))
+    memory = np.zeros((8, 1))
+
+    def encode(rows: pa.Table) -> torch.Tensor:
+        memory[:, 0] = [int(word[1:]) for word in rows["word"].to_pylist()]
+        return torch.from_numpy(memory)
+
+    found = consume(Parquet(path, ["word"], transform=encode))
+    assert sorted(torch.cat(found).view(-1).tolist()) == list(range(64))
+
+
+def test_lists_are_measured_by_any_name_and_empty_ones_are_no_nulls(tmp_path: Path) -> None:
+    pairs = pa.array([[1.0, 2.0]] * 64, pa.list_(pa.float64(), 2))
+    empty = pa.array([[]] * 64, pa.list_(pa.int64()))
+    path = str(written(tmp_path / "a.parquet", **{"a.b": pairs, "a": [1] * 64, "l": empty}))
+    assert Parquet(path, ["a.b"]).row_bytes == 16
+    assert consume(Parquet(path, ["x", "l"]))[0][1].shape == (2, 0)
+
+
+# -- which files -----------------------------------------------------------------------------------
+
+
+def beside(path: Path, **columns: Any) -> str:
+    """Write another file beside one, and return their folder."""
+    pq.write_table(pa.table(columns), path.with_name("b.parquet"))
+    return str(path.parent)
+
+
+def linked(path: Path, name: str, to: Path) -> Path:
+    (path.parent / name).symlink_to(to)
+    return path.parent
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: Parquet(str(p), ["xx"]), r"no column 'xx'; did you mean 'x'\?"),
+        (lambda p: Parquet(f"{p}.gone"), r"gone'\): there is no such file"),
+        (lambda p: Parquet(beside(p, x=[1]), ["x"]), r"'x' is double in .*a\..*, and int64 in .*b"),
+        (lambda p: Parquet(beside(p, x=[1.0])), r"'y' is int64 in .*a\..*, and missing in .*b\."),
+        (lambda p: Parquet(beside(p, s=["a"])[:0] or str(p.parent / "b.parquet")), "has type str"),
+        (
+            lambda p: Parquet(beside(p, x=NULLS) + "/b.parquet"),
+            "row group 0: column 'x' has 10 nulls",
+        ),
+        (lambda p: p.write_bytes(b"not Parquet") and Parquet(str(p)), "a.parquet cannot be read"),
+        (lambda p: Parquet(str(p), storage_options=3), r"=\.\.\.\): must be a dict, not int"),
+        (lambda p: Loader(Arrow(pa.table({"x": [1]})), Batch(2, micro=1)), "1 rows for 2 micro-ba"),
+        (lambda p: Loader(Arrow(pa.table({"x": [1]})), Batch(1, micro=1), num_workers=2), "num_w"),
+        (lambda p: Arrow(5), r"Arrow\(int\): must be a pyarrow.Table"),
+        (
+            lambda p: Arrow(pa.Table.from_arrays([pa.array([1])] * 2, names=["x", "x"])),
+            "the table has several columns 'x'",
+        ),
+        (lambda p: Arrow(pa.table({"x": [1]}), ["x", "x"]), "asks for a column twice"),
+        (lambda p: Arrow(pa.table({"x": [1]}), [["x"]]), r"\['x'\] is no name of a column. A pat"),
+        # One file under two names, and files in two file systems.
+        (lambda p: Parquet([str(p.parent), str(p)]), r"a\.parquet is named more than once"),
+        (lambda p: Parquet(str(linked(p, "b.parquet", p))), "named more than once"),
+        (lambda p: Parquet([str(p), f"{linked(p, 'e', p.parent)}/e/a.parquet"]), "more than once"),
+        (lambda p: Parquet([str(p), f"{p.parent}/../{p.parent.name}/a.parquet"]), "more than once"),
+        (
+            lambda p: (
+                fsspec.filesystem("memory").pipe("/m.parquet", p.read_bytes())
+                or Parquet(["memory://m.parquet", str(p)])
+            ),
+            "all files must be in one file system",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_the_start(
+    path: Path, make: Callable[[Path], Any], message: str
 ) -> None:
-    def transform(_: pa.Table) -> Any:
-        raise error
-
-    loader = loader_of(Parquet(f"{files}/0.parquet", transform=transform))
-    with pytest.raises(kind, match=message):
-        list(next(iter(loader)))
-
-
-def test_a_file_that_has_changed_is_refused_by_name(files: Path) -> None:
-    loader = loader_of(Parquet(str(files), ["id"]))
-    saved = loader.state_dict()
-    changed = files / "2.parquet"
-    pq.write_table(table(ROWS // 4, 7), changed, row_group_size=25)
-    other = loader_of(Parquet(str(files), ["id"]))
-    with pytest.raises(StateMismatch, match=r"2\.parquet has changed since"):
-        other.load_state_dict(saved)
-    mine, theirs = loader.requirements(), other.requirements()
-    assert [name for name in mine if mine[name] != theirs[name]] == [str(changed)]
-    pq.write_table(table(ROWS // 4, 7).slice(0, 100), changed, row_group_size=25)
-    with pytest.raises(DataError, match=r"2\.parquet, row group \d+ cannot be read: it has"):
-        consume(loader)
-    changed.unlink()
-    with pytest.raises(DataError, match=r"2\.parquet, row group \d+ cannot be read: No such file"):
-        consume(loader)
-
-
-def test_a_name_with_line_breaks_is_named_like_any_other(tmp_path: Path) -> None:
-    odd = tmp_path / "a\n\tb.parquet"
-    pq.write_table(table(), odd)
-    saved = loader_of(Parquet(str(odd), ["id"])).state_dict()
-    pq.write_table(table().slice(0, ROWS), odd, row_group_size=7)
-    other = loader_of(Parquet(str(odd), ["id"]))
-    with pytest.raises(StateMismatch, match=r"a\n\tb\.parquet has changed since"):
-        other.load_state_dict(saved)
+    with pytest.raises(OptionError, match=message):
+        make(path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
@@ -465,8 +389,19 @@ def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.parquet")
     with pytest.raises(OptionError, match=r"a\.parquet cannot be read: it is no regular file"):
         Parquet(f"{tmp_path}/a.parquet")
-    with pytest.raises(OptionError, match=r"storage_options=\.\.\.\): must be a dict, not int"):
-        Parquet("a.parquet", storage_options=3)  # type: ignore[arg-type]
+
+
+def test_a_directory_has_its_files_and_links_but_no_copies_of_programs(path: Path) -> None:
+    for hidden in (".ipynb_checkpoints/0-checkpoint.parquet", "_temporary/0.parquet"):
+        (path.parent / hidden).parent.mkdir()
+        written(path.parent / hidden)
+    odd = path.rename(path.parent / "a[1].parquet")
+    assert len(Parquet(str(path.parent))) == len(Parquet(str(odd))) == 64
+    (path.parent / "snapshot").mkdir()  # as the Hub's: links alone
+    for number in range(2):
+        blob = written(path.parent / f"blob{number}")
+        (path.parent / f"snapshot/{number}.parquet").symlink_to(blob)
+    assert len(Parquet(f"{path.parent}/snapshot")) == 128
 
 
 class Quoting(MemoryFileSystem):
@@ -492,199 +427,101 @@ class Quoting(MemoryFileSystem):
         return super().isfile(path)
 
 
-@pytest.fixture
-def quoting() -> Iterator[None]:
+def test_errors_and_descriptions_have_no_secrets_of_urls(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fsspec.register_implementation("quoting", Quoting, clobber=True)
-    yield
-    Quoting.refuses = False
-    Quoting.store.clear()
-
-
-@pytest.mark.usefixtures("quoting")
-def test_errors_and_descriptions_have_no_secrets_of_urls(monkeypatch: Any) -> None:
     url = "quoting://user:hunter2@host/a.parquet?sig=abcdef99"
     options = {"token": "swordfish"}
 
-    def messages(*urls: Any) -> str:
-        with pytest.raises(OptionError) as caught:
-            Parquet(*urls, storage_options=options)
+    def messages(call: Callable[[], Any], kind: type[Exception] = OptionError) -> str:
+        with pytest.raises(kind) as caught:
+            call()
         return "".join(traceback.format_exception(caught.value))
 
-    texts = [messages(url)]
+    def found(*urls: Any) -> Callable[[], Any]:
+        return lambda: Parquet(*urls, storage_options=options)
+
+    texts = [messages(found(url))]
     with fsspec.open(url, "wb") as file:
-        pq.write_table(pa.table({"x": [1.0, 2.0]}), file)
-    texts.append(messages([url, url]))
-    texts.append(messages(url, ["y"]))
-    source = Parquet(url, storage_options=options)
+        file.write(path.read_bytes())
+    texts += [messages(found([url, url])), messages(found(url, ["z"]))]
+    source = found(url)()
     texts.append(repr(source.describe()))
     monkeypatch.setattr(Quoting, "refuses", True)
-    texts.append(messages(url))
+    texts.append(messages(found(url)))
     Quoting.store.clear()
-    with pytest.raises(DataError) as caught:
-        source.read(0)
-    texts.append("".join(traceback.format_exception(caught.value)))
+    texts.append(messages(lambda: source.read(0), DataError))
     for text in texts:
         assert "host/a.parquet" in text
         assert not re.search("user:|hunter2|abcdef99|swordfish", text), text
 
 
-def test_memory_of_lists_counts_whatever_the_name_of_the_column(tmp_path: Path) -> None:
-    lists = pa.array([[1.0, 2.0]] * 20, pa.list_(pa.float64(), 2))
-    pq.write_table(pa.table({"a.b": lists, "a": [1] * 20}), tmp_path / "a.parquet")
-    assert Parquet(str(tmp_path), ["a.b"]).row_bytes == 16
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda n: np.arange(n).astype("longdouble"), "returned (longdouble|float128) values"),
-        (lambda n: np.ma.masked_array(np.arange(n), mask=[True] * n), "masked values"),
-        (lambda n: torch.eye(n).to_sparse(), "torch.float32 values, sparse_coo"),
-        (lambda n: torch.zeros(n).to(torch.float8_e5m2), "torch.float8_e5m2 values"),
-        (lambda n: torch.zeros(n, dtype=torch.bfloat16), "torch.bfloat16 values"),
-        (lambda n: (each for each in range(n)), "returned a generator"),
-    ],
-)
-def test_values_of_which_no_tensor_can_be_made_are_named(make: Any, message: str) -> None:
-    source = Arrow(table(), transform=lambda rows: make(rows.num_rows))
-    with pytest.raises(DataError, match=message):
-        first_of(source, Batch(4, micro=2))
-
-
-@pytest.mark.parametrize(
-    "make", [lambda n: np.ones(n, ">f8"), lambda n: torch.ones(n).cfloat().conj()]
-)
-def test_values_that_only_have_another_order_of_bytes_are_taken(make: Any) -> None:
-    source = Arrow(table(), transform=lambda rows: make(rows.num_rows))
-    assert first_of(source, Batch(4, micro=2)).real.tolist() == [1.0, 1.0]
-
-
-def test_arrow_batches_are_units() -> None:
-    batches = table().to_batches(max_chunksize=30)
-    alone = epoch_of(Arrow(batches, ["id", "x*"]), 1)
-    assert sorted(row for rows in alone.values() for row in rows) == list(range(ROWS))
-    assert epoch_of(Arrow(batches, ["id", "x*"]), 3) == alone
-    with pytest.raises(OptionError, match=r"Arrow\(int\): must be a pyarrow.Table"):
-        Arrow(5)
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("256 MB", 256e6), ("1GiB", 2**30), (12, 12), ("1.5 kB", 1500), ("3", 3)],
-)
-def test_sizes_are_read_as_dask_reads_them(text: Any, count: float) -> None:
-    assert parse_bytes(text, "x") == count
-
-
-@pytest.mark.parametrize("value", ["lots", -1, 0, True, "12 furlongs", "", 10**400, "9" * 400])
-def test_other_sizes_are_refused(value: Any) -> None:
-    with pytest.raises(OptionError, match="must be a number of bytes"):
-        parse_bytes(value, "memory")
-
-
-def test_a_reader_that_cannot_go_on_raises_at_the_batch() -> None:
-    window = Window(0, 0, 0, (RowRange(0, 0, 5),), None)
-
-    def windows() -> Iterator[Window]:
-        yield window
-        raise MemoryError("windows")
-
-    def read(window: Window) -> LoadedWindow:
-        return LoadedWindow(window, RowBlock((np.arange(window.rows),)))
-
-    reader = WindowReader(windows(), read, lambda window: 40, 1000, {})
-    assert reader.take().window is window
-    with pytest.raises(MemoryError, match="windows"):
-        reader.take()
-
-
-def test_a_reader_may_be_ended_in_its_own_thread() -> None:
-    failed: list[BaseException] = []
-
-    def read(window: Window) -> LoadedWindow:
-        try:
-            reader.stop()  # as the collector of garbage may do it, in any thread
-        except RuntimeError as error:
-            failed.append(error)
-        return LoadedWindow(window, RowBlock((np.arange(window.rows),)))
-
-    window = Window(0, 0, 0, (RowRange(0, 0, 5),), None)
-    reader = WindowReader(iter([window]), read, lambda window: 40, 1000, {})
-    assert reader.take().window is window
-    assert not failed
-
-
-def test_other_values_in_a_file_of_the_same_size_are_noticed(tmp_path: Path) -> None:
-    texts = []
-    for first in (1000, 2000):
-        path = tmp_path / "a.parquet"
-        pq.write_table(table(50, first), path, compression="none", use_dictionary=False)
-        texts.append((path.stat().st_size, Parquet(str(path), ["id"]).describe()))
-    (size, before), (other, after) = texts
-    assert size == other
-    assert before != after
-
-
 # -- files that are not what they were -------------------------------------------------------------
 
 
-def eights(source: UnitSource) -> Loader:
-    return Loader(source, Batch(8, micro=2), seed=3)
-
-
-def labels(flipped: bool = False, rows: int = 64) -> pa.Table:
-    """Return a table whose file has the same size and the same statistics with other labels."""
-    found = [(number + flipped) % 2 for number in range(rows)]
-    return pa.table({"x": [float(n) for n in range(rows)], "y": found})
-
-
-def test_a_file_that_was_written_again_with_the_same_size_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(labels(), path, row_group_size=8)
-    size = path.stat().st_size
-    loader = eights(Parquet(str(path), ["x", "y"], shuffle_rows=8))
-    written = time.time() + 10
-    pq.write_table(labels(flipped=True), path, row_group_size=8)
-    os.utime(path, (written, written))
-    assert path.stat().st_size == size
-    with pytest.raises(DataError, match=r"a\.parquet, row group \d+ .*written again after it was"):
+def test_a_file_that_has_changed_is_refused_by_name(tmp_path: Path) -> None:
+    changed = written(tmp_path / "a\n\tb.parquet")
+    loader = loader_of(Parquet(str(tmp_path), ["x"]))
+    written(changed, y=range(64))
+    other = loader_of(Parquet(str(tmp_path), ["x"]))
+    with pytest.raises(StateMismatch, match=r"a\n\tb\.parquet has changed since"):
+        other.load_state_dict(loader.state_dict())
+    mine, theirs = loader.requirements(), other.requirements()
+    assert [name for name in mine if mine[name] != theirs[name]] == [str(changed)]
+    with pytest.raises(DataError, match=r"b\.parquet, row group \d+ cannot be read: it has"):
+        consume(loader)
+    changed.unlink()
+    with pytest.raises(DataError, match=r"b\.parquet, row group \d+ cannot be read: No such file"):
         consume(loader)
 
 
-def test_a_copy_of_a_file_on_another_host_is_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(labels(), path, row_group_size=8)
-    loader = eights(Parquet(str(path), ["x", "y"]))
-    os.utime(path, (1e9, 1e9))  # copied there years ago
-    consume(loader)
-
-
-@pytest.mark.parametrize("when", ["at the same time", "long before"])
-def test_other_values_are_refused_whatever_the_time_of_the_file(tmp_path: Path, when: str) -> None:
-    """Two writings within a tick of the file system's clock, or an older file under its name."""
-    path = tmp_path / "a.parquet"
-    pq.write_table(labels(), path, row_group_size=8)
-    stat = path.stat()
+def test_a_copy_on_another_host_is_the_same_and_is_compared_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = Parquet(str(path), ["x", "y"])
-    pq.write_table(labels(flipped=True), path, row_group_size=8)
-    written = stat.st_mtime_ns if when == "at the same time" else 10**18
-    os.utime(path, ns=(stat.st_atime_ns, written))
+    os.utime(path, (1e9, 1e9))  # copied there years ago
+    compared: list[str] = []
+    plain = Parquet._content_of
+    monkeypatch.setattr(
+        Parquet, "_content_of", lambda self, file: compared.append(file.name) or plain(self, file)
+    )
+    consume(source)
+    assert compared == [str(path)]
+
+
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (None, "its values are not those"),  # within a tick of the file system's clock
+        (1e9, "its values are not those"),  # an older file under its name
+        (4e9, "written again after it was"),  # in 2096
+    ],
+)
+def test_other_values_in_a_file_of_the_same_size_are_refused(
+    path: Path, at: float | None, message: str
+) -> None:
+    stat, source = path.stat(), Parquet(str(path), ["x", "y"])
+    written(path, flipped=True)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns if at is None else int(at * 1e9)))
     assert path.stat().st_size == stat.st_size
-    with pytest.raises(DataError, match=r"a\.parquet, row group \d+ .*its values are not those"):
-        consume(eights(source))
+    with pytest.raises(DataError, match=rf"a\.parquet, row group \d+ .*{message}"):
+        consume(source)
+    other = Parquet(str(path), ["x", "y"])  # on resuming
+    assert other.describe() != source.describe()
+    written(path)  # a file that was only written again is the same
+    assert Parquet(str(path), ["x", "y"]).describe() == source.describe()
 
 
 def test_a_file_that_is_written_while_it_is_found_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(labels(), path, row_group_size=8)
     os.utime(path, (1e9, 1e9))
     plain = Parquet._footer
 
     def footer_of_the_old_one(self: Parquet, name: str) -> Any:
         found = plain(self, name)
-        pq.write_table(labels(flipped=True), path, row_group_size=8)
+        written(path, flipped=True)
         return found
 
     monkeypatch.setattr(Parquet, "_footer", footer_of_the_old_one)
@@ -692,124 +529,28 @@ def test_a_file_that_is_written_while_it_is_found_is_refused(
         Parquet(str(path), ["x", "y"])
 
 
-def test_the_values_of_a_file_are_compared_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(labels(), path, row_group_size=8)
-    source = Parquet(str(path), ["x", "y"])
-    compared: list[str] = []
-    plain = Parquet._content_of
-    monkeypatch.setattr(
-        Parquet, "_content_of", lambda self, file: compared.append(file.name) or plain(self, file)
-    )
-    consume(eights(source))
-    assert compared == [str(path)]
-
-
-def test_other_labels_in_a_file_of_the_same_size_are_noticed_on_resuming(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    found = []
-    for flipped in (False, True, False):
-        pq.write_table(labels(flipped), path)
-        found.append((path.stat().st_size, Parquet(str(path), ["x", "y"]).describe()))
-    first, other, again = found
-    assert first[0] == other[0]
-    assert first[1] != other[1]
-    assert first == again, "a file that was only written again is the same"
-
-
-def test_an_object_store_marks_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_store_marks_its_versions(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tag = ["one"]
     plain = MemoryFileSystem.info
     monkeypatch.setattr(
         MemoryFileSystem, "info", lambda self, path, **_: {**plain(self, path), "ETag": tag[0]}
     )
-    with fsspec.filesystem("memory").open("/tagged.parquet", "wb") as file:
-        pq.write_table(labels(), file, row_group_size=8)
+    fsspec.filesystem("memory").pipe("/tagged.parquet", path.read_bytes())
     source = Parquet("memory://tagged.parquet", ["x", "y"])
     assert "content tag one" in str(source.describe())
-    consume(eights(source))
+    consume(source)
     tag[0] = "two"
     with pytest.raises(DataError, match="written again"):
-        consume(eights(source))
+        consume(source)
 
 
-def test_pages_with_a_wrong_checksum_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(
-        labels(), path, compression="none", use_dictionary=False, write_page_checksum=True
-    )
+def test_pages_with_a_wrong_checksum_are_refused(path: Path) -> None:
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(pa.table({"x": [float(number) for number in range(64)]}), path, **options)
     content = bytearray(path.read_bytes())
-    place = content.index(np.float64(40.0).tobytes())
-    content[place] ^= 1
+    content[content.index(np.float64(40.0).tobytes())] ^= 1
     path.write_bytes(content)
-    source = Parquet(str(path), ["x"])
     with pytest.raises(
         DataError, match=r"a\.parquet, row group 0 cannot be read: .*(CRC|crc|hecksum)"
     ):
-        consume(eights(source))
-
-
-@pytest.mark.parametrize("how", ["link in the folder", "link to a folder", "dots", "hard way"])
-def test_one_file_under_two_names_is_refused(tmp_path: Path, how: str) -> None:
-    folder = tmp_path / "d"
-    folder.mkdir()
-    path = folder / "a.parquet"
-    pq.write_table(labels(), path)
-    urls: Any = [str(path)]
-    if how == "link in the folder":
-        (folder / "b.parquet").symlink_to(path)
-        urls = str(folder)
-    elif how == "link to a folder":
-        (tmp_path / "e").symlink_to(folder)
-        urls.append(f"{tmp_path}/e/a.parquet")
-    elif how == "dots":
-        urls.append(f"{tmp_path}/d/../d/a.parquet")
-    else:
-        (tmp_path / "e").mkdir()
-        urls.append(f"{tmp_path}/e/../d/a.parquet")
-    with pytest.raises(OptionError, match=r"are one file|named more than once"):
-        Parquet(urls)
-
-
-def test_links_alone_are_files_like_any_other(tmp_path: Path) -> None:
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot").mkdir()
-    for number in range(2):
-        pq.write_table(labels(), tmp_path / "blobs" / f"{number}")
-        (tmp_path / "snapshot" / f"{number}.parquet").symlink_to(tmp_path / "blobs" / f"{number}")
-    assert len(Parquet(str(tmp_path / "snapshot"))) == 128
-
-
-def test_a_transform_that_reuses_its_memory_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(labels(), path, row_group_size=8)
-    memory, zeros = np.zeros((8, 1)), np.zeros(8)
-
-    def reusing(rows: pa.Table) -> Any:
-        memory[:, 0] = rows["x"].to_numpy()
-        return torch.from_numpy(memory)
-
-    with pytest.raises(DataError, match="transform has overwritten what it returned for"):
-        consume(eights(Parquet(str(path), transform=reusing)))
-
-    def constant(rows: pa.Table) -> Any:
-        return rows["x"].to_numpy(), zeros
-
-    def copying(rows: pa.Table) -> Any:
-        memory[:, 0] = rows["x"].to_numpy()
-        return memory.copy()
-
-    for right in (constant, copying):
-        consume(eights(Parquet(str(path), transform=right)))
-
-
-def test_a_column_of_empty_lists_has_no_nulls(tmp_path: Path) -> None:
-    path = tmp_path / "a.parquet"
-    kind = pa.list_(pa.int64())
-    pq.write_table(pa.table({"x": list(range(16)), "l": pa.array([[]] * 16, kind)}), path)
-    sizes = Parquet(str(path), transform=lambda rows: rows["x"].to_numpy())
-    consume(eights(sizes))
-    source = Parquet(str(path), ["x", "l"])
-    assert len(source) == 16
+        consume(Parquet(str(path), ["x"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from nbelastic.driver import loggers
-from nbelastic.driver.records import KernelLog
+from nbelastic.driver.kernel_log import KernelLog
 from nbelastic.errors import OptionError
 from nbelastic.messages import MetricsReport, RankTelemetry, Record
 
@@ -120,3 +121,25 @@ def test_a_logger_that_always_raises_gets_no_more(driver, monkeypatch):
 def test_what_is_no_logger_is_refused(wrong):
     with pytest.raises(OptionError, match="must be a run of wandb or MLflow"):
         loggers.sender(wrong)
+
+
+def test_each_kind_of_logger_gets_a_row_by_its_own_call(monkeypatch):
+    got = []
+
+    def log_metric(run_id, key, value, timestamp=None, step=None):
+        got.append((key, value, step))
+
+    def add_scalar(tag, scalar_value, global_step=None):
+        got.append((tag, scalar_value, global_step))
+
+    tracking = SimpleNamespace(MlflowClient=lambda: SimpleNamespace(log_metric=log_metric))
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(tracking=tracking))
+    wandb = SimpleNamespace(id="w", log=lambda data, step: got.append((*data.popitem(), step)))
+    for name, target in (
+        ("MLflow run r", SimpleNamespace(info=SimpleNamespace(run_id="r"))),
+        ("TensorBoard d", SimpleNamespace(log_dir="d", add_scalar=add_scalar, flush=got.copy)),
+        ("wandb run w", wandb),
+    ):
+        found, send = loggers.sender(target)
+        send(3.0, {"loss": 0.5})
+        assert (found, got.pop()) == (name, ("loss", 0.5, 3))

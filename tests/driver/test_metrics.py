@@ -1,15 +1,15 @@
 """Speed, progress and metrics of a whole job, from what its ranks tell."""
 
-from __future__ import annotations
-
 import time
 from itertools import pairwise
 from types import SimpleNamespace
 
+import pytest
+
 from nbelastic.cluster.job_log import JobLog
 from nbelastic.driver.job import Job
+from nbelastic.driver.metrics import MOST_POINTS, MetricsAggregator
 from nbelastic.driver.options import Options
-from nbelastic.driver.records.metrics import MOST_POINTS, MetricsAggregator
 from nbelastic.driver.thread import Driver
 from nbelastic.membership import RankView
 from nbelastic.messages import (
@@ -40,12 +40,8 @@ def test_rows_are_in_the_order_of_training():
     metrics.take(1.0, [rank(1, (0, 0, 1, None, {"x": 1.0}))])
     assert [row["x"] for row in metrics.rows()] == [1.0, 2.0, 3.0]
     assert [row["step"] for row in metrics.rows()] == [0.0, 1.0, 2.0]
-
-
-def test_a_step_of_the_users_own_is_kept():
-    metrics = MetricsAggregator()
-    metrics.take(1.0, [rank(0, (0, 0, 1, 17, {"x": 1.0}))])
-    assert metrics.rows()[0]["step"] == 17
+    metrics.take(1.0, [rank(1, (9, 0, 1, 17, {"x": 1.0}))])
+    assert metrics.rows()[-1]["step"] == 17  # the user's own
 
 
 def test_rows_after_a_rollback_replace_those_before():
@@ -60,6 +56,8 @@ def test_rows_after_a_rollback_replace_those_before():
 
 def test_speed_is_measured_over_a_window_and_added_up():
     metrics = MetricsAggregator()
+    for second in range(-9, 0):  # setting up is no slowness
+        metrics.take(second, [rank(0)])
     for second in range(11):
         metrics.take(second, [rank(0, samples=100 * second)])
         metrics.take(second, [rank(1, samples=50 * second)])
@@ -69,14 +67,6 @@ def test_speed_is_measured_over_a_window_and_added_up():
     metrics.take(20, [rank(0, samples=1000)])
     metrics.take(24, [rank(0, samples=1000)])
     assert metrics.total([0]) == 0.0
-
-
-def test_setting_up_does_not_count_as_slowness():
-    metrics = MetricsAggregator()
-    for second in range(10):
-        metrics.take(second, [rank(0)])
-    metrics.take(10, [rank(0, samples=100)])
-    assert metrics.total([0]) == 100.0
 
 
 def test_steps_have_a_speed_also_where_no_samples_are_counted():
@@ -89,36 +79,29 @@ def test_steps_have_a_speed_also_where_no_samples_are_counted():
     assert (status.steps_per_s, status.samples_per_s, status.step) == (2.0, None, 6)
 
 
-def test_a_loop_without_epochs_has_progress_in_steps():
-    metrics = MetricsAggregator()
-    metrics.take(0.0, [rank(0, step=1, batch=0, batches=6000)])
-    assert metrics.progress(0.0, [0]).remaining_s is None
-    metrics.take(10.0, [rank(0, batch=1500, batches=6000)])
-    progress = metrics.progress(10.0, [0])
-    assert (progress.step, progress.steps, progress.epochs) == (1501, 6000, 0)
-    assert abs(progress.remaining_s - 10.0 * 4499 / 1500) < 1e-6
-    assert metrics.progress(11.0, [0], finished=True).fraction == 1.0
-
-
-def test_progress_and_remaining_time():
+@pytest.mark.parametrize(
+    ("total", "reports", "place", "fraction", "remaining"),
+    [
+        ({"batches": 6000}, [(0, 1, 0, 0), (10, 2, 0, 1500)],
+         (0, 0, 1501, 6000), 1501 / 6000, 10 * 4499 / 1500),
+        ({"epochs": 4, "batches": 10}, [(0, 1, 0, 0), (10, 2, 1, 0)],
+         (1, 1, 0, 0), 1.1 / 4, 10 * (1 - 1.1 / 4) / (1 / 4)),
+        # What a checkpoint had done says nothing about the pace.
+        ({"epochs": 60, "batches": 10}, [(0, 0, 0, 0), (5, 1, 25, 0), (15, 40, 30, 0)],
+         (30, 1, 0, 0), 30.1 / 60, 10 * (60 - 30.1) / 5),
+    ],
+)  # fmt: skip
+def test_progress_and_remaining_time(total, reports, place, fraction, remaining):
     metrics = MetricsAggregator()
     assert metrics.progress(0.0, [0]) is None
-    metrics.take(0.0, [rank(0, step=1, epoch=0, batch=0, epochs=4, batches=10)])
-    assert metrics.progress(0.0, [0]).remaining_s is None
-    metrics.take(10.0, [rank(0, epoch=1, batch=0, epochs=4, batches=10)])
-    progress = metrics.progress(10.0, [0])
-    assert (progress.epoch, progress.epochs, progress.batch) == (1, 4, 1)
-    assert abs(progress.fraction - 1.1 / 4) < 1e-9
-    assert abs(progress.remaining_s - 10.0 * (1 - 1.1 / 4) / (1.0 / 4)) < 1e-9
-    assert metrics.progress(11.0, [0], finished=True).fraction == 1.0
-
-
-def test_what_a_checkpoint_had_done_says_nothing_about_the_pace():
-    metrics = MetricsAggregator()
-    for now, step, epoch in ((0.0, 0, 0), (5.0, 1, 25), (15.0, 40, 30)):
-        metrics.take(now, [rank(0, step=step, epoch=epoch, batch=0, epochs=60, batches=10)])
+    for now, step, epoch, batch in reports:
+        metrics.take(now, [rank(0, step=step, epoch=epoch, batch=batch, **total)])
         progress = metrics.progress(now, [0])
-    assert abs(progress.remaining_s - 10.0 * (60 - 30.1) / 5) < 1e-6
+        assert (progress.remaining_s is None) == (now < 10)
+    assert (progress.epoch, progress.batch, progress.step, progress.steps) == place
+    assert progress.fraction == pytest.approx(fraction)
+    assert progress.remaining_s == pytest.approx(remaining)
+    assert metrics.progress(now, [0], finished=True).fraction == 1.0
 
 
 def test_a_kernel_that_attaches_has_the_times_at_which_reports_came():
@@ -165,12 +148,8 @@ def test_rows_are_those_of_the_rank_that_is_furthest():
     assert (found.source, found.epoch, found.done, found.left) == ("Parquet", 1, 80, 20)
     assert (found.seen, found.redone, found.lost) == (180, 8, 0)
     assert metrics.data([])[0].seen == 199
-
-
-def test_what_is_left_of_a_source_without_a_length_is_not_known():
-    metrics = MetricsAggregator()
-    metrics.take(1.0, [rank(0, data=rows(140, length=0))])
-    assert metrics.data([0])[0].left is None
+    metrics.take(3.0, [rank(4, data=rows(140, length=0))])
+    assert metrics.data([4])[0].left is None
 
 
 def test_a_clock_that_is_set_back_makes_no_job_younger(monkeypatch):
@@ -179,7 +158,7 @@ def test_a_clock_that_is_set_back_makes_no_job_younger(monkeypatch):
     log.note(Record("joined"))
     earlier = SimpleNamespace(**vars(time) | {"time": lambda: log.started - 3600.0})
     monkeypatch.setattr("nbelastic.cluster.job_log.time", earlier)
-    monkeypatch.setattr("nbelastic.driver.records.job_log.time", earlier)
+    monkeypatch.setattr("nbelastic.driver.kernel_log.time", earlier)
     log.note(Record("reset"))
     assert 0 <= job.status.elapsed < 3600
     first, second = job.history

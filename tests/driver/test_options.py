@@ -1,7 +1,5 @@
 """Bad options are refused, by name, before anything is sent."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import inspect
@@ -9,6 +7,7 @@ import math
 import os
 import pickle
 import runpy
+import threading
 import time
 import traceback
 from fractions import Fraction
@@ -21,16 +20,24 @@ from distributed import LocalCluster
 
 import nbelastic
 from nbelastic.cluster.wire import pack, unpack
-from nbelastic.driver import Job, ask_to_scale, ask_to_stop, look
-from nbelastic.driver.options import DEFAULTS, TABLE, Options, call_arguments
-from nbelastic.driver.options.kinds import MOST_SECONDS
-from nbelastic.driver.options.parser import ELSEWHERE
+from nbelastic.driver import Job, ask, look
+from nbelastic.driver.fit import terms_of
+from nbelastic.driver.options import DEFAULTS, MOST_SECONDS, TABLE, Options
+from nbelastic.driver.parser import ELSEWHERE, call_arguments
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, NotPicklable, OptionError
-from nbelastic.membership import Machine, pack_machine
-from nbelastic.messages import JobPayload, JobTerms, OpenRequest, Place, Slot, StartRank, Tick
+from nbelastic.messages import (
+    JobPayload,
+    OpenRequest,
+    Place,
+    Slot,
+    StartRank,
+    StopRequested,
+    Tick,
+)
 
 ROOT = Path(__file__).parents[2]
+NONE_GIVEN = {row.name: None for row in TABLE}
 
 
 class Unshowable:
@@ -53,78 +60,54 @@ class LaterCluster:
     ("options", "message"),
     [
         ({"np": 0}, "np=0"),
-        ({"np": 2.5}, r"np=2\.5"),
         ({"np": True}, "np=True"),
         ({"min_np": 3, "max_np": 2}, "min_np=3 is above max_np=2"),
-        ({"np": 1, "min_np": 2}, "np=1 is below min_np=2"),
         ({"np": 5, "max_np": 4}, "np=5 is above max_np=4"),
         ({"reset_limit": -1}, "reset_limit=-1"),
-        ({"elastic_timeout": 0}, "elastic_timeout=0"),
-        ({"stall_timeout": float("nan")}, "stall_timeout=nan"),
-        ({"heartbeat_timeout": "soon"}, "heartbeat_timeout='soon'"),
         ({"blacklist_cooldown": (20, 10)}, "blacklist_cooldown"),
-        ({"blacklist_cooldown": (0, 10)}, "blacklist_cooldown"),
         ({"resources": {"GPU": 0}}, "resources"),
         ({"env": "NCCL_DEBUG=INFO"}, "^env: must be a dict of text, as in .*'NCCL_DEBUG': 'INFO'"),
         ({"env": {"NCCL_DEBUG": 1}}, r"env\['NCCL_DEBUG'\]: must be text, not int"),
         ({"env": {"A\0": "1"}}, "env: 'A.*' must be the name of a variable"),
         ({"env": {"A=B": "1"}}, "env: 'A=B' must be the name of a variable"),
         ({"env": {"RANK": "1"}}, r"env\['RANK'\]: nbelastic sets this variable itself"),
-        ({"env": {"OMP_NUM_THREADS": "8"}}, r"env\['OMP_NUM_THREADS'\]: nbelastic sets this"),
-        ({"slots_per_host": 0}, "slots_per_host=0"),
         ({"priority": 1.5}, r"priority=1\.5: must be a whole number"),
-        ({"priority": True}, "priority=True"),
         ({"weight": 0}, "weight=0: must be a number above 0"),
-        ({"weight": float("inf")}, "weight=inf"),
+        ({"pull": 5}, "pull=5: must be names of variables, as in"),
+        ({"pull": "not a name"}, "pull='not a name': must be names of variables"),
         ({"preemptible": 1}, "preemptible=1: must be True or False"),
         ({"backend": "mpi"}, "backend='mpi': must be one of auto, gloo, shm"),
         ({"backend": "pygloo"}, "heartbeat_timeout=10: with backend='pygloo' it must be above 30"),
         ({"name": "a job"}, "name='a job'"),
-        ({"name": 5}, "name=5"),
         ({"np": "4"}, "np='4': must be a whole number"),
-        ({"min_np": 1, "max_np": "8"}, "max_np='8': must be a whole number"),
         ({"workers": 4}, "workers=4: must be a list .* how many may train: np"),
         ({"workers": []}, r"workers=\[\]: must be a list .* None for all"),
-        ({"workers": (name for name in ())}, "workers=.*: must be a list"),
-        ({"workers": ""}, "workers='': must be a list"),
-        ({"workers": {"alice": 1}}, r"workers=\{'alice': 1\}: must be a list"),
         ({"workers": [None]}, r"workers=\[None\]: must be a list"),
         ({"workers": ["alice", ""]}, r"workers=\['alice', ''\]: must be a list"),
-        ({"workers": b"alice"}, "workers=b'alice': must be a list"),
         ({"block": "no"}, "block='no': must be True or False"),
-        ({"blacklist_cooldown": "12"}, "blacklist_cooldown='12': must be"),
         ({"name": "x" * 5000}, r"^name='x{80,300}…: must be text of at most 64"),
         ({"resources": ["GPU"]}, r"resources=\['GPU'\]: must be a dict"),
         ({"resources": {"GPU": True}}, r"resources\['GPU'\]=True"),
         ({"blacklist_cooldown": 10}, r"blacklist_cooldown=10: must be \(lo, hi\)"),
-        ({"blacklist_cooldown": ("a", "b")}, r"blacklist_cooldown=\('a', 'b'\)"),
-        ({"blacklist_cooldown": (1, 2, 3)}, "blacklist_cooldown"),
-        ({"args": 0.1}, r"args=0\.1: must be a tuple or list"),
-        ({"args": "abc"}, "args='abc': must be a tuple or list"),
         ({"kwargs": [0.1]}, r"kwargs=\[0\.1\]: must be a dict"),
         ({"kwargs": {1: 2}}, "kwargs: 1 must be the name of a parameter"),
-        ({"args": {"lr": 0.1}}, r"args=\{'lr': 0\.1\}: must be a tuple or list"),
         ({"args": numpy.zeros(2)}, r"args=array\(.*\): must be a tuple or list"),
         ({"args": Unshowable()}, r"args=<.*Unshowable object"),
-        ({"kwargs": Unshowable()}, r"kwargs=<.*Unshowable object"),
         ({"cluster": Unshowable()}, r"cluster=<.*Unshowable object"),
         ({"cluster": LocalCluster}, r"cluster=<class .*LocalCluster'>: must be a Dask Client"),
         ({"cluster": LaterCluster()}, "cluster: this cluster is asynchronous; pass a synchronous"),
-        ({"name": Unshowable()}, r"name=<.*Unshowable object"),
-        ({"np": Unshowable()}, r"np=<.*Unshowable object"),
         ({"backend": Unshowable()}, r"backend=<.*Unshowable object"),
         ({"notices": numpy.array(["auto", "off"])}, "notices=array.*: must be one of auto, off"),
         ({"weight": 10**400}, "weight=1000"),
-        ({"weight": Fraction(10**400)}, "weight=Fraction"),
-        ({"lease": ""}, "lease='': must be a duration"),
-        ({"lease": "1 fortnight"}, "lease='1 fortnight': must be a duration"),
         ({"lease": "1e400 s"}, "lease='1e400 s': must be a duration"),
-        ({"resources": {"GPU": 10**400}}, r"resources\['GPU'\]=1000"),
     ],
 )
 def test_a_wrong_option_is_named(options, message):
-    with pytest.raises(OptionError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         nbelastic.fit(print, **options)
+    assert isinstance(caught.value, OptionError)
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert [os.path.basename(file) for file in files] == ["test_options.py", "parser.py"]
 
 
 def takes_rate(rate, *, steps=1):
@@ -142,18 +125,13 @@ def trains_in_parts():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            {"fn": takes_rate},
-            "takes_rate: missing a required argument: 'rate'; .* args= and",
-        ),
+        ({"fn": takes_rate}, "takes_rate: missing a required argument: 'rate'; .* args= and"),
         ({"fn": takes_rate, "args": (1, 2)}, "takes_rate: too many positional arguments"),
         ({"fn": takes_rate, "args": (1,), "kwargs": {"rate": 2}}, "takes_rate: multiple values"),
         ({"fn": takes_rate, "kwargs": {"rate": 1, "lr": 2}}, "unexpected keyword argument 'lr'"),
         ({"fn": Path.cwd().exists, "args": (1,)}, "exists: too many positional arguments"),
-        (
-            {"fn": trains_later},
-            "fn=<.*trains_later.*: must be a function, not a coroutine",
-        ),
+        ({"fn": trains_later}, "fn=<.*trains_later.*: must be a function, not a coroutine"),
+        ({"fn": 42}, "must be a function"),
         ({"fn": trains_in_parts}, "fn=<.*trains_in_parts.*: .* not a generator function"),
     ],
 )
@@ -176,12 +154,9 @@ def test_arguments_that_a_decorator_adds_are_not_asked_for():
     ("options", "message"),
     [
         ({"num_workers": 4}, r"fit: there is no option num_workers; did you mean np\?"),
-        ({"n_workers": 4}, r"did you mean np\?"),
         ({"MIN_NP": 4}, r"did you mean min_np\?"),
         ({"stream": "all"}, "no option stream; it is an option of %%elastic_train alone"),
         ({"nproc_per_node": 4}, r"did you mean np or slots_per_host\?"),
-        ({"max_num_proc": 4}, r"did you mean max_np\?"),
-        ({"client": None}, r"did you mean cluster\?"),
         ({"max_restarts": 4}, r"did you mean reset_limit\?"),
         ({"elastic_timout": 4}, r"did you mean elastic_timeout or .*stall_timeout\?"),
         ({"colour": 4}, "there is no option colour; there are fn, cluster, args"),
@@ -197,33 +172,21 @@ def test_an_unknown_option_says_what_was_meant(options, message):
     assert isinstance(caught.value, OptionError)
 
 
-def test_every_option_that_is_hinted_at_exists():
+def test_hints_name_options_that_exist():
+    with pytest.raises(OptionError, match=r"fit: 'tcp:.*' must be given by name, as in cluster="):
+        nbelastic.fit(print, "tcp://a:1")
     hinted = {name for names in ELSEWHERE.values() for name in names}
     known = set(inspect.signature(nbelastic.fit).parameters)
     assert hinted <= known
     assert not known & ELSEWHERE.keys()
 
 
-def test_a_cluster_given_by_position_is_told_its_name():
-    with pytest.raises(
-        OptionError, match=r"fit: 'tcp://a:1' must be given by name, as in cluster="
-    ):
-        nbelastic.fit(print, "tcp://a:1")
-
-
-def test_an_option_error_has_no_line_of_what_checked_it():
-    with pytest.raises(OptionError) as caught:
-        nbelastic.fit(print, np="4")
-    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert [os.path.basename(file) for file in files] == ["test_options.py", "parser.py"]
-
-
 @pytest.mark.parametrize("name", [5, None, "", "a b", "a\udce9", "x" * 5000, b"x", Unshowable()])
 def test_a_name_that_no_job_has_is_refused_before_a_cluster_is_asked(name):
     asked = {"cluster": "tcp://127.0.0.1:1"}
-    for ask in (nbelastic.attach, look, ask_to_stop, ask_to_scale):
+    for call in (nbelastic.attach, look, functools.partial(ask, event=StopRequested())):
         with pytest.raises(OptionError, match=r"^name=.{1,220}: must be (text|the name of a job)"):
-            ask(name, **asked)
+            call(name, **asked)
 
 
 def test_a_protocol_that_is_not_installed_is_no_traceback_of_dasks():
@@ -234,30 +197,17 @@ def test_a_protocol_that_is_not_installed_is_no_traceback_of_dasks():
 def test_durations_without_end_are_sent_as_long_ones():
     names = ("elastic_timeout", "stall_timeout", "heartbeat_timeout", "lease")
     options = Options(**dict.fromkeys(names, math.inf), resources={"GPU": Fraction(1, 2)})
-    terms = JobTerms(
-        payload=JobPayload(b"", b"", b""),
-        workers=None,
-        resources=options.resources,
-        versions={},
-        heartbeat_timeout=options.heartbeat_timeout,
-        lease=options.lease,
-        options=b"",
-        machine=pack_machine(Machine(options.limits())),
-    )
+    terms = terms_of(JobPayload(b"", b"", b""), options)
     request = OpenRequest("job", "uid", "client", "topic", terms)
     assert unpack(pack(request)) == request
     spec = options.rank_spec("job", "run", 1, Place(0, 1, 0, 1, 0, 1), None)
     assert time.gmtime(time.time() + spec.operation_timeout_s)
 
 
-def test_numbers_beyond_64_bits_are_sent_as_the_largest_ones():
-    options = Options(np=1, max_np=2**70, priority=-(2**70))
+def test_numbers_are_sent_as_plain_ones_of_64_bits():
+    options = Options(np=numpy.int64(2), max_np=2**70, priority=-(2**70), weight=numpy.float32(5))
+    assert (type(options.np), type(options.weight)) == (int, float)
     assert (options.max_np, options.priority) == (2**63 - 1, -(2**63) + 1)
-
-
-def test_numbers_of_numpy_are_sent_as_plain_numbers():
-    options = Options(np=numpy.int64(2), stall_timeout=numpy.float32(5.0), checkpoint_every=3)
-    assert (type(options.np), type(options.stall_timeout)) == (int, float)
 
 
 @pytest.mark.parametrize(
@@ -280,41 +230,25 @@ def test_a_duration_may_be_what_dask_takes(given, seconds):
     options = Options(stall_timeout=given, blacklist_cooldown=(1, "2 s"))
     assert options.stall_timeout == seconds
     assert options.blacklist_cooldown == (1.0, 2.0)
-
-
-@pytest.mark.parametrize("given", ["soon", "5 parsecs", "-1 s", True, None, [1], b"1 s"])
-def test_what_is_no_duration_is_refused_with_examples(given):
-    with pytest.raises(OptionError, match=r"stall_timeout=.* such as '90 s'"):
-        Options(stall_timeout=given)
-
-
-def all_options(**given):
-    return dict.fromkeys((row.name for row in TABLE), None) | given
+    for wrong in ("soon", "5 parsecs", "-1 s", True, None, [1], b"1 s"):
+        with pytest.raises(OptionError, match=r"stall_timeout=.* such as '90 s'"):
+            Options(stall_timeout=wrong)
 
 
 def test_what_is_not_given_comes_from_dasks_configuration():
+    packed = pickle.dumps(Options(stall_timeout=5, backend="gloo"))
     with dask.config.set({"nbelastic.stall_timeout": "2 minutes", "nbelastic.min-np": 3}):
-        options = Options.given(all_options(lease="5 s"))
+        options = Options.given({**NONE_GIVEN, "lease": "5 s"})
+        # Who takes a job over ignores this kernel's.
+        assert pickle.loads(packed) == Options(stall_timeout=5, backend="gloo")
     assert (options.stall_timeout, options.min_np, options.lease) == (120.0, 3, 5.0)
-    assert Options.given(all_options()) == Options()
-
-
-def test_a_wrong_configuration_is_an_error_of_the_option():
     with (
         dask.config.set({"nbelastic.stall_timeout": "long"}),
         pytest.raises(OptionError, match="stall_timeout='long'"),
     ):
         nbelastic.fit(print)
-
-
-def test_who_takes_a_job_over_ignores_this_kernels_configuration():
-    packed = pickle.dumps(Options(stall_timeout=5, backend="gloo"))
-    with dask.config.set({"nbelastic.stall_timeout": "2 minutes", "nbelastic.np": 7}):
-        assert pickle.loads(packed) == Options(stall_timeout=5, backend="gloo")
-
-
-def test_the_packages_file_has_each_option_and_no_other():
-    assert list(DEFAULTS) and set(DEFAULTS) == {row.name for row in TABLE}
+    assert Options.given(NONE_GIVEN) == Options()
+    assert set(DEFAULTS) == {row.name for row in TABLE}  # of the package's file
 
 
 def test_the_documents_have_the_table_as_it_is():
@@ -326,28 +260,18 @@ def test_the_documents_have_the_table_as_it_is():
     assert tables["terminal"](text) == text, "run docs/make_tables.py"
 
 
-@pytest.mark.parametrize("options", [{"max_np": "4"}, {"max_np": 2.5}, {"min_np": True}])
-def test_a_scale_that_is_no_whole_number_is_refused(options):
-    job = Job(Driver("scaled", Options(np=2), lambda: None))
-    with pytest.raises(OptionError, match="must be a whole number"):
-        job.scale(**options)
-    with pytest.raises(OptionError, match=r"Job.scale: .* did you mean max_np\?"):
-        job.scale(max_workers=4)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"priority": "high"}, "priority='high'"), ({"weight": -1}, "weight=-1")],
+    [
+        ({"max_np": "4"}, "must be a whole number"),
+        ({"priority": "high"}, "priority='high'"),
+        ({"max_workers": 4}, r"Job.scale: .* did you mean max_np\?"),
+    ],
 )
-def test_a_scale_to_no_place_among_jobs_is_refused(options, message):
+def test_a_wrong_scale_is_named(options, message):
     job = Job(Driver("scaled", Options(np=2), lambda: None))
     with pytest.raises(OptionError, match=message):
         job.scale(**options)
-
-
-def test_a_jobs_place_among_others_is_part_of_its_limits():
-    limits = Options(priority=-2, weight=2, preemptible=True).limits()
-    assert (limits.priority, limits.weight, limits.preemptible) == (-2, 2.0, True)
 
 
 @pytest.mark.parametrize(
@@ -368,18 +292,11 @@ def test_the_logs_of_a_rank_that_never_was_are_an_error(rank, message):
         job.logs(rank)
 
 
-def test_an_option_error_is_a_value_error():
-    with pytest.raises(ValueError, match="np=0"):
-        nbelastic.fit(print, np=0)
-
-
 @pytest.mark.parametrize(
     ("options", "limits"),
     [
         ({}, (1, 1, None)),
         ({"np": 4}, (4, 4, 4)),
-        ({"min_np": 2}, (2, 2, None)),
-        ({"max_np": 8}, (1, 1, 8)),
         ({"min_np": 2, "max_np": 8}, (2, 2, 8)),
         ({"np": 4, "min_np": 2}, (4, 2, 4)),
         ({"np": 4, "max_np": 8}, (4, 4, 8)),
@@ -387,42 +304,12 @@ def test_an_option_error_is_a_value_error():
     ],
 )
 def test_limits_default_as_in_horovod(options, limits):
-    found = Options(**options).limits()
+    found = Options(**options, priority=-2, weight=2, preemptible=True).limits()
+    assert (found.priority, found.weight, found.preemptible) == (-2, 2.0, True)
     assert (found.np, found.min_np, found.max_np) == limits
 
 
-def test_what_is_no_function_is_refused():
-    with pytest.raises(OptionError, match="must be a function"):
-        nbelastic.fit(42)
-
-
-def test_what_is_no_cluster_is_refused():
-    with pytest.raises(OptionError, match="cluster=42"):
-        nbelastic.fit(print, cluster=42)
-
-
-def test_what_cannot_be_pickled_in_a_function_is_named():
-    import threading
-
-    lock = threading.Lock()
-
-    def train():
-        return lock
-
-    with pytest.raises(NotPicklable, match="'lock'"):
-        nbelastic.fit(train)
-
-
-def test_an_argument_that_cannot_travel_is_named():
-    import threading
-
-    with pytest.raises(NotPicklable, match="the argument 'guard'"):
-        nbelastic.fit(print, kwargs={"guard": threading.Lock()})
-
-
-def test_the_inside_of_a_captured_value_is_named():
-    import threading
-
+def test_what_cannot_travel_is_named():
     config = {"rate": 0.1, "guard": threading.Lock()}
 
     def train():
@@ -430,17 +317,8 @@ def test_the_inside_of_a_captured_value_is_named():
 
     with pytest.raises(NotPicklable, match=r"'config'.*'guard'"):
         nbelastic.fit(train)
-
-
-def test_an_address_where_nobody_listens_is_said_so():
-    with (
-        dask.config.set({"distributed.comm.timeouts.connect": "200ms"}),
-        pytest.raises(ClusterLost, match="no scheduler answers"),
-    ):
-        nbelastic.fit(print, cluster="tcp://127.0.0.1:1")
-
-
-NONE_GIVEN = {row.name: None for row in TABLE}
+    with pytest.raises(NotPicklable, match="the argument 'guard'"):
+        nbelastic.fit(print, kwargs={"guard": threading.Lock()})
 
 
 @pytest.mark.parametrize(
@@ -459,12 +337,9 @@ def test_variables_of_horovods_are_defaults(monkeypatch, variable, text, option,
     monkeypatch.setenv(variable, text)
     options = Options.given(NONE_GIVEN)
     assert getattr(options, option) == value
+    if option != "timeline":  # what is given or configured counts more
+        assert getattr(Options.given({**NONE_GIVEN, option: 5}), option) == 5
+        with dask.config.set({f"nbelastic.{option}": "7 s"}):
+            assert getattr(Options.given(NONE_GIVEN), option) == 7
     place = Place(0, 1, 0, 1, 0, 1)
     assert options.rank_spec("job", "run", 0, place, None).heeded == (variable,)
-
-
-def test_what_is_given_or_configured_counts_more_than_variables_of_horovods(monkeypatch):
-    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "90")
-    assert Options.given({**NONE_GIVEN, "elastic_timeout": 5}).elastic_timeout == 5
-    with dask.config.set({"nbelastic.elastic_timeout": "7 s"}):
-        assert Options.given(NONE_GIVEN).elastic_timeout == 7

@@ -1,12 +1,13 @@
 """Members of a world that never changes, who keep checkpoints as those of a job do."""
 
-from __future__ import annotations
-
+import contextlib
 from pathlib import Path
 
-from nbelastic.elastic.checkpoint.manager import CheckpointSpec
+from nbelastic.elastic.checkpoint.manager import CheckpointManager, CheckpointSpec
 from nbelastic.elastic.ranks.runtime import RankSpec
+from nbelastic.errors import Leaving
 from nbelastic.messages import FRESH, Member, Place, Plan, Slot
+from tests.support.world import run_ranks
 
 
 class Notes(list):
@@ -46,9 +47,46 @@ def begin(context, state, checkpoints, plan):
     return resized
 
 
+@contextlib.contextmanager
+def keeping(context, state, url, loop=1, **options):
+    """Keep checkpoints of a state, in a loop whose generation has formed."""
+    plan = make_member(context, url, **options)
+    with contextlib.suppress(Leaving), CheckpointManager(context, state, loop) as checkpoints:
+        begin(context, state, checkpoints, plan)
+        yield checkpoints
+
+
 def written(checkpoints):
     """Wait until nothing is under way."""
-    checkpoints._writer.wait(float("inf"))
+    checkpoints._writer.wait()
+
+
+def job(url, build, train=None, **options):
+    """Have a job of one rank build a state, and train and commit it, unless there is no `train`.
+
+    Returns the state, the job's notes, and what `train` has returned.
+    """
+
+    def rank(context):
+        state, result = build(), None
+        with keeping(context, state, url, **options) as checkpoints:
+            if train is not None:
+                result = train(state)
+                state.commit()
+                written(checkpoints)
+                checkpoints.finish()
+        return state, context.port, result
+
+    return run_ranks(1, rank)[0]
+
+
+def resumed(url, build, train=None, *, run="z", resume=True, **options):
+    """Have a job go on from what is at `url`; see :func:`job`."""
+    return job(url, build, train, run=run, resume=resume, **options)
+
+
+def nothing(state):
+    """Train for no step."""
 
 
 def files_in(directory):

@@ -1,7 +1,5 @@
 """Commits on disk: what is in them, when they are written, and what goes on from them."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from pathlib import Path
@@ -23,13 +21,22 @@ from nbelastic.torch.state.handlers import (
     set_handler_registry,
 )
 from nbelastic.torch.state.torch_state import TorchState
-from tests.elastic.members import begin, files_in, make_member, written
+from tests.elastic.members import (
+    Notes,
+    begin,
+    files_in,
+    job,
+    keeping,
+    make_member,
+    resumed,
+    written,
+)
 from tests.support.world import run_ranks
 
 
-def training(seed, samples=48):
+def training(seed, samples=48, kind=lambda model: model):
     torch.manual_seed(seed)
-    model = torch.nn.Linear(3, 1)
+    model = kind(torch.nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sampler = hvd.elastic.ElasticSampler(range(samples))
     return hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=0, seen=[])
@@ -53,11 +60,9 @@ def tensors_of(state):
 
 def train_a_while(context, url, steps):
     """Train with a checkpoint every other step; return what has been seen, and the tensors."""
-    plan = make_member(context, url, every=2)
     state = training(seed=context.rank)
     seen = []
-    with CheckpointManager(context, state, 1) as checkpoints:
-        begin(context, state, checkpoints, plan)
+    with keeping(context, state, url, every=2) as checkpoints:
         for number in range(1, steps + 1):
             seen.append(step(state))
             state.commit()
@@ -94,11 +99,9 @@ def test_a_resumed_job_deals_exactly_the_samples_that_are_left(tmp_path, size):
 
 def test_every_nth_commit_and_the_last_one_are_written(tmp_path):
     def rank(context):
-        plan = make_member(context, tmp_path, every=3)
         state = ObjectState(count=0, sampler=ShardSampler(range(40), shuffle=False))
         listing = []
-        with CheckpointManager(context, state, 1) as checkpoints:
-            begin(context, state, checkpoints, plan)
+        with keeping(context, state, tmp_path, every=3) as checkpoints:
             for number in range(8):
                 state.count += 1
                 state.sampler.record_batch(number, 2)
@@ -119,10 +122,9 @@ def test_every_nth_commit_and_the_last_one_are_written(tmp_path):
     assert nothing == []
 
     def go_on(context):
-        plan = make_member(context, tmp_path, run="b", resume=True)
         state = ObjectState(count=0, sampler=ShardSampler(range(40), shuffle=False))
-        with CheckpointManager(context, state, 1) as checkpoints:
-            begin(context, state, checkpoints, plan)
+        with keeping(context, state, tmp_path, run="b", resume=True):
+            pass
         return state.count, state.sampler.epoch, state.sampler.remaining_indices
 
     assert run_ranks(2, go_on) == [(8, 0, list(range(32, 40)))] * 2
@@ -150,10 +152,8 @@ def test_checkpoints_are_left_out_while_one_is_written(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
 
     def rank(context):
-        plan = make_member(context, tmp_path)
         state = hvd.elastic.TorchState(count=torch.zeros(3))
-        with CheckpointManager(context, state, 1) as checkpoints:
-            begin(context, state, checkpoints, plan)
+        with keeping(context, state, tmp_path) as checkpoints:
             for _ in range(5):
                 state.count += 1
                 state.commit()
@@ -167,17 +167,9 @@ def test_checkpoints_are_left_out_while_one_is_written(tmp_path, monkeypatch):
 
     (path,) = run_ranks(1, rank)
 
-    def go_on(context):
-        plan = make_member(context, tmp_path, run="b", resume=True)
-        Path(path).with_name("01-999999-0000000001.safetensors").write_bytes(
-            Path(path).read_bytes()
-        )
-        state = hvd.elastic.TorchState(count=None)
-        with CheckpointManager(context, state, 1) as checkpoints:
-            begin(context, state, checkpoints, plan)
-        return state.count
-
-    assert torch.equal(run_ranks(1, go_on)[0], torch.ones(3)), "later steps got into an earlier one"
+    Path(path).with_name("01-999999-0000000001.safetensors").write_bytes(Path(path).read_bytes())
+    state, *_ = resumed(tmp_path, lambda: hvd.elastic.TorchState(count=None))
+    assert torch.equal(state.count, torch.ones(3)), "later steps got into an earlier one"
 
 
 @pytest.mark.parametrize("order", [Evicted, Stopped])
@@ -185,10 +177,8 @@ def test_an_order_to_end_leaves_neither_a_thread_nor_a_torn_file(tmp_path, monke
     gate = Gate(monkeypatch)
 
     def rank(context):
-        plan = make_member(context, tmp_path)
         state = ObjectState(count=0)
-        with CheckpointManager(context, state, 1) as checkpoints:
-            begin(context, state, checkpoints, plan)
+        with keeping(context, state, tmp_path):
             state.commit()
             gate.entered.wait()
             raise order("by the test")
@@ -199,63 +189,42 @@ def test_an_order_to_end_leaves_neither_a_thread_nor_a_torn_file(tmp_path, monke
     assert not [t for t in threading.enumerate() if t.name == "nbelastic-checkpoint"]
 
 
-def test_a_job_that_stops_at_a_commit_leaves_that_commit_on_disk(tmp_path):
+ENDS = [  # an order, whether the rank had left at the commit, seconds to write, and what is said
+    (Stopped, True, 0.0, [1], ""),
+    (Stopped, False, 0.0, [], ""),
+    (Leaving, True, 0.0, [], ""),
+    (Leaving, True, 30.0, [1], "commit 1 is written: no other rank had the state"),
+    (Leaving, False, 0.05, [], "the last one was given up after 0.05 s"),
+]
+
+
+@pytest.mark.parametrize(("order", "left", "seconds", "kept", "note"), ENDS)
+def test_who_ends_with_a_state_that_others_lack_writes_its_last_commit(
+    tmp_path, monkeypatch, order, left, seconds, kept, note
+):
+    if "given up" in note:
+        Gate(monkeypatch)
+    notes = Notes()
+
     def rank(context):
-        plan = make_member(context, tmp_path, every=1000)
         state = ObjectState(count=0)
-        with CheckpointManager(context, state, 1) as checkpoints:
-            begin(context, state, checkpoints, plan)
+        with keeping(context, state, tmp_path, every=1000, notes=notes) as checkpoints:
             state.count = 5
             state.save()
             context.committed()
-            checkpoints.left()
+            if left:
+                checkpoints.left()
             state.count = 6  # not committed
-            raise Stopped("at a commit")
+            context.time_to_save = seconds
+            raise order("at a commit")
 
-    with pytest.raises(Stopped):
+    with contextlib.suppress(Stopped):
         run_ranks(1, rank)
-    assert [Path(name).stem[-10:] for name in files_in(tmp_path)] == ["0000000001"]
-
-
-@pytest.mark.parametrize("others", [True, False])
-def test_the_last_rank_with_the_state_writes_it_before_it_leaves(tmp_path, others):
-    def rank(context):
-        plan = make_member(context, tmp_path, every=1000)
-        state = ObjectState(count=0)
-        with contextlib.suppress(Leaving), CheckpointManager(context, state, 1) as checkpoints:
-            begin(context, state, checkpoints, plan)
-            state.count = 5
-            state.save()
-            context.committed()
-            checkpoints.left()
-            context.time_to_save = 0.0 if others else 30.0
-            raise Leaving("its worker was asked to leave")
-        return list(context.port)
-
-    (notes,) = run_ranks(1, rank)
-    names = [Path(name).stem[-10:] for name in files_in(tmp_path)]
-    assert names == ([] if others else ["0000000001"])
-    assert ("commit 1 is written: no other rank had the state" in notes) is not others
+    assert [int(Path(name).stem[-10:]) for name in files_in(tmp_path)] == kept
+    assert [each for each in notes if "in /" not in each] == ([note] if note else [])
     assert not [t for t in threading.enumerate() if t.name == "nbelastic-checkpoint"]
-
-
-def test_a_rank_that_leaves_has_no_longer_than_it_has_to_write(tmp_path, monkeypatch):
-    Gate(monkeypatch)
-
-    def rank(context):
-        plan = make_member(context, tmp_path, every=1000)
-        state = ObjectState(count=0)
-        with contextlib.suppress(Leaving), CheckpointManager(context, state, 1) as checkpoints:
-            begin(context, state, checkpoints, plan)
-            state.save()
-            context.committed()
-            context.time_to_save = 0.05
-            raise Leaving("its worker was asked to leave")
-        return list(context.port)
-
-    (notes,) = run_ranks(1, rank)
-    assert "the last one was given up after 0.05 s" in notes
-    assert files_in(tmp_path) == []
+    if kept:
+        assert resumed(tmp_path, lambda: ObjectState(count=0))[0].count == 5
 
 
 def test_what_goes_wrong_is_told_once_and_training_goes_on(tmp_path):
@@ -263,10 +232,8 @@ def test_what_goes_wrong_is_told_once_and_training_goes_on(tmp_path):
     place.touch()  # a file where a directory should be
 
     def rank(context):
-        plan = make_member(context, place)
         state = ObjectState(count=0)
-        with CheckpointManager(context, state, 1) as checkpoints:
-            begin(context, state, checkpoints, plan)
+        with keeping(context, state, place) as checkpoints:
             for number in range(6):
                 if number == 3:
                     place.unlink()
@@ -287,37 +254,13 @@ def test_a_state_that_cannot_be_copied_is_told_and_training_goes_on(tmp_path):
         def __reduce__(self):
             raise TypeError("a lock cannot be pickled")
 
-    def rank(context):
-        plan = make_member(context, tmp_path)
-        state = ObjectState(lock=Lock())
-        with CheckpointManager(context, state, 1) as checkpoints:
-            begin(context, state, checkpoints, plan)
-            for _ in range(3):
-                state.commit()
-            checkpoints.finish()
-        return context.port
-
-    (notes,) = run_ranks(1, rank)
-    (note,) = notes
+    (note,) = job(tmp_path, lambda: ObjectState(lock=Lock()), lambda state: state.commit())[1]
     assert note.startswith("the state cannot be copied: state.lock (a Lock) cannot be sent to")
     assert "a lock cannot be pickled" in note
 
 
-def resumed(url, state_of, *, resume=True):
-    """Begin a job of one rank that is to go on from `url`; return its notes."""
-
-    def rank(context):
-        plan = make_member(context, url, run="z", resume=resume)
-        state = state_of()
-        with CheckpointManager(context, state, 1) as checkpoints:
-            begin(context, state, checkpoints, plan)
-        return context.port, state
-
-    return run_ranks(1, rank)[0]
-
-
 def test_resume_without_a_checkpoint_starts_from_the_beginning(tmp_path):
-    notes, state = resumed(tmp_path, lambda: ObjectState(count=7))
+    state, notes, _ = resumed(tmp_path, lambda: ObjectState(count=7))
     assert state.count == 7
     assert notes == [f"nothing to resume from in {tmp_path}: it starts from the beginning"]
 
@@ -328,7 +271,7 @@ def test_an_unreadable_place_fails_only_a_job_that_resumes(tmp_path):
     nowhere = f"{place}/within"
     with pytest.raises(NbelasticError, match="cannot be read"):
         resumed(nowhere, lambda: ObjectState(count=7))
-    notes, state = resumed(nowhere, lambda: ObjectState(count=7), resume=False)
+    state, notes, _ = resumed(nowhere, lambda: ObjectState(count=7), resume=False)
     assert state.count == 7
     assert "cannot be read" in notes[0]
 
@@ -336,15 +279,9 @@ def test_an_unreadable_place_fails_only_a_job_that_resumes(tmp_path):
 def test_a_checkpoint_that_does_not_fit_names_the_file(tmp_path):
     run_ranks(2, lambda context: train_a_while(context, tmp_path, 4))
     with pytest.raises(NbelasticError, match=r"\.safetensors does not fit the state"):
-        resumed(tmp_path, lambda: _other(torch.nn.Sequential(torch.nn.Linear(3, 1))))
+        resumed(tmp_path, lambda: training(0, kind=torch.nn.Sequential))
     with pytest.raises(NbelasticError, match=r"samplers of \[48\] samples; now they have \[50\]"):
         resumed(tmp_path, lambda: training(0, samples=50))
-
-
-def _other(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sampler = hvd.elastic.ElasticSampler(range(48))
-    return hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=0, seen=[])
 
 
 def test_in_a_later_loop_all_ranks_receive_what_the_source_has_loaded(tmp_path):
@@ -363,10 +300,10 @@ def test_in_a_later_loop_all_ranks_receive_what_the_source_has_loaded(tmp_path):
         counts = []
         for loop in (1, 2):
             version = FRESH if loop == 1 else 3  # all have the same commit after the first loop
-            plan = make_member(context, tmp_path, run="b", resume=True, version=version)
             state = ObjectState(loop=0, count=0)
-            with CheckpointManager(context, state, loop) as checkpoints:
-                begin(context, state, checkpoints, plan)
+            with keeping(
+                context, state, tmp_path, loop, run="b", resume=True, version=version
+            ) as checkpoints:
                 counts.append((state.loop, state.count))
                 state.commit()
                 checkpoints.finish()
@@ -376,34 +313,30 @@ def test_in_a_later_loop_all_ranks_receive_what_the_source_has_loaded(tmp_path):
     assert run_ranks(2, again) == [[(1, 10), (2, 20)]] * 2
 
 
-def test_a_state_that_cannot_be_written_is_refused(tmp_path):
-    class OfTheirOwn(State):
-        pass
-
-    def rank(context):
-        make_member(context, tmp_path)
-        with CheckpointManager(context, OfTheirOwn(), 1):
-            pass
-
-    with pytest.raises(OptionError, match="OfTheirOwn cannot be written to disk"):
-        run_ranks(1, rank)
+class OfTheirOwn(State):
+    pass
 
 
-def test_a_state_with_a_handler_of_the_users_is_refused(tmp_path):
-    class Handler(StateHandler):
-        pass
+class Handler(StateHandler):
+    pass
 
+
+def handled():
     before = get_handler_registry()
     set_handler_registry([(complex, Handler)])
     try:
-        state = TorchState(other=1, place=1j)
+        return TorchState(other=1, place=1j)
     finally:
         set_handler_registry(before)
 
-    def rank(context):
-        make_member(context, tmp_path)
-        with CheckpointManager(context, state, 1):
-            pass
 
-    with pytest.raises(OptionError, match=r"keep state\.place, and"):
-        run_ranks(1, rank)
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (OfTheirOwn, "OfTheirOwn cannot be written to disk"),
+        (handled, r"keep state\.place, and"),
+    ],
+)
+def test_a_state_that_cannot_be_written_is_refused(tmp_path, build, message):
+    with pytest.raises(OptionError, match=message):
+        job(tmp_path, build)

@@ -14,38 +14,28 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-import nbelastic.torch as hvd
 from nbelastic.driver.options import Options
+from nbelastic.elastic import ObjectState, load_checkpoint
 from nbelastic.elastic.checkpoint import files as checkpoint_files
 from nbelastic.elastic.checkpoint.files import CheckpointFiles
-from nbelastic.elastic.checkpoint.manager import CheckpointManager, CheckpointSpec
+from nbelastic.elastic.checkpoint.manager import CheckpointSpec
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.messages import Place
-from tests.elastic.members import Notes, begin, make_member, written
+from tests.elastic.members import Notes, job
 from tests.elastic.test_checkpoint_files import put
-from tests.support.world import StaticContext, run_ranks
 
 SECRET = "hunter2"
 
 
-def train(context: StaticContext, url: object, run: str, notes: Notes, **options: Any) -> int:
-    """Resume, count one step more, and return how many there were."""
-    plan = make_member(context, url, run=run, notes=notes, **options)
-    state = hvd.elastic.ObjectState(count=0)
-    with CheckpointManager(context, state, 1) as checkpoints:
-        begin(context, state, checkpoints, plan)
-        state.count += 1
-        state.commit()
-        written(checkpoints)
-        checkpoints.finish()
-    return state.count
+def count(state: Any) -> None:
+    state.count += 1
 
 
 def run(url: object, name: str, **options: Any) -> tuple[int, Notes]:
-    notes = Notes()
-    (count,) = run_ranks(1, lambda context: train(context, url, name, notes, **options))
-    return count, notes
+    """Resume, count one step more, and return how many there were."""
+    state, notes, _ = job(url, lambda: ObjectState(count=0), count, run=name, **options)
+    return state.count, notes
 
 
 # -- what is no file -------------------------------------------------------------------------------
@@ -56,38 +46,38 @@ def a_socket(path: Path) -> None:
         made.bind(str(path))
 
 
-def a_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def a_loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
 KINDS = {
     "a pipe": os.mkfifo,
     "a socket": a_socket,
     "a directory": Path.mkdir,
-    "a device": a_device,
-    "Too many levels of symbolic links": a_loop,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "Too many levels of symbolic links": lambda path: path.symlink_to(path),
 }
 
 
-@pytest.mark.parametrize(("kind", "make"), KINDS.items(), ids=KINDS.keys())
-def test_what_is_no_file_is_passed_over_with_a_word(
-    kind: str, make: Any, tmp_path: Path, monkeypatch: Any
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_file_is_passed_over_and_does_not_hold_up_writing(
+    kind: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     run(tmp_path, "a")
     (directory,) = tmp_path.iterdir()
     monkeypatch.chdir(directory)  # the name of a socket must be short
-    for version in (998, 999):
-        make(Path(f"01-999999-{version:010d}.safetensors"))
-    count, notes = run(tmp_path, "b", resume=True)
-    assert count == 2
-    assert (
-        f"passed over {directory}/01-999999-0000000999.safetensors: it is no file ({kind})" in notes
-    )
+    make, files = KINDS[kind], CheckpointFiles(str(tmp_path), "a")
+    last = "01-999999-0000000999.safetensors"
+    make(Path(last))
+    if kind == "a pipe":
+        (tmp_path / "run-0002-b").mkdir()
+        make(tmp_path / "run-0002-b" / f"resumed-from-{directory.name}")
+    found, notes = run(tmp_path, "b", resume=True)
+    assert found == 2
+    assert f"passed over {directory}/{last}: it is no file ({kind})" in notes
     assert any(note.startswith("goes on from") for note in notes)
+    if kind != "a directory":
+        make(Path("01-000001-0000000002.safetensors.tmp"))
+        make(Path("01-000001-0000000003.safetensors"))
+    for version in (2, 3, 4):
+        assert files.read(put(files, version)) is not None
+    assert len([each for each in directory.iterdir() if each.is_file()]) == 2
 
 
 @pytest.mark.parametrize("resume", [True, False])
@@ -108,8 +98,8 @@ def test_a_file_that_cannot_be_read_is_passed_over_with_a_word(
         return opened(path, flags)
 
     monkeypatch.setattr(checkpoint_files, "_open_file", open_file)
-    count, notes = run(tmp_path, "b" if resume else "a", resume=resume)
-    assert count == 2, "the one before is read"
+    found, notes = run(tmp_path, "b" if resume else "a", resume=resume)
+    assert found == 2, "the one before is read"
     assert any(f"passed over {newer}: it cannot be read" in note for note in notes)
     refused |= {entry.path for entry in first.candidates(1, others=True)}
     if resume:
@@ -117,74 +107,59 @@ def test_a_file_that_cannot_be_read_is_passed_over_with_a_word(
             run(tmp_path, "c", resume=True)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, a_socket, a_device, a_loop])
-def test_what_is_no_file_does_not_hold_up_writing(
-    make: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
-    files = CheckpointFiles(str(tmp_path), "a")
-    directory = Path(put(files, 1)).parent
-    monkeypatch.chdir(directory)
-    make(Path("01-000001-0000000002.safetensors.tmp"))
-    make(Path("01-000001-0000000003.safetensors"))
-    make(Path("01-000001-0000000009.safetensors"))
-    for version in (2, 3, 4):
-        path = put(files, version)
-        assert files.read(path) is not None
-    assert len([each for each in directory.iterdir() if each.is_file()]) == 2
-
-
-def test_the_mark_of_a_parent_is_not_written_into_a_pipe(tmp_path: Path) -> None:
-    run(tmp_path, "a")
-    (directory,) = tmp_path.iterdir()
-    (tmp_path / "run-0002-b").mkdir()
-    os.mkfifo(tmp_path / "run-0002-b" / f"resumed-from-{directory.name}")
-    assert run(tmp_path, "b", resume=True)[0] == 2
-
-
 # -- what never answers ----------------------------------------------------------------------------
 
 
-class Silent(MemoryFileSystem):
-    """A file system that stops to answer."""
+class Odd(MemoryFileSystem):
+    """A file system that has the whole URL in paths and errors, and calls that wait or fail."""
 
-    protocol = "silent"
+    protocol = "odd"
     store: dict[str, Any] = {}  # noqa: RUF012 (as its base has it)
     pseudo_dirs = [""]  # noqa: RUF012
-    silent: set[str] = set()  # noqa: RUF012
+    waits: set[str] = set()  # noqa: RUF012
+    fails: set[str] = set()  # noqa: RUF012
     answers = threading.Event()
 
-    def _open(self, *args: Any, **kwargs: Any) -> Any:
-        self._answer("open")
-        return super()._open(*args, **kwargs)
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.removeprefix("odd://").lstrip("/")
 
-    def ls(self, *args: Any, **kwargs: Any) -> Any:
-        self._answer("ls")
-        return super().ls(*args, **kwargs)
 
-    def _answer(self, name: str) -> None:
-        if name in self.silent:
-            self.answers.wait()
+def _odd(name: str) -> Any:
+    def call(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        if name in Odd.waits:
+            Odd.answers.wait()
+        if name in Odd.fails:
+            raise PermissionError(f"530 login incorrect: {path}")
+        return getattr(MemoryFileSystem, name)(self, path, *args, **kwargs)
+
+    return call
+
+
+for _name in ("_open", "ls", "mv", "isdir"):
+    setattr(Odd, _name, _odd(_name))
 
 
 @pytest.fixture
-def silent() -> Any:
-    fsspec.register_implementation("silent", Silent, clobber=True)
-    yield Silent.silent
-    Silent.silent.clear()
-    Silent.answers.set()
+def odd() -> Any:
+    fsspec.register_implementation("odd", Odd, clobber=True)
+    yield Odd
+    Odd.waits.clear()
+    Odd.fails.clear()
+    Odd.answers.set()
     for thread in threading.enumerate():
-        if thread.name == "nbelastic-checkpoint-reader":
+        if thread.name == "nbelastic-checkpoint":
             thread.join()
-    Silent.answers.clear()
-    Silent.store.clear()
+    Odd.answers.clear()
+    Odd.store.clear()
 
 
-@pytest.mark.parametrize("what", ["open", "ls"])
-def test_reading_is_given_up_where_nothing_comes(silent: Any, what: str) -> None:
-    run("silent://here", "a")
-    silent.add(what)
+@pytest.mark.parametrize("what", ["_open", "ls"])
+def test_reading_is_given_up_where_nothing_comes(odd: Any, what: str) -> None:
+    run("odd://here", "a")
+    odd.waits.add(what)
     with pytest.raises(NbelasticError, match=r"cannot be read: nothing was read for 0.2 s"):
-        run("silent://here", "b", resume=True, patience=0.2)
+        run("odd://here", "b", resume=True, patience=0.2)
 
 
 def test_reading_ends_before_the_rank_counts_as_hung() -> None:
@@ -249,62 +224,32 @@ def test_secrets_of_options_are_hidden() -> None:
     assert secrets.shown(error) is None
 
 
-class Quoting(MemoryFileSystem):
-    """A file system whose paths and errors have the whole URL in them."""
-
-    protocol = "quoting"
-    store: dict[str, Any] = {}  # noqa: RUF012
-    pseudo_dirs = [""]  # noqa: RUF012
-    failing: set[str] = set()  # noqa: RUF012
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return "/" + path.removeprefix("quoting://").lstrip("/")
-
-    def ls(self, path: str, **kwargs: Any) -> Any:
-        if "ls" in self.failing:
-            raise PermissionError(f"530 login incorrect: {path}")
-        return super().ls(path, **kwargs)
-
-    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
-        if "mv" in self.failing:
-            raise RuntimeError(f"550 no space for {path1}")
-        super().mv(path1, path2, **kwargs)
+URL = f"odd://user:{SECRET}@host/x"
 
 
-@pytest.fixture
-def quoting() -> Any:
-    fsspec.register_implementation("quoting", Quoting, clobber=True)
-    yield Quoting.failing
-    Quoting.failing.clear()
-    Quoting.store.clear()
-
-
-URL = f"quoting://user:{SECRET}@host/x"
-
-
-def test_no_note_has_the_secret_in_it(quoting: Any) -> None:
+def test_no_note_has_the_secret_in_it(odd: Any) -> None:
     texts = [*run(URL, "a")[1], *run(URL, "b", resume=True)[1]]
-    (path,) = [path for path in Quoting.store if "-a/" in path and path.endswith(".safetensors")]
-    Quoting.store[path].seek(0)
-    Quoting.store[path].truncate(20)
-    for name in [path for path in Quoting.store if "-b/" in path]:
-        del Quoting.store[name]
+    (path,) = [path for path in Odd.store if "-a/" in path and path.endswith(".safetensors")]
+    Odd.store[path].seek(0)
+    Odd.store[path].truncate(20)
+    for name in [path for path in Odd.store if "-b/" in path]:
+        del Odd.store[name]
     texts += run(URL, "c", resume=True)[1]
-    quoting.add("mv")
+    odd.fails.add("mv")
     texts += run(URL, "d")[1]
-    assert any("passed over" in text for text in texts)
-    assert any("goes on from" in text for text in texts)
-    assert any("cannot be written" in text for text in texts)
+    for words in ("passed over", "goes on from", "cannot be written"):
+        assert any(words in text for text in texts)
     assert SECRET not in " ".join(texts)
 
 
-def test_no_error_has_the_secret_in_it(quoting: Any) -> None:
+def test_no_error_has_the_secret_in_it(odd: Any) -> None:
     run(URL, "a")
-    quoting.add("ls")
-    with pytest.raises(NbelasticError, match="530 login incorrect") as caught:
-        run(URL, "b", resume=True)
-    shown = [repr(error) for error in _chain(caught.value)]
+    odd.fails |= {"ls", "isdir"}
+    shown = []
+    for read in (lambda: run(URL, "b", resume=True), lambda: load_checkpoint(URL)):
+        with pytest.raises(NbelasticError, match="530 login incorrect") as caught:
+            read()
+        shown += [repr(error) for error in _chain(caught.value)]
     with pytest.raises(OptionError) as refused:
         Options(checkpoint=f"nosuch://user:{SECRET}@host/x")
     shown += [repr(error) for error in _chain(refused.value)]

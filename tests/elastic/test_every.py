@@ -1,7 +1,5 @@
 """What is due after some commits is done, once for each time, whatever fails meanwhile."""
 
-from __future__ import annotations
-
 import pytest
 
 from nbelastic.elastic.loop import run
@@ -75,46 +73,44 @@ def test_one_that_failed_is_called_again_and_one_that_is_done_is_not(state):
     alone(train)
 
 
-def test_a_commit_within_does_not_call_it_again(state):
+def test_a_commit_within_does_not_call_it_again_and_in_the_loop_it_is_too_late_to_add_one(state):
     state.every(1, lambda: (state.seen.append(state.step), state.commit()))
     alone(state.commit)
     assert state.seen == [0]
+    state._on_commit = (print,)
+    with pytest.raises(OptionError, match="call it before the elastic loop"):
+        state.every(1, print)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("there", [True, False])
-def test_those_who_are_behind_receive_what_is_done(kind, there):
-    """Even if they have been given a new function."""
+@pytest.mark.parametrize("source", [0, 1])
+@pytest.mark.parametrize(
+    ("theirs", "mine", "later"),  # functions of the source and of the other, and due on the other
+    [
+        ({"first": 2, "second": 3}, {"first": 2, "second": 3}, []),
+        ({"first": 2}, {"first": 2, "second": 3}, ["second"]),
+        ({"first": 2}, {}, []),
+        ({}, {"first": 2}, []),
+    ],
+)
+def test_those_who_are_behind_receive_what_is_done(kind, source, theirs, mine, later):
+    """Even if they have been given a new function, or none."""
 
     def main(context):
         state = kind(step=0, seen=[])
-        state.every(2, lambda: state.seen.append("first"), name="first")
-        if there or context.rank == 1:
-            state.every(3, lambda: state.seen.append("second"), name="second")
-        if context.rank == 0:
+        for name, commits in (theirs if context.rank == source else mine).items():
+            state.every(commits, lambda name=name: state.seen.append(name), name=name)
+        if context.rank == source:
             for state.step in range(1, 6):
-                state.save()
-                state._schedule[""] += 1
-                state._run_due()
+                state.commit()
         state.sync()
         state._run_due()
-        return state.seen
+        return state.step, state.seen
 
-    expected = ["first", "second", "first"] if there else ["first", "first"]
-    assert run_ranks(2, main) == [expected, expected if there else [*expected, "second"]]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_may_have_no_schedule(kind):
-    def main(context):
-        state = kind(step=context.rank, seen=[])
-        if context.rank == context.source:
-            state.every(2, print)
-        state.sync()
-        return state.step
-
-    for source in (0, 1):
-        assert run_ranks(2, main, source=source) == [source] * 2
+    done = [name for step in range(1, 6) for name, every in theirs.items() if step % every == 0]
+    expected = [(5, done + later), (5, done + later)]
+    expected[source] = (5, done)
+    assert run_ranks(2, main, source=source) == expected
 
 
 @pytest.mark.parametrize(
@@ -132,9 +128,3 @@ def test_wrong_arguments_are_named(state, arguments, message):
     with pytest.raises(OptionError, match=message):
         state.every(*arguments)
     assert list(state._tasks) == ["len"]
-
-
-def test_in_the_loop_it_is_too_late(state):
-    state._on_commit = (print,)
-    with pytest.raises(OptionError, match="call it before the elastic loop"):
-        state.every(1, print)

@@ -1,59 +1,59 @@
 """Members of groups, followed from one generation to the next."""
 
-from __future__ import annotations
-
 import copy
+import threading
 
 import pytest
 
-from nbelastic.elastic.ranks.context import LocalContext
+from nbelastic.collectives import SoloCommunicator
+from nbelastic.elastic.ranks.context import Context
 from nbelastic.elastic.ranks.groups import Group, Members
+from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import NbelasticError
+from nbelastic.messages import FRESH, Member, Place, Plan, RankReady, Slot
 
 
-class World(LocalContext):
+class World(Context):
     """A rank of a job whose generations the test forms."""
 
     def __init__(self, mine):
         super().__init__()
-        self.mine, self.generation, self.present, self.later = mine, 0, [], False
+        self.mine, self.generation, self.present, self.first = mine, 0, [], None
 
     def starts(self):
         return self.present
 
-    def came_later(self):
-        return self.later
+    def first_starts(self):
+        return self.first
 
     def form(self, *starts, later=False):
         self.generation += 1
-        self.present, self.later = list(starts), later
+        self.present = list(starts)
+        if self.first is None:
+            self.first = [] if later else self.present
         self.rank, self.size = starts.index(self.mine), len(starts)
-        for call in self.after_forming:
-            call()
 
 
 def test_members_are_followed_by_what_they_are():
     world = World(11)
     world.form(10, 11, 12, 13)
-    members = Members([0, 1, 3])
-    members.bind(world)
+    members = Members([0, 1, 3], world.starts())
     assert members.ranks(world) == [0, 1, 3]
-    world.form(13, 11, 14, later=True)
+    world.form(13, 11, 14)
     assert members.ranks(world) == [0, 1]
     assert copy.deepcopy(members).ranks(world) == [0, 1]
-    world.form(11, later=True)
+    world.form(11)
     assert members.ranks(world) == [0]
 
 
 def test_members_named_before_the_first_generation_are_its_ranks():
     world = World(11)
     members = Members([0, 1])
-    members.bind_to_first(world)
     assert members.ranks(world) == [0, 1], "a forecast"
     world.form(10, 11, 12)
-    world.form(11, 12, 13, later=True)  # no one has asked before
+    world.form(11, 12, 13)  # no one has asked before
     assert members.ranks(world) == [0]
-    assert world.after_forming == ()
 
 
 def test_a_rank_that_joins_later_is_in_no_group_of_before():
@@ -68,7 +68,6 @@ def test_a_rank_that_joins_later_is_in_no_group_of_before():
 def test_a_rank_that_there_is_not_is_named():
     world = World(10)
     members = Members([0, 2])
-    members.bind_to_first(world)
     world.form(10, 11)
     with pytest.raises(ValueError, match=r"ranks \[0, 2\] cannot be formed: there are 2 ranks"):
         members.ranks(world)
@@ -79,3 +78,25 @@ def test_operations_of_a_group_are_not_counted_as_those_of_all():
     world.form(10)
     Group.of_ranks(world, [0], "one").communicator()
     assert world.exchanges == 0
+
+
+@pytest.mark.parametrize("version", [FRESH, 3])
+def test_ranks_named_in_a_later_generation_by_init_are_those_of_the_first(version):
+    def plan(generation, version, *starts):
+        members = (Member(s, Slot(f"w{s}", "", "", ""), ("", 0), version) for s in starts)
+        return Plan(generation, tuple(members), loop=1)
+
+    class Port:
+        plans = iter([plan(1, version, 10, 11), plan(2, 4, 11, 12)])
+
+        def report(self, event):
+            if isinstance(event, RankReady):
+                threading.Thread(target=session.on_plan, args=[next(self.plans)]).start()
+
+    spec = RankSpec(job="job", start=11, place=Place(0, 2, 0, 2, 0, 1), bind="127.0.0.1")
+    solo = RankRuntime(connect=lambda terms: SoloCommunicator(generation=terms.generation))
+    session = Session(spec, Port(), solo)
+    for _ in range(2):
+        session.form(1)
+    assert Members([0, 1]).ranks(session) == ([0] if version == FRESH else []), "it had joined"
+    session.close()

@@ -1,7 +1,5 @@
 """Samples of parameters: from all over them, at the same places, and nothing is changed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,28 +10,24 @@ from tests.support.world import run_ranks
 from tests.torch.training import loss_of, make_model
 
 
-def many_layers():
-    return torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(200)])
-
-
-def one_layer():
-    return torch.nn.Linear(1000, 1000, bias=False)
-
-
 def transposed():
     layer = torch.nn.Linear(30, 20)
     layer.weight = torch.nn.Parameter(torch.randn(30, 20).t())
     return layer
 
 
-def of_many_types():
-    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(3)])
-    model[0].double()
-    model[1].to(torch.bfloat16)
-    return model
+MODELS = {
+    "small": make_model,
+    "many layers": lambda: torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(200)]),
+    "one layer": lambda: torch.nn.Linear(1000, 1000, bias=False),
+    "transposed": transposed,
+    "of many types": lambda: torch.nn.Sequential(
+        *[torch.nn.Linear(2, 2, dtype=each) for each in (torch.double, torch.bfloat16, None)]
+    ),
+}
 
 
-@pytest.mark.parametrize("make", [make_model, many_layers, one_layer, transposed, of_many_types])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_a_sample_is_small_and_changes_nothing(make):
     model = make()
     before = {name: value.clone() for name, value in model.state_dict().items()}

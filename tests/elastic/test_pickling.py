@@ -12,7 +12,6 @@ import types
 import weakref
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 
@@ -22,7 +21,7 @@ from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError, NotPicklable
 from nbelastic.pickling import dumps
 from nbelastic.torch.state.torch_state import TorchState
-from tests.support.world import run_ranks
+from tests.support.world import StaticContext, run_ranks
 
 SOURCE = """
 def outer():
@@ -35,51 +34,37 @@ class Model:
 """
 
 
-@pytest.fixture
-def cell():
-    """Functions and a class as a notebook's cell makes them."""
-    space = {"__name__": "__main__"}
-    exec(compile(SOURCE, "/tmp/cell.py", "exec"), space)
-    return space
+def sent(value: Any) -> Any:
+    return pickle.loads(dumps(value))
 
 
-def test_functions_and_what_they_define_keep_their_file(cell):
-    outer = cloudpickle.loads(dumps(cell["outer"]))
-    assert outer.__code__.co_filename == "/tmp/cell.py"
-    assert outer().__code__.co_filename == "/tmp/cell.py"
-    assert outer().__code__.co_firstlineno == 3
-    assert outer()() == [1, 2]
+def in_a_state(kind: Any) -> Any:
+    def send(value: Any) -> Any:
+        def main(context: StaticContext) -> Any:
+            state = kind(value=value if context.rank == 0 else None)
+            state.align([1])
+            return state.value
+
+        return run_ranks(2, main)[1]
+
+    return send
 
 
-def test_methods_of_classes_keep_their_file(cell):
-    model = cloudpickle.loads(dumps(cell["Model"]))
-    assert model.forward.__code__.co_filename == "/tmp/cell.py"
-    assert model().forward() == 3
+def gathered(value: Any) -> Any:
+    def main(context: StaticContext) -> Any:
+        return allgather_object(context.communicator(), None if context.rank else value)[0]
+
+    return run_ranks(2, main)[1]
 
 
-def test_what_cannot_be_pickled_says_so():
-    with pytest.raises(TypeError, match="generator"):
-        dumps(number for number in (1, 2))
-
-
-@pytest.mark.parametrize("kind", [ObjectState, TorchState])
-def test_classes_that_travel_in_a_state_keep_their_file(cell, kind):
-    states = [kind(net=cell["Model"]() if rank == 0 else None) for rank in range(2)]
-
-    def main(context):
-        states[context.rank].align([1])
-        return type(states[context.rank].net).forward.__code__.co_filename
-
-    assert run_ranks(2, main) == ["/tmp/cell.py"] * 2
-
-
-def test_classes_that_travel_by_themselves_keep_their_file(cell):
-    def main(context):
-        mine = cell["Model"] if context.rank == 0 else None
-        (gathered, _) = allgather_object(context.communicator(), mine)
-        return gathered.forward.__code__.co_filename
-
-    assert run_ranks(2, main) == ["/tmp/cell.py"] * 2
+@pytest.mark.parametrize("send", [sent, in_a_state(ObjectState), in_a_state(TorchState), gathered])
+def test_functions_and_classes_of_a_cell_keep_their_file(send: Any) -> None:
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(SOURCE, "/tmp/cell.py", "exec"), cell)
+    outer, model = send((cell["outer"], cell["Model"]()))
+    for function in (outer, outer(), type(model).forward):
+        assert function.__code__.co_filename == "/tmp/cell.py"
+    assert (outer().__code__.co_firstlineno, outer()(), model.forward()) == (3, [1, 2], 3)
 
 
 CACHED = """
@@ -145,8 +130,10 @@ def importable():
     return 1
 
 
-def test_cached_functions_of_modules_are_sent_by_name():
-    assert pickle.loads(dumps(importable)) is importable
+def test_cached_functions_of_modules_are_sent_by_name_and_a_generator_is_not():
+    assert sent(importable) is importable
+    with pytest.raises(TypeError, match="generator"):
+        dumps(number for number in (1, 2))
 
 
 LOCK = threading.Lock()

@@ -13,15 +13,15 @@ import torch
 
 import nbelastic
 from nbelastic.elastic import ObjectState
-from nbelastic.elastic.ranks.context import LocalContext, activate, current
-from nbelastic.elastic.ranks.telemetry import BETWEEN_LOOKS_S, Telemetry, as_numbers
+from nbelastic.elastic.ranks.context import Context, activate, current
+from nbelastic.elastic.ranks.telemetry import ResetTimings, Telemetry, as_numbers
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NotInitialized, OptionError
 
 
 @pytest.fixture
 def alone():
-    with activate(LocalContext()):
+    with activate(Context()):
         yield current()
 
 
@@ -35,11 +35,14 @@ def test_reports_are_numbered_from_each_commit_on():
     assert telemetry.take().reports == ()
 
 
-def test_batches_since_the_last_commit_need_a_sampler():
+def test_batches_since_the_last_commit_are_checks_without_a_sampler():
     telemetry = Telemetry()
-    telemetry.checked()
-    assert telemetry.uncommitted() == (0, 0)  # nobody says what a batch is
-    telemetry.nothing_to_redo()
+    for _ in range(2):
+        telemetry.checked()
+    assert telemetry.uncommitted() == (2, 0)
+    telemetry.nothing_to_redo(made=True)
+    telemetry.checked()  # the commit's own
+    assert telemetry.uncommitted() == (0, 0)
     for _ in range(3):
         telemetry.recorded(4)
     assert telemetry.uncommitted() == (3, 12)
@@ -50,23 +53,21 @@ def test_batches_since_the_last_commit_need_a_sampler():
     assert telemetry.uncommitted() == (1, 4)
 
 
-def test_memory_is_looked_at_once_a_second_and_cuda_is_never_initialized(monkeypatch):
-    looks = []
+def test_memory_is_looked_at_and_cuda_is_never_initialized(monkeypatch):
+    initialized = [False]
     cuda = SimpleNamespace(
-        is_initialized=lambda: len(looks) > 1,
-        device_count=lambda: looks.append(1) or 2,
+        is_initialized=initialized.pop,
+        device_count=lambda: 2,
         memory_allocated=lambda gpu: 5 * gpu,
         get_device_properties=lambda gpu: SimpleNamespace(total_memory=80 + gpu),
     )
     monkeypatch.setattr(torch, "cuda", cuda)
     telemetry = Telemetry()
     first = telemetry.take()
-    assert first.resident_bytes > 1e7 and (first.gpu_bytes, first.gpu_total, looks) == (0, 0, [])
-    looks += [1, 1]
-    assert telemetry.take().resident_bytes == first.resident_bytes and len(looks) == 2
-    monkeypatch.setattr(telemetry, "_looked", telemetry._looked - BETWEEN_LOOKS_S)
+    assert first.resident_bytes > 1e7 and (first.gpu_bytes, first.gpu_total) == (0, 0)
+    initialized.append(True)
     again = telemetry.take()
-    assert (again.gpu_bytes, again.gpu_total, len(looks)) == (5, 81, 3)
+    assert (again.gpu_bytes, again.gpu_total) == (5, 81)
 
 
 def test_values_may_be_numbers_and_arrays_of_one_element():
@@ -100,22 +101,19 @@ def test_steps_are_batches_where_a_sampler_records_them_else_commits(alone):
     assert (alone.telemetry.steps, alone.telemetry.samples) == (5, 10)
 
 
-def test_progress_comes_from_the_state_and_its_declared_total(alone):
-    state = ObjectState(epoch=3, batch=7)
-    state.set_total(epoch=10, batch=20)
+@pytest.mark.parametrize(
+    ("values", "total", "progress"),
+    [
+        ({"epoch": 3, "batch": 7}, {"epoch": 10, "batch": 20}, (3, 7, 10, 20)),
+        ({"step": 41}, {"step": 6000}, (0, 41, 0, 6000)),
+    ],
+)
+def test_progress_comes_from_the_state_and_its_declared_total(values, total, progress, alone):
+    state = ObjectState(**values)
+    state.set_total(**total)
     state.commit()
     taken = alone.telemetry.take()
-    assert (taken.epoch, taken.batch, taken.epochs, taken.batches) == (3, 7, 10, 20)
-
-
-def test_progress_of_a_loop_that_counts_steps(alone):
-    state = ObjectState(step=41)
-    state.set_total(step=6000)
-    state.commit()
-    taken = alone.telemetry.take()
-    assert (taken.epoch, taken.batch, taken.epochs, taken.batches) == (0, 41, 0, 6000)
-    with pytest.raises(OptionError, match="without epoch= and batch="):
-        state.set_total(step=6000, epoch=3)
+    assert (taken.epoch, taken.batch, taken.epochs, taken.batches) == progress
 
 
 def test_a_rank_without_progress_reports_its_line():
@@ -141,10 +139,12 @@ def test_a_rank_without_progress_reports_its_line():
     assert telemetry.take().line is None  # the thread is gone
 
 
-@pytest.mark.parametrize("bad", [-1, 1.5, True, "10"])
+@pytest.mark.parametrize(
+    "bad", [*({"epoch": each} for each in (-1, 1.5, True, "10")), {"step": 6000, "epoch": 3}]
+)
 def test_a_total_that_is_no_count_is_refused(bad, alone):
     with pytest.raises(OptionError, match="epoch"):
-        ObjectState(epoch=0).set_total(epoch=bad)
+        ObjectState(epoch=0).set_total(**bad)
 
 
 def test_the_device_is_known_once_it_has_been_asked_for(alone):
@@ -161,3 +161,19 @@ def test_a_metric_that_is_no_longer_finite_is_named_once():
     assert telemetry.turned({"loss": nan, "val": 2.0}) == []
     assert telemetry.turned({"loss": 3.0, "val": math.inf}) == ["val"]
     assert telemetry.turned({"loss": nan, "val": nan}) == []
+
+
+# -- timings of a reset ---------------------------------------------------------------------------
+
+
+def test_phases_are_in_their_order_from_the_notice_on_and_the_last_of_each_counts() -> None:
+    timings = ResetTimings()
+    timings.mark("ready")  # the first generation is no change
+    assert not timings.in_progress
+    for phase in ("aborted", "ready", "planned", "ready", "planned", "connected"):
+        timings.begin()
+        timings.mark(phase)
+    figures = timings.end()
+    assert figures["noticed"] == 0.0
+    assert list(figures) == ["noticed", "aborted", "ready", "planned", "connected", "stepped"]
+    assert not timings.in_progress

@@ -1,7 +1,5 @@
 """Timelines: events of one process, parts of a job's ranks, and the file for Perfetto."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

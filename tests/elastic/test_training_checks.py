@@ -1,7 +1,5 @@
 """Loops that do not commit are warned of, and parameters are sampled at the same moments."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from nbelastic.elastic import training_checks
-from nbelastic.elastic.ranks.context import LocalContext
+from nbelastic.elastic.ranks.context import Context
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.state import State
@@ -51,55 +49,57 @@ def session():
     made.close()
 
 
+@pytest.mark.parametrize(("ahead", "version"), [(False, 7), (True, 7.5)])
+def test_a_rank_whose_state_is_newer_than_its_commit_says_so(session, monkeypatch, ahead, version):
+    class Reported(Exception):
+        pass
+
+    def report(event):
+        raise Reported(event.version)
+
+    monkeypatch.setattr(session.port, "report", report, raising=False)
+    session.version, session.ahead = 7, ahead
+    with pytest.raises(Reported) as said:
+        session.form(1, failure="")
+    assert said.value.args == (version,)
+
+
 def optimizer_of(value, kind=torch.nn.Parameter):
     return torch.optim.SGD([kind(torch.full((1,), value)).requires_grad_()], lr=0.1)
 
 
-def train(session, steps, commit_every=0, state=None):
+def train(session, steps, commit_every=0, state=None, *, resumed=False, optimizers=lambda _: ()):
+    """Train in a loop; return what was sampled besides the state."""
     watched = TrainingChecks(session, state or Sampled())
-    watched.begun()
+    watched.begun(resumed=resumed)
     for step in range(1, steps + 1):
         session.about_to_exchange()
+        for each in optimizers(step):
+            note_step(session, each)
         if commit_every and step % commit_every == 0:
             watched.committed()
     watched.ended()
     watched.close()
-
-
-def test_a_loop_of_a_checkpoint_that_had_ended_need_not_commit(session):
-    watched = TrainingChecks(session, Sampled())
-    watched.begun(resumed=True)
-    watched.ended()
-    watched.close()
-    assert session.port.warnings() == []
-    watched = TrainingChecks(session, Sampled())
-    watched.begun(resumed=True)
-    for _ in range(101):
-        session.about_to_exchange()
-    watched.ended()
-    assert session.port.warnings() == [NO_COMMIT]
-    watched = TrainingChecks(session, Sampled())
-    watched.begun()
-    watched.ended()
-    assert session.port.warnings() == [NO_COMMIT, NEVER_COMMITTED]
-    watched.close()
+    return [n for n in session.port if isinstance(n, WeightsSampled) and n.besides]
 
 
 @pytest.mark.parametrize(
-    ("steps", "commit_every", "warnings"),
+    ("steps", "commit_every", "resumed", "warnings"),
     [
-        (3, 0, [NEVER_COMMITTED]),
-        (100, 0, [NEVER_COMMITTED]),
-        (101, 0, [NO_COMMIT]),
-        (500, 0, [NO_COMMIT]),
-        (500, 200, [NO_COMMIT]),
-        (500, 100, []),
-        (3, 3, []),
-        (0, 0, [NEVER_COMMITTED]),
+        (3, 0, False, [NEVER_COMMITTED]),
+        (100, 0, False, [NEVER_COMMITTED]),
+        (101, 0, False, [NO_COMMIT]),
+        (500, 0, False, [NO_COMMIT]),
+        (500, 200, False, [NO_COMMIT]),
+        (500, 100, False, []),
+        (3, 3, False, []),
+        (0, 0, False, [NEVER_COMMITTED]),
+        (0, 0, True, []),  # the loop of the checkpoint may have ended
+        (101, 0, True, [NO_COMMIT]),
     ],
 )
-def test_loops_without_a_commit_are_warned_of_once(session, steps, commit_every, warnings):
-    train(session, steps, commit_every)
+def test_loops_without_a_commit_are_warned_of_once(session, steps, commit_every, resumed, warnings):
+    train(session, steps, commit_every, resumed=resumed)
     assert session.port.warnings() == warnings
 
 
@@ -178,22 +178,9 @@ def wrapped_optimizer():
     return made
 
 
-def train_besides(session, optimizers, steps, every=1):
-    watched = TrainingChecks(session, Sampled())
-    watched.begun()
-    for step in range(steps):
-        for each in optimizers(step):
-            note_step(session, each)
-        if step % every == 0:
-            watched.committed()
-    watched.ended()
-    watched.close()
-    return [n for n in session.port if isinstance(n, WeightsSampled) and n.besides]
-
-
 def test_what_is_trained_besides_the_state_is_sampled_once_it_is_regular(session):
     critic = optimizer_of(3.0)
-    found = train_besides(session, lambda step: [critic], 150)
+    found = train(session, 150, 1, optimizers=lambda _: [critic])
     assert [note.moment for note in found] == [10, 100, 0]
     assert {(note.values, note.plain) for note in found} == {((3.0,), ("SGD",))}
 
@@ -212,14 +199,14 @@ RARE, ADVERSARIAL, WRAPPED = optimizer_of(1.0), optimizer_of(1.0, torch.Tensor),
     ids=["short-lived", "rare", "no-parameters", "wrapped"],
 )
 def test_what_a_rank_may_train_alone_is_not_compared(session, optimizers):
-    assert train_besides(session, optimizers, 150) == []
+    assert train(session, 150, 1, optimizers=optimizers) == []
 
 
 def test_steps_before_a_generation_do_not_count_in_it(session):
     first, other = optimizer_of(3.0), optimizer_of(4.0)
     for _ in range(200):
         note_step(session, first)
-    found = train_besides(session, lambda step: [other, first], 12)
+    found = train(session, 12, 1, optimizers=lambda _: [other, first])
     assert {note.values for note in found} == {(4.0, 3.0)}, "as on a rank that has just joined"
 
 
@@ -237,34 +224,28 @@ def test_what_is_trained_besides_a_broadcast_is_sampled_at_the_end(session):
 # -- without an elastic loop -----------------------------------------------------------------------
 
 
-def operate(session, times):
-    for _ in range(times):
+@pytest.mark.parametrize(
+    ("loops", "moments"),
+    [(0, [-4, -13, -54, -63, -153, 0]), (1, [])],  # a loop samples by itself
+)
+def test_without_a_loop_operations_are_counted_and_the_end_is_sampled(session, loops, moments):
+    session.loops = loops
+    for number in range(253):
+        if number in (3, 53):  # the second in the place of the first
+            watch(session, lambda: (1.0,))
         session.about_to_exchange()
-
-
-def test_without_a_loop_operations_are_counted_and_the_end_is_sampled(session):
-    operate(session, 3)
-    watch(session, lambda: (1.0,))
-    operate(session, 50)
-    watch(session, lambda: (2.0,))  # in the place of the first
-    operate(session, 200)
     session.parameters.returned()
-    assert session.port.moments() == [-4, -13, -54, -63, -153, 0]
+    assert session.port.moments() == moments
     session.parameters.close()
 
 
-def test_a_loop_samples_by_itself(session):
-    watch(session, lambda: (1.0,))
-    session.next_loop()
-    operate(session, 50)
-    session.parameters.returned()
-    assert session.port == []
-
-
 def test_outside_a_job_nothing_is_watched():
-    context = LocalContext()
+    context = Context()
     watch(context, lambda: (1.0,))
     assert (context.parameters, context.before_exchange) == (None, ())
+
+
+# -- what is wrong with a state --------------------------------------------------------------------
 
 
 class Moving(Sampled):
@@ -300,10 +281,6 @@ def test_other_ranks_and_a_rank_alone_do_not_look_for_them(session):
     assert session.port.warnings() == []
 
 
-class Counted(Sampled):
-    epoch = 0
-
-
 @pytest.mark.parametrize(
     ("epochs", "said"),
     [
@@ -316,7 +293,7 @@ class Counted(Sampled):
     ],
 )
 def test_a_loop_that_begins_with_the_first_epoch_again_is_warned_of(session, epochs, said):
-    state = Counted()
+    state = Sampled()
     state.epoch = epochs[0]
     watched = TrainingChecks(session, state)
     watched.begun()

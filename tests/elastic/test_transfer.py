@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 import math
+import mmap
+import multiprocessing
+import os
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +15,7 @@ from hypothesis import strategies as st
 
 from nbelastic.collectives import Capabilities
 from nbelastic.elastic.state import transfer
-from nbelastic.elastic.state.state_payload import StatePayload, flatten
+from nbelastic.elastic.state.state_payload import ReceiveBuffer, StatePayload, flatten
 from nbelastic.elastic.state.transfer import allgather_object, spread, spread_everywhere, tree
 from nbelastic.errors import CollectiveError
 from tests.collectives.worlds import KINDS, MAKERS
@@ -50,10 +55,9 @@ def test_a_parcel_arrives_whole_at_members_and_nobody_else_takes_part(
         payload = StatePayload(b"head", tensors) if context.rank == members[0] else None
         found = spread(context.communicator(), members, payload)
         assert found.head == b"head"
-        assert all(
-            a.dtype == b.dtype and torch.equal(a, b)
-            for a, b in zip(found.tensors, expected, strict=True)
-        )
+        for came, sent in zip(found.tensors, expected, strict=True):
+            assert came.dtype == sent.dtype and torch.equal(came, sent)
+            assert context.rank == members[0] or came.data_ptr() % 64 == 0
 
     run_ranks(5, main)
 
@@ -69,8 +73,8 @@ def test_memory_is_copied_for_a_communicator_that_keeps_it() -> None:
         rank = 0
         capabilities = Capabilities(stops_sending_on_failure=False)
 
-        def send_async(self, tensor: torch.Tensor, to: int) -> Done:
-            lent.append(tensor)
+        def send_parts_async(self, parts: list[torch.Tensor], to: int) -> Done:
+            lent.extend(parts)
             return Done()
 
     mine = [torch.ones(1000), torch.ones(1000, dtype=torch.uint8)]
@@ -78,11 +82,6 @@ def test_memory_is_copied_for_a_communicator_that_keeps_it() -> None:
     assert sum(len(each) for each in lent) > 5000
     memory = {each.untyped_storage().data_ptr() for each in mine}
     assert not any(each.untyped_storage().data_ptr() in memory for each in lent)
-
-
-def test_a_rank_without_a_parcel_cannot_send() -> None:
-    with pytest.raises(ValueError, match="rank 0"):
-        run_ranks(1, lambda context: spread(context.communicator(), [0]))
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 2), (10, 2000, 0), (5000, 5000, 100_000)])
@@ -119,54 +118,43 @@ def test_a_peer_that_goes_away_frees_those_who_wait_for_it() -> None:
 DEVICES = [each for each in KINDS if each.values[0] in ("cuda_ipc", "nccl", "cuda_ipc+nccl")]
 
 
-def wait_for_all(context: StaticContext, members: list[int]) -> StatePayload | None:
+def wait_for_all(context: StaticContext, members: list[int]) -> None:
     """Send some tensors of a fake device to members, and check what has come."""
     sent = [torch.arange(1000.0), torch.zeros(0, 2), torch.tensor(1.5), torch.ones(3, 3).t()]
     payload = StatePayload(b"head", sent) if context.rank == members[0] else None
     found = spread_everywhere(context.communicator(), members, payload)
-    if context.rank not in members:
-        assert found is None
-    elif context.rank != members[0]:
-        assert found is not None and found.head == b"head"
+    assert (found is not None) == (context.rank in members)
+    if found is not None:
+        assert found.head == b"head"
         for came, expected in zip(found.tensors, sent, strict=True):
             assert came.dtype == expected.dtype and torch.equal(came, expected)
-    return found
 
 
 @pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize("chunk", [1000, 1 << 20])
+@pytest.mark.parametrize(
+    ("chunk", "full"), [(1000, False), (1 << 20, False), (1000, True)], ids=str
+)
 @pytest.mark.parametrize("members", [[0, 1], [2, 0], [1, 2, 0]])
-def test_tensors_of_devices_do_not_travel_through_the_host(
-    kind: str, chunk: int, members: list[int], monkeypatch: pytest.MonkeyPatch
+def test_tensors_of_devices_travel_through_the_host_only_if_a_rank_lacks_memory(
+    kind: str, chunk: int, full: bool, members: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "DEVICE_CHUNK_BYTES", chunk)
     through_host: list[int] = []
-    monkeypatch.setattr(
-        transfer,
-        "flatten",
-        lambda payload: (
-            through_host.append(sum(map(torch.numel, payload.tensors))) or flatten(payload)
-        ),
-    )
-    run_ranks(3, lambda context: wait_for_all(context, members), make=MAKERS[kind])
-    assert through_host == [0]
+    lacks = iter([full])
 
-
-@pytest.mark.parametrize("kind", DEVICES)
-@pytest.mark.parametrize("members", [[0, 1], [0, 1, 2]])
-def test_a_rank_without_memory_has_all_receive_through_the_host(
-    kind: str, members: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = iter([True])
+    def flattened(payload: StatePayload) -> object:
+        through_host.append(sum(map(torch.numel, payload.tensors)))
+        return flatten(payload)
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-        if next(full, False):
+        if next(lacks, False):
             raise torch.OutOfMemoryError("the device is full")
         return torch.empty(shape, dtype=dtype, device=device)
 
+    monkeypatch.setattr(transfer, "DEVICE_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(transfer, "flatten", flattened)
     monkeypatch.setattr(transfer, "_empty", empty)
-    monkeypatch.setattr(transfer, "_broadcast_there", lambda *_: pytest.fail("it was broadcast"))
     run_ranks(3, lambda context: wait_for_all(context, members), make=MAKERS[kind])
+    assert through_host == ([0, 1010] if full else [0])
 
 
 @pytest.mark.parametrize("kind", DEVICES)
@@ -188,3 +176,56 @@ def test_a_peer_that_fails_while_devices_send_frees_all(
             wait_for_all(context, [0, 1])
 
     run_ranks(3, main, make=MAKERS[kind])
+
+
+# -- memory for a state that arrives ---------------------------------------------------------------
+
+MANY = 64 << 20
+
+
+def resident() -> int:
+    """Return how many bytes of this process are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc how much memory is in use")
+def test_a_buffer_has_its_pages_and_returns_them_by_tensor() -> None:
+    before = resident()
+    buffer = ReceiveBuffer.for_state(MANY)
+    assert resident() - before > 0.9 * MANY
+    kept, other = buffer.bytes[: MANY // 2], buffer.bytes[MANY // 2 :]
+    kept.fill_(7)
+    buffer.give_back(other)
+    buffer.give_back(kept[10:20])  # less than a page stays
+    assert resident() - before < 0.7 * MANY
+    del buffer, other
+    assert kept.min() == kept.max() == 7  # without memory for it, which malloc might keep
+    del kept
+    assert resident() - before < 0.2 * MANY
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_what_a_fork_writes_to_it_does_not_show() -> None:
+    buffer = ReceiveBuffer(5000)
+    buffer.bytes.fill_(1)
+    child = multiprocessing.get_context("fork").Process(target=buffer.bytes.numpy().fill, args=(2,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert (buffer.bytes == 1).all()
+
+
+@pytest.mark.parametrize("nbytes", [1, 1 << 20])
+def test_a_payload_is_received_in_a_buffer_that_is_large_enough(nbytes: int) -> None:
+    def main(context: StaticContext) -> bool:
+        buffer = ReceiveBuffer(nbytes)
+        mine = [torch.ones(5000), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(True)]
+        payload = StatePayload(b"", mine) if context.rank == 0 else None
+        found = spread(context.communicator(), [0, 1], payload, buffer)
+        assert torch.equal(found.tensors[0], torch.ones(5000))
+        if context.rank == 1:  # pickled alone, it does not take the others along
+            assert all(each.untyped_storage().nbytes() == each.nbytes for each in found.tensors)
+        return found.buffer is buffer
+
+    assert run_ranks(2, main) == [False, nbytes > 5000]

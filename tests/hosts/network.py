@@ -10,6 +10,7 @@ any two hosts, on any kernel. When the test's process ends, however it does, eve
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import heapq
 import itertools
@@ -23,12 +24,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 MTU = 9000
 NETWORK = "10.77.0"
@@ -81,6 +80,19 @@ class Host:
         self._processes.append(process)
         return process
 
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Give this thread, and threads that it starts, the network of the host."""
+        networks = ("/proc/thread-self/ns/net", f"/proc/{self._first}/ns/net")
+        here, there = (os.open(each, os.O_RDONLY | os.O_CLOEXEC) for each in networks)
+        try:
+            _enter(there)
+            yield
+            _enter(here)
+        finally:
+            os.close(here)
+            os.close(there)
+
     def kill(self) -> None:
         """Send SIGKILL to every process on the host, and wait until they are gone."""
         if not self.alive:
@@ -93,6 +105,12 @@ class Host:
                 if stream is not None:
                     stream.close()
         self._line.close()
+
+
+def _enter(namespace: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace, 0):
+        raise OSError(ctypes.get_errno(), "setns")
 
 
 class Network:
@@ -144,47 +162,21 @@ class Network:
 
     # -- what can be done to it ------------------------------------------------------------------
 
-    def set(self, source: str, target: str, link: Link | None = None) -> None:
-        """Say what happens to packets from one host to another; without a link, nothing bad."""
-        key = self._key(source), self._key(target)
-        if link is None:
-            self._links.pop(key, None)
-        else:
-            self._links[key] = link
+    def set(self, one: str, other: str | None, link: Link, directions: str = "both") -> None:
+        """Change what happens to packets between a host and another one, or all others.
 
-    def _key(self, name: str) -> bytes:
-        return socket.inet_aton(self.hosts[name].address)
+        Directions: ``from`` the first host, ``to`` it, or ``both``.
+        """
+        for each in [name for name in self.hosts if name != one] if other is None else [other]:
+            ends = [socket.inet_aton(self.hosts[name].address) for name in (one, each)]
+            if directions != "to":
+                self._links[ends[0], ends[1]] = link
+            if directions != "from":
+                self._links[ends[1], ends[0]] = link
 
-    def set_both(self, one: str, other: str, link: Link | None = None) -> None:
-        """Do :meth:`set` in both directions."""
-        self.set(one, other, link)
-        self.set(other, one, link)
-
-    def cut(self, name: str) -> None:
-        """Cut a host off from all others: packets vanish, and nobody is told."""
-        self.set_host(name, Link(up=False))
-
-    def cut_between(self, one: str, other: str) -> None:
-        """Cut the connection between two hosts; others reach both."""
-        self.set_both(one, other, Link(up=False))
-
-    def cut_from(self, name: str) -> None:
-        """Lose what a host sends; it hears the others."""
-        for other in self._others(name):
-            self.set(name, other, Link(up=False))
-
-    def cut_to(self, name: str) -> None:
-        """Lose what is sent to a host; the others hear it."""
-        for other in self._others(name):
-            self.set(other, name, Link(up=False))
-
-    def set_host(self, name: str, link: Link) -> None:
-        """Say what happens to all packets from and to a host."""
-        for other in self._others(name):
-            self.set_both(name, other, link)
-
-    def _others(self, name: str) -> list[str]:
-        return [other for other in self.hosts if other != name]
+    def cut(self, one: str, other: str | None = None, directions: str = "both") -> None:
+        """Cut a host off from another one, or all: packets vanish, and nobody is told."""
+        self.set(one, other, Link(up=False), directions)
 
     def heal(self) -> None:
         """Make all connections whole and fast again."""
@@ -193,7 +185,7 @@ class Network:
     # -- the thread that carries packets ---------------------------------------------------------
 
     def _carry(self, unplugged: socket.socket) -> None:
-        cards = {self._key(name): host.card for name, host in self.hosts.items()}
+        cards = {socket.inet_aton(host.address): host.card for host in self.hosts.values()}
         waiting: list[tuple[float, int, int, bytes]] = []
         numbers, chance = itertools.count(), random.Random(0)
         with unplugged, selectors.DefaultSelector() as selector:

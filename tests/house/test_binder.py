@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -22,51 +21,29 @@ else:
 
 ROOT = Path(__file__).parents[2]
 BINDER = ROOT / "binder"
-SCRIPTS = ("postBuild", "start")
 
 
-def conda_packages() -> set[str]:
-    """Return the names of the packages that environment.yml asks for."""
-    environment = yaml.safe_load((BINDER / "environment.yml").read_text())
-    return {re.split(r"[<>=! ]", entry)[0] for entry in environment["dependencies"]}
+def environment() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = yaml.safe_load((BINDER / "environment.yml").read_text())
+    return found
 
 
-def project() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def names(requirements: list[str]) -> set[str]:
-    return {Requirement(requirement).name for requirement in requirements}
-
-
-def start(prefix: str | None, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as Binder would, at this place in the hub."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("DASK_", "JUPYTERHUB"))}
-    if prefix is not None:
-        environment["JUPYTERHUB_SERVICE_PREFIX"] = prefix
-    return subprocess.run(
-        [BINDER / "start", *command], env=environment, capture_output=True, text=True, check=False
-    )
-
-
-def test_the_environment_is_conda_forge_alone_with_one_python():
-    environment = yaml.safe_load((BINDER / "environment.yml").read_text())
-    assert environment["channels"] == ["conda-forge", "nodefaults"]
-    assert all(isinstance(entry, str) for entry in environment["dependencies"]), "no pip section"
-    (python,) = [entry for entry in environment["dependencies"] if re.match(r"python\b", entry)]
+def test_the_environment_is_conda_forge_alone_with_one_python_and_all_dependencies():
+    assert environment()["channels"] == ["conda-forge", "nodefaults"]
+    entries = environment()["dependencies"]
+    assert all(isinstance(entry, str) for entry in entries), "no pip section"
+    (python,) = [entry for entry in entries if re.match(r"python\b", entry)]
     assert re.fullmatch(r"python=3\.\d+", python)
-
-
-def test_the_environment_has_all_dependencies_of_the_package():
-    declared = project()["project"]
-    needed = names(declared["dependencies"]) | names(declared["optional-dependencies"]["notebook"])
-    needed |= names(project()["build-system"]["requires"])
-    needed = needed - {"torch"} | {"pytorch-cpu", "pip"}  # conda-forge's name for it
-    assert needed <= conda_packages()
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    optional = ours["project"]["optional-dependencies"]["notebook"]
+    needed = [*ours["project"]["dependencies"], *optional, *ours["build-system"]["requires"]]
+    names = {Requirement(requirement).name for requirement in needed}
+    names = names - {"torch"} | {"pytorch-cpu", "pip"}  # conda-forge's name for it
+    assert names <= {re.split(r"[<>=! ]", entry)[0] for entry in entries}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["postBuild", "start"])
 def test_scripts_are_strict_executable_bash(name: str):
     script = BINDER / name
     text = script.read_text()
@@ -77,28 +54,26 @@ def test_scripts_are_strict_executable_bash(name: str):
     assert checked.returncode == 0, checked.stderr
 
 
+LINK = """
+import sys
+from distributed.utils import format_dashboard_link
+print(format_dashboard_link('127.0.0.1', 8787), sys.argv)
+sys.exit(7)
+"""
+
+
 @pytest.mark.slow
-def test_start_ends_in_the_command_that_it_is_given():
+@pytest.mark.parametrize("prefix", ["/user/someone-x1y2", ""])
+def test_start_runs_its_command_and_dashboards_go_through_the_proxy(prefix: str):
+    """As Binder runs a command, at this place in the hub."""
     assert (BINDER / "start").read_text().splitlines()[-1] == 'exec "$@"'
-    ran = start("/", sys.executable, "-c", "import sys; print(sys.argv); sys.exit(7)", "two words")
-    assert ran.stdout == "['-c', 'two words']\n"
+    known = {k: v for k, v in os.environ.items() if not k.startswith(("DASK_", "JUPYTERHUB"))}
+    if prefix:
+        known["JUPYTERHUB_SERVICE_PREFIX"] = f"{prefix}/"
+    command = [BINDER / "start", sys.executable, "-c", LINK, "two words"]
+    ran = subprocess.run(command, env=known, capture_output=True, text=True, check=False)
+    assert ran.stdout == f"{prefix}/proxy/8787/status ['-c', 'two words']\n", ran.stderr
     assert ran.returncode == 7
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("prefix", "link"),
-    [
-        ("/user/someone-x1y2/", "/user/someone-x1y2/proxy/8787/status"),
-        ("/", "/proxy/8787/status"),
-        (None, "/proxy/8787/status"),
-    ],
-)
-def test_start_sends_dask_dashboards_through_the_proxy(prefix: str | None, link: str):
-    code = "from distributed.utils import format_dashboard_link as f; print(f('127.0.0.1', 8787))"
-    ran = start(prefix, sys.executable, "-c", code)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == link
 
 
 @pytest.mark.slow

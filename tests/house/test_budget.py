@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {".py", ".pyi", ".cpp", ".hpp", ".inc"}
-BUDGET = {"nbelastic": 67_870, "tests": 67_986}
+BUDGET = {"nbelastic": 60_960, "tests": 53_200}
 SLACK = 500
 """Lines by which a budget may be above what is there."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 from dask.utils import parse_timedelta
 
@@ -19,10 +21,10 @@ PAGES += sorted((ROOT / "docs").rglob("*.md"))
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     builder = Path(sys.executable).with_name("sphinx-build")
-    command = [builder, "-W", "--keep-going", "-q", "-b", "html", "docs", str(tmp_path)]
+    # All is read and resolved; to write it as HTML, as `make docs` does, takes half as long again.
+    command = [builder, "-W", "--keep-going", "-q", "-b", "dummy", "docs", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert (tmp_path / "api/jobs.html").is_file()
 
 
 def targets() -> set[str]:
@@ -56,7 +58,7 @@ def test_files_that_the_architecture_names_exist():
 def test_tests_that_show_a_promise_exist():
     text = (ROOT / "docs/reliability.md").read_text()
     sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
-    defined = set(re.findall(r"^def (test_\w+)", "\n".join(sources), re.MULTILINE))
+    defined = set(re.findall(r"^(?:async )?def (test_\w+)", "\n".join(sources), re.MULTILINE))
     named = set(re.findall(r"`(test_\w+)`", text))
     assert len(named) > 10
     assert not named - defined
@@ -69,3 +71,21 @@ def test_lifetimes_are_such_as_dask_reads():
     assert len(found) >= 4
     for each in found:
         assert parse_timedelta(each) > 0
+
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_each_assertion_of_a_notebook_says_what_it_expects(path: Path) -> None:
+    """One that fails tells its reader what was expected."""
+    bare = []
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code":
+            lines = ["" if line.startswith("%") else line for line in cell.source.splitlines()]
+            for node in ast.walk(ast.parse("\n".join(lines))):
+                if isinstance(node, ast.Assert) and not isinstance(
+                    node.msg, (ast.Constant, ast.JoinedStr)
+                ):
+                    bare.append(ast.unparse(node))
+    assert not bare, "assertions without words"

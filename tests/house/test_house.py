@@ -1,24 +1,30 @@
-"""The rules of the house: who may import whom, and what an import costs."""
+"""The rules of the house: who may import whom, what an import costs, and one name for one thing.
 
-from __future__ import annotations
+Tests leave the modules of the standard library as they are: the clusters of a session have threads
+in this process. A clock that is replaced in ``time`` itself ends their event loops; a test replaces
+the name in the module under test instead.
+"""
 
+import ast
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PACKAGE, TESTS = ROOT / "nbelastic", ROOT / "tests"
 MODULES = 14
 """Most modules of a folder, without its door; a room that has more gets sub-rooms."""
 
 
 def test_a_folder_has_few_modules():
-    package = ROOT / "nbelastic"
     count = Counter(
-        str(path.parent.relative_to(package))
-        for path in package.rglob("*.py")
+        str(path.parent.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
         if path.name != "__init__.py"
     )
     assert not {room: n for room, n in count.items() if n > MODULES}
@@ -33,29 +39,125 @@ def test_rooms_import_only_from_lower_floors():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.slow
-def test_public_names_are_what_they_are_in_their_rooms():
-    code = (
-        "import nbelastic, types; "
-        "print([n for n in nbelastic.__all__ if n not in ('elastic', 'errors') "
-        "and not n.endswith('ipython_extension') "
-        "and (isinstance(getattr(nbelastic, n), types.ModuleType) "
-        "or n not in [*nbelastic.driver.__all__, *nbelastic.elastic.__all__])], "
-        "nbelastic.report is nbelastic.elastic.report, nbelastic.chaos.Fault.__name__)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[] True Fault"
+NAMES = """
+import nbelastic, types
+names = {each for each in nbelastic.__all__ if not each.endswith("ipython_extension")}
+found = {name: getattr(nbelastic, name) for name in names - {"elastic", "errors"}}
+assert not [name for name, each in found.items() if isinstance(each, types.ModuleType)]
+assert found.keys() <= {*nbelastic.driver.__all__, *nbelastic.elastic.__all__}
+assert nbelastic.report is nbelastic.elastic.report and nbelastic.chaos.Fault
+"""
+LIGHT = """
+import sys, {}
+assert not {{"torch", "IPython", "ipywidgets"}} & sys.modules.keys()
+"""
 
 
 @pytest.mark.slow
-def test_import_loads_neither_torch_nor_ipython_nor_ipywidgets():
-    code = (
-        "import nbelastic, sys; "
-        "print([m for m in ('torch', 'IPython', 'ipywidgets') if m in sys.modules])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
+@pytest.mark.parametrize(
+    "code",
+    [
+        NAMES,
+        LIGHT.format("nbelastic.elastic.sampler"),
+        LIGHT.format("nbelastic.notebook.cell, nbelastic.notebook.names"),
+    ],
+)
+def test_a_fresh_interpreter_has_public_names_and_imports_little(code):
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in paths}
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for path, tree in trees().items():
+        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def test_no_class_name_is_defined_twice():
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, node in classes():
+        places[node.name].append(path)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_only_doors_say_what_they_export():
+    """`__all__` stands in packages, and in modules that pass on names of others."""
+    for path, tree in trees().items():
+        exported = {
+            name
+            for node in tree.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+            for name in ast.literal_eval(node.value)
+        }
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        imported = {alias.asname or alias.name for node in imports for alias in node.names}
+        is_door = path.endswith("__init__.py") or exported & imported
+        assert is_door or not exported, f"{path}: only a door has __all__"
+
+
+def test_a_public_method_has_a_docstring_unless_it_overrides_one():
+    known = {node.name: node for _, node in classes()}
+
+    def methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+        return {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+
+    def inherits(node: ast.ClassDef, method: str) -> bool:
+        bases = (ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases)
+        found = [known.get(base) for base in bases if base != "Protocol"]
+        return any(
+            each is None or method in methods(each) or inherits(each, method)
+            for each in found  # one that is not ours may have any
+        )
+
+    found = [
+        f"{name}.{method}"
+        for name, node in known.items()
+        for method, each in methods(node).items()
+        if not name.startswith("_") and not method.startswith("_") and not ast.get_docstring(each)
+        if not any("setter" in ast.unparse(each) for each in each.decorator_list)
+        if not inherits(node, method)
+    ]
+    assert not found
+
+
+ALLOWED = {
+    ("cli/test_options.py", "sys"),  # its stdout, to which no cluster writes
+    ("benchmarks/test_benchmarks.py", "sys"),  # its arguments, for a benchmark in this process
+    ("cli/test_entry.py", "sys"),  # its arguments, for a command in this process
+    ("conftest.py", "os"),  # fork(), for this thread alone
+    ("cli/test_script.py", "os"),  # access(), which denies root nothing
+}
+
+
+def replaced(text: str) -> set[str]:
+    """Return the modules of the standard library of which something that exists is replaced."""
+    modules = set()
+    for call in ast.walk(ast.parse(text)):
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        if call.func.attr != "setattr" or any(each.arg == "raising" for each in call.keywords):
+            continue
+        target = call.args[0]
+        name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+        if name in sys.stdlib_module_names:
+            modules.add(name)
+    return modules
+
+
+def test_no_module_of_the_standard_library_is_changed():
+    found = {
+        (str(path.relative_to(TESTS)), module)
+        for path in sorted(TESTS.rglob("*.py"))
+        for module in replaced(path.read_text())
+    }
+    assert found == ALLOWED
+
+
+def test_a_change_is_seen_through_the_module_under_test():
+    assert replaced("monkeypatch.setattr(supervision.time, 'monotonic', next)") == {"time"}
+    assert replaced("monkeypatch.setattr(supervision, 'time', clock)") == set()
+    assert replaced("monkeypatch.setattr(sys, 'mark', 1, raising=False)") == set()

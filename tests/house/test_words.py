@@ -1,7 +1,5 @@
 """Plain English in the package: first lines of modules, and words that slow a reader down."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

@@ -1,11 +1,9 @@
 """How tensors travel: as the user wants it, as all ranks can, and as the job then says."""
 
-from __future__ import annotations
-
 import pytest
 
 from nbelastic.errors import NoProgress
-from tests.support.clusters import a_crew, kinds
+from tests.support.clusters import a_crew
 
 
 def in_two_loops():
@@ -50,9 +48,8 @@ def details(job, kind):
     return [event.detail for event in job.history if event.kind == kind]
 
 
-@pytest.mark.parametrize("backend", ["cuda_ipc", "nccl"])
-def test_without_gpus_the_job_goes_on_and_says_why(crew, backend):
-    job = crew.fit(in_two_loops, np=2, backend=backend)
+def test_without_gpus_the_job_goes_on_and_says_why(crew):
+    job = crew.fit(in_two_loops, np=2, backend="nccl")
     assert job.results() == [[[2.0] * 3] * 2] * 2
     assert job.status.backend == "shm"
     (detail,) = details(job, "backend")
@@ -62,14 +59,6 @@ def test_without_gpus_the_job_goes_on_and_says_why(crew, backend):
     )
 
 
-def test_gloo_is_taken_where_the_user_wants_it_and_needs_no_excuse(crew):
-    job = crew.fit(in_two_loops, np=2, backend="gloo")
-    assert job.results() == [[[2.0] * 3] * 2] * 2
-    assert job.status.backend == "gloo"
-    assert details(job, "formed") == ["2 ranks over Gloo"] * 2
-    assert "backend" not in kinds(job)
-
-
 def test_without_a_word_the_fastest_is_taken_that_all_can_do_and_status_says_which(crew):
     job = crew.fit(in_two_loops, np=2)
     able = all(there for there, _ in crew.client.run(the_native_part).values())
@@ -77,12 +66,6 @@ def test_without_a_word_the_fastest_is_taken_that_all_can_do_and_status_says_whi
     way = "shared memory" if able else "Gloo"
     assert details(job, "formed") == [f"2 ranks over {way}"] * 2
     assert len(details(job, "backend")) == (0 if able else 1)
-
-
-def test_a_rank_alone_travels_nowhere(crew):
-    job = crew.fit(in_two_loops, np=1)
-    assert job.status.backend == "solo"
-    assert details(job, "formed") == ["1 rank"] * 2
 
 
 def test_without_the_native_part_a_job_runs_over_gloo_and_says_so_once(bare_crew):

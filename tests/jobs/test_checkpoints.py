@@ -1,7 +1,5 @@
 """Checkpoints of real jobs: what a job that goes on from one comes to, to the last bit."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nbelastic
-from nbelastic.errors import JobStopped, OptionError, RankFailed
+from nbelastic.errors import JobStopped, OptionError
 from tests.support.clusters import kinds, until
 from tests.support.training import Fault, Workload, check
 
@@ -45,7 +43,8 @@ def went_on_from(job):
 
 def interrupted(crew, work, place, *, end, **options):
     """Run a job up to some time after its 13th commit; return it."""
-    job = crew.fit(work, np=2, checkpoint=place, checkpoint_every=4, block=False, **options)
+    slow = replace(work, seconds=0.2)  # so that it cannot finish before this process looks
+    job = crew.fit(slow, np=2, checkpoint=place, checkpoint_every=4, block=False, **options)
     until(lambda: job.status.commits >= 13 or job.done(), "commits")
     end(job)
     with pytest.raises(JobStopped):
@@ -53,31 +52,23 @@ def interrupted(crew, work, place, *, end, **options):
     return job
 
 
-def test_a_job_that_was_cancelled_resumes_and_comes_to_the_same(crew, tmp_path, undisturbed):
+@pytest.mark.parametrize("order", ["cancel", "stop"])
+def test_a_job_that_was_ended_resumes_and_comes_to_the_same(crew, tmp_path, undisturbed, order):
     place = tmp_path / "checkpoints"
     first = a_workload(tmp_path / "first")
-    interrupted(crew, first, place, end=lambda job: job.cancel())
+    before = interrupted(crew, first, place, end=lambda job: getattr(job, order)())
     assert not [name for name in files(place) if name.endswith(".tmp")]
     second = a_workload(tmp_path / "second")
     job = crew.fit(second, np=2, checkpoint=place, checkpoint_every=4, resume=True)
     results = job.results()
     check(results, second)
     assert {key: results[0][key] for key in SAME} == {key: undisturbed[key] for key in SAME}
-    assert went_on_from(job) >= 8
-    assert went_on_from(job) % 4 == 0
+    if order == "stop":
+        assert went_on_from(job) >= before.status.commits
+    else:
+        assert went_on_from(job) >= 8
+        assert went_on_from(job) % 4 == 0
     assert len({path.name for path in place.iterdir()}) == 2
-
-
-def test_a_job_that_was_stopped_resumes_at_the_commit_it_stopped_at(crew, tmp_path, undisturbed):
-    place = tmp_path / "checkpoints"
-    first = a_workload(tmp_path / "first")
-    before = interrupted(crew, first, place, end=lambda job: job.stop())
-    second = a_workload(tmp_path / "second")
-    job = crew.fit(second, np=2, checkpoint=place, resume=True)
-    results = job.results()
-    check(results, second)
-    assert {key: results[0][key] for key in SAME} == {key: undisturbed[key] for key in SAME}
-    assert went_on_from(job) >= before.status.commits
 
 
 def test_all_ranks_killed_at_once_go_on_from_their_own_checkpoint(crew, tmp_path, undisturbed):
@@ -104,48 +95,6 @@ def test_a_job_that_has_finished_has_nothing_left_to_do_when_resumed(crew, tmp_p
     assert job.status.headlines == ()
 
 
-def two_loops():
-    import nbelastic.torch as hvd
-    from nbelastic.elastic import ObjectState
-
-    hvd.init()
-
-    @hvd.elastic.run
-    def train(state):
-        while state.n < 3:
-            state.n += 1
-            hvd.barrier()
-            state.commit()
-        return state.n
-
-    return train(ObjectState(n=0)), train(ObjectState(n=1))
-
-
-def test_a_job_whose_first_of_two_loops_was_done_warns_of_nothing(crew, tmp_path):
-    options = {"np": 2, "checkpoint": tmp_path / "place", "checkpoint_every": 1}
-    assert crew.fit(two_loops, **options).result() == (3, 3)
-    again = crew.fit(two_loops, resume=True, **options)
-    assert again.result() == (3, 3)
-    assert again.status.headlines == ()
-
-
-def test_a_place_that_cannot_be_written_is_told_and_training_goes_on(crew, tmp_path):
-    (tmp_path / "file").touch()
-    work = a_workload(tmp_path / "marks")
-    job = crew.fit(
-        replace(work, epochs=1), np=2, checkpoint=tmp_path / "file" / "in", checkpoint_every=2
-    )
-    check(job.results(), replace(work, epochs=1))
-    assert len([note for note in notes(job) if "cannot be written" in note]) == 1
-
-
-def test_resuming_from_a_place_that_cannot_be_read_fails_and_says_why(crew, tmp_path):
-    (tmp_path / "file").touch()
-    work = a_workload(tmp_path / "marks")
-    with pytest.raises(RankFailed, match="cannot be read"):
-        crew.fit(work, np=2, checkpoint=tmp_path / "file" / "in", resume=True)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -161,3 +110,33 @@ def test_resuming_from_a_place_that_cannot_be_read_fails_and_says_why(crew, tmp_
 def test_a_wrong_option_is_refused_before_anything_is_sent(options, says):
     with pytest.raises(OptionError, match=says):
         nbelastic.fit(print, cluster="tcp://127.0.0.1:1", **options)
+
+
+def test_a_script_to_which_an_evaluation_was_added_can_be_resumed(crew, tmp_path):
+    def count(evaluates, steps):
+        import nbelastic.torch as hvd
+
+        hvd.init()
+        state = hvd.elastic.TorchState(step=0, evaluated=[])
+        if evaluates:
+            state.every(2, lambda: state.evaluated.append(state.step))
+
+        @nbelastic.elastic.run
+        def loop(state):
+            while state.step < steps:
+                state.step += 1
+                state.commit()
+
+        loop(state)
+        return state.evaluated
+
+    runs = [(False, []), (True, [5]), (False, [5])]
+    for number, (evaluates, expected) in enumerate(runs):
+        job = crew.fit(
+            count,
+            np=1,
+            args=[evaluates, 3 + 3 * number],
+            checkpoint=tmp_path,
+            resume=True,
+        )
+        assert job.result() == expected

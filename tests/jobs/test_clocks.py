@@ -1,25 +1,14 @@
-"""Clocks that are set while a job runs, and a scheduler that dies before it does."""
-
-from __future__ import annotations
+"""Clocks that are set back while a job runs."""
 
 import contextlib
-import os
-import subprocess
-import sys
 import time
 
-import pytest
-from distributed import Client
-
-import nbelastic
-from nbelastic.errors import ClusterLost
 from tests.support.clusters import a_crew, kinds, until
 from tests.support.training import Workload
 
 
 def set_back(seconds):
     """Have a process, in which Dask runs, see the wall clock go back once; as NTP may do it."""
-    import time
 
     import distributed.batched
     import distributed.metrics
@@ -67,48 +56,3 @@ def test_a_clock_that_is_set_back_costs_no_rank(tmp_path):
             assert len({result["weights"] for result in job.results(30)}) == 1
         assert "lost" not in kinds(job)
         assert job.status.resets == 0
-
-
-def die(what):
-    def sudden_death(dask_scheduler):
-        import os
-
-        dask_scheduler.handlers[what] = lambda **_: os._exit(1)
-
-    return sudden_death
-
-
-@contextlib.contextmanager
-def a_scheduler(tmp_path):
-    where = tmp_path / "scheduler.json"
-    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--port", "0"]
-    process = subprocess.Popen(
-        [*command, "--no-dashboard", "--scheduler-file", where],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        until(where.exists, "a scheduler")
-        yield str(where)
-    finally:
-        process.kill()
-        process.wait(30)
-
-
-@pytest.mark.parametrize(
-    ("what", "doing"),
-    [
-        ("run_function", "versions were compared"),
-        ("register_scheduler_plugin", "the job was opened"),
-        ("nbelastic_open", "the job was opened"),
-    ],
-)
-def test_a_scheduler_that_dies_while_a_job_is_opened_is_a_lost_cluster(tmp_path, what, doing):
-    with (
-        a_scheduler(tmp_path) as file,
-        Client(scheduler_file=file, set_as_default=False, timeout=3) as client,
-    ):
-        assert nbelastic.jobs(client) == ()  # the plugin is there
-        client.run_on_scheduler(die(what))
-        with pytest.raises(ClusterLost, match=f"lost while {doing}"):
-            nbelastic.fit(time.time, cluster=client)

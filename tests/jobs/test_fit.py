@@ -1,7 +1,5 @@
 """What every job does: run a function on all ranks, and come back."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 
@@ -25,25 +23,6 @@ def test_results_come_by_rank(crew):
     assert job.exception() is None
     assert job.status.state == "finished"
     assert kinds(job)[-1] == "finished"
-
-
-def test_arguments_reach_the_function(crew):
-    job = crew.fit(lambda a, b: (a, b), args=[1], kwargs={"b": 2}, np=2)
-    assert job.results() == [(1, 2), (1, 2)]
-
-
-def test_without_limits_a_job_takes_all_workers(crew):
-    assert len(crew.fit(place).results()) == 4
-
-
-def test_what_ranks_print_is_kept_by_rank(crew):
-    def talk():
-        print(f"I am {nbelastic.rank()}")
-
-    job = crew.fit(talk, np=3)
-    assert job.logs(rank=2) == "I am 2\n"
-    for rank in range(3):
-        assert f"I am {rank}\n" in job.logs()
 
 
 def test_N11_an_error_arrives_as_what_it_is_with_the_users_line_rank_and_worker(crew):
@@ -80,21 +59,6 @@ def test_a_result_that_cannot_travel_is_an_error_that_says_so(crew):
 
     with pytest.raises(TypeError, match=r"what the function returned .*cannot be sent"):
         crew.fit(lock, np=1)
-
-
-def test_N13_two_jobs_at_once_share_no_slot(crew, tmp_path):
-    def who(directory):
-        import os
-        import time
-
-        (directory / f"{os.getpid()}").touch()
-        while len(os.listdir(directory)) < 4:
-            time.sleep(0.02)
-        return os.getpid()
-
-    jobs = [crew.fit(who, args=[tmp_path], np=2, block=False) for _ in range(2)]
-    first, second = (set(job.results(60)) for job in jobs)
-    assert not first & second
 
 
 def test_a_name_can_be_used_again_but_not_twice_at_once(crew):
@@ -134,15 +98,6 @@ def test_cancel_ends_a_job_in_pure_python_code_and_its_cleanup_runs(crew, tmp_pa
     assert job.status.ranks == ()  # none was ever a member
 
 
-def test_done_callbacks_get_the_job(crew):
-    seen = []
-    job = crew.fit(place, np=1, block=False)
-    job.add_done_callback(seen.append)
-    job.result(30)
-    until(lambda: seen, "the callback", 5)
-    assert seen == [job]
-
-
 def test_a_job_can_be_awaited_and_giving_up_leaves_it_alone(crew):
     async def main(job):
         with pytest.raises(asyncio.TimeoutError):
@@ -154,9 +109,11 @@ def test_a_job_can_be_awaited_and_giving_up_leaves_it_alone(crew):
         time.sleep(1.0)
         return 7
 
-    job = crew.fit(slow, np=1, block=False)
+    job, ended = crew.fit(slow, np=1, block=False), []
+    job.add_done_callback(ended.append)
     assert asyncio.run(main(job)) == 7
     assert not job.running() and not job.cancelled()
+    until(lambda: ended == [job], "the callback")
 
     async def failing():
         await crew.fit(lambda: 1 / 0, np=1, block=False)
@@ -209,8 +166,3 @@ def test_a_data_loader_has_processes_and_may_use_a_class_of_the_functions_own(cr
         return [int(i) for i in indices], len(set(map(int, processes)) | {os.getpid()})
 
     assert crew.fit(load, np=2).results() == [(list(range(8)), 3)] * 2
-
-
-def test_without_a_cluster_one_is_started_and_closed():
-    job = nbelastic.fit(place, np=2)
-    assert len(job.results()) == 2

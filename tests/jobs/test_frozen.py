@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.clusters import a_crew, kinds, sizes, until
+from tests.support.clusters import kinds, sizes, until
 from tests.support.training import Fault, Workload, check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nbelastic import Job
 
 STOPPED = "its process is stopped"
-ROOT = Path(__file__).parents[2]
 
 
 def losses(job: Job) -> list[str]:
@@ -70,40 +63,11 @@ def test_a_worker_stopped_while_idle_is_seen_when_a_rank_is_to_start_there(crew,
     assert max(sizes(job)) == 4
 
 
-@contextlib.contextmanager
-def workers_without_nannies(address: str, count: int) -> Iterator[None]:
-    """Run workers that nobody restarts."""
-    command = [sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-nanny"]
-    options = ["--nthreads", "1", "--no-dashboard"]
-    with contextlib.ExitStack() as stack:
-        for number in range(count):
-            worker = stack.enter_context(
-                subprocess.Popen([*command, *options, "--name", str(number)], cwd=ROOT)
-            )
-            stack.callback(worker.kill)
-        yield
-
-
-def test_without_nannies_a_stopped_process_is_seen_by_its_neighbours(tmp_path):
-    work = Workload(tmp_path, faults=(Fault(rank=1, epoch=1, batch=1, kind="stop"),))
-    with a_crew(n_workers=0) as crew:
-        address = crew.cluster.scheduler_address
-        with workers_without_nannies(address, 3):
-            crew.client.wait_for_workers(3)
-            job = crew.fit(work, np=3, min_np=2)
-            check(job.results(), work)
-    assert losses(job) == [STOPPED]
-    assert sizes(job) == [3, 2]
-    assert seconds_until_lost(job, work) < 8, "bounded by heartbeat_timeout only"
-
-
 @pytest.mark.parametrize(
     ("kind", "seconds", "heartbeat_timeout"),
     [
         ("pause", 0.4, 10),
-        ("doze", 3.0, 10),
         ("hold", 4.0, 2),
-        ("import", 4.0, 2),
     ],
 )
 def test_one_that_comes_back_is_left_in_peace(crew, tmp_path, kind, seconds, heartbeat_timeout):
@@ -123,13 +87,3 @@ def test_N2_one_that_keeps_the_gil_busy_is_evicted_after_stall_timeout(crew, tmp
     check(job.results(), work)
     (detail,) = losses(job)
     assert "3 s (stall_timeout)" in detail  # it holds up the others, or does not leave them
-
-
-def test_a_worker_that_is_stopped_already_keeps_no_job_from_starting(crew, tmp_path):
-    stopped = next(iter(crew.workers().values()))
-    os.kill(stopped, signal.SIGSTOP)
-    try:
-        check(crew.fit(Workload(tmp_path), np=2, max_np=2).results(), Workload(tmp_path))
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # its nanny has replaced it
-            os.kill(stopped, signal.SIGCONT)

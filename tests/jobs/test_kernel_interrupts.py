@@ -4,11 +4,11 @@ Each test runs a script as the kernel of a process group of its own. Its workers
 starts them.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
+
+import pytest
 
 BEGINNING = """
 import faulthandler, os, signal, sys, threading, time, traceback
@@ -26,7 +26,7 @@ def interrupt_when(condition):
         os.killpg(os.getpgrp(), signal.SIGINT)
     threading.Thread(target=wait).start()
 
-def is_main_thread_in(function):
+def is_main_thread_in(function):  # "exception" of its future: a job is waited for
     frame = sys._current_frames()[threading.main_thread().ident]
     return any(f.f_code.co_name == function for f, _ in traceback.walk_stack(frame))
 
@@ -63,7 +63,7 @@ def main():
         seen = job.status.commits
         until(lambda: job.status.commits > seen + 10 or job.done(), "it trains on")
         print(job.status.state, {event.kind for event in job.history} & {"left", "lost", "leaving"})
-        interrupt_when(lambda: is_main_thread_in("wait_interruptibly"))
+        interrupt_when(lambda: is_main_thread_in("exception"))
         interrupted(lambda: wait_interruptibly(job))
         print("same workers:", sorted(client.run(os.getpid).values()) == before)
         print("again:", nbelastic.fit(nbelastic.size, cluster=client, np=2).results())
@@ -97,7 +97,7 @@ def main():
     seen = job.status.commits
     until(lambda: job.status.commits > seen + 10 or job.done(), "it trains on")
     print(job.status.state, job.status.size)
-    interrupt_when(lambda: is_main_thread_in("wait_interruptibly"))
+    interrupt_when(lambda: is_main_thread_in("exception"))
     interrupted(lambda: wait_interruptibly(job))
 
 if __name__ == "__main__":
@@ -136,6 +136,7 @@ def test_N12_an_interrupt_frees_the_workers_of_the_kernels_cluster_and_ends_none
     ], errors
 
 
+@pytest.mark.nightly
 def test_an_interrupt_ends_no_worker_of_an_embedded_cluster(tmp_path):
     lines, errors = kernel(tmp_path, EMBEDDED)
     assert lines == [

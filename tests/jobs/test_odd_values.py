@@ -1,14 +1,11 @@
 """Values that Dask's connections cannot carry, and messages that cannot be read: in real jobs."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest
 
-import nbelastic
 from nbelastic.driver import driver_of
-from nbelastic.errors import JobError, RankFailed
+from nbelastic.errors import RankFailed
 from tests.support.clusters import kinds, until, workers_of
 
 ODD = "data-\udcff.csv"
@@ -91,25 +88,6 @@ def test_a_source_file_and_a_checkpoint_may_have_odd_names(crew, tmp_path):
         crew.fit(module.fail, np=1)
 
 
-def test_an_odd_place_reaches_a_kernel_that_takes_over(crew, tmp_path):
-    place = tmp_path / "checkpoints-\udcff"
-    job = crew.fit(nbelastic.size, np=5, checkpoint=place, name="waits", block=False)
-    other = nbelastic.attach("waits", cluster=crew.client)
-    assert other._driver.options.checkpoint == str(place)
-    other.cancel()
-    with pytest.raises(JobError):
-        job.result(30)
-    with pytest.raises(JobError):
-        other.result(30)
-
-
-def test_limits_past_64_bits_are_as_good_as_none(crew):
-    job = crew.fit(nbelastic.size, np=5, max_np=2**70, block=False)
-    job.scale(max_np=2**80)
-    job.scale(min_np=2, max_np=2)
-    assert job.result(60) == 2
-
-
 def trains(there):
     import os
 
@@ -129,27 +107,23 @@ def trains(there):
     return train(ObjectState(n=0))
 
 
-def send(job, message, dask_worker):
+def send_no_event(job, dask_worker):
     from nbelastic.cluster.wire import FROM_AGENTS, PROTOCOL
     from nbelastic.messages import encode
 
-    body = {"protocol": PROTOCOL, "body": [encode({"job": job, **message})]}
+    body = {
+        "protocol": PROTOCOL,
+        "body": [encode({"job": job, "message": "RankEvent", "event": None})],
+    }
     fields = {"op": FROM_AGENTS, "message": body}
     dask_worker.loop.add_callback(dask_worker.batched_stream.send, fields)
 
 
-MESSAGES = {
-    "no event": {"message": "RankEvent", "event": None},
-    "no step": {"message": "RankTelemetry", "start": 0, "step": None},
-}
-
-
-@pytest.mark.parametrize("name", ["no event", "no step"])
-def test_a_message_that_cannot_be_read_costs_its_workers_rank(crew, name, tmp_path):
+def test_a_message_that_cannot_be_read_costs_its_workers_rank(crew, tmp_path):
     before, there = set(crew.workers()), tmp_path / "lost"
     job = crew.fit(trains, args=[str(there)], np=2, min_np=1, max_np=2, block=False)
     until(lambda: job.status.commits > 2 or job.done(), "it trains")
-    crew.client.run(send, job.name, MESSAGES[name], workers=[workers_of(job)[1]])
+    crew.client.run(send_no_event, job.name, workers=[workers_of(job)[1]])
     until(lambda: "lost" in kinds(job) or job.done(), "the rank is lost")
     there.touch()
     assert job.result() in (1, 2)
@@ -172,3 +146,39 @@ def test_a_result_that_is_too_large_for_a_message_is_refused(crew):
     with pytest.raises(ValueError, match=r"\(a bytes\) cannot be sent: it takes 0\.2 GB"):
         crew.fit(limit, args=[100_000], np=1)
     assert set(crew.workers()) == before
+
+
+class HidesError(Exception):
+    def __getattribute__(self, name):
+        raise KeyboardInterrupt(name)
+
+
+def fail(kind, value):
+    import nbelastic.torch as hvd
+    from nbelastic.elastic import ObjectState
+
+    hvd.init()
+
+    @hvd.elastic.run
+    def train(state):
+        raise kind(value)
+
+    train(ObjectState(n=0))
+
+
+def test_a_class_that_refuses_to_be_looked_into_costs_no_worker(crew):
+    workers = crew.workers()
+    with pytest.raises(RankFailed) as caught:
+        crew.fit(fail, args=[HidesError, "x"], np=1)
+    assert type(caught.value) is RankFailed
+    assert "HidesError" in str(caught.value)
+    assert "raise kind(value)" in str(caught.value)
+    assert crew.workers() == workers
+
+
+def test_a_long_message_is_cut_in_the_history(crew):
+    job = crew.fit(fail, args=[ValueError, "x" * 3_000_000], np=1, block=False)
+    error = job.exception(30)
+    assert len(error.__cause__.args[0]) == 3_000_000
+    assert "(3,000,012 characters)" in str(error)
+    assert max(len(event.detail) for event in job.history) < 30_000

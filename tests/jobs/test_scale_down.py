@@ -1,17 +1,15 @@
-"""Scale-down by others than Dask's own clients: ranks leave as planned, and jobs are seen."""
-
-from __future__ import annotations
+"""Ranks leave as planned by any scale-down, signal or notice: nothing is rolled back."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import urllib.request
 
 import dask
 
-from tests.support.clusters import a_crew, kinds, sizes, until
+import nbelastic
+from nbelastic.collectives.topology import HOST_VARIABLE
+from tests.support.clusters import a_crew, a_worker, kinds, sizes, until
+from tests.support.metadata import aws_notice, metadata
 from tests.support.training import Workload, check, check_nothing_redone
 
 ROUTES = ["distributed.http.scheduler.api", "distributed.http.health"]
@@ -87,24 +85,65 @@ def test_N4_N9_ranks_leave_as_planned_and_the_target_has_what_jobs_want(tmp_path
 
 
 def test_a_worker_without_a_nanny_leaves_as_planned_on_sigterm(tmp_path):
-    with a_crew(n_workers=1) as crew:
-        address = crew.cluster.scheduler_address
-        command = [sys.executable, "-m", "dask", "worker", address, "--no-nanny", "--nthreads", "1"]
-        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-        with subprocess.Popen(command, env=environment, cwd=tmp_path) as process:
-            try:
-                crew.client.wait_for_workers(2)
-                work = Workload(tmp_path, epochs=1000, until_told=True)
-                job = crew.fit(work, np=2, min_np=1, block=False)
-                until(lambda: job.status.commits > 5 or job.done(), "commits")
-                process.send_signal(signal.SIGTERM)
-                until(lambda: process.poll() is not None, "it has ended")
-                (tmp_path / "enough").touch()
-                results = job.results(120)
-            finally:
-                process.kill()
+    with a_crew(n_workers=1) as crew, a_worker(crew.client, tmp_path, "--no-nanny") as process:
+        work = Workload(tmp_path, epochs=1000, until_told=True)
+        job = crew.fit(work, np=2, min_np=1, block=False)
+        until(lambda: job.status.commits > 5 or job.done(), "commits")
+        process.send_signal(signal.SIGTERM)
+        until(lambda: process.poll() is not None, "it has ended")
+        (tmp_path / "enough").touch()
+        results = job.results(120)
+    check(results, work)
+    assert sizes(job) == [2, 1]
+    assert "left" in kinds(job)
+    assert "lost" not in kinds(job)
+    check_nothing_redone(results)
+
+
+def test_a_spot_machine_is_left_and_its_worker_ends(tmp_path):
+    """A worker on a host of its own, with a metadata service of its own."""
+    with metadata("aws") as service, a_crew(n_workers=1) as crew:
+        variables = {"NBELASTIC_METADATA_URL": service.url, HOST_VARIABLE: "spot"}
+        words = ["--no-nanny", "--name", "w3"]
+        with a_worker(crew.client, tmp_path, *words, **variables) as process:
+            work = Workload(tmp_path, epochs=1000, until_told=True)
+            job = crew.fit(work, np=2, min_np=1, block=False)
+            until(lambda: job.status.commits > 5 or job.done(), "commits")
+            service.notice = aws_notice(120)
+            until(lambda: process.poll() is not None or job.done(), "it has ended")
+            (tmp_path / "enough").touch()
+            results = job.results(120)
         check(results, work)
         assert sizes(job) == [2, 1]
-        assert "left" in kinds(job)
         assert "lost" not in kinds(job)
+        (notice,) = (event for event in job.history if event.kind == "notice")
+        assert notice.detail.startswith("worker w3 leaves in ")
+        assert notice.detail.endswith(": AWS spot (terminate)")
         check_nothing_redone(results)
+        assert not any("token" in path for path, _ in service.asked[1:]), "once"
+
+
+def catches(pid, signum):
+    """Return whether a process has a handler for a signal."""
+    with open(f"/proc/{pid}/status") as file:
+        caught = next(line for line in file if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+
+
+def one():
+    return 1
+
+
+def test_a_signal_to_a_nanny_retires_its_worker_without_a_job(tmp_path):
+    with a_crew(n_workers=1) as crew:
+        crew.client.register_plugin(nbelastic.SpotNotices())
+        with a_worker(crew.client, tmp_path, "--name", "w3") as process:
+            data = crew.client.submit(one, workers=["w3"], allow_other_workers=True)
+            assert data.result(60) == 1
+            until(lambda: catches(process.pid, signal.SIGUSR1), "the nanny is prepared")
+            process.send_signal(signal.SIGUSR1)
+            until(lambda: process.poll() is not None, "it has ended")
+        assert process.returncode == 0
+        until(lambda: len(crew.workers()) == 1, "its worker is gone")
+        assert data.result(60) == 1
+        crew.client.unregister_scheduler_plugin(nbelastic.SpotNotices.name)

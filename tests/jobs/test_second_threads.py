@@ -1,46 +1,8 @@
-"""Second threads of ranks, and groups whose operations others do not begin."""
-
-from __future__ import annotations
+"""Second threads and forks of ranks, and groups whose operations others do not begin."""
 
 import pytest
 
 from tests.support.clusters import sizes
-
-
-@pytest.mark.parametrize("own_group", [False, True])
-def test_async_save_writes_while_ranks_train(crew, tmp_path, own_group):
-    def train(path, own_group):
-        import torch
-        import torch.distributed as dist
-        import torch.distributed.checkpoint as dcp
-        from torch.nn.parallel import DistributedDataParallel
-
-        dist.init_process_group("gloo")
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(torch.nn.Linear(3, 1))
-        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-        group = dist.new_group() if own_group else None
-        saved, future = [], None
-        for step in range(60):
-            optimizer.zero_grad()
-            ddp(torch.ones(2, 3)).sum().backward()
-            optimizer.step()
-            if step % 20 == 19:
-                if future is not None:
-                    future.result()
-                weight = {"weight": ddp.module.weight}
-                saved.append(ddp.module.weight.detach().clone())
-                future = dcp.async_save(weight, checkpoint_id=f"{path}/{step}", process_group=group)
-        future.result()
-        read = {"weight": torch.zeros(1, 3)}
-        equal = []
-        for step, expected in zip((19, 39, 59), saved, strict=True):
-            dcp.load(read, checkpoint_id=f"{path}/{step}", process_group=group)
-            equal.append(torch.equal(read["weight"], expected))
-        return equal
-
-    job = crew.fit(train, args=(str(tmp_path), own_group), np=2)
-    assert job.results() == [[True] * 3] * 2
 
 
 def test_async_save_in_a_loop_goes_on_after_a_kill(crew, tmp_path):
@@ -159,3 +121,52 @@ def test_a_rank_that_formed_for_others_enters_its_loop(crew):
         return total.item(), loop(state)
 
     assert crew.fit(train, np=3).results() == [(2.0, 5), (2.0, 5), (1.0, 5)]
+
+
+def forks_and_goes_on(how):
+    import os
+    import warnings
+
+    import torch
+
+    import nbelastic.torch as hvd
+
+    torch.set_num_threads(1)
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(4, 1)
+    hvd.broadcast_parameters(model.state_dict())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=0, child=0)
+
+    @hvd.elastic.run
+    def loop(state):
+        while state.step < 12:
+            if state.step == 4 and hvd.rank() == 0 and not state.child:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    state.child = os.fork()
+                if state.child == 0 and how == "operation":
+                    hvd.allreduce(torch.ones(4))
+            if state.child == 0 and state.step == 4 and hvd.rank() == 0:
+                state.child = -1  # the fork, which goes on
+            optimizer.zero_grad()
+            model(torch.full((2, 4), float(hvd.rank()))).sum().backward()
+            optimizer.step()
+            state.step += 1
+            state.commit()
+
+    loop(state)
+    status = 0
+    if state.child > 0:
+        status = os.waitstatus_to_exitcode(os.waitpid(state.child, 0)[1])
+    return [p.tolist() for p in model.parameters()], status
+
+
+@pytest.mark.parametrize(("how", "backend"), [("operation", "shm"), ("training", "gloo")])
+def test_a_fork_that_goes_on_ends_by_an_error_and_costs_nothing(crew, how, backend):
+    job = crew.fit(forks_and_goes_on, args=(how,), np=2, backend=backend, block=False)
+    (first, status), (second, _) = job.results(60)
+    assert first == second
+    assert status == 1
+    assert job.status.resets == 0
+    assert len(crew.workers()) == 4

@@ -31,11 +31,12 @@ def listen_and_be_asked():
     import socket
     import stat
 
+    import msgspec
     import torch
 
     import nbelastic.torch as hvd
-    from nbelastic.collectives.rendezvous.handshake import GREETING, encode_request
-    from nbelastic.collectives.rendezvous.server import PURPOSE, encode_body
+    from nbelastic.collectives.rendezvous.handshake import open_channel
+    from nbelastic.collectives.rendezvous.server import PURPOSE
     from nbelastic.elastic.ranks.context import current
 
     def listeners():
@@ -60,10 +61,8 @@ def listen_and_be_asked():
     ours = [address.split(":")[0] for address in listeners() - before]
     session = current()
     with socket.create_connection(session._store.address, 10) as connection:
-        _, challenge = GREETING.unpack(connection.recv(GREETING.size, socket.MSG_WAITALL))
         key = f"{session.spec.job}/{session.generation + 1}"
-        body = encode_body(key, 0, 1, b"")
-        connection.sendall(encode_request(b"", PURPOSE, challenge, bytes(16), body))
+        open_channel(connection, b"", PURPOSE).send(msgspec.msgpack.encode((key, 0, 1)))
         answer = connection.recv(1)
     return ours, answer, session.secret
 

@@ -1,46 +1,5 @@
 """What one job sets is not there in the next, nor after a reset."""
 
-from __future__ import annotations
-
-
-def read():
-    import decimal
-    import os
-
-    import torch
-
-    return {
-        "directory": os.getcwd(),
-        "variable": os.environ.get("OF_A_JOB"),
-        "gradients": torch.is_grad_enabled(),
-        "type": torch.get_default_dtype(),
-        "device": torch.get_default_device(),
-        "decimals": decimal.getcontext().prec,
-    }
-
-
-def unsettle():
-    import decimal
-    import os
-
-    import torch
-
-    before = read()
-    os.chdir("/")
-    os.environ["OF_A_JOB"] = "1"
-    torch.set_grad_enabled(False)
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    decimal.getcontext().prec = 5
-    return before
-
-
-def test_a_job_finds_the_workers_as_they_were(crew):
-    workers = sorted(crew.workers())[:2]
-    first = crew.fit(unsettle, np=2, workers=workers)
-    second = crew.fit(read, np=2, workers=workers)
-    assert second.results() == first.results()
-
 
 def variables():
     import os

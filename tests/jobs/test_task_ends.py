@@ -1,7 +1,5 @@
 """Whatever ends a rank is an event of its job, and its process ends."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """fit(timeline=...): what all ranks did, in one file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -31,26 +29,6 @@ def test_a_timeline_has_a_row_for_each_rank_and_spans_resets(crew, tmp_path):
     first_reset = min(e["ts"] for e in events if e["name"] == "RESET")
     assert first_reset < ended
     assert [each.name for each in tmp_path.glob("timeline.json*")] == ["timeline.json"]
-
-
-def program():
-    import nbelastic.torch as hvd
-    from nbelastic.elastic.ranks.timeline import timeline
-
-    hvd.init()
-    began = timeline.is_on
-    hvd.start_timeline("/nowhere/else.json")  # nothing, if the job records already
-    hvd.barrier()
-    ended = hvd.stop_timeline() if began else None
-    return began, timeline.is_on, ended
-
-
-def test_calls_in_the_function_leave_the_jobs_timeline_alone(crew, tmp_path):
-    path = tmp_path / "timeline.json"
-    job = crew.fit(program, np=2, timeline=str(path))
-    assert job.results() == [(True, True, None)] * 2
-    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
-    assert names.count("NEGOTIATE_BARRIER") == 2
 
 
 def test_ranks_that_do_not_see_the_path_do_not_fail(crew, tmp_path):

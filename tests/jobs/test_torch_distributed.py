@@ -1,7 +1,5 @@
 """torch.distributed in jobs on real workers: DDP through a kill and a join, groups, FSDP2."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from tests.support.clusters import sizes, until
@@ -78,75 +76,6 @@ def test_ddp_as_everyone_writes_it_goes_on_through_a_kill_and_a_join(crew, tmp_p
         assert sum(counts.values()) <= ROWS + 2  # shares are padded by one at most, at each deal
 
 
-def test_a_planned_leave_repeats_nothing(crew):
-    def train():
-        import time
-
-        import torch
-        import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
-
-        import nbelastic.torch as hvd
-
-        dist.init_process_group("nbelastic")
-        ddp = DistributedDataParallel(torch.nn.Linear(3, 1))
-        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-        state = hvd.elastic.TorchState(ddp, optimizer, steps=0, alone=0)
-        steps = []  # those of this rank, with all that it has done twice
-
-        @hvd.elastic.run
-        def loop(state):
-            while state.alone < 5:
-                optimizer.zero_grad()
-                ddp(torch.ones(2, 3)).sum().backward()
-                optimizer.step()
-                state.steps += 1
-                state.alone += dist.get_world_size() == 1
-                steps.append(state.steps)
-                time.sleep(0.01)
-                state.commit()
-
-        loop(state)
-        return steps
-
-    job = crew.fit(train, np=2, min_np=1, max_np=2, block=False)
-    until(lambda: job.status.commits > 5, "commits")
-    job.scale(max_np=1)
-    (steps,) = job.results()
-    assert steps == list(range(1, len(steps) + 1))
-    assert sizes(job) == [2, 1]
-
-
-def test_a_group_that_is_aborted_goes_on_with_the_last_commit(crew):
-    def train():
-        import torch
-        import torch.distributed as dist
-
-        import nbelastic.torch as hvd
-
-        dist.init_process_group("nbelastic")
-        state = hvd.elastic.ObjectState(total=0)
-        aborted = []
-
-        @hvd.elastic.run
-        def loop(state):
-            while state.total < 10:
-                one = torch.ones(1)
-                dist.all_reduce(one)
-                if state.total == 4 and dist.get_rank() == 0 and not aborted:
-                    aborted.append(True)
-                    dist.group.WORLD.abort()
-                state.total += int(one.item())
-                state.commit()
-            return state.total
-
-        return loop(state)
-
-    job = crew.fit(train, np=2)
-    assert job.results() == [10, 10]
-    assert sizes(job) == [2, 2]
-
-
 def test_variables_of_torchrun_are_there_before_the_function_and_follow_resets(crew):
     def train():
         import os
@@ -185,34 +114,6 @@ def test_variables_of_torchrun_are_there_before_the_function_and_follow_resets(c
     assert first in ([0, 2, 0, 2], [1, 2, 1, 2])
     assert seen == sorted([(0, 1, 0, 1), tuple(first)])
     assert address == "nbelastic.invalid"  # accelerate wants one
-
-
-def test_a_function_without_a_loop_trains_as_under_torchrun(crew):
-    def train():
-        import torch
-        import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
-
-        dist.init_process_group("nbelastic")
-        torch.manual_seed(dist.get_rank())
-        ddp = DistributedDataParallel(torch.nn.Linear(3, 1))
-        optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            ddp(torch.full((2, 3), float(step + dist.get_rank()))).sum().backward()
-            optimizer.step()
-        pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
-        mine = [group for group in pairs if group is not dist.GroupMember.NON_GROUP_MEMBER]
-        sums = []
-        for group in mine:
-            tensor = torch.ones(1) * dist.get_rank()
-            dist.all_reduce(tensor, group=group)
-            sums.append(tensor.item())
-        return ddp.module.weight.tolist(), sums
-
-    outcomes = crew.fit(train, np=3).results()
-    assert outcomes[0][0] == outcomes[1][0] == outcomes[2][0]
-    assert [sums for _, sums in outcomes] == [[1.0], [1.0, 3.0], [3.0]]
 
 
 def test_fsdp_works_on_a_fixed_world_and_is_refused_in_an_elastic_loop(crew):

@@ -1,7 +1,5 @@
 """``elastic.fit`` on real workers that are killed, leave and join."""
 
-from __future__ import annotations
-
 import pytest
 
 from nbelastic.errors import OptionError, RankFailed

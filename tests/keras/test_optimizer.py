@@ -1,7 +1,5 @@
 """``DistributedOptimizer`` for Keras, on several ranks of one job."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -188,18 +186,16 @@ def test_bad_arguments_are_refused(one_rank):
     import keras
 
     sgd = keras.optimizers.SGD()
-    with pytest.raises(ValueError, match="optimizer of Keras 3"):
-        hvd.DistributedOptimizer("sgd")
-    with pytest.raises(ValueError, match="at least 1"):
-        hvd.DistributedOptimizer(sgd, backward_passes_per_step=0)
-    with pytest.raises(ValueError, match="process_set"):
-        hvd.DistributedOptimizer(sgd, process_set=1)
-    with pytest.raises(ValueError, match="layer"):
-        hvd.PartialDistributedOptimizer(sgd, local_layers=["dense"])
+    for says, optimizer, more in (
+        ("optimizer of Keras 3", "sgd", {}),
+        ("at least 1", sgd, {"backward_passes_per_step": 0}),
+        ("process_set", sgd, {"process_set": 1}),
+        ("layer", sgd, {"local_layers": ["dense"]}),
+        ("already", hvd.DistributedOptimizer(keras.optimizers.SGD()), {}),
+    ):
+        with pytest.raises(ValueError, match=says):
+            hvd.PartialDistributedOptimizer(optimizer, **more)
     assert "Reducing" not in str(type(sgd).__mro__)
-    hvd.DistributedOptimizer(sgd)
-    with pytest.raises(ValueError, match="already"):
-        hvd.DistributedOptimizer(sgd)
     with pytest.raises(ValueError, match="not built"):
         hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
 
@@ -226,35 +222,24 @@ def test_data_that_cannot_be_dealt_are_refused(one_rank):
     model.compile(keras.optimizers.SGD(), "mse")
     state = hvd.elastic.KerasState(model)
     rows = np.ones((4, 2))
-    with pytest.raises(OptionError, match="whose gradients are not averaged"):
-        hvd.elastic.fit(state, rows, rows[:, :1])
+
+    def refuses(says, *data, **options):
+        with pytest.raises(OptionError, match=says):
+            hvd.elastic.fit(state, *data, **options)
+
+    refuses("whose gradients are not averaged", rows, rows[:, :1])
     model.d_optimizer = model.optimizer  # as a GAN's; what compile() made by itself has no name
     model.compile(metrics=[])
-    with pytest.raises(OptionError, match="optimizers of its own"):
-        hvd.elastic.fit(state, rows, rows[:, :1])
+    refuses("optimizers of its own", rows, rows[:, :1])
     del model.d_optimizer
-    with pytest.raises(OptionError, match="cannot be dealt to ranks"):
-        hvd.elastic.fit(state, (each for each in rows))
-    with pytest.raises(OptionError, match="different lengths"):
-        hvd.elastic.fit(state, rows, rows[:3])
-    with pytest.raises(OptionError, match="epochs=0"):
-        hvd.elastic.fit(state, rows, rows, epochs=0)
+    refuses("cannot be dealt to ranks", (each for each in rows))
+    refuses("different lengths", rows, rows[:3])
+    refuses("epochs=0", rows, rows, epochs=0)
     keep = keras.callbacks.BackupAndRestore("/nowhere")
-    with pytest.raises(OptionError, match="a restore from a file would undo it"):
-        hvd.elastic.fit(state, rows, rows, callbacks=[keep])
+    refuses("a restore from a file would undo it", rows, rows, callbacks=[keep])
 
 
-def test_the_back_end_of_the_kernel_is_that_of_its_ranks(monkeypatch):
-    from nbelastic.cluster.payload import keras_settings, take_settings
-
-    settings = keras_settings()
-    assert settings == {"KERAS_BACKEND": os.environ["KERAS_BACKEND"]}
-    monkeypatch.setenv("KERAS_BACKEND", "none of them")
-    take_settings(settings)
-    assert os.environ["KERAS_BACKEND"] == settings["KERAS_BACKEND"]
-
-
-def test_settings_of_keras_in_the_kernel_reach_its_ranks():
+def test_settings_of_keras_in_the_kernel_reach_its_ranks(monkeypatch):
     import keras
 
     from nbelastic.cluster.payload import keras_settings, take_settings
@@ -264,22 +249,22 @@ def test_settings_of_keras_in_the_kernel_reach_its_ranks():
     values["dtype_policy"] = "mixed_bfloat16"
 
     def found():
-        return {
-            **{n: getattr(config, n)() for n in values},
-            "dtype_policy": config.dtype_policy().name,
-        }
+        now = {name: getattr(config, name)() for name in values}
+        return {**now, "dtype_policy": now["dtype_policy"].name}
 
     def take(new):
         for name, value in new.items():
             getattr(config, f"set_{name}")(value)
 
-    before = found()
+    before, backend = found(), os.environ["KERAS_BACKEND"]
     try:
         take(values)
         settings = keras_settings()
         take(before)
-        assert len(keras_settings()) == 1
+        assert keras_settings() == {"KERAS_BACKEND": backend}  # the rest is as by default
+        monkeypatch.setenv("KERAS_BACKEND", "none of them")
         take_settings(settings)
         assert found() == values
+        assert os.environ["KERAS_BACKEND"] == backend
     finally:
         take(before)

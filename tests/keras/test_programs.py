@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import installed
 from tests.keras.conftest import BACKEND
 from tests.support.clusters import kinds, sizes
 
@@ -69,42 +65,3 @@ def test_faults_by_hand(keras_crew, tmp_path):
     job = keras_crew.fit(Call("by_hand", tmp_path), np=2)
     ended = done(job.logs())
     assert [each["caught"] for each in ended] == ["UnknownError"] * len(ended)
-
-
-@pytest.mark.backends("torch")
-def test_by_a_cell(keras_crew, tmp_path):
-    from IPython.core.interactiveshell import InteractiveShell
-
-    shell = InteractiveShell.instance()
-    try:
-        shell.run_line_magic("load_ext", "nbelastic")
-        shell.user_ns["crew_client"] = keras_crew.client
-        text = program("digits").replace('os.environ["MARKS"]', repr(str(tmp_path)))
-        line = "--np 3 --min-np 2 --cluster crew_client --out job"
-        result = shell.run_cell(f"%%elastic_train {line}\n{text}")
-        assert result.success, result.error_in_exec
-        job = shell.user_ns["job"]
-        assert sizes(job)[:2] == [3, 2]
-        check(done(job.logs()), 6)
-    finally:
-        InteractiveShell.clear_instance()
-
-
-@pytest.mark.backends("torch", "tensorflow")
-def test_by_the_terminal(tmp_path):
-    words = ["elastic", "run", "-np", "3", "--min-np", "2", "--json"]
-    command = ["python", str(SCRIPTS / f"{NAME}.py")]
-    code = "import sys; from dask.__main__ import main; sys.exit(main())"
-    ended = subprocess.run(
-        [sys.executable, "-c", code, *words, *command],
-        env={**installed(tmp_path / "entry"), "MARKS": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    found = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert [each["size"] for each in found if each.get("kind") == "formed"][:2] == [3, 2]
-    text = "\n".join(each.get("text", "") for each in found)
-    check(done(text), EPOCHS)

@@ -1,7 +1,5 @@
 """Horovod's TensorFlow interface: operations, their gradients and errors, eagerly and compiled."""
 
-from __future__ import annotations
-
 import pytest
 
 from nbelastic.errors import RanksDisagree

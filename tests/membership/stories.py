@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nbelastic.membership import place_of
+from nbelastic.membership import places_of
 from nbelastic.messages import Effect, Event, Limits, Place, Plan
 
 from .ranks import Script
@@ -40,7 +40,7 @@ def workers(plan: Plan) -> list[str]:
 
 def places(plan: Plan) -> list[Place]:
     slots = [member.slot for member in plan.members]
-    return [place_of(slots, rank) for rank in range(len(slots))]
+    return places_of(slots)
 
 
 def when(world: World, what: Callable[[Effect], bool]) -> list[float]:

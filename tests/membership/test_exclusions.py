@@ -21,34 +21,11 @@ from .world import World
 LONG = Script(batches=2000)
 
 
-def test_each_failure_doubles_the_wait_up_to_the_longest() -> None:
-    exclusions = Exclusions(bounds=(10.0, 100.0))
-    assert [exclusions.exclude("w", 0.0, chance=0.0) for _ in range(6)] == [
-        10,
-        20,
-        40,
-        80,
-        100,
-        100,
-    ]
-    assert exclusions.exclude("other", 0.0, chance=0.0) == 10
-
-
 def test_the_end_of_the_wait_is_not_excluded_any_more() -> None:
     exclusions = Exclusions(bounds=(10.0, 100.0))
     exclusions.exclude("w", 5.0, chance=0.0)
     assert exclusions.excludes("w", 14.99)
     assert not exclusions.excludes("w", 15.0)
-    assert exclusions.next_end(5.0) == 15.0
-    assert exclusions.next_end(15.0) is None
-
-
-def test_without_a_range_it_is_for_good() -> None:
-    exclusions = Exclusions()
-    assert exclusions.exclude("w", 0.0, chance=0.5) is None
-    assert exclusions.excludes("w", 1e12)
-    assert not exclusions.excludes("other", 0.0)
-    assert exclusions.next_end(0.0) is None
 
 
 @given(
@@ -89,29 +66,6 @@ def test_a_failed_process_is_excluded_for_good_its_successor_not() -> None:
     assert len(starts_on(world, "B0")) == 2
 
 
-def test_a_restarted_worker_is_used_at_once_without_a_range() -> None:
-    world = World(Limits(np=2, min_np=1), LONG)
-    world.add("A0", "B0", nanny=True)
-    trained(world).kill("B0")
-    world.run_for(2.0)
-    assert workers(world.plans[-1]) == ["A0", "B0"]
-    assert not world.records("cooldown")
-
-
-def test_with_a_range_a_restarted_worker_is_excluded() -> None:
-    world = World(Limits(np=2, min_np=1, cooldown=(5.0, 60.0)), LONG)
-    world.add("A0", "B0", nanny=True)
-    trained(world)
-    lost = world.now
-    world.kill("B0")
-    world.run_for(4.9)
-    assert workers(world.plans[-1]) == ["A0"]
-    assert world.worker("B0").alive, "its nanny has restarted it meanwhile"
-    world.run_for(2.0)
-    assert workers(world.plans[-1]) == ["A0", "B0"]
-    assert starts_on(world, "B0")[1] - lost == pytest.approx(5.25, abs=0.3)
-
-
 def test_a_newcomer_ends_when_its_worker_is_excluded() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, cooldown=(5.0, 60.0), script=LONG))
     old = world.worker("B0")
@@ -125,25 +79,6 @@ def test_a_newcomer_ends_when_its_worker_is_excluded() -> None:
     assert [workers(plan) for plan in world.plans] == [["A0", "B0"], ["A0"]]
     world.run_for(6.0)
     assert workers(world.plans[-1]) == ["A0", "B0"]
-
-
-def test_a_host_is_excluded_after_three_failures_in_a_row() -> None:
-    script = Script(batches=2000, commit_every=10_000)
-    world = trained(job("A0", "B0", np=2, min_np=1, script=script))
-    world.ranks[0].version = 1  # there is something to go back to
-    for name in ("B0", "B1", "B2"):
-        world.kill(name)
-        world.run_for(1.0)
-        if name != "B2":
-            world.add("B1" if name == "B0" else "B2")
-            world.run_for(2.0)
-    assert excluded(world)[-1] == ("host", "B", 10)
-    world.add("B3", "C0")
-    world.run_for(2.0)
-    assert not starts_on(world, "B3")
-    assert starts_on(world, "C0")
-    world.run_for(10.0)
-    assert starts_on(world, "B3"), "a host is never left out for good"
 
 
 def test_the_exclusion_of_the_only_host_does_not_end_the_job() -> None:
@@ -165,16 +100,15 @@ def test_exclusions_of_a_host_double_until_it_makes_progress() -> None:
     for failure in range(27):
         slot = structs.replace(rank.slot, name=f"B{failure}")
         machine.roster.now += 5.0
-        machine._count_failure(replace(rank, slot=slot))
+        machine._note_failure(replace(rank, slot=slot), None, process_gone=True)
         if failure % 3 == 2:
             rests.append(machine.roster.policy.repeated.until["B"] - machine.roster.now)
     assert rests == pytest.approx([10, 20, 40, 80, 160, 320, 600, 600, 600])
     machine.roster.note_version(rank, 1)
     for failure in range(3):
         machine.roster.now += 5.0
-        machine._count_failure(
-            replace(rank, slot=structs.replace(rank.slot, name=f"C{failure}"), version=0)
-        )
+        slot = structs.replace(rank.slot, name=f"C{failure}")
+        machine._note_failure(replace(rank, slot=slot, version=0), None, process_gone=True)
     assert machine.roster.policy.repeated.until["B"] - machine.roster.now == pytest.approx(10)
 
 
@@ -203,46 +137,6 @@ def test_a_worker_that_always_fails_cannot_starve_the_job(neighbour: str) -> Non
     world.run_for(600.0)
     assert 6 <= len(starts_on(world, "B9")) <= 9, "it is tried at longer and longer intervals"
     assert len(world.plans) == 3
-
-
-def test_commits_in_between_keep_a_host_in() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
-    for number in range(5):
-        world.kill(f"B{number}")
-        world.add(f"B{number + 1}")
-        world.run_for(3.0)
-    assert not world.records("cooldown")
-    assert workers(world.plans[-1]) == ["A0", "B5"]
-
-
-def test_commits_of_a_neighbour_keep_a_host_in() -> None:
-    script = Script(batches=2000, setup=1.0)
-    world = trained(job("A0", "B0", np=2, min_np=1, script=script))
-    for number in range(1, 6):
-        world.add(f"B{number}")
-        world.run_for(0.5)
-        world.kill(f"B{number}")
-        world.run_for(1.0)
-    assert len(world.records("lost")) == 5
-    assert not world.records("cooldown")
-
-
-def test_workers_killed_together_do_not_cost_their_host() -> None:
-    world = World(Limits(np=4, min_np=1), LONG)
-    world.add("A0", "A1", "A2", "A3", nanny=True)
-    trained(world, 20)
-    for name in ("A1", "A2", "A3"):
-        world.kill(name)
-    world.run_for(5.0)
-    assert workers(world.plans[-1]) == ["A0", "A1", "A2", "A3"]
-
-
-def test_a_planned_leave_is_no_failure() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, cooldown=(5.0, 60.0), script=LONG))
-    world.retire("B0", grace=0.5)
-    world.run_for(2.0)
-    assert not world.records("cooldown")
-    assert not world.records("lost")
 
 
 def test_an_error_that_others_have_excludes_nobody_and_is_said() -> None:

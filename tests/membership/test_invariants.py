@@ -8,7 +8,8 @@ repeated and long out of date.
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -35,6 +36,7 @@ from nbelastic.messages import (
     RankReady,
     RankReturned,
     ShareSet,
+    Sharing,
     Slot,
     SlotBusy,
     SlotDied,
@@ -49,9 +51,6 @@ from nbelastic.messages import (
 
 from .ranks import Script
 from .world import Worker, World
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -183,7 +182,8 @@ class FaultyWorld(RuleBasedStateMachine):
             getattr(self.world, what)(worker.slot.id, seconds)
         elif rank is not None and not worker.frozen:
             if what in ("hang", "deafen", "stick"):
-                rank.hung, rank.deaf, rank.stuck = True, what != "hang", what == "stick"
+                rank.hung = True  # it stays deaf: it has missed orders already
+                rank.deaf, rank.stuck = rank.deaf or what != "hang", rank.stuck or what == "stick"
             elif what == "crash":
                 rank.crash(f"its process was killed by signal {which}")
             else:
@@ -215,7 +215,8 @@ class FaultyWorld(RuleBasedStateMachine):
         workers = [w for w in self.alive() if w.holder is None and not w.leaving]
         slots = [worker.slot for worker in workers]
         reclaimed = [worker.slot.id for worker in self.alive() if worker.slot.name == name]
-        self.world.tell(ShareSet(share, 6, ("other",), 1, tuple(reclaimed if reclaims else ())))
+        sharing = None if share is None else Sharing(share, 6, ("other",), 1)
+        self.world.tell(ShareSet(sharing, tuple(reclaimed if reclaims else ())))
         if offered or share is None:
             self.world.tell(SlotsFound(tuple(slots)))
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from nbelastic.membership import Machine, Phase, pack_machine, unpack_machine
+from nbelastic.membership import Machine, Phase
 from nbelastic.messages import (
     FRESH,
     Beat,
@@ -22,13 +20,9 @@ from nbelastic.messages import (
     Notify,
     Presence,
     RankReady,
-    ResetLimit,
     Slot,
-    SlotLeaving,
     SlotsFound,
     StartRank,
-    StopRequested,
-    Tick,
 )
 
 from .ranks import Script
@@ -50,15 +44,6 @@ def test_a_job_waits_for_np_and_then_starts_with_min_np() -> None:
     assert when(world, lambda e: isinstance(e, StartRank)) == [30.0] * 3
 
 
-def test_at_first_it_waits_no_longer_than_it_must() -> None:
-    world = job("A0", "B0", "C0", np=4, min_np=2, elastic_timeout=30.0, script=LONG)
-    world.run_for(10.0)
-    world.add("D0")
-    trained(world)
-    assert len(world.plans[0].members) == 4
-    assert world.now < 11.0
-
-
 def test_once_started_a_loss_is_waited_out_anew() -> None:
     world = job("A0", "B0", np=3, min_np=2, elastic_timeout=30.0, script=LONG)
     world.run_for(30.1)
@@ -68,13 +53,6 @@ def test_once_started_a_loss_is_waited_out_anew() -> None:
     world.add("C0")
     trained(world)
     assert workers(world.plans[0]) == ["A0", "C0"]
-
-
-def test_max_np_below_np_does_not_wait_for_more_than_it_may_have() -> None:
-    world = job("A0", "B0", np=4, min_np=1, max_np=4, script=LONG).run_for(1.0)
-    world.tell(LimitsChanged(max_np=2))
-    trained(world)
-    assert len(world.plans[0].members) == 2
 
 
 def test_a_shortage_is_counted_from_the_last_training_on() -> None:
@@ -102,38 +80,6 @@ def test_workers_that_come_and_die_do_not_prolong_the_wait() -> None:
     assert world.outcome.error == "not_enough_workers"
 
 
-# -- resets --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("limit", [0, 1, 3, None])
-def test_reset_limit(limit: int | None) -> None:
-    world = job("A0", np=1, min_np=1, reset_limit=limit, script=Script(batches=60))
-    for number, batch in enumerate((10, 20, 30, 40)):
-        world.at(batch, lambda name=f"{'BCDE'[number]}0": world.add(name))
-    world.run()
-    assert len(world.records("reset")) == (4 if limit is None else limit)
-    assert len(world.plans) == (5 if limit is None else limit + 1)
-    if limit is None:
-        assert world.outcome.kind == "finished"
-    else:
-        assert world.outcome.error == "reset_limit"
-        assert world.outcome.reason == ResetLimit(limit, ())
-
-
-def test_the_first_plan_is_no_reset() -> None:
-    world = job("A0", "B0", np=2, reset_limit=0).run()
-    assert world.outcome.kind == "finished"
-
-
-def test_newcomers_ready_together_join_in_one_reset() -> None:
-    world = trained(job("A0", np=1, min_np=1, script=LONG))
-    world.add("B0")
-    world.run_for(0.15)
-    world.add("C0")
-    world.run_for(2.0)
-    assert [len(plan.members) for plan in world.plans] == [1, 3]
-
-
 # -- newcomers every so many commits -------------------------------------------------------------
 
 
@@ -152,27 +98,6 @@ def test_newcomers_join_after_so_many_commits_of_a_generation(every: int) -> Non
         assert versions[-1] < 2 * 40 + 60
 
 
-def test_ranks_leave_at_any_commit_and_newcomers_join_with_that() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, max_np=3, check_every=10_000, script=LONG))
-    world.add("C0")
-    world.run_for(3.0)
-    assert len(world.plans) == 1
-    world.retire("A0", grace=20.0)
-    world.run(until=lambda: len(world.plans) > 1)
-    assert workers(world.plans[-1]) == ["B0", "C0"]
-
-
-def test_a_failure_lets_newcomers_in_who_are_ready() -> None:
-    world = job("A0", "B0", np=2, min_np=1, max_np=3, check_every=10_000, script=LONG)
-    trained(world)
-    world.add("C0")
-    world.run_for(3.0)
-    assert len(world.plans) == 1
-    world.kill("A0")
-    world.run(until=lambda: len(world.plans) > 1)
-    assert workers(world.plans[-1]) == ["B0", "C0"]
-
-
 def test_the_last_holder_of_the_state_does_not_wait_for_commits() -> None:
     world = trained(job("A0", np=1, min_np=1, max_np=2, check_every=10_000, script=LONG))
     world.add("B0")
@@ -183,14 +108,6 @@ def test_the_last_holder_of_the_state_does_not_wait_for_commits() -> None:
 
 
 # -- scaling -------------------------------------------------------------------------------------
-
-
-def test_scale_up() -> None:
-    world = trained(job("A0", "B0", "C0", np=2, min_np=1, max_np=2, script=LONG))
-    assert len(world.of(StartRank)) == 2
-    world.tell(LimitsChanged(max_np=3))
-    world.run_for(2.0)
-    assert workers(world.plans[-1]) == ["A0", "B0", "C0"]
 
 
 def test_who_stays_of_a_job_that_shrinks_is_known_to_have_the_state() -> None:
@@ -219,18 +136,6 @@ def test_scale_down() -> None:
     assert batches(world) == list(range(1, len(batches(world)) + 1)), "nothing is redone"
     assert len(world.of(StartRank)) == 4, "their slots are not used again"
     assert not world.records("cooldown")
-
-
-def test_scale_down_counts_those_who_leave_anyway() -> None:
-    world = trained(job("A0", "B0", "C0", "D0", np=4, min_np=1, script=LONG), 10)
-    world.tell(LimitsChanged(max_np=3))
-    world.tell(SlotLeaving(world.worker("D0").slot.id))
-    world.run_for(2.0)
-    assert workers(world.plans[-1]) == ["A0", "B0", "C0"]
-    world.retire("A0")
-    world.tell(LimitsChanged(max_np=2))
-    world.run_for(2.0)
-    assert workers(world.plans[-1]) == ["B0", "C0"]
 
 
 def test_scale_down_lets_newcomers_go_first() -> None:
@@ -298,32 +203,12 @@ def test_min_np_above_max_np_is_refused() -> None:
         Limits(min_np=3, max_np=2)
 
 
-# -- deadlines -----------------------------------------------------------------------------------
-
-moments = st.floats(0.0, 1e9)
-spans = st.floats(0.001, 1e6)
+# -- time -----------------------------------------------------------------------------------------
 
 
-@given(moments, spans)
-def test_a_deadline_takes_effect_when_it_comes(now: float, seconds: float) -> None:
-    """Whatever the rounding: a tick at the deadline is not too early."""
-    machine = Machine(Limits(elastic_timeout=seconds, stall_timeout=1e12))
-    machine.handle(Tick(), now)
-    effects = machine.handle(Tick(), machine.deadline())
-    assert isinstance(effects[-1], End)
-
-
-@given(moments, spans)
-def test_so_do_the_deadlines_of_ranks(now: float, seconds: float) -> None:
-    limits = Limits(elastic_timeout=seconds, ending_timeout=seconds, stall_timeout=1e12)
-    machine = Machine(limits)
-    machine.handle(SlotsFound((Slot("1", "tcp://A0", "A0", "A"),)), now)
-    effects = copy(machine).handle(Tick(), machine.deadline())
-    assert any(isinstance(effect, EndRank) for effect in effects)
-    machine.handle(StopRequested(), now)
-    effects = machine.handle(Tick(), machine.deadline())
-    assert isinstance(effects[-1], End)
-
-
-def copy(machine: Machine) -> Machine:
-    return unpack_machine(pack_machine(machine))
+def test_what_is_due_at_the_very_moment_of_a_message_is_done() -> None:
+    machine = Machine(Limits(np=3, min_np=3, elastic_timeout=1.0))
+    one, other = (Slot(name, f"tcp://{name}", name, name) for name in ("A0", "B0"))
+    machine.handle(SlotsFound((one,)), 1.0)
+    effects = machine.handle(SlotsFound((other,)), 2.0)
+    assert any(isinstance(effect, End) for effect in effects)

@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, REQUEST_LIMIT_S
-from nbelastic.membership import rules, view
+from nbelastic.membership import Phase, rules, view
+from nbelastic.membership.rules import LONGEST_STAY, STAY
 from nbelastic.messages import (
+    NONE_STAYS,
     EndRank,
     GoneBeforeCommit,
     LossReason,
-    NoneStays,
     Notice,
     Noticed,
     NoticeSource,
     ShareSet,
+    Sharing,
     SlotLeaving,
     SlotsFound,
     SlotStays,
     StartRank,
 )
-from tests.support.metadata import FakeMetadata, Machine, notice_of
 
 from .invariants import contents
 from .ranks import Script
-from .stories import batches, job, trained
+from .stories import batches, job, trained, workers
 from .world import World
 
 LONG = Script(batches=20_000)
-NOON = 1700000000.0
-FAULTS = [
-    {},
-    {"broken": 401},
-    {"broken": 503},
-    {"slow": REQUEST_LIMIT_S + 1},
-    {"slow": REQUEST_LIMIT_S - 0.5},
-    {"body": b"<html>log in</html>"},
-    {"token": "second"},
-]
-OVER = {"broken": 0, "slow": 0.0, "body": None}
 
 
 def noticed(world: World, name: str, seconds: float = 120.0) -> SlotLeaving:
@@ -64,52 +53,24 @@ def ends(world: World) -> list[EndRank]:
     return [effect for effect in world.effects if isinstance(effect, EndRank)]
 
 
-def played(number: int) -> Machine:
-    """Return a machine of some cloud whose service gets into trouble, and gives notice in it.
-
-    The notice of every third one is revoked once, and given again.
-    """
-    service = FakeMetadata(("aws", "google", "azure")[number % 3])
-
-    def give(at: float) -> tuple[float, object]:
-        return NOON + at, lambda s: s.__dict__.update(notice=notice_of(s.cloud, 120.0, NOON + at))
-
-    fault = FAULTS[number % len(FAULTS)]
-    script = [
-        (NOON + 10, lambda s: s.__dict__.update(fault)),
-        give(15),
-        (NOON + 40, lambda s: s.__dict__.update(OVER)),
-    ]
-    if number % 3 == 0:
-        script += [(NOON + 60, lambda s: s.__dict__.update(notice=None)), give(80)]
-    return Machine(service, script, NOON).run(NOON + 100)  # type: ignore[arg-type]
-
-
-def test_a_hundred_notices_of_watched_machines_cost_no_step() -> None:
-    """The real watcher reads what scripted services answer; the machine acts on it."""
+def test_a_hundred_notices_cost_no_step() -> None:
+    """That of every third machine is revoked once, and given again."""
     world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG))
-    workers, given = ["A0", "B0", "C0"], 0
+    workers = ["A0", "B0", "C0"]
     for number in range(100):
         world.add(f"N{number}")
         world.run_for(1.0)
         name = workers.pop(0)
         workers.append(f"N{number}")
-        machine = played(number)
-        seconds = machine.now - NOON
-        polls = seconds / POLL_INTERVAL
-        assert len(machine.requests) <= 2 * polls + 4, "AWS has two items; and 3 find a cloud"
-        verdicts = [(at, notice) for at, notice, _ in machine.told]
-        assert verdicts[-1][1] is not None
-        for _, notice in verdicts[1:]:
-            if notice is None:
-                world.tell(stays(world, name))
-                world.tell(SlotsFound((world.worker(name).slot,)))
-            else:
-                given += 1
-                world.tell(noticed(world, name, notice.seconds))
+        world.tell(noticed(world, name))
+        world.run_for(1.0)
+        if number % 3 == 0:
+            world.tell(stays(world, name))
+            world.tell(SlotsFound((world.worker(name).slot,)))
+            world.run_for(1.0)
+            world.tell(noticed(world, name))
             world.run_for(1.0)
         world.kill(name)
-    assert given > 100
     assert batches(world) == sorted(set(batches(world))), "none was trained again"
     assert {record.reason.reason for record in world.records("left")} == {LossReason.LEFT}
     assert not world.records("lost")
@@ -125,24 +86,6 @@ def test_the_status_counts_down_until_the_worker_is_gone() -> None:
     world.kill("B0")
     world.run_for(1.0)
     assert not isinstance(view(world.machine.machine, world.now).reason, Noticed)
-
-
-def test_a_notice_is_recorded_once() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
-    world.tell(noticed(world, "B0"))
-    world.tell(noticed(world, "B0"))
-    assert [record.name for record in world.records("notice")] == ["B0"]
-
-
-def test_the_last_holder_stays_for_as_long_as_its_machine_does() -> None:
-    world = trained(job("A0", np=1, min_np=1, script=LONG), 20)
-    world.tell(noticed(world, "A0"))
-    world.run_for(60.0)
-    assert world.sizes() == [1]
-    world.add("B0")
-    world.run_for(5.0)
-    assert [rank.slot.name for rank in world.machine.machine.roster.ranks.values()] == ["B0"]
-    assert batches(world) == sorted(set(batches(world)))
 
 
 def test_a_rank_that_was_not_sent_away_yet_stays_when_the_notice_is_revoked() -> None:
@@ -185,26 +128,6 @@ def test_the_last_holder_never_stays_longer_than_its_machine(seconds: float) -> 
     world.tell(noticed(world, "A0", seconds))
     (rank,) = world.machine.roster.ranks.values()
     assert rank.leave_deadline <= world.now + max(seconds, 0.0)
-
-
-def test_the_last_holder_has_less_time_when_its_machine_has() -> None:
-    world = trained(job("A0", np=1, min_np=1, script=LONG), 20)
-    world.tell(noticed(world, "A0", 900.0))
-    world.run_for(1.0)
-    world.tell(noticed(world, "A0", 60.0))
-    world.run_for(50.0)
-    assert names(world) == []
-    assert len(world.records("notice")) == 1
-
-
-def test_a_newcomer_whose_machine_goes_never_joins() -> None:
-    world = trained(job("A0", np=1, min_np=1, max_np=3, script=Script(batches=20_000, setup=3.0)))
-    world.add("B0")
-    world.run_for(1.0)
-    world.tell(noticed(world, "B0"))
-    world.run_for(10.0)
-    assert world.sizes() == [1]
-    assert [effect.start for effect in ends(world)] == [1]
 
 
 # -- where all leave -------------------------------------------------------------------------------
@@ -251,7 +174,7 @@ def test_that_nothing_keeps_the_state_is_said_in_time_and_once() -> None:
     assert not world.records("warning")
     world.tell(noticed(world, "B0"))
     world.tell(noticed(world, "B0", 60.0))
-    assert [record.reason for record in world.records("warning")] == [NoneStays()]
+    assert [record.reason for record in world.records("warning")] == [NONE_STAYS]
 
 
 def test_a_rank_that_comes_to_no_commit_in_time_is_a_warning() -> None:
@@ -291,64 +214,9 @@ def test_a_rank_at_risk_is_replaced_in_one_reset_and_nothing_is_redone() -> None
     assert not world.records("lost")
 
 
-def test_a_worker_that_idles_takes_the_place_at_once() -> None:
-    world = trained(job("A0", "B0", "C0", np=2, min_np=2, max_np=2, script=LONG), 20)
-    assert names(world) == ["A0", "B0"]
-    world.tell(risk(world, "B0"))
-    world.run_for(10.0)
-    assert names(world) == ["A0", "C0"]
-
-
-def test_a_place_at_risk_is_taken_only_where_the_job_lacks_ranks() -> None:
-    world = trained(job("A0", "B0", "C0", np=2, min_np=2, max_np=2, script=LONG), 20)
-    world.tell(risk(world, "C0"))
-    world.tell(risk(world, "B0"))
-    world.run_for(10.0)
-    assert names(world) == ["A0", "B0"]
-    world.kill("A0")
-    world.run_for(10.0)
-    assert names(world) == ["B0", "C0"], "better than none"
-
-
-def test_the_only_rank_hands_its_state_over() -> None:
-    world = trained(job("A0", np=1, min_np=1, max_np=1, script=LONG), 20)
-    world.tell(risk(world, "A0"))
-    world.add("B0")
-    world.run_for(10.0)
-    assert names(world) == ["B0"]
-    assert batches(world) == sorted(set(batches(world)))
-    assert not world.records("restarted")
-
-
-def test_what_is_at_risk_no_more_stays() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, max_np=2, script=LONG), 20)
-    world.tell(risk(world, "A0"))
-    shown = view(world.machine.machine, world.now).reason
-    assert isinstance(shown, Noticed) and shown.notices[0].soft
-    world.tell(stays(world, "A0"))
-    world.add("C0")
-    world.run_for(10.0)
-    assert names(world) == ["A0", "B0"]
-    assert not isinstance(view(world.machine.machine, world.now).reason, Noticed)
-    assert world.records("notice")[-1].reason.revoked
-
-
-def test_a_newcomer_is_not_kept_when_the_risk_is_over_before_it_is_ready() -> None:
-    script = Script(batches=20_000, setup=5.0)
-    world = trained(job("A0", np=1, min_np=1, max_np=1, script=script), 20)
-    world.tell(risk(world, "A0"))
-    world.add("B0")
-    world.run_for(1.0)
-    assert names(world) == ["A0", "B0"]
-    world.tell(stays(world, "A0"))
-    world.run_for(10.0)
-    assert names(world) == ["A0"]
-    assert world.sizes() == [1]
-
-
 def test_a_job_that_shares_its_cluster_starts_none_above_its_share() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, max_np=4, script=LONG), 20)
-    world.tell(ShareSet(2, 3, ("other",), 1))
+    world.tell(ShareSet(Sharing(2, 3, ("other",), 1)))
     world.tell(risk(world, "A0"))
     world.add("C0")
     world.run_for(10.0)
@@ -356,15 +224,69 @@ def test_a_job_that_shares_its_cluster_starts_none_above_its_share() -> None:
     assert len([e for e in world.effects if isinstance(e, StartRank)]) == 2
 
 
-def test_a_notice_of_a_machine_at_risk_counts_as_any() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, max_np=2, script=LONG), 20)
-    world.tell(risk(world, "A0"))
-    world.tell(noticed(world, "A0"))
-    world.run_for(5.0)
-    assert names(world) == ["B0"]
-
-
 def test_the_time_to_stay_leaves_time_to_write() -> None:
     world = job("A0", checkpoint=True)
     assert rules.time_to_stay(world.machine.roster, 120.0) == 55.0
     assert rules.time_to_stay(job("A0").machine.roster, 120.0) == 100.0
+
+
+# -- the last holders of the state, asked to leave, stay until another rank has it ----------------
+
+
+SLOW = Script(batches=2000, setup=3.0)
+
+
+def told(world: World) -> list[int]:
+    return [each.start for each in world.of(EndRank) if each.how == "leave"]
+
+
+def retired(*names: str, new: int, **limits: int) -> World:
+    """Return a job that has trained, whose workers are all retired while others have just come."""
+    world = trained(job(*names, np=len(names), script=LONG, **limits), 20)
+    world.add(*(f"N{number}" for number in range(new)))
+    for name in names:
+        world.retire(name, grace=30.0)
+    return world
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("grows", [True, False])
+def test_the_state_outlives_all_who_held_it(number: int, grows: bool) -> None:
+    names = [f"A{each}" for each in range(number)]
+    limits = {"min_np": 1} if grows else {"min_np": number, "max_np": number}
+    world = retired(*names, new=number, **limits)
+    world.run_for(20.0)
+    assert not world.records("restarted")
+    assert set(workers(world.plans[-1])) == {f"N{each}" for each in range(number)}
+    assert world.phase() == Phase.RUNNING
+    assert batches(world) == sorted(batches(world)), "nothing is done again"
+    assert sorted(told(world)) == list(range(number))
+
+
+def test_who_stays_until_its_time_is_over_is_told_then() -> None:
+    world = retired("A0", "A1", new=0, min_np=1)
+    world.run_for(STAY - 0.5)
+    assert told(world) == [0]
+    world.run_for(1.0)
+    assert told(world) == [0, 1]
+    world.run_for(5.0)
+    world.add("N0")
+    world.run(until=lambda: bool(world.records("restarted")))
+
+
+def test_newcomers_that_never_come_keep_nobody_for_ever() -> None:
+    world = trained(job("A0", np=1, script=Script(batches=20_000, setup=500.0)), 20)
+    world.add("N0")
+    world.retire("A0", grace=1000.0)
+    world.run_for(LONGEST_STAY - 5.0)
+    assert told(world) == []
+    world.run_for(10.0)
+    assert told(world) == [0]
+
+
+def test_a_worker_that_closes_soon_does_not_stay() -> None:
+    world = trained(job("A0", np=1, script=SLOW), 20)
+    world.tell(SlotLeaving(world.worker("A0").slot.id))
+    assert told(world) == []
+    world.tell(SlotLeaving(world.worker("A0").slot.id, soon=True))
+    assert told(world) == [0]

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from nbelastic.membership import Phase
 from nbelastic.membership.failure_policy import SAME_KIND
 from nbelastic.messages import (
-    Counted,
+    FRESH,
+    Abort,
+    Effect,
     EndRank,
+    Limits,
     LossReason,
+    Lost,
+    Publish,
     RankDied,
+    RankFormed,
+    RankId,
+    RankReady,
+    Record,
     RestartWorker,
-    SlotGone,
-    StopRequested,
+    Slot,
+    SlotsFound,
+    StartRank,
     Text,
 )
 
+from .invariants import Checked
 from .ranks import KILLED_AFTER, Script
 from .stories import batches, job, trained, workers
-from .test_no_progress import in_each_generation
 from .world import World
 
 LONG = Script(batches=2000)
@@ -69,44 +80,12 @@ def test_a_neighbour_may_report_it_before_the_worker_does() -> None:
     assert len(workers(world.plans[2])) == 3, "its worker is used again"
 
 
-def test_a_neighbour_reports_what_was_the_end_of_a_worker() -> None:
-    world = trained(job("A0", "A1", "A2", np=3, min_np=2, script=LONG), 10)
-    world.rank_on("A1").crash(CAUSE)
-    world.worker("A1").alive = False  # with its rank; the scheduler is the last to know
-    world.run(until=lambda: len(world.plans) == 2)
-    assert list(world.machine.roster.dead.values()) == [world.worker("A1").slot]
-    world.tell(SlotGone(world.worker("A1").slot.id))
-    assert not world.machine.roster.dead
-    assert about(world, "A1") == ["joined", "lost"]
-
-
 def test_a_death_is_counted_once_whoever_reports_it(two: World) -> None:
     start = two.rank_on("B0").start
     for _ in range(2):
         two.tell(RankDied(start, CAUSE))
     assert len(two.records("lost")) == 1
     assert sum(two.machine.roster.policy.worker_failures.values()) == 1
-
-
-def test_the_death_of_a_rank_that_has_returned_changes_nothing() -> None:
-    world = job("A0", "B0", np=2, script=Script(batches=3, after=5.0))
-    world.run(until=lambda: world.phase() == Phase.FINISHING)
-    rank = world.rank_on("A0")
-    rank.worker.holder, rank.where = None, "outside"
-    rank.enter()
-    world.run_for(0.1)
-    world.tell(RankDied(rank.start, CAUSE))
-    assert world.run().outcome.kind == "finished"
-
-
-def test_deaths_at_the_same_commit_again_and_again_end_the_job() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=2, script=LONG), 5)
-    in_each_generation(world, lambda _: world.crash("B0", CAUSE), lambda _: 1)
-    reason = world.outcome.reason
-    assert (reason.count.counted, reason.count.times) == (Counted.SAME_WORKER, SAME_KIND)
-    assert [lost.detail for lost in reason.causes] == [CAUSE]
-    assert reason.last_death == CAUSE
-    assert world.outcome.error == "no_progress"
 
 
 def test_deaths_before_the_first_generation_end_the_job_with_their_cause() -> None:
@@ -161,10 +140,56 @@ def test_an_evicted_rank_whose_worker_goes_is_no_second_loss() -> None:
     assert len(world.plans) == 2
 
 
-def test_a_rank_that_dies_when_the_job_ends_is_its_end(two: World) -> None:
-    two.rank_on("B0").hung = two.rank_on("B0").deaf = True
-    two.tell(StopRequested(now=True))
-    assert two.phase() == Phase.ENDING
-    assert two.run().outcome.kind == "stopped"
-    assert not two.of(RestartWorker)
-    assert not two.records("lost")
+# -- reports of ranks that a neighbour's process has ended, as the system says --------------------
+
+
+def slot(name: str) -> Slot:
+    return Slot(id=name, worker=f"tcp://{name}", name=name, host=name)
+
+
+def ready(start: int, generation: int, *gone: int) -> RankReady:
+    version = 0 if generation else FRESH
+    return RankReady(start, generation, version, 1, ("", 0), failed=generation > 0, gone=gone)
+
+
+@pytest.fixture
+def three() -> Checked:
+    """A generation of three ranks, which has formed."""
+    machine = Checked(Limits(np=3, min_np=2))
+    machine.handle(SlotsFound(tuple(map(slot, ("A0", "B0", "C0")))), 1.0, 0.5)
+    for start in range(3):
+        machine.handle(ready(start, 0), 2.0, 0.5)
+    for start in range(3):
+        machine.handle(RankFormed(start, 1), 3.0, 0.5)
+    return machine
+
+
+def records(effects: list[Effect]) -> list[tuple[str, int | None]]:
+    return [(e.kind, e.rank) for e in effects if isinstance(e, Record)]
+
+
+def test_the_others_go_on_before_the_scheduler_knows(three: Checked) -> None:
+    effects = three.handle(ready(0, 1, 1), 4.0, 0.5)
+    assert ("lost", 1) in records(effects)
+    (abort,) = [effect for effect in effects if isinstance(effect, Abort)]
+    assert abort.reason == Lost(RankId(1, 1, "tcp://B0"), LossReason.PROCESS_ENDED)
+    effects = three.handle(ready(2, 1, 1), 4.1, 0.5)
+    (publish,) = [effect for effect in effects if isinstance(effect, Publish)]
+    assert [member.start for member in publish.plan.members] == [0, 2]
+    three.replay()
+
+
+def test_a_rank_is_started_there_once_the_worker_says_that_it_lives(three: Checked) -> None:
+    effects = three.handle(ready(0, 1, 1), 4.0, 0.5)
+    assert not any(isinstance(effect, StartRank) for effect in effects)
+    assert records(three.handle(RankDied(1, "was killed"), 4.1, 0.5)) == [("died", 1)]
+    effects = three.handle(SlotsFound((slot("B0"),)), 4.2, 0.5)
+    assert [effect.slot.id for effect in effects if isinstance(effect, StartRank)] == ["B0"]
+    three.replay()
+
+
+def test_reports_of_oneself_or_of_a_ready_rank_are_ignored(three: Checked) -> None:
+    three.handle(ready(0, 1, 0, 7), 4.0, 0.5)
+    assert {rank.start for rank in three.machine.roster.ranks.values()} == {0, 1, 2}
+    three.handle(replace(ready(1, 1), gone=(0,)), 4.1, 0.5)
+    assert {rank.start for rank in three.machine.roster.ranks.values()} == {0, 1, 2}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from nbelastic import messages as why
+from nbelastic.membership import Machine
 from nbelastic.messages import (
     FRESH,
     AnyReason,
+    Limits,
     LossReason,
     StopReason,
     UnusedReason,
@@ -79,7 +81,7 @@ SENTENCES = [
         "batch, where ranks leave, too, or commit more often",
     ),
     (
-        why.NoneStays(),
+        why.NONE_STAYS,
         "all workers with the state will go, and the job has no checkpoint: it starts over unless "
         "another worker joins before. Pass checkpoint=, or add workers",
     ),
@@ -97,11 +99,11 @@ SENTENCES = [
         why.Sharing(0, 6, ("bert",), 1, suspended=True),
         "suspended: its state is in its checkpoint, while others go first: bert",
     ),
-    (why.ShareChanged(6, 3, ("bert",), 1), "6 → 3: shares with bert"),
+    (why.ShareChanged(6, why.Sharing(3, 4, ("bert",), 1)), "6 → 3: shares with bert"),
     (why.ShareChanged(3, None), "3 → all"),
     (why.Connected(2, "shm"), "2 ranks over shared memory"),
     (why.Connected(1, "solo"), "1 rank"),
-    (why.Transport("gloo", "no native part"), "tensors go over Gloo: no native part"),
+    (why.Connected(2, "gloo", "no native part"), "tensors go over Gloo: no native part"),
     (why.StateLost(7), "no rank is left that holds commit 7, the newest known one"),
     (why.StateLost(0), "no rank is left that holds the state"),
     (why.UserErrors(("a", "b")), "a; b"),
@@ -137,7 +139,7 @@ SENTENCES = [
         why.RanksMissing(1, 2, (GONE,)),
         "1 of 2 ranks ended before they returned; rank 0 on tcp://A0: its worker left the cluster",
     ),
-    (why.SchedulerLost("the client is closed"), "the client is closed"),
+    (why.Text("the client is closed"), "the client is closed"),
     (why.Stopping(StopReason.STOPPED, at_commit=True), "stopped by its user at a commit"),
     (why.Stopping(StopReason.CANCELLED), "cancelled by its user"),
     (
@@ -159,7 +161,7 @@ SENTENCES = [
         "not used: 5 taken by job 'other' (a, b, c, and 2 more)",
     ),
     (TAKEN, "5 taken by job 'other' (a, b, c, and 2 more)"),
-    (why.StopPending(), "stopping at the next commit"),
+    (why.STOP_PENDING, "stopping at the next commit"),
     (why.WaitingForRanks(1, 4), "waiting for 1 rank to leave generation 4"),
     (why.WaitingForRanks(2, 0), "waiting for 2 ranks to be ready"),
     (
@@ -172,10 +174,9 @@ SENTENCES = [
         "(not used: 1 busy with other tasks of Dask, which its rank waits for (d))",
     ),
     (why.KernelLost(60.0), "its kernel is gone; it goes on for up to 60 s"),
-    (why.KernelAttached(), "a kernel has attached to it"),
-    (why.Text("commit 3 is in a file"), "commit 3 is in a file"),
+    (why.KERNEL_ATTACHED, "a kernel has attached to it"),
     (why.EndOrder(why.EndReason.SCALED_DOWN), "the job was scaled down"),
-    (why.StepsDiffer(), "the ranks left their elastic loop at different steps"),
+    (why.STEPS_DIFFER, "the ranks left their elastic loop at different steps"),
 ]
 
 LONG = [
@@ -191,7 +192,7 @@ LONG = [
     (why.CannotJoin(ONE, "StateMismatch: x"), ["rank 0 on tcp://A0", "StateMismatch: x"]),
     (why.LoopsDiffer(ONE, TWO), ["tcp://A0 has reached the end", "ElasticSampler"]),
     (why.OperationsDiffer((ONE, TWO), ("a", "b")), ["tcp://A0: a", "tcp://B0: b", "same order"]),
-    (why.PlacesDiffer(), ["different places", "same order"]),
+    (why.PLACES_DIFFER, ["different places", "same order"]),
     (why.PastFirstLoop(2), ["no rank can join any more", "elastic loop 2", "into one"]),
     (why.PastFirstLoop(2, 1, 3), ["1 of at least 3 ranks are left, and none can join"]),
     (why.NeverMet(3, ("Lightning",)), ["3 separate trainings\n", 'strategy="nbelastic" to the Tr']),
@@ -237,3 +238,11 @@ def test_ways_of_tensors() -> None:
     assert over("hierarchical") == "over shared memory and Gloo"
     assert over("cuda_ipc") == "over CUDA IPC"
     assert over("nccl") == "over NCCL"
+
+
+def test_the_failed_operations_of_others_are_no_causes_beside_the_loss() -> None:
+    roster = Machine(Limits()).roster
+    roster.reset_causes += [GAVE_UP]
+    assert roster.causes() == (GAVE_UP,)
+    roster.reset_causes += [RAISED, GAVE_UP, RAISED]
+    assert roster.causes() == (RAISED,)

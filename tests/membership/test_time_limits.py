@@ -7,7 +7,6 @@ from msgspec import structs
 
 from nbelastic.membership import Phase, view
 from nbelastic.messages import (
-    Abort,
     AllWaited,
     Beat,
     Beats,
@@ -32,7 +31,7 @@ from nbelastic.messages import (
 )
 
 from .ranks import Script
-from .stories import batches, job, trained, when, workers
+from .stories import batches, job, trained, workers
 from .world import World
 
 LONG = Script(batches=2000)
@@ -68,16 +67,6 @@ def test_only_the_rank_that_hangs_is_evicted(culprit: str) -> None:
     assert world.records("lost")[0].reason.seconds == 20.0
 
 
-def test_a_frozen_worker_is_evicted_after_the_heartbeat_timeout() -> None:
-    world = trained(job("A0", "B0", "C0", np=3, min_np=2, script=LONG), 10)
-    begun = world.now
-    world.freeze("B0")
-    world.run(until=lambda: len(world.plans) == 2)
-    assert restarted(world) == ["B0"]
-    assert workers(world.plans[1]) == ["A0", "C0"]
-    assert world.now - begun < 11.0
-
-
 def test_slow_steps_are_no_stall() -> None:
     script = Script(batches=3, step=30.0)
     world = job("A0", "B0", np=2, stall_timeout=20.0, script=script).run()
@@ -110,27 +99,6 @@ def test_late_messages_evict_no_rank() -> None:
     assert world.phase() == Phase.RUNNING
 
 
-def test_a_silent_rank_is_evicted_while_others_wait() -> None:
-    world = trained(job("A0", "B0", "C0", np=3, min_np=2, stall_timeout=20.0, script=LONG), 10)
-    world.heartbeat_timeout = 1e9
-    world.freeze("C0")
-    world.run(until=lambda: len(world.plans) == 2)
-    assert evicted(world) == ["C0"]
-    world.run_for(11.0)
-    assert restarted(world) == ["C0"], "its rank does not end"
-
-
-def test_a_rank_frozen_while_it_waits_is_found_by_its_silence() -> None:
-    world = trained(job("A0", "B0", "C0", np=3, min_np=2, stall_timeout=4.0, script=LONG), 10)
-    world.heartbeat_timeout = 1e9
-    everybody_waits(world)
-    world.run_for(1.5)
-    world.freeze("C0")
-    world.run(until=lambda: len(world.plans) == 2)
-    assert evicted(world) == ["C0"]
-    assert world.records("lost")[0].reason.reason == LossReason.STALLED
-
-
 def test_a_rank_that_hangs_after_the_loop_is_evicted() -> None:
     script = Script(batches=5, after=1000.0)
     world = job("A0", "B0", np=2, stall_timeout=20.0, script=script)
@@ -150,20 +118,6 @@ def test_a_rank_that_hangs_after_the_loop_is_evicted() -> None:
     assert world.run().outcome.error == "rank_lost"
 
 
-# -- ranks that do not let go ----------------------------------------------------------------------
-
-
-def test_a_rank_that_does_not_leave_its_generation_is_evicted() -> None:
-    world = trained(job("A0", "B0", "C0", np=3, min_np=1, stall_timeout=20.0, script=LONG), 10)
-    world.rank_on("B0").hung = True
-    world.kill("C0")
-    world.run(until=lambda: len(world.plans) == 2)
-    assert evicted(world) == ["B0"]
-    (time,) = when(world, lambda e: isinstance(e, EndRank))
-    (aborted,) = when(world, lambda e: isinstance(e, Abort))
-    assert time - aborted == pytest.approx(20.0, abs=0.01)
-
-
 # -- ranks that are never ready --------------------------------------------------------------------
 
 
@@ -175,15 +129,6 @@ def test_a_rank_that_is_not_ready_in_time_is_evicted() -> None:
     assert workers(world.plans[0]) == ["A0"], "those started together wait for each other"
     assert evicted(world) == ["B0"]
     assert world.now == pytest.approx(30.0, abs=0.1)
-
-
-def test_a_late_newcomer_is_not_waited_for() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, elastic_timeout=30.0, script=LONG), 10)
-    world.add("C0", "D0")
-    world.run_for(0.1)
-    world.rank_on("C0").hung = True
-    world.run_for(3.0)
-    assert workers(world.plans[-1]) == ["A0", "B0", "D0"]
 
 
 # -- ranks that do not connect ---------------------------------------------------------------------
@@ -229,17 +174,6 @@ def test_ranks_that_can_never_connect_fail_the_job() -> None:
     assert world.outcome.error == "no_progress"
     assert world.outcome.reason.count == Tally(Counted.UNFORMED, 4, 4, 0)
     assert len(world.plans) == 4
-
-
-def test_a_rank_that_cannot_connect_says_so_itself() -> None:
-    world = job("A0", "B0", np=2, min_np=2, forming_timeout=8.0, script=LONG)
-    world.run(until=lambda: world.phase() == Phase.FORMING)
-    world.run_for(0.004)
-    world.ranks[0].collective_failed()
-    world.run_for(1.0)
-    assert len(world.plans) == 2
-    assert batches(world)
-    assert world.machine.roster.policy.forming_failures == 0
 
 
 # -- ranks that do not end -------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import pytest
 from msgspec import structs
 
 from nbelastic.membership import Machine
-from nbelastic.membership.failure_policy import EXCLUSION_RANGE
-from nbelastic.membership.placement import broken_pairs, choose_removed
+from nbelastic.membership.placement import choose_removed
 from nbelastic.messages import RankId, RankReady, Unreachable
 
 from .ranks import FakeRank, Script
@@ -21,22 +20,6 @@ BROKEN = Unreachable(RankId(1, 1, "tcp://B0"), RankId(2, 2, "tcp://C0"))
 
 
 # -- choice of removed ranks ----------------------------------------------------------------------
-
-
-def test_a_pair_is_broken_if_either_says_so_and_counts_once() -> None:
-    assert broken_pairs([3, 1, 2], {1: [3], 3: [1, 9], 2: [2]}) == [(3, 1)]
-
-
-def test_no_rank_is_removed_if_all_reach_each_other() -> None:
-    assert choose_removed([0, 1, 2], []) == []
-
-
-def test_of_two_the_later_one_is_removed() -> None:
-    assert choose_removed([0, 1, 2, 3], [(1, 2)]) == [2]
-
-
-def test_a_rank_that_no_other_reaches_is_removed_alone() -> None:
-    assert choose_removed([0, 1, 2, 3], [(0, 1), (0, 2), (0, 3)]) == [0]
 
 
 def test_of_two_separated_hosts_the_smaller_one_is_removed() -> None:
@@ -67,12 +50,12 @@ def separate(world: World, *names: str) -> None:
         rank.on_plan = _deaf_to_plans_with(rank, other)
     tell = world.tell
 
-    def with_doubts(event: object) -> None:
+    def with_doubts(event: object, *chance: float) -> None:
         failures = world.machine.roster.policy.forming_failures
         if isinstance(event, RankReady) and event.start in starts and failures >= 2:
             other = starts[1 - starts.index(event.start)]
             event = structs.replace(event, unreached=(other,))
-        tell(event)  # type: ignore[arg-type]
+        tell(event, *chance)  # type: ignore[arg-type]
 
     world.tell = with_doubts  # type: ignore[method-assign]
 
@@ -98,19 +81,6 @@ def test_a_job_goes_on_with_those_who_reach_each_other() -> None:
     assert workers(world.plans[3]) == ["A0", "B0"]
     assert [slot.worker for slot in world.evicted()] == ["tcp://C0"]
     assert BROKEN in world.records("reset")[-1].reason.causes
-
-
-def test_a_removed_rank_is_tried_again_after_a_while() -> None:
-    world = job("A0", "B0", "C0", np=3, min_np=2, forming_timeout=4.0, script=Script(batches=4000))
-    trained(world, 20)
-    separate(world, "B0", "C0")
-    world.rank_on("A0").collective_failed()
-    world.run(until=lambda: len(world.plans) == 4)
-    assert workers(world.plans[3]) == ["A0", "B0"]
-    rested = world.now
-    world.run(until=lambda: len(world.plans) == 5)
-    assert world.now - rested > EXCLUSION_RANGE[0]
-    assert workers(world.plans[4]) == ["A0", "B0", "C0"]
 
 
 def test_of_two_the_newcomer_without_a_commit_is_removed() -> None:

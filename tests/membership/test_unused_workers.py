@@ -1,20 +1,26 @@
-"""Workers that a job does not use are in its status and in its error."""
+"""Workers that a job does not use, in its status and in its error; the view of a job."""
 
 from __future__ import annotations
 
-from nbelastic.membership import Machine, pack_machine, unpack_machine, view
+from typing import Any
+
+import pytest
+
+from nbelastic.membership import view
 from nbelastic.messages import (
-    Limits,
+    STOP_PENDING,
     NotUsed,
     Presence,
     Reason,
-    StopPending,
+    RestartWorker,
+    Stopping,
+    StopReason,
     StopRequested,
-    Tick,
     UnusedGroup,
     UnusedReason,
     UnusedWorker,
     Waiting,
+    WaitingForRanks,
     WorkersUnused,
 )
 
@@ -41,14 +47,6 @@ def test_each_reason_is_named_with_its_workers() -> None:
     assert reason(world) == Waiting(Presence(1, 2), 0.0, 100.0)
 
 
-def test_the_error_names_them_too() -> None:
-    world = job("A0", np=2, min_np=2, elastic_timeout=5.0)
-    world.tell(WorkersUnused(tuple(TAKEN[:1])))
-    world.run()
-    assert world.outcome.error == "not_enough_workers"
-    assert world.outcome.reason.presence == Presence(1, 2, unused=(ONE_TAKEN,))
-
-
 def test_a_host_that_is_full_is_a_reason() -> None:
     world = job("A0", "A1", "A2", np=2, slots_per_host=1)
     world.run_for(0.1)
@@ -61,19 +59,112 @@ def test_a_job_that_trains_names_them_while_it_may_have_more() -> None:
     world.tell(WorkersUnused((TAKEN[0], CHOSEN)))
     assert reason(world) == NotUsed((ONE_TAKEN,)), "the user knows the other"
     world.tell(StopRequested())
-    assert reason(world) == StopPending()
+    assert reason(world) == STOP_PENDING
 
 
-def test_a_job_that_is_complete_says_nothing() -> None:
-    world = trained(job("A0", np=1, max_np=1, script=Script(batches=100)))
-    world.tell(WorkersUnused(tuple(TAKEN)))
-    assert reason(world) is None
+# -- workers with tasks of others: the job starts without them, and does not restart them ---------
 
 
-def test_they_decide_nothing_and_survive_a_message_and_a_copy() -> None:
-    machine = Machine(Limits(np=2))
-    machine.handle(Tick(), 0.0)
-    event = WorkersUnused((TAKEN[0], CHOSEN))
-    assert machine.handle(event, 1.0) == []
-    copy = unpack_machine(pack_machine(machine))
-    assert copy.roster.unused == [TAKEN[0], CHOSEN]
+def held(world: World, *names: str) -> None:
+    """Have ranks wait for other tasks of these workers."""
+    for name in names:
+        world.occupy(name)
+    busy = [UnusedWorker(world.worker(name).slot.worker, UnusedReason.BUSY) for name in names]
+    world.tell(WorkersUnused(tuple(busy)))
+
+
+def free(world: World, *names: str) -> None:
+    world.tell(WorkersUnused(()))
+    for name in names:
+        world.thaw(name)
+
+
+def busy_job(*names: str, busy: tuple[str, ...], batches: int = 400, **limits: Any) -> World:
+    world = job(*names, script=Script(batches=batches), **limits)
+    world.heartbeat_timeout = 1e9  # of a rank that has not begun, a worker says nothing
+    held(world, *busy)
+    return world
+
+
+def restarts(world: World) -> list[RestartWorker]:
+    return world.of(RestartWorker)
+
+
+def test_a_job_starts_with_what_is_free_once_min_np_is_met() -> None:
+    world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=1, max_np=2, elastic_timeout=20.0)
+    world.run_for(5.0)
+    assert world.sizes() == [1]
+    world.run()
+    assert (world.outcome.kind, restarts(world)) == ("finished", [])
+
+
+def test_a_rank_that_was_held_up_for_long_joins_when_its_worker_is_free() -> None:
+    world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=1, max_np=2, elastic_timeout=5.0)
+    world.run_for(12.0)
+    assert (world.sizes(), restarts(world)) == ([1], [])
+    free(world, "A1")
+    world.run_for(3.0)
+    assert (world.sizes(), restarts(world)) == ([1, 2], [])
+
+
+def test_a_job_that_needs_busy_workers_fails_in_time_and_names_them() -> None:
+    world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=2, elastic_timeout=20.0)
+    world.run()
+    assert world.outcome.error == "not_enough_workers"
+    (group,) = world.outcome.reason.presence.unused
+    assert (group.reason, group.number) == (UnusedReason.BUSY, 1)
+    assert restarts(world) == []
+    assert 20.0 <= world.now < 25.0
+
+
+def test_all_workers_busy_is_the_same() -> None:
+    world = busy_job("A0", busy=("A0",), np=1, elastic_timeout=20.0)
+    world.run()
+    assert (world.outcome.error, restarts(world)) == ("not_enough_workers", [])
+
+
+def test_a_rank_that_does_not_begin_though_its_worker_is_free_is_evicted_as_ever() -> None:
+    world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=1, max_np=2, elastic_timeout=5.0)
+    world.run_for(12.0)
+    world.freeze("A1")
+    world.tell(WorkersUnused(()))  # and yet its rank does not begin
+    world.run_for(10.0)
+    assert [slot.name for slot in world.evicted()] == ["A1"]
+    world.run_for(10.0)
+    assert [effect.slot.name for effect in restarts(world)] == ["A1"]
+
+
+# -- the view of a job in its course ---------------------------------------------------------------
+
+
+LONG = Script(batches=200)
+
+
+def test_the_view_of_a_job_in_its_course() -> None:
+    world = job(np=2, min_np=2, max_np=3, elastic_timeout=100.0, script=LONG)
+    world.add("A0")
+    world.run_for(10.0)
+    first = view(world.machine.machine, world.now)
+    assert (first.state, first.size, first.generation) == ("waiting", 0, 0)
+    assert first.reason == Waiting(Presence(1, 2), pytest.approx(10.0), 100.0)
+    world.add("B0")
+    world.run_for(0.1)
+    assert view(world.machine.machine, world.now).reason == WaitingForRanks(2, generation=0)
+    trained(world, 20)
+    running = view(world.machine.machine, world.now)
+    assert (running.state, running.size, running.min_np, running.max_np) == ("running", 2, 2, 3)
+    assert [(r.rank, r.worker, r.state) for r in running.ranks] == [
+        (0, "tcp://A0", "running"),
+        (1, "tcp://B0", "running"),
+    ]
+    assert running.commits > 5
+    world.add("C0")
+    world.run_for(0.1)
+    newcomer = view(world.machine.machine, world.now).ranks[-1]
+    assert (newcomer.rank, newcomer.state) == (None, "starting")
+    world.tell(StopRequested())
+    assert view(world.machine.machine, world.now).reason == STOP_PENDING
+    world.run()
+    last = view(world.machine.machine, world.now)
+    assert last.state == "stopped"
+    assert last.reason == Stopping(StopReason.STOPPED, at_commit=True)

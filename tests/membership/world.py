@@ -2,16 +2,19 @@
 
 :class:`World` is the machine's counterpart. It does the work of the driver, the scheduler plugin
 and the agents: it carries out effects, delivers messages after a short while, and sends heartbeats.
-The ranks on the workers are in :mod:`.ranks`, and their common training in :mod:`.ring`.
+The ranks on the workers, and their common training, are in :mod:`.ranks`.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nbelastic.membership import TICK, Phase
 from nbelastic.messages import (
     Abort,
     Beats,
@@ -21,6 +24,7 @@ from nbelastic.messages import (
     Event,
     Limits,
     Notify,
+    Outcome,
     Plan,
     Publish,
     Record,
@@ -34,14 +38,14 @@ from nbelastic.messages import (
     SlotsFound,
     SlotSilent,
     StartRank,
+    Tick,
 )
 
-from .ranks import FakeRank, Script
-from .ring import Ring
-from .timeline import Timeline
+from .invariants import Checked
+from .ranks import FakeRank, Ring, Script
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from typing_extensions import Self
 
 LATENCY = 0.003
 BEAT = 0.5
@@ -64,13 +68,18 @@ class Worker:
     postponed: list[Callable[[], None]] = field(default_factory=list)
 
 
-class World(Timeline):
-    """A machine, and everything around it."""
+class World:
+    """A machine, and everything around it; and a tick now and then."""
 
     def __init__(
         self, limits: Limits, script: Script | None = None, *, seed: int = 0, jitter: float = 0.0
     ) -> None:
-        super().__init__(limits)
+        self.machine = Checked(limits)
+        self.now = 0.0  # simulated: it jumps from one event to the next
+        self.outcome: Outcome | None = None
+        self.milestones: dict[int, list[Callable[[], None]]] = {}
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
         self.script = script or Script()
         self.random = random.Random(seed)
         self.jitter = jitter
@@ -83,12 +92,50 @@ class World(Timeline):
         self.trail: list[tuple[int, int]] = []
         self.honest = True  # until a message is forged, or time passes without heartbeats
         self.later(BEAT, self._beat)
+        self.later(TICK, self._tick)
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def phase(self) -> Phase:
+        return self.machine.roster.phase
+
+    def later(self, delay: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + delay, next(self._numbers), action))
+
+    def step(self) -> None:
+        """Let the next thing happen: a message, or a timer."""
+        self.now = self.next_time()
+        heapq.heappop(self._queue)[2]()
+
+    def next_time(self) -> float:
+        """Return when the next thing happens."""
+        return max(self.now, self._queue[0][0])
+
+    def run(self, until: Callable[[], bool] = lambda: False, seconds: float = 7200.0) -> Self:
+        """Let things happen until the job ends or `until` says so; it must, within `seconds`."""
+        limit = self.now + seconds
+        while self.outcome is None and not until():
+            assert self.now < limit, f"still {self.machine.roster.phase} after {seconds} s"
+            self.step()
+        return self
+
+    def run_for(self, seconds: float) -> Self:
+        end = self.now + seconds
+        while self.next_time() <= end:
+            self.step()
+        self.now = end
+        return self
+
+    def at(self, batch: int, action: Callable[[], object]) -> None:
+        """Do something as soon as that many batches have been trained."""
+        self.milestones.setdefault(batch, []).append(lambda: action() and None)
 
     # -- messages ------------------------------------------------------------------------------
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: Event, chance: float | None = None) -> None:
         """Hand an event to the machine and carry out its effects."""
-        effects = self.machine.handle(event, self.now, self.random.random())
+        chance = self.random.random() if chance is None else chance
+        effects = self.machine.handle(event, self.now, chance)
         self.effects += effects
         for effect in effects:
             getattr(self, f"_do_{type(effect).__name__}")(effect)
@@ -116,6 +163,10 @@ class World(Timeline):
                 self.on(rank.worker, 0.0, lambda: getattr(rank, order)(*args))
 
         self.later(LATENCY + self.jitter * self.random.random(), deliver)
+
+    def _tick(self) -> None:
+        self.tell(Tick(), 0.5)  # without a random number: those of others do not depend on it
+        self.later(TICK, self._tick)
 
     def _beat(self) -> None:
         beats = []

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import random
-import select
 import signal
-import socket
 import statistics
 import struct
 import sys
 import time
-import traceback
 from collections import Counter
+from typing import Any
 
 from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.native import core
@@ -26,73 +25,41 @@ from nbelastic.native import core
 SIZES = (1, 256, 5_000, 100_000, 1_500_000)
 LIMIT_S = 20.0
 
+_fork = multiprocessing.get_context("fork")
+
 
 class World:
     """Some ranks that reduce all the time, each in a process; each reports how it ended."""
 
     def __init__(self, size: int, seed: int) -> None:
-        self.size = size
         self.fd = core.create(size)
-        pairs = [socket.socketpair() for _ in range(size - 1)]
-        self.reports, self.pids = [], []
+        self.reports, self.ranks = [], []
         for rank in range(size):
-            read, write = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                os.close(read)
-                end = 1
-                try:
-                    end = serve(self.fd, rank, size, keep(pairs, rank), seed, write)
-                except BaseException:
-                    traceback.print_exc()
-                finally:
-                    os._exit(end)
-            os.close(write)
-            self.reports.append(read)
-            self.pids.append(pid)
-        for pair in pairs:
-            for end in pair:
-                end.close()
+            report, told = _fork.Pipe(duplex=False)
+            process = _fork.Process(target=serve, args=(self.fd, rank, size, seed, told))
+            process.start()
+            told.close()
+            self.reports.append(report)
+            self.ranks.append(process)
 
-    def wait_until_begun(self) -> None:
-        """Wait until all ranks have reduced once, or at least are about to end that."""
-        ready, _, _ = select.select([self.reports[0]], [], [], LIMIT_S)
-        assert ready, "rank 0 does not begin"
-        os.read(self.reports[0], 1)
-
-    def report(self, rank: int) -> dict[str, object]:
-        """Wait for what a rank has to say."""
-        ready, _, _ = select.select([self.reports[rank]], [], [], LIMIT_S)
-        assert ready, f"rank {rank} hangs"
-        data = os.read(self.reports[rank], 65536)
-        return json.loads(data) if data else {}
+    def report(self, rank: int) -> dict[str, Any]:
+        """Wait for what a rank has to say: nothing when rank 0 has begun, and how each ended."""
+        assert self.reports[rank].poll(LIMIT_S), f"rank {rank} hangs"
+        told: dict[str, Any] = self.reports[rank].recv()
+        return told
 
     def close(self) -> None:
-        for pid in self.pids:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        for read in self.reports:
-            os.close(read)
+        for rank, report in zip(self.ranks, self.reports, strict=True):
+            rank.kill()
+            rank.join()
+            rank.close()
+            report.close()
         os.close(self.fd)
 
 
-def keep(pairs, rank):
-    """Close the ends of others; return the own ones by the rank at the other end."""
-    own = []
-    for number, (leader, peer) in enumerate(pairs, start=1):
-        if rank == 0:
-            own.append((number, os.dup(leader.fileno())))
-        elif rank == number:
-            own.append((0, os.dup(peer.fileno())))
-        leader.close()
-        peer.close()
-    return own
-
-
-def serve(fd, rank, size, sockets, seed, write):
-    """Reduce until the segment is broken; a wrong sum is an exit code."""
+def serve(fd, rank, size, seed, line):
+    """Reduce until the segment is broken."""
     group = core.Group(fd, rank, size, 60.0)
-    group.watch(sockets)
     chosen = random.Random(seed)
     steps = 0
     wrong = False
@@ -106,19 +73,18 @@ def serve(fd, rank, size, sockets, seed, write):
             wrong = wrong or not how(group, rank, size, count, float(value), inside)
             steps += 1
             if steps == 1 and rank == 0:
-                os.write(write, b" ")
+                line.send({})
     except core.Broken as error:
         at = time.monotonic()
-        told = {"steps": steps, "at": at, "reason": str(error), "wrong": wrong}
-        os.write(write, json.dumps(told).encode())
+        line.send({"steps": steps, "at": at, "reason": str(error), "wrong": wrong})
     group.close()
-    return 0
 
 
 def reduce(group, rank, size, count, value, inside):
     """Sum `value + rank` over all ranks; return whether each element of the sum is right."""
     memory = filled(group, count, value + rank, inside)
-    ticket = group.allreduce_async(address(memory), count, core.TYPES["float32"], core.OPS["sum"])
+    places = [(address(memory), count)]
+    ticket = group.allreduce_async(places, core.TYPES["float32"], core.OPS["sum"])
     group.wait(ticket)
     expected = size * value + size * (size - 1) / 2
     return memory == memoryview(struct.pack("f", expected) * count)
@@ -164,9 +130,9 @@ def strike(size: int, seed: int) -> dict[str, object]:
     try:
         victim = chosen.randrange(size)
         kind = chosen.choice(("kill", "stop"))
-        world.wait_until_begun()
+        world.report(0)
         time.sleep(chosen.uniform(0.01, 0.04))
-        os.kill(world.pids[victim], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        os.kill(world.ranks[victim].pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         if kind == "stop":
             time.sleep(0.02)  # the others are waiting for it by now
             struck = time.monotonic()
@@ -177,7 +143,7 @@ def strike(size: int, seed: int) -> dict[str, object]:
         told = [world.report(rank) for rank in range(size) if rank != victim]
         if kind == "stop":
             agent.close()
-            os.kill(world.pids[victim], signal.SIGCONT)
+            os.kill(world.ranks[victim].pid, signal.SIGCONT)
             told.append(world.report(victim))  # it may not take itself for a member
         steps = [each["steps"] for each in told]
         assert max(steps) - min(steps) <= 1, f"seed {seed}: ranks are apart by more than a step"

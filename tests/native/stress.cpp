@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -42,53 +43,40 @@ std::size_t some_count(Random& random) {
     return 1 + draw(random, limits[draw(random, 4)]);
 }
 
-// A tree over the leaves of all ranks, drawn by all alike, and the sums of its nodes.
+// A tree over the leaves of all ranks, drawn by all alike, each of which is a node of its rank.
 class Draft {
 public:
-    explicit Draft(std::vector<std::uint32_t> leaves) : nodes_(leaves.size()), leaves_(std::move(leaves)) {
-        for (const std::uint32_t each : leaves_) ends_.push_back((ends_.empty() ? 0 : ends_.back()) + each);
-        visit(0, ends_.back());
-        std::vector<std::uint32_t> counts;
-        for (const auto& nodes : nodes_) counts.push_back(static_cast<std::uint32_t>(nodes.size()));
-        tree_ = std::make_shared<const Tree>(leaves_, counts, order_);
+    explicit Draft(std::vector<std::uint32_t> leaves) : leaves_(std::move(leaves)) {
+        all_ = std::accumulate(leaves_.begin(), leaves_.end(), 0u);
+        visit(0, all_);
+        tree_ = std::make_shared<const Tree>(leaves_, leaves_, order_);
     }
 
-    struct Node {
-        std::uint32_t begin, end;
-    };
-    const std::vector<Node>& nodes(std::uint32_t rank) const { return nodes_[rank]; }
     std::shared_ptr<const Tree> tree() const { return tree_; }
-    float total(std::size_t i) const { return sum(0, ends_.back(), i); }
+    float total(std::size_t i) const { return sum(0, all_, i); }
 
     // A value of many magnitudes, so that the order of additions shows.
     static float leaf(std::uint32_t v, std::size_t i) {
         const auto mixed = static_cast<std::uint32_t>((i * 31 + v) * 2654435761u);
         return std::ldexp(static_cast<float>(mixed >> 8), static_cast<int>(mixed % 40) - 20);
     }
+
+private:
     static float sum(std::uint32_t begin, std::uint32_t end, std::size_t i) {
         if (end - begin == 1) return leaf(begin, i);
         const std::uint32_t middle = (begin + end) / 2;
         return sum(begin, middle, i) + sum(middle, end, i);
     }
-
-private:
     void visit(std::uint32_t begin, std::uint32_t end) {
-        std::size_t rank = 0;
-        while (ends_[rank] <= begin) ++rank;
-        if (end <= ends_[rank]) {
-            nodes_[rank].push_back({begin, end});
-            order_.push_back(0);
-            return;
-        }
+        if (end - begin == 1) return order_.push_back(0);
         visit(begin, (begin + end) / 2);
         visit((begin + end) / 2, end);
         ++order_.back();
     }
 
-    std::vector<std::vector<Node>> nodes_;
     std::vector<std::uint32_t> leaves_;
-    std::vector<std::uint32_t> ends_;
     std::vector<std::uint8_t> order_;
+    std::uint32_t all_ = 0;
     std::shared_ptr<const Tree> tree_;
 };
 
@@ -122,12 +110,12 @@ private:
     std::uint32_t n() const { return team_.size(); }
     std::uint32_t me() const { return team_.rank(); }
 
-    // A buffer in the segment, or not; what ranks choose may differ.
+    // A buffer in the segment, or not, until the operation is over; what ranks choose may differ.
     template <class T>
-    T* buffer(std::size_t count, std::vector<T>& heap) {
-        if ((random_() + me()) % 3 == 0) {
-            heap.resize(count);
-            return heap.data();
+    T* buffer(std::size_t count, bool inside) {
+        if (!inside) {
+            heap_.emplace_back(count * sizeof(T));
+            return reinterpret_cast<T*>(heap_.back().data());
         }
         auto* block = arena_.take(count * sizeof(T));
         blocks_.push_back({block, count * sizeof(T)});
@@ -139,18 +127,20 @@ private:
         const std::size_t count = some_count(random_);
         const auto root = static_cast<std::uint32_t>(draw(random_, n() - 1));
         const bool begun = draw(random_, 1) == 0;
-        blocks_.clear();
         switch (what) {
-            case 0: return allreduce<float>(Type::f32, count, begun);
-            case 1: return allreduce<std::int64_t>(Type::i64, count, begun);
-            case 2: return broadcast(count, root, begun);
-            case 3: return allgather(count, begun);
-            case 4: return parts(count);
-            case 5: return exchange(count);
-            case 6: return message(count);
-            case 7: return along_tree(count, begun);
-            default: return run({.kind = Kind::barrier}, begun);
+            case 0: allreduce<float>(Type::f32, count, begun); break;
+            case 1: allreduce<std::int64_t>(Type::i64, count, begun); break;
+            case 2: broadcast(count, root, begun); break;
+            case 3: allgather(count, begun); break;
+            case 4: parts(count); break;
+            case 5: exchange(count); break;
+            case 6: message(count); break;
+            case 7: along_tree(count, begun); break;
+            default: run({.kind = Kind::barrier}, begun);
         }
+        for (const auto& [block, bytes] : blocks_) arena_.give_back(block, bytes);
+        blocks_.clear();
+        heap_.clear();
     }
 
     void run(Operation operation, bool begun) {
@@ -164,20 +154,14 @@ private:
             executor_.close();  // until then the buffers are not the caller's
             throw;
         }
-        for (const auto& [block, bytes] : blocks_) arena_.give_back(block, bytes);
-        blocks_.clear();
     }
 
     template <class T>
     void allreduce(Type type, std::size_t count, bool begun) {
-        std::vector<T> heap;
-        T* data = buffer(count, heap);
+        T* data = buffer<T>(count, (random_() + me()) % 3 != 0);
         for (std::size_t i = 0; i < count; ++i) data[i] = static_cast<T>(i % 7 + me());
         auto* bytes = reinterpret_cast<std::byte*>(data);
-        auto kept = std::move(blocks_);  // the result is read before they are given back
-        blocks_.clear();
-        Operation its{.kind = Kind::allreduce, .type = type, .op = Op::sum, .data = bytes,
-                      .count = count};
+        Operation its{.kind = Kind::allreduce, .type = type, .op = Op::sum, .count = count};
         Random own(random_() + me());  // in one piece or several, as each rank likes
         for (std::size_t done = 0; done < count;) {
             const bool all = draw(own, 1) == 0;
@@ -190,7 +174,6 @@ private:
         for (std::size_t i = 0; i < count; ++i) {
             require(data[i] == static_cast<T>(i % 7 * n() + extra), "allreduce");
         }
-        for (const auto& [block, size] : kept) arena_.give_back(block, size);
     }
 
     void along_tree(std::size_t count, bool begun) {
@@ -201,19 +184,8 @@ private:
         leaves[draw(random_, n() - 1)] += 1;  // some rank has one
         const Draft draft(leaves);
         const bool inside = (random_() + me()) % 3 != 0;
-        const auto& nodes = draft.nodes(me());
-        const std::size_t vectors = nodes.size() + 1;
-        std::vector<std::vector<float>> heap(vectors);
-        std::vector<float*> data;
-        for (std::size_t k = 0; k < vectors; ++k) {
-            if (inside) {
-                data.push_back(reinterpret_cast<float*>(arena_.take(count * sizeof(float))));
-            } else {
-                heap[k].resize(count);
-                data.push_back(heap[k].data());
-            }
-        }
-        Operation its{.kind = Kind::allreduce_tree, .type = Type::f32, .op = Op::sum, .count = count};
+        const std::uint32_t first = std::accumulate(leaves.begin(), leaves.begin() + me(), 0u);
+        Operation its{.kind = Kind::allreduce, .type = Type::f32, .op = Op::sum, .count = count};
         its.tree = draft.tree();
         its.mode = FloatMode::of_this_thread();
         Random own(random_() + me());  // in one piece or two, as each rank likes
@@ -223,17 +195,16 @@ private:
             to.push_back({bytes, cut * sizeof(float)});
             if (cut < count) to.push_back({bytes + cut * sizeof(float), (count - cut) * sizeof(float)});
         };
-        for (std::size_t k = 0; k < nodes.size(); ++k) {
-            for (std::size_t i = 0; i < count; ++i) data[k][i] = Draft::sum(nodes[k].begin, nodes[k].end, i);
-            add(data[k], its.inputs);
+        auto* output = buffer<float>(count, inside);
+        for (std::uint32_t k = 0; k < leaves[me()]; ++k) {
+            auto* node = buffer<float>(count, inside);
+            for (std::size_t i = 0; i < count; ++i) node[i] = Draft::leaf(first + k, i);
+            add(node, its.inputs);
+            if (k == 0 && draw(own, 1) == 0) output = node;
         }
-        float* output = nodes.empty() || draw(own, 1) == 0 ? data.back() : data[0];
         add(output, its.outputs);
         run(std::move(its), begun);
         for (std::size_t i = 0; i < count; ++i) require(output[i] == draft.total(i), "along a tree");
-        for (float* each : inside ? data : std::vector<float*>{}) {
-            arena_.give_back(reinterpret_cast<std::byte*>(each), count * sizeof(float));
-        }
     }
 
     void broadcast(std::size_t count, std::uint32_t root, bool begun) {
@@ -254,14 +225,14 @@ private:
     }
 
     void parts(std::size_t count) {
-        const std::size_t bytes = count * n() * sizeof(float);
-        auto* block = arena_.take(bytes);
-        auto* data = reinterpret_cast<float*>(block);
+        auto* data = buffer<float>(count * n(), true);
+        auto* block = reinterpret_cast<std::byte*>(data);
         for (std::size_t i = 0; i < count * n(); ++i) data[i] = static_cast<float>(i % 5 + me());
-        Operation its{.kind = Kind::reduce_parts, .type = Type::f32, .op = Op::sum, .data = block,
+        Operation its{.kind = Kind::reduce_scatter, .type = Type::f32, .op = Op::sum, .data = block,
                       .count = count * n()};
         its.counts.assign(n(), count);
         Operation gather = its;
+        its.outputs.push_back({block + me() * count * sizeof(float), count * sizeof(float)});
         gather.kind = Kind::gather_parts;
         run(std::move(its), false);
         run(std::move(gather), true);
@@ -269,7 +240,6 @@ private:
         for (std::size_t i = 0; i < count * n(); ++i) {
             require(data[i] == static_cast<float>(i % 5 * n() + extra), "parts");
         }
-        arena_.give_back(block, bytes);
     }
 
     void exchange(std::size_t count) {
@@ -325,6 +295,7 @@ private:
     Executor executor_;
     Random random_;
     std::vector<std::pair<std::byte*, std::size_t>> blocks_;
+    std::vector<std::vector<std::byte>> heap_;
     bool broken_ = false;
 };
 

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("faults", [40, pytest.param(2000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("faults", [24, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_ranks_that_are_killed_or_stopped_hang_or_corrupt_no_other(faults):
     """All others hear of it, no sum is wrong, no two ranks are apart by more than a step."""
     done = subprocess.run(

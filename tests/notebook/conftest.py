@@ -1,7 +1,5 @@
 """A notebook's shell in the test's process, and a ``fit`` that needs no cluster."""
 
-from __future__ import annotations
-
 import atexit
 import threading
 
@@ -10,9 +8,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 import nbelastic
-from nbelastic.notebook import load_ipython_extension, magics
-from tests.notebook.shells import FakeFit
-from tests.notebook.stage import Stage
+from nbelastic.notebook import magics
+from tests.notebook.fakes import FakeFit, Stage
 
 
 @pytest.fixture
@@ -24,7 +21,7 @@ def shell(tmp_path, monkeypatch):
     config.InteractiveShell.warn_venv = False
     InteractiveShell.clear_instance()
     made = InteractiveShell.instance(config=config)
-    load_ipython_extension(made)
+    magics.load_ipython_extension(made)
     yield made
     atexit.unregister(made.atexit_operations)
     made.restore_sys_module_state()
@@ -54,6 +51,8 @@ def no_client(monkeypatch):
 def stage():
     stage = Stage()
     yield stage
-    stage.display.close()
+    for group in stage.groups():
+        group._job.end()
+        group.join()
     left = [t.name for t in threading.enumerate() if t.name.startswith("nbelastic-panel")]
     assert left == []

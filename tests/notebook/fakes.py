@@ -1,27 +1,22 @@
-"""A job without a cluster: everything that it says is set by the test."""
+"""A job, a shell and a stage for displays without a cluster: the test sets all that they say."""
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from dataclasses import dataclass
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
+
 from nbelastic.cluster import Returned
-from nbelastic.driver.status import HistoryEvent, JobStatus, RankStatus
+from nbelastic.driver.status import HistoryEvent, JobStatus, Output, RankStatus
 from nbelastic.errors import RankFailed
+from nbelastic.notebook.display_group import AFTER, DisplayGroup
+from nbelastic.notebook.display_service import DisplayService
 
 STARTED = 1_000_000.0
-
-
-@dataclass(frozen=True)
-class Output:
-    """What a rank printed."""
-
-    start: int
-    rank: int | None
-    text: str
 
 
 def rank_status(rank: int | None, *, state: str = "running", step: int = 10) -> RankStatus:
@@ -137,3 +132,107 @@ class FakeJob:
         self, *, min_np: int | None = None, max_np: int | None = None, **place: float
     ) -> None:
         self.asked.append((min_np, max_np, place) if place else (min_np, max_np))
+
+
+def run(shell, source, *, fails=False):
+    """Run a cell; return its result, or with `fails` what it raised."""
+    result = shell.run_cell(source, store_history=True)
+    if not fails:
+        result.raise_error()
+        return result
+    return result.error_before_exec or result.error_in_exec
+
+
+class RunJob(FakeJob):
+    """A job whose function runs when somebody waits for it."""
+
+    def __init__(self, fit, function, name, started):
+        super().__init__(name=name)
+        self.started = started
+        self.waited = False
+        self._fit = fit
+        self._function = cloudpickle.dumps(function)
+
+    def wait_interruptibly(self):
+        self.waited = True
+        self._fit.while_waiting()
+
+    def result(self, timeout=None):
+        if self._fit.error is not None:
+            raise self._fit.error
+        return cloudpickle.loads(self._function)()
+
+
+class FakeFit:
+    """Stands in for ``nbelastic.fit``."""
+
+    def __init__(self):
+        self.calls = 0
+        self.error = None
+        self.refuses = None
+        self.while_waiting = lambda: None
+
+    def __call__(self, function, **options):
+        if self.refuses is not None:
+            raise self.refuses
+        self.calls += 1
+        self.function, self.options = function, options
+        self.job = RunJob(self, function, options["name"], float(self.calls))
+        return self.job
+
+
+LINE = "nbelastic job quickstart: finished · 4 ranks · 2 resets · 120 commits"
+
+
+class Screen:
+    """Keeps the latest of every display, and counts."""
+
+    def __init__(self) -> None:
+        self.displays: dict[str, dict] = {}
+        self.updates: list[dict] = []
+        self.after: dict[str, str] = {}  # the lines under widgets
+        self.makers: list[threading.Thread] = []
+
+    def publish(self, data, display_id, *, update=False):
+        if display_id.endswith(AFTER):
+            assert (display_id in self.after) == update
+            self.after[display_id] = data["text/html"]
+            return
+        assert (display_id in self.displays) == update
+        self.displays[display_id] = data
+        if update:
+            self.updates.append(data)
+        else:
+            self.makers.append(threading.current_thread())
+
+    @property
+    def shown(self) -> list[dict]:
+        return list(self.displays.values())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Stage:
+    """A display without a kernel, whose time and cell the test sets."""
+
+    def __init__(self) -> None:
+        self.screen, self.clock = Screen(), Clock()
+        self.shell = SimpleNamespace(kernel=object(), execution_count=1)
+        self.display = DisplayService(self.screen.publish, lambda: self.shell, self.clock)
+
+    def groups(self) -> list[DisplayGroup]:
+        return [each.group for each in self.display._shown.values() if each.group is not None]
+
+
+def until(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline
+        pause.wait(0.005)

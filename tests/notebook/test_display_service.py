@@ -1,7 +1,7 @@
-"""How a job is shown: as the value of a cell, and by name."""
+"""How a job is shown: as the value of a cell, while a cell or a terminal waits, and by name."""
 
-from __future__ import annotations
-
+import io
+import itertools
 import logging
 import sys
 import threading
@@ -9,39 +9,41 @@ from types import SimpleNamespace
 
 import pytest
 
+from nbelastic.driver import display as drivers
+from nbelastic.notebook import display_service
 from nbelastic.notebook.display_group import WIDGET, DisplayGroup
-from nbelastic.notebook.display_service import bundle, kernel_shell
+from nbelastic.notebook.display_service import TerminalWaitDisplay, bundle, kernel_shell
+from nbelastic.render import Streamer
 from tests.support.logs import own_records
 
-from .fakes import FakeJob
-from .stage import Clock, Screen, until
-
-LINE = "nbelastic job quickstart: finished · 4 ranks · 2 resets · 120 commits"
-
-# -- representations -------------------------------------------------------------------------------
+from .fakes import LINE, Clock, FakeJob, Screen, until
 
 
-def test_a_job_that_goes_on_has_three_representations():
-    from nbelastic.notebook.panel import Panel
+def panel_threads() -> int:
+    return sum(each.name == "nbelastic-panel-quickstart" for each in threading.enumerate())
 
+
+# -- the value of a cell ---------------------------------------------------------------------------
+
+
+def test_a_shown_job_has_three_representations_and_two_when_it_is_over(stage):
     job = FakeJob()
-    panel = Panel(job)
-    data = bundle(job, panel)
-    assert set(data) == {WIDGET, "text/html", "text/plain"}
-    assert data[WIDGET]["model_id"] == panel.widget.model_id
-    assert "As of 0:42 after the start: the job went on." in data["text/html"]
-
-
-def test_a_job_that_is_over_has_no_widget():
-    from nbelastic.notebook.panel import Panel
-
-    job = FakeJob()
-    panel = Panel(job)
+    stage.display.show(job)
+    (shown,) = stage.screen.shown
+    assert set(shown) == {WIDGET, "text/html", "text/plain"} and panel_threads() == 1
+    assert "As of 0:42 after the start: the job went on." in shown["text/html"]
+    (group,) = stage.groups()
+    assert shown[WIDGET]["model_id"] == group._panel.widget.model_id
+    job.happens("lost", 3, rank=1)
+    until(lambda: "Rank 1 is lost" in group._panel._parts["live"].value)
+    assert stage.screen.updates == []
     job.end()
-    data = bundle(job, panel)
-    assert set(data) == {"text/html", "text/plain"}
-    assert data["text/plain"] == LINE
-    assert "went on" not in data["text/html"]
+    until(lambda: stage.screen.updates)
+    (shown,) = stage.screen.shown
+    assert shown == bundle(job) and set(shown) == {"text/html", "text/plain"}
+    assert shown["text/plain"] == LINE and "went on" not in shown["text/html"]
+    assert stage.screen.makers == [threading.main_thread()]
+    until(lambda: not stage.groups())
 
 
 def test_without_ipywidgets_there_are_two(stage, monkeypatch):
@@ -50,33 +52,12 @@ def test_without_ipywidgets_there_are_two(stage, monkeypatch):
     job = FakeJob()
     stage.display.show(job)
     assert set(stage.screen.shown[0]) == {"text/html", "text/plain"}
+    assert "pip install ipywidgets" in stage.screen.shown[0]["text/html"]
+    job.set(commits=4_321)
+    stage.clock.now += 5.0
+    until(lambda: "4,321" in stage.screen.shown[0]["text/html"])
     job.end()
     until(lambda: "finished" in stage.screen.shown[0]["text/plain"])
-
-
-# -- a job as the value of a cell ------------------------------------------------------------------
-
-
-def test_a_shown_job_is_followed_by_a_thread_that_ends_with_it(stage):
-    job = FakeJob()
-    stage.display.show(job)
-    assert WIDGET in stage.screen.shown[0]
-    assert "nbelastic-panel-quickstart" in [t.name for t in threading.enumerate()]
-    job.end()
-    until(lambda: stage.screen.updates)
-    assert stage.screen.shown == [bundle(job)]
-    until(lambda: not stage.display._groups)
-
-
-def test_the_thread_keeps_the_widget_up_to_date(stage):
-    job = FakeJob()
-    stage.display.show(job)
-    (group,) = stage.display._groups.values()
-    job.happens("lost", 3, rank=1)
-    until(lambda: "Rank 1 is lost" in group._panel._parts["live"].value)
-    assert stage.screen.updates == []
-    job.end()
-    until(lambda: not stage.display._groups)
 
 
 @pytest.mark.parametrize(
@@ -91,38 +72,23 @@ def test_a_line_under_the_widget_says_what_becomes_of_the_job(stage, elsewhere, 
     stage.display.show(job)
     (line,) = stage.screen.after.values()
     assert words in line
-    assert words in next(iter(stage.display._groups.values()))._panel._parts["head"].value
+    assert words in stage.groups()[0]._panel._parts["head"].value
     job.end()
     until(lambda: list(stage.screen.after.values()) == [""])
 
 
-def test_displays_are_only_made_in_the_thread_that_asks(stage):
+def test_a_job_shown_twice_has_one_thread_and_the_wait_for_it_ends_both_displays(stage):
     job = FakeJob()
-    stage.display.show(job)
-    job.end()
-    until(lambda: stage.screen.updates)
-    assert stage.screen.makers == [threading.main_thread()]
-
-
-def test_a_job_shown_twice_has_one_thread_and_two_final_displays(stage):
-    job = FakeJob()
-    stage.display.show(job)
-    stage.shell.execution_count = 2
-    stage.display.show(job)
-    names = [t.name for t in threading.enumerate()]
-    assert names.count("nbelastic-panel-quickstart") == 1
+    for cell in (1, 2):
+        stage.shell.execution_count = cell
+        stage.display.show(job)
+    assert panel_threads() == 1
     assert stage.screen.shown[0][WIDGET] == stage.screen.shown[1][WIDGET]
-    job.end()
-    until(lambda: len(stage.screen.updates) == 2)
-    assert stage.screen.shown == [bundle(job)] * 2
-
-
-def test_a_job_that_is_over_is_shown_without_a_thread(stage):
-    job = FakeJob()
-    job.end()
-    stage.display.show(job)
-    assert stage.screen.shown == [bundle(job)]
-    assert stage.display._groups == {}
+    with stage.display.watching(job) as watch:
+        stage.clock.now += 3.0
+        watch.tick()
+        job.end()
+    assert stage.screen.shown == [bundle(job)] * 3
 
 
 def test_the_static_page_is_updated_every_five_seconds_at_most():
@@ -130,15 +96,10 @@ def test_the_static_page_is_updated_every_five_seconds_at_most():
     group = DisplayGroup(job, screen.publish, clock)
     group.publish()
     job.set(state="running")
-    clock.now += 4.0
-    group.refresh()
-    assert screen.updates == []
-    clock.now += 1.5
-    group.refresh()
-    job.set(commits=400)
-    clock.now += 10.0
-    group.refresh()
-    assert len(screen.updates) == 1
+    for later, updates in ((4.0, 0), (1.5, 1), (10.0, 1)):  # the widget shows what else changes
+        clock.now += later
+        group.refresh()
+        assert len(screen.updates) == updates
     assert "running" in screen.shown[0]["text/html"] and WIDGET in screen.shown[0]
     job.end()
     group.finish()
@@ -146,38 +107,162 @@ def test_the_static_page_is_updated_every_five_seconds_at_most():
     assert len(screen.updates) == 2
 
 
-def test_closing_ends_the_threads_of_jobs_that_go_on(stage):
-    stage.display.show(FakeJob())
-    stage.display.close()
-    assert "nbelastic-panel-quickstart" not in [t.name for t in threading.enumerate()]
-    assert stage.screen.updates == []
-
-
 def test_a_screen_that_fails_is_logged_once_and_left_alone(stage, monkeypatch, caplog):
     def fail(*_, **__):
         raise OSError("no kernel")
 
     monkeypatch.setattr(stage.display, "_publish", fail)
-    job = FakeJob()
     with caplog.at_level(logging.WARNING):
-        stage.display.show(job)
-        until(lambda: not stage.display._groups)
+        stage.display.show(FakeJob())
+        until(lambda: not stage.groups())
     assert len(own_records(caplog)) == 1
+
+
+# -- a cell that waits -----------------------------------------------------------------------------
+
+
+def test_a_short_wait_shows_the_end_and_one_line_and_the_cell_shows_its_job_once(stage, capsys):
+    job = FakeJob()
+    with stage.display.watching(job) as watch:
+        watch.tick()
+        assert stage.screen.shown == []
+        job.end()
+    stage.display.show(job)
+    assert stage.screen.shown == [bundle(job)]
+    assert capsys.readouterr().out == LINE + "\n"
+    stage.shell.execution_count = 2
+    stage.display.show(job)
+    assert stage.screen.shown == [bundle(job)] * 2 and stage.groups() == []
+
+
+def test_the_panel_appears_after_two_seconds_and_outlives_a_wait_that_is_given_up(stage, capsys):
+    job = FakeJob()
+    with stage.display.watching(job) as watch:
+        stage.clock.now += 1.9
+        watch.tick()
+        assert stage.screen.shown == []
+        stage.clock.now += 0.2
+        watch.tick()
+        watch.tick()
+        assert len(stage.screen.shown) == 1 and WIDGET in stage.screen.shown[0]
+        job.happens("lost", 3, rank=2)
+        watch.tick()
+        (group,) = stage.groups()
+        assert "Rank 2 is lost" in group._panel._parts["live"].value
+        assert panel_threads() == 0
+    assert capsys.readouterr().out == ""
+    job.end()
+    until(lambda: stage.screen.updates)
+    assert stage.screen.shown == [bundle(job)]
+
+
+def test_the_panel_appears_at_once_with_a_reset(stage):
+    job = FakeJob(resets=0)
+    with stage.display.watching(job) as watch:
+        watch.tick()
+        job.set(resets=1)
+        watch.tick()
+        assert len(stage.screen.shown) == 1
+        job.end()
+    assert stage.screen.shown == [bundle(job)]
+
+
+def test_output_is_written_once_as_it_comes_and_before_the_last_line(stage, capsys):
+    job = FakeJob()
+    with stage.display.watching(job) as watch:
+        job.prints("epoch 1\n")
+        watch.tick()
+    with stage.display.watching(job):
+        job.prints("epoch 2\n")
+        job.end()
+    assert capsys.readouterr().out == f"epoch 1\nepoch 2\n{LINE}\n"
+
+
+def test_options_set_for_a_job_hold(stage, capsys):
+    job = FakeJob()
+    job.prints("epoch 1\n")
+    stage.display.set_options(job, "none", quiet=True)
+    with stage.display.watching(job) as watch:
+        stage.clock.now += 3.0
+        watch.tick()
+        job.end()
+    assert stage.screen.shown == []
+    assert capsys.readouterr().out == ""
+
+
+def test_a_fault_while_waiting_is_logged_once_and_harms_no_job(stage, caplog, monkeypatch):
+    monkeypatch.setattr(drivers, "_display", stage.display)
+    monkeypatch.setattr(drivers, "_complained", False)
+    job = FakeJob()
+    job.output = None
+    with caplog.at_level(logging.WARNING), drivers.watching(job) as watch:
+        watch.tick()
+        watch.tick()
+        job.end()
+    assert len(own_records(caplog)) == 1
+
+
+def test_another_thread_than_the_main_one_waits_in_silence(stage, capsys, monkeypatch):
+    monkeypatch.setattr(drivers, "_display", stage.display)
+    job = FakeJob()
+
+    def wait():
+        with drivers.watching(job) as watch:
+            stage.clock.now += 3.0
+            watch.tick()
+            watch.say("stopping")
+            stage.display.say("connecting")
+            job.end()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(10)
+    assert stage.screen.shown == [] and capsys.readouterr().out == ""
+
+
+# -- without a notebook ----------------------------------------------------------------------------
+
+
+def test_noninteractive_leaves_only_the_last_line(stage, capsys, monkeypatch):
+    monkeypatch.setenv("NBELASTIC_NONINTERACTIVE", "1")
+    job = FakeJob()
+    stage.display.say("connecting")
+    with stage.display.watching(job) as watch:
+        stage.clock.now += 3.0
+        job.prints("epoch 1\n")
+        watch.tick()
+        job.end()
+    stage.display.show(job)
+    assert stage.screen.shown == []  # the cell has waited for it
+    assert capsys.readouterr() == (LINE + "\n", "")
+    stage.shell.execution_count = 2
+    stage.display.show(job)
+    assert stage.screen.shown == [{"text/plain": LINE}]
+
+
+def test_without_a_kernel_lines_go_to_stderr_and_a_job_to_stdout(stage, capsys):
+    stage.display.say("connecting")
+    assert capsys.readouterr() == ("connecting\n", "")
+    stage.shell = None
+    stage.display.say("connecting")
+    job = FakeJob()
+    job.prints("epoch 1\n")
+    with stage.display.watching(job) as watch:
+        watch.tick()
+        job.end()
+    stage.display.show(job)
+    assert capsys.readouterr() == (f"epoch 1\n{LINE}\n", f"connecting\n{LINE}\n")
+    assert stage.screen.shown == []
 
 
 def test_a_kernel_is_found_only_where_ipython_runs_in_one(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert kernel_shell() is None
     assert "IPython" not in sys.modules
-    for shell in (None, SimpleNamespace(), SimpleNamespace(kernel=None)):
+    kernel = SimpleNamespace(kernel=object())
+    for shell in (None, SimpleNamespace(), SimpleNamespace(kernel=None), kernel):
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda s=shell: s))
-        assert kernel_shell() is None
-    shell = SimpleNamespace(kernel=object())
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    assert kernel_shell() is shell
-
-
-# -- names of cells --------------------------------------------------------------------------------
+        assert kernel_shell() is (shell if shell is kernel else None)
 
 
 def test_a_file_that_is_a_cell_is_called_as_ipython_calls_it(stage, shell):
@@ -189,25 +274,86 @@ def test_a_file_that_is_a_cell_is_called_as_ipython_calls_it(stage, shell):
     assert stage.display.label(cell) is None
 
 
-# -- lines that belong to no job -------------------------------------------------------------------
+# -- in a terminal --------------------------------------------------------------------------------
 
 
-def test_a_line_without_a_job_goes_to_the_cell(stage, capsys):
-    stage.display.say("connecting to tcp://10.0.0.5:8786")
-    assert capsys.readouterr().out == "connecting to tcp://10.0.0.5:8786\n"
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_a_line_without_a_job_goes_to_stderr_in_a_terminal(stage, capsys):
-    stage.shell = None
-    stage.display.say("connecting")
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", "connecting\n")
+class Plain(Streamer):
+    """Shows every output as it is."""
+
+    def feed(self, outputs):
+        return "".join(output.text for output in outputs)
+
+    def flush(self):
+        return ""
 
 
-def test_other_threads_and_noninteractive_runs_print_no_line(stage, capsys, monkeypatch):
-    thread = threading.Thread(target=stage.display.say, args=("connecting",))
-    thread.start()
-    thread.join()
-    monkeypatch.setenv("NBELASTIC_NONINTERACTIVE", "1")
-    stage.display.say("connecting")
-    assert capsys.readouterr() == ("", "")
+@pytest.fixture
+def out():
+    return Terminal()
+
+
+@pytest.fixture
+def err(monkeypatch, out):
+    screen = Terminal()
+    monkeypatch.setattr(display_service, "sys", SimpleNamespace(stdout=out, stderr=screen))
+    return screen
+
+
+def watch(job: FakeJob, quiet: bool = False) -> TerminalWaitDisplay:
+    return TerminalWaitDisplay(job, Plain(), quiet, itertools.count(1.0).__next__)
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten(err):
+    job = FakeJob()
+    with watch(job) as looking:
+        looking.tick()
+        before = err.getvalue()
+        looking.tick()
+        assert err.getvalue() == before
+        job.set(commits=121)
+        looking.tick()
+        job.end()
+    said = err.getvalue()
+    assert "\r\x1b[Kquickstart: running · 4 ranks · 120 commits" in said
+    assert "\r\x1b[Kquickstart: running · 4 ranks · 121 commits" in said
+    assert said.count("\n") == 1
+    assert said.endswith("\r\x1b[K" + LINE.replace("120", "121") + "\n")
+
+
+def test_the_line_is_cut_to_the_terminal_and_gives_way_to_what_is_said(err, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    with watch(FakeJob()) as looking:
+        looking.tick()
+        shown = err.getvalue().removeprefix("\r\x1b[K")
+        looking.say("stopping at the next commit")
+    assert len(shown) <= 19 and shown.endswith("…")
+    assert err.getvalue().endswith("\r\x1b[Kstopping at the next commit\n")  # and no last line
+
+
+def test_the_line_gives_way_to_output_and_is_not_drawn_into_its_middle(err, out):
+    job = FakeJob()
+    with watch(job) as looking:
+        job.prints("epoch ")
+        looking.tick()
+        assert err.getvalue() == ""
+        job.prints("1\n")
+        looking.tick()
+        looking.tick()
+        job.prints("epoch 2")
+        job.end()
+    assert out.getvalue() == "epoch 1\nepoch 2\n"
+    assert err.getvalue().endswith(f"samples/s\r\x1b[K{LINE}\n")
+
+
+def test_quiet_means_output_only(err, out):
+    job = FakeJob()
+    with watch(job, quiet=True) as looking:
+        job.prints("epoch 1\n")
+        looking.tick()
+        job.end()
+    assert (out.getvalue(), err.getvalue()) == ("epoch 1\n", "")

@@ -1,19 +1,14 @@
-"""``%%elastic_train`` in a shell, with a ``fit`` that starts nothing."""
+"""``%%elastic_train`` in a shell, with a ``fit`` that starts nothing, and errors in a notebook."""
 
-from __future__ import annotations
-
-import subprocess
 import sys
 import threading
-import types
 
-import cloudpickle
 import pytest
 
-from nbelastic.errors import JobInterrupted, NbelasticError, OptionError, RankFailed
+from nbelastic.errors import JobInterrupted, OptionError, PreflightError, RankFailed
 from nbelastic.notebook import magics
 from nbelastic.notebook.options import train_command
-from tests.notebook.shells import run
+from tests.notebook.fakes import run
 
 pytestmark = pytest.mark.usefixtures("no_client")
 
@@ -21,56 +16,31 @@ pytestmark = pytest.mark.usefixtures("no_client")
 
 
 def test_the_result_of_the_cell_is_its_value(shell, fit):
-    run(shell, "scale = 10")
-    assert run(shell, "%%elastic_train --np 2\nx = 4 * scale\nx + 2").result == 42
-    assert fit.options["np"] == 2
+    run(shell, "from __future__ import annotations\nscale = 10")
+    cell = "x: nothing = 4 * scale\nx + 2, '{scale} $scale'"
+    assert run(shell, f"%%elastic_train\n{cell}").result == (42, "{scale} $scale")
     assert "x" not in shell.user_ns
 
 
-def test_a_semicolon_hides_the_result(shell, fit):
-    assert run(shell, "%%elastic_train\n42;").result is None
-
-
-def test_options_reach_fit_under_their_names(shell, fit):
-    run(shell, "%%elastic_train --min-np 2 --max-np 4 --resources GPU=1 --name resnet\n1")
-    del fit.options["cluster"]
+def test_options_and_variables_on_the_line_reach_fit(shell, fit):
+    run(shell, "ranks = 3")
+    run(shell, "%%elastic_train --min-np 2 --max-np {ranks} --resources GPU=1 --name resnet\n1")
     assert fit.options == {
+        "cluster": None,  # fit makes one of its own
         "min_np": 2,
-        "max_np": 4,
+        "max_np": 3,
         "resources": {"GPU": 1.0},
         "name": "resnet",
         "block": False,
     }
 
 
-def test_a_variable_on_the_line_is_expanded_and_the_body_is_not(shell, fit):
-    run(shell, "ranks = 3")
-    assert run(shell, "%%elastic_train --np {ranks}\n'{ranks} $ranks'").result == "{ranks} $ranks"
-    assert fit.options["np"] == 3
-
-
-def test_other_cells_are_never_touched(shell, fit):
-    run(shell, "1 + 1")
-    assert fit.calls == 0
-
-
-def test_noblock_gives_the_job_at_once(shell, fit):
-    result = run(shell, "%%elastic_train --noblock\n1").result
-    assert result is fit.job
-    assert not fit.job.waited
-
-
-def test_out_holds_the_job_before_the_wait_begins(shell, fit):
-    fit.while_waiting = lambda: seen.append(shell.user_ns["job"])
-    seen = []
-    assert run(shell, "%%elastic_train -o job\n7").result == 7
-    assert seen == [fit.job]
-
-
 @pytest.mark.parametrize("error", [RankFailed("raised"), JobInterrupted("interrupted")])
 def test_out_holds_the_job_although_it_fails(shell, fit, error):
-    fit.error = error
+    fit.error, seen = error, []
+    fit.while_waiting = lambda: seen.append(shell.user_ns["job"])
     assert run(shell, "%%elastic_train -o job\n7", fails=True) is error
+    assert seen == [fit.job]
     assert shell.user_ns["job"] is fit.job
 
 
@@ -82,11 +52,6 @@ def test_an_interrupt_outside_the_wait_cancels_the_job(shell, fit):
     error = run(shell, "%%elastic_train\n7", fails=True)
     assert isinstance(error, KeyboardInterrupt)
     assert fit.job.asked == ["cancel"]
-
-
-def test_a_future_import_of_an_earlier_cell_holds_in_this_one(shell, fit):
-    run(shell, "from __future__ import annotations")
-    assert run(shell, "%%elastic_train\nx: nothing = 1\nx").result == 1
 
 
 def test_other_threads_than_the_main_one_wait_uninterrupted(shell, fit):
@@ -102,49 +67,24 @@ def test_other_threads_than_the_main_one_wait_uninterrupted(shell, fit):
 # -- errors ------------------------------------------------------------------------------------
 
 
-def test_a_wrong_option_is_an_error_of_the_cell(shell, fit):
-    error = run(shell, "%%elastic_train --max 8\n1", fails=True)
-    assert isinstance(error, OptionError)
-    assert "did you mean --max-np?" in str(error)
-    assert fit.calls == 0
-
-
-@pytest.mark.parametrize("source", ["%%elastic_train --max 8\n1", "%%elastic_train\n!ls"])
-def test_an_error_in_the_cell_shows_no_frame_of_the_magic(shell, fit, capsys, source):
-    run(shell, source, fails=True)
+@pytest.mark.parametrize(
+    ("cell", "kind", "says"),
+    [
+        ("%%elastic_train --max 8\n1", OptionError, "did you mean --max-np?"),
+        ("%%elastic_train\n!ls", PreflightError, "'!ls' is for IPython"),
+        ("\n\n%%elastic_train --np 2\nx = 1\nx = = 2\n", SyntaxError, "line 5"),
+    ],
+)
+def test_a_wrong_cell_starts_nothing_and_shows_no_frame_of_the_magic(
+    shell, fit, capsys, cell, kind, says
+):
+    error = run(shell, cell, fails=True)
+    assert isinstance(error, kind) and says in str(error) and fit.calls == 0
     shown = capsys.readouterr().out
-    assert "Error: " in shown
-    assert "magics.py" not in shown
-
-
-def test_an_empty_cell_is_refused(shell, fit):
-    assert "no code" in str(run(shell, "%%elastic_train\n\n", fails=True))
-
-
-def test_a_shell_line_is_refused_with_its_number(shell, fit):
-    error = run(shell, "%%elastic_train\nx = 1\n!ls\n", fails=True)
-    assert isinstance(error, NbelasticError)
-    assert "line 3: '!ls'" in str(error)
-
-
-def test_a_syntax_error_has_the_line_as_the_cell_numbers_it(shell, fit, capsys):
-    error = run(shell, "\n\n%%elastic_train --np 2\nx = 1\nx = = 2\n", fails=True)
-    assert isinstance(error, SyntaxError)
-    assert error.lineno == 5
-    assert fit.calls == 0
-    shown = capsys.readouterr().out
-    assert "x = = 2" in shown
+    assert "Error" in shown and ("x = = 2" in shown) == (kind is SyntaxError)
     assert "cell.py" not in shown
-
-
-def test_an_error_of_a_rank_names_the_cell_and_the_line(shell, fit):
-    run(shell, "1")
-    error = run(shell, "%%elastic_train\nx = 0\n1 / x", fails=True)
-    frame = error.__traceback__
-    while frame.tb_next:
-        frame = frame.tb_next
-    assert frame.tb_frame.f_code.co_filename == "Cell In[2]"
-    assert frame.tb_lineno == 3
+    if kind is not SyntaxError:  # with which IPython shows where it was raised
+        assert "magics.py" not in shown
 
 
 def test_a_conflict_with_a_default_says_where_that_came_from(shell, fit):
@@ -159,13 +99,21 @@ def test_a_conflict_with_a_default_says_where_that_came_from(shell, fit):
     )
 
 
-def test_a_value_that_fit_refuses_shows_no_frame_of_nbelastic(shell, capsys):
-    run(shell, "%%elastic_train --min-np 5 --max-np 2\n1", fails=True)
-    shown = capsys.readouterr().out
-    assert shown.strip() == (
-        "MagicOptionError: %%elastic_train: min_np=5 is above max_np=2 "
-        "(every option: %%elastic_train?)"
+@pytest.mark.parametrize("kind", ["NotPicklable", "NotEnoughWorkers", "JobInterrupted"])
+def test_a_message_comes_without_lines_of_code(shell, kind, capsys):
+    shell.run_cell(
+        f"import nbelastic\nraise nbelastic.errors.{kind}('this and that') from OSError()"
     )
+    assert capsys.readouterr().out.strip() == f"{kind}: this and that"
+
+
+@pytest.mark.parametrize("options", ["np='4'", "min_np=5, max_np=2", "num_workers=4"])
+def test_a_wrong_option_of_fit_is_shown_with_the_cells_line_only(shell, options, capsys):
+    shell.run_cell(f"import nbelastic\nnbelastic.fit(print, {options})")
+    place, line, message = capsys.readouterr().out.strip().splitlines()
+    assert place.endswith("line 2")
+    assert line == f"    nbelastic.fit(print, {options})"
+    assert "Option" in message.split(": ")[0]
 
 
 # -- the cluster -------------------------------------------------------------------------------
@@ -175,41 +123,30 @@ class Cluster:
     scheduler_address = "tcp://127.0.0.1:1"
 
 
-def test_without_a_client_fit_makes_a_cluster_of_its_own(shell, fit):
-    run(shell, "%%elastic_train\n1")
-    assert fit.options["cluster"] is None
-
-
-def test_the_current_client_is_taken(shell, fit, monkeypatch):
+def test_the_cluster_is_a_variable_an_address_or_the_current_client(shell, fit, monkeypatch):
+    shell.user_ns |= {"mine": Cluster(), "address": "tcp://10.0.0.5:8786"}
+    for name in ("mine", "address"):
+        run(shell, f"%%elastic_train --cluster {name}\n1")
+        assert fit.options["cluster"] is shell.user_ns[name]
+    run(shell, "%%elastic_train --cluster tls://gateway:8786\n1")
+    assert fit.options["cluster"] == "tls://gateway:8786"
     client = object()
     monkeypatch.setattr("distributed.Client.current", lambda: client)
     run(shell, "%%elastic_train\n1")
     assert fit.options["cluster"] is client
 
 
-def test_a_variable_names_the_cluster(shell, fit):
-    shell.user_ns["mine"] = cluster = Cluster()
-    shell.user_ns["address"] = "tcp://10.0.0.5:8786"
-    run(shell, "%%elastic_train --cluster mine\n1")
-    assert fit.options["cluster"] is cluster
-    run(shell, "%%elastic_train --cluster address\n1")
-    assert fit.options["cluster"] == "tcp://10.0.0.5:8786"
-
-
-def test_an_address_is_a_cluster(shell, fit):
-    run(shell, "%%elastic_train --cluster tls://gateway:8786\n1")
-    assert fit.options["cluster"] == "tls://gateway:8786"
-
-
-def test_a_wrong_cluster_is_an_error_that_knows_the_right_ones(shell, fit):
-    error = run(shell, "%%elastic_train --cluster client\n1", fails=True)
-    assert "make one: client = Client(...)" in str(error)
-    shell.user_ns["my_cluster"] = Cluster()
-    error = run(shell, "%%elastic_train --cluster mycluster\n1", fails=True)
-    assert "did you mean my_cluster?" in str(error)
-    shell.user_ns["number"] = 5
-    error = run(shell, "%%elastic_train --cluster number\n1", fails=True)
-    assert "--cluster number: the variable holds 'int'" in str(error)
+@pytest.mark.parametrize(
+    ("name", "there", "says"),
+    [
+        ("client", {}, "make one: client = Client(...)"),
+        ("mycluster", {"my_cluster": Cluster()}, "did you mean my_cluster?"),
+        ("number", {"number": 5}, "--cluster number: the variable holds 'int'"),
+    ],
+)
+def test_a_wrong_cluster_is_an_error_that_knows_the_right_ones(shell, fit, name, there, says):
+    shell.user_ns |= there
+    assert says in str(run(shell, f"%%elastic_train --cluster {name}\n1", fails=True))
 
 
 # -- how it is shown ---------------------------------------------------------------------------
@@ -236,64 +173,49 @@ def test_large_variables_are_listed_before_the_start(shell, fit, capsys, monkeyp
         assert "MiB" not in capsys.readouterr().out
 
 
-def test_the_function_tells_what_it_has_captured(shell, fit):
-    run(shell, "import math\nlr = 0.1\ndef f(): return lr")
-    run(shell, "%%elastic_train --noblock\nf() + math.pi")
-    assert list(fit.function.captured) == ["f", "math"]
-    assert isinstance(fit.function.captured["math"], types.ModuleType)
-    assert fit.function.__name__ == "Cell In[2]"
+# -- %debug, help and loading ------------------------------------------------------------------
 
 
-def test_a_helper_of_the_notebook_sees_what_the_cell_assigns(shell, fit):
-    run(shell, "lr = 0.1\ndef rate():\n    return lr")
-    assert run(shell, "%%elastic_train\nlr = 0.2\nrate()").result == 0.2
-    assert shell.user_ns["lr"] == 0.1
+@pytest.fixture
+def looked(shell, monkeypatch):
+    """What IPython's own debugger was asked to look at; it would wait for commands."""
+    asked = []
+
+    def look(*_, force=False, **__):
+        asked.append(type(sys.last_value).__name__)
+
+    monkeypatch.setattr(type(shell.InteractiveTB), "debugger", look)
+    return asked
 
 
-# -- help and loading --------------------------------------------------------------------------
+def test_any_error_can_be_looked_into_but_a_ranks(shell, looked, capsys):
+    for cell in ("1 / 0", "import nbelastic\nraise nbelastic.errors.RankFailed('failed')"):
+        run(shell, cell, fails=True)
+        capsys.readouterr()
+        run(shell, "%debug")
+        assert ("call it in a cell without fit" in capsys.readouterr().out) == ("Rank" in cell)
+    assert looked == ["ZeroDivisionError"]
 
 
-def test_the_help_has_every_option_with_an_example(shell):
+def test_the_help_has_every_option_with_an_example_that_can_be_run(shell):
     text = shell.find_cell_magic("elastic_train").__doc__
+    examples = [line for line in text.splitlines() if line.strip().startswith("%%elastic")]
+    for example in examples:
+        assert train_command().read(example.replace("{ranks}", "2").split()[1:])
     for option in train_command().params:
         for name in (*option.opts, *option.secondary_opts):
             assert f"{name} " in text or f"{name}," in text
-        examples = [line for line in text.splitlines() if line.strip().startswith("%%elastic")]
         assert any(name in line for name in option.opts for line in examples)
 
 
-def test_every_example_of_the_help_can_be_run(shell):
-    text = shell.find_cell_magic("elastic_train").__doc__
-    examples = [line.split(maxsplit=1)[1] for line in text.splitlines() if "  %%elastic" in line]
-    assert len(examples) > 15
-    for example in examples:
-        assert train_command().read(example.replace("{ranks}", "2").split())
-
-
-def test_the_extension_can_be_unloaded_and_loaded_again(shell):
-    from nbelastic.notebook import load_ipython_extension, unload_ipython_extension
-
-    unload_ipython_extension(shell)
-    assert shell.find_cell_magic("elastic_train") is None
-    assert shell.find_line_magic("elastic") is None
-    unload_ipython_extension(shell)
-    load_ipython_extension(shell)
+def test_the_extension_can_be_loaded_twice_unloaded_and_loaded_again(shell):
+    wrapped = shell.find_line_magic("debug")
+    magics.load_ipython_extension(shell)
+    assert shell.find_line_magic("debug") is wrapped
+    for _ in range(2):
+        magics.unload_ipython_extension(shell)
+        original = shell.find_line_magic("debug")
+        assert original.__func__ is type(original.__self__).debug
+        assert shell.find_cell_magic("elastic_train") is shell.find_line_magic("elastic") is None
+    magics.load_ipython_extension(shell)
     assert shell.find_line_magic("elastic") is not None
-
-
-@pytest.mark.slow
-def test_the_package_loads_neither_ipython_nor_ipywidgets():
-    code = (
-        "import nbelastic.notebook, nbelastic.notebook.cell, nbelastic.notebook.names, sys;"
-        "print([m for m in ('IPython', 'ipywidgets', 'torch') if m in sys.modules])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
-
-
-def test_the_function_that_fit_gets_can_travel(shell, fit):
-    run(shell, "lr = 0.5")
-    run(shell, "%%elastic_train --noblock\nlr * 2")
-    assert cloudpickle.loads(cloudpickle.dumps(fit.function))() == 1.0

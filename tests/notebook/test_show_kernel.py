@@ -1,7 +1,5 @@
 """What a real kernel leaves in a notebook."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import nbformat

@@ -1,7 +1,5 @@
 """Have many jobs come and go: ``python -m tests.sharing 50000``."""
 
-from __future__ import annotations
-
 import argparse
 
 from .test_stream import play

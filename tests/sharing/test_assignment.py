@@ -1,7 +1,8 @@
 """Which slots are whose."""
 
-from __future__ import annotations
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,56 +13,49 @@ from .worlds import fitting, wants
 A, B = Want("a"), Want("b")
 
 
-def slots(text):
-    """Slots ``name:holder``; without a holder they are free."""
-    found = []
-    for word in text.split():
-        name, _, holder = word.partition(":")
-        found.append(SharedSlot(name, holder=holder or None, free=not holder))
-    return found
+def held(name, job, host="", **more):
+    return SharedSlot(name, host, holder=job, free=False, **more)
 
 
-def test_free_slots_are_reserved_for_those_below_their_share():
-    found = assign([A, B], {"a": 2, "b": 2}, slots("0:a 1 2 3"))
-    assert found.reserved == {"1": "a", "2": "b", "3": "b"}
-    assert found.reclaimed == {}
+FREE, FOUR = [SharedSlot(name) for name in "123"], {"a": 2, "b": 2}
+CPU = frozenset("a")
 
 
-def test_which_ranks_go_is_left_to_a_job_where_slots_are_alike():
-    found = assign([A, B], {"a": 2, "b": 2}, slots("0:a 1:a 2:a 3:a"))
-    assert found.reserved == found.reclaimed == {}
-
-
-def test_a_job_leaves_the_slot_that_another_needs_and_has_another():
-    there = [
-        SharedSlot("gpu", holder="a", free=False),
-        SharedSlot("cpu", jobs=frozenset("a")),
-    ]
-    found = assign([A, B], {"a": 1, "b": 1}, there)
-    assert found.reclaimed == {"a": ["gpu"]}
-    assert found.reserved == {"cpu": "a"}
-
-
-def test_a_job_that_shrinks_leaves_the_slots_that_another_can_use():
-    there = [
-        SharedSlot("gpu", holder="a", free=False),
-        SharedSlot("cpu", holder="a", free=False, jobs=frozenset("a")),
-    ]
-    found = assign([A, B], {"a": 1, "b": 1}, there)
-    assert found.reclaimed == {"a": ["gpu"]}
-
-
-def test_a_cap_on_a_host_moves_another_job():
-    there = [
-        SharedSlot("0", "x", holder="a", free=False),
-        SharedSlot("1", "x"),
-        SharedSlot("2", "x"),
-    ]
-    wide = Want("b", least=2, per_host=1)
-    there += [SharedSlot("3", "y", holder="a", free=False)]
-    found = assign([A, wide], {"a": 2, "b": 2}, there)
-    assert found.reclaimed == {"a": ["3"]}
-    assert sorted(found.reserved.values()) == ["a", "b"]
+@pytest.mark.parametrize(
+    ("jobs", "shares_", "there", "reserved", "reclaimed"),
+    [
+        # Free slots are reserved for those below their share.
+        ([A, B], FOUR, [held("0", "a"), *FREE], {"1": "a", "2": "b", "3": "b"}, {}),
+        # Which ranks go is left to a job where slots are alike.
+        ([A, B], FOUR, [held(name, "a") for name in "0123"], {}, {}),
+        # A job leaves the slot that another one needs, and has another, or shrinks.
+        (
+            [A, B],
+            {"a": 1, "b": 1},
+            [held("gpu", "a"), SharedSlot("cpu", jobs=CPU)],
+            {"cpu": "a"},
+            {"a": ["gpu"]},
+        ),
+        (
+            [A, B],
+            {"a": 1, "b": 1},
+            [held("gpu", "a"), held("cpu", "a", jobs=CPU)],
+            {},
+            {"a": ["gpu"]},
+        ),
+        # A cap on a host moves another job.
+        (
+            [A, replace(B, least=2, per_host=1)],
+            FOUR,
+            [held("0", "a", "x"), SharedSlot("1", "x"), SharedSlot("2", "x"), held("3", "a", "y")],
+            {"1": "b", "2": "a"},
+            {"a": ["3"]},
+        ),
+    ],
+)
+def test_slots_are_reserved_and_reclaimed(jobs, shares_, there, reserved, reclaimed):
+    found = assign(jobs, shares_, there)
+    assert (found.reserved, found.reclaimed) == (reserved, reclaimed)
 
 
 @st.composite

@@ -28,54 +28,49 @@ def yielding(jobs: list[Want], slots: int) -> set[str]:
     return set(jobs_to_yield(jobs, alike(slots), NOW))
 
 
+THIRD = replace(OLD, job="third", since=2.0)
+WAITING = Want("waiting", since=9.0, priority=5, least=1, waiting_since=9.0)
+NEW, WIDE = replace(TRAINER, has=0, kept=0, running=False), replace(TRAINER, least=2, kept=2, has=2)
+
+
 @pytest.mark.parametrize(
-    ("jobs", "yielded"),
+    ("jobs", "slots", "yielded"),
     [
-        ([OLD, YOUNG], "young"),
-        ([saved(OLD), saved(YOUNG)], "young"),
-        ([saved(OLD), YOUNG], "old"),
-        ([OLD, replace(YOUNG, priority=1)], "old"),
-        ([saved(replace(OLD, priority=1)), YOUNG], "old"),
+        # Of two suspended jobs one yields: by age, by what a loss costs, by priority.
+        ([OLD, YOUNG], 3, "young"),
+        ([saved(OLD), saved(YOUNG)], 3, "young"),
+        ([saved(OLD), YOUNG], 3, "old"),
+        ([OLD, replace(YOUNG, priority=1)], 3, "old"),
+        ([saved(replace(OLD, priority=1)), YOUNG], 3, "old"),
+        # None does where one can go on, or where nothing is gained.
+        ([OLD, YOUNG], 4, ""),
+        ([OLD, replace(YOUNG, least=2)], 3, ""),
+        ([saved(OLD), NEW], 2, ""),
+        ([saved(OLD), saved(YOUNG)], 2, ""),
+        ([saved(OLD)], 3, ""),
+        ([saved(OLD), saved(YOUNG), WIDE], 4, ""),
+        # While another trains, whose end solves it, only a resumable job yields to one before it.
+        ([OLD, YOUNG, TRAINER], 4, ""),
+        ([OLD, saved(YOUNG), TRAINER], 4, "young"),
+        ([saved(OLD), YOUNG, TRAINER], 4, ""),
+        # A job that cannot start takes no slot of a suspended one while others train.
+        ([saved(OLD), WAITING, TRAINER], 2, ""),
+        ([saved(OLD), WAITING], 1, "old"),
+        # No more jobs yield than it takes.
+        ([OLD, YOUNG, THIRD], 4, "third"),
+        ([OLD, YOUNG, THIRD], 3, "young third"),
     ],
-    ids=["age", "age of the resumable", "resumable first", "priority", "no loss before priority"],
 )
-def test_one_of_two_suspended_jobs_yields_to_the_other(jobs, yielded):
-    assert yielding(jobs, 3) == {yielded}
+def test_who_of_suspended_jobs_yields(jobs, slots, yielded):
+    assert yielding(jobs, slots) == {*yielded.split()}
 
 
-def test_no_job_yields_where_one_can_go_on():
-    assert not yielding([OLD, YOUNG], 4)
-    assert not yielding([OLD, replace(YOUNG, least=2)], 3)
-    assert not yielding([saved(OLD), replace(TRAINER, has=0, kept=0, running=False)], 2)
-
-
-def test_no_job_yields_where_nothing_is_gained():
-    assert not yielding([saved(OLD), saved(YOUNG)], 2)
-    assert not yielding([saved(OLD)], 3)
-    assert not yielding([saved(OLD), saved(YOUNG), replace(TRAINER, least=2, kept=2, has=2)], 4)
-
-
-def test_while_another_trains_only_a_resumable_job_yields_to_one_before_it():
-    assert not yielding([OLD, YOUNG, TRAINER], 4), "the end of the other solves it"
-    assert yielding([OLD, saved(YOUNG), TRAINER], 4) == {"young"}
-    assert not yielding([saved(OLD), YOUNG, TRAINER], 4)
-
-
-def test_a_job_that_cannot_start_takes_no_slot_of_a_suspended_one_while_others_train():
-    waiting = Want("waiting", since=9.0, priority=5, least=1, waiting_since=9.0)
-    assert not yielding([saved(OLD), waiting, TRAINER], 2)
-    assert yielding([saved(OLD), waiting], 1) == {"old"}
-
-
-def test_no_more_jobs_yield_than_it_takes():
-    third = replace(OLD, job="third", since=2.0)
-    assert yielding([OLD, YOUNG, third], 4) == {"third"}
-    assert yielding([OLD, YOUNG, third], 3) == {"young", "third"}
+def test_a_job_yields_whose_slots_the_others_can_use():
     groups = [
         SlotGroup(1, jobs=frozenset({"third"})),
         SlotGroup(3, jobs=frozenset({"old", "young"})),
     ]
-    assert jobs_to_yield([OLD, YOUNG, third], groups, NOW) == {"young"}
+    assert jobs_to_yield([OLD, YOUNG, THIRD], groups, NOW) == {"young"}
 
 
 @settings(deadline=None)

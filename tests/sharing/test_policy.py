@@ -17,31 +17,25 @@ A = Want("a", least=1, kept=1, has=6, running=True)
 B = Want("b", since=1.0, least=2, waiting_since=1.0)
 
 
-def holding(want: Want, has: int) -> Want:
-    return after(want, has)
-
-
 def test_a_job_that_is_alone_has_no_bound():
     policy = SharePolicy(RULES)
     assert policy.decide([A], alike(6), 0.0) == {"a": None}
-    assert policy.share("a") is None
-    assert policy.share("other") is None
 
 
 def test_a_newcomer_is_admitted_at_once_and_the_others_shrink_once():
     policy = SharePolicy(RULES)
     policy.decide([A], alike(6), 0.0)
     assert policy.decide([A, B], alike(6), 1.0) == {"a": 3, "b": 3}
-    assert policy.decide([holding(A, 3), holding(B, 3)], alike(6), 2.0) == {"a": 3, "b": 3}
+    assert policy.decide([after(A, 3), after(B, 3)], alike(6), 2.0) == {"a": 3, "b": 3}
 
 
 def test_growth_waits_so_that_several_departures_make_one_reset():
     policy = SharePolicy(RULES)
-    jobs = [holding(A, 2), holding(B, 2), holding(replace(B, job="c", since=2.0), 2)]
+    jobs = [after(A, 2), after(B, 2), after(replace(B, job="c", since=2.0), 2)]
     policy.decide(jobs, alike(6), 0.0)
     assert policy.decide(jobs[:2], alike(6), 10.0) == {"a": 2, "b": 2}
     assert policy.decide(jobs[:2], alike(6), 12.0) == {"a": 3, "b": 3}
-    jobs = [holding(A, 3)]
+    jobs = [after(A, 3)]
     assert policy.decide(jobs, alike(6), 20.0) == {"a": 3}
     assert policy.decide(jobs, alike(6), 21.9) == {"a": 3}
     assert policy.decide(jobs, alike(6), 22.0) == {"a": None}
@@ -49,8 +43,8 @@ def test_growth_waits_so_that_several_departures_make_one_reset():
 
 def test_a_job_gives_up_slots_to_be_fair_only_after_a_while():
     policy = SharePolicy(RULES)
-    small = replace(holding(B, 2), most=2)
-    jobs = [holding(A, 4), small]
+    small = replace(after(B, 2), most=2)
+    jobs = [after(A, 4), small]
     assert policy.decide(jobs, alike(6), 0.0) == {"a": 4, "b": 2}
     jobs[1] = replace(small, most=9)
     assert policy.decide(jobs, alike(6), 5.0) == {"a": 4, "b": 2}
@@ -60,9 +54,9 @@ def test_a_job_gives_up_slots_to_be_fair_only_after_a_while():
 
 def test_a_worker_that_is_soon_replaced_moves_no_other_job():
     policy = SharePolicy(RULES)
-    jobs = [holding(A, 3), holding(B, 3)]
+    jobs = [after(A, 3), after(B, 3)]
     policy.decide(jobs, alike(6), 0.0)
-    lost = [holding(A, 2), holding(B, 3)]
+    lost = [after(A, 2), after(B, 3)]
     assert policy.decide(lost, alike(5), 100.0) == {"a": 3, "b": 3}
     assert policy.decide(lost, alike(6), 101.0) == {"a": 3, "b": 3}
     assert policy.decide(lost, alike(5), 200.0) == {"a": 3, "b": 3}
@@ -72,9 +66,9 @@ def test_a_worker_that_is_soon_replaced_moves_no_other_job():
 def test_a_floor_is_restored_at_once():
     policy = SharePolicy(RULES)
     floor = replace(A, least=3)
-    policy.decide([holding(floor, 3), holding(B, 3)], alike(6), 0.0)
+    policy.decide([after(floor, 3), after(B, 3)], alike(6), 0.0)
     short = replace(floor, kept=2, has=2)
-    assert policy.decide([short, holding(B, 3)], alike(5), 1.0) == {"a": 3, "b": 2}
+    assert policy.decide([short, after(B, 3)], alike(5), 1.0) == {"a": 3, "b": 2}
 
 
 def test_first_come_first_served_bounds_no_job():

@@ -1,9 +1,9 @@
 """Shares: their promises, for whatever jobs and slots."""
 
-from __future__ import annotations
-
 import math
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,27 +25,21 @@ def decide(jobs, groups):
 
 @settings(deadline=None)
 @given(cases(per_host=True))
-def test_gang_a_job_has_its_floor_or_what_it_keeps(case):
-    jobs, groups = case
-    for want in jobs:
-        share = decide(jobs, groups)[want.job]
-        assert share == want.kept or want.least <= share <= max(want.most, want.kept)
-
-
-@settings(deadline=None)
-@given(cases(per_host=True))
-def test_bounds_the_slots_are_there(case):
+def test_whatever_jobs_and_slots_a_division_keeps_its_promises(case):
     jobs, groups = case
     given_ = decide(jobs, groups)
     assert sum(given_.values()) <= sum(group.size for group in groups)
     assert fits(jobs, groups, given_)
-
-
-@settings(deadline=None)
-@given(cases(per_host=True))
-def test_floors_what_is_kept_is_not_taken(case):
-    jobs, groups = case
-    assert all(decide(jobs, groups)[want.job] >= want.kept for want in jobs)
+    for want in jobs:
+        share = given_[want.job]
+        assert share >= want.kept, "what is kept is not taken"
+        assert share == want.kept or want.least <= share <= max(want.most, want.kept), "gang"
+        for low in jobs if want.least <= share < want.most else ():
+            if low.priority < want.priority and given_[low.job] > max(low.least, low.kept):
+                fewer = {**given_, low.job: given_[low.job] - 1, want.job: share + 1}
+                assert not fits(jobs, groups, fewer), "priority"
+    there = [after(want, given_[want.job]) for want in jobs]
+    assert decide(there, groups) == given_, "asked again with its outcome it changes nothing"
 
 
 @settings(deadline=None)
@@ -73,27 +67,6 @@ def test_fair_no_job_envies_another_of_its_priority_more_than_one_rank(case):
 
 
 @settings(deadline=None)
-@given(cases(per_host=True))
-def test_priority_lower_jobs_have_no_more_than_floors_while_a_higher_one_wants_more(case):
-    jobs, groups = case
-    given_ = decide(jobs, groups)
-    for high in jobs:
-        if high.least <= given_[high.job] < high.most:
-            for low in jobs:
-                if low.priority < high.priority and given_[low.job] > max(low.least, low.kept):
-                    fewer = {**given_, low.job: given_[low.job] - 1}
-                    assert not fits(jobs, groups, {**fewer, high.job: given_[high.job] + 1})
-
-
-@settings(deadline=None)
-@given(cases(per_host=True))
-def test_fixed_point_asked_again_with_its_outcome_it_changes_nothing(case):
-    jobs, groups = case
-    first = decide(jobs, groups)
-    assert decide([after(want, first[want.job]) for want in jobs], groups) == first
-
-
-@settings(deadline=None)
 @given(cases(preemptible=False), st.integers(1, 5), st.integers(-5, 5))
 def test_a_newcomer_takes_no_floor_that_is_not_preemptible(case, least, priority):
     jobs, groups = case
@@ -106,54 +79,44 @@ def test_a_newcomer_takes_no_floor_that_is_not_preemptible(case, least, priority
             assert later[want.job] >= want.least
 
 
-def test_a_slot_that_only_one_job_can_use_goes_to_it():
-    jobs = [Want("any", least=2, since=0.0), Want("gpu", least=1, most=1, since=1.0)]
-    groups = [SlotGroup(1, jobs=frozenset({"any", "gpu"})), SlotGroup(2, jobs=frozenset({"any"}))]
-    assert decide(jobs, groups) == {"any": 2, "gpu": 1}
+RUNNER = Want("runner", least=2, most=2, kept=2, has=2, running=True)
+LOW = Want("low", least=3, kept=1, has=4, running=True, preemptible=True)
+HIGH = Want("high", since=1.0, least=3, most=3, priority=1)
+LATE = Want("late", since=1.0, least=4, waiting_since=NOW - PATIENCE)
+SMALL = Want("small", since=2.0, least=1, most=1, priority=5, waiting_since=NOW)
+OLD = Want("old", kept=1, has=2, running=True)
+YOUNG = Want("young", since=1.0, kept=1, has=3, running=True)
+WIDE = [Want("wide", least=3, per_host=1), Want("other", since=1.0)]
+HOSTS = [SlotGroup(4, "a"), SlotGroup(4, "b")]
+FOR_ONE = [SlotGroup(1, jobs=frozenset({"any", "gpu"})), SlotGroup(2, jobs=frozenset({"any"}))]
+WEIGHTS = [Want("one", weight=2.0), Want("two", since=1.0), Want("low", since=2.0, priority=-1)]
 
 
-def test_a_floor_that_fits_in_number_but_not_on_the_hosts_is_not_met():
-    jobs = [Want("wide", least=3, per_host=1), Want("other", since=1.0)]
-    groups = [SlotGroup(4, "a"), SlotGroup(4, "b")]
-    assert decide(jobs, groups) == {"wide": 0, "other": 8}
-    assert decide(jobs, [*groups, SlotGroup(1, "c")]) == {"wide": 3, "other": 6}
-
-
-def test_a_preemptible_job_keeps_one_slot_when_a_higher_priority_needs_its_floor():
-    low = Want("low", least=3, kept=1, has=4, running=True, preemptible=True)
-    high = Want("high", since=1.0, least=3, most=3, priority=1)
-    assert decide([low, high], alike(4)) == {"low": 1, "high": 3}
-    equal = Want("high", since=1.0, least=3, most=3)
-    assert decide([low, equal], alike(4)) == {"low": 4, "high": 0}
-
-
-def test_a_job_that_has_waited_long_closes_the_door():
-    runner = Want("runner", least=2, most=2, kept=2, has=2, running=True)
-    waiting = Want("waiting", since=1.0, least=4, waiting_since=NOW - PATIENCE)
-    small = Want("small", since=2.0, least=1, most=1, priority=5, waiting_since=NOW)
-    assert decide([runner, waiting, small], alike(4)) == {"runner": 2, "waiting": 0, "small": 0}
-    patient = Want("waiting", since=1.0, least=4, waiting_since=NOW)
-    assert decide([runner, patient, small], alike(4))["small"] == 1
-
-
-def test_a_floor_that_never_fits_closes_no_door():
-    giant = Want("giant", since=1.0, least=9, waiting_since=NOW - PATIENCE)
-    small = Want("small", since=2.0, least=1, most=1)
-    assert decide([giant, small], alike(4)) == {"giant": 0, "small": 1}
-
-
-def test_weights_divide_what_a_priority_has():
-    jobs = [Want("one", weight=2.0), Want("two", since=1.0), Want("low", since=2.0, priority=-1)]
-    assert decide(jobs, alike(10)) == {"one": 6, "two": 3, "low": 1}
-
-
-def test_a_tie_goes_to_the_job_that_has_the_slot_then_to_the_older_one():
-    old = Want("old", kept=1, has=2, running=True)
-    young = Want("young", since=1.0, kept=1, has=3, running=True)
-    assert decide([old, young], alike(5)) == {"old": 2, "young": 3}
-    assert decide([old, Want("young", since=1.0)], alike(5)) == {"old": 3, "young": 2}
-
-
-def test_no_job_wants_more_than_all():
-    assert decide([Want("one", most=math.inf)], alike(7)) == {"one": 7}
-    assert decide([], alike(7)) == {}
+@pytest.mark.parametrize(
+    ("jobs", "groups", "found"),
+    [
+        ([Want("any", least=2), Want("gpu", most=1, since=1.0)], FOR_ONE, {"any": 2, "gpu": 1}),
+        # A floor that fits in number but not on the hosts is not met.
+        (WIDE, HOSTS, {"wide": 0, "other": 8}),
+        (WIDE, [*HOSTS, SlotGroup(1, "c")], {"wide": 3, "other": 6}),
+        # A preemptible job keeps one slot when a higher priority needs its floor.
+        ([LOW, HIGH], alike(4), {"low": 1, "high": 3}),
+        ([LOW, replace(HIGH, priority=0)], alike(4), {"low": 4, "high": 0}),
+        # A job that has waited long closes the door; one whose floor never fits does not.
+        ([RUNNER, LATE, SMALL], alike(4), {"runner": 2, "late": 0, "small": 0}),
+        (
+            [RUNNER, replace(LATE, waiting_since=NOW), SMALL],
+            alike(4),
+            {"runner": 2, "late": 0, "small": 1},
+        ),
+        ([replace(LATE, least=9), replace(SMALL, priority=0)], alike(4), {"late": 0, "small": 1}),
+        (WEIGHTS, alike(10), {"one": 6, "two": 3, "low": 1}),
+        # A tie goes to the job that has the slot, then to the older one.
+        ([OLD, YOUNG], alike(5), {"old": 2, "young": 3}),
+        ([OLD, Want("young", since=1.0)], alike(5), {"old": 3, "young": 2}),
+        ([Want("one", most=math.inf)], alike(7), {"one": 7}),
+        ([], alike(7), {}),
+    ],
+)
+def test_jobs_and_their_shares(jobs, groups, found):
+    assert decide(jobs, groups) == found

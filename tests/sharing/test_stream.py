@@ -65,10 +65,15 @@ class Job:
 
 
 class Cluster:
-    """Jobs on slots that are alike; who gives slots up does so some ticks later, at a commit."""
+    """Jobs on slots that are alike; who gives slots up does so some ticks later, at a commit.
 
-    def __init__(self, seed: int) -> None:
+    With `losses`, workers are lost, and come back or do not; a job that lacks them for too long
+    fails. What is lost moves jobs behind others, so fewer promises hold then.
+    """
+
+    def __init__(self, seed: int, *, losses: bool = False) -> None:
         self.slots = SLOTS
+        self.losses = self.changes = losses
         self.random = random.Random(seed)
         self.policy = SharePolicy(RULES)
         self.jobs: list[Job] = []
@@ -87,7 +92,8 @@ class Cluster:
                 most=chance.choice((math.inf, least, least + 2)),
                 priority=chance.choice((0, 0, 0, 1, 2)),
                 weight=chance.choice((1.0, 1.0, 2.0)),
-                preemptible=chance.random() < 0.2,
+                preemptible=chance.random() < (0.7 if self.losses else 0.2),
+                resumable=self.losses and chance.random() < 0.7,
                 seconds=chance.random() * LONGEST,
                 waiting_since=self.now,
             )
@@ -95,10 +101,30 @@ class Cluster:
         self._happened()
 
     def depart(self) -> None:
-        over = [job for job in self.jobs if self.now >= job.ends and not job.suspended]
-        if over:
-            self.jobs = [job for job in self.jobs if job not in over]
+        late = [job for job in self.jobs if self.losses and self._is_late(job)]
+        over = [job for job in self.jobs if self.now >= job.ends and job.held >= job.least]
+        self.failed += sum(not job.running for job in late)
+        if late or over:
+            self.jobs = [job for job in self.jobs if job not in late and job not in over]
             self._happened(len(over))
+
+    def _is_late(self, job: Job) -> bool:
+        """Return whether a job's time is over; it stands still while the job is suspended."""
+        waits = job.suspended and job.running and (job.share != 0 or job.resumable)
+        if job.held >= job.least or (waits and self.slots >= job.least):
+            job.short_since = None
+            return False
+        if job.short_since is None:
+            job.short_since = self.now
+        return self.now >= job.short_since + TIMEOUT
+
+    def lose(self, number: int) -> None:
+        for _ in range(min(number, self.slots - FEWEST)):
+            holders = [job for job in self.jobs for _ in range(job.held)]
+            which = self.random.randrange(self.slots)
+            self.slots -= 1
+            if which < len(holders):
+                holders[which].held -= 1
 
     def _happened(self, times: int = 1) -> None:
         self.quiet_since = self.now
@@ -107,6 +133,10 @@ class Cluster:
 
     def wait(self) -> None:
         """Let a tick pass."""
+        if self.changes and self.random.random() < 0.02:
+            self.lose(self.random.randint(1, SLOTS))
+        elif self.changes and self.random.random() < 0.02:
+            self.slots = SLOTS
         self.now += TICK
         self.depart()
         self.act()
@@ -126,7 +156,7 @@ class Cluster:
         aim = min(self.slots if share is None else share, job.most)
         free = self.slots - sum(each.held for each in self.jobs)
         if job.held > aim and self.random.random() < 0.7:
-            job.held = int(aim)
+            job.held = int(aim) if aim or job.resumable else 1  # its state is nowhere else
         elif aim >= job.least and job.held < aim and job.held + free >= job.least:
             job.held = int(min(job.held + free, aim))
         was, job.running = job.running, job.running or job.held >= job.least
@@ -141,6 +171,9 @@ class Cluster:
 
     def drain(self) -> None:
         """Let all jobs end."""
+        if self.losses:
+            self.lose(SLOTS)
+        self.changes = False
         limit = self.now + 1000.0
         while self.jobs and self.now < limit:
             self.wait()
@@ -150,15 +183,17 @@ class Cluster:
     # -- promises ------------------------------------------------------------------------------
 
     def check(self, wants: list[Want]) -> None:
-        assert sum(job.held for job in self.jobs) <= SLOTS
+        assert sum(job.held for job in self.jobs) <= self.slots
         for job in self.jobs:
             assert job.running or job.held == 0, f"gang: {job}"
+            if self.losses:
+                continue
             floor = 1 if job.preemptible else job.least
             assert not job.running or job.held >= floor, f"floor: {job}"
             assert not job.running or job.share is None or job.share >= floor, f"floor: {job}"
             assert job.changes <= job.seen + 1, f"quiet: {job}"
         settled = self.now - self.quiet_since > RULES.protect + RULES.settle + TICK
-        if settled and len(self.jobs) > 1:
+        if settled and len(self.jobs) > 1 and not self.losses:
             aims = shares(wants, [SlotGroup(SLOTS)], self.now, RULES.patience)
             assert {job.name: job.share for job in self.jobs} == aims, "fair"
             used = sum(job.held for job in self.jobs)
@@ -171,75 +206,14 @@ class Cluster:
             since = other.waiting_since
             admitted = other.running or other.share is None or other.share >= other.least
             earlier = other.since < job.since and not admitted and not other.preemptible
+            earlier &= not self.losses
             if earlier and since is not None:
                 assert self.now < since + RULES.patience + TICK, f"{job} starts before {other}"
 
 
-class LosingCluster(Cluster):
-    """Workers are lost, and come back or do not; a job that lacks them for too long fails."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.changes = True
-
-    def arrive(self) -> None:
-        super().arrive()
-        self.jobs[-1].resumable = self.random.random() < 0.7
-        self.jobs[-1].preemptible = self.random.random() < 0.7
-
-    def wait(self) -> None:
-        if self.changes and self.random.random() < 0.02:
-            self.lose(self.random.randint(1, SLOTS))
-        elif self.changes and self.random.random() < 0.02:
-            self.slots = SLOTS
-        super().wait()
-
-    def drain(self) -> None:
-        self.lose(SLOTS)
-        self.changes = False
-        super().drain()
-
-    def lose(self, number: int) -> None:
-        for _ in range(min(number, self.slots - FEWEST)):
-            holders = [job for job in self.jobs for _ in range(job.held)]
-            which = self.random.randrange(self.slots)
-            self.slots -= 1
-            if which < len(holders):
-                holders[which].held -= 1
-
-    def depart(self) -> None:
-        late = [job for job in self.jobs if self._is_late(job)]
-        over = [job for job in self.jobs if self.now >= job.ends and job.held >= job.least]
-        self.failed += sum(not job.running for job in late)
-        self.jobs = [job for job in self.jobs if job not in late and job not in over]
-
-    def _is_late(self, job: Job) -> bool:
-        """Return whether a job's time is over; it stands still while the job is suspended."""
-        waits = job.suspended and job.running and (job.share != 0 or job.resumable)
-        if job.held >= job.least or (waits and self.slots >= job.least):
-            job.short_since = None
-            return False
-        if job.short_since is None:
-            job.short_since = self.now
-        return self.now >= job.short_since + TIMEOUT
-
-    def _follow(self, job: Job, share: int | None) -> None:
-        held = job.held
-        super()._follow(job, share)
-        if held and not job.held and not job.resumable:
-            job.held = 1  # its state is nowhere else
-
-    def check(self, wants: list[Want]) -> None:
-        assert sum(job.held for job in self.jobs) <= self.slots
-        assert all(job.running or job.held == 0 for job in self.jobs), "gang"
-
-    def check_door(self, job: Job) -> None:
-        """What is lost moves jobs behind others."""
-
-
-def play(seed: int, jobs: int, kind: type[Cluster] = Cluster) -> Cluster:
+def play(seed: int, jobs: int, *, losses: bool = False) -> Cluster:
     """Have so many jobs come and go; each must have had its turn."""
-    cluster = kind(seed)
+    cluster = Cluster(seed, losses=losses)
     chance = cluster.random
     while cluster.number < jobs:
         for _ in range(chance.choice((1, 1, 2, 3))):
@@ -263,4 +237,4 @@ def test_promises_hold_after_each_arrival_and_departure(seed: int) -> None:
 def test_no_job_waits_for_ever_when_workers_are_lost() -> None:
     """Not even suspended jobs, whose time stands still."""
     for seed in range(20):
-        play(seed, 25, LosingCluster)
+        play(seed, 25, losses=True)

@@ -1,7 +1,5 @@
 """Wants and slots made up by Hypothesis."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -59,11 +59,11 @@ class Calm:
         if world.machine is None:
             return False
         roster = world.machine.roster
-        hosts = world.scheduler.plugins["nbelastic"]._workers
+        hosts = world.scheduler.plugins["nbelastic"].workers
         crews: dict[str, int] = {}
         for worker in world.living():
             state = world.scheduler.workers.get(worker.address)
-            host = hosts.get(worker.id)
+            host = hosts.get(worker.address)
             if state is None or state.worker is not worker or state.status != Status.running:
                 continue
             if host is None or host.leaving or worker.id in roster.departing:

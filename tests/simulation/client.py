@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .loop import Process
@@ -10,8 +11,6 @@ from .network import Pipe
 from .remote import Remote, block_on, may_come_twice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .fibers import Fiber
     from .world import World
 

@@ -8,6 +8,7 @@ worker has a thread free. Workers and nannies are in :mod:`.worker`, clients in 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
@@ -16,8 +17,6 @@ from .loop import Process
 from .remote import may_come_twice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .network import Pipe
     from .worker import SimWorker
     from .world import World

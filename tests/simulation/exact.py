@@ -8,12 +8,14 @@ are processes, clocks and the network.
 from __future__ import annotations
 
 import functools
+import random
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 import nbelastic.torch as hvd
+from nbelastic.data.plan.quotas import Pace
 from nbelastic.driver.options import Options
 from tests.support.exact_training import (
     EPOCHS,
@@ -56,7 +58,8 @@ def train() -> tuple[int, str]:
     assert isinstance(world, Storm)
     actor = user.Actor(world)
     actor.compute(actor.script.setup)
-    training = ExactTraining(world.rows)
+    training = ExactTraining(world.rows, "speed" if world.uneven else "even")
+    training.loader.balancer._pace = Uneven(world, actor.session.spec.start)
     _loop(training.state, training, actor)
     return training.state.steps, training.digest()
 
@@ -79,6 +82,22 @@ def _loop(state: Any, training: ExactTraining, actor: user.Actor) -> None:
 
 
 alone = functools.cache(train_alone)
+
+
+class Uneven(Pace):
+    """Pace of ranks of differing speeds, which change at times, and quotas with them."""
+
+    def __init__(self, world: Storm, start: int) -> None:
+        super().__init__()
+        self._dice, self._steps_left = random.Random(f"{world.seed} {start}"), 0
+
+    @property
+    def seconds(self) -> float:
+        if not self._steps_left:
+            self._steps_left = self._dice.randint(1, 4)
+            self._speed = self._dice.choice((1.0, 1.0, 2.5, 7.0))
+        self._steps_left -= 1
+        return self._speed
 
 
 # -- the storm -------------------------------------------------------------------------------------
@@ -105,10 +124,15 @@ class Storm(World):
 
     def __init__(self, seed: int, *, tracing: bool = False) -> None:
         self.rows: Ledger = {}
+        self.uneven = seed % 3 == 1
+        self.changes = 0
         super().__init__(seed, tracing=tracing)
 
     def before_update(self, actor: user.Actor, training: ExactTraining) -> None:
         """Let something happen to a rank between its gradients and its update."""
+        balance = training.loader.balancer._balance
+        quotas = () if balance is None else balance.blocks.quotas
+        self.changes += max(quotas, default=0) > min(quotas, default=0) + 1
 
     def _build_cluster(self) -> None:
         hosts = self.random.choice((1, 2, 3))

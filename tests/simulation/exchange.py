@@ -6,22 +6,18 @@ aborted or the operation's time is up. A stopped peer, or one behind a cut, is n
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.collectives import SoloCommunicator
+from nbelastic.collectives import Communicator, Rendezvous, SoloCommunicator
 
-from .ring import SimCommunicator
+from .ring import SimCommunicator, SimHandle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
-
-    from nbelastic.collectives import Communicator, Rendezvous
 
     from .fibers import Fiber
     from .network import Network
-    from .ring import SimHandle
 
 
 class Exchange:

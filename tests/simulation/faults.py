@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nbelastic.messages import LimitsChanged, StopRequested
 
 if TYPE_CHECKING:
-    import random
-
     from .world import World
 
 KINDS = (

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import queue
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .loop import Hub, Process
 
 

@@ -5,18 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.errors import JobError, JobStopped
-from nbelastic.membership import Phase, Stage
+from nbelastic.membership import Machine, Phase, Stage
 from nbelastic.membership.failure_policy import SAME_KIND
-from nbelastic.messages import FRESH, EndRank, LoopDone, Publish, RankReady, Release, RestartWorker
+from nbelastic.messages import (
+    FRESH,
+    Effect,
+    EndRank,
+    Event,
+    LoopDone,
+    Publish,
+    RankReady,
+    Release,
+    RestartWorker,
+)
 from tests.membership.invariants import Checked
 
 from .calm import check_end
 from .exchange import is_broken
 
 if TYPE_CHECKING:
-    from nbelastic.membership import Machine
-    from nbelastic.messages import Effect, Event
-
     from .world import World
 
 
@@ -277,7 +284,7 @@ def _left_at_scheduler(world: World) -> list[str]:
     if plugin is None:  # its kernel was gone before it came to that
         return []
     found = [f"the job {name!r} on the scheduler" for name in plugin.jobs]
-    for slot, host in plugin._workers.items():
-        if host.holder is not None and world.reachable(slot):
-            found.append(f"the slot {slot}, held by {host.holder}")
+    for host in plugin.workers.values():
+        if host.holder is not None and world.reachable(host.slot.id):
+            found.append(f"the slot {host.slot.id}, held by {host.holder}")
     return found + [f"the task {key}" for key in world.scheduler.tasks]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster import JobClient, pack_function
 from nbelastic.driver.fit import terms_of
 from nbelastic.driver.options import Options
-from nbelastic.driver.thread import Driver, LiveClock
+from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, Detached, OptionError
 from nbelastic.messages import AttachRefusal
 
@@ -17,8 +18,6 @@ from .client import SimClient
 from .fibers import Fiber, Inbox
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from .loop import Process
     from .world import World
 
@@ -59,7 +58,7 @@ class Kernels:
             options,
             lambda: None,
             inbox=Inbox(hub),
-            clock=LiveClock(source=lambda: hub.now),
+            clock=lambda: hub.now,
             chance=hub.random.random,
         )
 
@@ -94,7 +93,7 @@ class Kernels:
             job_client.give_up()
             self.world.later(2.0, lambda: self.kill(client))
             return
-        driver.adopt_client(job_client)
+        driver.job_client = job_client
         driver.run()
 
     # -- further kernels ----------------------------------------------------------------------
@@ -153,5 +152,5 @@ class Kernels:
         else:
             self.former.append((client, driver))
         driver.adopt(packed)
-        driver.adopt_client(job_client)
+        driver.job_client = job_client
         driver.run()

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import random
 from asyncio import events
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from greenlet import getcurrent
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable
-
     from .fibers import Fiber
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
 from nbelastic.cluster import JobClient
-from nbelastic.cluster.scheduler.controller import JobController
+from nbelastic.cluster.scheduler.job import ScheduledJob
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.driver.thread import Driver
 from nbelastic.elastic import loop as elastic_loop
@@ -18,25 +19,23 @@ from nbelastic.membership import Machine, Phase, Stage, failure_policy, rules
 from nbelastic.membership.roster import Roster
 from nbelastic.messages import RankReady
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-Patch = tuple[Any, str, "Callable[[Any], Any]"]
+Patch = tuple[Any, str, "Callable[[Any], Any]", int]
 
 MUTATIONS: dict[str, Patch] = {}
-"""By name: what is replaced, and a function from the original to what it becomes."""
+"""By name: what is replaced, a function from the original to what it becomes, and the seed of the
+schedule that showed it last."""
 
 
-def _mutation(target: Any, attribute: str) -> Callable[[Any], Any]:
+def _mutation(target: Any, attribute: str, seed: int) -> Callable[[Any], Any]:
     def add(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         name = make.__name__.strip("_").replace("_", " ")
-        MUTATIONS[name] = (target, attribute, make)
+        MUTATIONS[name] = (target, attribute, make, seed)
         return make
 
     return add
 
 
-@_mutation(Machine, "_on_rank_ready")
+@_mutation(Machine, "_on_rank_ready", seed=12)
 def _ready_reports_of_older_generations_count(original: Any) -> Any:
     def handle(self: Any, event: RankReady) -> None:
         original(self, msgspec.structs.replace(event, left=self.roster.generation))
@@ -44,7 +43,7 @@ def _ready_reports_of_older_generations_count(original: Any) -> Any:
     return handle
 
 
-@_mutation(Machine, "_evict")
+@_mutation(Machine, "_evict", seed=13)
 def _a_rank_that_was_evicted_may_come_back(original: Any) -> Any:
     def evict(self: Any, ranks: Any, reason: str) -> None:
         original(self, ranks, reason)
@@ -55,7 +54,7 @@ def _a_rank_that_was_evicted_may_come_back(original: Any) -> Any:
     return evict
 
 
-@_mutation(Machine, "_note_finish")
+@_mutation(Machine, "_note_finish", seed=0)
 def _the_loop_is_over_for_all_when_it_is_for_one(original: Any) -> Any:
     def note(self: Any) -> None:
         if self.roster.in_stage(Stage.DONE):
@@ -66,7 +65,7 @@ def _the_loop_is_over_for_all_when_it_is_for_one(original: Any) -> Any:
     return note
 
 
-@_mutation(Roster, "note_version")
+@_mutation(Roster, "note_version", seed=23)
 def _versions_may_go_back(_: Any) -> Any:
     def note(self: Any, rank: Any, version: int) -> None:
         rank.version = version
@@ -74,12 +73,12 @@ def _versions_may_go_back(_: Any) -> Any:
     return note
 
 
-@_mutation(Machine, "_check_for_stalls")
+@_mutation(Machine, "_check_for_stalls", seed=122)
 def _nobody_watches_for_stalls(_: Any) -> Any:
     return lambda self: None
 
 
-@_mutation(rules, "free_slots")
+@_mutation(rules, "free_slots", seed=21)
 def _a_slot_may_be_given_to_two_ranks(_: Any) -> Any:
     def free(roster: Any) -> list[Any]:
         slots = roster.slots.values()
@@ -88,12 +87,12 @@ def _a_slot_may_be_given_to_two_ranks(_: Any) -> Any:
     return free
 
 
-@_mutation(Machine, "_on_slot_leaving")
+@_mutation(Machine, "_on_slot_leaving", seed=2)
 def _workers_that_are_to_leave_are_planned(_: Any) -> Any:
     return lambda self, event: None
 
 
-@_mutation(Machine, "_gather")
+@_mutation(Machine, "_gather", seed=37)
 def _a_plan_does_not_wait_for_members_to_let_go(original: Any) -> Any:
     def gather(self: Any) -> None:
         if self.roster.phase == Phase.GATHERING and self.roster.in_stage(Stage.READY):
@@ -104,33 +103,33 @@ def _a_plan_does_not_wait_for_members_to_let_go(original: Any) -> Any:
     return gather
 
 
-@_mutation(JobController, "step")
+@_mutation(ScheduledJob, "step", seed=6)
 def _a_step_of_the_journal_may_be_missing(original: Any) -> Any:
     def step(self: Any, step: Any) -> bool:
         if step.number % 7 == 0:
-            self._record.steps = step.number
+            self.steps = step.number
             return True
         return bool(original(self, step))
 
     return step
 
 
-@_mutation(Session, "_ask_all")
+@_mutation(Session, "_ask_all", seed=151)
 def _each_rank_leaves_when_it_has_heard(_: Any) -> Any:
     return lambda self: self.change_flag()
 
 
-@_mutation(ObjectState, "align")
+@_mutation(ObjectState, "align", seed=21)
 def _newcomers_get_no_state(_: Any) -> Any:
     return lambda self, behind: None
 
 
-@_mutation(ObjectState, "restore")
+@_mutation(ObjectState, "restore", seed=35)
 def _a_failed_step_is_not_rolled_back(_: Any) -> Any:
     return lambda self: None
 
 
-@_mutation(elastic_loop, "_leave")
+@_mutation(elastic_loop, "_leave", seed=209)
 def _leaving_saves_without_a_new_version(_: Any) -> Any:
     def leave(session: Any, state: Any) -> None:
         state.leave()
@@ -139,17 +138,17 @@ def _leaving_saves_without_a_new_version(_: Any) -> Any:
     return leave
 
 
-@_mutation(ElasticPlugin, "_ended")
+@_mutation(ElasticPlugin, "_ended", seed=0)
 def _slots_are_never_given_back(_: Any) -> Any:
     return lambda self, worker, message: None
 
 
-@_mutation(Driver, "_attach_again")
+@_mutation(Driver, "_attach_again", seed=51)
 def _a_driver_that_was_away_goes_on_as_before(_: Any) -> Any:
     return lambda self: None
 
 
-@_mutation(JobClient, "attach")
+@_mutation(JobClient, "attach", seed=3)
 def _a_driver_that_was_away_keeps_its_epoch(original: Any) -> Any:
     def attach(self: Any) -> Any:
         before = self.epoch
@@ -160,22 +159,22 @@ def _a_driver_that_was_away_keeps_its_epoch(original: Any) -> Any:
     return attach
 
 
-@_mutation(ShardSampler, "progress")
+@_mutation(ShardSampler, "progress", seed=122)
 def _samples_are_dealt_without_settling_what_was_done(original: Any) -> Any:
     return lambda self: original(self)._replace(done=self._deal.done)
 
 
-@_mutation(ShardSampler, "go_back")
+@_mutation(ShardSampler, "go_back", seed=168)
 def _samples_that_were_not_committed_stay_done(_: Any) -> Any:
     return lambda self, to: None
 
 
-@_mutation(failure_policy, "REPEATED_COMMITS")
+@_mutation(failure_policy, "REPEATED_COMMITS", seed=223)
 def _one_commit_more_is_progress(_: Any) -> Any:
     return 0
 
 
-@_mutation(rules, "waits_for_finished")
+@_mutation(rules, "waits_for_finished", seed=58)
 def _a_rank_whose_loop_has_ended_is_waited_for(_: Any) -> Any:
     return lambda roster: None
 

@@ -6,12 +6,11 @@ until it is healed; what is on its way when a connection breaks is lost.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Callable
-
     from .loop import Hub, Process
 
 APART = 1e-9

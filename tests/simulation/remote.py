@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster.wire import unpack
 from nbelastic.messages import Heartbeats, JournalStep, RankEvent
 
-from .network import Broken
+from .network import Broken, Network
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .dask import SimScheduler
     from .loop import Process
-    from .network import Network
 
 ONCE_MORE = RankEvent | Heartbeats | JournalStep
 """Messages to the scheduler that a faulty network may deliver twice."""

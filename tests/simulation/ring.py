@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.collectives import Communicator, Op
+from nbelastic.collectives import Communicator, Handle, Op, Rendezvous
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
-
-    from nbelastic.collectives import Handle, Rendezvous
 
     from .exchange import Exchange, Group, Operation, SimStore
     from .fibers import Fiber
@@ -195,6 +192,9 @@ class SimCommunicator(Communicator):
         handle = SimHandle(self, lambda: fill(operation))
         operation.bring(handle, kind, part)
         return handle
+
+    def matching_client(self) -> None:
+        return None
 
     def begin_nothing(self) -> Handle:
         self.check()

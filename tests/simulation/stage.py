@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from nbelastic.cluster.kernel import preflight
 from nbelastic.cluster.payload import Modules
-from nbelastic.cluster.scheduler import agent_install as install
 from nbelastic.cluster.scheduler import job_service, plugin
 from nbelastic.cluster.worker import agent
 from nbelastic.elastic.ranks import telemetry
@@ -20,9 +20,6 @@ from . import user
 from .invariants import WatchedMachine
 from .remote import block_on
 from .worker import SimAgent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 fit = importlib.import_module("nbelastic.driver.fit")  # the package gives this name to a function
 
@@ -58,8 +55,8 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (agent, "sync", block_on),
     (job_service, "unpack_machine", _machine),
     (fit, "own_versions", lambda: VERSIONS),
-    (install, "Agent", SimAgent),
     (preflight, "collect", lambda names: Modules()),
+    (plugin, "Agent", SimAgent),
     (plugin, "start_processes_shielded", lambda: None),
     (telemetry, "user_line", lambda thread: []),
 ]

@@ -15,16 +15,19 @@ STORMS, SHARDS = 60, 2
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_a_storm_changes_no_bit(shard: int) -> None:
-    finished = 0
+    finished = changes = 0
     for seed in range(shard, 2 * STORMS, SHARDS):
         try:
-            finished += check(storm(seed)) == "finished"
+            world = storm(seed)
+            finished += check(world) == "finished"
+            changes += world.changes
         except Exception as error:
             pytest.fail(
                 f"{type(error).__name__}: {error}\n"
                 f"again with: python -m tests.simulation 1 --exact --seed {seed} --trace"
             )
         if finished == STORMS // SHARDS:
+            assert changes, "no storm has changed quotas"
             return
     pytest.fail(f"of {2 * STORMS // SHARDS} storms, only {finished} left a result")
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from .__main__ import play
-from .trace import story
+from .__main__ import play, story
 from .world import simulate
 
-SHARD = 250
+SHARD = 150
 SHARDS = 4
 
 KEPT = {

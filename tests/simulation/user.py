@@ -8,11 +8,13 @@ same generation and step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Op
 from nbelastic.elastic import ObjectState, run
 from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.runtime import Interrupt
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import CollectiveError
 from nbelastic.messages import FRESH
@@ -20,8 +22,6 @@ from nbelastic.messages import FRESH
 from .invariants import watch_early, watch_hang
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nbelastic.elastic.ranks.session import Session
 
     from .fibers import Fiber
@@ -37,7 +37,7 @@ class Trouble(Exception):
     """Raised by user code."""
 
 
-class SimInterrupt:
+class SimInterrupt(Interrupt):
     """The way to interrupt a fiber: where it computes, and nowhere else."""
 
     def __init__(self, hub: Hub) -> None:

@@ -32,14 +32,11 @@ class SimWatcher:
     def close(self) -> None:
         """Take none any more."""
 
-    async def stopped(self) -> None:
-        """Wait for nothing."""
-
 
 class SimLauncher:
     """A launcher, which needs no process here."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Take no more."""
 
 

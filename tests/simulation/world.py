@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.driver.options import Options
 from nbelastic.elastic.ranks.runtime import RankRuntime
-from nbelastic.messages import StopRequested
+from nbelastic.messages import ShareSet, Sharing, StopRequested
 
 from . import user
 from .calm import Calm
@@ -21,13 +22,10 @@ from .kernels import Kernels
 from .loop import Hub, Process, Stuck
 from .network import Network
 from .script import Script, make_script
-from .shares import have_others
 from .stage import staged
 from .worker import SimNanny, SimWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from nbelastic.driver.thread import Driver
 
 LONGEST = 240.0
@@ -35,6 +33,9 @@ LONGEST = 240.0
 
 SETTLING = 45.0
 """Seconds of virtual time after the end in which all that was left must be gone."""
+
+MOST_SHARED = 4
+"""Slots of a cluster that the job shares with others, which it knows by its share."""
 
 
 class World:
@@ -282,3 +283,28 @@ def simulate(
             user._stage.pop()
             world.close()
         return world
+
+
+def have_others(world: World) -> None:
+    """Have other jobs come and go: the job's share changes some times, and is lifted at last."""
+    chance = random.Random(f"shares {world.seed}")  # the schedule is the same without them
+    times = sorted(chance.random() * 6.0 for _ in range(chance.randint(1, 4)))
+    least = world.options.limits().min_np
+    for at in times:
+        share = chance.randint(least, max(MOST_SHARED, least))
+        world.later(at, lambda share=share: _set_share(world, share))
+    world.later(times[-1] + 3.0 * chance.random(), lambda: _set_share(world, None))
+
+
+def _set_share(world: World, share: int | None) -> None:
+    world.hub.say("SHARE", f"{share}")
+    world.scheduler.loop.call_soon(lambda: _send_share(world, share))
+
+
+def _send_share(world: World, share: int | None) -> None:
+    plugin: Any = world.scheduler.plugins.get("nbelastic")
+    record = None if plugin is None else plugin.jobs.get("job")
+    if record is not None and not record.opening:
+        sharing = None if share is None else Sharing(share, MOST_SHARED, ("other",), 1)
+        record.take_in(ShareSet(sharing))
+        plugin.announce(record, plugin.workers.values())

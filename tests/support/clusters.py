@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from distributed import Client, LocalCluster
 
 import nbelastic
 from nbelastic.errors import OptionError
 from nbelastic.render.job_snapshot import ENDED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
@@ -117,3 +118,21 @@ def a_crew(**options: Any) -> Iterator[Crew]:
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0", **options}
     with LocalCluster(**options) as cluster, Client(cluster, set_as_default=False) as client:
         yield Crew(cluster, client)
+
+
+@contextlib.contextmanager
+def a_worker(client: Client, folder: Path, *words: str, **variables: str) -> Iterator[Any]:
+    """Run ``dask worker`` on a cluster, with its files in a folder, until it is there.
+
+    Its search path is this process's, so that its ranks come from the same template.
+    """
+    command = [sys.executable, "-m", "dask", "worker", client.scheduler.address]
+    options = ["--nthreads", "1", "--no-dashboard", "--local-directory", str(folder), *words]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), **variables}
+    count = len(client.scheduler_info()["workers"]) + 1
+    with subprocess.Popen([*command, *options], env=environment) as process:
+        try:
+            client.wait_for_workers(count)
+            yield process
+        finally:
+            process.kill()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,9 +13,6 @@ from torch.utils.data import Dataset
 
 import nbelastic
 import nbelastic.torch as hvd
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ROWS, GLOBAL_BATCH, MICRO, EPOCHS = 26, 10, 2, 2
 STEPS = EPOCHS * -(-ROWS // GLOBAL_BATCH)
@@ -24,10 +22,9 @@ Ledger = dict[tuple[int, int, int], list[int]]
 
 
 class _Rows(Dataset[tuple[int, torch.Tensor, int]]):
-    """Rows, which may be augmented by random numbers as they are read."""
+    """Rows, which are augmented by random numbers as they are read."""
 
-    def __init__(self, noise: float) -> None:
-        self._noise = noise
+    def __init__(self) -> None:
         self._values = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(2))
 
     def __len__(self) -> int:
@@ -35,7 +32,7 @@ class _Rows(Dataset[tuple[int, torch.Tensor, int]]):
 
     def __getitem__(self, row: int) -> tuple[int, torch.Tensor, int]:
         values = self._values[row]
-        return row, values + self._noise * torch.randn(6) if self._noise else values, row % 3
+        return row, values + 0.1 * torch.randn(6), row % 3
 
 
 class ExactTraining:
@@ -46,26 +43,17 @@ class ExactTraining:
     ledger : dict
         Gets the rows of each micro-batch. They may be computed again, by any rank, but not with
         other rows.
-    random : bool, default True
-        Whether there are dropout and augmentation. They draw from generators of the process, so
-        not for ranks that are threads.
-    make_loader : callable, optional
-        Returns the loader, whose rows have a number, six values and a class.
+    balance : str, default "even"
+        How the loader deals micro-batches to ranks.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        *,
-        random: bool = True,
-        make_loader: Callable[[], Any] | None = None,
-    ) -> None:
+    def __init__(self, ledger: Ledger, balance: Literal["even", "speed"] = "even") -> None:
         self._ledger = ledger
         self.model = nn.Sequential(
             nn.Linear(6, 9),
             nn.BatchNorm1d(9),
             nn.Tanh(),
-            nn.Dropout(0.3 if random else 0.0),
+            nn.Dropout(0.3),
             nn.Linear(9, 3),
         )
         dice = torch.Generator().manual_seed(1)
@@ -76,11 +64,7 @@ class ExactTraining:
         )
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
         batch = hvd.elastic.Batch(GLOBAL_BATCH, micro=MICRO, exact=True)
-        self.loader = (
-            make_loader()
-            if make_loader is not None
-            else hvd.elastic.Loader(_Rows(0.1 if random else 0.0), batch, seed=3)
-        )
+        self.loader = hvd.elastic.Loader(_Rows(), batch, seed=3, balance=balance)
         self.state = hvd.elastic.TorchState(
             self.model,
             self.optimizer,
@@ -130,14 +114,12 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def train_alone(
-    *, random: bool = True, make_loader: Callable[[], Any] | None = None
-) -> tuple[str, Ledger]:
+def train_alone() -> tuple[str, Ledger]:
     """Train on one rank, without a job or a fault; return the digest, and all rows."""
     ledger: Ledger = {}
     nbelastic.init()
     try:
-        training = ExactTraining(ledger, random=random, make_loader=make_loader)
+        training = ExactTraining(ledger)
         for training.state.epoch in range(EPOCHS):
             for step in training.loader:
                 training.backward(step)

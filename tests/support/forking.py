@@ -6,8 +6,6 @@ and the nannies of several hosts: they start beside other tests. Clusters of exa
 start as Dask does.
 """
 
-from __future__ import annotations
-
 import os
 
 import dask
@@ -18,6 +16,7 @@ dask.config.set(
         "distributed.worker.multiprocessing-method": "forkserver",
         # What idle workers spend processor time on, of which tests keep many.
         "distributed.worker.profile.enabled": False,
+        "distributed.worker.memory.monitor-interval": "5s",
         "distributed.admin.tick.interval": "500ms",
         "distributed.admin.system-monitor.interval": "5s",
         "distributed.admin.system-monitor.gil.enabled": False,

@@ -6,17 +6,15 @@ import contextlib
 import json
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, REQUEST_LIMIT_S, MachineWatch
 from nbelastic.cluster.worker.notices import Answer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 Reply = tuple[int, dict[str, str], bytes]
 

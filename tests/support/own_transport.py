@@ -10,10 +10,10 @@ import torch
 from nbelastic.collectives import Op
 from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.operations import (
-    AbortableTask,
     AsyncCommunicator,
     OperationHandle,
     OrderedExecutor,
+    abortable,
 )
 from nbelastic.collectives.rendezvous.client import RendezvousClient
 
@@ -45,7 +45,7 @@ class OwnTransport(AsyncCommunicator):
             parts = client.exchange(pickle.dumps([each.clone() for each in tensors]))
             fill([pickle.loads(each) for each in parts])
 
-        return OperationHandle(self, executor.submit(AbortableTask(self._abort_signal, perform)))
+        return OperationHandle(self, executor.submit(abortable(self._abort_signal, perform)))
 
     def _message(self, source, to, tensors, fill):
         its = replace(self._rendezvous, size=2, rank=int(self.rank == to))

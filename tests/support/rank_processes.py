@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -16,14 +17,19 @@ from nbelastic.cluster.payload import Modules
 from nbelastic.cluster.worker.rank.channel import RankSetup, frame
 from nbelastic.cluster.worker.rank_launcher import RankLauncher
 from nbelastic.elastic.ranks.runtime import RankSpec
-from nbelastic.messages import JobPayload, Place, RankEvent, RankLeft, RankRaised, RankReturned
+from nbelastic.messages import (
+    JobPayload,
+    Message,
+    Place,
+    RankEvent,
+    RankLeft,
+    RankRaised,
+    RankReturned,
+)
 from nbelastic.pickling import dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
     from nbelastic.cluster.worker.rank_process import ProcessExit, RankProcess
-    from nbelastic.messages import Message
 
 PATIENCE_S = 60.0
 
@@ -113,10 +119,7 @@ class Host:
         return launched, self.do(launched.end())
 
     def close_launcher(self) -> None:
-        async def end() -> None:
-            self.launcher.close()
-
-        self.do(end())
+        self.do(self.launcher.close())
 
     def close(self) -> None:
         self.close_launcher()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbelastic.cluster.scheduler.records import JobRecord
+from nbelastic.cluster.scheduler.job import ScheduledJob
 from nbelastic.membership import Machine
 from nbelastic.messages import JobPayload, JobTerms, Limits
 
 
-def a_record(machine: Machine | None = None, **changes: Any) -> JobRecord:
-    """Return the record of a job, with changes of its terms."""
+def some_terms(**changes: Any) -> JobTerms:
+    """Return the terms of a job, with changes."""
     found: dict[str, Any] = {
         "payload": JobPayload(b"", b"", b""),
         "workers": None,
@@ -21,9 +21,17 @@ def a_record(machine: Machine | None = None, **changes: Any) -> JobRecord:
         "options": b"",
         "machine": b"",
     }
-    known = {name: each for name, each in changes.items() if name in JobTerms.__struct_fields__}
-    terms = JobTerms(**found | known)
-    return JobRecord(
+    return JobTerms(**found | changes)
+
+
+def a_record(
+    machine: Machine | None = None, plugin: Any = None, journal: Any = None, **changes: Any
+) -> ScheduledJob:
+    """Return the record of a job, with changes of its terms."""
+    terms = some_terms(**changes)
+    return ScheduledJob(
+        "job",
+        plugin,
         uid="uid",
         terms=terms,
         workers=None if terms.workers is None else frozenset(terms.workers),
@@ -31,4 +39,5 @@ def a_record(machine: Machine | None = None, **changes: Any) -> JobRecord:
         client="kernel",
         topic="topic",
         started=0.0,
+        journal=journal,
     )

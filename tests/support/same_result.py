@@ -28,8 +28,6 @@ class SameResult:
         How long it is, and the least length of a step.
     commit_every : int
         Steps between two commits.
-    exact : bool
-        As in ``Batch``.
     slow : int or None
         A rank whose micro-batches take three times as long as those of others, by the clock of the
         loader. The ranks balance then.
@@ -43,7 +41,6 @@ class SameResult:
     epochs: int = 4
     seconds: float = 0.0
     commit_every: int = 1
-    exact: bool = True
     slow: int | None = None
     hold: int | None = None
     loader_processes: int = 0
@@ -77,7 +74,7 @@ class SameResult:
             torch.optim.AdamW(model.parameters(), lr=0.01), model.named_parameters()
         )
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
-        batch = hvd.elastic.Batch(16, micro=2, exact=self.exact)
+        batch = hvd.elastic.Batch(16, micro=2, exact=True)
         balance = "even" if self.slow is None else "speed"
         loader = hvd.elastic.Loader(
             _images(), batch, seed=3, balance=balance, num_workers=self.loader_processes
@@ -85,7 +82,6 @@ class SameResult:
         state = hvd.elastic.TorchState(
             model, optimizer, scheduler=scheduler, loader=loader, epoch=0, steps=0
         )
-        resets: list[int] = []
         quotas: set[int] = set()
         ticks = 0.0
 
@@ -93,8 +89,6 @@ class SameResult:
             nonlocal ticks
             ticks += 3.0 if hvd.rank() == self.slow else 1.0
             return ticks
-
-        state.register_reset_callbacks([lambda: resets.append(hvd.size())])
 
         @hvd.elastic.run
         def train(state: Any) -> None:
@@ -128,7 +122,6 @@ class SameResult:
             "digest": digest(tensors),
             "steps": state.steps,
             "rate": optimizer.param_groups[0]["lr"],
-            "resets": resets,
             "quotas": sorted(quotas),
             "exact": loader.why_not_exact,
         }

@@ -24,8 +24,7 @@ class Fault:
     kind : str
         ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``raise`` (a ``ValueError``), ``hang`` (sleeps for
         ever in Python code); for some seconds: ``pause`` (SIGSTOP, then SIGCONT), ``hold``
-        (computes and keeps the GIL), ``doze`` (sleeps and keeps the GIL), ``import`` (a module
-        that takes that long).
+        (computes and keeps the GIL).
     seconds : float
         How long.
     """
@@ -68,8 +67,6 @@ class Workload:
         Processes of each rank's data loader.
     seed : int
         If not 0: what the weights of all ranks start from, so that two jobs can be compared.
-    poison : int or None
-        A sample that cannot be read, from the second epoch on.
     """
 
     marks: Path
@@ -86,7 +83,6 @@ class Workload:
     replace_all: bool = False
     loader_workers: int = 0
     seed: int = 0
-    poison: int | None = None
     faults: tuple[Fault, ...] = field(default=())
 
     def __call__(self) -> dict[str, Any]:
@@ -153,8 +149,6 @@ def _train(work: Workload) -> dict[str, Any]:
             for index, (ids, x, y) in enumerate(loader):
                 began = time.monotonic()
                 begun.append(state.steps)
-                if state.epoch and (ids == (-1 if work.poison is None else work.poison)).any():
-                    raise ValueError(f"sample {work.poison} cannot be read")
                 optimizer.zero_grad()
                 loss = torch.nn.functional.mse_loss(model(x), y)
                 loss.backward()
@@ -242,7 +236,7 @@ def _do_harm(work: Workload, state: Any, rank: int) -> None:
             while True:
                 time.sleep(0.1)
         else:
-            _keep_busy(fault, work.marks)
+            _keep_busy(fault)
 
 
 def _mark(fault: Fault) -> str:
@@ -276,9 +270,7 @@ def worker_process() -> int:
     return int(psutil.Process().name().removeprefix("rank of "))
 
 
-def _keep_busy(fault: Fault, marks: Path) -> None:
-    import ctypes
-    import importlib.util
+def _keep_busy(fault: Fault) -> None:
     import subprocess
     import sys
     import time
@@ -294,14 +286,6 @@ def _keep_busy(fault: Fault, marks: Path) -> None:
         while time.monotonic() < end:
             pass
         sys.setswitchinterval(interval)
-    elif fault.kind == "doze":
-        ctypes.PyDLL(None).usleep(int(fault.seconds * 1e6))
-    elif fault.kind == "import":
-        path = marks / "takes_long.py"
-        lines = f"end = time.monotonic() + {fault.seconds}\nwhile time.monotonic() < end:\n"
-        path.write_text(f"import time\n{lines}    sum(range(100_000))\n")
-        spec = importlib.util.spec_from_file_location("takes_long", path)
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def check(results: list[dict[str, Any]], work: Workload) -> None:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from nbelastic.collectives import Rendezvous, RendezvousServer, SoloCommunicator, connect
-from nbelastic.elastic.ranks.context import LocalContext, activate, when_formed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbelastic.collectives import Communicator
+from nbelastic.collectives import (
+    Communicator,
+    Rendezvous,
+    RendezvousServer,
+    SoloCommunicator,
+    connect,
+)
+from nbelastic.elastic.ranks.context import Context, activate, when_formed
 
 _generations = itertools.count(1)
 
 
-class StaticContext(LocalContext):
+class StaticContext(Context):
     """A member of a world that never changes, unless the test says so."""
 
     def __init__(self, communicator: Communicator, source: int = 0) -> None:
@@ -36,6 +38,13 @@ class StaticContext(LocalContext):
 
     def agree(self, changed: bool) -> None:
         self.agreed.append(changed)
+
+
+def world_of(rank: int, size: int, communicator: Communicator | None = None) -> StaticContext:
+    """Return a member of a world; alone it has no exchanges with the others."""
+    context = StaticContext(communicator or SoloCommunicator(generation=1))
+    context.rank, context.size = rank, size
+    return context
 
 
 def run_ranks(

@@ -5,17 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from nbelastic.collectives import Handle, Op, SoloCommunicator
-from nbelastic.elastic.ranks.context import LocalContext, current
-from nbelastic.errors import CollectiveError
+from nbelastic.collectives import Communicator, Handle, Op, SoloCommunicator
+from nbelastic.elastic.ranks.context import Context, current
 from nbelastic.torch.gradients.groups import Staging
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
-
-    from nbelastic.collectives import Communicator
 
 
 class TwinCommunicator(SoloCommunicator):
@@ -30,20 +25,17 @@ class TwinCommunicator(SoloCommunicator):
         self.size = 2
         self.lent: list[torch.Tensor] = []
         self.events: list[str] = []
-        self._fail_at = fail_at
+        self.fail_at = fail_at
 
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        assert op is Op.SUM
-        if len(self.lent) == self._fail_at:
+        if len(self.lent) == self.fail_at:
             self.abort("a peer is gone")
         handle = super().allreduce_async(tensor, op)
         self.lent.append(tensor)
         self.events.append("launch")
-        tensor.mul_(2)
+        if op is Op.SUM:
+            tensor.mul_(2)
         return handle
-
-    def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
-        return [self.allreduce_async(tensor, op) for tensor in tensors][-1]
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
         self.events.append("broadcast")
@@ -53,14 +45,8 @@ class TwinCommunicator(SoloCommunicator):
 class LendingCommunicator(TwinCommunicator):
     """A twin with memory of its own, as shared memory is; notes what it has handed out."""
 
-    strict = True  # whether only what lies there may be reduced
-
-    def __init__(
-        self, generation: int, *, averages: bool = False, fail_at: int | None = None
-    ) -> None:
+    def __init__(self, generation: int, *, fail_at: int | None = None) -> None:
         super().__init__(generation, fail_at)
-        if averages:
-            self.capabilities = dataclasses.replace(self.capabilities, averages=True)
         self.made: list[torch.Tensor] = []
         self.ops: list[Op] = []
 
@@ -76,12 +62,9 @@ class LendingCommunicator(TwinCommunicator):
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
         if self.capabilities.devices:  # buffers there are torch's
             self.made.append(tensor)
-        assert not self.strict or any(tensor is made for made in self.made)
+        assert any(tensor is made for made in self.made)
         self.ops.append(op)
-        handle = super().allreduce_async(tensor)
-        if op is Op.AVERAGE:
-            tensor.div_(2)
-        return handle
+        return super().allreduce_async(tensor, op)
 
 
 class NotedStaging(Staging):
@@ -101,7 +84,7 @@ class UnreachableCommunicator(SoloCommunicator):
         raise AssertionError("nothing was to be sent")
 
 
-class ChangingContext(LocalContext):
+class ChangingContext(Context):
     """A member of whatever generation the test puts it in."""
 
     def __init__(self, communicator: Communicator) -> None:
@@ -120,12 +103,3 @@ class ChangingContext(LocalContext):
 
     def agree(self, changed: bool) -> None:
         self.agreed.append(changed)
-
-
-__all__ = [
-    "ChangingContext",
-    "CollectiveError",
-    "LendingCommunicator",
-    "TwinCommunicator",
-    "UnreachableCommunicator",
-]

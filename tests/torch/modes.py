@@ -8,12 +8,11 @@ import pytest
 
 from nbelastic.collectives import Capabilities, Communicator
 from nbelastic.torch.gradients import groups, layout
-from tests.torch.fakes import LendingCommunicator, NotedStaging
+from tests.torch.fakes import NotedStaging
 
-# early: buckets are launched while backward runs; late: when they are waited for; in place: most
-# gradients are reduced where they are; staged: as if they were on an accelerator; device: as if the
-# communicator reduced there.
-MODES = ["early", "late", "in place early", "in place late", "staged", "device"]
+# early: buckets are launched while backward runs; late: when they are waited for; staged: as if
+# gradients were on an accelerator; device: as if the communicator reduced there.
+MODES = ["early", "late", "staged", "device"]
 
 
 def set_mode(
@@ -30,11 +29,6 @@ def set_mode(
         monkeypatch.setattr(layout, "is_accelerator", lambda device: True)
     if "device" in mode:
         changes["devices"] = frozenset({"cpu"})
-    if "in place" in mode:
-        changes["coalesces"] = True
-        monkeypatch.setattr(layout, "SMALL_MODEL_BYTES", 0)
-        monkeypatch.setattr(layout, "PIECE_BYTES", 64)
-        monkeypatch.setattr(LendingCommunicator, "strict", False)
     monkeypatch.setattr(Communicator, "capabilities", Capabilities(**changes))
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from nbelastic.torch.state.torch_state import TorchState
 
 
 class Net(nn.Module):
@@ -46,33 +43,46 @@ class Extra(nn.Module):
         self.calls = state["calls"]
 
 
-def bits(value: object) -> object:
-    """Return a copy of `value` that compares equal only to what is equal bit for bit."""
+def bits(value: Any, seen: dict[int, Any] | None = None) -> object:
+    """Return what compares equal only to what is equal bit for bit, and shares the same tensors.
+
+    Of models, optimizers and the like it is all that a state keeps of them.
+    """
+    seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
-        raw = value.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        return ("tensor", tuple(value.shape), value.dtype, raw.view(torch.uint8).numpy().tobytes())
+        number, _ = seen.setdefault(id(value), (len(seen), value))
+        raw = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+        raw = raw.clone(memory_format=torch.contiguous_format).view(-1)
+        data = raw.view(torch.uint8).numpy().tobytes()
+        return number, tuple(value.shape), value.dtype, value.layout, value.requires_grad, data
     if isinstance(value, np.ndarray):
-        return ("array", value.shape, value.tobytes())
+        return value.shape, value.tobytes()
+    if isinstance(value, nn.Module):
+        return bits({name: _of_module(each) for name, each in value.named_modules()}, seen)
+    if isinstance(value, torch.optim.Optimizer):
+        parameters = [each for group in value.param_groups for each in group["params"]]
+        states = [value.state.get(each) for each in parameters]
+        return bits([value.param_groups, states, len(value.state)], seen)
     if isinstance(value, dict):
-        return {key: bits(each) for key, each in value.items()}
+        # Wrappers of ``torch.compile`` change no name.
+        named = [(str(key).split("."), each) for key, each in value.items()]
+        pairs = [(".".join(k for k in key if k != "_orig_mod"), each) for key, each in named]
+        return {key: bits(each, seen) for key, each in sorted(pairs, key=lambda pair: pair[0])}
     if isinstance(value, list | tuple):
-        return type(value)(bits(each) for each in value)
-    return copy.deepcopy(value)
+        return type(value)(bits(each, seen) for each in value)
+    if hasattr(value, "state_dict"):
+        return bits({k: v for k, v in value.state_dict().items() if k[0] != "_"}, seen)
+    return value.get_state().tolist() if isinstance(value, torch.Generator) else copy.copy(value)
 
 
-def model_bits(model: nn.Module) -> object:
-    return {
-        name: (bits(tensor), tensor.requires_grad)
-        for name, tensor in [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
-    }
-
-
-def optimizer_bits(optimizer: torch.optim.Optimizer) -> object:
-    found = optimizer.state_dict()
-    return bits({"state": found["state"], "groups": found["param_groups"]})
+def _of_module(module: nn.Module) -> object:
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        plain: object = module.get_extra_state()
+    else:
+        kinds = (bool, int, float, str, tuple, type(None))
+        own = vars(module).items()
+        plain = {name: each for name, each in own if name[0] != "_" and isinstance(each, kinds)}
+    return [module._parameters, module._buffers, plain]
 
 
 def generator_bits() -> list:
@@ -99,12 +109,3 @@ def new_net(seed: int) -> Net:
 def adam(net: nn.Module, **options: object) -> torch.optim.Optimizer:
     options = {"lr": 0.1, "weight_decay": 0.1, **options}
     return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], **options)
-
-
-def everything(state: TorchState) -> object:
-    optimizer = state.optimizer
-    return (
-        model_bits(state.model),
-        None if optimizer is None else optimizer_bits(optimizer),
-        bits({k: v for k, v in state._values().items() if k not in ("model", "optimizer")}),
-    )

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import sys
 import types
@@ -9,7 +7,7 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.cluster.worker.rank.main import keep_variables
-from nbelastic.elastic.ranks.context import LocalContext, activate
+from nbelastic.elastic.ranks.context import Context, activate
 from nbelastic.elastic.ranks.runtime import DASK_CUDA
 from nbelastic.torch.device import what_would_fit
 
@@ -32,15 +30,10 @@ def host(monkeypatch):
 
 
 def device_of(local_rank):
-    context = LocalContext()
+    context = Context()
     context.local_rank = local_rank
     with activate(context):
         return str(hvd.device())
-
-
-def test_without_a_gpu_it_is_the_cpu(host):
-    host(0)
-    assert str(hvd.device()) == "cpu"
 
 
 def test_a_single_gpu_needs_no_rank(host):
@@ -51,6 +44,7 @@ def test_a_single_gpu_needs_no_rank(host):
 @pytest.mark.parametrize(
     ("count", "visible", "local_rank", "expected"),
     [
+        (0, None, 3, "cpu"),
         (1, None, 3, "cuda:0"),
         (1, "2", 3, "cuda:0"),
         (4, None, 2, "cuda:2"),
@@ -64,19 +58,17 @@ def test_a_single_gpu_needs_no_rank(host):
         (3, "2,1,0", 2, "cuda:2"),  # somebody's own order, the same for all workers
         (2, "GPU-aa,GPU-bb", 1, "cuda:1"),
         (4, "", 2, "cuda:2"),
+        # A worker of dask-cuda has its own first.
+        (4, "0,1,2,3", 2, "dask-cuda: cuda:0"),
+        (4, "GPU-aa,GPU-bb,GPU-cc,GPU-dd", 2, "dask-cuda: cuda:0"),
     ],
 )
 def test_a_rank_takes_its_workers_gpu_else_that_of_its_local_rank(
     host, count, visible, local_rank, expected
 ):
-    host(count, visible)
-    assert device_of(local_rank) == expected
-
-
-@pytest.mark.parametrize("visible", ["0,1,2,3", "GPU-aa,GPU-bb,GPU-cc,GPU-dd"])
-def test_a_dask_cuda_worker_has_its_own_first(host, visible):
-    host(4, visible, dask_cuda=True)
-    assert device_of(2) == "cuda:0"
+    of_dask, _, chosen = expected.rpartition(": ")
+    host(count, visible, dask_cuda=bool(of_dask))
+    assert device_of(local_rank) == chosen
 
 
 @pytest.mark.parametrize("own", range(4))
@@ -88,7 +80,7 @@ def test_accelerate_is_told_the_gpu_of_a_dask_cuda_worker(host, monkeypatch, own
         del os.environ[name]
     monkeypatch.setenv(DASK_CUDA, "1")
     host(4, ",".join(str((own + n) % 4) for n in range(4)))
-    context = LocalContext()
+    context = Context()
     context.local_rank = own
     with activate(context):
         keep_variables(context)
@@ -101,7 +93,7 @@ def test_accelerate_is_told_the_gpu_of_a_dask_cuda_worker(host, monkeypatch, own
 def test_accelerate_takes_the_gpu_of_its_local_rank_where_workers_share_them(host, monkeypatch):
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
     host(4, "0,1,2,3")
-    keep_variables(LocalContext())
+    keep_variables(Context())
     assert "ACCELERATE_TORCH_DEVICE" not in os.environ
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,11 +17,9 @@ from torch.utils.data.distributed import DistributedSampler
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import NbelasticError
 from nbelastic.torch import distributed_sampler
-from tests.elastic.worlds import world_of
+from tests.elastic.test_sampler import world_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from tests.support.world import StaticContext
 
 distributed_sampler.install()

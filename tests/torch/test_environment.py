@@ -1,7 +1,5 @@
 """Horovod's environment variables: heeded where they mean something, else named once."""
 
-from __future__ import annotations
-
 import logging
 import os
 from types import SimpleNamespace
@@ -12,16 +10,17 @@ import torch
 import nbelastic.torch as hvd
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.session import Session
-from nbelastic.torch.gradients import layout, layout_agreement
-from nbelastic.torch.ops import environment
+from nbelastic.torch import environment
+from nbelastic.torch.gradients import layout
 from tests.support.world import run_ranks
+from tests.torch.training import distributed, loss_of
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     for name in [name for name in os.environ if name.startswith("HOROVOD_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(environment, "_heeded", [])
+    environment.heed_environment.cache_clear()
     logger = logging.getLogger("nbelastic")
     level = logger.level
     yield
@@ -85,35 +84,17 @@ def test_a_bucket_has_as_many_bytes_as_the_threshold(monkeypatch, text, buckets)
         monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", text)
     parameters = [torch.empty(8) for _ in range(4)]
     manifest = layout.Manifest([3, 2, 1, 0], False, bucket_bytes=layout.fusion_threshold())
-    plan = layout.plan_groups(parameters, manifest, lambda dtype: dtype)
-    assert len([planned for planned in plan if planned.indices]) == buckets
+    assert len(layout.plan_buckets(parameters, manifest, lambda dtype: dtype)) == buckets
 
 
 def test_the_threshold_of_rank_0_counts(monkeypatch):
     """Where ranks have different environments, their buckets would not match."""
-    made = []
-    monkeypatch.setattr(
-        layout_agreement, "fusion_threshold", lambda: 8 if current().rank == 0 else 1 << 20
-    )
-    original = layout_agreement.Manifest
-
-    def note(*values):
-        manifest = original(*values)
-        made.append(manifest.bucket_bytes)
-        return manifest
-
-    monkeypatch.setattr(layout_agreement, "Manifest", note)
+    monkeypatch.setattr(layout, "fusion_threshold", lambda: 8 if current().rank == 0 else 1 << 20)
 
     def rank_main(context):
-        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-        hvd.broadcast_parameters(net.state_dict())
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1))
-        for _ in range(3):
-            optimizer.zero_grad()
-            net(torch.full((1, 4), context.rank + 1.0)).sum().backward()
-            optimizer.step()
-        return [parameter.flatten().tolist() for parameter in net.parameters()]
+        model, optimizer = distributed()
+        loss_of(model, 0).backward()
+        optimizer.step()
+        return optimizer._reducer._agreement.layout.manifest.bucket_bytes
 
-    found = run_ranks(2, rank_main)
-    assert found[0] == found[1]
-    assert {*made} == {8}
+    assert run_ranks(2, rank_main) == [8, 8]

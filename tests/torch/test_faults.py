@@ -1,15 +1,14 @@
 """What an optimizer does when a generation ends, at whatever point of a step."""
 
-from __future__ import annotations
-
-import functools
 import threading
 
 import pytest
+import torch
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import CollectiveError
+from nbelastic.torch.gradients import layout
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator, UnreachableCommunicator
 from tests.torch.modes import only
@@ -17,6 +16,7 @@ from tests.torch.training import (
     SGD,
     assert_close,
     assert_equal,
+    distributed,
     loss_of,
     make_model,
     parameters_of,
@@ -38,27 +38,6 @@ class Trainer:
         self.optimizer.zero_grad()
         loss_of(self.model, number, context.rank, context.size).backward()
         self.optimizer.step()
-
-
-def test_sizes_change_from_generation_to_generation():
-    trainers = {}
-
-    def rank_main(context, numbers):
-        trainer = trainers.get(context.rank) or Trainer(context)
-        trainers[context.rank] = trainer
-        hvd.broadcast_parameters(trainer.model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(trainer.optimizer, root_rank=0)
-        for number in numbers:
-            trainer.step(context, number)
-        return parameters_of(trainer.model)
-
-    run_ranks(2, functools.partial(rank_main, numbers=[0, 1, 2]))
-    run_ranks(1, functools.partial(rank_main, numbers=[3]))
-    trainers.pop(1)
-    results = run_ranks(3, functools.partial(rank_main, numbers=[4, 5]))
-    assert_equal(results[0], results[1])
-    assert_equal(results[0], results[2])
-    assert_close(results[0], train_alone(SGD, steps=6))
 
 
 def test_a_peer_that_dies_in_backward_costs_the_step_and_no_more():
@@ -96,12 +75,15 @@ def test_a_peer_that_dies_in_backward_costs_the_step_and_no_more():
 
 @only("early")
 def test_a_failed_launch_leaves_backward_as_what_it_is():
-    communicator = TwinCommunicator(generation=1, fail_at=1)
+    communicator = TwinCommunicator(generation=1)
     context = ChangingContext(communicator)
     trainer = Trainer(context)
     reached = []
-    trainer.model[0].weight.register_hook(lambda gradient: reached.append("first layer"))
     with activate(context):
+        trainer.step(context, 0)
+        trainer.model[0].weight.register_hook(lambda gradient: reached.append("first layer"))
+        trainer.optimizer.zero_grad()
+        communicator.fail_at = len(communicator.lent) + 1
         with pytest.raises(CollectiveError, match="a peer is gone"):
             loss_of(trainer.model, 0).backward()
         assert reached == []  # the rest would be for nothing
@@ -109,8 +91,10 @@ def test_a_failed_launch_leaves_backward_as_what_it_is():
         trainer.step(context, 0)
     alone = make_model()
     optimizer = SGD(alone.parameters())
-    loss_of(alone, 0, 0, 2).backward()
-    optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(alone, 0, 0, 2).backward()
+        optimizer.step()
     assert_equal(parameters_of(alone), parameters_of(trainer.model))
 
 
@@ -121,11 +105,14 @@ def storages(communicator):
 @only("early")
 @pytest.mark.parametrize("how", ["failure", "stale round", "reset"])
 def test_buffers_that_were_lent_are_not_used_again(how):
-    old = TwinCommunicator(generation=1, fail_at=2 if how == "failure" else None)
+    old = TwinCommunicator(generation=1)
     context = ChangingContext(old)
     trainer = Trainer(context)
     with activate(context):
+        trainer.step(context, 0)
+        trainer.optimizer.zero_grad()
         if how == "failure":
+            old.fail_at = len(old.lent) + 2
             with pytest.raises(CollectiveError):
                 loss_of(trainer.model, 0).backward()
         else:
@@ -135,43 +122,9 @@ def test_buffers_that_were_lent_are_not_used_again(how):
             assert all(parameter.grad is None for parameter in trainer.model.parameters())
         new = TwinCommunicator(generation=2)
         context.enter(new)
-        trainer.optimizer.zero_grad()  # not refused: that step was of another generation
-        loss_of(trainer.model, 0).backward()
-        trainer.optimizer.step()
+        trainer.step(context, 0)  # zero_grad() is not refused: that step was of another generation
     assert old.lent
     assert not storages(old) & storages(new)
-
-
-@only("early")
-def test_buffers_are_used_again_for_the_next_step():
-    communicator = TwinCommunicator(generation=1)
-    context = ChangingContext(communicator)
-    trainer = Trainer(context)
-    with activate(context):
-        for number in range(2):  # the second lays the buckets out anew
-            trainer.step(context, number)
-        used = storages(communicator)
-        communicator.lent.clear()
-        for number in range(3):
-            trainer.step(context, number)
-        assert storages(communicator) <= used
-
-
-@only("early")
-def test_a_backward_without_step_is_forgotten_in_the_next_generation():
-    context = ChangingContext(TwinCommunicator(generation=1))
-    trainer = Trainer(context, backward_passes_per_step=2)
-    with activate(context):
-        loss_of(trainer.model, 0).backward()
-        new = TwinCommunicator(generation=2)
-        context.enter(new)
-        for parameter in trainer.model.parameters():
-            parameter.grad = None
-        loss_of(trainer.model, 1).backward()
-        assert new.lent == []
-        loss_of(trainer.model, 1).backward()
-        assert new.lent
-        trainer.optimizer.step()
 
 
 @pytest.mark.parametrize("how", ["reset", "misuse"])
@@ -205,34 +158,6 @@ def test_some_ranks_may_reset_between_steps():
     assert_close(results[0], train_alone(SGD, steps=4))
 
 
-def test_survivors_share_the_order_they_have_observed():
-    context = ChangingContext(TwinCommunicator(generation=1))
-    trainer = Trainer(context)
-    exchanges = []
-    with activate(context):
-        for generation in (1, 2):
-            communicator = TwinCommunicator(generation=generation)
-            context.enter(communicator)
-            for number in range(4):
-                communicator.events.clear()
-                trainer.step(context, number)
-                exchanges.append(communicator.events.count("broadcast"))
-    assert exchanges == [1, 1, 0, 0, 2, 0, 0, 0]
-
-
-def test_a_world_of_one_becomes_two_and_one_again():
-    context = ChangingContext(UnreachableCommunicator(generation=1))
-    trainer = Trainer(context)
-    with activate(context):
-        trainer.step(context, 0)
-        twin = TwinCommunicator(generation=2)
-        context.enter(twin)
-        trainer.step(context, 1)
-        assert twin.lent
-        context.enter(UnreachableCommunicator(generation=3))
-        trainer.step(context, 2)
-
-
 def test_the_first_gradient_makes_a_member_of_a_job_without_loop():
     class Waiting(ChangingContext):
         """Has not been a member yet; size is what the driver foresees."""
@@ -258,7 +183,7 @@ def test_hooks_find_their_rank_in_any_thread():
     context = ChangingContext(twin)
     trainer = Trainer(context)
     with activate(context), activate(ChangingContext(UnreachableCommunicator(generation=1))):
-        thread = threading.Thread(target=lambda: loss_of(trainer.model, 0).backward())
+        thread = threading.Thread(target=lambda: trainer.step(context, 0))
         thread.start()
         thread.join()
     assert twin.lent
@@ -278,3 +203,52 @@ def test_a_backward_of_a_broken_generation_ends_early():
             loss.backward()
     assert not seen
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+# -- gradients that are only noted -----------------------------------------------------------------
+
+
+@pytest.fixture
+def one_bucket(monkeypatch, small_buckets):
+    monkeypatch.setattr(layout, "BUCKET_BYTES", 1 << 20)
+
+
+def trained(steps=3):
+    """Return a model and its optimizer that have learned in which order gradients arrive."""
+    model, optimizer = distributed()
+    for step in range(steps):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.usefixtures("one_bucket")
+@pytest.mark.parametrize("last", [False, True], ids=["but the last", "all"])
+def test_misuse_is_noticed_in_the_second_backward(twin, last):
+    model, optimizer = trained()
+    if not last:
+        model[0].requires_grad_(False)
+    model(torch.ones(1, 6).double()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called after backward"):
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"' was computed more than .*=1 times"):  # noqa: PT012
+        model(torch.ones(1, 6).double()).sum().backward()
+        optimizer.step()
+    assert all(parameter.grad is None for parameter in model[2:].parameters())
+
+
+@pytest.mark.usefixtures("one_bucket")
+def test_what_a_backward_that_failed_has_noted_is_forgotten(twin):
+    model, optimizer = trained()
+
+    def fail(_gradient):
+        raise ZeroDivisionError
+
+    hook = model[0].bias.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, 0).backward()
+    hook.remove()
+    optimizer.reset()
+    optimizer.zero_grad()
+    assert not optimizer._reducer.pending

@@ -1,7 +1,5 @@
 """Horovod's registry of handlers, and what a state tells about a coming change."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -43,15 +41,23 @@ class LedgerHandler(registry.StateHandler):
         self.value.entries = hvd.broadcast_object(self.value.entries, root_rank=0)
 
 
-@pytest.fixture
-def with_ledgers():
+class ScaledModelHandler(registry.ModelStateHandler):
+    saves = 0
+
+    def save(self):
+        type(self).saves += 1
+        super().save()
+
+
+@pytest.fixture(autouse=True)
+def _registered():
     before = registry.get_handler_registry()
-    registry.set_handler_registry([(Ledger, LedgerHandler), *before])
+    mine = [(Ledger, LedgerHandler), (torch.nn.Bilinear, ScaledModelHandler)]
+    registry.set_handler_registry([*mine, *before])
     yield
     registry.set_handler_registry(before)
 
 
-@pytest.mark.usefixtures("with_ledgers")
 def test_a_state_keeps_a_value_by_the_handler_of_its_type():
     def rank_main(context):
         ledger = Ledger([0])
@@ -73,7 +79,6 @@ def test_a_state_keeps_a_value_by_the_handler_of_its_type():
     run_ranks(1, rank_main)
 
 
-@pytest.mark.usefixtures("with_ledgers")
 @pytest.mark.parametrize("source", [0, 1])
 @pytest.mark.parametrize("how", ["sync", "align", "same"])
 def test_handlers_synchronise_from_the_rank_with_the_newest_state(source, how):
@@ -98,39 +103,14 @@ def test_handlers_synchronise_from_the_rank_with_the_newest_state(source, how):
     assert [epoch for _, epoch in found] == [entries[0] for (entries,) in expected]
 
 
-@pytest.mark.usefixtures("with_ledgers")
 def test_a_value_with_a_handler_cannot_have_a_name_of_the_state():
     with pytest.raises(OptionError, match="'commit'"):
         hvd.elastic.TorchState(commit=Ledger([]))
 
 
-def test_values_without_a_handler_of_the_users_are_kept_as_always():
-    """nbelastic's handlers are for those who derive from them; the state knows more."""
-    net = torch.nn.Linear(1, 1)
-    net.register_buffer("hidden", torch.zeros(1), persistent=False)
-    state = hvd.elastic.TorchState(net)
-    state.save()
-    net.hidden.fill_(1)
-    state.restore()
-    assert net.hidden.item() == 0
-
-
-class ScaledModelHandler(registry.ModelStateHandler):
-    saves = 0
-
-    def save(self):
-        type(self).saves += 1
-        super().save()
-
-
 def test_a_handler_of_ones_own_may_be_that_of_models():
-    before = registry.get_handler_registry()
-    registry.set_handler_registry([(torch.nn.Linear, ScaledModelHandler), *before])
-    try:
-        net = torch.nn.Linear(1, 1)
-        state = hvd.elastic.TorchState(net, torch.optim.SGD(net.parameters(), 1.0))
-    finally:
-        registry.set_handler_registry(before)
+    net = torch.nn.Bilinear(1, 1, 1)
+    state = hvd.elastic.TorchState(net, torch.optim.SGD(net.parameters(), 1.0))
     weight = net.weight.detach().clone()
     state.save()
     with torch.no_grad():

@@ -1,152 +1,222 @@
-"""Operations with names, which match whatever the order in which ranks begin them."""
+"""Operations with names match in any order, and ranks without more data take part in all.
 
-from __future__ import annotations
+That each operation computes the same by its name is in test_operations.py.
+"""
 
-import random
 import threading
 
 import pytest
 import torch
 
 import nbelastic.torch as hvd
+from nbelastic.collectives import Capabilities, Communicator, SoloCommunicator
+from nbelastic.collectives.consistency import disagreement
+from nbelastic.elastic.ranks.context import current, one_of_all
 from nbelastic.errors import CollectiveError, RanksDisagree
+from nbelastic.torch.ops.coordination import coordination
+from nbelastic.torch.ops.coordination.comparison import agree
 from tests.collectives.worlds import MAKERS, SOME_KINDS
 from tests.support.world import run_ranks
+from tests.torch.training import loss_of, make_model, parameters_of
+
+of_kinds = pytest.mark.parametrize("kind", SOME_KINDS)
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
-@pytest.mark.parametrize("size", [2, 4])
-def test_any_order_and_any_operation(kind, size):
-    def rank_main(context):
-        rank = context.rank
-        begin = {
-            "sum": lambda: hvd.allreduce_async(torch.tensor([rank]), name="sum", op=hvd.Sum),
-            "rows": lambda: hvd.allgather_async(torch.full((rank,), rank), name="rows"),
-            "copy": lambda: hvd.broadcast_async(torch.tensor([rank]), 1, name="copy"),
-            "swap": lambda: hvd.alltoall_async(torch.full((size,), rank), name="swap"),
-            "part": lambda: hvd.reducescatter_async(torch.ones(size), name="part", op=hvd.Sum),
-            "many": lambda: hvd.grouped_allreduce_async(
-                [torch.ones(2), torch.ones(1).double()], name="many", op=hvd.Sum
-            ),
-        }
-        order = random.Random(rank)
-        for _ in range(3):
-            names = order.sample(sorted(begin), len(begin))
-            handles = {name: begin[name]() for name in names}
-            found = {
-                name: hvd.synchronize(handles[name]) for name in order.sample(names, len(names))
-            }
-            assert found["sum"].item() == sum(range(size))
-            assert found["rows"].tolist() == [r for r in range(size) for _ in range(r)]
-            assert found["copy"].item() == 1
-            assert found["swap"][0].tolist() == list(range(size))
-            assert found["part"].tolist() == [size]
-            assert [each[0].item() for each in found["many"]] == [size, size]
-        return hvd.broadcast_object(rank, 1, name="object"), hvd.allgather_object(rank, "objects")
-
-    expected = (1, list(range(size)))
-    assert run_ranks(size, rank_main, make=MAKERS[kind]) == [expected] * size
+def summed(name=None, value=1.0):
+    return hvd.allreduce_async(torch.tensor([value]), name=name, op=hvd.Sum)
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
+@of_kinds
 def test_operations_without_a_name_may_come_in_between(kind):
+    """And an operation goes on while its ranks do something else."""
+
     def rank_main(context):
         if context.rank == 0:
-            early = hvd.allreduce_async(torch.ones(1), name="early", op=hvd.Sum)
+            early = summed("early")
             assert not hvd.poll(early), "the others have not begun it"
+            for begin in (hvd.allreduce_async, hvd.allgather_async):
+                with pytest.raises(ValueError, match=r"duplicate name: all.* of name 'early'"):
+                    begin(torch.ones(1), name="early")
             hvd.barrier()
         else:
             hvd.barrier()
-            early = hvd.allreduce_async(torch.ones(1), name="early", op=hvd.Sum)
+            early = summed("early")
         hvd.barrier()
         assert hvd.poll(early), "a barrier leaves nothing behind that all had begun before"
-        return hvd.synchronize(early).item()
-
-    assert run_ranks(3, rank_main, make=MAKERS[kind]) == [3.0] * 3
-
-
-def test_it_goes_on_while_ranks_do_something_else():
-    """Nobody waits, and the operation ends all the same."""
-
-    def rank_main(context):
-        handle = hvd.allreduce_async(torch.ones(1), name="background")
-        ended = threading.Event()
-        while not hvd.poll(handle):
+        tensor, ended = torch.ones(1), threading.Event()
+        late = hvd.allreduce_async(tensor, name="early")
+        tensor.zero_()  # it was read when the operation began
+        while not hvd.poll(late):
             ended.wait(0.001)
-        return handle.wait().item()
+        return early.wait().item(), late.wait().item()
 
-    assert run_ranks(2, rank_main) == [1.0, 1.0]
-
-
-def test_a_name_twice_at_once_is_an_error_and_changes_nothing():
-    def rank_main(context):
-        if context.rank == 0:
-            handle = hvd.allreduce_async(torch.ones(1), name="once", op=hvd.Sum)
-            for begin in (hvd.allreduce_async, hvd.allgather_async):
-                with pytest.raises(ValueError, match=r"duplicate name: all.* of name 'once'"):
-                    begin(torch.ones(1), name="once")
-            hvd.barrier()
-        else:
-            hvd.barrier()
-            handle = hvd.allreduce_async(torch.ones(1), name="once", op=hvd.Sum)
-        assert handle.wait().item() == 2
-        again = hvd.allreduce(torch.ones(1), name="once", op=hvd.Sum)
-        return again.item()
-
-    assert run_ranks(2, rank_main) == [2.0, 2.0]
+    assert run_ranks(3, rank_main, make=MAKERS[kind]) == [(3.0, 1.0)] * 3
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
-def test_a_mismatch_fails_that_operation_only(kind):
+@of_kinds
+def test_a_mismatch_fails_that_operation_only(kind, monkeypatch):
+    """So does a wait of each rank for another name."""
+    monkeypatch.setattr(coordination, "_TELL_AFTER_S", 0.05)
+
     def rank_main(context):
         wrong = hvd.allreduce_async(torch.ones(context.rank + 1), name="wrong")
-        right = hvd.allreduce_async(torch.ones(1), name="right", op=hvd.Sum)
-        assert right.wait().item() == 2
-        with pytest.raises(RanksDisagree, match=r"float32\[1\].*float32\[2\]") as error:
+        assert summed("right").wait().item() == 2
+        with pytest.raises(RanksDisagree, match=r"float32\[1\].*float32\[2\]") as shapes:
             wrong.wait()
-        assert hvd.allreduce(torch.ones(1), name="wrong", op=hvd.Sum).item() == 2
-        return str(error.value)
+        with pytest.raises(RanksDisagree) as names:
+            hvd.allreduce(torch.ones(1), name=f"loss {context.rank}")
+        assert summed("wrong").wait().item() == 2
+        return str(shapes.value), str(names.value)
 
     first, second = run_ranks(2, rank_main, make=MAKERS[kind])
     assert first == second
+    assert "rank 0: allreduce 'loss 0'" in first[1]
+    assert "rank 1: allreduce 'loss 1'" in first[1]
 
 
-def test_ranks_that_wait_for_different_names_find_out():
-    def rank_main(context):
-        with pytest.raises(RanksDisagree) as error:
-            hvd.allreduce(torch.ones(1), name=f"loss {context.rank}")
-        return str(error.value), hvd.allreduce(torch.ones(1), name="loss").item()
-
-    (first, one), (second, also) = run_ranks(2, rank_main)
-    assert first == second
-    assert "rank 0: allreduce 'loss 0'" in first
-    assert "rank 1: allreduce 'loss 1'" in first
-    assert (one, also) == (1.0, 1.0)
-
-
-def test_tensors_are_read_when_the_operation_begins():
-    def rank_main(context):
-        tensor = torch.ones(1)
-        handle = hvd.allreduce_async(tensor, name="read", op=hvd.Sum)
-        tensor.zero_()
-        return handle.wait().item()
-
-    assert run_ranks(2, rank_main) == [2.0, 2.0]
-
-
-def test_an_abort_frees_a_waiting_rank():
+@of_kinds
+@pytest.mark.parametrize(
+    "wait",
+    [hvd.join, lambda: summed("never").wait(), lambda: hvd.allreduce(torch.ones(2))],
+    ids=["join", "name", "comparison"],
+)
+def test_a_death_ends_every_wait(kind, wait):
     met = threading.Event()
 
     def rank_main(context):
-        hvd.allreduce(torch.ones(1), name="both")
+        summed("both").wait()
         hvd.barrier()
         if context.rank == 0:
             met.set()  # the abort would overtake the end of the barrier
-            with pytest.raises(CollectiveError):
-                hvd.allreduce(torch.ones(1), name="never")
+            with pytest.raises(CollectiveError) as error:
+                wait()
+            assert not isinstance(error.value, RanksDisagree)
         else:
-            hvd.allreduce_async(torch.ones(1), name="other")
+            summed("other")
             assert met.wait(30)
             context.communicator().abort("rank 1 is gone")
 
-    run_ranks(2, rank_main)
+    run_ranks(2, rank_main, make=MAKERS[kind])
+
+
+# -- join ------------------------------------------------------------------------------------------
+
+
+@of_kinds
+def test_joined_ranks_contribute_zeros_to_sums_and_averages(kind):
+    def rank_main(context):
+        for first in range(3):
+            for name in (None, "loss"):
+                if context.rank != first:
+                    ones = torch.ones(2, 3)
+                    torch.testing.assert_close(hvd.allreduce(ones, name=name), ones * 2 / 3)
+                    assert hvd.allreduce(ones, op=hvd.Sum)[0, 0] == 2
+                    assert hvd.allreduce(torch.tensor([-5]), name=name).item() == -3
+                    hvd.barrier()
+                last = hvd.join()
+                assert last != first
+                assert hvd.allgather_object(last) == [last] * 3
+        return summed().wait().item()
+
+    assert run_ranks(3, rank_main, make=MAKERS[kind]) == [3] * 3
+    assert run_ranks(1, lambda context: hvd.join()) == [0]
+
+
+FORBIDDEN = {
+    "Allgather": lambda: hvd.allgather(torch.ones(2)),
+    "Broadcast": lambda: hvd.broadcast(torch.ones(2), 0),
+    "Alltoall": lambda: hvd.alltoall(torch.ones(6)),
+    "Reducescatter": lambda: hvd.reducescatter(torch.ones(6)),
+    "Allreduce": lambda: hvd.allreduce(torch.ones(2), op=hvd.Max),
+    "Broadcast_parameters": lambda: hvd.broadcast_parameters({"a": torch.ones(2)}),
+    "Allgather_object": lambda: hvd.allgather_object(1),
+    "Broadcast_object": lambda: hvd.broadcast_object(1, name="named"),
+    "Add_process_set": lambda: hvd.add_process_set([0]),
+}
+
+
+@of_kinds
+def test_other_operations_raise_on_the_ranks_that_call_them(kind):
+    def rank_main(context):
+        if context.rank != 1:
+            for verb, call in FORBIDDEN.items():
+                with pytest.raises(RanksDisagree) as error:
+                    call()
+                if verb != "Add_process_set":
+                    assert str(error.value).startswith(f"{verb} is not supported with Join"), verb
+                    assert "rank 1 has joined" in str(error.value)
+        hvd.join()
+        return hvd.allgather(torch.tensor([context.rank])).tolist()
+
+    assert run_ranks(3, rank_main, make=MAKERS[kind]) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (["allgather", "join()"], "Allgather is not supported with Join at this time: rank 1 has"),
+        (["join()", "join()", "allgather"], "ranks 0, 1 have joined; allgather"),
+        (["join()"] * 10 + ["allgather"], "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more have joined"),
+        (["allgather 'join()'", "barrier"], "ranks called different operations"),
+    ],
+)
+def test_an_error_names_the_ranks_that_have_joined(texts, words):
+    class Disagreeing(SoloCommunicator):
+        def agree(self, text, number=0):
+            raise disagreement(texts)
+
+    with pytest.raises(RanksDisagree) as error:
+        agree(Disagreeing(generation=1), "allgather")
+    assert words in str(error.value)
+
+
+@of_kinds
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_joined_ranks_take_part_in_steps_and_do_not_step(kind, overlaps, monkeypatch):
+    """Also a rank that has had no batch at all."""
+    monkeypatch.setattr(Communicator, "capabilities", Capabilities(overlaps=overlaps))
+    batches = [0, 3, 2]
+
+    def rank_main(context):
+        model, other = make_model(), make_model()
+        optimizers = [
+            hvd.DistributedOptimizer(make(net.parameters(), lr=0.1))
+            for make, net in ((torch.optim.SGD, model), (torch.optim.Adam, other))
+        ]
+        for number in range(batches[context.rank]):
+            for optimizer, net in zip(optimizers, (model, other), strict=True):
+                optimizer.zero_grad()
+                loss_of(net, number, context.rank, 3).backward()
+                optimizer.step()
+            hvd.allreduce(torch.ones(1))
+        last = hvd.join()
+        assert last == 1
+        stepped = not all(map(torch.equal, parameters_of(model), parameters_of(make_model())))
+        assert stepped == (context.rank != 0)
+        assert stepped or all(each.grad is None for each in model.parameters())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        return parameters_of(model)
+
+    reference = make_model()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for number in range(3):
+        optimizer.zero_grad()
+        for rank in range(3):
+            if number < batches[rank]:
+                (loss_of(reference, number, rank, 3) / 3).backward()
+        optimizer.step()
+    for found in run_ranks(3, rank_main, make=MAKERS[kind]):
+        for mine, expected in zip(found, parameters_of(reference), strict=True):
+            torch.testing.assert_close(mine, expected)
+
+
+def test_joined_ranks_answer_the_check_of_a_commit():
+    def rank_main(context):
+        context.check_membership = lambda: context.agree(one_of_all(context, context.flag))
+        context.flag = context.rank == 0
+        if context.rank == 1:
+            assert one_of_all(current(), mine=False)
+        hvd.join()
+        return context.agreed
+
+    assert run_ranks(2, rank_main) == [[True], []]

@@ -1,7 +1,5 @@
 """The optimizer with what torch puts around optimizers: schedulers, scalers, closures, hooks."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -19,89 +17,12 @@ from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator
 from tests.torch.training import (
     SGD,
-    STEPS,
-    assert_close,
     assert_equal,
-    batch,
     distributed,
     loss_of,
     make_model,
     parameters_of,
 )
-
-
-@pytest.mark.parametrize("before", [False, True], ids=["scheduler after", "scheduler before"])
-def test_lr_schedulers_see_each_step(before):
-    def rank_main(context):
-        model = make_model()
-        optimizer = SGD(model.parameters())
-        if not before:
-            optimizer = hvd.DistributedOptimizer(optimizer)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        if before:
-            optimizer = hvd.DistributedOptimizer(optimizer)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step, context.rank, context.size).backward()
-            optimizer.step()
-            scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**STEPS
-        return parameters_of(model)
-
-    alone = make_model()
-    optimizer = SGD(alone.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(alone, step).backward()
-        optimizer.step()
-        scheduler.step()
-    results = run_ranks(2, rank_main)
-    assert_equal(*results)
-    assert_close(results[0], parameters_of(alone))
-
-
-def scaled_training(context, bad_step):
-    """Train with a GradScaler; in one step the loss of one rank is infinite."""
-    model = make_model().float()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        inputs, targets = batch(step, context.rank, context.size)
-        loss = torch.nn.functional.mse_loss(model(inputs.float()), targets.float())
-        if step == bad_step and context.rank == context.size - 1:
-            loss = loss * torch.inf
-        scaler.scale(loss).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
-    return parameters_of(model), scaler.get_scale()
-
-
-def test_grad_scaler_skips_the_same_steps_on_all_ranks():
-    clean = run_ranks(2, lambda context: scaled_training(context, bad_step=None))
-    assert_equal(clean[0][0], clean[1][0])
-    assert [scale for _, scale in clean] == [8.0, 8.0]
-    (alone,) = run_ranks(1, lambda context: scaled_training(context, bad_step=None))
-    torch.testing.assert_close(clean[0][0], alone[0])
-    bad = run_ranks(2, lambda context: scaled_training(context, bad_step=1))
-    assert_equal(bad[0][0], bad[1][0])
-    assert [scale for _, scale in bad] == [4.0, 4.0]
-    assert all(parameter.isfinite().all() for parameter in bad[0][0])
-
-
-def test_grad_scaler_without_synchronize_is_refused():
-    with activate(ChangingContext(TwinCommunicator(generation=1))):
-        model = make_model().float()
-        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(model(torch.ones(1, 6)).sum()).backward()
-        with pytest.raises(RuntimeError, match="unscale gradients"):
-            scaler.step(optimizer)
 
 
 def test_grad_scaler_with_a_fused_optimizer(twin):
@@ -121,29 +42,6 @@ def test_grad_scaler_with_a_fused_optimizer(twin):
     optimizer.synchronize()
     scaler.step(optimizer)
     assert not torch.equal(before[0], model[0].weight)
-
-
-def test_closures_compute_reduced_gradients_and_losses():
-    def rank_main(context):
-        model = make_model()
-        optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
-        if context.size > 1:
-            optimizer = hvd.DistributedOptimizer(optimizer)
-
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of(model, 0, context.rank, context.size)
-            loss.backward()
-            return loss
-
-        loss = optimizer.step(closure)
-        return [*parameters_of(model), torch.as_tensor(loss).detach()]
-
-    results = run_ranks(2, rank_main)
-    assert_equal(*results)
-    (alone,) = run_ranks(1, rank_main)
-    for got, want in zip(results[0], alone, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
 
 
 def test_closures_may_return_numbers_or_nothing():
@@ -203,36 +101,6 @@ def test_state_dicts_are_those_of_the_plain_optimizer(twin):
     assert len(optimizer.state) == 6
 
 
-def test_gradients_can_be_set_to_none_or_zero(twin):
-    model, optimizer = distributed()
-    for set_to_none in (False, True):
-        loss_of(model, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
-        if set_to_none:
-            assert all(parameter.grad is None for parameter in model.parameters())
-        else:
-            assert all(not parameter.grad.any() for parameter in model.parameters())
-    optimizer.zero_grad()
-
-
-def test_gradients_under_way_cannot_be_set_to_zero(twin):
-    model, optimizer = distributed()
-    loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match=r"zero_grad\(\) was called after backward"):
-        optimizer.zero_grad()
-    optimizer.step()
-
-
-def test_a_second_backward_before_the_step_is_refused(twin):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), model.named_parameters())
-    loss_of(model, 0).backward()
-    with pytest.raises(RuntimeError, match=r"'4.bias' was computed more than .*per_step=1 times"):
-        loss_of(model, 0).backward()
-    assert optimizer is not None
-
-
 def test_a_dropped_optimizer_lets_go_of_its_parameters(twin):
     model, optimizer = distributed()
     alive = weakref.ref(optimizer._reducer)
@@ -263,6 +131,16 @@ def test_an_optimizer_that_was_replaced_does_not_disturb(twin):
     assert len(twin.communicator().lent) == 8
 
 
+def test_an_optimizer_without_buckets_takes_over_as_well(twin):
+    model, old = distributed()
+    stepped(old, model)
+    own = hvd.Compression.none()  # a compressor of the user's own
+    new = hvd.DistributedOptimizer(SGD(model.parameters()), compression=own)
+    loss_of(model, 0).backward()
+    assert not old._reducer.pending
+    new.step()
+
+
 def test_models_are_pickled_and_copied_without_their_optimizer(twin):
     model, optimizer = distributed()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -270,18 +148,6 @@ def test_models_are_pickled_and_copied_without_their_optimizer(twin):
     assert twin.communicator().lent == []
     loss_of(model, 0).backward()
     optimizer.step()
-
-
-def test_gradients_of_gradients_are_reduced_as_numbers(twin):
-    model = make_model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), op=hvd.Sum)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*create_graph")  # torch gives it once
-        loss_of(model, 0).backward(create_graph=True)
-    local = model[0].bias.grad.detach().clone()
-    optimizer.step()
-    assert torch.equal(model[0].bias.grad.detach(), 2 * local)
-    optimizer.zero_grad()
 
 
 def test_init_comes_first():
@@ -302,26 +168,23 @@ def test_init_comes_first():
         ({"groups": [[torch.ones(1)]]}, "parameters of the optimizer"),
         ({"process_set": [0]}, "process_set"),
         ({"compression": "fp16"}, "compression must be"),
+        (lambda model: {"groups": [[model[0].bias], [model[0].bias]]}, "twice"),
+        (
+            lambda model: {"named_parameters": [("layer", each) for each in model.parameters()]},
+            r"unique; repeated: \['layer'\]",
+        ),
+        (
+            lambda model: {"named_parameters": list(model.named_parameters())[:4]},
+            r"lacks parameters.*: 0\.4, 0\.5",
+        ),
     ],
-    ids=str,
 )
 def test_wrong_arguments_change_nothing(twin, options, message):
-    optimizer = SGD(make_model().parameters())
-    with pytest.raises(ValueError, match=message):
-        hvd.DistributedOptimizer(optimizer, **options)
-    assert type(optimizer) is torch.optim.SGD
-
-
-def test_names_must_fit_the_parameters(twin):
     model = make_model()
     optimizer = SGD(model.parameters())
-    twice = [("layer", parameter) for parameter in model.parameters()]
-    with pytest.raises(ValueError, match=r"unique; repeated: \['layer'\]"):
-        hvd.DistributedOptimizer(optimizer, twice)
-    with pytest.raises(ValueError, match=r"lacks parameters.*: 0\.4, 0\.5"):
-        hvd.DistributedOptimizer(optimizer, list(model.named_parameters())[:4])
-    with pytest.raises(ValueError, match="twice"):
-        hvd.DistributedOptimizer(optimizer, groups=[[model[0].bias], [model[0].bias]])
+    with pytest.raises(ValueError, match=message):
+        hvd.DistributedOptimizer(optimizer, **(options(model) if callable(options) else options))
+    assert type(optimizer) is torch.optim.SGD
     hvd.DistributedOptimizer(optimizer, model.named_parameters())
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedOptimizer(optimizer)
@@ -364,20 +227,9 @@ def test_a_saved_optimizer_is_the_plain_one(twin, scheduled):
         assert str(loaded.state_dict()) == str(optimizer.state_dict())
         (group,) = loaded.param_groups
         assert_equal(group["params"], parameters_of(model))
-        hvd.DistributedOptimizer(loaded)
-
-
-def test_a_model_and_its_optimizer_are_saved_and_copied_together(twin):
-    model, optimizer = distributed()
-    stepped(optimizer, model)
-    for pair in (
-        pickle.loads(pickle.dumps((model, optimizer))),
-        copy.deepcopy((model, optimizer)),
-    ):
-        plain = isinstance(pair[1], torch.optim.SGD) and not hasattr(pair[1], "_reducer")
-        if plain:
-            hvd.DistributedOptimizer(pair[1])
-        assert_equal(stepped(pair[1], pair[0], 1), stepped(*copy.deepcopy((optimizer, model)), 1))
+    together, other = pickle.loads(pickle.dumps((model, optimizer)))
+    hvd.DistributedOptimizer(other)
+    assert_equal(stepped(other, together, 1), stepped(optimizer, model, 1))
 
 
 def test_a_copied_optimizer_reduces_the_gradients_of_its_parameters(twin):
@@ -403,3 +255,20 @@ def test_a_parameter_group_may_be_empty(twin):
     groups = [{"params": []}, {"params": model.parameters()}, {"params": []}]
     stepped(hvd.DistributedOptimizer(SGD(groups)), model)
     hvd.DistributedOptimizer(SGD([{"params": []}])).step()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_scheduler_made_before_or_after_knows_whether_the_optimizer_has_stepped(twin, before):
+    model = make_model()
+    optimizer = SGD(model.parameters())
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)] if before else []
+    hvd.DistributedOptimizer(optimizer)
+    scheduler = (schedulers or [torch.optim.lr_scheduler.StepLR(optimizer, 1)])[0]
+    stepped(optimizer, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+    del optimizer._opt_called
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.warns(UserWarning, match="before"):
+        scheduler.step()

@@ -180,12 +180,9 @@ def test_a_reset_callback_that_changes_a_rate_is_refused(with_loader: bool) -> N
     ],
 )
 def test_wrong_values_are_refused(options: dict[str, Any], message: str) -> None:
-    with activate(world(1)), pytest.raises(OptionError, match=message):
-        LRScaler(made()[1], **options)
-
-
-def test_two_scalers_of_one_optimizer_are_refused() -> None:
     with activate(world(1)):
+        with pytest.raises(OptionError, match=message):
+            LRScaler(made()[1], **options)
         _, optimizer = made()
         _first = LRScaler(optimizer)
         with pytest.raises(OptionError, match="has one already"):

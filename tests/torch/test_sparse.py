@@ -1,15 +1,240 @@
-"""Sparse tensors and gradients."""
+"""Sparse gradients: in steps of micro-batches the same bits on any number of ranks."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import nbelastic.torch as hvd
-from tests.collectives.worlds import MAKERS, SOME_KINDS
+from nbelastic.collectives.reduction_tree import IDENTITY
+from nbelastic.data import Batch, Loader
+from nbelastic.torch.gradients import tree_sums
+from nbelastic.torch.gradients.tree_sums import add_rows, as_dense
+from tests.collectives.worlds import KINDS, MAKERS, SOME_KINDS
 from tests.support.world import run_ranks
 
-ROWS = [[1, 2, 2], [3], [2, 7]]
+ROWS, WORDS = 26, 40
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+class Net(torch.nn.Module):
+    """Two tables, of which one is used by few rows of data, and a line."""
+
+    def __init__(self, sparse=True, tied=False):
+        super().__init__()
+        self.table = torch.nn.Embedding(WORDS, 3, sparse=sparse)
+        self.rare = torch.nn.Embedding(5, 3, sparse=sparse)
+        self.line = torch.nn.Linear(3, WORDS if tied else 2, bias=False)
+        generator = seeded(3)
+        for parameter in self.parameters():
+            torch.nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+        if tied:
+            self.line.weight = self.table.weight
+
+    def forward(self, words, rare):
+        found = self.table(words).sum(1)
+        if rare.ge(0).any():
+            found = found + self.rare(rare.clamp(min=0)) * rare.ge(0).unsqueeze(1)
+        return torch.tanh(self.line(found)).square().sum(1).mean()
+
+
+def data():
+    words = torch.randint(0, WORDS, (ROWS, 4), generator=seeded(1))
+    rare = torch.full((ROWS,), -1)
+    rare[[3, 17]] = torch.tensor([2, 4])  # most micro-batches have no gradient of it
+    return TensorDataset(words, rare)
+
+
+def sgd(model):
+    return [torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)]
+
+
+def adam(model):
+    tables = [model.table.weight, model.rare.weight]
+    return [
+        torch.optim.SparseAdam(tables, lr=0.05),
+        torch.optim.AdamW(model.line.parameters(), lr=0.05),
+    ]
+
+
+def train(optimizers_of, *, micro=2, exact=True, sparse=True, looks=None, **options):
+    model = Net(sparse=sparse)
+    optimizers = [hvd.DistributedOptimizer(each, **options) for each in optimizers_of(model)]
+    loader = Loader(data(), Batch(10, micro=micro, exact=exact), seed=1)
+    for _ in range(2):
+        for step in loader:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for words, rare in step:
+                model(words, rare).backward()
+            for optimizer in optimizers:
+                optimizer.synchronize()
+            if looks is not None:
+                looks(model)
+            for optimizer in optimizers:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def bits(tensors):
+    return [each.view(torch.int32).tolist() for each in tensors]
+
+
+@pytest.mark.parametrize("micro", [1, 5])
+@pytest.mark.parametrize("optimizers_of", [sgd, adam])
+def test_sparse_gradients_have_the_same_bits_on_any_number_of_ranks(optimizers_of, micro):
+    """Of 4 ranks and 2 micro-batches, two have none, and know nothing of any gradient."""
+
+    def main(_context):
+        return bits(train(optimizers_of, micro=micro))
+
+    expected = run_ranks(1, main)[0]
+    for size in (2, 4):
+        assert run_ranks(size, main) == [expected] * size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_gradients_have_the_same_bits_over_any_transport(kind):
+    def main(_context):
+        return bits(train(adam))
+
+    assert run_ranks(3, main, make=MAKERS[kind]) == [run_ranks(1, main)[0]] * 3
+
+
+def test_they_stay_sparse_and_have_only_the_rows_that_were_used():
+    def main(_context):
+        found = []
+
+        def looks(model):
+            gradients = [model.table.weight.grad, model.rare.weight.grad]
+            for gradient in gradients:
+                assert gradient is None or (gradient.is_sparse and gradient.is_coalesced())
+            found.append([0 if each is None else each._nnz() for each in gradients])
+
+        train(sgd, looks=looks)
+        return found
+
+    found = run_ranks(3, main)
+    assert found[0] == found[1] == found[2]
+    assert any(rare == 0 for _, rare in found[0])
+    assert any(0 < rare < 5 for _, rare in found[0])
+    assert all(0 < rows < WORDS for rows, _ in found[0])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_sums_are_those_of_dense_gradients(size):
+    def plain(model):
+        return [torch.optim.SGD(model.parameters(), lr=0.3)]
+
+    def main(_context):
+        dense = train(plain, sparse=False)
+        assert bits(train(plain, sparse_as_dense=True)) == bits(dense)
+        assert bits(train(plain)) == bits(dense)
+
+    run_ranks(size, main)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_where_dense_and_sparse_gradients_meet_all_are_dense(first):
+    """A table that some micro-batches use as a line, too."""
+
+    def main(_context):
+        model = Net(tied=True)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in Loader(data(), Batch(10, micro=2, exact=True), seed=1):
+            optimizer.zero_grad()
+            for words, rare in step:
+                if words.sum().item() % 2 == first:
+                    model(words, rare).backward()
+                else:
+                    model.table(words).square().sum().backward()
+            optimizer.step()
+        return bits(model.parameters())
+
+    expected = run_ranks(1, main)[0]
+    for size in (2, 3):
+        assert run_ranks(size, main) == [expected] * size
+
+
+def test_a_sparse_gradient_that_is_kept_or_changed_is_refused():
+    def main(_context):
+        model = Net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        steps = iter(Loader(data(), Batch(10, micro=5, exact=True), seed=1))
+        for words, rare in next(steps):
+            model(words, rare).backward()
+        optimizer.step()
+        for words, rare in next(steps):
+            with pytest.raises(RuntimeError, match=r"added to that of the step before.*zero_grad"):
+                model(words, rare).backward()
+            break
+        optimizer.zero_grad()
+        for words, rare in next(steps):
+            model(words, rare).backward()
+        model.table.weight.grad = model.table.weight.grad.clone()
+        with pytest.raises(RuntimeError, match=r"'0.0' was changed between backward\(\) and"):
+            optimizer.step()
+
+    run_ranks(1, main)
+
+
+def test_absent_rows_change_no_bit():
+    """Zeros keep their sign, where torch's own sum of sparse tensors starts from 0."""
+
+    def table(rows, values):
+        return torch.sparse_coo_tensor(
+            [rows], values, (6, 1), is_coalesced=True, check_invariants=True
+        )
+
+    zero = table([1, 4], torch.tensor([[-0.0], [2.0]]))
+    total = add_rows(zero, table([0, 4, 5], torch.tensor([[1.0], [3.0], [IDENTITY]])))
+    assert total._indices().tolist() == [[0, 1, 4, 5]]
+    signs = torch.signbit(total._values()).flatten().tolist()
+    assert signs == [False, True, False, True]
+    assert torch.signbit(as_dense(total)).flatten().tolist() == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_only_rows_travel(monkeypatch):
+    sent = []
+    original = tree_sums._exchange
+
+    def note(communicator, share, columns, like):
+        sent.append(sum(each.numel() for each in like))
+        return original(communicator, share, columns, like)
+
+    monkeypatch.setattr(tree_sums, "_exchange", note)
+
+    def main(_context):
+        table = torch.nn.Embedding(100_000, 8, sparse=True)
+        torch.nn.init.zeros_(table.weight)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
+        words = TensorDataset(torch.arange(16))
+        for step in Loader(words, Batch(8, micro=2, exact=True), seed=1):
+            optimizer.zero_grad()
+            for (rows,) in step:
+                table(rows).sum().backward()
+            optimizer.step()
+
+    run_ranks(2, main)
+    assert sent == [8 * 8] * 4  # on each rank, in each of two steps, the eight rows of both
+
+
+# -- without a loader ------------------------------------------------------------------------------
+
+
+OWN_ROWS = [[1, 2, 2], [3], [2, 7]]
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)
@@ -17,7 +242,7 @@ ROWS = [[1, 2, 2], [3], [2, 7]]
 def test_sparse_tensors_are_reduced_as_dense_ones(kind, op):
     def rank_main(context):
         dense = torch.zeros(9, 4)
-        for row in ROWS[context.rank]:
+        for row in OWN_ROWS[context.rank]:
             dense[row] += context.rank + 1
         handles = [
             hvd.sparse_allreduce_async(dense.to_sparse(), name=name, op=op) for name in ("s", None)
@@ -30,106 +255,3 @@ def test_sparse_tensors_are_reduced_as_dense_ones(kind, op):
         return found[0]._nnz()
 
     assert len(set(run_ranks(3, rank_main, make=MAKERS[kind]))) == 1
-
-
-class Net(torch.nn.Module):
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.table = torch.nn.Embedding(10, 3, sparse=sparse)
-        self.line = torch.nn.Linear(3, 2)
-        generator = torch.Generator().manual_seed(0)
-        for parameter in self.parameters():
-            torch.nn.init.uniform_(parameter, generator=generator)
-
-    def forward(self, rows):
-        return self.line(self.table(rows)).square().sum()
-
-
-def train(model, optimizers, rows):
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for batch in rows:
-            model(torch.tensor(batch)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("kind", SOME_KINDS)
-@pytest.mark.parametrize("as_dense", [True, False])
-def test_embeddings_train_as_on_one_rank(kind, as_dense):
-    """SGD of all, and SparseAdam of the embedding beside SGD of the rest.
-
-    Of two optimizers of the same parameters the first sees no gradient arrive.
-    """
-
-    def optimizers_of(model, wrap=lambda optimizer: optimizer):
-        together = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)]
-        apart = [
-            torch.optim.SparseAdam([model.table.weight], lr=0.01),
-            torch.optim.SGD(model.line.parameters(), lr=0.01),
-        ]
-        return [[wrap(each) for each in some] for some in (together, apart)]
-
-    def rank_main(context):
-        def wrap(optimizer):
-            return hvd.DistributedOptimizer(optimizer, op=hvd.Sum, sparse_as_dense=as_dense)
-
-        results = []
-        for index in range(2):
-            model = Net(sparse=True)
-            optimizers = optimizers_of(model, wrap)[index]
-            results.append(train(model, optimizers, ROWS[context.rank : context.rank + 1]))
-        return results
-
-    expected = []
-    for index in range(2):
-        model = Net(sparse=True)
-        expected.append(train(model, optimizers_of(model)[index], ROWS))
-    for found in run_ranks(3, rank_main, make=MAKERS[kind]):
-        for mine, theirs in zip(found, expected, strict=True):
-            for a, b in zip(mine, theirs, strict=True):
-                torch.testing.assert_close(a, b)
-
-
-def test_a_rank_without_a_sparse_gradient_takes_part():
-    def rank_main(context):
-        table = torch.nn.Embedding(4, 1, sparse=True)
-        torch.nn.init.zeros_(table.weight)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), 1.0), op=hvd.Sum)
-        for step in range(4):
-            optimizer.zero_grad()
-            if step % 2 == context.rank:
-                table(torch.tensor([step])).sum().backward()
-            optimizer.step()
-        return table.weight.flatten().tolist()
-
-    assert run_ranks(2, rank_main) == [[-1.0, -1.0, -1.0, -1.0]] * 2
-
-
-class Halves:
-    """Compression that changes shapes: every number travels as two halves."""
-
-    def compress(self, tensor):
-        return torch.cat([tensor.flatten() / 2, tensor.flatten() / 2]), tensor.shape
-
-    def decompress(self, tensor, shape):
-        return tensor.view(2, -1).sum(0).view(shape)
-
-
-def test_a_compression_of_ones_own():
-    def rank_main(context):
-        assert hvd.allreduce(torch.ones(2, 3), compression=Halves()).tolist() == [[1.0] * 3] * 2
-        net = torch.nn.Linear(2, 1)
-        torch.nn.init.zeros_(net.weight)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(net.parameters(), 1.0), compression=Halves()
-        )
-        for _ in range(2):
-            optimizer.zero_grad()
-            net(torch.full((1, 2), context.rank + 1.0)).sum().backward()
-            optimizer.step()
-        return net.weight.flatten().tolist()
-
-    assert run_ranks(2, rank_main) == [[-3.0, -3.0]] * 2

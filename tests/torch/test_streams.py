@@ -1,6 +1,4 @@
-"""Which streams are waited for, with streams that only take notes; test_cuda.py has real ones."""
-
-from __future__ import annotations
+"""Which streams are waited for, with streams that only take notes; test_gpu.py has real ones."""
 
 import types
 
@@ -46,50 +44,32 @@ def gpu(monkeypatch):
     return gpu
 
 
-def noting(streams):
-    """Return what notes a gradient on the present stream."""
-    arrived = []
-    parameter = types.SimpleNamespace(device=GPU)
-    hook = streams.noting(parameter, arrived.append)
-    return lambda: hook(parameter)
-
-
 def test_each_stream_is_waited_for_once_and_whoever_comes_next_waits_for_the_last(gpu):
-    streams = Streams()
-    note = noting(streams)
-    for number in (1, 2, 2):
-        gpu.present = Stream(number)
-        note()
-    gpu.present = third = Stream(3)
-    streams.join(GPU, [])
-    streams.join(GPU, [])
-    assert sorted(third.awaited) == [1, 2]
-    gpu.present = fourth = Stream(4)
-    streams.join(GPU, [])
-    assert fourth.awaited == [3]
+    streams, parameter = Streams(), types.SimpleNamespace(device=GPU)
+    hook = streams.noting(parameter, lambda _: None)
+    seen = [Stream(number) for number in range(6)]
 
+    def note(*numbers):
+        for number in numbers:
+            before, gpu.present = gpu.present, seen[number]
+            hook(parameter)
+            gpu.present = before
 
-def test_what_is_noted_while_others_are_waited_for_is_left_for_the_next(gpu):
-    streams = Streams()
-    note = noting(streams)
-    gpu.present = first = Stream(1)
-    note()
-    gpu.present = second = Stream(2)
+    def join(number):
+        gpu.present = seen[number]
+        streams.join(GPU, [])
+        return sorted(seen[number].awaited)
 
-    def again():
-        gpu.present = first
-        note()
-        gpu.present = second
-
-    second.meanwhile = again
-    streams.join(GPU, [])
-    second.meanwhile = lambda: None
-    streams.join(GPU, [])
-    assert second.awaited == [1, 1]
+    note(1, 2, 2)
+    assert join(3) == join(3) == [1, 2]
+    assert join(4) == [3]
+    seen[5].meanwhile = lambda: note(1)  # noted while others are waited for: left for the next
+    assert join(5) == [4]
+    seen[5].meanwhile = lambda: None
+    assert join(5) == [1, 4]
 
 
 def test_on_the_host_nothing_is_noted(gpu):
-    arrived = []
-    hook = arrived.append
+    hook = [].append
     assert Streams().noting(torch.ones(1), hook) is hook
     Streams().join(torch.device("cpu"), [])

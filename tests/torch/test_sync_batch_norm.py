@@ -1,7 +1,5 @@
 """Batch normalisation over all ranks does what that of one rank does on all rows."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
 import nbelastic.torch as hvd
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 STEPS = 4
 ROWS = 12  # per step; divides by 2, 3 and 4
@@ -50,9 +47,7 @@ def loss_of(model: torch.nn.Module, step: int, rank: int = 0, size: int = 1) -> 
 
 
 def train_alone(
-    make_optimizer: Callable[..., torch.optim.Optimizer],
-    before_step: Callable[[torch.nn.Module], object] = lambda model: None,
-    steps: int = STEPS,
+    make_optimizer: Callable[..., torch.optim.Optimizer], steps: int = STEPS
 ) -> list[torch.Tensor]:
     """Return the parameters after training on whole batches in one process."""
     model = make_model()
@@ -60,7 +55,6 @@ def train_alone(
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, step).backward()
-        before_step(model)
         optimizer.step()
     return parameters_of(model)
 

@@ -22,26 +22,17 @@ class Sam(Optimizer):
         self.defaults.update(self.base_optimizer.defaults)
 
     @torch.no_grad()
-    def first_step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["old_p"] = p.data.clone()
-                p.add_(p.grad * group["rho"])
+    def step(self, closure: Any = None) -> None:
+        pairs = [(p, group) for group in self.param_groups for p in group["params"]]
+        for p, group in pairs:
+            self.state[p]["old_p"] = p.data.clone()
+            p.add_(p.grad * group["rho"])
         self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = self.state[p]["old_p"]
+        torch.enable_grad()(closure)()
+        for p, _ in pairs:
+            p.data = self.state[p]["old_p"]
         self.base_optimizer.step()
         self.zero_grad()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.first_step()
-        torch.enable_grad()(closure)()
-        self.second_step()
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
@@ -62,21 +53,13 @@ class KeyedLookahead(Optimizer):
         for group in self.param_groups:
             group["counter"] = 0
 
-    def update(self, group: Any) -> None:
-        for fast in group["params"]:
-            param_state = self.state[fast]
-            if "slow_param" not in param_state:
-                param_state["slow_param"] = torch.zeros_like(fast.data)
-                param_state["slow_param"].copy_(fast.data)
-            slow = param_state["slow_param"]
-            slow += (fast.data - slow) * self.alpha
-            fast.data.copy_(slow)
-
     def step(self, closure: Any = None) -> None:
         self.optimizer.step(closure)
         for group in self.param_groups:
-            if group["counter"] == 0:
-                self.update(group)
+            for fast in group["params"] if group["counter"] == 0 else ():
+                slow = self.state[fast].setdefault("slow_param", fast.data.clone())
+                slow += (fast.data - slow) * self.alpha
+                fast.data.copy_(slow)
             group["counter"] = (group["counter"] + 1) % self.k
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -176,35 +159,6 @@ class ScheduleFree(Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         self.base.load_state_dict(state_dict)
-
-
-class Averaging(torch.optim.SGD):
-    """An optimizer whose ``eval()`` swaps averages in through ``tensor.data``."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p, 0.5)
-
-    def eval(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"] if not group.get("averaged") else []:
-                if "mean" in self.state[p]:
-                    held = p.data.clone()
-                    p.data.copy_(self.state[p]["mean"])
-                    self.state[p]["mean"].data.copy_(held)
-            group["averaged"] = True
-
-    def train(self) -> None:
-        averaged = [group for group in self.param_groups if group.get("averaged")]
-        for group in averaged:
-            group["averaged"] = False
-        if averaged:
-            self.eval()
-            for group in averaged:
-                group["averaged"] = False
 
 
 class Counter:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import nbelastic.torch as hvd
+from nbelastic.elastic.ranks.context import current
 
 ROWS = 48
 EPOCHS = 3
@@ -26,32 +36,98 @@ class Outcome:
         The same on all ranks, and after a resumption.
     redone : int
         Batches that the rank has begun twice; negative if it has joined later.
+    callback : tuple
+        Whether the rank's callback knows if it is the main one, how often it has begun, how many
+        batches it has missed, and the last step that is logged.
     """
 
     digest: str
     seen: list
     facts: dict = field(default_factory=dict)
     redone: int = 0
+    callback: tuple = (True, 1, 0, 0)
 
     def check(self):
         assert self.facts["epochs"] == EPOCHS
         assert self.facts["evaluations"] == EPOCHS
+        assert self.callback[:3] == (True, 1, 0)
+
+
+class Log:
+    """A run of a tracking library, which is opened by one process and refuses all others."""
+
+    def __init__(self, directory):
+        self.directory = directory
+        self.file = None
+
+    def open(self):
+        path = f"{self.directory}/run.{os.getpid()}"
+        assert not os.path.exists(path), "opened twice"
+        self.file = open(path, "w")  # noqa: SIM115 - as loggers do
+
+    def write(self, step):
+        assert self.file is not None, "You must call open() before write()"
+        print(step, file=self.file, flush=True)
+
+
+class Watch:
+    """Callback of a trainer, which tracks in the shape of WandbCallback and MLflowCallback."""
+
+    def __init__(self, directory):
+        self.seen, self.step, self.counts, self.begins = [], 0, 0, 0
+        self.run, self.path, self._initialized = Log(directory), str(os.getpid()), False
+
+    def open(self, main):
+        if not self._initialized:
+            self._initialized = True
+            if main:
+                self.run.open()
+
+    def trained(self, epoch, rows):
+        self.seen = [*self.seen, [epoch, everyones(rows)]]
+        self.step += 1
 
 
 def digest_of(model):
-    import hashlib
-
     data = [each.detach().float().numpy().tobytes() for each in model.parameters()]
     return hashlib.sha1(b"".join(data)).hexdigest()
 
 
 def everyones(rows):
     """Return the rows of all ranks."""
-    import torch.distributed as dist
-
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, rows)
+    dist.all_gather_object(everyone, rows.tolist())
     return [row for rows in everyone for row in rows]
+
+
+def network():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+
+def loss_of(model, rows):
+    return model(rows.float().view(-1, 1).expand(-1, 4) / ROWS).pow(2).mean()
+
+
+def optimizers_of(model):
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
+
+
+def numbered(rows):
+    return torch.utils.data.TensorDataset(torch.arange(rows))
+
+
+def half():
+    """Draw the first rows; the others are held out."""
+    return torch.utils.data.SubsetRandomSampler(range(ROWS))
+
+
+def die_once(flag):
+    """Kill this rank, unless a rank was killed before."""
+    if not Path(flag).exists():
+        Path(flag).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Trial:
@@ -60,7 +136,7 @@ class Trial:
     Parameters
     ----------
     how : str
-        ``"kill"``: the last rank is killed, another joins; ``"leave"``: it leaves when the test has
+        ``"kill"``: the main rank is killed, another joins; ``"leave"``: it leaves when the test has
         ordered it, another joins; ``"error"`` of the user; ``"stop"``: an error after some commits;
         empty: nothing.
     flag : str
@@ -73,18 +149,13 @@ class Trial:
         self.begun = 0  # batches of this rank, with those that it does twice
 
     def begin(self, epoch, step):
-        import torch.distributed as dist
-
         self.begun += 1
         if self.how == "error" and step == 1:
             raise KeyError("of the user")
         if self.how == "stop" and epoch == 1 and step == 3:
             raise RuntimeError("stopped here")
-        last = dist.get_rank() == dist.get_world_size() - 1
-        now = self.how == "kill" and epoch == 1 and step == 2 and last
-        if now and not Path(self.flag).exists():
-            Path(self.flag).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "kill" and epoch == 1 and step == 2 and dist.get_rank() == 0:
+            die_once(self.flag)
         if self.how == "leave" and epoch == 1 and step >= 2:
             self.await_change(2)  # the order of the test
         if self.how in ("kill", "leave") and epoch == 2:
@@ -92,12 +163,6 @@ class Trial:
 
     def await_change(self, size):
         """Wait in a world of a size until that is about to change."""
-        import time
-
-        import torch.distributed as dist
-
-        from nbelastic.elastic.ranks.context import current
-
         while dist.get_world_size() == size and not current().change_flag():
             time.sleep(0.01)
 
@@ -107,19 +172,11 @@ class Trial:
 
 
 def with_ddp(how, flag, directory):
-    from torch.nn.parallel import DistributedDataParallel
-
-    def wrap(model):
-        return DistributedDataParallel(model), lambda: None
-
-    return train_in_a_loop(how, flag, wrap)
+    return train_in_a_loop(how, flag, lambda model: (DistributedDataParallel(model), lambda: None))
 
 
 def with_torch_distributed(how, flag, directory):
     """Keep torch's own sampler, which is in no state, and has no batches recorded."""
-    import torch.distributed as dist
-    from torch.utils.data import DataLoader
-    from torch.utils.data.distributed import DistributedSampler
 
     def wrap(model):
         def average():
@@ -130,57 +187,43 @@ def with_torch_distributed(how, flag, directory):
         return model, average
 
     def load(data):
-        sampler = DistributedSampler(data)
+        sampler = torch.utils.data.distributed.DistributedSampler(data)
         return DataLoader(data, BATCH, sampler=sampler), sampler.set_epoch, lambda number: None
 
     return train_in_a_loop(how, flag, wrap, load)
 
 
 def with_fabric(how, flag, directory):
-    import torch
     from lightning import Fabric
-    from torch.utils.data import DataLoader, WeightedRandomSampler
 
     from nbelastic.lightning import ElasticFabricStrategy
 
     fabric = Fabric(strategy=ElasticFabricStrategy(), accelerator="cpu", devices=1)
 
-    def wrap(model):
-        return torch.nn.parallel.DistributedDataParallel(model), lambda: None
-
     def load(data):
         fabric.launch()
-        sampler = WeightedRandomSampler([1.0] * ROWS, ROWS, replacement=False)
+        weights = [1.0] * ROWS
+        sampler = torch.utils.data.WeightedRandomSampler(weights, ROWS, replacement=False)
         loader = fabric.setup_dataloaders(DataLoader(data, BATCH, sampler=sampler))
         return loader, lambda epoch: None, lambda number: None
+
+    def wrap(model):
+        return DistributedDataParallel(model), lambda: None
 
     return train_in_a_loop(how, flag, wrap, load)
 
 
 def load_with_elastic_sampler(data):
-    from torch.utils.data import DataLoader
-
-    import nbelastic.torch as hvd
-
     sampler = hvd.elastic.ElasticSampler(data)
     loader = DataLoader(data, BATCH, sampler=sampler)
     return loader, sampler.set_epoch, lambda number: sampler.record_batch(number, BATCH), sampler
 
 
 def train_in_a_loop(how, flag, wrap, load=load_with_elastic_sampler):
-    import torch
-    import torch.distributed as dist
-
-    import nbelastic.torch as hvd
-
     dist.init_process_group("gloo")
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-    model, average = wrap(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
-    data = torch.utils.data.TensorDataset(torch.arange(ROWS))
-    loader, set_epoch, record, *sampler = load(data)
+    model, average = wrap(network())
+    optimizer, scheduler = optimizers_of(model)
+    loader, set_epoch, record, *sampler = load(numbered(ROWS))
     state = hvd.elastic.TorchState(
         model, optimizer, scheduler=scheduler, sampler=sampler, epoch=0, step=0, seen=[], ends=0
     )
@@ -193,13 +236,12 @@ def train_in_a_loop(how, flag, wrap, load=load_with_elastic_sampler):
             for number, (rows,) in enumerate(loader):
                 trial.begin(state.epoch, state.step)
                 optimizer.zero_grad()
-                inputs = rows.float().view(-1, 1).expand(-1, 4) / ROWS
-                model(inputs).pow(2).mean().backward()
+                loss_of(model, rows).backward()
                 average()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()
-                state.seen = [*state.seen, (state.epoch, everyones(rows.tolist()))]
+                state.seen = [*state.seen, (state.epoch, everyones(rows))]
                 state.step += 1
                 record(number)
                 state.commit()
@@ -212,24 +254,44 @@ def train_in_a_loop(how, flag, wrap, load=load_with_elastic_sampler):
 
 
 def with_accelerate(how, flag, directory):
-    import torch
-    import torch.distributed as dist
-    from accelerate import Accelerator
+    import sys
+    import types
 
-    import nbelastic.torch as hvd
+    from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker, on_main_process
+
     from nbelastic.accelerate import AccelerateState
 
-    accelerator = Accelerator(gradient_accumulation_steps=2)
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
-    data = torch.utils.data.TensorDataset(torch.arange(2 * ROWS))
-    half = torch.utils.data.SubsetRandomSampler(range(ROWS))  # the others are held out
-    loader = torch.utils.data.DataLoader(data, BATCH, sampler=half)
-    test = torch.utils.data.DataLoader(data, BATCH, sampler=range(ROWS))
+    library = sys.modules["wandb"] = types.ModuleType("wandb")
+
+    class Tracker(GeneralTracker):
+        """In the shape of WandBTracker; the library goes on with the run that a variable names."""
+
+        name = "tracker"
+        requires_logging_directory = False
+        tracker = None
+
+        @on_main_process
+        def start(self):
+            run = os.environ.get("WANDB_RUN_ID", f"of-{os.getpid()}")
+            library.run = types.SimpleNamespace(id=run)
+            self.run = Log(directory)
+            self.run.open()
+            with (Path(directory) / "ids").open("a") as file:
+                print(run, file=file)
+
+        @on_main_process
+        def log(self, values, step=None, **_):
+            self.run.write(step)
+
+    accelerator = Accelerator(gradient_accumulation_steps=2, log_with=[Tracker()])
+    model, data = network(), numbered(2 * ROWS)
+    optimizer, scheduler = optimizers_of(model)
+    loader = DataLoader(data, BATCH, sampler=half())
+    test = DataLoader(data, BATCH, sampler=range(ROWS))
     prepared = accelerator.prepare(model, optimizer, loader, scheduler, test)
     model, optimizer, loader, scheduler, test = prepared
+    accelerator.init_trackers("project")
     state = AccelerateState(accelerator, epoch=0, step=0, seen=[], evaluations=0)
     trial = Trial(how, flag)
 
@@ -239,14 +301,14 @@ def with_accelerate(how, flag, directory):
             for (rows,) in loader:
                 trial.begin(state.epoch, state.step)
                 with accelerator.accumulate(model):
-                    inputs = rows.float().view(-1, 1).expand(-1, 4) / ROWS
-                    accelerator.backward(model(inputs).pow(2).mean())
+                    accelerator.backward(loss_of(model, rows))
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-                state.seen = [*state.seen, (state.epoch, everyones(rows.tolist()))]
+                state.seen = [*state.seen, (state.epoch, everyones(rows))]
                 state.step += 1
+                accelerator.log({"loss": 1.0}, step=len(state.seen))
                 state.commit()
             found = torch.cat([accelerator.gather_for_metrics(rows) for (rows,) in test])
             assert sorted(found.tolist()) == list(range(ROWS))
@@ -254,7 +316,8 @@ def with_accelerate(how, flag, directory):
             state.step, state.evaluations = 0, state.evaluations + 1
         facts = {"epochs": state.epoch + 1, "evaluations": state.evaluations}
         facts["rate"] = scheduler.get_last_lr()
-        return Outcome(digest_of(model), state.seen, facts, trial.redone(state.seen))
+        callback = (True, 1, 0, len(state.seen))
+        return Outcome(digest_of(model), state.seen, facts, trial.redone(state.seen), callback)
 
     outcome = train(state)
     accelerator.save_state(f"{directory}/state")
@@ -262,7 +325,6 @@ def with_accelerate(how, flag, directory):
 
 
 def with_transformers(how, flag, directory, lora=False):
-    import torch
     from transformers import (
         EarlyStoppingCallback,
         GPT2Config,
@@ -276,29 +338,36 @@ def with_transformers(how, flag, directory, lora=False):
 
     Trainer = nbelastic.transformers.elastic(Trainer)  # noqa: N806
 
-    class Watch(TrainerCallback):
-        def __init__(self):
-            self.seen = []
-            self.step = 0
-            self.epochs = 0
+    class Callback(Watch, TrainerCallback):
+        epochs = 0
+
+        def on_train_begin(self, args, state, control, **_):
+            self.begins += 1
+            self.is_main = state.is_world_process_zero
+            self.open(self.is_main)
 
         def on_epoch_begin(self, *_, **__):
             self.step = 0
             self.epochs += 1
 
+        def on_step_end(self, args, state, control, **_):
+            self.counts += 1
+
+        def on_log(self, args, state, control, logs=None, **_):
+            self.open(state.is_world_process_zero)
+            if state.is_world_process_zero:
+                self.run.write(state.global_step)
+
     class Watched(Trainer):
         def _get_train_sampler(self, dataset):
-            if lora:
-                return super()._get_train_sampler(dataset)
-            return torch.utils.data.SubsetRandomSampler(range(ROWS))  # the others are held out
+            return super()._get_train_sampler(dataset) if lora else half()
 
         def training_step(self, model, inputs, *arguments, **named):
             epoch = watch.epochs - 1
             trial.begin(epoch, watch.step)
-            rows = inputs["input_ids"][:, 0].tolist()
+            rows = inputs["input_ids"][:, 0]
             loss = super().training_step(model, inputs, *arguments, **named)
-            watch.seen = [*watch.seen, [epoch, everyones(rows)]]
-            watch.step += 1
+            watch.trained(epoch, rows)
             return loss
 
     torch.manual_seed(1)
@@ -324,11 +393,13 @@ def with_transformers(how, flag, directory, lora=False):
         eval_strategy="epoch",
         save_strategy="epoch",
         load_best_model_at_end=True,
-        logging_steps=2,
+        logging_steps=1,
         report_to=[],
         disable_tqdm=True,
     )
-    watch, trial = Watch(), Trial(how, flag)
+    watch, trial = Callback(directory), Trial(how, flag)
+    watch.rank = dist.get_rank()
+    own = watch.rank, watch.path
     trainer = Watched(
         model=model,
         args=arguments,
@@ -343,7 +414,10 @@ def with_transformers(how, flag, directory, lora=False):
     facts["rates"] = [each["learning_rate"] for each in trainer.state.log_history if "loss" in each]
     facts["steps"] = trainer.state.global_step, trainer.state.max_steps
     assert trainer.state.global_step == trainer.state.max_steps
-    return Outcome(digest_of(model), watch.seen, facts, trial.redone(watch.seen))
+    assert (watch.rank, watch.path) == own
+    steps = trainer.state.global_step
+    callback = watch.is_main == (dist.get_rank() == 0), watch.begins, steps - watch.counts, steps
+    return Outcome(digest_of(model), watch.seen, facts, trial.redone(watch.seen), callback)
 
 
 def train_and_resume(directory, stop, resume=None, flag=None):
@@ -351,8 +425,6 @@ def train_and_resume(directory, stop, resume=None, flag=None):
 
     The second rank dies in the second step, if a file to note that is given.
     """
-    import torch
-    import torch.distributed as dist
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     import nbelastic.transformers
@@ -360,10 +432,10 @@ def train_and_resume(directory, stop, resume=None, flag=None):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.net = torch.nn.Linear(1, 1)
+            self.net = network()
 
         def forward(self, rows):
-            return {"loss": self.net(rows.float().view(-1, 1) / ROWS).pow(2).mean()}
+            return {"loss": loss_of(self.net, rows)}
 
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **_):
@@ -372,10 +444,9 @@ def train_and_resume(directory, stop, resume=None, flag=None):
 
     class Watched(nbelastic.transformers.elastic(Trainer)):
         def training_step(self, model, inputs, *arguments, **named):
-            if flag and len(seen) == 1 and dist.get_rank() == 1 and not os.path.exists(flag):
-                Path(flag).touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            seen.append([int(self.state.epoch or 0), everyones(inputs["rows"].tolist())])
+            if flag and len(seen) == 1 and dist.get_rank() == 1:
+                die_once(flag)
+            seen.append([int(self.state.epoch or 0), everyones(inputs["rows"])])
             return super().training_step(model, inputs, *arguments, **named)
 
     seen, rates = [], []
@@ -400,16 +471,30 @@ def with_lora(**options):
 
 def with_lightning(how, flag, directory):
     import lightning
-    import torch
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
     import nbelastic.lightning
+    from tests.trainers.validation import trainer_of
 
-    class Watch(lightning.Callback):
-        def __init__(self):
-            self.seen = []
-            self.step = 0
-            self.evaluations = 0
+    class Callback(Watch, lightning.Callback):
+        evaluations = 0
+
+        def setup(self, trainer, module, stage):
+            self.rank = trainer.global_rank
+            self.is_main = trainer.is_global_zero
+            self.open(self.is_main)
+            module.heard.append("setup")
+
+        def on_train_start(self, trainer, module):
+            self.begins += 1
+
+        def on_train_batch_start(self, trainer, module, batch, number):
+            assert module.heard, "on_train_start was not called"
+
+        def on_train_batch_end(self, trainer, *_):
+            self.counts += 1
+            if trainer.is_global_zero:
+                self.run.write(trainer.global_step)
 
         def on_train_epoch_start(self, *_):
             self.step = 0
@@ -420,21 +505,22 @@ def with_lightning(how, flag, directory):
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+            self.net = network()
+            self.heard = []
+
+        def on_train_start(self):
+            self.heard.append("start")
 
         def training_step(self, batch, number):
             (rows,) = batch
             trial.begin(self.current_epoch, watch.step)
-            loss = self.net(rows.float().view(-1, 1).expand(-1, 4) / ROWS).pow(2).mean()
+            loss = loss_of(self.net, rows)
             self.log("loss", loss, sync_dist=True)
-            watch.seen = [*watch.seen, [self.current_epoch, everyones(rows.tolist())]]
-            watch.step += 1
+            watch.trained(self.current_epoch, rows)
             return loss
 
         def validation_step(self, batch, number):
-            (rows,) = batch
-            loss = self.net(rows.float().view(-1, 1).expand(-1, 4) / ROWS).pow(2).mean()
-            self.log("value", loss, sync_dist=True)
+            self.log("value", loss_of(self.net, batch[0]), sync_dist=True)
 
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.parameters(), 0.01)
@@ -442,41 +528,30 @@ def with_lightning(how, flag, directory):
             schedule = {"scheduler": plateau, "monitor": "value"}
             return {"optimizer": optimizer, "lr_scheduler": schedule}
 
-    torch.manual_seed(1)
-    watch, module, trial = Watch(), Module(), Trial(how, flag)
+    watch, module, trial = Callback(directory), Module(), Trial(how, flag)
     stopping = EarlyStopping("value", patience=9)
-    trainer = lightning.Trainer(
-        strategy="nbelastic",
-        accelerator="cpu",
+    trainer = trainer_of(
+        [watch, stopping, ModelCheckpoint(f"{directory}/models", monitor="value")],
         max_epochs=EPOCHS,
         accumulate_grad_batches=2,
         num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        callbacks=[watch, stopping, ModelCheckpoint(f"{directory}/models", monitor="value")],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
-    data = torch.utils.data.TensorDataset(torch.arange(2 * ROWS))
-    half = torch.utils.data.SubsetRandomSampler(range(ROWS))  # the others are held out
-    nbelastic.lightning.fit(
-        trainer,
-        module,
-        torch.utils.data.DataLoader(data, BATCH, sampler=half),
-        torch.utils.data.DataLoader(data, BATCH),
-    )
+    data = numbered(2 * ROWS)
+    loaders = DataLoader(data, BATCH, sampler=half()), DataLoader(data, BATCH)
+    nbelastic.lightning.fit(trainer, module, *loaders)
     facts = {"epochs": trainer.current_epoch, "evaluations": watch.evaluations}
     facts["best"] = float(stopping.best_score), stopping.wait_count
     facts["steps"] = trainer.global_step
-    return Outcome(digest_of(module), watch.seen, facts, trial.redone(watch.seen))
+    assert watch.path == str(os.getpid())
+    missed = len(watch.seen) - watch.counts
+    callback = watch.is_main == trainer.is_global_zero, watch.begins, missed, trainer.global_step
+    return Outcome(digest_of(module), watch.seen, facts, trial.redone(watch.seen), callback)
 
 
 def with_a_state_of_torch(right):
     """Keep what accelerate has prepared in one of two kinds of states."""
     import accelerate
-    import torch
 
-    import nbelastic.torch as hvd
     from nbelastic.accelerate import AccelerateState
 
     accelerator = accelerate.Accelerator(cpu=True)

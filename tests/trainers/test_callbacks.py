@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nbelastic.trainers import Callbacks
+from nbelastic.trainers.callbacks import Callbacks
 
 
 class Watch:

@@ -1,7 +1,6 @@
 """Samplers of users' own, dealt to ranks that come and go; no job."""
 
-from __future__ import annotations
-
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -20,8 +19,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import NbelasticError
-from nbelastic.trainers import dealt, obstacle_to
-from tests.elastic.worlds import settle_all, world_of
+from nbelastic.trainers.sampler import dealt, obstacle_to
+from tests.elastic.test_sampler import settle_all, world_of
 from tests.support.world import run_ranks
 
 ROWS = 24
@@ -42,41 +41,35 @@ class Curriculum(Sampler):
         return 8
 
 
-class Buckets(Sampler):
-    """Batches of different lengths."""
+class Drawn(Sampler):
+    """A sampler of a user's, which has whatever a function draws."""
+
+    def __init__(self, draw, length):
+        self.draw, self.length = draw, length
 
     def __iter__(self):
-        order, start = torch.randperm(ROWS).tolist(), 0
-        while start < ROWS:
-            length = 1 + start % 4
-            yield order[start : start + length]
-            start += length
+        return iter(self.draw())
 
     def __len__(self):
-        return 10
+        return self.length
 
 
-class Sharded(Sampler):
-    """Each rank has rows of its own."""
-
-    def __init__(self, first, size):
-        self.first, self.size = first, size
-
-    def __iter__(self):
-        return iter(range(self.first, ROWS, self.size))
-
-    def __len__(self):
-        return ROWS // self.size
+def buckets():
+    """Return batches of different lengths."""
+    order, start = torch.randperm(ROWS).tolist(), 0
+    while start < ROWS:
+        length = 1 + start % 4
+        yield order[start : start + length]
+        start += length
 
 
-class Restless(Sampler):
-    """Each draw is another, and no seed has a part in it."""
+def restless():
+    """Return a sampler of which each draw is another, and no seed has a part in it."""
+    return Drawn(lambda: np.random.default_rng().permutation(ROWS).tolist(), ROWS)
 
-    def __iter__(self):
-        return iter(np.random.default_rng().permutation(ROWS).tolist())
 
-    def __len__(self):
-        return ROWS
+class Whole(BatchSampler):
+    """A batch sampler of a user's, whose batches are dealt as they are."""
 
 
 class Wrapper(DistributedSampler):
@@ -90,8 +83,8 @@ SOURCES = {
     ),
     "subset": lambda: SubsetRandomSampler(range(0, ROWS, 2)),
     "curriculum": Curriculum,
-    "buckets": Buckets,
-    "drop": lambda: BatchSampler(SubsetRandomSampler(range(ROWS)), 5, True),
+    "buckets": lambda: Drawn(buckets, 10),
+    "drop": lambda: Whole(SubsetRandomSampler(range(ROWS)), 5, True),
     "sharded by torch": lambda: Wrapper(range(ROWS), 4, 3, seed=2),
 }
 
@@ -100,9 +93,13 @@ def flat(items):
     return [row for each in items for row in (each if isinstance(each, list) else [each])]
 
 
-def make(kind, rank, size):
+def deal(source, rows=ROWS, seed=0, batch=4, batched=False):
+    return dealt(range(rows), source if batched else BatchSampler(source, batch, False), seed)
+
+
+def make(kind, rank, size, batch=4):
     with activate(world_of(rank, size)):
-        return dealt(range(2 * ROWS), SOURCES[kind](), 7, kind in ("buckets", "drop"))
+        return deal(SOURCES[kind](), 2 * ROWS, 7, batch, kind in ("buckets", "drop"))
 
 
 @settings(deadline=None, max_examples=60)
@@ -121,7 +118,7 @@ def test_an_epoch_has_what_the_sampler_drew_once(kind, sizes, steps, batch, lost
     seen, samplers = [], []
     for size, left in zip(sizes, [*steps, 10**6], strict=True):
         behind = range(len(samplers), size)
-        samplers = [*samplers[:size], *(make(kind, rank, size) for rank in behind)]
+        samplers = [*samplers[:size], *(make(kind, rank, size, batch) for rank in behind)]
         if seen:
             settle_all(samplers, 0, behind)
         shares = []
@@ -131,7 +128,8 @@ def test_an_epoch_has_what_the_sampler_drew_once(kind, sizes, steps, batch, lost
                 sampler.begin_epoch(1)
                 shares.append([*sampler])
                 assert before <= size * len(shares[-1]) < before + size
-        width = 1 if samplers[0].batched else batch
+        width = samplers[0].width
+        assert width == (1 if samplers[0].batched else batch)
         done = min(left, -(-len(shares[0]) // width))
         for rank, sampler in enumerate(samplers):
             with activate(world_of(rank, size)):
@@ -154,12 +152,12 @@ def test_an_epoch_is_drawn_once_and_each_epoch_anew():
             assert sampler.left_in(epoch) == length
             sampler.begin_epoch(epoch)
             assert sorted(sampler) == list(range(epoch, epoch + length))
-            assert sampler.batches_left(epoch, 4, False) == (length // 4, 0.0)
+            assert sampler.batches_left(epoch) == (length // 4, 0.0)
 
 
 def test_the_random_generators_of_a_rank_are_left_alone():
     with activate(world_of(0, 1)):
-        sampler = dealt(range(ROWS), WeightedRandomSampler([1.0] * ROWS, ROWS), 0)
+        sampler = deal(WeightedRandomSampler([1.0] * ROWS, ROWS))
         torch.manual_seed(5)
         expected = torch.rand(3), np.random.RandomState(5).rand(2)
         torch.manual_seed(5)
@@ -171,12 +169,12 @@ def test_the_random_generators_of_a_rank_are_left_alone():
 
 def test_ranks_that_draw_differently_have_the_draw_of_one_and_newcomers_too():
     def main(context):
-        sampler = dealt(range(ROWS), Restless(), 0)
+        sampler = deal(restless())
         sampler.begin_epoch(0)
         first = sampler.remaining_indices
         context.generation += 1
         if context.rank == 0:  # a newcomer, which has the epoch and the progress from the others
-            sampler = dealt(range(ROWS), Restless(), 0)
+            sampler = deal(restless())
         progress = sampler.progress()._replace(epoch=0, length=ROWS, done=6)
         sampler.install(progress, context.rank, context.size, resumed=True)
         assert sampler.left_in(0) == ROWS - 6
@@ -190,8 +188,9 @@ def test_ranks_that_draw_differently_have_the_draw_of_one_and_newcomers_too():
 
 def test_a_sampler_with_rows_of_its_own_on_each_rank_is_refused():
     def main(context):
-        sampler = dealt(range(ROWS), Sharded(context.rank, context.size), 0)
-        with pytest.raises(NbelasticError, match=r"sampler \(Sharded\) gives each rank rows"):
+        rows = range(context.rank, ROWS, context.size)
+        sampler = deal(Drawn(lambda: rows, len(rows)))
+        with pytest.raises(NbelasticError, match=r"sampler \(Drawn\) gives each rank rows"):
             sampler.begin_epoch(0)
         return True
 
@@ -201,20 +200,15 @@ def test_a_sampler_with_rows_of_its_own_on_each_rank_is_refused():
 def test_what_cannot_be_dealt_is_named():
     class Endless(Sampler):
         def __iter__(self):
-            while True:
-                yield 0
+            return itertools.repeat(0)
 
     class Ranked(Curriculum):
         rank = 1
 
-    class Counted(Endless):
-        def __len__(self):
-            return 3
-
     assert obstacle_to(Endless()) == "its sampler (Endless) has no length"
     assert "rows of its own" in obstacle_to(BatchSampler(Ranked(), 2, False))
-    assert obstacle_to(Buckets()) == ""
+    assert obstacle_to(Drawn(buckets, 10)) == ""
     with activate(world_of(0, 1)):
-        sampler = dealt(range(3), Counted(), 0)
+        sampler = deal(Drawn(lambda: itertools.repeat(0), 3), 3)
         with pytest.raises(NbelasticError, match="length of 3 and yields more than 1006 items"):
             sampler.begin_epoch(0)

@@ -1,29 +1,30 @@
 """Trainers as their documentation writes them, on real workers: kill, leave, join, error, stop."""
 
-from __future__ import annotations
-
+import csv
+import os
+import runpy
 from collections import Counter
+from pathlib import Path
 
+import cloudpickle
 import pytest
+import torch
 
 import nbelastic
-from nbelastic.errors import OptionError, RankFailed
+from nbelastic.errors import NotPicklable, OptionError, RankFailed
 from tests.support.clusters import sizes, until
-from tests.trainers import functions
+from tests.trainers import functions, validation
+from tests.trainers.validation import EPOCHS, ROWS
 
-pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("lightning")
 
-TRAINERS = {
-    "torch.distributed": functions.with_torch_distributed,
-    "ddp": functions.with_ddp,
-    "accelerate": functions.with_accelerate,
-    "transformers": functions.with_transformers,
-    "lightning": functions.with_lightning,
-}
+EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
 
-IN_FLIGHT = {"torch.distributed": 1, "ddp": 1, "fabric": 1}
+TRAINERS = ["torch_distributed", "ddp", "accelerate", "transformers", "lightning"]
+
+IN_FLIGHT = {"torch_distributed": 1, "ddp": 1, "fabric": 1}
 """Batches of a rank from one commit to the next; the others accumulate the gradients of two."""
 
 
@@ -32,6 +33,11 @@ def test_a_trainer_that_is_made_already_is_refused_with_what_to_write():
         OptionError, match=r"write Frame = nbelastic\.transformers\.elastic\(Frame\)"
     ):
         nbelastic.transformers.elastic(type("Frame", (), {})())
+
+
+def train(crew, trainer, directory, how="", **options):
+    given = {"how": how, "flag": str(directory / "killed"), "directory": str(directory)}
+    return crew.fit(getattr(functions, f"with_{trainer}"), kwargs=given, **options)
 
 
 def check(outcomes, most_redone):
@@ -49,19 +55,29 @@ def check(outcomes, most_redone):
     outcomes[0].check()
 
 
+def check_logs(directory, last):
+    """Check that each main rank has logged, and no other, and all of them each step."""
+    written = [each.read_text().split() for each in directory.glob("run.*")]
+    assert len(written) == 2
+    assert {int(step) for each in written for step in each} >= {*range(1, last + 1)}
+    if (directory / "ids").exists():
+        assert len(set((directory / "ids").read_text().split())) == 1
+
+
 @pytest.mark.parametrize("trainer", [*TRAINERS, "lora", "fabric"])
 def test_a_kill_repeats_the_batch_in_flight_and_another_joins(crew, tmp_path, trainer):
-    options = {"how": "kill", "flag": str(tmp_path / "killed"), "directory": str(tmp_path)}
-    function = TRAINERS.get(trainer) or getattr(functions, f"with_{trainer}")
-    job = crew.fit(function, kwargs=options, np=2, min_np=1, max_np=2)
+    """The main rank is killed; callbacks begin on the next."""
+    job = train(crew, trainer, tmp_path, "kill", np=2, min_np=1, max_np=2)
     assert sizes(job) == [2, 1, 2]
-    check(job.results(), most_redone=IN_FLIGHT.get(trainer, 2))
+    outcomes = job.results()
+    check(outcomes, most_redone=IN_FLIGHT.get(trainer, 2))
+    if trainer not in IN_FLIGHT:
+        check_logs(tmp_path, outcomes[0].callback[3])
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_planned_leave_and_a_join_repeat_nothing(crew, tmp_path, trainer):
-    options = {"how": "leave", "flag": "", "directory": str(tmp_path)}
-    job = crew.fit(TRAINERS[trainer], kwargs=options, np=2, min_np=1, max_np=2, block=False)
+    job = train(crew, trainer, tmp_path, "leave", np=2, min_np=1, max_np=2, block=False)
     until(lambda: job.status.commits > 3 or job.done(), "commits")
     job.scale(max_np=1)
     until(lambda: sizes(job) == [2, 1] or job.done(), "a rank has left")
@@ -71,23 +87,21 @@ def test_a_planned_leave_and_a_join_repeat_nothing(crew, tmp_path, trainer):
     check(outcomes, most_redone=0)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", ["transformers", "lightning"])
 def test_an_error_of_the_user_is_what_it_is(crew, tmp_path, trainer):
-    options = {"how": "error", "flag": "", "directory": str(tmp_path)}
     with pytest.raises(RankFailed) as caught:
-        crew.fit(TRAINERS[trainer], kwargs=options, np=2)
+        train(crew, trainer, tmp_path, "error", np=2)
     assert isinstance(caught.value, KeyError)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_job_that_ended_by_an_error_goes_on_from_its_checkpoint(crew, tmp_path, trainer):
     """It comes to the same as one that nothing has disturbed, to the last bit."""
-    options = {"how": "", "flag": "", "directory": str(tmp_path)}
-    whole = crew.fit(TRAINERS[trainer], kwargs=options, np=2).results()[0]
+    whole = train(crew, trainer, tmp_path, np=2).results()[0]
     place = {"np": 2, "checkpoint": str(tmp_path / "checkpoints"), "checkpoint_every": 1}
     with pytest.raises(RankFailed, match="stopped here"):
-        crew.fit(TRAINERS[trainer], kwargs={**options, "how": "stop"}, **place)
-    resumed = crew.fit(TRAINERS[trainer], kwargs=options, resume=True, **place).results()[0]
+        train(crew, trainer, tmp_path, "stop", **place)
+    resumed = train(crew, trainer, tmp_path, resume=True, **place).results()[0]
     assert resumed.digest == whole.digest
     assert resumed.facts == whole.facts
     assert resumed.seen == whole.seen
@@ -95,7 +109,7 @@ def test_a_job_that_ended_by_an_error_goes_on_from_its_checkpoint(crew, tmp_path
 
 @pytest.mark.parametrize(
     ("first", "stop", "then"),
-    [(2, 3, (1, 3)), (2, 6, (1, 3)), (2, 9, (2,)), (3, 3, (2,)), ("a rank is lost", 4, (2,))],
+    [(2, 3, (1, 3)), (2, 6, (3,)), (2, 9, (2,)), ("a rank is lost", 4, (2,))],
 )
 def test_a_checkpoint_of_a_trainer_goes_on_with_any_number_of_ranks(
     crew, tmp_path, first, stop, then
@@ -126,3 +140,122 @@ def test_a_state_of_torch_with_what_accelerate_has_prepared_is_warned_of(crew, r
     job = crew.fit(functions.with_a_state_of_torch, args=(right,), np=2)
     found = [each for each in job.status.warnings if each.startswith("what accelerate has prep")]
     assert len(found) == (not right)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_an_example_trains(crew, tmp_path, name):
+    def run(path, directory):
+        os.chdir(directory)
+        runpy.run_path(path, run_name="__main__")
+
+    job = crew.fit(run, args=(str(EXAMPLES / name), str(tmp_path)), np=2)
+    assert job.status.commits > 4
+    assert job.status.warnings == ()
+
+
+def test_at_most_three_lines_are_new():
+    for path in EXAMPLES.glob("*.py"):
+        text = path.read_text()
+        assert 1 <= text.count("# new") + text.count("# was") <= 3, path.name
+
+
+# -- objects of an earlier cell: made in the kernel, and pickled to the ranks ----------------------
+
+
+def pickled(value):
+    return cloudpickle.loads(cloudpickle.dumps(value))
+
+
+def test_training_arguments_have_the_ranks_of_this_process():
+    from nbelastic.transformers.trainer import renew
+
+    made = transformers.TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+    made.distributed_state.num_processes = 7  # as if the kernel were one of seven
+    sent = pickled(made)
+    made.distributed_state.num_processes = 1
+    assert sent.world_size == 7
+    renew(sent)
+    assert sent.world_size == 1
+    assert vars(sent.distributed_state) is accelerate.PartialState._shared_state
+    state = sent.distributed_state
+    renew(sent)
+    assert sent.distributed_state is state
+
+
+def test_an_accelerator_and_a_trainer_of_another_process_are_refused():
+    from nbelastic.accelerate import AccelerateState
+    from nbelastic.transformers import elastic
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    with pytest.raises(OptionError, match="Accelerator of this AccelerateState was made in anoth"):
+        AccelerateState(pickled(accelerator))
+    arguments = transformers.TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+    kind = elastic(transformers.Trainer)
+    trainer = kind(model=torch.nn.Linear(1, 1), args=arguments, train_dataset=[{"x": 1}])
+    trainer.accelerator = pickled(trainer.accelerator)
+    with pytest.raises(OptionError, match="this Trainer was made in another process"):
+        trainer._train_elastically()
+
+
+def test_what_accelerate_has_prepared_in_the_kernel_is_refused_before_it_is_sent():
+    from nbelastic.cluster.kernel.preflight import pack_function
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    rows = torch.utils.data.DataLoader([1.0, 2.0])
+    arguments = transformers.TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(model=torch.nn.Linear(1, 1), args=arguments)
+    for made in (accelerator, trainer, *accelerator.prepare(optimizer, scheduler, rows)):
+        with pytest.raises(NotPicklable, match=f"a {type(made).__name__} that was made in this pr"):
+            pack_function(lambda found: found, ([made],), {})
+    pack_function(lambda found: found, (arguments, accelerator.prepare(torch.nn.Linear(1, 1))), {})
+
+
+# -- Lightning: validations that fail, files, averages, a test as the first call, a step's file ----
+
+
+@pytest.mark.parametrize("averaging", [False, True])
+def test_a_validation_that_failed_leaves_no_trace(crew, tmp_path, averaging):
+    job = crew.fit(validation.train, args=(str(tmp_path), averaging), np=2, min_np=1, max_np=2)
+    assert sizes(job) == [2, 1, 2, 1, 2]
+    first, second = job.results()
+    assert first == second
+    # The ranks that are killed take the rows along that they have counted, and no other loses any.
+    values = [each["value"] for each in first["found"][1:]]
+    assert values == [(ROWS - 1) / 2] * (EPOCHS - 1)
+    assert [each["trained"] for each in first["found"][1:]] == [16.0, 24.0, 16.0]
+    assert first["epochs"] == EPOCHS
+    files = sorted(each.name for each in (tmp_path / "models").iterdir())
+    assert len(files) == 3
+    assert "last.ckpt" in files
+    last = torch.load(tmp_path / "models" / "last.ckpt", weights_only=False)
+    assert last["global_step"] == first["step"]
+    with (tmp_path / "log" / "one" / "metrics.csv").open() as file:
+        logged = [row["step"] for row in csv.DictReader(file) if row["value"]]
+    assert len(logged) == len(set(logged)) == EPOCHS
+
+
+def test_a_test_as_the_first_call_has_the_weights_of_rank_0(crew, tmp_path):
+    first, second = crew.fit(validation.evaluate, args=(str(tmp_path),), np=2).results()
+    assert first == second
+    assert first[0] == pytest.approx(first[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_file_of_a_step_goes_on_with_the_rows_that_are_left(crew, tmp_path, ranks):
+    job = crew.fit(validation.train_on, args=(str(tmp_path), 3, False), np=2)
+    assert not [each for each in job.status.warnings if "different" in each]
+    before = [row for rows in job.results() for row in rows[:8]]
+    job = crew.fit(validation.train_on, args=(str(tmp_path), 2 + 2 // ranks, True), np=ranks)
+    after = [row for rows in job.results() for row in rows]
+    assert sorted(before + after) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("saves", ["OnExceptionCheckpoint", "ModelCheckpoint"])
+def test_a_file_that_is_saved_on_an_exception_does_not_hide_it(crew, tmp_path, saves):
+    options = {"min_np": 2, "max_np": 2, "elastic_timeout": 20}
+    with pytest.raises(RankFailed, match="ArithmeticError: the user's own"):
+        crew.fit(validation.fail, args=(str(tmp_path), saves), **options)
+    assert [each for each in tmp_path.iterdir() if each.suffix == ".ckpt"]

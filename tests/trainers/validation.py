@@ -1,24 +1,41 @@
 """Lightning: ranks that are killed in a validation, files, averages, checkpoints of a step."""
 
-from __future__ import annotations
+import os
 
-from tests.trainers.main_rank import end_once
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from nbelastic.elastic.ranks.context import current
+from tests.trainers.functions import die_once, numbered
 
 ROWS, BATCH, EPOCHS = 24, 4, 4
+
+
+def trainer_of(callbacks=(), **options):
+    """Return a Trainer of Lightning's that shows nothing."""
+    import lightning
+
+    import nbelastic.lightning  # noqa: F401 - the strategy
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return lightning.Trainer(
+        strategy="nbelastic",
+        accelerator="cpu",
+        log_every_n_steps=1,
+        callbacks=[*callbacks],
+        **quiet | options,
+    )
 
 
 def parts(directory, averaging, joins=()):
     """Return a module, a data module, a trainer's callbacks and loader, on a rank."""
     import lightning
-    import torch
-    import torch.distributed as dist
     from lightning.pytorch.callbacks import (
         ModelCheckpoint,
         StochasticWeightAveraging,
         WeightAveraging,
     )
-
-    from nbelastic.elastic.ranks.context import current
 
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -37,12 +54,15 @@ def parts(directory, averaging, joins=()):
                      sync_dist=True)  # fmt: skip
             return self.net(rows / ROWS).pow(2).mean()
 
-        def _may_end(self):
-            return joins and dist.get_world_size() == 2 and not self.trainer.sanity_checking
+        def end_at(self, *at):
+            """Kill this rank, if it is the one and the epoch is due, once."""
+            may_end = joins and dist.get_world_size() == 2 and not self.trainer.sanity_checking
+            if may_end and (dist.get_rank(), self.current_epoch) == at:
+                die_once(f"{directory}/{at}")
 
         def validation_step(self, batch, number):
-            if number == 1 and self._may_end():
-                end_once(f"{directory}/in", dist.get_rank(), self.current_epoch, (1, 0))
+            if number == 1:
+                self.end_at(1, 0)
             self.log("value", batch[0].float().mean(), sync_dist=True)
             self.log("number", float(self.current_epoch), sync_dist=True)
 
@@ -50,8 +70,7 @@ def parts(directory, averaging, joins=()):
             self.log("weight", self.net.weight.sum(), sync_dist=True)
 
         def on_validation_end(self):
-            if self._may_end():
-                end_once(f"{directory}/after", dist.get_rank(), self.current_epoch, (0, 2))
+            self.end_at(0, 2)
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
@@ -60,10 +79,10 @@ def parts(directory, averaging, joins=()):
         epochs = 0
 
         def train_dataloader(self):
-            return torch.utils.data.DataLoader(rows, BATCH, shuffle=True)
+            return DataLoader(rows, BATCH, shuffle=True)
 
         def val_dataloader(self):
-            return torch.utils.data.DataLoader(rows, BATCH)
+            return DataLoader(rows, BATCH)
 
         test_dataloader = val_dataloader
 
@@ -84,7 +103,7 @@ def parts(directory, averaging, joins=()):
             values = trainer.callback_metrics
             self.found = [*self.found, {name: float(values[name]) for name in sorted(values)}]
 
-    rows = torch.utils.data.TensorDataset(torch.arange(ROWS))
+    rows = numbered(ROWS)
     if averaging:
         average = StochasticWeightAveraging(0.5, swa_epoch_start=1, annealing_epochs=2)
     else:
@@ -96,24 +115,13 @@ def parts(directory, averaging, joins=()):
 
 def train(directory, averaging):
     """Train through a kill in a validation, and one after it, with a join after each."""
-    import lightning
-    import torch
-
-    import nbelastic.lightning
+    from lightning.pytorch.loggers import CSVLogger
 
     torch.manual_seed(1)
     module, data, callbacks = parts(directory, averaging, joins=(1, 3))
-    trainer = lightning.Trainer(
-        strategy="nbelastic",
-        accelerator="cpu",
-        max_epochs=EPOCHS,
-        log_every_n_steps=1,
-        callbacks=callbacks,
-        logger=lightning.pytorch.loggers.CSVLogger(directory, "log", version="one"),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    nbelastic.lightning.fit(trainer, module, datamodule=data)
+    logger = CSVLogger(directory, "log", version="one")
+    trainer = trainer_of(callbacks, max_epochs=EPOCHS, logger=logger)
+    trainer.fit(module, datamodule=data)
     average = callbacks[1]._average_model
     return {
         "found": callbacks[0].found,
@@ -128,57 +136,35 @@ def train(directory, averaging):
 
 def evaluate(directory):
     """Return what a test as the first call has found, of ranks with weights of their own."""
-    import os
-
-    import lightning
-    import torch
-
-    import nbelastic.lightning  # noqa: F401 - the strategy
-
     torch.manual_seed(os.getpid())
     module, data, _ = parts(directory, averaging=False)
-    trainer = lightning.Trainer(strategy="nbelastic", accelerator="cpu", logger=False,
-                                enable_progress_bar=False, enable_model_summary=False,
-                                enable_checkpointing=False)  # fmt: skip
+    trainer = trainer_of(enable_checkpointing=False)
     (found,) = trainer.test(module, datamodule=data, verbose=False)
     return found["weight"], float(module.net.weight.sum())
 
 
 def train_on(directory, steps, from_checkpoint):
     """Train some steps, with a checkpoint after each, or go on from one; return the rows."""
-    import lightning
-
-    import nbelastic.lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
     module, data, _ = parts(directory, averaging=False)
-    trainer = lightning.Trainer(
-        strategy="nbelastic",
-        accelerator="cpu",
+    files = {"every_n_train_steps": 1, "save_top_k": -1, "filename": "{step}"}
+    trainer = trainer_of(
+        [ModelCheckpoint(f"{directory}/steps", **files)],
         max_steps=steps,
         val_check_interval=2,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        logger=False,
-        callbacks=[
-            lightning.pytorch.callbacks.ModelCheckpoint(
-                f"{directory}/steps", every_n_train_steps=1, save_top_k=-1, filename="{step}"
-            )
-        ],
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     path = f"{directory}/steps/step=2.ckpt" if from_checkpoint else None
-    nbelastic.lightning.fit(trainer, module, datamodule=data, ckpt_path=path)
+    trainer.fit(module, datamodule=data, ckpt_path=path)
     return module.rows
 
 
 def fail(directory, saves):
     """Train, and raise on one rank; files are written on an exception."""
     import lightning
-    import torch.distributed as dist
     from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-
-    import nbelastic.lightning  # noqa: F401 - the strategy
 
     class Fails(lightning.Callback):
         def on_train_batch_end(self, trainer, *args):
@@ -190,13 +176,5 @@ def fail(directory, saves):
         "OnExceptionCheckpoint": lambda: OnExceptionCheckpoint(directory),
         "ModelCheckpoint": lambda: ModelCheckpoint(directory, save_on_exception=True),
     }
-    trainer = lightning.Trainer(
-        strategy="nbelastic",
-        accelerator="cpu",
-        max_epochs=2,
-        callbacks=[Fails(), files[saves]()],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_of([Fails(), files[saves]()], max_epochs=2)
     trainer.fit(module, datamodule=data)

@@ -11,44 +11,32 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
 
 import dask.config
 from distributed import Scheduler, SpecCluster, Status
 
 from nbelastic.cluster import NO_PAGES, ElasticPlugin, configuration, own_security, publish
+from nbelastic.driver.attachment import LOOPBACK_HTTP
 from nbelastic.errors import summary_of
 from nbelastic.render import count
 
-from .discovery import DiscoveryFailed, FailureCount, checked
-from .worker import LOOPBACK_HTTP, SlotNanny, SshOptions, SshWorker, is_local
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-    from concurrent.futures import Future
-
-    from .discovery import Hosts, Source
-
-__all__ = ["HostCluster", "SshOptions"]
+from .discovery import DiscoveryFailed, Hosts, Source, checked, delay
+from .worker import SlotNanny, SshOptions, SshWorker, is_local
 
 JOIN_WITHIN_S = 2.0
 """Seconds to wait for the thread at the end; a source may take longer, and is then left alone."""
-
-RETRY_S = 0.5
-"""Half of the seconds after which a worker is started again for the first time."""
 
 LOOPBACK = "127.0.0.1"
 
 
 class HostCluster(SpecCluster):
-    """A cluster with a worker for each ``host:slot``.
+    """A cluster with a worker for each ``host:slot`` of a source."""
 
-    A host that is gone is retired first: its ranks leave at the next commit, then its workers end.
-    A host that has come gets workers while the others train. A worker that ends by itself is
-    started again, after growing delays. If the source fails at the first time, its error is raised.
-    """
+    # A host that is gone is retired first: its ranks leave at the next commit, then workers end.
 
     def __init__(
         self,
@@ -60,15 +48,13 @@ class HostCluster(SpecCluster):
         loopback: bool = False,  # all hosts are this machine for good: no other can connect
     ) -> None:
         self._source = source
-        self._failures = FailureCount(interval)
+        self._interval = interval
         self._ssh = ssh or SshOptions()
         self._tell = tell
         self._bind: dict[str, Any] = {"host": LOOPBACK} if loopback else {}
         self._hosts: Hosts = {}
         self._leaving: set[str] = set()
-        self._retries: dict[str, FailureCount] = {}
-        self._retry_at: dict[str, float] = {}
-        self._is_local: dict[str, bool] = {}
+        self._problem = ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="nbelastic-hosts", daemon=True)
         first = _asked(source)
@@ -106,18 +92,19 @@ class HostCluster(SpecCluster):
     # -- the thread ------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        while not self._over.wait(self._failures.delay()):
+        failures = 0
+        while not self._over.wait(delay(self._interval, failures)):
             try:
                 hosts = _asked(self._source)
             except DiscoveryFailed as error:
-                self._failures.failed()
-                if self._failures.number == 1:
+                failures += 1
+                if failures == 1:
                     self._tell(f"host discovery failed, the hosts stay as they are: {error}")
                 hosts = self._hosts
             else:
-                if self._failures.number:
+                if failures:
                     self._tell("host discovery works again")
-                self._failures.succeeded()
+                failures = 0
             if not self._over.is_set():
                 self._take(hosts)
 
@@ -125,8 +112,7 @@ class HostCluster(SpecCluster):
         """Make the event loop bring the workers in line with the hosts."""
         self._hosts = dict(hosts)
         for host in hosts:
-            if host not in self._is_local:
-                self._is_local[host] = is_local(host)  # asks the system, which may take its time
+            is_local(host)  # asks the system, which may take its time, and remembers the answer
         loop: Any = self.loop
         future = asyncio.run_coroutine_threadsafe(self._bring_in_line(hosts), loop.asyncio_loop)
         future.add_done_callback(self._report)
@@ -141,9 +127,9 @@ class HostCluster(SpecCluster):
     async def _bring_in_line(self, hosts: Hosts) -> None:
         if self.status != Status.running:
             return
-        wanted = {f"{host}:{slot}": None for host in hosts for slot in range(hosts[host])}
-        present = dict.fromkeys(self._present())
-        gone = [name for name in present if name not in wanted]
+        wanted = [f"{host}:{slot}" for host in hosts for slot in range(hosts[host])]
+        present = self.worker_spec.keys() - self._leaving
+        gone = sorted(present.difference(wanted))
         come = [name for name in wanted if name not in present]
         self._announce(gone, come)
         if gone:
@@ -154,15 +140,14 @@ class HostCluster(SpecCluster):
         come = [name for name in come if name not in self._leaving]
         for name in come:
             self.worker_spec[name] = self._spec(name.rpartition(":")[0])
-        ended = self._ended()
-        for name in ended:
-            await self._drop(name)
-        if come or ended:
+        expected = self.worker_spec.keys() - self._leaving
+        for name, worker in list(self.workers.items()):
+            if name in expected and worker.status in (Status.closed, Status.failed):
+                self.workers.pop(name, None)
+                with contextlib.suppress(Exception):  # it has failed; what it left is closed
+                    await worker.close()
+        if expected - self.workers.keys():
             await self._correct()
-
-    def _present(self) -> list[str]:
-        """Return the names of slots whose host is present."""
-        return [name for name in self.worker_spec if name not in self._leaving]
 
     def _announce(self, gone: list[str], come: list[str]) -> None:
         for host, slots in Counter(name.rpartition(":")[0] for name in gone).items():
@@ -181,23 +166,22 @@ class HostCluster(SpecCluster):
             self._tell(f"{', '.join(names)} could not be retired: {error}")
         for name in names:
             self.worker_spec.pop(name, None)
-            self._retry_at.pop(name, None)
-            self._retries.pop(name, None)
         await self._correct()
         self._leaving.difference_update(names)
 
     async def _correct(self) -> None:
+        problem = ""
         try:
             await self._correct_state()
-        except Exception as error:  # a nanny could not start; it is tried again
-            for name in self._present():
-                worker = self.workers.get(name)
-                if worker is not None and worker.status == Status.failed:
-                    self._note_end(name, f"its worker could not be started: {error}", False)
+        except Exception as error:  # a nanny's; it is started again at the next look
+            problem = f"a worker could not be started: {error}; trying again"
+        if problem not in ("", self._problem):
+            self._tell(problem)
+        self._problem = problem
 
     def _spec(self, host: str) -> dict[str, Any]:
         slots = self._hosts.get(host, 1)
-        if self._is_local[host]:
+        if is_local(host):
             quiet = {"silence_logs": logging.WARNING}
             return {"cls": SlotNanny, "options": {"slots": slots, **quiet, **self._bind}}
         options: Mapping[str, Any] = {
@@ -205,36 +189,9 @@ class HostCluster(SpecCluster):
             "slots": slots,
             "options": self._ssh,
             "configuration": self._configuration,
-            "on_end": self._note_end,
+            "tell": self._tell,
         }
         return {"cls": SshWorker, "options": options}
-
-    def _note_end(self, name: str, problem: str, started: bool) -> None:
-        """Note the end of a worker by itself, and whether it had started."""
-        failures = self._retries.setdefault(name, FailureCount(RETRY_S))
-        if started:
-            failures.succeeded()
-        failures.failed()
-        if failures.number.bit_count() == 1:  # the 1st, 2nd, 4th, 8th time
-            self._tell(f"{name}: {problem}; trying again in {failures.delay():g} s")
-        self._retry_at[name] = time.monotonic() + failures.delay()
-
-    def _ended(self) -> list[str]:
-        """Return the names of workers that have ended by themselves and are due again."""
-        now = time.monotonic()
-        found = []
-        for name in self._present():
-            worker = self.workers.get(name)
-            over = worker is None or worker.status in (Status.closed, Status.failed)
-            if over and self._retry_at.get(name, 0.0) <= now:
-                found.append(name)
-        return found
-
-    async def _drop(self, name: str) -> None:
-        worker = self.workers.pop(name, None)
-        if worker is not None:
-            with contextlib.suppress(Exception):  # it has failed; what it left is closed
-                await worker.close()
 
 
 def _asked(source: Source) -> Hosts:

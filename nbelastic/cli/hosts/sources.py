@@ -1,9 +1,7 @@
 """Sources of hosts: a discovery script, and services of clusters and clouds.
 
-A source returns the slots of each present host, and raises :class:`DiscoveryFailed` where that is
-unknown. Every program that it calls has a time limit. Those of the entry point group
-``nbelastic.hosts`` are made by a function that takes the text after the colon of ``--hosts-from
-NAME:TEXT`` and the slots of a host without a number.
+Those of the entry point group ``nbelastic.hosts`` are made by a function that takes the text after
+the colon of ``--hosts-from NAME:TEXT`` and the slots of a host without a number.
 """
 
 from __future__ import annotations
@@ -16,18 +14,14 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
-from nbelastic.driver.options import did_you_mean
+from nbelastic.driver.parser import did_you_mean
 from nbelastic.errors import OptionError
 
-from .discovery import DiscoveryFailed, parse_output
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from .discovery import Hosts, Source
+from .discovery import DiscoveryFailed, Hosts, Source, parse_output
 
 GROUP = "nbelastic.hosts"
 """Entry points that make sources."""
@@ -45,10 +39,7 @@ LONGEST_ERROR = 200
 
 
 def _output(command: Sequence[str], limit: float) -> str:
-    """Return the output of a program, after its end.
-
-    One that takes too long, or prints without end, is killed with all that it has started.
-    """
+    """Return a program's output; a program that prints or runs too long is killed."""
     name = os.path.basename(command[0])
     deadline = time.monotonic() + limit
     # Files, not pipes: a process that the program leaves in the background keeps its output open.
@@ -104,23 +95,14 @@ def _read(command: Sequence[str]) -> Any:
         raise DiscoveryFailed(f"{name} printed no JSON: {error}") from None
 
 
-class ScriptSource:
-    """Hosts that a discovery script prints, a line each: ``NAME`` or ``NAME:SLOTS``."""
-
-    def __init__(self, path: str, slots: int = 1, limit: float = TIME_LIMIT) -> None:
-        self._path = os.path.abspath(os.path.expanduser(path))
-        self._slots = slots
-        self._limit = limit
-        if not os.path.isfile(self._path):
-            raise OptionError(f"--host-discovery-script {path!r}: there is no such file")
-        if not os.access(self._path, os.X_OK):
-            raise OptionError(
-                f"--host-discovery-script {path!r}: must be executable: chmod +x {path}"
-            )
-
-    def __call__(self) -> Hosts:
-        """Run the script and return the hosts."""
-        return parse_output(_output([self._path], self._limit), self._slots)
+def script_source(path: str, slots: int = 1, limit: float = TIME_LIMIT) -> Source:
+    """Return the source of a script that prints hosts, a line each: ``NAME`` or ``NAME:SLOTS``."""
+    file = os.path.abspath(os.path.expanduser(path))
+    if not os.path.isfile(file):
+        raise OptionError(f"--host-discovery-script {path!r}: there is no such file")
+    if not os.access(file, os.X_OK):
+        raise OptionError(f"--host-discovery-script {path!r}: must be executable: chmod +x {path}")
+    return lambda: parse_output(_output([file], limit), slots)
 
 
 def named_source(text: str, slots: int = 1) -> Source:
@@ -138,10 +120,7 @@ def named_source(text: str, slots: int = 1) -> Source:
 
 
 def slurm(which: str, slots: int) -> Source:
-    """Return a source of the nodes of an allocation that live; by default of this allocation.
-
-    A node has `slots` slots where the allocation does not give its number of tasks.
-    """
+    """Return a source of the live nodes of an allocation, by default of this one."""
     job = which or os.environ.get("SLURM_JOB_ID", "")
     if not job.isdigit():
         raise OptionError(
@@ -198,10 +177,7 @@ def aws_asg(which: str, slots: int) -> Source:
 
 
 def k8s(which: str, slots: int) -> Source:
-    """Return a source of the ready pods that a label selector finds, by address.
-
-    A pod that asks for no GPUs has `slots` slots.
-    """
+    """Return a source of the ready pods of a label selector, by address."""
     if not which:
         raise OptionError("--hosts-from k8s: a selector must follow, as in k8s:app=trainer")
 

@@ -1,21 +1,19 @@
-"""Workers for the slots of a host: a nanny here, or one over ssh.
-
-:class:`SlotNanny` runs on the slot's host. :class:`SshWorker` runs in the command's process, in the
-event loop of the cluster.
-"""
+"""Workers for the slots of a host: nannies, started here or over ssh."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import json
 import shlex
 import socket
 import sys
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask.config
 import psutil
@@ -25,9 +23,9 @@ from distributed.deploy.ssh import Process
 from distributed.system import MEMORY_LIMIT
 
 from nbelastic.cluster import NO_PAGES
+from nbelastic.driver.attachment import LOOPBACK_HTTP
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from .discovery import delay
 
 START_WITHIN_S = 60.0
 """Seconds for a host to accept the connection, and for its worker to start."""
@@ -45,14 +43,14 @@ CONFIG = "DASK_INTERNAL_INHERIT_CONFIG"
 READ_CONFIG = f'IFS= read -r {CONFIG} && export {CONFIG} && exec "$@"'
 """Reads Dask's configuration from stdin: in a command, every user of the host could read it."""
 
+RETRY_S = 0.5
+"""Half of the seconds after which a worker is started again for the first time."""
+
 LINES = 5
 """Last lines of a worker's log that are kept for a message."""
 
 
-LOOPBACK_HTTP = "127.0.0.1:0"
-"""Where Dask's HTTP servers listen: they show call stacks and logs without asking for proof."""
-
-
+@functools.cache
 def is_local(host: str) -> bool:
     """Return whether a host is this machine: by its name, or by an address of its network."""
     if host in ("localhost", socket.gethostname(), socket.getfqdn()):
@@ -88,14 +86,13 @@ class SshOptions:
     port: int | None = None
     identity_file: str | None = None  # private key
     remote_python: str = sys.executable
-    start_within_s: float = START_WITHIN_S
 
     def connection(self, host: str) -> dict[str, Any]:
         """Return the arguments of asyncssh's ``connect`` for ``HOST`` or ``USER@HOST``."""
         user, _, name = host.rpartition("@")
         found: dict[str, Any] = {
             "host": name,
-            "login_timeout": self.start_within_s,
+            "login_timeout": START_WITHIN_S,
             "keepalive_interval": KEEPALIVE_S,
         }
         if user:
@@ -111,8 +108,8 @@ class SshWorker(Process):
     """A worker that is started over ssh, and ends with the connection.
 
     Starting takes seconds, and a host may not answer at all. So :meth:`start` returns at once, and
-    a task of the event loop connects, reads the worker's log, and notes its end. If it ends by
-    itself, `on_end` is called with its name, the reason, and whether it had started.
+    a task of the event loop connects and reads the worker's log. If the worker ends by itself, the
+    task starts it again, after a delay that doubles while it does not start.
     """
 
     def __init__(
@@ -123,7 +120,7 @@ class SshWorker(Process):
         slots: int,  # of the host
         options: SshOptions,
         configuration: Mapping[str, Any],  # Dask's, there
-        on_end: Callable[[str, str, bool], None],
+        tell: Callable[[str], None],  # shows a line to the user
         name: str,
     ) -> None:
         super().__init__()
@@ -133,7 +130,7 @@ class SshWorker(Process):
         self._slots = slots
         self._options = options
         self._configuration = configuration
-        self._on_end = on_end
+        self._tell = tell
         self._task: asyncio.Task[None] | None = None
         self._lines: deque[str] = deque(maxlen=LINES)
 
@@ -162,23 +159,32 @@ class SshWorker(Process):
         self.proc = self.connection = None
 
     async def _run(self) -> None:
+        failures = 0
+        while True:
+            problem, started = await self._run_once()
+            failures = 1 if started else failures + 1
+            seconds = delay(RETRY_S, failures)
+            if failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th time
+                self._tell(f"{self.name}: {problem}; trying again in {seconds:g} s")
+            await asyncio.sleep(seconds)
+
+    async def _run_once(self) -> tuple[str, bool]:
+        """Run the worker to its end; return the reason, and whether it had started."""
         started = False
+        self._lines.clear()
         try:
-            await asyncio.wait_for(self._connect(), self._options.start_within_s)
+            await asyncio.wait_for(self._connect(), START_WITHIN_S)
             started = True
             log: Any = self.proc  # read to its end, because a full pipe would block the worker
             while line := await log.stderr.readline():
                 self._lines.append(line.strip())
             problem = self._last_words("its worker has ended")
         except (asyncio.TimeoutError, TimeoutError):
-            problem = self._last_words(
-                f"no worker has started within {self._options.start_within_s:g} s"
-            )
+            problem = self._last_words(f"no worker has started within {START_WITHIN_S:g} s")
         except Exception as error:  # asyncssh's, the system's, or a worker that cannot start
             problem = str(error) or type(error).__name__
         await self._disconnect()
-        self.status = Status.failed
-        self._on_end(self.name, problem, started)
+        return problem, started
 
     async def _connect(self) -> None:
         import asyncssh

@@ -15,16 +15,14 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.session import note
 from nbelastic.errors import NbelasticError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 FOLDER = str(Path(__file__).parents[1] / "alias")
 """The folder with a package ``horovod``."""
@@ -125,10 +123,8 @@ def _target_of(rest: str) -> str | None:
 
 
 def _refuse_run(name: str) -> Callable[..., NoReturn]:
-    """Return a function that raises advice in place of ``horovod.run``.
-
-    A script may import it and never call it. So importing it is no error, but calling it is.
-    """
+    """Return a function that raises advice in place of ``horovod.run``."""
+    # A script may import it and never call it: importing it is no error.
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(

@@ -7,14 +7,11 @@ import io
 import os
 import re
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from nbelastic.cluster import GitIgnore
+from nbelastic.cluster import GitIgnore, walk
 from nbelastic.errors import OptionError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?(\.exe)?", re.IGNORECASE)
 _HARMLESS = {"-u", "-B", "-s", "-E", "-I"}
@@ -97,93 +94,52 @@ MOST_BYTES = 10 * 2**20
 MOST_FILES = 5000
 """Most files that travel with a job."""
 
-_NEVER = {"__pycache__", ".git", ".hg", ".svn", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
-"""Directories without anything that a script needs."""
 
+def bundle_of(folder: str, script: str = "") -> tuple[bytes, str]:
+    """Return a folder as a ZIP file, and a line on the files that travel and are left out.
 
-@dataclass(frozen=True)
-class Bundle:
-    """A folder as it travels."""
-
-    packed: bytes  # a ZIP file
-    files: int
-    size: int  # bytes before they were packed
-    ignored: tuple[str, ...]  # what ``.gitignore`` files exclude, relative to the folder
-
-    def describe(self, folder: str) -> str:
-        """Return a line on the files sent with the job, and on the ignored files."""
-        noun = "file" if self.files == 1 else "files"
-        words = f"sent with the job: {self.files} {noun} of {folder}, {self.size / 1024:,.1f} KiB"
-        if not self.ignored:
-            return words
-        more = len(self.ignored) - 3
-        names = ", ".join(self.ignored[:3]) + (f" and {more} more" if more > 0 else "")
-        return f"{words}; a .gitignore excludes {names}"
-
-
-def bundle_of(folder: str, script: str = "") -> Bundle:
-    """Pack a folder, without what its ``.gitignore`` files exclude; the script is never left out.
-
-    Too many bytes or files are an OptionError that names the largest parts; so is a file that
-    cannot be read, or that has a name which a ZIP file cannot have.
+    What its ``.gitignore`` files exclude is left out, but never the script. Too many bytes or files
+    are an OptionError that names the largest parts; so is a file that cannot be read, or that has a
+    name which a ZIP file cannot have.
     """
-    ignore = GitIgnore(folder)
     ignored: list[str] = []
     found: dict[str, int] = {}
-    for directory, names, files in os.walk(folder):
-        names[:] = sorted(_kept(directory, names, folder, ignore, ignored))
-        for name in sorted(files):
-            path = os.path.join(directory, name)
-            if path != script and ignore.excludes(path, directory=False):
-                ignored.append(os.path.relpath(path, folder))
-            elif os.path.isfile(path) and not name.endswith((".pyc", ".pyo")):
+    for directory, _, files in walk(folder, GitIgnore(folder), ignored):
+        for path in [os.path.join(directory, name) for name in files]:
+            if os.path.isfile(path) and not path.endswith((".pyc", ".pyo")):
                 with contextlib.suppress(FileNotFoundError):  # gone meanwhile
                     found[path] = os.path.getsize(path)
         if sum(found.values()) > 100 * MOST_BYTES or len(found) > 10 * MOST_FILES:
             break  # far too much already; the rest is not looked at
+    if script in ignored:
+        ignored.remove(script)
+        found[script] = os.path.getsize(script)
     size = sum(found.values())
     if size > MOST_BYTES or len(found) > MOST_FILES:
         raise OptionError(_too_much(folder, found, size))
-    packed, number = _zip(found, folder)
-    return Bundle(packed, number, size, tuple(ignored))
-
-
-def _kept(
-    directory: str, names: list[str], folder: str, ignore: GitIgnore, ignored: list[str]
-) -> list[str]:
-    kept = []
-    for name in names:
-        path = os.path.join(directory, name)
-        if name in _NEVER or os.path.exists(os.path.join(path, "pyvenv.cfg")):
-            continue
-        if ignore.excludes(path, directory=True):
-            ignored.append(os.path.relpath(path, folder) + "/")
-        else:
-            kept.append(name)
-    return kept
-
-
-def _zip(found: dict[str, int], folder: str) -> tuple[bytes, int]:
-    """Return a ZIP of the files that still exist, and their number."""
     buffer = io.BytesIO()
-    files = 0
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as file:
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
         for path in found:
             name = os.path.relpath(path, folder)
             try:
-                file.write(path, name)
-                files += 1
-            except FileNotFoundError:
+                archive.write(path, name)
+            except FileNotFoundError:  # gone meanwhile
                 continue
-            except UnicodeEncodeError:
-                raise OptionError(_cannot_travel(name, "its name is not UTF-8")) from None
-            except OSError as error:
-                raise OptionError(_cannot_travel(name, error.strerror or str(error))) from None
-    return buffer.getvalue(), files
+            except (UnicodeEncodeError, OSError) as error:
+                raise OptionError(_cannot_travel(name, error)) from None
+    number = len(archive.namelist())
+    noun = "file" if number == 1 else "files"
+    words = f"sent with the job: {number} {noun} of {folder}, {size / 1024:,.1f} KiB"
+    if ignored:
+        names = [os.path.relpath(path, folder) + "/" * os.path.isdir(path) for path in ignored[:3]]
+        more = f" and {len(ignored) - 3} more" if len(ignored) > 3 else ""
+        words += f"; a .gitignore excludes {', '.join(names)}{more}"
+    return buffer.getvalue(), words
 
 
-def _cannot_travel(name: str, problem: str) -> str:
+def _cannot_travel(name: str, error: UnicodeEncodeError | OSError) -> str:
     shown = name.encode("utf-8", "backslashreplace").decode()
+    problem = getattr(error, "strerror", "its name is not UTF-8") or str(error)
     return (
         f"the file {shown}: {problem}, so it cannot travel with the job; name it in a "
         ".gitignore if ranks do not need it, or use --shared-fs where all hosts see it"

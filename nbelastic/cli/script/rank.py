@@ -1,7 +1,4 @@
-"""Run a script as ``__main__`` in a rank.
-
-Runs in a rank, in its main thread. The process is the script's own: nothing is put back.
-"""
+"""Run a script as ``__main__`` in a rank, in its main thread."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ import sys
 import types
 import zipfile
 from dataclasses import dataclass
+from types import CodeType, TracebackType
 from typing import TYPE_CHECKING
 
 from nbelastic.elastic.ranks.context import current
@@ -22,8 +20,6 @@ from nbelastic.errors import NbelasticError
 from .alias import alias_horovod
 
 if TYPE_CHECKING:
-    from types import CodeType, TracebackType
-
     from .bundle import ScriptCommand
 
 
@@ -31,22 +27,13 @@ class ScriptExit(NbelasticError):
     """A script has exited with another code than 0; the message names both."""
 
 
-@dataclass(frozen=True)
-class FileMark:
-    """Identity of a file, equal on all hosts that share its file system."""
-
-    path: str
-    inode: int
-    modified_ns: int
-
-
-def mark_of(path: str) -> FileMark | None:
-    """Return the identity of a file; None where there is none."""
+def mark_of(path: str) -> tuple[str, int, int] | None:
+    """Return a file's identity, equal on all hosts that share its file system, or None."""
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return FileMark(path, found.st_ino, found.st_mtime_ns)
+    return path, found.st_ino, found.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -55,7 +42,7 @@ class ScriptCall:
 
     command: ScriptCommand
     cwd: str  # of the kernel
-    mark: FileMark | None = None  # a worker that has this file there uses its folder
+    mark: tuple[str, int, int] | None = None  # a worker that has this file there uses its folder
     packed: bytes | None = None  # the folder as a ZIP file; None where hosts share its file system
     alias: bool | None = None  # None: where Horovod is not installed
 
@@ -128,7 +115,7 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 def _place(call: ScriptCall) -> tuple[str, str]:
     """Return the script's folder and the working directory, on this host."""
     folder, mark = call.command.folder, call.mark
-    if call.packed is None or (mark is not None and mark_of(mark.path) == mark):
+    if call.packed is None or (mark is not None and mark_of(mark[0]) == mark):
         if not os.path.isdir(folder):
             raise FileNotFoundError(
                 f"{folder}: this worker does not see the script's folder; without --shared-fs it "

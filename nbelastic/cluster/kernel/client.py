@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster.dask_compat import is_stalled, resume, runs_here, shorten_batching
@@ -21,33 +22,28 @@ from nbelastic.errors import ClusterLost, NbelasticError, OptionError
 from nbelastic.messages import (
     AttachRefusal,
     AttachRequest,
+    Event,
+    FaultOrder,
     GiveUp,
     InjectRequest,
     JobClosed,
     JobHandover,
-    JobSummaries,
+    JobInfo,
+    JobTerms,
     JobWish,
     JournalStep,
+    LimitsChanged,
+    Message,
     OpenRequest,
+    Slot,
+    StopRequested,
     ToDriver,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator
-
     from distributed import Client, Future
 
     from nbelastic.elastic.ranks.runtime import RankSpec
-    from nbelastic.messages import (
-        Event,
-        FaultOrder,
-        JobInfo,
-        JobTerms,
-        LimitsChanged,
-        Message,
-        Slot,
-        StopRequested,
-    )
 
 CLOSE_TIMEOUT = 2.0
 """Seconds to wait for the last message of a job, once it has been closed."""
@@ -141,15 +137,14 @@ class JobClient:
     def drives(self) -> bool:
         """Return whether the job is still this driver's, or that cannot be known."""
         try:
-            return bool(self._client.sync(self._persist, self._drives))
+            return bool(self._client.sync(self._persist, self._drives, DRIVES_TIMEOUT))
         except (OSError, asyncio.TimeoutError, TimeoutError):
             return True
 
-    async def _drives(self) -> bool:
-        call = self._scheduler.nbelastic_drives(
+    def _drives(self) -> Any:
+        return self._scheduler.nbelastic_drives(
             job=self._job, client=self._client.id, epoch=self.epoch
         )
-        return bool(await asyncio.wait_for(call, DRIVES_TIMEOUT))
 
     def close(self) -> None:
         """Take the job off the cluster, and wait until its workers are free.
@@ -160,7 +155,7 @@ class JobClient:
         """
         if self._installed and self._client.status in ("running", "connecting"):
             try:
-                self._client.sync(self._persist, self._close)
+                self._client.sync(self._persist, self._close, 2 * RPC_TIMEOUT)
                 self.detach()
                 return
             except (asyncio.TimeoutError, TimeoutError):
@@ -169,17 +164,17 @@ class JobClient:
                 logger.info("the connection was lost while job %r was closed", self._job)
         self.give_up(over=True)
 
-    async def _close(self) -> None:
-        await asyncio.wait_for(self._close_now(), 2 * RPC_TIMEOUT)
-
-    async def _persist(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Call again when the connection was lost meanwhile."""
+    async def _persist(self, call: Callable[[], Awaitable[Any]], limit: float) -> Any:
+        """Call again when the connection was lost meanwhile; each call has `limit` seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PATIENCE
         while True:
-            await self._connected()
+            while self._client.status == "connecting":
+                await asyncio.sleep(POLL)
+            if self._client.status != "running":
+                raise OSError("the client has given its scheduler up")
             try:
-                return await call()
+                return await asyncio.wait_for(call(), limit)
             except (asyncio.TimeoutError, TimeoutError):  # an OSError too, from Python 3.11 on
                 raise
             except OSError:
@@ -187,14 +182,7 @@ class JobClient:
                     raise
             await asyncio.sleep(POLL)
 
-    async def _connected(self) -> None:
-        """Wait until the connection is back, or the client gives it up."""
-        while self._client.status == "connecting":
-            await asyncio.sleep(POLL)
-        if self._client.status != "running":
-            raise OSError("the client has given its scheduler up")
-
-    async def _close_now(self) -> None:
+    async def _close(self) -> None:
         over = self._over = asyncio.Event()
         free = await self._scheduler.nbelastic_close(
             job=self._job, uid=self.uid, epoch=self.epoch, steps=self._steps
@@ -315,8 +303,9 @@ class JobClient:
 
 def open_jobs(client: Client) -> tuple[JobInfo, ...]:
     """Return a summary of each job on a cluster."""
-    found: JobSummaries = unpack(_ask(client, "its jobs were asked for", "jobs"), JobSummaries)
-    return found.jobs
+    packed = _ask(client, "its jobs were asked for", "jobs")
+    found: tuple[JobInfo, ...] = unpack(packed, tuple[JobInfo, ...])
+    return found
 
 
 def look_at_job(client: Client, job: str) -> JobHandover | AttachRefusal:
@@ -345,10 +334,7 @@ def _ask(client: Client, doing: str, handler: str, **values: Any) -> Any:
 
 @contextlib.contextmanager
 def lost_while(client: Client, doing: str) -> Iterator[None]:
-    """Make a ``ClusterLost`` of whatever Dask raises when the scheduler is gone.
-
-    The message says what was `doing`.
-    """
+    """Make a ``ClusterLost`` of whatever Dask raises when the scheduler is gone."""
     try:
         yield
     except NbelasticError:

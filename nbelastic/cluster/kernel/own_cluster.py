@@ -13,16 +13,14 @@ import copy
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask.config
 from distributed.security import Security
 
 from nbelastic.cluster.own_files import create, own_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 

@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from dask.base import is_dask_collection
 from dask.sizeof import sizeof
-from distributed import Future, futures_of
+from distributed import Client, Future, futures_of
 
 from .preflight import parts_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from distributed import Client
-
 
 class HeldPartitions:
-    """Partitions held by this kernel, until the scheduler holds them; `keys` are JSON."""
+    """Partitions that this kernel holds, until the scheduler holds them."""
 
-    def __init__(self, futures: Iterable[Future[Any]] = ()) -> None:
-        self._futures = list(futures)
-        self.keys = tuple(dict.fromkeys(json.dumps(future.key) for future in self._futures))
+    def __init__(self) -> None:
+        self._futures: list[Future[Any]] = []
+        self.keys: tuple[str, ...] = ()
+        """The keys of the partitions, as JSON."""
+
+    def hold(self, client: Client, sources: Sequence[Any]) -> None:
+        """Compute the partitions of sources, and give the sources their keys and sizes."""
+        keys: list[str] = []
+        for source in sources:
+            computed = [futures_of(client.persist(each)) for each in source.collections]
+            self._futures += itertools.chain(*computed)
+            # A persisted dataframe may have other keys than its futures, whose last parts are
+            # places.
+            columns = [sorted(futures, key=lambda future: future.key[1:]) for futures in computed]
+            parts = list(zip(*columns, strict=True))
+            sizes = client.map(_measure, [future for part in parts for future in part], pure=False)
+            self._futures += sizes
+            found = client.gather(sizes)
+            rows = [
+                tuple(count for count, _ in found[first : first + len(columns)])
+                for first in range(0, len(found), len(columns))
+            ]
+            texts = [tuple(json.dumps(future.key) for future in part) for part in parts]
+            source.hold(texts, rows, sum(size for _, size in found))
+            keys += itertools.chain(*texts)
+        self.keys = tuple(dict.fromkeys(keys))
 
     def release(self) -> None:
-        """Release them."""
+        """Release them by hand: an error's traceback, which notebooks keep, refers to futures."""
+        for future in self._futures:
+            future.release()
         self._futures.clear()
 
 
@@ -62,26 +84,6 @@ def _has_rows(value: Any) -> bool:
     if not is_dask_collection(value) or not isinstance(getattr(value, "npartitions", None), int):
         return False  # a Delayed has any attribute, of its own type
     return hasattr(value, "chunks") or hasattr(value, "_meta")
-
-
-def hold_partitions(client: Client, sources: Sequence[Any]) -> HeldPartitions:
-    """Compute the partitions of sources, and give the sources their keys and sizes."""
-    held: list[Future[Any]] = []
-    for source in sources:
-        computed = [futures_of(client.persist(each)) for each in source.collections]
-        # A persisted dataframe may have other keys than its futures, whose last parts are places.
-        columns = [sorted(futures, key=lambda future: future.key[1:]) for futures in computed]
-        parts = list(zip(*columns, strict=True))
-        futures = [future for part in parts for future in part]
-        found = client.gather(client.map(_measure, futures, pure=False))
-        rows = [
-            tuple(count for count, _ in found[first : first + len(columns)])
-            for first in range(0, len(found), len(columns))
-        ]
-        texts = [tuple(json.dumps(future.key) for future in part) for part in parts]
-        source.hold(texts, rows, sum(size for _, size in found))
-        held += futures
-    return HeldPartitions(held)
 
 
 def _measure(part: Any) -> tuple[int, int]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import itertools
 import logging
 import pickle
 import secrets
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from distributed import Future
+from distributed import Client, Future
 
-from nbelastic.cluster.payload import keras_settings, torch_settings
+from nbelastic.cluster.payload import Modules, keras_settings, torch_settings
 from nbelastic.cluster.worker.environment import MUST_MATCH, versions, versions_reader
 from nbelastic.cluster.worker.signals import after_shielding
 from nbelastic.errors import NotPicklable, VersionMismatch
@@ -20,13 +22,6 @@ from nbelastic.messages import JobPayload
 from nbelastic.pickling import dumps, failing_part
 
 from .sources import collect, dumps_noting
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from distributed import Client
-
-    from nbelastic.cluster.payload import Modules
 
 logger = logging.getLogger(__name__)
 
@@ -82,19 +77,15 @@ async def _ask_workers(
     So is a worker to which the connection breaks: it may just be dying. Neither is used until it
     has sent its versions, and it is refused if they differ.
     """
-    asked = [_ask(client, probe, address) for address in addresses]
-    answers = await asyncio.gather(*asked)
-    return {address: answer for answer in answers for address, answer in answer.items()}
+    found: dict[str, Any] = {}
 
+    async def ask(address: str) -> None:
+        call = client._run(probe, workers=[address], on_error="return")
+        with contextlib.suppress(asyncio.TimeoutError):
+            found.update(await asyncio.wait_for(call, ANSWER_TIMEOUT))
 
-async def _ask(client: Client, probe: Callable[[], dict[str, str]], address: str) -> dict[str, Any]:
-    try:
-        answer: dict[str, Any] = await asyncio.wait_for(
-            client._run(probe, workers=[address], on_error="return"), ANSWER_TIMEOUT
-        )
-    except asyncio.TimeoutError:
-        return {}
-    return {where: found for where, found in answer.items() if not isinstance(found, OSError)}
+    await asyncio.gather(*map(ask, addresses))
+    return {where: each for where, each in found.items() if not isinstance(each, OSError)}
 
 
 def _differences(
@@ -208,7 +199,9 @@ def _elements(value: Any, where: str = "", depth: int = 4) -> Iterator[tuple[str
 
 def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     for name, value in parts_of(function, args, kwargs):
-        if not _pickles(value):
+        try:
+            dumps(value)
+        except Exception:  # pickling runs code of any class
             where, part = failing_part(value, dumps, _variables)
             there = f"; there {where.removeprefix(', ')} is a {type(part).__name__}"
             return f"{name} (a {type(value).__name__}{there if where else ''})"
@@ -219,14 +212,6 @@ def _variables(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a function uses."""
     if inspect.isfunction(value):
         yield from ((f", {name}", part) for name, part in parts_of(value, (), {}))
-
-
-def _pickles(value: Any) -> bool:
-    try:
-        dumps(value)
-    except Exception:  # pickling runs code of any class
-        return False
-    return True
 
 
 def _sizes(

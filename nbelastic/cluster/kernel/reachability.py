@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import dask
 from dask.utils import parse_timedelta
+from distributed import Client
 from distributed.comm.addressing import get_address_host_port, parse_address
 from distributed.comm.core import connect
 from distributed.core import send_recv
@@ -21,11 +23,6 @@ from distributed.security import Security
 from distributed.utils import LoopRunner
 
 from nbelastic.errors import ClusterLost, OptionError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from distributed import Client
 
 CONNECT_WITHIN_S = 10.0
 """Seconds for a scheduler to answer; less where Dask's own limit for a connection is less."""

@@ -2,8 +2,7 @@
 
 The user's own are modules of the notebook's folder, and of folders on ``sys.path`` that are neither
 installed nor of the standard library. Cloudpickle writes their classes and functions by reference,
-which workers elsewhere cannot import. So their sources travel with each job; ``worker/modules.py``
-imports them.
+which workers elsewhere cannot import. So their sources travel with each job.
 
 Found are the modules of pickled classes and functions, those that pickled code imports, also in
 function bodies, and those that these modules import in turn. A package travels as a whole.
@@ -11,6 +10,7 @@ function bodies, and those that these modules import in turn. A package travels 
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import importlib.machinery
@@ -24,17 +24,15 @@ import sys
 import sysconfig
 import urllib.parse
 import urllib.request
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pathspec import GitIgnoreSpec
 
 from nbelastic.cluster.payload import Modules, Source
 from nbelastic.pickling import Pickler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 MOST_BYTES = 16 * 2**20
 """Most bytes of source that travel with a job."""
@@ -134,8 +132,9 @@ def collect(names: Iterable[str]) -> Modules:
         if found.compiled:
             left_out[name] = f"it has compiled parts ({found.compiled})"
             continue
-        if found.too_many or total > MOST_BYTES:
-            much = f"more than {MOST_FILES} files" if found.too_many else f"{size / 2**20:.0f} MiB"
+        too_many = len(found.sources) > MOST_FILES
+        if too_many or total > MOST_BYTES:
+            much = f"more than {MOST_FILES} files" if too_many else f"{size / 2**20:.0f} MiB"
             left_out[name] = f"it has {much}, and at most {MOST_BYTES >> 20} MiB travel with a job"
             continue
         left_out.update(dict.fromkeys(found.ignored, "a .gitignore excludes it"))
@@ -152,67 +151,53 @@ class _Package:
         self.sources: dict[str, Source] = {}
         self.ignored: list[str] = []  # full names that a ``.gitignore`` excludes
         self.compiled = ""  # a file that is no source, if there is one
-        self.too_many = False
         for place in places:
-            self._git = GitIgnore(os.path.dirname(place))
-            if not os.path.isdir(place):
-                self._take(name, place)
-            elif self._git.excludes(place, directory=True):
+            git, directory = GitIgnore(os.path.dirname(place)), os.path.isdir(place)
+            if git.excludes(place, directory=directory):
                 self.ignored.append(name)
+            elif directory:
+                self._walk(name, place, git)
             else:
-                self._walk(name, place)
+                self._take(name, place)
 
-    def _walk(self, name: str, directory: str) -> None:
-        init = os.path.join(directory, "__init__.py")
-        before = len(self.sources)
-        if os.path.isfile(init):
-            self._take(name, init)
-        for entry in _entries(directory):
-            if len(self.sources) > MOST_FILES:
-                self.too_many = True
-            if self.too_many or self.compiled:
-                return
-            stem = entry.name.partition(".")[0]
-            inner = f"{name}.{stem}"
-            if not stem.isidentifier() or stem in ("__init__", "__pycache__"):
+    def _walk(self, name: str, top: str, git: GitIgnore) -> None:
+        ignored: list[str] = []
+        folders: dict[str, str] = {}
+        for folder, names, files in walk(top, git, ignored):
+            if "__init__.py" not in files and len(names) + len(files) > MOST_ENTRIES:
+                names.clear()  # a directory of data
                 continue
-            if entry.name.endswith(_COMPILED):
-                self._take(inner, entry.path)
-            elif entry.is_dir():
-                if entry.name == stem and not os.path.exists(f"{entry.path}/pyvenv.cfg"):
-                    if self._git.excludes(entry.path, directory=True):
-                        self.ignored.append(inner)
-                    else:
-                        self._walk(inner, entry.path)
-            elif entry.name == f"{stem}.py":
-                self._take(inner, entry.path)
-        if name not in self.sources and len(self.sources) > before:
-            self.sources[name] = Source(directory, None, package=True)
+            inside = _module_of(name, top, folder)
+            folders[inside] = folder
+            names[:] = filter(str.isidentifier, names)
+            for file in files:
+                if module := _module_of(name, top, os.path.join(folder, file)):
+                    self._take(module, os.path.join(folder, file))
+            if len(self.sources) > MOST_FILES or self.compiled:
+                return
+        self.ignored += filter(None, [_module_of(name, top, path) for path in ignored])
+        parts = [each.split(".") for each in self.sources]
+        packages = {".".join(each[:end]) for each in parts for end in range(1, len(each))}
+        for package in packages & folders.keys() - self.sources.keys():
+            self.sources[package] = Source(folders[package], None)
 
     def _take(self, name: str, file: str) -> None:
-        try:
-            if self._git.excludes(file, directory=False):
-                self.ignored.append(name)
-            elif not file.endswith(".py"):
-                self.compiled = file
-            else:
-                with open(file, "rb") as opened:
-                    text = opened.read()
-                package = os.path.basename(file) == "__init__.py"
-                self.sources[name] = Source(file, text, package)
-        except OSError:
-            return  # gone meanwhile, or not readable: an import of it says so
+        if not file.endswith(".py"):
+            self.compiled = file
+            return
+        with contextlib.suppress(OSError):  # gone meanwhile, or not readable: an import says so
+            self.sources[name] = Source(file, Path(file).read_bytes())
 
 
-def _entries(directory: str) -> list[os.DirEntry[str]]:
-    """Return a directory's entries by name; none for a directory of data."""
-    try:
-        with os.scandir(directory) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-    except OSError:
-        return []
-    is_package = any(entry.name == "__init__.py" for entry in found)
-    return found if is_package or len(found) <= MOST_ENTRIES else []
+def _module_of(package: str, top: str, path: str) -> str:
+    """Return the full name of a module or directory of a package; empty for any other file."""
+    parts = [] if path == top else os.path.relpath(path, top).split(os.sep)
+    if parts and parts[-1].endswith((".py", *_COMPILED)):
+        stem, _, rest = parts.pop().partition(".")
+        if not path.endswith(_COMPILED) and rest != "py":
+            return ""
+        parts += [] if stem == "__init__" else [stem]
+    return ".".join([package, *parts]) if all(map(str.isidentifier, parts)) else ""
 
 
 # -- whose a module is -------------------------------------------------------------------------
@@ -325,6 +310,31 @@ def why_missing(name: str, modules: Modules) -> str:
     if not places and _find(top) is not None:
         return f"the kernel has {top} installed; install it on the workers, too"
     return ""
+
+
+_NEVER = {"__pycache__", ".git", ".hg", ".svn", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+"""Directories without anything that a job needs."""
+
+
+def walk(
+    top: str, git: GitIgnore, ignored: list[str]
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walk a folder as ``os.walk``, sorted, without caches, environments and ignored paths.
+
+    What git ignores is added to `ignored`.
+    """
+    for folder, names, files in os.walk(top):
+        names[:] = [
+            name
+            for name in set(names) - _NEVER
+            if not os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
+        ]
+        for found in (names, files):
+            paths = {os.path.join(folder, name): name for name in sorted(found)}
+            out = [path for path in paths if git.excludes(path, directory=found is names)]
+            ignored += out
+            found[:] = [name for path, name in paths.items() if path not in out]
+        yield folder, names, files
 
 
 class GitIgnore:

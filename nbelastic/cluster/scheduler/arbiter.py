@@ -25,17 +25,14 @@ from dask.utils import parse_timedelta
 
 from nbelastic.errors import OptionError
 from nbelastic.membership import Phase, Stage, rules
-from nbelastic.messages import ShareSet
+from nbelastic.messages import ShareSet, Sharing
 from nbelastic.sharing import SharedSlot, SharePolicy, SharingRules, SlotGroup, Want, assign
 
-from .records import differing, fits
+from .job import ScheduledJob
+from .records import WorkerRecord, differing, fits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from distributed import Scheduler
-
-    from .records import JobRecord, WorkerRecord
+    from .plugin import ElasticPlugin
 
 logger = logging.getLogger(__name__)
 
@@ -85,25 +82,14 @@ class _Entry:
 
 
 class Arbiter:
-    """Decides how many slots each job may have, and which.
+    """Decides how many slots each job may have, and which."""
 
-    `workers` are by slot. ``announce(job, slots)`` offers slots to a job, or all for None.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        jobs: dict[str, JobRecord],
-        workers: dict[str, WorkerRecord],
-        announce: Callable[[str, Iterable[str] | None], None],
-    ) -> None:
-        self._scheduler = scheduler
-        self._jobs = jobs
-        self._workers = workers
-        self._announce = announce
+    def __init__(self, plugin: ElasticPlugin) -> None:
+        self._plugin = plugin
+        self._jobs, self._workers = plugin.jobs, plugin.workers
         self._policy: SharePolicy | None = None
         self._entries: dict[str, _Entry] = {}
-        self._reserved: dict[str, str] = {}
+        self._reserved: dict[str, str] = {}  # jobs by slot
         self._next: asyncio.Handle | None = None
 
     def open(self) -> None:
@@ -126,35 +112,35 @@ class Arbiter:
 
     # -- claims and offers -----------------------------------------------------------------------
 
-    def offers(self, job: str, slot: str) -> bool:
+    def offers(self, job: ScheduledJob, worker: WorkerRecord) -> bool:
         """Return whether a free slot is for a job."""
-        return self._share(job) is None or self._reserved.get(slot) == job
+        return self._share(job) is None or self.reserved_for(worker) == job.name
 
-    def reserved_for(self, slot: str) -> str | None:
+    def reserved_for(self, worker: WorkerRecord) -> str | None:
         """Return the job with the reservation of a slot, if any."""
-        return self._reserved.get(slot)
+        return self._reserved.get(worker.slot.id)
 
-    def has_its_share(self, job: str) -> bool:
+    def has_its_share(self, job: ScheduledJob) -> bool:
         """Return whether a job has all slots of its share."""
         share = self._share(job)
-        return share is not None and len(_staying(self._jobs[job])) >= share
+        return share is not None and len(_staying(job)) >= share
 
-    def claim(self, job: str, slot: str) -> bool:
+    def claim(self, job: ScheduledJob, worker: WorkerRecord) -> bool:
         """Return whether a job may have a slot now, by its newest share."""
-        share = self._share(job)
+        share, slot = self._share(job), worker.slot.id
         if share is None:
             return True
-        reserved = self._reserved.get(slot, job)
-        if reserved == job and len(_staying(self._jobs[job])) < share:
+        if self._reserved.get(slot, job.name) == job.name and len(_staying(job)) < share:
             self._reserved.pop(slot, None)
             return True
-        self._entries[job].offered.discard(slot)
+        self._entries[job.name].offered.discard(slot)
         self.schedule()
         return False
 
-    def _share(self, job: str) -> int | None:
-        entry = self._entries.get(job)
-        return None if entry is None or entry.sent is None else entry.sent.share
+    def _share(self, job: ScheduledJob) -> int | None:
+        entry = self._entries.get(job.name)
+        sent = None if entry is None else entry.sent
+        return None if sent is None or sent.sharing is None else sent.sharing.share
 
     # -- decisions -------------------------------------------------------------------------------
 
@@ -171,7 +157,7 @@ class Arbiter:
         }
         now = asyncio.get_running_loop().time()
         self._entries = {name: self._entries.get(name) or _Entry(now) for name in jobs}
-        wants = [self._want(name, record, now) for name, record in jobs.items()]
+        wants = [self._want(job, now) for job in jobs.values()]
         slots = self._slots(jobs) if len(jobs) > 1 else []
         groups = Counter((slot.host, slot.jobs) for slot in slots)
         capacity = [SlotGroup(size, host, able) for (host, able), size in groups.items()]
@@ -180,19 +166,19 @@ class Arbiter:
         wants.sort(key=lambda want: (not want.running, -want.priority, want.since))
         found = assign(wants, shares, slots) if shares and len(jobs) > 1 else None
         self._reserved = {} if found is None else found.reserved
-        for job in jobs:
-            reclaimed = () if found is None else tuple(found.reclaimed.get(job, ()))
-            self._tell(job, given[job], wants, slots, reclaimed)
-        for job in shares:
-            self._offer(job)
+        for name, job in jobs.items():
+            reclaimed = () if found is None else tuple(found.reclaimed.get(name, ()))
+            self._tell(job, given[name], wants, slots, reclaimed)
+        for name in shares:
+            self._offer(jobs[name])
 
-    def _want(self, job: str, record: JobRecord, now: float) -> Want:
-        roster, entry = record.machine.roster, self._entries[job]
-        limits, held = roster.limits, len(_staying(record))
-        if entry.driver != (record.epoch, record.steps):
-            entry.driver, entry.stepped_at = (record.epoch, record.steps), now
+    def _want(self, job: ScheduledJob, now: float) -> Want:
+        roster, entry = job.machine.roster, self._entries[job.name]
+        limits, held = roster.limits, len(_staying(job))
+        if entry.driver != (job.epoch, job.steps):
+            entry.driver, entry.stepped_at = (job.epoch, job.steps), now
         silent = now > entry.stepped_at + SILENCE
-        fixed = record.client is None or silent or not rules.can_start(roster)
+        fixed = job.client is None or silent or not rules.can_start(roster)
         entry.admitted |= held >= limits.min_np
         running = entry.admitted or roster.plan is not None
         if held >= limits.min_np:
@@ -203,8 +189,8 @@ class Arbiter:
         kept = min(held, 1 if soft else limits.min_np) if running else 0
         most = math.inf if limits.max_np is None else limits.max_np
         return Want(
-            job,
-            since=record.started,
+            job.name,
+            since=job.started,
             least=min(limits.min_np, held) if fixed else limits.min_np,
             most=held if fixed else most,
             kept=held if roster.phase == Phase.FINISHING else kept,
@@ -218,21 +204,23 @@ class Arbiter:
             per_host=limits.slots_per_host,
         )
 
-    def _slots(self, jobs: dict[str, JobRecord]) -> list[SharedSlot]:
+    def _slots(self, jobs: dict[str, ScheduledJob]) -> list[SharedSlot]:
         """Return all slots, the held ones first, by the age of their ranks."""
-        holders = {
+        staying = {
             slot: (start, name)
-            for name, record in jobs.items()
-            for start, slot in _staying(record).items()
+            for name, job in jobs.items()
+            for start, slot in _staying(job).items()
         }
         hosts_matter = any(job.machine.roster.limits.slots_per_host for job in jobs.values())
         alike = _alike(jobs)
         everyone = frozenset(jobs)
         found = []
-        for slot, worker in self._workers.items():
-            state = self._scheduler.workers.get(worker.address)
-            start, holder = holders.get(slot, (0, None))
-            if state is None or worker.leaving or self._is_lost(slot, worker):
+        for address, worker in self._workers.items():
+            slot, state = worker.slot.id, self._plugin.scheduler.workers.get(address)
+            start, holder = staying.get(slot, (0, None))
+            # A slot is lost whose worker is frozen, or whose rank has outlived its job.
+            gone = worker.holder is not None and worker.holder[0] not in self._jobs
+            if state is None or worker.leaving or worker.frozen or gone:
                 continue
             able = {
                 name
@@ -250,87 +238,77 @@ class Arbiter:
         found.sort(key=lambda each: each[:2])
         return [slot for _, _, slot in found]
 
-    def _is_lost(self, slot: str, worker: WorkerRecord) -> bool:
-        """Return whether a slot is not free, and when it will be is not known.
-
-        Its worker is frozen, or a rank has outlived its job.
-        """
-        if worker.holder is None:
-            return False
-        record = self._jobs.get(worker.holder[0])
-        return record is None or slot in record.silent
-
     def _tell(
         self,
-        job: str,
+        job: ScheduledJob,
         share: int | None,
         wants: list[Want],
         slots: list[SharedSlot],
         reclaimed: tuple[str, ...],
     ) -> None:
         """Send a job its share, if new to the job."""
-        entry, record = self._entries[job], self._jobs[job]
+        entry, name = self._entries[job.name], job.name
         if share is None:
             if entry.sent is not None:
                 entry.sent = None
-                logger.info("job %r: no bound any more, the cluster is its own", job)
-                record.controller.take_in(ShareSet(None))
-                self._announce(job, None)
+                logger.info("job %r: no bound any more, the cluster is its own", name)
+                job.take_in(ShareSet(None))
+                self._plugin.announce(job, self._workers.values())
             return
-        others = [want.job for want in wants if want.job != job]
-        usable = sum(slot.jobs is None or job in slot.jobs for slot in slots)
+        others = [want.job for want in wants if want.job != name]
+        usable = sum(slot.jobs is None or name in slot.jobs for slot in slots)
         names = tuple(others[:MOST_NAMES])
-        event = ShareSet(share, usable, names, len(others), reclaimed)
+        event = ShareSet(Sharing(share, usable, names, len(others)), reclaimed)
         before = entry.sent
-        if before is not None and set(reclaimed) <= set(before.reclaimed):
-            known = (before.share, before.slots, before.others, before.number)
-            if known == (share, usable, names, len(others)):
-                return
+        known = before is not None and before.sharing == event.sharing
+        if before is not None and known and set(reclaimed) <= set(before.reclaimed):
+            return
         entry.sent = event
         logger.info(
             "job %r: share %d of %d slots with %d other jobs; it holds %d and gives %d back",
-            job,
+            name,
             share,
             usable,
             len(others),
-            len(_staying(record)),
+            len(_staying(job)),
             len(reclaimed),
         )
         entry.offered.clear()
-        record.controller.take_in(event)
+        job.take_in(event)
 
-    def _offer(self, job: str) -> None:
-        entry = self._entries[job]
-        mine = {slot for slot, owner in self._reserved.items() if owner == job}
-        entry.offered &= mine
-        new = [slot for slot in self._reserved if slot in mine and slot not in entry.offered]
+    def _offer(self, job: ScheduledJob) -> None:
+        entry = self._entries[job.name]
+        mine = {slot for slot, owner in self._reserved.items() if owner == job.name}
+        new = mine - entry.offered
+        entry.offered = mine
         if new:
-            entry.offered.update(new)
-            self._announce(job, new)
+            self._plugin.announce(
+                job, [each for each in self._workers.values() if each.slot.id in new]
+            )
 
 
-def _staying(record: JobRecord) -> dict[int, str]:
+def _staying(job: ScheduledJob) -> dict[int, str]:
     """Return the slots of a job's ranks that were not asked to end, by their starts."""
-    ranks = record.machine.roster.ranks
+    ranks = job.machine.roster.ranks
     return {
-        start: slot
-        for start, slot in record.ranks.items()
+        start: host.slot.id
+        for start, host in job.ranks.items()
         if start in ranks and not ranks[start].leaving and ranks[start].stage != Stage.ENDING
     }
 
 
-def _alike(jobs: dict[str, JobRecord]) -> list[tuple[JobRecord, list[str]]]:
-    """Group jobs by their requirements of workers; return each group with a job's record."""
-    groups: dict[Any, tuple[JobRecord, list[str]]] = {}
-    for name, record in jobs.items():
-        terms = record.terms.resources, record.terms.versions
-        asked = record.workers, *(frozenset(each.items()) for each in terms)
-        groups.setdefault(asked, (record, []))[1].append(name)
+def _alike(jobs: dict[str, ScheduledJob]) -> list[tuple[ScheduledJob, list[str]]]:
+    """Group jobs by their requirements of workers; return each group with one of its jobs."""
+    groups: dict[Any, tuple[ScheduledJob, list[str]]] = {}
+    for name, job in jobs.items():
+        terms = job.terms.resources, job.terms.versions
+        asked = job.workers, *(frozenset(each.items()) for each in terms)
+        groups.setdefault(asked, (job, []))[1].append(name)
     return list(groups.values())
 
 
-def _usable(record: JobRecord, worker: WorkerRecord) -> bool:
+def _usable(job: ScheduledJob, worker: WorkerRecord) -> bool:
     """Return whether a job has not given a worker up, for a while or for good."""
-    roster, slot = record.machine.roster, worker.slot
+    roster, slot = job.machine.roster, worker.slot
     excluded = roster.policy.excludes_any and roster.excluded(slot)
     return slot.id not in roster.departing and not excluded

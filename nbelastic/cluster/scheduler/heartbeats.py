@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from distributed.protocol.pickle import dumps
@@ -20,16 +21,19 @@ from msgspec.structs import replace
 from nbelastic.cluster.dask_compat import PeriodicCall, resume
 from nbelastic.cluster.process_state import ProbeHistory, ProcessState, Verdict, read_state
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
-from nbelastic.messages import Beats, LossReason, SlotSilent, TelemetryBatch
+from nbelastic.messages import (
+    Beat,
+    Beats,
+    LossReason,
+    RankTelemetry,
+    SlotSilent,
+    TelemetryBatch,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from distributed import Scheduler
-
-    from nbelastic.messages import Event, Message, RankBeat, RankTelemetry
-
-    from .records import JobRecord, WorkerRecord
+    from .job import ScheduledJob
+    from .plugin import ElasticPlugin
+    from .records import WorkerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -47,29 +51,14 @@ ANSWER_LIMIT = 1.0
 
 
 class HeartbeatMonitor:
-    """Monitor of the heartbeats of all ranks.
+    """Monitor of the heartbeats of all ranks."""
 
-    `workers` are by slot. ``tell(job, event)`` hands an event to a job, ``send(job, message)``
-    sends a message to its driver.
-    """
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        jobs: dict[str, JobRecord],
-        workers: dict[str, WorkerRecord],
-        tell: Callable[[str, Event], None],
-        send: Callable[[str, Message], None],
-    ) -> None:
-        self._scheduler = scheduler
-        self._jobs = jobs
-        self._workers = workers
-        self._tell = tell
-        self._send = send
+    def __init__(self, plugin: ElasticPlugin) -> None:
+        self._scheduler, self._jobs, self._workers = plugin.scheduler, plugin.jobs, plugin.workers
         self._counted_at = 0.0
         self._relay = PeriodicCall(HEARTBEAT_INTERVAL_S, self._pass_on)
         self._listen = PeriodicCall(LISTEN_INTERVAL, self._count_silence)
-        self._probes: dict[str, asyncio.Task[None]] = {}  # under way, by slot
+        self._probes: dict[str, asyncio.Task[None]] = {}  # under way, by address
 
     def start(self) -> None:
         """Start monitoring, unless it has started."""
@@ -90,53 +79,49 @@ class HeartbeatMonitor:
         if worker.nanny:
             await self._read_state(worker, worker.address, nanny=True)
 
-    def take(self, slot: str | None, beats: tuple[RankBeat, ...]) -> None:
+    def take(self, worker: WorkerRecord | None, beats: tuple[tuple[str, Beat], ...]) -> None:
         """Take the heartbeats of an agent."""
-        if slot is not None:
-            worker = self._workers[slot]
+        if worker is not None:
             worker.has_beaten = True
             worker.silence = -min(_now() - self._counted_at, LONGEST_COUNT)  # the next count adds
-            worker.last_beats = {(each.job, each.beat.start): each.beat for each in beats}
-        for each in beats:
-            if each.job in self._jobs:
-                self._jobs[each.job].beats[each.beat.start] = each.beat
+            worker.last_beats = {(job, beat.start): beat for job, beat in beats}
+        for job, beat in beats:
+            if job in self._jobs:
+                self._jobs[job].beats[beat.start] = beat
 
     def take_telemetry(self, worker: str, telemetry: RankTelemetry) -> None:
         """Take the telemetry of a rank; it goes on with the next heartbeat."""
-        record = self._jobs.get(telemetry.job)
-        if record is not None:
-            waiting = record.telemetry.get(telemetry.start)
+        job = self._jobs.get(telemetry.job)
+        if job is not None:
+            waiting = job.telemetry.get(telemetry.start)
             if waiting is not None and waiting.reports:
                 reports = waiting.reports + telemetry.reports
                 telemetry = replace(telemetry, reports=reports)
-            record.telemetry[telemetry.start] = telemetry
+            job.telemetry[telemetry.start] = telemetry
 
-    def send_telemetry(self, job: str) -> None:
+    def send_telemetry(self, job: ScheduledJob) -> None:
         """Send the telemetry that has not been passed on."""
-        record = self._jobs.get(job)
-        if record is not None and record.telemetry:
-            ranks, record.telemetry = tuple(record.telemetry.values()), {}
-            record.log.note_telemetry(ranks)
-            self._send(job, TelemetryBatch(ranks))
+        if job.telemetry:
+            ranks, job.telemetry = tuple(job.telemetry.values()), {}
+            job.log.note_telemetry(ranks)
+            job.send(TelemetryBatch(ranks))
 
     def _pass_on(self) -> None:
         """Pass on what has come in since the last time."""
         # Streams to workers and drivers may have stalled, because the clock was set back.
         for worker in self._workers.values():
             resume(self._scheduler.stream_comms.get(worker.address))
-        for record in self._jobs.values():
-            if record.client is not None:
-                resume(self._scheduler.client_comms.get(record.client))
-        for name in list(self._jobs):  # an event may end a job
-            self.send_beats(name)
-            self.send_telemetry(name)
+        for job in self._jobs.values():
+            if job.client is not None:
+                resume(self._scheduler.client_comms.get(job.client))
+            self.send_beats(job)
+            self.send_telemetry(job)
 
-    def send_beats(self, job: str) -> None:
+    def send_beats(self, job: ScheduledJob) -> None:
         """Pass on the heartbeats of a job's ranks that have not been passed on."""
-        record = self._jobs.get(job)
-        if record is not None and record.beats:
-            beats, record.beats = tuple(record.beats.values()), {}
-            self._tell(job, Beats(beats))
+        if job.beats:
+            beats, job.beats = tuple(job.beats.values()), {}
+            job.take_in(Beats(beats))
 
     def _count_silence(self) -> None:
         """Count the silence of workers with a rank.
@@ -146,29 +131,29 @@ class HeartbeatMonitor:
         """
         now = _now()
         passed, self._counted_at = min(now - self._counted_at, LONGEST_COUNT), now
-        for slot, worker in list(self._workers.items()):
+        for address, worker in list(self._workers.items()):
             if worker.holder is not None:
                 worker.silence += passed
-                self._note_silence(slot, worker, worker.holder[0])
+                job = self._jobs.get(worker.holder[0])
+                if job is not None and not worker.frozen:
+                    self._note_silence(address, worker, job)
 
-    def _note_silence(self, slot: str, worker: WorkerRecord, job: str) -> None:
-        record = self._jobs.get(job)
-        if record is None or slot in record.silent:
-            return
-        limit = record.terms.heartbeat_timeout
+    def _note_silence(self, address: str, worker: WorkerRecord, job: ScheduledJob) -> None:
+        limit = job.terms.heartbeat_timeout
+        least = min(PROBED_AFTER, limit / 2)
         # Before its first heartbeat, its task may wait for a thread.
         if worker.has_beaten and worker.silence >= limit:
-            self._report_silent(slot, job, LossReason.WORKER_SILENT, worker.silence)
-        elif worker.silence >= (least := min(PROBED_AFTER, limit / 2)) and slot not in self._probes:
-            probe = asyncio.ensure_future(self._probe(slot, worker, least))
-            self._probes[slot] = probe
-            probe.add_done_callback(lambda _: self._probes.pop(slot))
+            self._report_silent(worker, LossReason.WORKER_SILENT)
+        elif worker.silence >= least and address not in self._probes:
+            probe = asyncio.ensure_future(self._probe(worker, least))
+            self._probes[address] = probe
+            probe.add_done_callback(lambda _: self._probes.pop(address))
 
-    async def _probe(self, slot: str, worker: WorkerRecord, least: float) -> None:
+    async def _probe(self, worker: WorkerRecord, least: float) -> None:
         """Probe a worker until it is silent no more, or for less than `least` seconds."""
         history = ProbeHistory()
         deaf: set[tuple[str, bool]] = set()  # observers, of which one may be stopped, too
-        while self._workers.get(slot) is worker and worker.silence >= least:
+        while self._workers.get(worker.address) is worker and worker.silence >= least:
             observer = next((o for o in self._observers(worker) if o not in deaf), None)
             if observer is None:
                 return
@@ -183,7 +168,7 @@ class HeartbeatMonitor:
                 return
             job, start = worker.holder
             if verdict is Verdict.STOPPED:
-                self._report_silent(slot, job, LossReason.PROCESS_STOPPED, worker.silence)
+                self._report_silent(worker, LossReason.PROCESS_STOPPED)
                 return
             if verdict is Verdict.BUSY:
                 worker.silence = least
@@ -195,10 +180,7 @@ class HeartbeatMonitor:
             await asyncio.sleep(LISTEN_INTERVAL)
 
     def _observers(self, worker: WorkerRecord) -> Iterator[tuple[str, bool]]:
-        """Yield the addresses of workers that may see a worker's process; True: by their nannies.
-
-        Its nanny comes first, then other workers of its host that are not silent.
-        """
+        """Yield the addresses of workers that may see a process; True: by their nannies."""
         if worker.nanny:
             yield worker.address, True
         for other in self._workers.values():
@@ -226,20 +208,20 @@ class HeartbeatMonitor:
             result = result.data
         return result if isinstance(result, ProcessState) else None
 
-    def _report_silent(self, slot: str, job: str, reason: LossReason, seconds: float) -> None:
+    def _report_silent(self, worker: WorkerRecord, reason: LossReason) -> None:
         """Tell a driver, once, that a worker is frozen."""
-        record = self._jobs.get(job)
-        if record is not None and slot not in record.silent:
-            record.silent.add(slot)
+        job = None if worker.holder is None else self._jobs.get(worker.holder[0])
+        if job is not None and not worker.frozen:
+            worker.frozen = True
             logger.info(
                 "job %r: %s is frozen: %s, %.1f s without a heartbeat (heartbeat_timeout %g s)",
-                job,
-                self._workers[slot].address,
+                job.name,
+                worker.address,
                 reason.value,
-                seconds,
-                record.terms.heartbeat_timeout,
+                worker.silence,
+                job.terms.heartbeat_timeout,
             )
-            self._tell(job, SlotSilent(slot, reason, seconds))
+            job.take_in(SlotSilent(worker.slot.id, reason, worker.silence))
 
 
 def _now() -> float:

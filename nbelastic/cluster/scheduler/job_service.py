@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from nbelastic.cluster.dask_compat import hold_keys, shorten_batching
 from nbelastic.cluster.journal import open_journal
 from nbelastic.cluster.wire import FROM_KERNELS, in_parts, pack, unpack
-from nbelastic.errors import OptionError
 from nbelastic.membership import unpack_machine, view
 from nbelastic.messages import (
     AttachRefusal,
@@ -28,24 +27,18 @@ from nbelastic.messages import (
     InjectRequest,
     JobClosed,
     JobInfo,
-    JobSummaries,
     JobWish,
     JournalStep,
-    LimitsChanged,
     OpenRequest,
     SlotBusy,
     Text,
     encode,
 )
 
-from .controller import JobController
-from .records import RANK_KEY, JobRecord
+from .job import ScheduledJob
+from .records import RANK_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from distributed import Scheduler
-
     from .plugin import ElasticPlugin
 
 logger = logging.getLogger(__name__)
@@ -65,20 +58,14 @@ KEEPER = "fire-and-forget"
 class JobService:
     """Opens, hands over and closes jobs."""
 
-    def __init__(self, plugin: ElasticPlugin, scheduler: Scheduler) -> None:
+    def __init__(self, plugin: ElasticPlugin) -> None:
         self._plugin = plugin
-        self._scheduler = scheduler
+        self._scheduler = scheduler = plugin.scheduler
         self._jobs = plugin.jobs
         self._given_up: deque[str] = deque(maxlen=100)
         self._ended: dict[str, tuple[JobInfo, bytes]] = {}  # with the packed description
-        scheduler.handlers["nbelastic_open"] = self.open
-        scheduler.handlers["nbelastic_attach"] = self.attach
-        scheduler.handlers["nbelastic_drives"] = self.drives
-        scheduler.handlers["nbelastic_close"] = self.close
-        scheduler.handlers["nbelastic_payload"] = self.payload
-        scheduler.handlers["nbelastic_jobs"] = self.list_jobs
-        scheduler.handlers["nbelastic_look"] = self.look
-        scheduler.handlers["nbelastic_wish"] = self.wish
+        for name in ("open", "attach", "drives", "close", "payload", "jobs", "look", "wish"):
+            scheduler.handlers[f"nbelastic_{name}"] = getattr(self, name)
         scheduler.stream_handlers[FROM_KERNELS] = self._take
 
     def _take(self, client: str, message: Any = None, **_: Any) -> None:
@@ -87,12 +74,9 @@ class JobService:
             read: JournalStep | InjectRequest | GiveUp = unpack(
                 message, JournalStep | InjectRequest | GiveUp
             )
-            if isinstance(read, JournalStep):
-                self.step(client, read)
-            elif isinstance(read, InjectRequest):
-                self.inject(client, read)
-            else:
-                self.give_up(client, read)
+            handlers: dict[type, Callable[[str, Any], None]]
+            handlers = {JournalStep: self.step, InjectRequest: self.inject, GiveUp: self.give_up}
+            handlers[type(read)](client, read)
         except Exception:  # whatever is in the message
             logger.exception("a message from the kernel %s cannot be read", client)
 
@@ -107,23 +91,23 @@ class JobService:
         if asked.job in self._jobs:
             return "taken"
         self._plugin.arbiter.open()
-        record = self._jobs[asked.job] = JobRecord(
+        machine = unpack_machine(terms.machine)
+        job = self._jobs[asked.job] = ScheduledJob(
+            asked.job,
+            self._plugin,
             uid=asked.uid,
             terms=replace(terms, machine=b""),
             workers=None if terms.workers is None else self._resolved(terms.workers),
-            machine=unpack_machine(terms.machine),
+            machine=machine,
             client=asked.client,
             topic=asked.topic,
             started=time.time(),
+            journal=open_journal(asked.job, asked.uid, machine),
         )
         if terms.partitions:
-            hold_keys(self._scheduler, record.holder, terms.partitions)
+            hold_keys(self._scheduler, job.holder, terms.partitions)
         self._shorten_batching(asked.client)
-        journal = open_journal(asked.job, asked.uid, record.machine)
-        record.controller = JobController(
-            asked.job, record, self._plugin, self._plugin.chance, journal
-        )
-        await self._plugin.prepare(asked.job)
+        await self._plugin.prepare(job)
         return ""
 
     def _resolved(self, workers: tuple[str, ...]) -> frozenset[str]:
@@ -152,39 +136,35 @@ class JobService:
         self._plugin.arbiter.schedule()
         await _until(lambda: record.steps >= steps)
         over = EndRank(0, "evict", Text("the job has ended"))
-        self._plugin.order(job, record, over, record.ranks)
+        self._plugin.order(record, over, record.ranks)
         await _until(lambda: not record.ranks and not self._busy(record))
-        self._plugin.send(record, JobClosed())
+        record.send(JobClosed())
         self._plugin.drop(job)
         return self._plugin.free_workers()
 
-    def _busy(self, record: JobRecord) -> bool:
-        starts = set(range(record.machine.roster.starts)) - record.never
-        keys = [record.key(start) for start in starts]
+    def _busy(self, job: ScheduledJob) -> bool:
+        starts = set(range(job.machine.roster.starts)) - job.never
+        keys = [job.key(start) for start in starts]
         tasks = [self._scheduler.tasks[key] for key in keys if key in self._scheduler.tasks]
         return any(task.state == "processing" for task in tasks)
 
-    def remember(self, job: str, record: JobRecord) -> None:
+    def remember(self, job: ScheduledJob) -> None:
         """Keep the history and the log of an ended job, for later questions."""
-        if not record.steps and record.epoch == 1:
+        if not job.steps and job.epoch == 1:
             return  # it has not begun
-        record.log.results.clear()
-        info = _info_of(job, record)
-        info = dataclasses.replace(info, attached=False, slots=0, ended=time.time())
-        self._ended.pop(job, None)
-        self._ended[job] = info, encode(record.controller.describe())
-        while len(self._ended) > MOST_ENDED or self._ended_bytes > ENDED_BYTES:
-            del self._ended[next(iter(self._ended))]
+        job.log.results.clear()
+        info = dataclasses.replace(_info_of(job), attached=False, slots=0, ended=time.time())
+        self._ended.pop(job.name, None)
+        self._ended[job.name] = info, encode(job.describe())
+        kept = sum(len(packed) for _, packed in self._ended.values())
+        while len(self._ended) > MOST_ENDED or kept > ENDED_BYTES:
+            kept -= len(self._ended.pop(next(iter(self._ended)))[1])
 
-    @property
-    def _ended_bytes(self) -> int:
-        return sum(len(packed) for _, packed in self._ended.values())
-
-    async def list_jobs(self) -> dict[str, Any]:
+    async def jobs(self) -> dict[str, Any]:
         """Return a summary of each job, and of the newest that have ended."""
-        there = [_info_of(name, record) for name, record in self._jobs.items()]
+        there = [_info_of(job) for job in self._jobs.values()]
         ended = [info for name, (info, _) in self._ended.items() if name not in self._jobs]
-        return pack(JobSummaries((*there, *ended)))
+        return in_parts(encode((*there, *ended)))
 
     def _refusal(self, job: str) -> dict[str, Any]:
         problem = "ended" if job in self._ended else "unknown"
@@ -196,7 +176,7 @@ class JobService:
         """Return the description of a job, open or ended, without a change of driver."""
         record = self._jobs.get(job)
         if record is not None:
-            return pack(record.controller.describe())
+            return pack(record.describe())
         if job in self._ended:
             return in_parts(self._ended[job][1])
         return self._refusal(job)
@@ -207,9 +187,7 @@ class JobService:
         record = self._jobs.get(asked.job)
         if record is None or record.closing:
             return self._refusal(asked.job)
-        if isinstance(asked.event, LimitsChanged):
-            _check_limits(asked.event)
-        record.controller.take_in(asked.event)
+        record.take_in(asked.event)
         return None
 
     # -- driving ---------------------------------------------------------------------------------
@@ -218,7 +196,7 @@ class JobService:
         """Take a step of a driver's journal, or tell the driver of its replacement."""
         record = self._jobs.get(step.job)
         mine = self._is_driver(record, client, step.epoch)
-        if record is None or not mine or not record.controller.step(step):
+        if record is None or not mine or not record.step(step):
             self._plugin.say(client, step.topic, step.epoch, DriverReplaced())
 
     def inject(self, client: str, request: InjectRequest) -> None:
@@ -226,13 +204,13 @@ class JobService:
         record = self._jobs.get(request.job)
         if record is not None and self._is_driver(record, client, request.epoch):
             effect = InjectFaults(request.faults, request.drop)
-            self._plugin.order(request.job, record, effect, request.starts)
+            self._plugin.order(record, effect, request.starts)
 
     async def drives(self, job: str, client: str, epoch: int) -> bool:
         """Return whether a job is still a driver's."""
         return self._is_driver(self._jobs.get(job), client, epoch)
 
-    def _is_driver(self, record: JobRecord | None, client: str, epoch: int) -> bool:
+    def _is_driver(self, record: ScheduledJob | None, client: str, epoch: int) -> bool:
         return record is not None and (record.client, record.epoch) == (client, epoch)
 
     # -- kernels that go and come ----------------------------------------------------------------
@@ -251,7 +229,7 @@ class JobService:
         if record.client is not None and record.topic != asked.topic:
             self._plugin.say(record.client, record.topic, record.epoch, DriverReplaced())
         self._shorten_batching(asked.client)
-        handover = pack(record.controller.take_over(asked.client, asked.topic))
+        handover = pack(record.take_over(asked.client, asked.topic))
         asyncio.get_running_loop().call_soon(self._resume, asked.job, record.epoch)
         return handover
 
@@ -259,50 +237,48 @@ class JobService:
         shorten_batching(getattr(self._scheduler, "client_comms", {}).get(client))
 
     def _resume(self, job: str, epoch: int) -> None:
-        """Send a new driver everything to act on."""
+        """Send a new driver the events that were not stepped, and its slots."""
         record = self._jobs.get(job)
         if record is None or record.epoch != epoch:
             return
-        record.controller.catch_up()
-        for start, slot in record.ranks.items():
+        for event in list(record.backlog.values()):
+            record.send(event)
+        for start in record.ranks:
             if record.key(start) not in self._scheduler.tasks:
-                self._plugin.grant(record, start, slot)
+                self._plugin.grant(record, start)
         self._plugin.arbiter.decide()
-        self._plugin.announce_all(job)
+        self._plugin.announce(record, self._plugin.workers.values())
 
     def leave(self, client: str) -> None:
         """Abandon the jobs of a kernel that is gone."""
-        for job, record in list(self._jobs.items()):
-            if record.client == client:
-                self._abandon(job, record)
+        for job in list(self._jobs.values()):
+            if job.client == client:
+                self._abandon(job)
 
     def give_up(self, client: str, message: GiveUp) -> None:
         """Cancel a pending open or attach; its request may arrive later."""
         self._given_up.append(message.topic)  # its request may come later than this
-        for job, record in list(self._jobs.items()):
-            if record.topic == message.topic and message.over:
-                self._plugin.spawn(self.close(job, record.uid, record.epoch, record.steps))
-            elif record.topic == message.topic and record.client == client:
-                self._abandon(job, record)
+        for job in list(self._jobs.values()):
+            if job.topic == message.topic and message.over:
+                self._plugin.spawn(self.close(job.name, job.uid, job.epoch, job.steps))
+            elif job.topic == message.topic and job.client == client:
+                self._abandon(job)
 
     def _is_gone(self, client: str, topic: str) -> bool:
         return client not in self._scheduler.clients or topic in self._given_up
 
-    def _abandon(self, job: str, record: JobRecord) -> None:
-        if record.epoch == 1 and not record.steps:
-            self._plugin.drop(job)  # it has not begun
+    def _abandon(self, job: ScheduledJob) -> None:
+        if job.epoch == 1 and not job.steps:
+            self._plugin.drop(job.name)  # it has not begun
             return
-        self._take_back(job, record)
-        record.controller.abandon()
+        # Slots for which the kernel has not submitted a task are taken back: no other will.
+        for start, host in list(job.ranks.items()):
+            if job.key(start) not in self._scheduler.tasks:
+                logger.info("job %r: start %d has no task: its slot is taken back", job.name, start)
+                self._plugin.free(job.name, start, host)
+                job.take_in(SlotBusy(host.slot.id))
+        job.abandon()
         self._plugin.arbiter.schedule()
-
-    def _take_back(self, job: str, record: JobRecord) -> None:
-        """Take back slots for which the kernel has not submitted a task: no other will."""
-        for start, slot in list(record.ranks.items()):
-            if record.key(start) not in self._scheduler.tasks:
-                logger.info("job %r: start %d has no task: its slot is taken back", job, start)
-                self._plugin.free(job, start, slot)
-                record.controller.take_in(SlotBusy(slot))
 
     # -- tasks -----------------------------------------------------------------------------------
 
@@ -327,32 +303,23 @@ class JobService:
             self._scheduler.client_releases_keys(keys=known, client=client)
 
 
-def _info_of(name: str, record: JobRecord) -> JobInfo:
-    seen = view(record.machine, record.machine.roster.now)
-    limits = record.machine.roster.limits
+def _info_of(job: ScheduledJob) -> JobInfo:
+    seen = view(job.machine, job.machine.roster.now)
+    limits = job.machine.roster.limits
     return JobInfo(
-        name=name,
+        name=job.name,
         state=seen.state,
         size=seen.size,
         commits=seen.commits,
-        started=record.started,
-        attached=record.client is not None,
+        started=job.started,
+        attached=job.client is not None,
         priority=limits.priority,
         weight=limits.weight,
         min_np=limits.min_np,
         max_np=limits.max_np,
-        slots=len(record.ranks),
+        slots=len(job.ranks),
         share=seen.share,
     )
-
-
-def _check_limits(wish: LimitsChanged) -> None:
-    """Raise an OptionError for impossible limits, because a job's limits concern all jobs."""
-    for name, value in (("min_np", wish.min_np), ("max_np", wish.max_np)):
-        if value is not None and value < 1:
-            raise OptionError(f"{name}={value}: must be at least 1")
-    if wish.weight is not None and not 0 < wish.weight < math.inf:
-        raise OptionError(f"weight={wish.weight}: must be a number above 0")
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -1,7 +1,7 @@
 """Move ranks off machines with a termination notice, then retire their workers.
 
 One agent of each host watches for notices of the host, and each agent for signals and the end of
-its own batch job, while there is a job that wants it, or :class:`~.spot_notices.SpotNotices` is
+its own batch job, while there is a job that wants it, or :class:`~.plugin.SpotNotices` is
 registered.
 """
 
@@ -14,29 +14,18 @@ from typing import TYPE_CHECKING
 from distributed.core import Status
 from msgspec.structs import replace
 
+from nbelastic.cluster.wire import pack
 from nbelastic.membership import rules
-from nbelastic.messages import WatchOrder
+from nbelastic.messages import Notice, NoticeSource, WatchOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
-
-    from distributed import Scheduler
-
-    from nbelastic.messages import Notice, NoticeSource
-
     from .plugin import ElasticPlugin
-    from .records import JobRecord, WorkerRecord
+    from .records import WorkerRecord
 
 logger = logging.getLogger(__name__)
 
 STANDING = "nbelastic-spot-notices"
 """Name of the scheduler plugin that has notices watched for without a job."""
-
-MARGIN = rules.MARGIN
-"""Seconds before the end of a machine at which its workers are retired, with ranks or without."""
-
-LEAST = rules.SOON
-"""Seconds that ranks have in any case, also if a machine should be gone already."""
 
 MOST = 86400.0
 """Most seconds that a notice is taken to leave."""
@@ -54,24 +43,11 @@ After the first time it is twice as long.
 
 
 class NoticeController:
-    """Takes notices from agents, and appoints the agents that watch for notices.
+    """Takes notices from agents, and appoints the agents that watch for notices."""
 
-    ``await retire(addresses)`` retires workers at once.
-    """
-
-    def __init__(
-        self,
-        plugin: ElasticPlugin,
-        scheduler: Scheduler,
-        jobs: Mapping[str, JobRecord],
-        workers: Mapping[str, WorkerRecord],
-        retire: Callable[[list[str]], Awaitable[None]],
-    ) -> None:
+    def __init__(self, plugin: ElasticPlugin) -> None:
         self._plugin = plugin
-        self._scheduler = scheduler
-        self._jobs = jobs
-        self._workers = workers
-        self._retire_now = retire
+        self._scheduler, self._workers = plugin.scheduler, plugin.workers
         # Of whole hosts, for workers that come later; as in the record of a worker.
         self._hosts: dict[tuple[str, NoticeSource, bool], Notice] = {}
         self._under_way: set[str] = set()
@@ -90,12 +66,8 @@ class NoticeController:
     # -- watchers ----------------------------------------------------------------------------------
 
     def review(self) -> None:
-        """Appoint one agent of each host to watch for notices; retire replaced workers.
-
-        That is the agent which does already, unless it is silent or closes; else the one with the
-        lowest address. Without a job that wants it no agent watches.
-        """
-        on = self.standing or any(job.terms.notices for job in self._jobs.values())
+        """Appoint one agent of each host to watch for notices; retire replaced workers."""
+        on = self.standing or any(job.terms.notices for job in self._plugin.jobs.values())
         hosts: dict[str, WorkerRecord] = {}
         for worker in self._workers.values():
             other = hosts.setdefault(worker.slot.host, worker)
@@ -105,7 +77,7 @@ class NoticeController:
             order = WatchOrder(on, on and hosts[worker.slot.host] is worker)
             if order != worker.watch:
                 worker.watch = order
-                self._plugin.tell_agent(worker, order)
+                self._plugin.tell_agent(worker, pack(order))
         self._hosts = {
             key: each
             for key, each in self._hosts.items()
@@ -116,7 +88,7 @@ class NoticeController:
             notice, slot = worker.notice, worker.slot.id
             if notice is None or not worker.at_risk or worker.holder is not None:
                 continue
-            if any(slot in job.machine.roster.departing for job in self._jobs.values()):
+            if any(slot in job.machine.roster.departing for job in self._plugin.jobs.values()):
                 self._note(worker, replace(notice, soft=False))
 
     # -- notices -----------------------------------------------------------------------------------
@@ -168,13 +140,13 @@ class NoticeController:
         if first is before:
             return
         if first is not None and not first.soft:
-            worker.retire_at = max(first.seconds - MARGIN, self._now + LEAST)
+            worker.retire_at = max(first.seconds - rules.MARGIN, self._now + rules.SOON)
             if worker.slot.host not in self._under_way:
                 self._under_way.add(worker.slot.host)
                 self._plugin.spawn(self._retire_when_empty(worker.slot.host))
         if not worker.retiring:  # else it goes in any case
             if not worker.ends and before is not None:
-                self._plugin.mark_staying(worker.address)
+                self._plugin.mark_staying(worker)
             self._tell(worker)
 
     def _tell(self, worker: WorkerRecord) -> None:
@@ -216,7 +188,7 @@ class NoticeController:
             worker.retiring = True  # a notice that is revoked from now on is revoked too late
         try:
             if there:
-                await self._retire_now([worker.address for worker in there])
+                await self._plugin.scaling.retire([worker.address for worker in there])
         except Exception:  # it is tried again
             logger.exception("workers whose machine will go cannot be retired")
         for worker in there:
@@ -224,7 +196,7 @@ class NoticeController:
             if getattr(state, "status", None) in (Status.running, Status.paused):
                 worker.retiring = False
                 if not worker.ends:
-                    self._plugin.mark_staying(worker.address)
+                    self._plugin.mark_staying(worker)
                     self._tell(worker)
 
     @property

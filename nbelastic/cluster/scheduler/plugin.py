@@ -12,10 +12,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import pickle
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
+from distributed import Scheduler
 from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 from msgspec.structs import replace
@@ -28,16 +31,22 @@ from nbelastic.cluster.dask_compat import (
     unsent_bytes,
 )
 from nbelastic.cluster.wire import FROM_AGENTS, PLUGIN, pack, pack_for_ranks, unpack
+from nbelastic.cluster.worker.agent import Agent
 from nbelastic.cluster.worker.signals import start_processes_shielded
 from nbelastic.errors import VersionMismatch
+from nbelastic.membership import Stage
 from nbelastic.messages import (
     EndRank,
+    Event,
     FaultReport,
     ForgetOrder,
     Heartbeats,
     Hello,
     LossReason,
+    Message,
+    Notice,
     NoticeReport,
+    RankEffect,
     RankEnded,
     RankEvent,
     RankLeaving,
@@ -46,6 +55,7 @@ from nbelastic.messages import (
     RankRaised,
     RankReturned,
     RankTelemetry,
+    Slot,
     SlotBusy,
     SlotDied,
     SlotGone,
@@ -53,6 +63,7 @@ from nbelastic.messages import (
     SlotLeaving,
     SlotsFound,
     SlotStays,
+    StartRank,
     Text,
     ToDriver,
     UnusedReason,
@@ -61,14 +72,13 @@ from nbelastic.messages import (
     WorkersUnused,
 )
 
-from .agent_install import AgentInstaller
 from .arbiter import Arbiter
 from .heartbeats import HeartbeatMonitor
+from .job import ScheduledJob
 from .job_service import JobService
-from .notices import NoticeController
+from .notices import STANDING, NoticeController
 from .records import (
     RANK_KEY,
-    JobRecord,
     WorkerRecord,
     differing,
     fits,
@@ -78,22 +88,10 @@ from .records import (
 )
 from .scaling import ScalingHooks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
-
-    from distributed import Scheduler
-
-    from nbelastic.messages import (
-        Event,
-        Message,
-        Notice,
-        PackedError,
-        RankEffect,
-        Slot,
-        StartRank,
-    )
-
 logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT = 10.0
+"""Seconds that a worker may take for its hello once it has its agent."""
 
 REVIEW_INTERVAL = 0.5
 """Seconds between two reviews of the workers that are not offered to a job."""
@@ -109,23 +107,18 @@ class ElasticPlugin(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         """Take up work on a scheduler."""
         start_processes_shielded()  # nannies of a LocalCluster share this thread
-        self._scheduler = scheduler
-        self.jobs: dict[str, JobRecord] = {}
-        self._workers: dict[str, WorkerRecord] = {}
-        self._addresses: dict[str, str] = {}
+        self.scheduler = scheduler
+        self.jobs: dict[str, ScheduledJob] = {}
+        self.workers: dict[str, WorkerRecord] = {}  # by address
         self._refused: dict[str, str] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._review = PeriodicCall(REVIEW_INTERVAL, self._review_all)
-        self._agents = AgentInstaller(scheduler, self._refuse)
-        self._heartbeats = HeartbeatMonitor(
-            scheduler, self.jobs, self._workers, self._event, self._to_driver
-        )
-        self._scaling = ScalingHooks(self, scheduler)
-        self._notices = NoticeController(
-            self, scheduler, self.jobs, self._workers, self._scaling.retire
-        )
-        self.arbiter = Arbiter(scheduler, self.jobs, self._workers, self._offer)
-        self._handlers: dict[type[Message], Callable[[str, Any], None]] = {
+        self._installing: dict[str, asyncio.Event] = {}  # until the hello, by address
+        self._heartbeats = HeartbeatMonitor(self)
+        self.scaling = ScalingHooks(self)
+        self._notices = NoticeController(self)
+        self.arbiter = Arbiter(self)
+        self._handlers: dict[type[Message], Callable[[str, Any], object]] = {
             Hello: self._hello,
             RankEvent: self._report,
             Heartbeats: self._take_beats,
@@ -133,49 +126,49 @@ class ElasticPlugin(SchedulerPlugin):
             RankTelemetry: self._heartbeats.take_telemetry,
             FaultReport: self._fault,
             RankEnded: self._ended,
-            RankLeaving: self._leaving,
+            RankLeaving: lambda worker, _: self.mark_leaving(worker, soon=True),
             NoticeReport: self._take_notice,
         }
         scheduler.stream_handlers[FROM_AGENTS] = self._take
-        self._job_service = JobService(self, scheduler)
+        self._job_service = JobService(self)
 
     async def before_close(self) -> None:
         """Stop watching: the scheduler is closing."""
         self._heartbeats.stop()
         self._review.stop()
         self.arbiter.stop()
-        for record in self.jobs.values():
-            record.controller.stop()
+        for job in self.jobs.values():
+            job.stop()
         for task in self._tasks:
             task.cancel()
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    async def prepare(self, job: str) -> None:
+    async def prepare(self, job: ScheduledJob) -> None:
         """Put agents on the workers that a job may use, and tell its driver of all together."""
         self._heartbeats.start()
         self._review.start()
         without = self._without_agent(job)
-        await asyncio.gather(*(self._agents.install(address) for address in without))
-        if job in self.jobs:
-            self.jobs[job].opening = False
+        await asyncio.gather(*(self._install_agent(address) for address in without))
+        if self.jobs.get(job.name) is job:
+            job.opening = False
             self.arbiter.decide()
             self._notices.announce_risks()
-            self.announce_all(job)
-            self._review_job(job, self.jobs[job])
+            self.announce(job, self.workers.values())
+            self._review_job(job)
 
-    def drop(self, job: str) -> None:
+    def drop(self, name: str) -> None:
         """Forget a job."""
-        record = self.jobs.pop(job, None)
-        if record is None:
+        job = self.jobs.pop(name, None)
+        if job is None:
             return
-        record.controller.stop()
-        self._job_service.remember(job, record)
-        record.release()
-        release_keys(self._scheduler, record.holder)
-        self._job_service.forget_tasks([record.key(s) for s in range(record.machine.roster.starts)])
-        for host in self._workers.values():
-            self._to_agent(host, pack(ForgetOrder(job)))
+        job.stop()
+        self._job_service.remember(job)
+        job.release()
+        release_keys(self.scheduler, job.holder)
+        self._job_service.forget_tasks([job.key(s) for s in range(job.machine.roster.starts)])
+        for host in self.workers.values():
+            self.tell_agent(host, pack(ForgetOrder(name)))
         self.arbiter.schedule()
         self._settle()
 
@@ -210,186 +203,191 @@ class ElasticPlugin(SchedulerPlugin):
 
     # -- workers -----------------------------------------------------------------------------------
 
-    def _without_agent(self, job: str) -> list[str]:
-        record, workers = self.jobs[job], self._scheduler.workers
-        return [a for a, ws in workers.items() if a not in self._addresses and fits(record, ws)]
+    def _without_agent(self, job: ScheduledJob) -> list[str]:
+        there = self.scheduler.workers.items()
+        return [a for a, state in there if a not in self.workers and fits(job, state)]
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Put an agent on a new worker if any job wants it."""
         state = scheduler.workers[worker]
         wanted = self._notices.standing or any(fits(j, state) for j in self.jobs.values())
-        if worker not in self._addresses and wanted:
-            self.spawn(self._agents.install(worker))
+        if worker not in self.workers and wanted:
+            self.spawn(self._install_agent(worker))
+
+    def _installed(self, address: str) -> None:
+        if address in self._installing:
+            self._installing[address].set()
+
+    async def _install_agent(self, address: str) -> None:
+        """Put an agent on a worker and wait for its hello; note why that is refused."""
+        if address in self._installing:
+            await self._installing[address].wait()
+            return
+        here = self._installing[address] = asyncio.Event()
+        try:
+            message = {"op": "plugin-add", "plugin": pickle.dumps(Agent()), "name": PLUGIN}
+            answers = await asyncio.wait_for(
+                self.scheduler.broadcast(msg=message, workers=[address], on_error="return"),
+                HELLO_TIMEOUT,
+            )
+            answer = answers.get(address)
+            if not isinstance(answer, dict) or answer.get("status") != "OK":
+                problem = answer.get("text") if isinstance(answer, dict) else repr(answer)
+                self._refuse(address, f"it cannot load nbelastic: {problem}")
+            else:
+                await asyncio.wait_for(here.wait(), HELLO_TIMEOUT)
+        except (OSError, asyncio.TimeoutError) as error:
+            self._refuse(address, f"it did not answer: {error!r}")
+        finally:
+            self._installing.pop(address).set()
 
     def _refuse(self, address: str, reason: str) -> None:
-        state = self._scheduler.workers.get(address)
+        state = self.scheduler.workers.get(address)
         logger.info("worker %s can host no rank: %s", address, reason)
         self._refused[address] = reason
-        for name, record in self.jobs.items():
-            if state is not None and fits(record, state):
-                self._to_driver(name, WorkerRefused(address, reason))
+        for job in self.jobs.values():
+            if state is not None and fits(job, state):
+                job.send(WorkerRefused(address, reason))
 
     def _hello(self, worker: str, hello: Hello) -> None:
         # The scheduler's address of a worker, which others reach it at: an agent knows only the
         # contact address that its worker was started with, which may have a host's name in it.
         slot = replace(hello.slot, worker=worker)
-        nanny = getattr(self._scheduler.workers.get(worker), "nanny", None)
-        host = WorkerRecord(slot, hello.versions, hello.process, nanny)
-        self._workers[slot.id] = host
-        self._addresses[worker] = slot.id
+        nanny = getattr(self.scheduler.workers.get(worker), "nanny", None)
+        host = self.workers[worker] = WorkerRecord(slot, hello.versions, hello.process, nanny)
         self._refused.pop(worker, None)
-        self._agents.arrived(worker)
-        shorten_batching(self._scheduler.stream_comms.get(worker))
+        self._installed(worker)
+        shorten_batching(self.scheduler.stream_comms.get(worker))
         self.spawn(self._heartbeats.warm_up(host))
         self._notices.arrived(host)
-        for name in self.jobs:
-            self._announce(name, [slot.id])
+        for job in self.jobs.values():
+            self.announce(job, [host])
         self.arbiter.schedule()
-
-    def announce_all(self, job: str) -> None:
-        """Announce all usable free slots to a job's driver."""
-        self._announce(job, list(self._workers))
-
-    def _offer(self, job: str, slots: Iterable[str] | None) -> None:
-        self._announce(job, list(self._workers) if slots is None else slots)
 
     def _review_all(self) -> None:
         self._notices.review()
         if self._notices.standing:
-            for address, state in self._scheduler.workers.items():  # so that each can watch
-                known = address in self._addresses or address in self._refused
+            for address, state in self.scheduler.workers.items():  # so that each can watch
+                known = address in self.workers or address in self._refused
                 running = state.status is Status.running
-                if not known and running and not self._agents.installs(address):
-                    self.spawn(self._agents.install(address))
+                if not known and running and address not in self._installing:
+                    self.spawn(self._install_agent(address))
         elif not self.jobs:
             self._settle()  # the plugin is gone for which machines were watched
         if self.jobs:
             self.arbiter.decide()
-        for name, record in list(self.jobs.items()):
-            self._review_job(name, record)
+        for job in list(self.jobs.values()):
+            self._review_job(job)
 
-    def _review_job(self, job: str, record: JobRecord) -> None:
+    def _review_job(self, job: ScheduledJob) -> None:
         """Tell a driver of changes in the workers not offered to its job, with the reasons.
 
         Dask does not announce that it resumes a paused worker. So a worker without an obstacle any
         more gets its agent, or is offered, here.
         """
-        if record.client is None or record.opening or record.closing:
+        if job.client is None or job.opening or job.closing:
             return
-        most = record.machine.roster.limits.max_np
-        full = most is not None and len(record.ranks) >= most
-        used = [self._workers[slot].address for slot in record.ranks.values()]
-        before = {each.worker for each in record.unused}
+        most = job.machine.roster.limits.max_np
+        full = most is not None and len(job.ranks) >= most
+        used = [host.address for host in job.ranks.values()]
+        before = {each.worker for each in job.unused}
         found = [
-            self._unused(job, record, address)
-            for address in (used if full else self._scheduler.workers)
-            if address in self._scheduler.workers
+            self._unused(job, address)
+            for address in (used if full else self.scheduler.workers)
+            if address in self.scheduler.workers
         ]
         unused = [each for each in found if each is not None]
         now = {each.worker for each in unused}
-        if unused != record.unused:
-            record.unused = unused
-            self._event(job, WorkersUnused(tuple(unused)))
+        if unused != job.unused:
+            job.unused = unused
+            job.take_in(WorkersUnused(tuple(unused)))
         if full:
             return
         for address in self._without_agent(job):
-            if address not in self._refused and not self._agents.installs(address):
-                self.spawn(self._agents.install(address))
-        free = [address for address in before - now if address in self._addresses]
-        self._announce(job, [self._addresses[address] for address in free])
+            if address not in self._refused and address not in self._installing:
+                self.spawn(self._install_agent(address))
+        self.announce(job, [self.workers[each] for each in before - now if each in self.workers])
 
-    def _unused(self, job: str, record: JobRecord, address: str) -> UnusedWorker | None:
+    def _unused(self, job: ScheduledJob, address: str) -> UnusedWorker | None:
         """Return why a job is not offered a worker; None if offered, or in use by its rank."""
-        state = self._scheduler.workers[address]
-        slot = self._addresses.get(address)
-        if slot is not None and slot not in record.ranks.values():
-            problem = obstacle(record, state, self._workers[slot])
-            if problem is None and not self.arbiter.offers(job, slot):
-                problem = self._withheld(job, record, self._workers[slot].slot)
-            return problem
-        if slot is not None:  # of one that has its rank, if that cannot begin
-            waits = not self._workers[slot].has_beaten and is_busy(record, state)
+        state = self.scheduler.workers[address]
+        host = self.workers.get(address)
+        if host is not None and host not in job.ranks.values():
+            problem = obstacle(job, state, host)
+            if problem is not None or self.arbiter.offers(job, host):
+                return problem
+            if other := self.arbiter.reserved_for(host):
+                return UnusedWorker(address, UnusedReason.RESERVED, other)
+            excluded = job.machine.roster.excluded(host.slot)
+            if self.arbiter.has_its_share(job) and not excluded:
+                return UnusedWorker(address, UnusedReason.BEYOND_SHARE)
+            return None
+        if host is not None:  # of one that has its rank, if that cannot begin
+            waits = not host.has_beaten and is_busy(job, state)
             return UnusedWorker(address, UnusedReason.BUSY) if waits else None
-        problem = misfit(record, state)
-        if problem is None:
-            refusal = self._refused.get(address)
-            reason = UnusedReason.REFUSED if refusal else UnusedReason.BEING_PREPARED
-            problem = UnusedWorker(address, reason, refusal or "")
-        return problem
+        refusal = self._refused.get(address, "")
+        reason = UnusedReason.REFUSED if refusal else UnusedReason.BEING_PREPARED
+        return misfit(job, state) or UnusedWorker(address, reason, refusal)
 
-    def _withheld(self, job: str, record: JobRecord, slot: Slot) -> UnusedWorker | None:
-        """Return why the arbiter does not offer a free slot to a job."""
-        other = self.arbiter.reserved_for(slot.id)
-        if other:
-            return UnusedWorker(slot.worker, UnusedReason.RESERVED, other)
-        if self.arbiter.has_its_share(job) and not record.machine.roster.excluded(slot):
-            return UnusedWorker(slot.worker, UnusedReason.BEYOND_SHARE)
-        return None
-
-    def _announce(self, job: str, slots: Iterable[str]) -> None:
-        record = self.jobs.get(job)
-        if record is None or record.client is None or record.opening:
+    def announce(self, job: ScheduledJob, hosts: Iterable[WorkerRecord]) -> None:
+        """Announce usable free slots to a job's driver."""
+        if job.client is None or job.opening:
             return
         found = []
-        for slot in slots:
-            host = self._workers[slot]
-            state = self._scheduler.workers.get(host.address)
-            if state is None or host.holder is not None or not self.arbiter.offers(job, slot):
+        for host in hosts:
+            state = self.scheduler.workers.get(host.address)
+            if state is None or host.holder is not None or not self.arbiter.offers(job, host):
                 continue
-            if obstacle(record, state, host) is None:
+            if obstacle(job, state, host) is None:
                 found.append(host.slot)
-            elif fits(record, state) and differing(record, host):
-                reason = f"it runs {differing(record, host)}"
-                self._to_driver(job, WorkerRefused(host.address, reason))
+            elif fits(job, state) and differing(job, host):
+                job.send(WorkerRefused(host.address, f"it runs {differing(job, host)}"))
         if found:
-            self._event(job, SlotsFound(tuple(found)))
+            job.take_in(SlotsFound(tuple(found)))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Tell drivers that a worker is gone."""
-        self._agents.arrived(worker)  # its agent is not waited for any more
+        self._installed(worker)  # its agent is not waited for any more
         self._refused.pop(worker, None)
-        slot = self._addresses.pop(worker, None)
-        if slot is None:
+        host = self.workers.pop(worker, None)
+        if host is None:
             return
-        host = self._workers.pop(slot)
         if host.nanny and host.holder is not None and not host.leaving:
             self.spawn(self._tell_death(host.nanny, host, *host.holder))
-        for name, record in list(self.jobs.items()):
-            lost = [start for start, at in record.ranks.items() if at == slot]
+        for job in list(self.jobs.values()):
+            lost = [start for start, at in job.ranks.items() if at is host]
             for start in lost:
-                record.ranks.pop(start)
-            self._job_service.forget_tasks([record.key(start) for start in lost])
-            self._heartbeats.send_beats(name)  # the last ones tell how far a lost rank had come
-            self._event(name, SlotGone(slot))
+                job.ranks.pop(start)
+            self._job_service.forget_tasks([job.key(start) for start in lost])
+            self._heartbeats.send_beats(job)  # the last ones tell how far a lost rank had come
+            job.take_in(SlotGone(host.slot.id))
         self.arbiter.schedule()
 
     async def _tell_death(self, nanny: str, host: WorkerRecord, job: str, start: int) -> None:
         """Report the cause of death of a rank's process, once it is known."""
-        cause = await cause_of_death(self._scheduler, nanny, host.process.pid)
+        cause = await cause_of_death(self.scheduler, nanny, host.process.pid)
         if cause and job in self.jobs:
             detail = f"the process of {host.address} {cause}"
-            self._event(job, SlotDied(host.slot, start, detail))
+            self.jobs[job].take_in(SlotDied(host.slot, start, detail))
 
     def mark_leaving(
         self, address: str, *, soon: bool = False, notice: Notice | None = None
     ) -> list[tuple[str, int]]:
         """Note that a worker was asked to leave, or is at risk; return its ranks."""
-        slot = self._addresses.get(address)
-        if slot is None:
+        host = self.workers.get(address)
+        if host is None:
             return []
-        host = self._workers[slot]
         host.retiring |= notice is None
-        for name in self.jobs:
-            self._event(name, SlotLeaving(slot, soon, notice))
+        for job in self.jobs.values():
+            job.take_in(SlotLeaving(host.slot.id, soon, notice))
         self.arbiter.schedule()
         return [] if host.holder is None else [host.holder]
 
-    def mark_staying(self, address: str) -> None:
+    def mark_staying(self, host: WorkerRecord) -> None:
         """Revoke a worker's request to leave, and offer its slot again."""
-        slot = self._addresses[address]
-        for name in self.jobs:
-            self._event(name, SlotStays(slot))
-            self._announce(name, [slot])
+        for job in self.jobs.values():
+            job.take_in(SlotStays(host.slot.id))
+            self.announce(job, [host])
         self.arbiter.schedule()
 
     def holds(self, rank: tuple[str, int]) -> bool:
@@ -400,14 +398,15 @@ class ElasticPlugin(SchedulerPlugin):
     def was_told(self, rank: tuple[str, int]) -> bool:
         """Return whether a rank that has a slot was told to end."""
         job, start = rank
-        return start in self.jobs[job].told
+        found = self.jobs[job].machine.roster.ranks.get(start)
+        return found is None or found.leave_sent or found.stage == Stage.ENDING
 
     def free_workers(self) -> list[str]:
         """Return the addresses of workers that could take a rank now."""
-        workers = self._scheduler.workers
+        workers = self.scheduler.workers
         return [
             host.address
-            for host in self._workers.values()
+            for host in self.workers.values()
             if host.holder is None
             and not host.leaving
             and host.address in workers
@@ -419,7 +418,7 @@ class ElasticPlugin(SchedulerPlugin):
 
         Those that will soon go count on top, so that others are there in time.
         """
-        wanted = sum(record.demand for record in self.jobs.values())
+        wanted = sum(job.demand for job in self.jobs.values())
         return wanted + self._notices.going if wanted else 0
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
@@ -429,9 +428,9 @@ class ElasticPlugin(SchedulerPlugin):
         without tasks first, then the last of this list: the youngest rank.
         """
         ranks = {
-            address: worker.holder[1]
-            for address, slot in self._addresses.items()
-            if (worker := self._workers[slot]).holder is not None
+            address: host.holder[1]
+            for address, host in self.workers.items()
+            if host.holder is not None
         }
         found = [worker for worker in workers if worker.address not in ranks]
         return found + [
@@ -446,66 +445,61 @@ class ElasticPlugin(SchedulerPlugin):
 
     # -- for job controllers -----------------------------------------------------------------------
 
-    def claim(self, job: str, record: JobRecord, effect: StartRank) -> Event | None:
+    def _at(self, slot: Slot) -> WorkerRecord | None:
+        """Return the worker of a slot, if still there."""
+        host = self.workers.get(slot.worker)
+        return host if host is not None and host.slot.id == slot.id else None
+
+    def claim(self, job: ScheduledJob, effect: StartRank) -> Event | None:
         """Claim a slot for a rank; return the event of its refusal, or None."""
-        slot = effect.slot.id
-        host = self._workers.get(slot)
+        slot, host = effect.slot.id, self._at(effect.slot)
         if host is None:
             return SlotGone(slot)
-        if host.holder is not None or host.leaving or record.client is None:
+        if host.holder is not None or host.leaving or job.client is None:
             return SlotBusy(slot)  # only a kernel can start a rank on it
-        if not self.arbiter.claim(job, slot):
-            logger.info("job %r: %s is beyond its share by now", job, host.address)
+        if not self.arbiter.claim(job, host):
+            logger.info("job %r: %s is beyond its share by now", job.name, host.address)
             return SlotBusy(slot)
-        host.holder, host.has_beaten, host.silence = (job, effect.start), False, 0.0
-        record.ranks[effect.start] = slot
-        record.places[effect.start] = effect.place
-        self.grant(record, effect.start, slot)
+        host.holder, host.has_beaten, host.silence = (job.name, effect.start), False, 0.0
+        job.ranks[effect.start] = host
+        job.places[effect.start] = effect.place
+        self.grant(job, effect.start)
         return None
 
-    def rearrange(self) -> None:
-        """Decide anew how the jobs share the cluster."""
-        self.arbiter.schedule()
-
-    def free(self, job: str, start: int, slot: str | None) -> None:
+    def free(self, name: str, start: int, host: WorkerRecord | None) -> None:
         """Take a slot back from a rank, and offer it to the job of its reservation, or to all."""
-        record = self.jobs.get(job)
-        if record is not None:
-            record.ranks.pop(start, None)
-            record.beats.pop(start, None)
-            record.told.discard(start)
-            record.places.pop(start, None)
-        if slot is not None:
-            if self._workers[slot].holder == (job, start):
-                logger.info(
-                    "job %r: start %d holds %s no more", job, start, self._workers[slot].address
-                )
-                self._workers[slot].holder = None
-                if record is not None:
-                    record.silent.discard(slot)  # if it falls silent again, that is news
-            for name in self.jobs:
-                self._announce(name, [slot])
+        job = self.jobs.get(name)
+        if job is not None:
+            job.ranks.pop(start, None)
+            job.beats.pop(start, None)
+            job.places.pop(start, None)
+        if host is not None:
+            if host.holder == (name, start):
+                logger.info("job %r: start %d holds %s no more", name, start, host.address)
+                host.holder, host.frozen = None, False  # if it falls silent again, that is news
+            for each in self.jobs.values():
+                self.announce(each, [host])
         self.arbiter.schedule()
 
-    def grant(self, record: JobRecord, start: int, slot: str) -> None:
+    def grant(self, job: ScheduledJob, start: int) -> None:
         """Make the driver start a rank on a granted slot."""
-        self.send(record, SlotGranted(start, self._workers[slot].slot, record.places[start]))
+        job.send(SlotGranted(start, job.ranks[start].slot, job.places[start]))
 
     def restart_worker(self, slot: Slot, reason: str) -> None:
         """Restart a worker through its nanny; remove a worker without a nanny."""
-        if slot.id in self._workers:
+        if self._at(slot) is not None:
             self.spawn(self._restart_worker(slot.worker, reason))
 
     async def _restart_worker(self, address: str, reason: str) -> None:
         logger.info("worker %s is restarted, or removed if it has no nanny: %s", address, reason)
-        await self._scheduler.restart_workers(
+        await self.scheduler.restart_workers(
             workers=[address],
             wait_for_workers=False,
             on_error="return",
             stimulus_id=f"nbelastic-restart-{time.time()}",
         )
-        if address in self._scheduler.workers and self._addresses.get(address):
-            await self._scheduler.remove_worker(address, stimulus_id=f"nbelastic: {reason}")
+        if address in self.scheduler.workers and address in self.workers:
+            await self.scheduler.remove_worker(address, stimulus_id=f"nbelastic: {reason}")
 
     def transition(
         self, key: Any, start: str, finish: str, *args: Any, exception_text: str = "", **kwargs: Any
@@ -519,10 +513,10 @@ class ElasticPlugin(SchedulerPlugin):
 
     def _note_task_end(self, uid: str, start: int, detail: str) -> None:
         """Report a rank that has ended without a report."""
-        for name, record in list(self.jobs.items()):
-            if record.uid == uid and start in record.ranks:
-                self._event(name, RankRaised(start, detail))
-                self.free(name, start, record.ranks.get(start))
+        for job in list(self.jobs.values()):
+            if job.uid == uid and start in job.ranks:
+                job.take_in(RankRaised(start, detail))
+                self.free(job.name, start, job.ranks.get(start))
 
     # -- from the agents ---------------------------------------------------------------------------
 
@@ -542,99 +536,69 @@ class ElasticPlugin(SchedulerPlugin):
         """Evict the rank of a worker whose message cannot be read."""
         if isinstance(error, VersionMismatch):
             self._refuse(worker, str(error))
-            self._agents.arrived(worker)
+            self._installed(worker)
         problem = str(error)[:500]
         logger.info("worker %s has sent a message that cannot be read: %s", worker, problem)
-        slot = self._addresses.get(worker)
-        holder = None if slot is None else self._workers[slot].holder
-        if slot is not None and holder is not None:
-            gone = SlotGone(slot, LossReason.UNREADABLE, problem)
-            self._evict(slot, *holder, f"unreadable message: {problem}")
-            self._heartbeats.send_beats(holder[0])
-            self._event(holder[0], gone)
+        host = self.workers.get(worker)
+        if host is not None and host.holder is not None:
+            self._evict(host, *host.holder, f"unreadable message: {problem}")
+            if (job := self.jobs.get(host.holder[0])) is not None:
+                self._heartbeats.send_beats(job)
+                job.take_in(SlotGone(host.slot.id, LossReason.UNREADABLE, problem))
 
-    def _evict(self, slot: str, job: str, start: int, reason: str) -> None:
+    def _evict(self, host: WorkerRecord, job: str, start: int, reason: str) -> None:
         order = RankOrder(job, start, EndRank(start, "evict", Text(reason)))
-        self._to_agent(self._workers[slot], pack(order))
+        self.tell_agent(host, pack(order))
 
     def _report(self, worker: str, message: RankEvent) -> None:
         if isinstance(message.event, RankReturned) and message.result is None:
             raise ValueError("a rank that returns must send its result")
-        self._heartbeats.send_telemetry(message.job)
-        self._event(message.job, message.event, message.result, message.error)
+        if (job := self.jobs.get(message.job)) is not None:
+            self._heartbeats.send_telemetry(job)
+            job.take_in(message.event, message.result, message.error)
 
     def _output(self, worker: str, message: RankOutput) -> None:
-        record = self.jobs.get(message.job)
-        if record is not None:
-            record.log.note_output(message.start, message.text)
-            stream = getattr(self._scheduler, "client_comms", {}).get(record.client)
-            passed = record.output.take(message, unsent_bytes(stream))
+        if (job := self.jobs.get(message.job)) is not None:
+            job.log.note_output(message.start, message.text)
+            stream = getattr(self.scheduler, "client_comms", {}).get(job.client)
+            passed = job.output.take(message, unsent_bytes(stream))
             if passed is not None:
-                self.send(record, passed)
+                job.send(passed)
 
     def _fault(self, worker: str, message: FaultReport) -> None:
-        self._to_driver(message.job, replace(message, worker=worker))
-
-    def _leaving(self, worker: str, message: RankLeaving) -> None:
-        self.mark_leaving(worker, soon=True)
+        if (job := self.jobs.get(message.job)) is not None:
+            job.send(replace(message, worker=worker))
 
     def _take_notice(self, worker: str, message: NoticeReport) -> None:
-        slot = self._addresses.get(worker)
-        if slot is not None:
-            self._notices.take(self._workers[slot], message.notice)
+        if (host := self.workers.get(worker)) is not None:
+            self._notices.take(host, message.notice)
 
     def _ended(self, worker: str, message: RankEnded) -> None:
         if message.never and message.job in self.jobs:
             self.jobs[message.job].never.add(message.start)
-        self.free(message.job, message.start, self._addresses.get(worker))
+        self.free(message.job, message.start, self.workers.get(worker))
 
     def _take_beats(self, worker: str, message: Heartbeats) -> None:
-        slot = self._addresses.get(worker)
-        self._heartbeats.take(slot, message.beats)
-        for each in message.beats:  # of ranks that no job knows (any more)
-            job, start = each.job, each.beat.start
-            known = job in self.jobs and self.jobs[job].ranks.get(start) == slot
-            if slot is not None and not known:
-                self._evict(slot, job, start, "the job goes on without this rank")
+        host = self.workers.get(worker)
+        self._heartbeats.take(host, message.beats)
+        for job, beat in message.beats:  # of ranks that no job knows (any more)
+            known = job in self.jobs and self.jobs[job].ranks.get(beat.start) is host
+            if host is not None and not known:
+                self._evict(host, job, beat.start, "the job goes on without this rank")
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def order(self, job: str, record: JobRecord, effect: RankEffect, starts: Iterable[int]) -> None:
+    def order(self, job: ScheduledJob, effect: RankEffect, starts: Iterable[int]) -> None:
         """Order ranks of a job to obey an effect; it is packed once for all."""
-        packed = pack_for_ranks(job, effect)
+        packed = pack_for_ranks(job.name, effect)
         for start in list(starts):
-            worker = self._workers.get(record.ranks.get(start, ""))
-            if worker is not None:
-                self._to_agent(worker, packed(start))
+            if start in job.ranks:
+                self.tell_agent(job.ranks[start], packed(start))
 
-    def tell_agent(self, worker: WorkerRecord, message: Message) -> None:
-        """Send a message to a worker's agent."""
-        self._to_agent(worker, pack(message))
-
-    def _to_agent(self, worker: WorkerRecord, message: dict[str, Any]) -> None:
-        if worker.address in self._scheduler.stream_comms:
-            self._scheduler.worker_send(worker.address, {"op": PLUGIN, "message": message})
-
-    def _event(
-        self,
-        job: str,
-        event: Event,
-        result: bytes | None = None,
-        error: PackedError | None = None,
-    ) -> None:
-        record = self.jobs.get(job)
-        if record is not None:
-            record.controller.take_in(event, result, error)
-
-    def _to_driver(self, job: str, message: Message) -> None:
-        record = self.jobs.get(job)
-        if record is not None:
-            self.send(record, message)
-
-    def send(self, record: JobRecord, message: Message) -> None:
-        """Send a message to a job's driver, if any."""
-        if record.client is not None:
-            self.say(record.client, record.topic, record.epoch, message)
+    def tell_agent(self, worker: WorkerRecord, message: dict[str, Any]) -> None:
+        """Send a packed message to a worker's agent."""
+        if worker.address in self.scheduler.stream_comms:
+            self.scheduler.worker_send(worker.address, {"op": PLUGIN, "message": message})
 
     def say(self, client: str, topic: str, epoch: int, message: Message) -> None:
         """Send a message to a kernel, as an event of its subscribed topic.
@@ -642,13 +606,41 @@ class ElasticPlugin(SchedulerPlugin):
         It is not logged as an event, which would keep it in the scheduler's memory.
         """
         packed = pack(ToDriver(epoch, message))
-        self._scheduler.client_send(client, {"op": "event", "topic": topic, "event": (0.0, packed)})
+        self.scheduler.client_send(client, {"op": "event", "topic": topic, "event": (0.0, packed)})
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Run a coroutine in the background."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(functools.partial(_finished, self._tasks))
+
+
+class SpotNotices(SchedulerPlugin):
+    """Scheduler plugin that retires workers before their machines go; no job is needed.
+
+    While it is registered, one worker of each host watches for notices: those of AWS, Google and
+    Azure. Each worker watches for the end of its own SLURM or PBS job, SIGUSR1 and SIGUSR2. On a
+    notice, the workers of the host are retired at once: Dask moves their data to other workers,
+    and runs their tasks there. If the data has nowhere to go, that is tried again, after
+    5 s and then each 10 s.
+
+    A job of :func:`nbelastic.fit` needs no such plugin. With both, ranks leave at a commit first.
+
+    Examples
+    --------
+    >>> client.register_plugin(nbelastic.SpotNotices())  # doctest: +SKIP
+    >>> client.unregister_scheduler_plugin(nbelastic.SpotNotices.name)  # doctest: +SKIP
+    """
+
+    name = STANDING
+    idempotent = True
+
+    async def start(self, scheduler: Scheduler) -> None:
+        """Watch machines by the plugin that jobs have, too."""
+        await scheduler.register_scheduler_plugin(ElasticPlugin(), name=PLUGIN, idempotent=True)
+        plugin = scheduler.plugins[PLUGIN]
+        assert isinstance(plugin, ElasticPlugin)
+        plugin.watch_machines()
 
 
 def _finished(tasks: set[asyncio.Task[object]], task: asyncio.Task[object]) -> None:

@@ -10,15 +10,12 @@ Dask Gateway's preload). The originals are called in turn.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.membership import rules
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable
-
-    from distributed import Scheduler
-
     from .plugin import ElasticPlugin
 
 RETIRE_GRACE = 30.0
@@ -33,9 +30,9 @@ POLL = 0.01
 class ScalingHooks:
     """Wraps the scheduler's ``retire_workers`` and ``adaptive_target``."""
 
-    def __init__(self, plugin: ElasticPlugin, scheduler: Scheduler) -> None:
+    def __init__(self, plugin: ElasticPlugin) -> None:
         self._plugin = plugin
-        self._scheduler = scheduler
+        self._scheduler = scheduler = plugin.scheduler
         self._retire: Callable[..., Awaitable[Any]] = scheduler.handlers["retire_workers"]
         self._target: Callable[..., int] = scheduler.handlers["adaptive_target"]
         for name in ("retire_workers", "adaptive_target"):

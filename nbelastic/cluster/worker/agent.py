@@ -15,11 +15,13 @@ import pickle
 import shutil
 import sys
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import dask.config
 import psutil
-from distributed import get_worker, secede
+from distributed import Worker, get_worker, secede
 from distributed.comm.addressing import get_address_host
 from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
@@ -38,22 +40,20 @@ from nbelastic.cluster.wire import (
     FROM_AGENTS,
     HEARTBEAT_INTERVAL_S,
     PLUGIN,
-    addressee,
     pack,
     unpack,
 )
 from nbelastic.collectives.topology import host_identity
-from nbelastic.elastic.ranks.runtime import DASK_CUDA
+from nbelastic.elastic.ranks.runtime import DASK_CUDA, RankSpec
 from nbelastic.messages import (
     EndRank,
-    FaultDue,
     ForgetOrder,
     Heartbeats,
     Hello,
     InjectFaults,
     JobPayload,
+    Message,
     NoticeReport,
-    RankBeat,
     RankEnded,
     RankEvent,
     RankLeaving,
@@ -66,22 +66,14 @@ from nbelastic.messages import (
 )
 
 from .environment import own_interface, versions
-from .hosted_rank import HostedRank
+from .hosted_rank import HostedRank, Key
 from .notice_watcher import NoticeWatcher
 from .rank.channel import RankSetup, frame
 from .rank_launcher import RankLauncher
 from .signals import ignore_interrupts, leave_on_termination, pass_on_user_signals
-from .worker_faults import WorkerFaults
+from .worker_faults import inflict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from distributed import Worker
-
-    from nbelastic.elastic.ranks.runtime import RankSpec
-    from nbelastic.messages import Message
-
-    from .hosted_rank import Key
     from .rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
@@ -111,7 +103,6 @@ class Agent(WorkerPlugin):
         self._undo_interrupts = ignore_interrupts()
         self._undo_termination = leave_on_termination(self._terminate)
         self._ranks: dict[Key, HostedRank] = {}
-        self._ended_early: set[Key] = set()
         self._early: dict[Key, list[RankOrder]] = {}  # that came before Dask's task of the rank
         self._payloads: dict[str, JobPayload] = {}
         self._connection = ConnectionCheck()
@@ -139,12 +130,11 @@ class Agent(WorkerPlugin):
         self._undo_termination()
         self._notices.close()
         await self._leave("its worker is closing")
-        await self._notices.stopped()
         if self._ranks:
             for rank in self._ranks.values():
                 rank.end("its worker is closing", ENDING_GRACE)
             await self._wait_for_ranks()
-        self._launcher.close()
+        await self._launcher.close()
         if worker.status is not Status.closing:
             self._undo_interrupts()
 
@@ -190,25 +180,20 @@ class Agent(WorkerPlugin):
     # -- ranks -------------------------------------------------------------------------------------
 
     async def run(self, spec: RankSpec, address: str) -> None:
-        """Run a rank until its process has ended; its `spec` lacks its interface so far.
-
-        `address` is the scheduler's of the worker.
-        """
+        """Run a rank until its process has ended; its `spec` lacks its interface so far."""
         key = (spec.job, spec.start)
         spec = dataclasses.replace(spec, bind=self.bind(address))
         try:
-            payload = None if key in self._ended_early else await self._payload(spec.job)
-            if payload is None or key in self._ended_early:
-                self._ended_early.discard(key)
+            payload = None if self._ends(key) else await self._payload(spec.job)
+            if payload is None or self._ends(key):
+                del self._early[key]
                 return
             rank = HostedRank(
-                key,
-                lambda take, output: self._launch(spec, payload, take, output),
+                spec,
+                partial(self._launch, spec, payload),
                 self._send,
                 lambda: unsent_bytes(self._worker.batched_stream),
-                self._inflict,
-                spec.heartbeat_timeout_s,
-                spec.exit_timeout_s,
+                partial(self._worker.loop.add_callback, inflict, self._worker, self._send),
             )
         except Exception as error:
             problem = f"its process cannot be started: {error!r}"
@@ -264,10 +249,6 @@ class Agent(WorkerPlugin):
     def _scratch(self, spec: RankSpec) -> str:
         return os.path.join(self._worker.local_directory, f"nbelastic-{spec.job}-{spec.start}")
 
-    def _inflict(self, process: RankProcess, due: FaultDue) -> None:
-        faults = WorkerFaults(self._worker, self._send)
-        self._worker.loop.add_callback(faults.inflict, process, due)
-
     def bind(self, address: str) -> str:
         """Return the interface for a rank to bind, by the worker's own address."""
         if address.startswith("inproc"):
@@ -290,7 +271,7 @@ class Agent(WorkerPlugin):
         if cut_off:
             for rank in self._ranks.values():
                 rank.leave_generation(CUT_OFF)
-        beats = (RankBeat(job, rank.beat()) for (job, _), rank in self._ranks.items())
+        beats = ((job, rank.beat()) for (job, _), rank in self._ranks.items())
         self._send(Heartbeats(tuple(beats)))
         self._check_memory()
 
@@ -312,21 +293,18 @@ class Agent(WorkerPlugin):
             )
 
     def _handle(self, message: Any = None, **_: Any) -> None:
-        """Take a message from the scheduler; an unreadable message costs only its rank."""
+        """Take a message from the scheduler; if unreadable, its rank is ended."""
         try:
             self._take(unpack(message))
         except Exception as error:  # the stream, and the worker with it, would close
             logger.exception("a message from the scheduler cannot be read")
-            problem = f"its worker cannot read a message: {error!r}"
-            key = addressee(message)
-            if key in self._ranks:
-                self._ranks[key].end(problem)
+            for rank in list(self._ranks.values()):
+                rank.end(f"its worker cannot read a message: {error!r}")
 
     def _take(self, message: Message) -> None:
         if isinstance(message, ForgetOrder):
             self._payloads.pop(message.job, None)
             self._early = {k: each for k, each in self._early.items() if k[0] != message.job}
-            self._ended_early = {k for k in self._ended_early if k[0] != message.job}
         elif isinstance(message, WatchOrder):
             self._notices.apply(message)
         elif isinstance(message, RankOrder):
@@ -338,12 +316,15 @@ class Agent(WorkerPlugin):
         rank = self._ranks.get(key)
         if rank is not None:
             rank.obey(order)
-        elif isinstance(order.effect, EndRank) and key not in self._ended_early:
-            self._ended_early.add(key)
-            self._send(RankEvent(key[0], RankLeft(key[1])))
-            self._send(RankEnded(*key, never=True))
-        elif isinstance(order.effect, InjectFaults):
+        elif isinstance(order.effect, (EndRank, InjectFaults)) and not self._ends(key):
             self._early.setdefault(key, []).append(order)
+            if isinstance(order.effect, EndRank):
+                self._send(RankEvent(key[0], RankLeft(key[1])))
+                self._send(RankEnded(*key, never=True))
+
+    def _ends(self, key: Key) -> bool:
+        """Whether a rank was ordered to end before its start."""
+        return any(isinstance(each.effect, EndRank) for each in self._early.get(key, ()))
 
 
 def keep_quiet_at_the_end(worker: Worker) -> None:

@@ -6,10 +6,7 @@ Runs in workers, on the scheduler and in the kernel.
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable
 
 MUST_MATCH = ("python", "nbelastic", "torch")
 """Versions that kernel and workers must share; the scheduler may do without torch."""

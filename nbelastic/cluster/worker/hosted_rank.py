@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import signal
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import replace
@@ -22,6 +23,8 @@ from nbelastic.messages import (
     EndRank,
     FaultDue,
     Heartbeats,
+    Message,
+    Plan,
     Publish,
     RankDied,
     RankEvent,
@@ -35,10 +38,8 @@ from nbelastic.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from nbelastic.cluster.worker.rank_process import RankProcess
-    from nbelastic.messages import Message, Plan
+    from nbelastic.elastic.ranks.runtime import RankSpec
 
 INTERVAL = 0.1
 """Seconds that text may wait for more."""
@@ -118,13 +119,16 @@ class OutputBuffer:
 
 Key = tuple[str, int]
 
-ENDING_S = {"evict": 2.0}
-"""Seconds that a rank has to end by itself, by how it is ordered to; six otherwise."""
+ENDING_S, EVICTION_S = 6.0, 2.0
+"""Seconds that a rank has to end by itself, when it is ordered to."""
 
 TERMINATION_S = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 
 IMPORTING = "importing torch in the host's rank template"
+
+MOST_BETWEEN_S = 1.0
+"""Seconds between two looks at a rank that count as its silence; looks are half a second apart."""
 
 SILENCE_S = 1.2
 """Seconds without a heartbeat after which the state of the process is read."""
@@ -135,26 +139,25 @@ class HostedRank:
 
     ``launch(take, output)`` starts the process. `send` and `waiting` (bytes that wait) are those of
     the connection to the scheduler. ``inflict(process, due)`` injects a fault. A rank that does
-    nothing and sends no heartbeat for `heartbeat_timeout` seconds is ended. After its function, its
-    threads, exit handlers and children have `exit_timeout` seconds.
+    nothing and sends no heartbeat for the `heartbeat_timeout` of its `spec` is ended. After its
+    function, its threads, exit handlers and children have the `exit_timeout`.
     """
 
     def __init__(
         self,
-        key: Key,
+        spec: RankSpec,
         launch: Callable[[Callable[[Message], None], Callable[[bytes], None]], RankProcess],
         send: Callable[[Message], None],
         waiting: Callable[[], int],
         inflict: Callable[[RankProcess, FaultDue], None],
-        heartbeat_timeout: float,
-        exit_timeout: float,
     ) -> None:
-        self._key = key
+        self._spec = spec
+        self._key = key = (spec.job, spec.start)
         self._send, self._inflict = send, inflict
         self._loop = asyncio.get_running_loop()
         self._beat = Beat(key[1], 0, 0, False, -1)
         self._began, self._heard = self._loop.time(), cast("float | None", None)
-        self._patience, self._exit_timeout = heartbeat_timeout, exit_timeout
+        self._looked = self._began
         self._probes = ProbeHistory()
         self._plan: Plan | None = None
         self._over = self._returned = False
@@ -184,7 +187,7 @@ class HostedRank:
     def _take(self, message: Message) -> None:
         """Take a message of the rank."""
         if isinstance(message, Heartbeats):
-            self._beat = message.beats[0].beat
+            self._beat = message.beats[0][1]
             self._heard, self._probes = self._loop.time(), ProbeHistory()
         elif isinstance(message, FaultDue):
             self._inflict(self.process, message)
@@ -193,7 +196,7 @@ class HostedRank:
                 self._output.flush()
                 if isinstance(message.event, (RankReturned, RankLeft, RankRaised)):
                     self._over = True
-                    seconds = self._exit_timeout
+                    seconds = self._spec.exit_timeout_s
                     reason = f"it did not end within {seconds:g} s (exit_timeout)"
                     self._end_within(seconds, reason)
                 if isinstance(message.event, RankReturned):
@@ -209,7 +212,7 @@ class HostedRank:
         if isinstance(effect, Publish):
             self._plan = effect.plan
         elif isinstance(effect, EndRank) and effect.how != "leave":
-            seconds = ENDING_S.get(effect.how, 6.0) + effect.save
+            seconds = effect.save + (EVICTION_S if effect.how == "evict" else ENDING_S)
             self._end_within(seconds, f"its worker has ended its process: {effect.reason}")
 
     def leave_generation(self, reason: str) -> None:
@@ -242,6 +245,10 @@ class HostedRank:
         is ended. Before its first heartbeat, it may be importing modules from a slow disk.
         """
         now = self._loop.time()
+        # While its worker, or the machine, did not run, no heartbeat could be read.
+        late, self._looked = max(now - self._looked - MOST_BETWEEN_S, 0.0), now
+        self._began = min(self._began + late, now)
+        self._heard = None if self._heard is None else min(self._heard + late, now)
         if self._heard is None and self.process.waits:
             self._began = now
             return replace(self._beat, operation=IMPORTING)
@@ -253,6 +260,8 @@ class HostedRank:
             self._heard = now if self._heard is not None else None
         elif verdict is Verdict.STOPPED:
             self.kill(f"its process was stopped for {silence:.0f} s")
-        elif self._heard is not None and silence >= self._patience:
+        elif self._heard is not None and silence >= self._spec.heartbeat_timeout_s:
             self.kill(f"its process has sent no heartbeat for {silence:.0f} s and does nothing")
-        return replace(self._beat, waiting=False, operation="")
+        # Kept: a rank that waits and does not in turns would seem to make progress.
+        self._beat = replace(self._beat, waiting=False, operation="")
+        return self._beat

@@ -9,7 +9,6 @@ redirections not followed: what is at the end of either is not this machine's se
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import logging
 import multiprocessing
@@ -17,10 +16,10 @@ import os
 import socket
 import threading
 import time
-import urllib.request
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import psutil
@@ -28,15 +27,11 @@ from msgspec.structs import replace
 
 from nbelastic.messages import Notice, NoticeSource, WatchOrder
 
-from .notices import CLOUDS, Answer, KeyExpired, Unanswered, batch_job_end
+from .notices import CLOUDS, Answer, Ask, Cloud, KeyExpired, Unanswered, batch_job_end
 from .signals import leave_on_user_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from tornado.ioloop import IOLoop
-
-    from .notices import Ask, Cloud
 
 logger = logging.getLogger(__name__)
 
@@ -70,19 +65,6 @@ BATCH_SECONDS = 120.0
 SIGNAL_SECONDS = 60.0
 """Seconds from a signal until the end: what SLURM's ``--signal`` and SGE's ``-notify`` give."""
 
-STOP_GRACE = REQUEST_LIMIT_S + 0.5
-"""Seconds that a closing worker waits for the thread."""
-
-
-class _AnyStatus(urllib.request.HTTPErrorProcessor):
-    """Returns answers of any status, and so follows no redirection."""
-
-    def http_response(self, request: Any, response: Any) -> Any:
-        return response
-
-
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _AnyStatus)
-
 
 def find_service() -> str | None:
     """Return the URL of the metadata service; None where nothing takes a connection."""
@@ -99,10 +81,13 @@ def find_service() -> str | None:
 
 def ask_service(url: str, method: str, path: str, headers: dict[str, str]) -> Answer:
     """Make a request; raise OSError without a valid answer."""
-    request = urllib.request.Request(url + path, method=method, headers=headers)
+    place = urlsplit(url)
+    service = http.client.HTTPConnection(place.netloc, timeout=REQUEST_LIMIT_S)
     try:
-        with _opener.open(request, timeout=REQUEST_LIMIT_S) as answer:
-            names = {name.lower(): value for name, value in answer.headers.items()}
+        with closing(service):
+            service.request(method, path, headers=headers)
+            answer = service.getresponse()
+            names = {name.lower(): value for name, value in answer.getheaders()}
             return Answer(answer.status, names, answer.read(MOST_BYTES))
     except (http.client.HTTPException, ValueError) as error:
         # The error's own text may quote a header, and so a token.
@@ -206,11 +191,7 @@ class MachineWatch(threading.Thread):
 
 
 class NoticeWatcher:
-    """Watches as the scheduler orders, and reports to it.
-
-    ``send(notice)`` is called in the event loop. ``shield(on)`` makes the worker's nanny survive
-    signals, or not any more.
-    """
+    """Watches as the scheduler orders; `shield` makes the worker's nanny survive signals."""
 
     def __init__(
         self,
@@ -222,7 +203,6 @@ class NoticeWatcher:
         self._send = send
         self._shield = shield
         self._watch: MachineWatch | None = None
-        self._stopped: list[MachineWatch] = []
         self._timer: object | None = None
         self._stop_handling: Callable[[], None] | None = None
         self._closed = False
@@ -236,7 +216,6 @@ class NoticeWatcher:
             self._watch.start()
         elif not order.host and self._watch is not None:
             self._watch.stop()
-            self._stopped = [*filter(MachineWatch.is_alive, self._stopped), self._watch]
             self._watch = None
         if order.on and self._stop_handling is None:
             self._stop_handling = leave_on_user_signals(
@@ -259,13 +238,6 @@ class NoticeWatcher:
         """Watch for nothing any more."""
         self.apply(WatchOrder())
         self._closed = True
-
-    async def stopped(self) -> None:
-        """Wait for threads that were told to stop, for a while."""
-        for _ in range(int(STOP_GRACE / 0.05)):
-            if not any(map(MachineWatch.is_alive, self._stopped)):
-                break
-            await asyncio.sleep(0.05)
 
     def _report(self, *notices: Notice) -> None:
         for notice in notices:

@@ -109,7 +109,9 @@ def read_aws(body: bytes, _: str, now: float) -> tuple[Notice, ...]:
     data = _json(body)
     try:
         end = datetime.fromisoformat(str(data["time"]).replace("Z", "+00:00"))
-        return _notices(NoticeSource.AWS, _word(data["action"]), _seconds(end) - now)
+        action = data["action"]
+        shown = isinstance(action, str) and _WORD.fullmatch(action)  # to people
+        return _notices(NoticeSource.AWS, action if shown else "", _seconds(end) - now)
     except (KeyError, ValueError, OverflowError) as error:
         raise Unanswered(f"not a notice: {data!r:.200}") from error
 
@@ -139,7 +141,11 @@ def read_azure(body: bytes, name: str, now: float) -> tuple[Notice, ...]:
     data = _json(body)
     try:
         found = [
-            _notices(NoticeSource.AZURE, event["EventType"], _not_before(event, now) - now)
+            _notices(
+                NoticeSource.AZURE,
+                event["EventType"],
+                _seconds(parsedate_to_datetime(at)) - now if (at := event.get("NotBefore")) else 0,
+            )
             for event in data["Events"]
             if event["EventType"] in AZURE_ENDS
             and event.get("EventStatus") not in AZURE_OVER
@@ -157,11 +163,6 @@ def _names(resources: Any, name: str) -> bool:
     return name.casefold() in (str(each).casefold() for each in resources)
 
 
-def _not_before(event: Mapping[str, Any], now: float) -> float:
-    text = event.get("NotBefore") or ""
-    return _seconds(parsedate_to_datetime(text)) if text else now
-
-
 def _notices(source: NoticeSource, action: str, seconds: float) -> tuple[Notice, ...]:
     if seconds > MOST_AHEAD:
         raise Unanswered(f"not a notice: {seconds:.0f} s ahead")
@@ -177,11 +178,6 @@ def _date(answer: Answer) -> float:
         return _seconds(parsedate_to_datetime(answer.headers["date"]))
     except (KeyError, TypeError, ValueError, IndexError, OverflowError):
         return time.time()
-
-
-def _word(value: Any) -> str:
-    """Return a word that is shown to people; empty for anything else."""
-    return value if isinstance(value, str) and _WORD.fullmatch(value) else ""
 
 
 def _json(body: bytes) -> Mapping[str, Any]:

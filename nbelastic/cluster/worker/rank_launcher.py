@@ -22,41 +22,35 @@ import asyncio
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-import time
-from typing import TYPE_CHECKING, Any
-
-import psutil
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from nbelastic import rank_template
-from nbelastic.cluster.process_state import ProbeHistory, Verdict, process_id, read_state
+from nbelastic.elastic.ranks.runtime import THREAD_VARIABLES
+from nbelastic.messages import Message
 from nbelastic.system import LINUX
 
 from .rank.children import GROUP_LIMIT_S
 from .rank_process import RankProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbelastic.messages import Message
 
 logger = logging.getLogger(__name__)
 
 METHOD = "fork" if LINUX else "spawn"
 """How ranks begin. Frameworks of macOS do not work in a fork."""
 
-STUCK_S = 30.0
-"""Seconds for which a template that is asked may do nothing."""
+STUCK_S = 15.0
+"""Seconds that a template may take to fork a server for a rank."""
+
+IMPORT_S = 300.0
+"""Seconds that a template may take to import torch, from a slow disk."""
 
 TRIES = 4
 """Templates that may end before they are ready, one after the other, until ranks are given up."""
-
-_LOOK_S = 0.5
-_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class RankLauncher:
@@ -72,9 +66,6 @@ class RankLauncher:
         self.template = 0  # its process, while there is one
         self._ready = False
         self._tries = 0
-        self._looking: asyncio.TimerHandle | None = None
-        self._idle = 0  # looks at a template that imports, and did nothing
-        self._probes = ProbeHistory()
         self._ranks: dict[int, RankProcess] = {}
         self._launched = 0
 
@@ -88,7 +79,9 @@ class RankLauncher:
         self._line = line = line or self._start_template()
         line.setblocking(False)
         self._loop.add_reader(line, self._hear)
-        self._watch()
+        self._loop.call_later(
+            IMPORT_S, self._leave_if, lambda: self._line is line and not self._ready
+        )
 
     def launch(
         self, take: Callable[[Message], None], output: Callable[[bytes], None]
@@ -108,22 +101,14 @@ class RankLauncher:
         self._ask()
         return rank
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the remaining ranks and their processes; leave the template."""
-        ends = {each.fileno(): each for rank in self._ranks.values() if (each := rank.let_go())}
-        poll = select.poll()
-        for descriptor in ends:
-            poll.register(descriptor, select.POLLIN)
-        limit = time.monotonic() + 2 * GROUP_LIMIT_S
-        while ends and (left := limit - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(1000 * left):
-                with contextlib.suppress(OSError):
-                    if ends[descriptor].recv(rank_template.MESSAGE_BYTES):
-                        continue
-                poll.unregister(descriptor)
-                ends.pop(descriptor)
+        for rank in self._ranks.values():
+            rank.send_signal(signal.SIGKILL, "its worker was closed")
+        if ends := [rank.gone for rank in self._ranks.values()]:
+            await asyncio.wait(ends, timeout=2 * GROUP_LIMIT_S)
         for rank in list(self._ranks.values()):
-            if rank.server is not None and rank.control in ends.values():  # it is there
+            if rank.server is not None:  # it is there
                 os.kill(rank.server, signal.SIGKILL)
             rank.withdraw()
             rank.finish(reason="its worker was closed")
@@ -161,7 +146,7 @@ class RankLauncher:
         ours, theirs = socket.socketpair(socket.AF_UNIX, rank_template.KIND)
         variables = {
             **os.environ,
-            **dict.fromkeys(_ONE_THREAD, "1"),  # one thread, or it could not fork
+            **dict.fromkeys(THREAD_VARIABLES, "1"),  # one thread, or it could not fork
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # has torch look for GPUs without CUDA
             "PYTHONPATH": os.pathsep.join(self._path),
         }
@@ -213,9 +198,6 @@ class RankLauncher:
             self._loop.remove_reader(self._line)
             self._line.close()
             self._line = None
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
         self.template = 0
         if self._starter is not None:
             self._starter.kill()
@@ -244,41 +226,24 @@ class RankLauncher:
             for number, rank in list(self._ranks.items()):
                 if rank.waits:
                     with contextlib.suppress(OSError):  # it has ended, which is heard next
-                        rank.ask(self._line, number)
-                        self._watch()
+                        control = rank.ask(self._line, number)
+                        self._loop.call_later(
+                            STUCK_S, self._leave_if, partial(rank.is_asked_by, control)
+                        )
 
     # -- a template that does nothing --------------------------------------------------------------
 
-    def _watch(self) -> None:
-        if self._looking is None:
-            self._probes, self._idle = ProbeHistory(), 0
-            self._looking = self._loop.call_later(_LOOK_S, self._look)
-
-    def _look(self) -> None:
-        """Leave a stopped or idle template while a rank waits for it.
-
-        Looks are counted, and not seconds: a worker's loop may stand still itself.
-        """
-        self._looking = None
-        asked = [each for each in self._ranks.values() if each.asked]
-        if self._line is None or (self._ready and not asked):
+    def _leave_if(self, waits: Callable[[], bool]) -> None:
+        """Leave a template that is stopped or stuck, if something still waits for it."""
+        if self._line is None or not waits():
             return
-        self._looking = self._loop.call_later(_LOOK_S, self._look)
-        verdict = None
-        with contextlib.suppress(psutil.Error, OSError):
-            verdict = self._probes.add(read_state(process_id(self.template)))
-        self._idle = 0 if self._ready or verdict is Verdict.BUSY else self._idle + 1
-        for rank in asked:
-            rank.looks = 0 if verdict is Verdict.BUSY else rank.looks + 1
-        longest = max(self._idle, *(rank.looks for rank in asked), 0)
-        if verdict is not Verdict.STOPPED and longest * _LOOK_S < STUCK_S:
-            return
-        how = "is stopped" if verdict is Verdict.STOPPED else "does nothing"
-        for rank in asked:
-            rank.withdraw()
+        for rank in self._ranks.values():
+            if rank.control is not None and rank.is_asked_by(rank.control):
+                rank.withdraw()
         if self._alone:
             os.kill(self.template, signal.SIGKILL)  # no other worker has it
-        self._leave_others(f"the rank template of this host (process {self.template}) {how}")
+        process = f"the rank template of this host (process {self.template})"
+        self._leave_others(f"{process} does not answer")
         self._close_line()
         with contextlib.suppress(OSError):
             self.start()

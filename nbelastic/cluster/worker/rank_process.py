@@ -24,23 +24,20 @@ import re
 import signal
 import socket
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import psutil
 
 from nbelastic.cluster.process_state import ProcessState, process_id, read_state
 from nbelastic.elastic.ranks.stack import NOT_THE_USERS
+from nbelastic.messages import Message
 from nbelastic.rank_template import KIND, MESSAGE_BYTES, messages, send
 from nbelastic.system import LINUX
 
 from .rank.channel import HEADER, framed, read_message
 from .rank.children import GROUP_LIMIT_S, signal_group
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbelastic.messages import Message
 
 _LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 _STACK_BYTES = 1 << 16
@@ -125,7 +122,6 @@ class RankProcess:
         os.set_blocking(self._source, False)
         self._crash: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - until it has ended
         self._theirs = [theirs.detach(), prints, os.dup(self._crash.fileno())]
-        self.looks = 0  # at a template that is asked and does nothing
         self.control: socket.socket | None = None
         self._lost: asyncio.Future[int] = self._loop.create_future()  # status of the server
         self.gone: asyncio.Future[None] = self._loop.create_future()  # the server, too
@@ -161,16 +157,13 @@ class RankProcess:
             self._writer.write(data)
 
     def send_signal(self, number: int, reason: str = "") -> None:
-        """Send a signal to the process and its group, unless it has ended.
-
-        If this ends it, the `reason` explains that.
-        """
+        """Send a signal to the process and its group, unless it has ended; say why it ends."""
         if not self.ended:
             self._reason = reason or self._reason
             if self.pid is None:
                 self.finish(reason=self._reason)  # its server sees that, and forks none
-            else:
-                self._tell(signal=number)
+            elif self.control is not None:
+                send(self.control, signal=number)
 
     def pause_output(self, paused: bool) -> None:
         """Stop reading the rank's output, or resume. The rank waits once the pipe is full."""
@@ -231,13 +224,12 @@ class RankProcess:
         """Whether no server was asked for so far."""
         return self.control is None and self.pid is None and not self._ending
 
-    @property
-    def asked(self) -> bool:
-        """Whether a server was asked for, which has not answered so far."""
-        return self.control is not None and self.pid is None and not self._ending
+    def is_asked_by(self, control: socket.socket) -> bool:
+        """Whether a server was asked for with this socket, and has not answered so far."""
+        return self.control is control and self.pid is None and not self._ending
 
-    def ask(self, line: socket.socket, number: int) -> None:
-        """Ask the template at the other end of a line for a server, which gets the descriptors."""
+    def ask(self, line: socket.socket, number: int) -> socket.socket:
+        """Ask a template for a server, which gets the descriptors; return the control socket."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, KIND)
         ours.setblocking(False)
         message = json.dumps({"worker": os.getpid(), "rank": number}).encode()
@@ -254,6 +246,7 @@ class RankProcess:
                 raise
         self.control = ours
         self._loop.add_reader(ours, self._hear)
+        return ours
 
     def withdraw(self) -> None:
         """Ask no more: a server that finds the control socket closed forks nothing."""
@@ -266,19 +259,6 @@ class RankProcess:
         """Note how its server has ended, as the template tells."""
         if not self._lost.done():
             self._lost.set_result(status)
-
-    def let_go(self) -> socket.socket | None:
-        """Have the server end, and the rank; return the control socket, which is closed then."""
-        control = self.control
-        if control is not None:
-            self._loop.remove_reader(control)
-            with contextlib.suppress(OSError):
-                control.shutdown(socket.SHUT_WR)
-        return control
-
-    def _tell(self, **message: Any) -> None:
-        if self.control is not None:
-            send(self.control, **message)
 
     def _hear(self) -> None:
         while self.control is not None:

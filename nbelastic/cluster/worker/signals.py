@@ -24,12 +24,11 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable, Iterable
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from distributed import Nanny
 
 T = TypeVar("T")
@@ -46,14 +45,9 @@ def ignore_interrupts() -> Callable[[], None]:
     """
     if multiprocessing.parent_process() is None or not _in_main_thread():
         return _nothing
-    before: Any = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    undo = _handle([signal.SIGINT], signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):  # it may have been started shielded
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-    def undo() -> None:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and before is not None:
-            signal.signal(signal.SIGINT, before)
-
     return undo
 
 
@@ -91,12 +85,7 @@ def leave_on_termination(leave: Callable[[Callable[[], None]], None]) -> Callabl
         signal.signal(signal.SIGTERM, before)
         leave(lambda: before(signum, frame))
 
-    def undo() -> None:
-        if signal.getsignal(signal.SIGTERM) is handle:
-            signal.signal(signal.SIGTERM, before)
-
-    signal.signal(signal.SIGTERM, handle)
-    return undo
+    return _handle([signal.SIGTERM], handle)
 
 
 def leave_on_user_signals(leave: Callable[[str], None]) -> Callable[[], None]:
@@ -147,14 +136,17 @@ def _handle_user_signals(handle: Callable[[int, Any], None]) -> Callable[[], Non
     """Handle the user signals where nothing else does; return a function to undo this."""
     if not _in_main_thread() or not hasattr(signal, "SIGUSR1"):
         return _nothing
-    ours = [each for each in (signal.SIGUSR1, signal.SIGUSR2) if _ends_process(each)]
-    for each in ours:
-        signal.signal(each, handle)
+    return _handle(filter(_ends_process, (signal.SIGUSR1, signal.SIGUSR2)), handle)
+
+
+def _handle(numbers: Iterable[int], handler: Any) -> Callable[[], None]:
+    """Set the handler of signals; return a function to undo this, except where another came."""
+    before = {number: signal.signal(number, handler) for number in numbers}
 
     def undo() -> None:
-        for each in ours:
-            if signal.getsignal(each) is handle:
-                signal.signal(each, signal.SIG_DFL)
+        for number, former in before.items():
+            if signal.getsignal(number) is handler and former is not None:  # None: one in C
+                signal.signal(number, former)
 
     return undo
 

@@ -11,14 +11,17 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from distributed import Worker
 from distributed.core import Status
 
 from nbelastic.messages import (
     FaultDone,
     FaultDue,
     FaultReport,
+    Message,
     Notice,
     NoticeReport,
     NoticeSource,
@@ -26,87 +29,61 @@ from nbelastic.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from distributed import Worker
-
-    from nbelastic.messages import FaultOrder, Message
-
     from .rank_process import RankProcess
 
 
-class WorkerFaults:
-    """Injects the faults of one worker; `send` sends a message to the scheduler."""
-
-    def __init__(self, worker: Worker, send: Callable[[Message], None]) -> None:
-        self._worker = worker
-        self._send = send
-
-    async def inflict(self, rank: RankProcess, due: FaultDue) -> None:
-        """Inject a due fault, and let the rank go on, if still alive."""
-        fault = due.fault
-        report = FaultReport(due.job, due.start, "done", number=fault.number, rank=due.rank)
-        self._send(report)
-        await self._sent()
-        await self._do(rank, fault)
-        rank.send(RankOrder(due.job, due.start, FaultDone(fault.number)))
-
-    async def _sent(self) -> None:
-        """Wait, not for long, until the report is on its way."""
-        for _ in range(50):
-            await asyncio.sleep(0.001)
-            if not self._worker.batched_stream.buffer:
-                break
+async def inflict(
+    worker: Worker, send: Callable[[Message], None], rank: RankProcess, due: FaultDue
+) -> None:
+    """Inject a due fault, and let the rank go on, if still alive."""
+    send(FaultReport(due.job, due.start, "done", number=due.fault.number, rank=due.rank))
+    for _ in range(50):  # until the report is on its way, but not for long
         await asyncio.sleep(0.001)
-
-    async def _do(self, rank: RankProcess, fault: FaultOrder) -> None:
-        kind, seconds, worker = fault.kind, fault.seconds, self._worker
-        if kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif kind == "crash":
-            rank.send_signal(signal.SIGKILL)
-        elif kind == "crash_server" and rank.server is not None:
-            os.kill(rank.server, signal.SIGKILL)
-        elif kind == "stop":
-            stopped = [os.getpid()] if rank.pid is None else [rank.pid, os.getpid()]
-            if seconds:
-                _continue_after(seconds, stopped)
-            for pid in stopped:
-                os.kill(pid, signal.SIGSTOP)
-        elif kind == "close":
-            worker.loop.add_callback(worker.close, nanny=False, reason="nbelastic.chaos")
-        elif kind == "notice":
-            self._send(NoticeReport(Notice(NoticeSource.CHAOS, seconds=seconds)))
-            worker.loop.call_later(seconds, self._end_as_noticed)
-        elif kind in ("leave", "restart"):
-            worker.loop.add_callback(self._ask_scheduler, kind)
-
-    async def _ask_scheduler(self, kind: str) -> None:
-        addresses = [self._worker.address]
-        try:
-            if kind == "leave":
-                await self._worker.scheduler.retire_workers(workers=addresses)
-            else:
-                await self._worker.scheduler.restart_workers(
-                    workers=addresses,
-                    wait_for_workers=False,
-                    on_error="return",
-                    stimulus_id=f"nbelastic-chaos-{time.time()}",
-                )
-        except OSError:
-            pass  # it is as good as done: the worker has lost its scheduler over it
-
-    def _end_as_noticed(self) -> None:
-        """Kill this process, as its machine would, if its worker is still active."""
-        if self._worker.status in (Status.running, Status.paused):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if not worker.batched_stream.buffer:
+            break
+    await asyncio.sleep(0.001)
+    kind, seconds = due.fault.kind, due.fault.seconds
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif kind == "crash":
+        rank.send_signal(signal.SIGKILL)
+    elif kind == "crash_server" and rank.server is not None:
+        os.kill(rank.server, signal.SIGKILL)
+    elif kind == "stop":
+        stopped = [os.getpid()] if rank.pid is None else [rank.pid, os.getpid()]
+        if seconds:  # by another process, because a stopped process cannot act
+            words = f"(sleep {seconds:g}; kill -CONT {' '.join(map(str, stopped))})"
+            command = ["/bin/sh", "-c", f"{words} >/dev/null 2>&1 &"]
+            subprocess.run(command, stdin=subprocess.DEVNULL, check=True)
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+    elif kind == "close":
+        worker.loop.add_callback(worker.close, nanny=False, reason="nbelastic.chaos")
+    elif kind == "notice":
+        send(NoticeReport(Notice(NoticeSource.CHAOS, seconds=seconds)))
+        worker.loop.call_later(seconds, _end_as_noticed, worker)
+    elif kind in ("leave", "restart"):
+        worker.loop.add_callback(_ask_scheduler, worker, kind)
+    rank.send(RankOrder(due.job, due.start, FaultDone(due.fault.number)))
 
 
-def _continue_after(seconds: float, pids: list[int]) -> None:
-    """Continue processes from another process, because a stopped process cannot act."""
-    words = " ".join(map(str, pids))
-    subprocess.run(
-        ["/bin/sh", "-c", f"(sleep {seconds:g}; kill -CONT {words}) >/dev/null 2>&1 &"],
-        stdin=subprocess.DEVNULL,
-        check=True,
-    )
+async def _ask_scheduler(worker: Worker, kind: str) -> None:
+    addresses = [worker.address]
+    try:
+        if kind == "leave":
+            await worker.scheduler.retire_workers(workers=addresses)
+        else:
+            await worker.scheduler.restart_workers(
+                workers=addresses,
+                wait_for_workers=False,
+                on_error="return",
+                stimulus_id=f"nbelastic-chaos-{time.time()}",
+            )
+    except OSError:
+        pass  # it is as good as done: the worker has lost its scheduler over it
+
+
+def _end_as_noticed(worker: Worker) -> None:
+    """Kill this process, as its machine would, if its worker is still active."""
+    if worker.status in (Status.running, Status.paused):
+        os.kill(os.getpid(), signal.SIGKILL)

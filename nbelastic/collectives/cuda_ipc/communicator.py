@@ -1,4 +1,4 @@
-"""Communicator of ranks on a host, over the memory of each other's GPUs.
+"""Communicator over CUDA IPC inside hosts, and NCCL or Gloo between hosts.
 
 Every rank has an exchange buffer, which all others have opened. A sum proceeds in rounds: each rank
 copies its values to its own buffer, meets the others, and adds what is in all buffers in the order
@@ -9,8 +9,13 @@ again, the meeting of the round between has shown that no peer reads it any more
 Before a meeting a rank waits, on the host, for its *own* stream. So no stream ever waits for
 another process, and the death of a peer leaves none waiting.
 
-Meetings are operations of the shared-memory communicator, and so keep the order of the rank's calls
-(:mod:`nbelastic.collectives.gpu.communicator`).
+On several hosts, as in :mod:`nbelastic.collectives.hierarchical`, the ranks with one slice reduce
+it over the hosts, by NCCL or by Gloo from pinned memory. So all ranks of a host use the network at
+once, and each byte crosses it once a host. A rank alone on its host has a buffer, too, so that all
+hosts have the same rounds.
+
+Meetings are operations of a communicator of the host's ranks, and so keep the order of the rank's
+calls (:mod:`nbelastic.collectives.gpu.communicator`).
 """
 
 from __future__ import annotations
@@ -20,24 +25,32 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
+from nbelastic.collectives.buffers import slice_bounds
+from nbelastic.collectives.cuda_ipc.rounds import (
+    Combine,
+    Finish,
+    adding_along,
+    combine_to,
+    copy_in,
+    copy_out,
+    reducing,
+    rounds,
+)
 from nbelastic.collectives.gpu.communicator import DeviceCommunicator
-from nbelastic.collectives.gpu.device import DeviceError
-from nbelastic.collectives.reduction_tree import fold
-from nbelastic.collectives.transport import Capabilities, Op
+from nbelastic.collectives.gpu.device import Device, DeviceError, Memory, as_reducible
+from nbelastic.collectives.reduction_tree import Blocks, additions
+from nbelastic.collectives.transport import Capabilities, Handle, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Communicator, Rendezvous
+    from nbelastic.collectives.communicator import Communicator
     from nbelastic.collectives.gpu.communicator import Host
-    from nbelastic.collectives.gpu.device import Device, Memory
-    from nbelastic.collectives.reduction_tree import Blocks
-    from nbelastic.collectives.transport import Handle
+    from nbelastic.collectives.topology import Topology
+    from nbelastic.collectives.transport import Nodes, Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +69,6 @@ CLOSE_LIMIT_S = 2.0
 _LINE = 128
 """Slices begin at multiples of so many elements."""
 
-_SMALLER = (torch.float16, torch.bfloat16)
 _PROBE_BYTES = 64
 
 
@@ -106,19 +118,20 @@ def open_exchange(
             stack.callback(own.close)
         except (DeviceError, RuntimeError) as error:
             problem = str(error)
+        # A rank without memory takes part, too: its peers wait for it.
         offers = local.allgather_bytes(b"" if own is None else own.handle)
         if own is not None and all(offers):
             problem = _mark_own(local.rank, device, own, offers)
-            local.barrier()
+            local.barrier()  # all are marked before any is read
             problem = problem or _open_others(local.rank, device, own, offers, memories, ranks)
             for memory in memories:
                 stack.callback(memory.close)
-        said = compare(problem.encode()[:1000])
+        said = compare(problem.encode()[:1000])  # records of all ranks are of one length
         problems = [each.decode(errors="replace") for each in said]
         for rank, each in enumerate(problems):
             if each:
                 return None, f"rank {rank}: {each}"
-        stack.pop_all()
+        stack.pop_all()  # the exchange closes them from here on
         return Exchange(device, memories), ""
 
 
@@ -132,7 +145,7 @@ def _mark_own(rank: int, device: Device, own: Memory, offers: Sequence[bytes]) -
         with device.after(device.mark()):
             values = torch.frombuffer(bytearray(_probe_of(offers[rank])), dtype=torch.uint8)
             own.tensor[:_PROBE_BYTES].copy_(values)
-        device.drain(OPEN_LIMIT_S)
+        device.drain(OPEN_LIMIT_S)  # peers' streams do not follow this one
     except (DeviceError, RuntimeError) as error:
         return str(error)
     return ""
@@ -159,89 +172,48 @@ def _open_others(
     return ""
 
 
-class RoundPart(NamedTuple):
-    """A piece of a tensor, and where it lies in a round."""
-
-    values: torch.Tensor
-    at: int
-
-
-Combine = Callable[[Sequence[Sequence[torch.Tensor]], "torch.Tensor | None"], list[torch.Tensor]]
-"""Combines the nodes of ranks, by rank, and returns what remains: one, if the ranks are all.
-
-That is in `out`, if it is given and the result fits there.
-"""
-
-Finish = Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
-"""Puts the result of a slice in the first of its places, of a row each, from what remains."""
-
-
-def put_total(places: torch.Tensor, sums: Sequence[torch.Tensor]) -> None:
-    """Put the combined values of a host's ranks."""
-    (total,) = sums
-    places[0].copy_(total)
-
-
-def reducing(op: Op) -> Combine:
-    """Return what combines a value of each rank."""
-    return lambda slices, out: [_combined([each for (each,) in slices], op, out)]
-
-
-def adding_along(order: Sequence[int]) -> Combine:
-    """Return what adds nodes in an order of ``reduction_tree.additions``."""
-
-    def combine(
-        slices: Sequence[Sequence[torch.Tensor]], out: torch.Tensor | None
-    ) -> list[torch.Tensor]:
-        remaining = sum(order)
-
-        def add(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-            nonlocal remaining
-            remaining -= 1
-            return torch.add(first, second, out=out if remaining == 0 else None)
-
-        return fold([each for of_rank in slices for each in of_rank], order, add)
-
-    return combine
-
-
 class CudaIpcCommunicator(DeviceCommunicator):
-    """A communicator of ranks that share a host and can read each other's GPUs.
+    """A communicator of ranks that can read the GPUs of their hosts' other ranks.
 
-    It owns `host`, the communicator of the same ranks, and the exchange.
+    It owns all its parts: `host`, of all ranks, for what is not on GPUs; the exchange; `local`, for
+    the meetings of this host's ranks, which is `host` if there is one host; `across`, the ranks of
+    all hosts with this rank's slice, or None if it has none.
     """
 
-    name = "cuda_ipc"
-    capabilities = Capabilities(coalesces=True, averages=True, stops_sending_on_failure=True)
+    # The executor's thread alone uses `local` and `across`, one operation after the other in the
+    # order of the rank's calls. What ends one part ends all, so a failure between hosts frees the
+    # ranks that meet inside them.
+
+    capabilities = Capabilities(coalesces=True, stops_sending_on_failure=True)
 
     def __init__(
         self,
-        rendezvous: Rendezvous,
         host: Host,
         exchange: Exchange,
         abort_signal: AbortSignal,
+        topology: Topology,
+        local: Communicator,
+        across: Communicator | None = None,
+        between: str = "",
     ) -> None:
-        super().__init__(rendezvous, host, exchange.device, abort_signal)
+        self.name = f"cuda_ipc+{between}" if between else "cuda_ipc"
+        super().__init__(host, exchange.device, abort_signal)
         self._exchange = exchange
-        # The ranks of this host, which meet; ranks on other hosts see nothing of this one's memory.
-        self._local: Communicator = host
-        self._ranks: Sequence[int] = range(rendezvous.size)
-        self._sums_along = True  # whether the ranks' blocks are in an order for sums along a tree
+        self._topology = topology
+        self._on_one_host = len(topology.hosts) == 1
+        self._local = local
+        self._ranks = topology.local_ranks(self.rank)
+        self._across = across
 
     # -- operations on devices -------------------------------------------------------------------
 
-    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+    def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
         if not self._device.holds(tensors[0]):
             return super().begin_allreduce(tensors, op)
         return self._on_device(tensors, lambda: self._reduce_now(tensors, op))
 
-    def begin_allreduce_tree(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor],
-    ) -> Handle:
-        if not (self._sums_along and self._device.holds(outputs[0])):
+    def begin_allreduce_tree(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> Handle:
+        if not (self._topology.in_order and self._device.holds(outputs[0])):
             return super().begin_allreduce_tree(nodes, blocks, outputs)
         used = [*outputs, *(each for node in nodes for each in node)]
         return self._on_device(used, lambda: self._sum_along_now(nodes, blocks, outputs))
@@ -262,31 +234,53 @@ class CudaIpcCommunicator(DeviceCommunicator):
             said = ", ".join(f"rank {rank}: {each.decode()}" for rank, each in pairs)
             raise RuntimeError(f"ranks disagree on the operation ({said})")
 
-    def _reduce_now(self, tensors: Sequence[torch.Tensor], op: Op) -> None:
+    def _reduce_now(self, tensors: Tensors, op: Op) -> None:
         values, op = as_reducible(tensors, op)
-        what = f"allreduce ({op.value})"
-        self._exchange_rounds(what, [values], values, [1] * self.size, 1, reducing(op))
+        divides_last = op is Op.AVERAGE and not self._on_one_host  # hosts differ in size
+        whole = Op.SUM if divides_last else op
 
-    def _sum_along_now(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor],
-    ) -> None:
-        counts = [len(cover) for cover in blocks.covers]
+        def finish(places: torch.Tensor, sums: Tensors) -> None:
+            own = places[0]
+            own.copy_(sums[0])
+            if self._across is not None:
+                self._device.drain()
+                self._across.allreduce(own, whole)
+            if divides_last:
+                own.div_(self.size)
+
+        what, counts = f"allreduce ({op.value})", [1] * len(self._ranks)
+        self._exchange_rounds(what, [values], values, counts, 1, reducing(whole), finish)
+
+    def _sum_along_now(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> None:
+        of_hosts = blocks.merged(self._topology.hosts)
+        covers = [blocks.covers[rank] for rank in self._ranks]
+        counts = [len(cover) for cover in covers]
+        order = additions([*itertools.chain(*covers)], blocks.leaves)
+        rows = max(map(len, (*blocks.covers, *of_hosts.covers)))
+
+        def finish(places: torch.Tensor, sums: Tensors) -> None:
+            # All sums first: they may be parts of this rank's buffer, where they are put.
+            made = [each.clone() for each in sums] if len(sums) > 1 else sums
+            for place, each in zip(places, made, strict=False):
+                place.copy_(each)
+            if self._across is not None:
+                self._device.drain()
+                own = [[place] for place in places[: len(made)]]
+                self._across.allreduce_tree(own, of_hosts, [places[0]])
+
         what = f"sum along the tree of {blocks.quotas}"
-        combine = adding_along(blocks.order)
-        self._exchange_rounds(what, nodes, outputs, counts, max(counts), combine)
+        combine = adding_along(order)
+        self._exchange_rounds(what, nodes, outputs, counts, rows, combine, finish)
 
     def _exchange_rounds(
         self,
         what: str,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        outputs: Sequence[torch.Tensor],
+        nodes: Nodes,
+        outputs: Tensors,
         counts: Sequence[int],
         rows: int,
         combine: Combine,
-        finish: Finish = put_total,
+        finish: Finish,
     ) -> None:
         """Combine the nodes of this host's ranks, each of which has as many as `counts` says.
 
@@ -306,35 +300,65 @@ class CudaIpcCommunicator(DeviceCommunicator):
             self._meet(what)
             by_rank = [[*half[:nodes_of]] for half, nodes_of in zip(halves, counts, strict=True)]
             if self._each_adds_all(sum(counts) * count * dtype.itemsize):
-                _combine_to(parts, by_rank, combine)
+                combine_to(parts, by_rank, combine)
                 continue
             bounds = self._bounds(count)
             low, high = bounds[self._local.rank], bounds[self._local.rank + 1]
             if low < high:
                 slices = [[row[low:high] for row in of_rank] for of_rank in by_rank]
                 finish(mine[:, low:high], combine(slices, None))
-            self._meet(what)
+            self._meet(what)  # all slices are summed before any is copied
             for rank, half in enumerate(halves):
                 copy_out(half[0], bounds[rank], bounds[rank + 1], parts)
 
     def _each_adds_all(self, nbytes: int) -> bool:
-        return self.size == 2 or nbytes <= AT_ONCE_BYTES
+        # Two ranks read as much of each other either way, and so save a meeting.
+        return self._on_one_host and (self.size == 2 or nbytes <= AT_ONCE_BYTES)
 
     def _bounds(self, count: int) -> list[int]:
         """Return where the slice of each of this host's ranks begins, and the end."""
-        return slice_bounds(count, self.size)
+        slices = self._topology.slices
+        return slice_bounds(count, slices, _LINE) + [count] * (len(self._ranks) - slices)
 
     def _broadcast_now(self, tensor: torch.Tensor, root: int) -> None:
         flat = tensor.detach().view(-1).view(torch.uint8)
+        of_root = self._topology.local_ranks(root)
+        here, its_host = root in self._ranks, self._topology.hosts.index(of_root)
+        what = f"broadcast of {flat.numel()} bytes from rank {root}"
         for parts in rounds([flat], self._exchange.capacity(torch.uint8)):
-            buffer = self._exchange.next(torch.uint8)[root]
+            halves = self._exchange.next(torch.uint8)
+            own, count = halves[self._local.rank], sum(part.values.numel() for part in parts)
+            bounds = self._bounds(count)
+            mine = slice(bounds[self._local.rank], bounds[self._local.rank + 1])
             if self.rank == root:
-                copy_in(buffer, parts)
-            self._meet(f"broadcast of {flat.numel()} bytes from rank {root}")
+                copy_in(own, parts)
+            if here:  # on other hosts nothing has arrived yet
+                self._meet(what)
+                if self.rank != root and self._on_one_host:
+                    copy_out(halves[root], 0, count, parts)
+                elif self.rank != root:
+                    own[mine].copy_(halves[of_root.index(root)][mine])
+            if self._on_one_host:
+                continue
+            if self._across is not None and mine.start < mine.stop:
+                self._device.drain()
+                self._across.broadcast(own[mine], its_host)
+            self._meet(what)
             if self.rank != root:
-                copy_out(buffer, 0, len(buffer), parts)
+                for rank, half in enumerate(halves):
+                    copy_out(half, bounds[rank], bounds[rank + 1], parts)
 
     # -- state -----------------------------------------------------------------------------------
+
+    def cut_connections(self) -> int:
+        across = 0 if self._across is None else self._across.cut_connections()
+        return super().cut_connections() + across
+
+    def _leave_parts(self) -> None:
+        if self._local is not self._host:  # on one host, `close` closes it as the host's
+            self._local.close()
+        if self._across is not None:
+            self._across.close()
 
     def _leave_device(self) -> None:
         # Its meetings end at once. A stream has only work of this process, but that may hang.
@@ -351,95 +375,4 @@ class CudaIpcCommunicator(DeviceCommunicator):
                 error,
             )
         else:
-            self._exchange.close()
-
-
-def rounds(tensors: Sequence[torch.Tensor], capacity: int) -> Iterator[list[RoundPart]]:
-    """Yield the pieces that fit into a buffer at a time. Ranks may split values differently."""
-    parts: list[RoundPart] = []
-    used = 0
-    for tensor in tensors:
-        start = 0
-        while start < tensor.numel():
-            length = min(tensor.numel() - start, capacity - used)
-            parts.append(RoundPart(tensor[start : start + length], used))
-            start += length
-            used += length
-            if used == capacity:
-                yield parts
-                parts, used = [], 0
-    if parts:
-        yield parts
-
-
-def slice_bounds(count: int, slices: int) -> list[int]:
-    """Return where each slice begins, and the end."""
-    each = -(-count // slices)
-    each += -each % _LINE
-    return [min(index * each, count) for index in range(slices + 1)]
-
-
-def as_reducible(tensors: Sequence[torch.Tensor], op: Op) -> tuple[list[torch.Tensor], Op]:
-    """Return vectors to reduce and their operator: booleans as bytes, without overflow."""
-    dtype = tensors[0].dtype
-    if dtype is torch.bool:  # whether any is true, or all are
-        dtype = torch.uint8
-        op = Op.MAX if op in (Op.SUM, Op.MAX) else Op.MIN
-    return [tensor.detach().view(-1).view(dtype) for tensor in tensors], op
-
-
-def _combined(
-    slices: Sequence[torch.Tensor], op: Op, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Reduce slices in their order. Smaller floats are reduced as float32, and rounded once."""
-    first, *rest = slices
-    if first.dtype in _SMALLER:
-        total, out = first.float(), None
-    else:
-        total = first
-    for each in rest:
-        # Never in place in `first`, which is a rank's buffer.
-        target = total if total is not first else out
-        if op in (Op.SUM, Op.AVERAGE):
-            total = torch.add(total, each, out=target)
-        elif op is Op.PRODUCT:
-            total = torch.mul(total, each, out=target)
-        elif op is Op.MIN:
-            total = torch.minimum(total, each.to(total.dtype), out=target)
-        else:
-            total = torch.maximum(total, each.to(total.dtype), out=target)
-    if op is Op.AVERAGE:
-        total.div_(len(slices))
-    return total
-
-
-def copy_in(buffer: torch.Tensor, parts: Sequence[RoundPart]) -> None:
-    """Copy pieces to where they lie in a round."""
-    places = [buffer[part.at : part.at + part.values.numel()] for part in parts]
-    torch._foreach_copy_(places, [part.values for part in parts])
-
-
-def _combine_to(
-    parts: Sequence[RoundPart], by_rank: Sequence[Sequence[torch.Tensor]], combine: Combine
-) -> None:
-    """Combine all values of a round, to the pieces."""
-    count = sum(part.values.numel() for part in parts)
-    slices = [[row[:count] for row in of_rank] for of_rank in by_rank]
-    out = parts[0].values if len(parts) == 1 else None
-    if out is not None and any(row.device != out.device for row in itertools.chain(*slices)):
-        out = None  # it lies on another GPU of this process
-    (total,) = combine(slices, out)
-    if out is None or total.data_ptr() != out.data_ptr():
-        copy_out(total, 0, count, parts)
-
-
-def copy_out(buffer: torch.Tensor, low: int, high: int, parts: Sequence[RoundPart]) -> None:
-    """Copy a slice of a buffer to its pieces."""
-    places, values = [], []
-    for part, at in parts:
-        first, last = max(low, at), min(high, at + part.numel())
-        if first < last:
-            places.append(part[first - at : last - at])
-            values.append(buffer[first:last])
-    if places:
-        torch._foreach_copy_(places, values)
+            self._exchange.close()  # no stream of this rank reads peers' memory now

@@ -9,6 +9,9 @@ divided on completion.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -17,24 +20,27 @@ from torch._C._distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     ReduceOp,
+    Work,
 )
 
 from nbelastic.collectives.abort_signal import AbortSignal
-from nbelastic.collectives.buffers import as_bytes, concatenate
+from nbelastic.collectives.buffers import as_bytes, as_number, concatenate, copy_back
 from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.gloo.group import GlooGroupOwner, GlooOperation
-from nbelastic.collectives.operations import AsyncCommunicator, OperationHandle, first_sentence
+from nbelastic.collectives.operations import (
+    AsyncCommunicator,
+    Operation,
+    OperationHandle,
+    QueuedOperation,
+    Task,
+    first_sentence,
+)
 from nbelastic.collectives.transport import Handle, Op
 from nbelastic.collectives.tree_exchange import flattened, sum_shares
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from datetime import timedelta
-
-    from torch._C._distributed_c10d import Work
-
-    from nbelastic.collectives.operations import BlockingTask, Operation, QueuedOperation
     from nbelastic.collectives.reduction_tree import Blocks
+    from nbelastic.collectives.transport import Nodes, Tensors
 
 
 _TREE_TAG = 1  # of messages; users' messages have 0
@@ -59,75 +65,70 @@ class GlooCommunicator(AsyncCommunicator):
 
     # -- operations ------------------------------------------------------------------------------
 
-    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+    def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
         (tensor,) = tensors
-        flat, options = tensor, _OPTIONS[op]
-        if tensor.dtype is torch.bool:
-            flat, options = as_bytes(tensor), _OPTIONS_FOR_BOOL[op]
-        average = op is Op.AVERAGE
+        dtype, how = as_number(tensor.dtype, op)
+        values, options = [tensor.view(dtype)], _OPTIONS[how]
         return self._begin(
-            lambda: self._owner.group.allreduce([flat], options),
-            (lambda: tensor.div_(self.size)) if average else None,
+            lambda: self._owner.group.allreduce(values, options),
+            (lambda: tensor.div_(self.size)) if op is Op.AVERAGE else None,
         )
 
-    def begin_allreduce_tree(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor],
-    ) -> Handle:
+    def begin_allreduce_tree(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> Handle:
         vectors, target = flattened(nodes, outputs)
-        task = TreeSum(self._owner, self._abort_signal, self.rank, vectors, target.vector, blocks)
-        return self._begin(lambda: task, target.deliver, direction="tree")
+        its = self._owner, self._abort_signal, self.rank  # not self, which a task must not keep
+
+        def task(limit: timedelta) -> None:
+            exchange = functools.partial(exchange_messages, *its, limit)
+            sum_shares(its[-1], vectors, target, blocks, exchange).wait()
+
+        return self._begin(lambda: task, lambda: copy_back(target, outputs), direction="tree")
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         options = BroadcastOptions()
         options.rootRank = root
         return self._begin(lambda: self._owner.group.broadcast([as_bytes(tensor)], options))
 
-    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+    def begin_allgather(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
         filled, source = [list(map(as_bytes, outputs))], [as_bytes(tensor)]
         return self._begin(lambda: self._owner.group.allgather(filled, source))
 
-    def begin_all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Handle:
+    def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
         sent = concatenate([as_bytes(tensor) for tensor in inputs])
         sent_bytes = [tensor.nbytes for tensor in inputs]
         received_bytes = [tensor.nbytes for tensor in outputs]
         received = torch.empty(sum(received_bytes), dtype=torch.uint8)
-
-        def deliver() -> None:
-            for output, piece in zip(outputs, torch.split(received, received_bytes), strict=True):
-                as_bytes(output).copy_(piece)
-
         return self._begin(
             lambda: self._owner.group.alltoall_base(received, sent, received_bytes, sent_bytes),
-            deliver,
+            lambda: copy_back(received, [as_bytes(output) for output in outputs]),
         )
 
     def begin_barrier(self) -> Handle:
         options = BarrierOptions()
         return self._begin(lambda: self._owner.group.barrier(options))
 
-    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+    def begin_send(self, parts: Tensors, to: int) -> Handle:
         message = as_bytes(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
-        return self._begin(lambda: self._owner.group.send([message], to, 0), direction=f"to-{to}")
+        # Begun here, in the order of calls; the executor only waits for its end.
+        return self._begin(
+            lambda: self._owner.group.send([message], to, 0).wait, direction=f"to-{to}"
+        )
 
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
         message = as_bytes(tensor)
         return self._begin(
-            lambda: self._owner.group.recv([message], source, 0), direction=f"from-{source}"
+            lambda: self._owner.group.recv([message], source, 0).wait, direction=f"from-{source}"
         )
 
     # -- state -----------------------------------------------------------------------------------
 
     def cut_connections(self) -> int:
+        # A fork has its parent's sockets: a shutdown there would cut the parent off.
         return 0 if self._abort_signal.forked else self._owner.cut_connections()
 
     def close(self) -> None:
         if self._abort_signal.forked:
-            return
+            return  # the owner's thread is in the parent
         self.close_subgroups()
         self._abort_signal.abort("the communicator is closed", orderly=self.idle)
 
@@ -148,7 +149,7 @@ class GlooCommunicator(AsyncCommunicator):
 
     def _begin(
         self,
-        start: Callable[[], Work | BlockingTask],
+        start: Callable[[], Work | Task],
         deliver: Callable[[], object] | None = None,
         direction: str | None = None,
     ) -> Handle:
@@ -160,26 +161,26 @@ class GlooCommunicator(AsyncCommunicator):
             if failure is not None:
                 self._fail(failure)
             if earlier.done():
-                self._owner.release(earlier)
+                self._owner.release(earlier)  # it has succeeded, and may never be awaited
         failure = None
         with self._owner.use_lock:
-            self._abort_signal.check()
+            self._abort_signal.check()  # again: after an abort the owner waits for this lock once
             try:
                 operation = self._start(start, direction)
             except RuntimeError as error:
-                failure = first_sentence(error)
+                failure = first_sentence(error)  # raised outside the lock: an abort calls back
         if failure is not None:
             self._fail(failure)
         return OperationHandle(self, operation, deliver)
 
     def _start(
-        self, start: Callable[[], Work | BlockingTask], direction: str | None
+        self, start: Callable[[], Work | Task], direction: str | None
     ) -> GlooOperation | QueuedOperation:
         operation: GlooOperation | QueuedOperation
         if direction is None:
             operation = GlooOperation(cast("Work", start()), self._owner.use_lock)
         else:
-            operation = self._owner.executor(direction).submit(start())
+            operation = self._owner.executor(direction).submit(cast("Task", start()))
         self._owner.track(operation)
         return operation
 
@@ -187,49 +188,29 @@ class GlooCommunicator(AsyncCommunicator):
         self._owner.release(operation)
 
 
-class TreeSum:
-    """A sum along a tree, for an executor: by messages, which have an order of their own.
-
-    Gloo's own operations cannot be put together to this: ranks begin them in one order.
-    """
-
-    def __init__(
-        self,
-        owner: GlooGroupOwner,
-        abort_signal: AbortSignal,
-        rank: int,
-        vectors: Sequence[torch.Tensor],
-        output: torch.Tensor,
-        blocks: Blocks,
-    ) -> None:
-        self._owner = owner
-        self._abort_signal = abort_signal
-        self._rank = rank
-        self._arguments = rank, vectors, output, blocks
-        self._limit: timedelta
-
-    def wait(self, limit: timedelta) -> None:
-        """Perform it. Raises ``RuntimeError`` if a message fails, or the group is aborted."""
-        self._limit = limit
-        sum_shares(*self._arguments, self._exchange).wait()
-
-    def _exchange(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> _Messages:
-        ranks = len(inputs)
-        outputs[self._rank].copy_(inputs[self._rank])
-        works = []
-        # Each rank begins with the next one, so that none is the first of all others.
-        for step in range(1, ranks):
-            to, source = (self._rank + step) % ranks, (self._rank - step) % ranks
-            with self._owner.use_lock:
-                self._abort_signal.check()
-                if inputs[to].numel():
-                    works.append(self._owner.group.send([as_bytes(inputs[to])], to, _TREE_TAG))
-                if outputs[source].numel():
-                    received = [as_bytes(outputs[source])]
-                    works.append(self._owner.group.recv(received, source, _TREE_TAG))
-        return _Messages(works, self._limit)
+def exchange_messages(
+    owner: GlooGroupOwner,
+    abort_signal: AbortSignal,
+    rank: int,
+    limit: timedelta,
+    outputs: Tensors,
+    inputs: Tensors,
+) -> _Messages:
+    """Begin an all-to-all of a sum along a tree, by messages, which have an order of their own."""
+    # Gloo's own operations cannot be put together to a sum: ranks begin them in one order.
+    ranks = len(inputs)
+    outputs[rank].copy_(inputs[rank])
+    works = []
+    # Each rank begins with the next one, so that none is the first of all others.
+    for step in range(1, ranks):
+        to, source = (rank + step) % ranks, (rank - step) % ranks
+        with owner.use_lock:
+            abort_signal.check()
+            if inputs[to].numel():  # both ends know the blocks, so both leave it out
+                works.append(owner.group.send([as_bytes(inputs[to])], to, _TREE_TAG))
+            if outputs[source].numel():
+                works.append(owner.group.recv([as_bytes(outputs[source])], source, _TREE_TAG))
+    return _Messages(works, limit)
 
 
 class _Messages:
@@ -244,26 +225,13 @@ class _Messages:
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait(self._limit)
+            work.wait(self._limit)  # without the use lock, because the owner joins this thread
 
 
-def _options(op: ReduceOp.RedOpType) -> AllreduceOptions:
+def _options(op: Op) -> AllreduceOptions:
     options = AllreduceOptions()
-    options.reduceOp = ReduceOp(op)
+    options.reduceOp = getattr(ReduceOp, "SUM" if op is Op.AVERAGE else op.name)
     return options
 
 
-_OPTIONS = {
-    Op.SUM: _options(ReduceOp.SUM),
-    Op.AVERAGE: _options(ReduceOp.SUM),
-    Op.MIN: _options(ReduceOp.MIN),
-    Op.MAX: _options(ReduceOp.MAX),
-    Op.PRODUCT: _options(ReduceOp.PRODUCT),
-}
-# A sum of booleans is whether any is true, a product whether all are; bytes would overflow.
-_OPTIONS_FOR_BOOL = {
-    Op.SUM: _OPTIONS[Op.MAX],
-    Op.MIN: _OPTIONS[Op.MIN],
-    Op.MAX: _OPTIONS[Op.MAX],
-    Op.PRODUCT: _OPTIONS[Op.MIN],
-}
+_OPTIONS = {op: _options(op) for op in Op}

@@ -13,28 +13,29 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store, Work
 
 from nbelastic.collectives.gloo.sockets import cut_connections, endpoints_of
-from nbelastic.collectives.operations import OperationFailed, OrderedExecutor, first_sentence
+from nbelastic.collectives.operations import (
+    Operation,
+    OperationFailed,
+    OrderedExecutor,
+    QueuedOperation,
+    first_sentence,
+)
 from nbelastic.collectives.owner import GroupOwner
 from nbelastic.collectives.rendezvous.client import RendezvousClient
 from nbelastic.collectives.rendezvous.handshake import PROOF_BYTES, peer_token
 from nbelastic.errors import CollectiveError, RanksDisagree
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch._C._distributed_c10d import ProcessGroup, Work
-
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.communicator import Rendezvous
-    from nbelastic.collectives.operations import Operation, QueuedOperation
 
 
 class GlooStore(Store):
@@ -59,7 +60,7 @@ class GlooStore(Store):
 
     def wait(self, _keys: Sequence[str], _timeout: timedelta | None = None) -> None:
         """Wait for all ranks, for as long as the rendezvous allows."""
-        if self.addresses:
+        if self.addresses:  # one exchange answers all of Gloo's waits
             return
         try:
             self.addresses = self._client.exchange(self._own)
@@ -93,16 +94,16 @@ _BRIEFLY = timedelta(milliseconds=2)
 _TIMEOUT_CAN_CHANGE = hasattr(ProcessGroupGloo, "set_timeout")
 
 
-class GlooOperation:
+class GlooOperation(Operation):
     """A collective operation under way in Gloo."""
 
     def __init__(self, work: Work, use_lock: threading.Lock) -> None:
         self._work: Work | None = work
         self._use_lock = use_lock
+        self._succeeded = False
 
     def done(self) -> bool:
-        """Return whether it has ended, successfully or not."""
-        with self._use_lock:
+        with self._use_lock:  # the owner may be taking the work away
             return self._work is None or self._work.is_completed()
 
     def failure(self) -> str | None:
@@ -115,12 +116,9 @@ class GlooOperation:
         return None
 
     def wait(self, abort_signal: AbortSignal) -> bool:
-        """Wait for its end or an abort; return whether it has succeeded.
-
-        First briefly inside Gloo, which is fastest and needs one thread only. Then for a wakeup,
-        which comes from Gloo's callback or from an abort.
-        """
-        if self._wait_briefly():
+        # First briefly inside Gloo, which is fastest and needs one thread only. Then for a wakeup,
+        # which comes from Gloo's callback or from an abort.
+        if self._result(_BRIEFLY):
             return True
         with abort_signal.listen() as wakeup:
             with self._use_lock:
@@ -135,28 +133,20 @@ class GlooOperation:
         work, self._work = self._work, None
         return work
 
-    def _wait_briefly(self) -> bool:
+    def _result(self, limit: timedelta | None = None) -> bool:
+        """Return whether it has succeeded, within a limit if one is given; raise its failure."""
         with self._use_lock:
             if self._work is None:
-                return False
+                return self._succeeded
             try:
-                self._work.wait(_BRIEFLY)
-                return True
-            except RuntimeError:
-                if not self._work.is_completed():
-                    return False
-        return self._result()
-
-    def _result(self) -> bool:
-        """Return whether an ended operation has succeeded; raise its failure."""
-        with self._use_lock:
-            if self._work is None:
-                return False
-            try:
-                self._work.wait()
-                return True
+                # Without a limit only after its end, because the use lock is held meanwhile.
+                self._work.wait() if limit is None else self._work.wait(limit)
             except RuntimeError as error:
+                if limit is not None:
+                    return False  # whatever it is, it is still there after the end
                 raise OperationFailed(first_sentence(error)) from None
+            self._work, self._succeeded = None, True  # while the group lives, it may go
+            return True
 
 
 class GlooGroupOwner(GroupOwner):
@@ -175,11 +165,9 @@ class GlooGroupOwner(GroupOwner):
         self.use_lock = threading.Lock()
         self._rendezvous = rendezvous
         self._store = store = GlooStore(rendezvous)
-        abort_signal.on_abort(lambda *_: store.abort())
+        abort_signal.on_abort(lambda *_: store.abort())  # the signal keeps the store, not the group
         self._group: ProcessGroup | None = None
-        self._under_way: set[Operation] = set()
-        self._operations: list[weakref.ref[GlooOperation | QueuedOperation]] = []
-        self._list_lock = threading.Lock()  # two threads may begin operations and messages
+        self._under_way: set[GlooOperation | QueuedOperation] = set()
         self._executors: dict[str, OrderedExecutor] = {}
 
     @property
@@ -194,24 +182,16 @@ class GlooGroupOwner(GroupOwner):
             raise RuntimeError("connect() comes before any operation")
 
     def track(self, operation: GlooOperation | QueuedOperation) -> None:
-        """Keep an operation until it is released, even if its handle is dropped.
-
-        The caller holds the use lock.
-        """
+        """Keep an operation until it is released, even if its handle is dropped."""
         self._under_way.add(operation)
-        with self._list_lock:
-            self._operations.append(weakref.ref(operation))
 
     def release(self, operation: Operation) -> None:
         """Let go of an operation that has succeeded."""
-        self._under_way.discard(operation)
+        self._under_way.difference_update([operation])
 
     def operations(self) -> list[GlooOperation | QueuedOperation]:
-        """Return the operations that are under way or still have a handle."""
-        with self._list_lock:
-            living = [(reference, reference()) for reference in self._operations]
-            self._operations = [reference for reference, each in living if each is not None]
-        return [each for _, each in living if each is not None]
+        """Return the operations that are under way, or have failed."""
+        return list(self._under_way)  # in one step: two threads may begin operations and messages
 
     def executor(self, direction: str) -> OrderedExecutor:
         """Return the executor for messages of a direction, such as ``to-3``."""
@@ -249,7 +229,7 @@ class GlooGroupOwner(GroupOwner):
         self._group = cast("ProcessGroup", group)  # its stubs leave out the base class's methods
         self._check_peers()
         if _TIMEOUT_CAN_CHANGE:
-            self._group.set_timeout(timedelta(seconds=its.timeout_s))
+            self._group.set_timeout(timedelta(seconds=its.timeout_s))  # operations wait for longer
 
     def _check_peers(self) -> None:
         """Check that each peer is a rank of this generation.
@@ -266,7 +246,7 @@ class GlooGroupOwner(GroupOwner):
             del work
             self.track(operation)
         if not operation.wait(self._abort_signal):
-            return
+            return  # an abort, which the rank's thread sees by itself
         self.release(operation)
         for rank, token in enumerate(tokens):
             if bytes(token.tolist()) != peer_token(its, rank):
@@ -285,12 +265,12 @@ class GlooGroupOwner(GroupOwner):
                 time.sleep(DRAIN_LIMIT_S)  # the others hear of it, too, not of a closed connection
             cut_connections(endpoints)
         for executor in self._executors.values():
-            executor.join()
+            executor.join()  # a task under way is in a call of the group
         with self.use_lock:
             operations = [each for each in self.operations() if isinstance(each, GlooOperation)]
             works = [each.detach() for each in operations]
             group, self._group = self._group, None
-        del works
+        del works  # outside the lock, because destructors wait for stuck operations
         del group
 
     def _drain(self) -> None:

@@ -10,21 +10,19 @@ connections also cuts those among the others.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from nbelastic.system import LINUX
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
 _Address = tuple[str, int]
 _LENGTH = struct.Struct("@Q")
-_DESCRIPTORS = "/proc/self/fd"
+_DESCRIPTORS = "/proc/self/fd"  # Gloo does not give its descriptors out
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def endpoints_of(addresses: Sequence[bytes], rank: int) -> Endpoints | None:
     with another version of Gloo. Then no connection can be cut, and a stuck operation lasts until
     its timeout.
     """
-    if not addresses or not LINUX:
+    if not addresses or not LINUX:  # other systems have no such folder
         return None
     try:
         decoded = [_decode(address) for address in addresses]
@@ -58,25 +56,26 @@ def endpoints_of(addresses: Sequence[bytes], rank: int) -> Endpoints | None:
 def cut_connections(endpoints: Endpoints) -> int:
     """Shut down all connections of a group; return their number.
 
-    Other threads may close and reuse descriptors at any time. So a socket that matches is
-    duplicated, the duplicate is checked again, and shut down: whatever happens to the number
-    meanwhile, the duplicate stays what it is. Listening sockets are left alone, because Gloo ends
-    the process when its own is shut down.
+    Listening sockets are left alone, because Gloo ends the process when its own is shut down.
     """
+    try:
+        names = os.listdir(_DESCRIPTORS)
+    except OSError:
+        return 0  # no descriptor is left to read the folder with
     count = 0
-    for descriptor in _sockets():
-        if not _belongs(descriptor, endpoints):
-            continue
+    for name in names:
         try:
-            duplicate = os.dup(descriptor)
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            # Other threads may close and reuse the number at any time: a duplicate stays the same.
+            duplicate = socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM)
         except OSError:
-            continue  # its owner has closed it
-        try:
+            continue  # closed meanwhile, or the descriptor that listed the folder
+        with duplicate:
             if _belongs(duplicate, endpoints):
-                _shut_down(duplicate)
                 count += 1
-        finally:
-            os.close(duplicate)
+                with contextlib.suppress(OSError):  # the peer has closed it
+                    duplicate.shutdown(socket.SHUT_RDWR)  # closing it would only end the duplicate
     return count
 
 
@@ -98,48 +97,16 @@ def _decode(value: bytes) -> _Address:
     raise ValueError(f"address family {family}")
 
 
-def _sockets() -> Iterator[int]:
+def _belongs(connection: socket.socket, endpoints: Endpoints) -> bool:
+    """Whether a socket, of any family, is a connection of the group."""
     try:
-        names = os.listdir(_DESCRIPTORS)
+        remote, local = connection.getpeername(), connection.getsockname()
     except OSError:
-        return  # no descriptor is left to read the folder with
-    for name in names:
-        descriptor = int(name)
-        try:
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                yield descriptor
-        except OSError:
-            continue  # closed meanwhile, or the descriptor that listed the folder
+        return False  # it is not connected
+    return _plain(remote) in endpoints.peers or _plain(local) == endpoints.own
 
 
-def _belongs(descriptor: int, endpoints: Endpoints) -> bool:
-    """Return whether `descriptor` is a connection of the group. It may be anything by now."""
-    try:
-        candidate = socket.socket(fileno=descriptor)
-    except OSError:
-        return False
-    try:
-        if candidate.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
-        remote, local = candidate.getpeername(), candidate.getsockname()  # raises if not connected
-        if not isinstance(remote, tuple) or not isinstance(local, tuple):
-            return False  # a socket of another family by now
-        return _plain(remote) in endpoints.peers or _plain(local) == endpoints.own
-    except OSError:
-        return False
-    finally:
-        candidate.detach()
-
-
-def _plain(address: tuple[str, int]) -> _Address:
-    return address[0].removeprefix("::ffff:"), address[1]
-
-
-def _shut_down(descriptor: int) -> None:
-    connection = socket.socket(fileno=descriptor)
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # the peer has closed it
-    finally:
-        connection.detach()
+def _plain(address: object) -> _Address | None:
+    if not (isinstance(address, tuple) and isinstance(address[0], str)):
+        return None  # of another family
+    return address[0].removeprefix("::ffff:"), address[1]  # IPv4 over an IPv6 socket

@@ -13,18 +13,22 @@ holding the interpreter.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nbelastic.collectives.abort_signal import AbortSignal
-from nbelastic.collectives.buffers import as_bytes
+from nbelastic.collectives.buffers import as_bytes, as_number
 from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import AsyncCommunicator, first_sentence
 from nbelastic.collectives.rendezvous.client import RendezvousClient
 from nbelastic.collectives.rendezvous.handshake import GREETING, PROOF_BYTES, peer_token, read
 from nbelastic.collectives.transport import Handle, Op
 from nbelastic.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from nbelastic.collectives.transport import Tensors
 
 try:
     import pygloo
@@ -34,8 +38,6 @@ except ImportError as error:
         "pip install 'nbelastic[pygloo]'"
     ) from error
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 LIMIT_S = 30.0
 """Gloo's limit for a silent peer. pygloo cannot change it: ``setTimeout`` takes an unbound type."""
@@ -49,17 +51,7 @@ _TYPES = {
     torch.uint8: pygloo.glooUint8,
     torch.int32: pygloo.glooInt32,
     torch.int64: pygloo.glooInt64,
-    torch.bool: pygloo.glooUint8,
 }
-_OPS = {
-    Op.SUM: pygloo.ReduceOp.SUM,
-    Op.AVERAGE: pygloo.ReduceOp.SUM,
-    Op.MIN: pygloo.ReduceOp.MIN,
-    Op.MAX: pygloo.ReduceOp.MAX,
-    Op.PRODUCT: pygloo.ReduceOp.PRODUCT,
-}
-# A sum of booleans is whether any is true, a product whether all are; bytes would overflow.
-_OPS_ON_BOOL = {**_OPS, Op.SUM: pygloo.ReduceOp.MAX, Op.PRODUCT: pygloo.ReduceOp.MIN}
 
 
 class PyglooCommunicator(AsyncCommunicator):
@@ -74,7 +66,7 @@ class PyglooCommunicator(AsyncCommunicator):
         super().__init__(rendezvous, AbortSignal())
         self._rendezvous = rendezvous
         self._mesh = _Mesh(rendezvous)
-        self._abort_signal.on_abort(self._mesh.leave)
+        self._abort_signal.on_abort(self._mesh.leave)  # the signal keeps the mesh, not self
 
     def connect(self) -> PyglooCommunicator:
         self._abort_signal.check()
@@ -97,7 +89,7 @@ class PyglooCommunicator(AsyncCommunicator):
 
     # -- operations ------------------------------------------------------------------------------
 
-    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+    def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
         self._reduce(tensors[0], op)
         return self.begin_nothing()
 
@@ -106,7 +98,7 @@ class PyglooCommunicator(AsyncCommunicator):
         self._do(count, pygloo.broadcast, where, where, count, _BYTES, root)
         return self.begin_nothing()
 
-    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+    def begin_allgather(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
         gathered = torch.empty((self.size, tensor.nbytes), dtype=torch.uint8)
         ends = tensor.data_ptr(), gathered.data_ptr()
         self._do(tensor.nbytes, pygloo.allgather, *ends, tensor.nbytes, _BYTES)
@@ -114,9 +106,7 @@ class PyglooCommunicator(AsyncCommunicator):
             as_bytes(output).copy_(piece)
         return self.begin_nothing()
 
-    def begin_all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Handle:
+    def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
         outputs[self.rank].copy_(inputs[self.rank])
         # In each round the ranks are in pairs, of which the lower one sends first.
         for turn in range(1, 1 << (self.size - 1).bit_length()):
@@ -133,7 +123,7 @@ class PyglooCommunicator(AsyncCommunicator):
         self._do(1, pygloo.barrier)
         return self.begin_nothing()
 
-    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+    def begin_send(self, parts: Tensors, to: int) -> Handle:
         message = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         self._do(message.nbytes, pygloo.send, message.data_ptr(), message.nbytes, _BYTES, to)
         return self.begin_nothing()
@@ -151,7 +141,7 @@ class PyglooCommunicator(AsyncCommunicator):
 
     def close(self) -> None:
         self.close_subgroups()
-        self._abort_signal.abort("the communicator is closed", orderly=True)
+        self._abort_signal.abort("the communicator is closed", orderly=True)  # none is under way
         self._mesh.context = None
 
     def __del__(self) -> None:
@@ -164,8 +154,9 @@ class PyglooCommunicator(AsyncCommunicator):
         """Reduce a tensor in host memory, in place."""
         wide = buffer.float() if buffer.dtype is torch.bfloat16 else buffer
         where, count = wide.data_ptr(), wide.numel()
-        how = (_OPS_ON_BOOL if wide.dtype is torch.bool else _OPS)[op]
-        self._do(count, pygloo.allreduce, where, where, count, _TYPES[wide.dtype], how)
+        dtype, number_op = as_number(wide.dtype, op)
+        how = getattr(pygloo.ReduceOp, "SUM" if op is Op.AVERAGE else number_op.name)
+        self._do(count, pygloo.allreduce, where, where, count, _TYPES[dtype], how)
         if op is Op.AVERAGE:
             wide.div_(self.size)
         if wide is not buffer:
@@ -217,7 +208,7 @@ class _Mesh:
 
     def leave(self, _reason: str = "", _orderly: bool = False) -> None:
         """Abort the rendezvous and close the connections, which frees the peers."""
-        self._client.abort()
+        self._client.abort()  # the wait there is Python's, so it does not hold the GIL
         context = self.context
         if context is not None:
             context.closeConnections()
@@ -237,7 +228,7 @@ class _PyglooStore:
         self._own = value
 
     def wait(self, keys: list[str]) -> None:
-        if not self._values and all(key.isdecimal() for key in keys):
+        if not self._values and all(key.isdecimal() for key in keys):  # not for hosts' names
             self._values = self._client.exchange(self._own)
             if self._rendezvous.rank == 0:
                 self._wait_for_replies()

@@ -1,7 +1,7 @@
 """Communicator of ranks with devices, in front of that of their hosts.
 
 A kind overrides the operations that it performs on devices. All else is done by the host's
-communicator: tensors on the CPU, records, messages, subgroups, and what a kind leaves to it.
+communicator: tensors on the CPU, records, messages, and what a kind leaves to it.
 One executor performs all operations but messages, in the order of the rank's calls.
 """
 
@@ -9,32 +9,28 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbelastic.collectives.arguments import check_together
 from nbelastic.collectives.buffers import copying_back, on_host
 from nbelastic.collectives.operations import (
-    AbortableTask,
     AsyncCommunicator,
     OperationHandle,
     OrderedExecutor,
+    abortable,
 )
-from nbelastic.collectives.transport import Op
+from nbelastic.collectives.transport import Handle, Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Communicator, Rendezvous
     from nbelastic.collectives.gloo.communicator import GlooCommunicator
     from nbelastic.collectives.gpu.device import Device
     from nbelastic.collectives.reduction_tree import Blocks
-    from nbelastic.collectives.rendezvous.matching import MatchingClient
     from nbelastic.collectives.shm.communicator import SharedMemoryCommunicator
-    from nbelastic.collectives.transport import Handle
+    from nbelastic.collectives.transport import Nodes, Tensors
 
     Host: TypeAlias = SharedMemoryCommunicator | GlooCommunicator
 
@@ -45,10 +41,8 @@ class DeviceCommunicator(AsyncCommunicator):
     It owns `host`, the connected communicator of the same ranks, and has that one's abort signal.
     """
 
-    def __init__(
-        self, rendezvous: Rendezvous, host: Host, device: Device, abort_signal: AbortSignal
-    ) -> None:
-        super().__init__(rendezvous, abort_signal)
+    def __init__(self, host: Host, device: Device, abort_signal: AbortSignal) -> None:
+        super().__init__(host._rendezvous, abort_signal)  # subgroups are as the host's
         self.capabilities = dataclasses.replace(
             self.capabilities,
             devices=frozenset({device.kind}),
@@ -57,7 +51,7 @@ class DeviceCommunicator(AsyncCommunicator):
         self._host = host
         self._device = device
         name = f"nbelastic-{self.name}-{self.generation}-{self.rank}"
-        self._executor = OrderedExecutor(name, rendezvous.timeout_s)
+        self._executor = OrderedExecutor(name, self._rendezvous.timeout_s)
         self._closed = False
 
     def connect(self) -> DeviceCommunicator:
@@ -66,19 +60,6 @@ class DeviceCommunicator(AsyncCommunicator):
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return self._host.empty(count, dtype)
-
-    # -- subgroups ---------------------------------------------------------------------------------
-
-    def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
-        made = self._host.subgroup(ranks, name)
-        made.part_of = weakref.ref(self), name, list(ranks)
-        return made
-
-    def close_subgroup(self, name: str) -> None:
-        self._host.close_subgroup(name)
-
-    def matching_client(self) -> MatchingClient | None:
-        return self._host.matching_client()
 
     # -- parts of a kind -------------------------------------------------------------------------
 
@@ -96,28 +77,17 @@ class DeviceCommunicator(AsyncCommunicator):
 
     def allgather_bytes(self, record: bytes) -> list[bytes]:
         found: list[list[bytes]] = []
-        self._perform(lambda: found.append(self._host.allgather_bytes(record)))
+        self._submit(lambda: found.append(self._host.allgather_bytes(record))).wait()
         return found[0]
 
-    def allreduce(self, tensor: torch.Tensor, op: Op = Op.SUM) -> None:
-        if self._device.holds(tensor):
-            self.allreduce_async(tensor, op).wait()
-        else:
-            self._perform(lambda: self._host.allreduce(tensor, op))
-
-    def allreduce_coalesced_async(self, tensors: Sequence[torch.Tensor], op: Op = Op.SUM) -> Handle:
+    def allreduce_coalesced_async(self, tensors: Tensors, op: Op = Op.SUM) -> Handle:
         check_together(tensors, op)
         return self._allreduce(tensors, op)
 
-    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+    def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
         return self._submit(lambda: self._host.allreduce_coalesced(tensors, op))
 
-    def begin_allreduce_tree(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor],
-    ) -> Handle:
+    def begin_allreduce_tree(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> Handle:
         staged, sums = [list(map(on_host, node)) for node in nodes], _empty_on_host(outputs)
         return self._submit(
             lambda: self._host.allreduce_tree(staged, blocks, sums), copying_back(outputs, sums)
@@ -126,40 +96,38 @@ class DeviceCommunicator(AsyncCommunicator):
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         return self._submit(lambda: self._host.broadcast(tensor, root))
 
-    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
-        source, places = on_host(tensor), _empty_on_host(outputs)
-        return self._submit(
-            lambda: self._host.allgather(places, source), copying_back(outputs, places)
+    def begin_allgather(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
+        return self._staged(outputs, [tensor], lambda to, its: self._host.allgather(to, its[0]))
+
+    def begin_reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: Op) -> Handle:
+        return self._staged(
+            [output], inputs, lambda to, its: self._host.reduce_scatter(to[0], its, op)
         )
 
-    def begin_reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
-    ) -> Handle:
-        sources, places = list(map(on_host, inputs)), _empty_on_host([output])
-        return self._submit(
-            lambda: self._host.reduce_scatter(places[0], sources, op),
-            copying_back([output], places),
-        )
-
-    def begin_all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Handle:
-        sources, places = list(map(on_host, inputs)), _empty_on_host(outputs)
-        return self._submit(
-            lambda: self._host.all_to_all(places, sources), copying_back(outputs, places)
-        )
+    def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
+        return self._staged(outputs, inputs, self._host.all_to_all)
 
     def begin_barrier(self) -> Handle:
         return self._submit(self._host.barrier)
 
-    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+    def _staged(
+        self,
+        outputs: Tensors,
+        inputs: Tensors,
+        perform: Callable[[list[torch.Tensor], list[torch.Tensor]], object],
+    ) -> Handle:
+        """Perform an operation of the host on copies of tensors in its memory."""
+        sources, places = list(map(on_host, inputs)), _empty_on_host(outputs)
+        return self._submit(lambda: perform(places, sources), copying_back(outputs, places))
+
+    def begin_send(self, parts: Tensors, to: int) -> Handle:
         return self._message(self._host.begin_send(parts, to))
 
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
         return self._message(self._host.begin_receive(tensor, source))
 
     def _message(self, handle: Handle) -> Handle:
-        return OperationHandle(self, _OnHost(handle))
+        return OperationHandle(self, _OnHost(handle))  # not queued behind sums
 
     # -- in the executor's thread ----------------------------------------------------------------
 
@@ -167,18 +135,18 @@ class DeviceCommunicator(AsyncCommunicator):
         self, perform: Callable[[], object], deliver: Callable[[], None] | None = None
     ) -> Handle:
         self._abort_signal.check()
-        task = AbortableTask(self._abort_signal, perform)
+        task = abortable(self._abort_signal, perform)
         return OperationHandle(self, self._executor.submit(task), deliver)
 
     def _on_device(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensors: Tensors,
         perform: Callable[[], object],
         deliver: Callable[[], None] | None = None,
     ) -> Handle:
         """Perform the task on the device's stream, between the caller's present and next work."""
         self._abort_signal.check()
-        mark = self._device.mark(tensors)
+        mark = self._device.mark(tensors)  # here, because a current stream is a thread's
         ends: list[Any] = []
 
         def follow_caller() -> None:
@@ -194,19 +162,6 @@ class DeviceCommunicator(AsyncCommunicator):
 
         return self._submit(follow_caller, have_caller_follow)
 
-    def _perform(self, perform: Callable[[], None]) -> None:
-        """Perform an operation of the host and wait for it, in this thread if the other is idle."""
-        if not self._executor.idle:
-            self._submit(perform).wait()
-            return
-        self._abort_signal.check()
-        self._waiting = True
-        try:
-            perform()
-        finally:
-            self._waiting = False
-        self._completed += 1
-
     # -- state -----------------------------------------------------------------------------------
 
     @property
@@ -220,21 +175,21 @@ class DeviceCommunicator(AsyncCommunicator):
         if self._closed or self._abort_signal.forked:
             return
         self._closed = True
-        self._host.close_subgroups()
+        self.close_subgroups()
         idle = self._executor.idle and self._host.idle
         if idle:
             self._leave_parts()  # before the abort, which would fail their peers
         self._abort_signal.abort("the communicator is closed", orderly=idle)
         self._leave_device()
-        self._leave_parts()
-        self._host.close()
+        self._leave_parts()  # those of an executor that was busy
+        self._host.close()  # last: meetings and staged operations are the host's
 
     def __del__(self) -> None:
         if hasattr(self, "_closed"):
             self.close()
 
 
-def _empty_on_host(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _empty_on_host(outputs: Tensors) -> list[torch.Tensor]:
     return [on_host(output, load=False) for output in outputs]
 
 
@@ -248,5 +203,5 @@ class _OnHost:
         return self._handle.done()
 
     def wait(self, _abort_signal: AbortSignal) -> bool:
-        self._handle.wait()
+        self._handle.wait()  # ends with an abort, because the signal is the same
         return True

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from contextlib import AbstractContextManager
+from nbelastic.collectives.buffers import as_number
+from nbelastic.collectives.transport import Op
 
 
 class DeviceError(Exception):
@@ -37,120 +39,76 @@ class Memory(Protocol):
         """Close opened memory; give back allocated memory. Idempotent."""
 
 
-class Device(Protocol):
-    """What a communicator needs of the device of its rank.
+def as_reducible(tensors: Sequence[torch.Tensor], op: Op) -> tuple[list[torch.Tensor], Op]:
+    """Return vectors to reduce and their operator, without booleans."""
+    dtype, op = as_number(tensors[0].dtype, op)
+    return [tensor.detach().view(-1).view(dtype) for tensor in tensors], op
 
-    It has one stream of its own, on which :meth:`after` and :meth:`drain` work. `kind` is the type
-    of the tensors that lie there, as torch calls it.
+
+class Device:
+    """The GPU of a rank: a single object in its process, with a stream of its own.
+
+    :meth:`after` and :meth:`drain` work on that. `kind` is the type of the tensors that lie there,
+    as torch calls it. Tests have other devices with these methods.
     """
-
-    kind: str
-
-    @property
-    def identity(self) -> str:
-        """Name of the device that no other has, on this host or elsewhere."""
-
-    @property
-    def stream(self) -> int:
-        """Address of the device's stream, for libraries that queue work."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies on a device of this kind."""
-
-    def near(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of this kind of device if on this device, else a copy here."""
-
-    def using(self) -> AbstractContextManager[Any]:
-        """Make the device and its stream the current ones of this thread, in a block."""
-
-    def allocate(self, nbytes: int) -> Memory:
-        """Return memory for other processes to open; :class:`DeviceError` if there is none."""
-
-    def open(self, handle: bytes, nbytes: int) -> Memory:
-        """Return the memory of another process; raise :class:`DeviceError` if it cannot be read."""
-
-    def mark(self, tensors: Iterable[torch.Tensor] = ()) -> Any:
-        """Mark the work that the caller's streams have now, and lend `tensors` to the own stream.
-
-        Called in the rank's thread.
-        """
-
-    def after(self, mark: Any) -> AbstractContextManager[Any]:
-        """Have operations in a block follow that work, on the own stream."""
-
-    def end(self, mark: Any) -> Any:
-        """Mark the own stream's present work, queued after a mark."""
-
-    def reached(self, end: Any) -> bool:
-        """Return whether that work is done. Never waits."""
-
-    def follow(self, end: Any) -> None:
-        """Have the caller's streams wait for that work. Called in the rank's thread."""
-
-    def drain(self, limit_s: float | None = None) -> None:
-        """Wait on the host until the own stream has done all its work.
-
-        Raises :class:`DeviceError` if it has not done so within the limit.
-        """
-
-
-class CudaDevice:
-    """A GPU in a process: a single object there, with its stream."""
 
     kind = "cuda"
 
     def __init__(self, index: int) -> None:
         self._device = torch.device("cuda", index)
+        # Of high priority, because peers wait for its sums.
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-        self._free: dict[int, list[_Allocation]] = {}
+        self._free: dict[int, list[Memory]] = {}
 
     @property
     def identity(self) -> str:
-        """The GPU's UUID."""
+        """Name of the device that no other has, on this host or elsewhere."""
         return str(torch.cuda.get_device_properties(self._device).uuid)
 
     @property
     def stream(self) -> int:
-        """Address of its stream."""
+        """Address of the device's stream, for libraries that queue work."""
         return int(self._stream.cuda_stream)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies on a GPU, this one or another of this process."""
+        """Return whether a tensor lies on a device of this kind."""
         return tensor.is_cuda
 
     def near(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor, or its copy if it lies on another GPU of this process."""
+        """Return a tensor of this kind of device if on this device, else a copy here."""
         return tensor.to(self._device)
 
     def using(self) -> AbstractContextManager[Any]:
-        """Make the own stream current, and so its GPU."""
+        """Make the device and its stream the current ones of this thread, in a block."""
         return torch.cuda.stream(self._stream)
 
     def allocate(self, nbytes: int) -> Memory:
-        """Return memory of its own allocation, because others open allocations as a whole.
-
-        It is kept for the next generation: to free it while a peer has it open is undefined. Peers
-        in that generation have let go of it before they meet there; any other has failed or left.
-        """
+        """Return memory for other processes to open; :class:`DeviceError` if there is none."""
+        # An allocation of its own, because others open allocations as a whole. It is kept for the
+        # next generation: to free it while a peer has it open is undefined. Peers in that
+        # generation have let go of it before they meet there; any other has failed or left.
         free = self._free.setdefault(nbytes, [])
         if free:
-            return _Lease(free.pop(), free)
+            return free.pop()
         with torch.cuda.device(self._device):
             try:
-                return _Lease(_Allocation(nbytes, self._device), free)
+                return _Allocation(nbytes, self._device, free)
             except DeviceError:
-                torch.cuda.empty_cache()
-                return _Lease(_Allocation(nbytes, self._device), free)
+                torch.cuda.empty_cache()  # torch keeps freed memory, which `cudaMalloc` lacks
+                return _Allocation(nbytes, self._device, free)
 
     def open(self, handle: bytes, nbytes: int) -> Memory:
-        """Return the memory of another process."""
+        """Return the memory of another process; raise :class:`DeviceError` if it cannot be read."""
         if handle.startswith(_own_mark()):
             raise DeviceError("it shares its process with another rank; CUDA needs one for each")
         with torch.cuda.device(self._device):
             return _Opened(handle, nbytes, self._device)
 
     def mark(self, tensors: Iterable[torch.Tensor] = ()) -> Any:
-        """Record an event on the present stream of each device."""
+        """Mark the work that the caller's streams have now, and lend `tensors` to the own stream.
+
+        Called in the rank's thread.
+        """
         devices = {self._device}
         for tensor in tensors:
             devices.add(tensor.device)
@@ -159,8 +117,8 @@ class CudaDevice:
         return {each: _recorded(torch.cuda.current_stream(each)) for each in devices}
 
     @contextlib.contextmanager
-    def after(self, mark: Any) -> Any:
-        """Work on the own stream, after the events."""
+    def after(self, mark: Any) -> Iterator[None]:
+        """Have operations in a block follow that work, on the own stream."""
         with self.using():
             for device, event in mark.items():
                 self._stream.wait_event(event)
@@ -169,28 +127,31 @@ class CudaDevice:
             yield
 
     def end(self, mark: Any) -> Any:
-        """Record an event on the own stream."""
+        """Mark the own stream's present work, queued after a mark."""
         return _recorded(self._stream), [*mark]
 
     def reached(self, end: Any) -> bool:
-        """Query the event."""
+        """Return whether that work is done. Never waits."""
         event, _ = end
         return bool(event.query())
 
     def follow(self, end: Any) -> None:
-        """Have the present stream of each device wait for the event."""
+        """Have the caller's streams wait for that work. Called in the rank's thread."""
         event, devices = end
         for device in devices:
             torch.cuda.current_stream(device).wait_event(event)
 
     def drain(self, limit_s: float | None = None) -> None:
-        """Wait on the host for the own stream."""
-        event = _recorded(self._stream, blocking=True)
+        """Wait on the host until the own stream has done all its work.
+
+        Raises :class:`DeviceError` if it has not done so within the limit.
+        """
+        event = _recorded(self._stream, blocking=True)  # else `synchronize` would spin
         if limit_s is None:
             event.synchronize()  # sleeps, without the interpreter's lock
             return
         deadline = time.monotonic() + limit_s
-        while not event.query():
+        while not event.query():  # `synchronize` has no limit
             if time.monotonic() > deadline:
                 raise DeviceError(f"its GPU has not ended its work within {limit_s:g} s")
             time.sleep(0.0002)
@@ -202,7 +163,7 @@ def _recorded(stream: Any, *, blocking: bool = False) -> Any:
     return event
 
 
-_devices: dict[int, CudaDevice] = {}
+_device_at = functools.cache(Device)  # one stream for a GPU, in all generations
 
 
 def present_device() -> Device | None:
@@ -211,10 +172,7 @@ def present_device() -> Device | None:
         return None
     # A rank that computes on `cuda:1` may never have made that the current one.
     used = [i for i in range(torch.cuda.device_count()) if _has_context(i)]
-    index = used[0] if len(used) == 1 else torch.cuda.current_device()
-    if index not in _devices:
-        _devices[index] = CudaDevice(index)
-    return _devices[index]
+    return _device_at(used[0] if len(used) == 1 else torch.cuda.current_device())
 
 
 def _has_context(index: int) -> bool:
@@ -224,10 +182,10 @@ def _has_context(index: int) -> bool:
 
 def _own_mark() -> bytes:
     """Return what no other process of the host has in its handles, forks included."""
-    return _token + os.getpid().to_bytes(8, "little")
+    return _token + os.getpid().to_bytes(8, "little")  # a fork has the same token
 
 
-_token = os.urandom(8)
+_token = os.urandom(8)  # containers of one host may have the same process ids
 
 
 # -- CUDA's runtime --------------------------------------------------------------------------------
@@ -242,33 +200,26 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
-class _Runtime:
-    """The functions of the CUDA runtime that torch has loaded."""
-
-    def __init__(self) -> None:
-        try:
-            with open("/proc/self/maps") as maps:
-                paths = {line.split()[-1] for line in maps if _NAME in line}
-            self._library = ctypes.CDLL(min(paths))
-        except (OSError, ValueError) as error:
-            raise DeviceError(f"CUDA's runtime is not found: {error}") from None
-        self._library.cudaGetErrorString.restype = ctypes.c_char_p
-
-    def call(self, name: str, *arguments: Any) -> None:
-        """Call a function; raise :class:`DeviceError` if it fails."""
-        status = getattr(self._library, name)(*arguments)
-        if status:
-            self._library.cudaGetLastError()  # else torch would report it at its next call
-            raise DeviceError(f"{name}: {self._library.cudaGetErrorString(status).decode()}")
-
-
-_runtime: list[_Runtime] = []
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    """Return the CUDA runtime that torch has loaded."""
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split()[-1] for line in maps if _NAME in line}
+        library = ctypes.CDLL(min(paths))
+    except (OSError, ValueError) as error:
+        raise DeviceError(f"CUDA's runtime is not found: {error}") from None
+    library.cudaGetErrorString.restype = ctypes.c_char_p
+    return library
 
 
 def _call(name: str, *arguments: Any) -> None:
-    if not _runtime:
-        _runtime.append(_Runtime())
-    _runtime[0].call(name, *arguments)
+    """Call a function of the runtime; raise :class:`DeviceError` if it fails."""
+    library = _runtime()
+    status = getattr(library, name)(*arguments)
+    if status:
+        library.cudaGetLastError()  # else torch would report it at its next call
+        raise DeviceError(f"{name}: {library.cudaGetErrorString(status).decode()}")
 
 
 class _Array:
@@ -287,10 +238,10 @@ def _tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.as_tensor(_Array(address, nbytes), device=device)
 
 
-class _Allocation:
-    """Memory of this process, freed with it."""
+class _Allocation(Memory):
+    """Memory of this process, freed with it; closed, it is `free` for the next communicator."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, free: list[Memory]) -> None:
         address, handle = ctypes.c_void_p(), _Handle()
         _call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
         try:
@@ -300,24 +251,14 @@ class _Allocation:
             raise
         self.handle = _own_mark() + bytes(handle.reserved)
         self.tensor = _tensor_at(address.value or 0, nbytes, device)
-
-
-class _Lease:
-    """The use of an allocation by one communicator."""
-
-    def __init__(self, allocation: _Allocation, free: list[_Allocation]) -> None:
-        self.tensor, self.handle = allocation.tensor, allocation.handle
-        self._allocation: _Allocation | None = allocation
         self._free = free
 
     def close(self) -> None:
-        """Give the mark back for a later use."""
-        allocation, self._allocation = self._allocation, None
-        if allocation is not None:
-            self._free.append(allocation)
+        if self not in self._free:
+            self._free.append(self)
 
 
-class _Opened:
+class _Opened(Memory):
     """Memory of another process, mapped here."""
 
     def __init__(self, handle: bytes, nbytes: int, device: torch.device) -> None:
@@ -333,7 +274,6 @@ class _Opened:
         self.tensor = _tensor_at(self._address.value or 0, nbytes, device)
 
     def close(self) -> None:
-        """Unmap it."""
         address, self._address = self._address, ctypes.c_void_p()
         if address.value:
             with torch.cuda.device(self._device):

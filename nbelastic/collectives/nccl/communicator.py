@@ -13,26 +13,22 @@ its streams. Sums along a tree, messages and tensors on the CPU go through the h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nbelastic.collectives.gpu.communicator import DeviceCommunicator
-from nbelastic.collectives.gpu.device import DeviceError
-from nbelastic.collectives.transport import Capabilities, Op
+from nbelastic.collectives.gpu.device import Device, DeviceError, as_reducible
+from nbelastic.collectives.transport import Handle, Op
 from nbelastic.errors import RanksDisagree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
-
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Rendezvous
     from nbelastic.collectives.gpu.communicator import Host
-    from nbelastic.collectives.gpu.device import Device
     from nbelastic.collectives.nccl.group import NcclGroup
     from nbelastic.collectives.nccl.library import NcclLibrary
-    from nbelastic.collectives.transport import Handle
+    from nbelastic.collectives.transport import Tensors
 
     Calls = Callable[[NcclLibrary, int, int], None]
 
@@ -47,29 +43,20 @@ class NcclCommunicator(DeviceCommunicator):
     """
 
     name = "nccl"
-    capabilities = Capabilities(averages=True)
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        host: Host,
-        device: Device,
-        group: NcclGroup,
-        abort_signal: AbortSignal,
+        self, host: Host, device: Device, group: NcclGroup, abort_signal: AbortSignal
     ) -> None:
-        super().__init__(rendezvous, host, device, abort_signal)
+        super().__init__(host, device, abort_signal)
         self._group = group
 
     # -- operations on devices -------------------------------------------------------------------
 
-    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+    def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
         if not self._device.holds(tensors[0]):
             return super().begin_allreduce(tensors, op)
         filled = [tensor for tensor in tensors if tensor.numel()]
-        values, kind = [], op
-        for tensor in filled:
-            flat, kind = _reducible(self._device.near(tensor.detach()), op)
-            values.append(flat)
+        values, kind = as_reducible([self._device.near(tensor.detach()) for tensor in filled], op)
 
         def calls(library: NcclLibrary, comm: int, stream: int) -> None:
             for each in values:
@@ -90,7 +77,7 @@ class NcclCommunicator(DeviceCommunicator):
             lambda: _copy_back([tensor], values),
         )
 
-    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+    def begin_allgather(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
         if not self._device.holds(tensor):
             return super().begin_allgather(outputs, tensor)
         source = self._device.near(tensor.detach()).view(-1)
@@ -109,13 +96,11 @@ class NcclCommunicator(DeviceCommunicator):
             deliver,
         )
 
-    def begin_reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
-    ) -> Handle:
+    def begin_reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: Op) -> Handle:
         if not self._device.holds(output):
             return super().begin_reduce_scatter(output, inputs, op)
         flat = torch.cat([each.detach().view(-1) for each in inputs])
-        values, kind = _reducible(self._device.near(flat), op)
+        (values,), kind = as_reducible([self._device.near(flat)], op)
         counts = [each.numel() for each in inputs]
         begin = sum(counts[: self.rank])
         own = values[begin : begin + counts[self.rank]]
@@ -135,9 +120,7 @@ class NcclCommunicator(DeviceCommunicator):
         what = f"reduce-scatter ({op.value}) of {counts} values of {output.dtype}"
         return self._queue(what, [output, *inputs], [values, own], calls, deliver)
 
-    def begin_all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Handle:
+    def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
         if not self._device.holds(inputs[0]):
             return super().begin_all_to_all(outputs, inputs)
         near = self._device.near
@@ -161,7 +144,7 @@ class NcclCommunicator(DeviceCommunicator):
     def _queue(
         self,
         what: str,
-        tensors: Sequence[torch.Tensor],
+        tensors: Tensors,
         used: list[torch.Tensor],
         calls: Calls,
         deliver: Callable[[], None],
@@ -175,13 +158,13 @@ class NcclCommunicator(DeviceCommunicator):
                 raise DeviceError(str(error)) from None
             self._group.begin(calls, [*tensors, *used])
 
-        return self._on_device([*tensors, *used], perform, deliver)
+        return self._on_device([*tensors, *used], perform, deliver)  # copies are lent, too
 
     def _reached(self, end: Any) -> None:
         def reached() -> bool:
             if self._device.reached(end):
                 return True
-            for rank in self._host.dead_ranks:
+            for rank in self._host.dead_ranks:  # NCCL may not notice a death by itself
                 raise DeviceError(f"the process of rank {rank} is gone, in the middle of a sum")
             return False
 
@@ -190,23 +173,15 @@ class NcclCommunicator(DeviceCommunicator):
     # -- state -----------------------------------------------------------------------------------
 
     def _leave_device(self) -> None:
-        self._executor.join(CLOSE_LIMIT_S)
+        self._executor.join(CLOSE_LIMIT_S)  # the group's owner ends the rest
 
 
-def _reducible(tensor: torch.Tensor, op: Op) -> tuple[torch.Tensor, Op]:
-    """Return values for NCCL and their operator: booleans as bytes, without overflow."""
-    flat = tensor.view(-1)
-    if tensor.dtype is not torch.bool:
-        return flat, op
-    return flat.view(torch.uint8), Op.MAX if op in (Op.SUM, Op.MAX) else Op.MIN
-
-
-def _listed(values: Sequence[torch.Tensor]) -> str:
+def _listed(values: Tensors) -> str:
     counts = ", ".join(str(each.numel()) for each in values)
     return f"{counts} values of {values[0].dtype}"
 
 
-def _copy_back(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+def _copy_back(tensors: Tensors, values: Tensors) -> None:
     """Copy to tensors that lie elsewhere."""
     for tensor, each in zip(tensors, values, strict=True):
         if each.data_ptr() != tensor.data_ptr():

@@ -19,20 +19,18 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives.gpu.device import DeviceError
+from nbelastic.collectives.gpu.device import Device, DeviceError
 from nbelastic.collectives.owner import GroupOwner, living
 from nbelastic.collectives.transport import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.communicator import Rendezvous
-    from nbelastic.collectives.gpu.device import Device
     from nbelastic.collectives.nccl.library import NcclLibrary
 
 logger = logging.getLogger(__name__)
@@ -72,7 +70,7 @@ class NcclGroup(GroupOwner):
         self._unique_id = b""
         self.limit_s = FORMING_LIMIT_S
         self._comm = 0
-        self._in_use = threading.Lock()
+        self._in_use = threading.Lock()  # operations and the end overlap only if one hangs
         self._lent: list[object] = []
         self._problem: str | None = None  # why it was given up, while the generation goes on
 
@@ -91,7 +89,7 @@ class NcclGroup(GroupOwner):
 
     def abort(self, reason: str) -> None:
         """End it, although the generation goes on."""
-        self._problem = self._problem or reason
+        self._problem = self._problem or reason  # later ones follow from the first
         self._leave()
 
     def give_up_with(self, problems: Sequence[str]) -> str:
@@ -120,7 +118,7 @@ class NcclGroup(GroupOwner):
         """
         self._lent = [*tensors]
         with self._in_use:
-            self._check()
+            self._check()  # under the lock: the end may have come first
             with self._library.group():
                 calls(self._library, self._comm, self._device.stream)
             self._until(lambda: not self._library.in_progress(self._comm), self._its.timeout_s)
@@ -134,7 +132,7 @@ class NcclGroup(GroupOwner):
 
         with self._in_use:
             self._until(ended, self._its.timeout_s)
-        self._lent = []
+        self._lent = []  # not after a failure: NCCL may still use it
 
     def _until(self, ready: Callable[[], bool], limit_s: float) -> None:
         """Poll, without the interpreter's lock for most of the time."""
@@ -150,7 +148,7 @@ class NcclGroup(GroupOwner):
                     "another rank may not have called it"
                 )
             polls += 1
-            time.sleep(0.0 if polls < _SPINS else _POLL_S)
+            time.sleep(0.0 if polls < _SPINS else _POLL_S)  # short sums end within the spins
 
     def _check(self) -> None:
         """Raise if it is ending."""
@@ -177,8 +175,9 @@ class NcclGroup(GroupOwner):
 
     def _form(self) -> None:
         its, library = self._its, self._library
-        with self._device.using():
+        with self._device.using():  # NCCL takes the thread's current GPU
             self._comm = library.init(self._unique_id, its.rank, its.size)
+            # The rank's thread gives up first, which ends this wait, too.
             self._until(lambda: not library.in_progress(self._comm), 2 * self.limit_s)
             # The first sum makes connections; so it is no step that waits for them.
             ones = torch.ones(1, device=self._device.kind)
@@ -191,7 +190,7 @@ class NcclGroup(GroupOwner):
                 raise DeviceError(f"a sum of ones over NCCL is {ones.item():g}, not {its.size}")
 
     def _end(self) -> None:
-        free = self._in_use.acquire(timeout=IN_USE_LIMIT_S)
+        free = self._in_use.acquire(timeout=IN_USE_LIMIT_S)  # a hung call must not bar the end
         try:
             orderly = free and self._abort_signal.orderly and self._problem is None
             if self._comm and not (orderly and self._finalized()):
@@ -207,7 +206,7 @@ class NcclGroup(GroupOwner):
             self._library.finalize(self._comm)
             while self._library.in_progress(self._comm):
                 if time.monotonic() > deadline:
-                    return False
+                    return False  # a peer is late: an abort ends it
                 time.sleep(0.001)
             self._library.destroy(self._comm)
             return True

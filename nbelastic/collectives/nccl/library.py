@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
+import functools
 import os
 import secrets
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from nbelastic.collectives.gpu.device import DeviceError
+from nbelastic.collectives.gpu.device import Device, DeviceError
 from nbelastic.collectives.topology import host_identity
 from nbelastic.collectives.transport import Op
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from nbelastic.collectives.gpu.device import Device
 
 SHARED_GPU_VARIABLE = "NBELASTIC_NCCL_SHARED_GPU"
 """Environment variable: ranks may share a GPU, each as if it were a host. For tests; it is slow."""
@@ -46,6 +41,7 @@ _TYPES = {
     torch.float64: 8,
     torch.bfloat16: 9,
 }
+_BYTES = _TYPES[torch.uint8]  # of what is only moved
 _OPS = {Op.SUM: 0, Op.PRODUCT: 1, Op.MAX: 2, Op.MIN: 3, Op.AVERAGE: 4}
 
 
@@ -73,9 +69,27 @@ class _Config(ctypes.Structure):
 
 _UNSET = -(1 << 31)
 
+_ADDRESS, _COUNT, _CODE = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_REDUCES = _ADDRESS, _ADDRESS, _COUNT, _CODE, _CODE, _ADDRESS, _ADDRESS
+_SENDS = _ADDRESS, _COUNT, _CODE, _CODE, _ADDRESS, _ADDRESS
+_ARGUMENTS = {
+    "ncclCommInitRankConfig": (_ADDRESS, _CODE, _UniqueId, _CODE, _ADDRESS),
+    "ncclCommGetAsyncError": (_ADDRESS, _ADDRESS),
+    "ncclCommFinalize": (_ADDRESS,),
+    "ncclCommDestroy": (_ADDRESS,),
+    "ncclCommAbort": (_ADDRESS,),
+    "ncclAllReduce": _REDUCES,
+    "ncclBroadcast": _REDUCES,
+    "ncclReduceScatter": _REDUCES,
+    "ncclAllGather": (_ADDRESS, _ADDRESS, _COUNT, _CODE, _ADDRESS, _ADDRESS),
+    "ncclSend": _SENDS,
+    "ncclRecv": _SENDS,
+}
+
 
 def _config() -> _Config:
     size = ctypes.sizeof(_Config)
+    # As NCCL 2.18's NCCL_CONFIG_INITIALIZER, except that `blocking` is 0.
     return _Config(size, 0xCAFEBEEF, 21800, 0, _UNSET, _UNSET, _UNSET, None, _UNSET)
 
 
@@ -87,9 +101,11 @@ class NcclLibrary:
 
     def __init__(self, path: str) -> None:
         try:
-            self._library = ctypes.CDLL(path)
+            self._library = ctypes.CDLL(path)  # unlike PyDLL, releases the GIL in a call
             self._library.ncclGetErrorString.restype = ctypes.c_char_p
             self._library.ncclGetLastError.restype = ctypes.c_char_p
+            for name, types in _ARGUMENTS.items():
+                getattr(self._library, name).argtypes = types  # else addresses lose 32 bits
         except (OSError, AttributeError) as error:
             raise DeviceError(f"NCCL cannot be loaded: {error}") from None
         code = ctypes.c_int()
@@ -109,9 +125,9 @@ class NcclLibrary:
         self._call(
             "ncclCommInitRankConfig",
             ctypes.byref(comm),
-            ctypes.c_int(size),
+            size,
             _UniqueId.from_buffer_copy(unique_id),
-            ctypes.c_int(rank),
+            rank,
             ctypes.byref(_config()),
         )
         return comm.value or 0
@@ -122,22 +138,22 @@ class NcclLibrary:
         Raises :class:`DeviceError` if that has failed, or the communicator has.
         """
         state = ctypes.c_int()
-        self._call("ncclCommGetAsyncError", ctypes.c_void_p(comm), ctypes.byref(state))
+        self._call("ncclCommGetAsyncError", comm, ctypes.byref(state))
         if state.value not in (SUCCESS, IN_PROGRESS):
             raise DeviceError(self._describe(state.value))
         return state.value == IN_PROGRESS
 
     def finalize(self, comm: int) -> None:
         """Begin to end a communicator once its operations have reached all ranks."""
-        self._call("ncclCommFinalize", ctypes.c_void_p(comm))
+        self._call("ncclCommFinalize", comm)
 
     def destroy(self, comm: int) -> None:
         """Free a communicator that is finalized. Takes its time."""
-        self._call("ncclCommDestroy", ctypes.c_void_p(comm))
+        self._call("ncclCommDestroy", comm)
 
     def abort(self, comm: int) -> None:
         """End and free a communicator in any state, with its operations. Takes its time."""
-        self._call("ncclCommAbort", ctypes.c_void_p(comm))
+        self._call("ncclCommAbort", comm)
 
     # -- operations, which are queued in a stream --------------------------------------------------
 
@@ -148,63 +164,43 @@ class NcclLibrary:
         try:
             yield
         finally:
-            self._call("ncclGroupEnd")
+            self._call("ncclGroupEnd")  # an open group would take in later calls
 
     def allreduce(self, comm: int, stream: int, values: torch.Tensor, op: Op) -> None:
         """Reduce values, in place."""
-        address = ctypes.c_void_p(values.data_ptr())
-        self._begin(comm, stream, "ncclAllReduce", address, address, *_reduction(values, op))
+        at = values.data_ptr()
+        self._call("ncclAllReduce", at, at, *_reduction(values, op), comm, stream)
 
     def broadcast(self, comm: int, stream: int, values: torch.Tensor, root: int) -> None:
         """Copy the bytes of a rank to all others, in place."""
-        address = ctypes.c_void_p(values.data_ptr())
-        self._begin(
-            comm, stream, "ncclBroadcast", address, address, *_bytes(values), ctypes.c_int(root)
-        )
+        at = values.data_ptr()
+        self._call("ncclBroadcast", at, at, values.nbytes, _BYTES, root, comm, stream)
 
     def allgather(
         self, comm: int, stream: int, everything: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Collect the bytes of all ranks, one after the other."""
-        into = ctypes.c_void_p(everything.data_ptr())
-        self._begin(
-            comm,
-            stream,
-            "ncclAllGather",
-            ctypes.c_void_p(values.data_ptr()),
-            into,
-            *_bytes(values),
-        )
+        ends = values.data_ptr(), everything.data_ptr()
+        self._call("ncclAllGather", *ends, values.nbytes, _BYTES, comm, stream)
 
     def reduce_scatter(
         self, comm: int, stream: int, output: torch.Tensor, values: torch.Tensor, op: Op
     ) -> None:
         """Reduce values; each rank receives its part. All parts are equally long."""
-        self._begin(
-            comm,
-            stream,
-            "ncclReduceScatter",
-            ctypes.c_void_p(values.data_ptr()),
-            ctypes.c_void_p(output.data_ptr()),
-            *_reduction(output, op),
-        )
+        ends = values.data_ptr(), output.data_ptr()
+        self._call("ncclReduceScatter", *ends, *_reduction(output, op), comm, stream)
 
     def send(self, comm: int, stream: int, values: torch.Tensor, to: int) -> None:
         """Send bytes to a rank."""
-        address = ctypes.c_void_p(values.data_ptr())
-        self._begin(comm, stream, "ncclSend", address, *_bytes(values), ctypes.c_int(to))
+        self._call("ncclSend", values.data_ptr(), values.nbytes, _BYTES, to, comm, stream)
 
     def receive(self, comm: int, stream: int, values: torch.Tensor, source: int) -> None:
         """Receive bytes from a rank."""
-        address = ctypes.c_void_p(values.data_ptr())
-        self._begin(comm, stream, "ncclRecv", address, *_bytes(values), ctypes.c_int(source))
-
-    def _begin(self, comm: int, stream: int, name: str, *arguments: Any) -> None:
-        self._call(name, *arguments, ctypes.c_void_p(comm), ctypes.c_void_p(stream))
+        self._call("ncclRecv", values.data_ptr(), values.nbytes, _BYTES, source, comm, stream)
 
     def _call(self, name: str, *arguments: Any) -> None:
         result = getattr(self._library, name)(*arguments)
-        if result not in (SUCCESS, IN_PROGRESS):
+        if result not in (SUCCESS, IN_PROGRESS):  # without blocking, both are good
             raise DeviceError(f"{name}: {self._describe(result)}")
 
     def _describe(self, result: int) -> str:
@@ -214,38 +210,26 @@ class NcclLibrary:
         return f"NCCL reports: {text}" + (f" ({detail})" if detail else "")
 
 
-def _reduction(values: torch.Tensor, op: Op) -> tuple[ctypes.c_size_t, ctypes.c_int, ctypes.c_int]:
+def _reduction(values: torch.Tensor, op: Op) -> tuple[int, int, int]:
     """Return count, type and operation."""
-    return (
-        ctypes.c_size_t(values.numel()),
-        ctypes.c_int(_TYPES[values.dtype]),
-        ctypes.c_int(_OPS[op]),
-    )
-
-
-def _bytes(values: torch.Tensor) -> tuple[ctypes.c_size_t, ctypes.c_int]:
-    """Return count and type for what is only moved."""
-    return ctypes.c_size_t(values.nbytes), ctypes.c_int(_TYPES[torch.uint8])
+    return values.numel(), _TYPES[values.dtype], _OPS[op]
 
 
 # -- the one of this process ---------------------------------------------------------------------
 
-_present: list[NcclLibrary] = []
 
-
+@functools.cache
 def present_library() -> NcclLibrary:
-    """Return the NCCL that torch has loaded, or would load.
+    """Return the NCCL that torch has loaded.
 
     Raises :class:`DeviceError` if there is none, or one that is too old.
     """
-    if not _present:
-        _stand_apart()
-        library = NcclLibrary(_path())
-        if library.version < OLDEST:
-            found, needed = (".".join(map(str, each)) for each in (library.version, OLDEST))
-            raise DeviceError(f"NCCL {found} is too old; {needed} is the oldest that works")
-        _present.append(library)
-    return _present[0]
+    _stand_apart()  # first, because NCCL reads its variables once
+    library = NcclLibrary(_path())
+    if library.version < OLDEST:
+        found, needed = (".".join(map(str, each)) for each in (library.version, OLDEST))
+        raise DeviceError(f"NCCL {found} is too old; {needed} is the oldest that works")
+    return library
 
 
 def card_of(device: Device, library: NcclLibrary, rank: int) -> str:
@@ -268,17 +252,5 @@ def _path() -> str:
         lines = [line.rstrip("\n").split(maxsplit=5) for line in maps if _NAME in line]
     paths = sorted({fields[5] for fields in lines if len(fields) > 5})
     if not paths:
-        paths = _packaged()
-    if not paths:
-        raise DeviceError("torch has loaded no NCCL, and its package is not installed")
+        raise DeviceError("torch has loaded no NCCL")
     return paths[0]
-
-
-def _packaged() -> list[str]:
-    """Return the file in the package that torch's wheels depend on."""
-    try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except (ImportError, ValueError):
-        return []
-    places = [] if spec is None else list(spec.submodule_search_locations or [])
-    return sorted(str(path) for place in places for path in Path(place).glob(f"lib/{_NAME}*"))

@@ -6,22 +6,23 @@ import errno
 import os
 import selectors
 import socket
-import time
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from nbelastic.collectives.rendezvous.handshake import (
-    MAX_BODY_BYTES,
-    PROOF_BYTES,
-    AuthenticatedClient,
-    read,
-)
-from nbelastic.collectives.rendezvous.server import LENGTH, PURPOSE, VALUES, encode_body
+import msgspec
+
+from nbelastic.collectives.rendezvous.handshake import MessageChannel, open_channel
+from nbelastic.collectives.rendezvous.matcher import Message, decode, encode
+from nbelastic.collectives.rendezvous.server import PURPOSE
 from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from nbelastic.collectives.communicator import Rendezvous
+
+MATCHING = "matching"
+"""Subject of the matching of operations, see :mod:`nbelastic.collectives.rendezvous.matcher`."""
 
 # The server's address came with the plan, from a rank that was alive a moment ago.
 _CONNECT_LIMIT_S = 10.0
@@ -31,13 +32,21 @@ _PROBE_LIMIT_S = 1.5
 
 
 class RendezvousClient:
-    """One exchange of values between the ranks of a generation; each has a subject of its own."""
+    """A rank's connection to the rendezvous of its generation; each subject has one of its own.
+
+    One thread receives; any thread sends, also before there is a connection, and aborts.
+    """
 
     def __init__(self, rendezvous: Rendezvous, subject: str = "") -> None:
-        self._rendezvous = rendezvous
-        self._key = f"{rendezvous.job}/{rendezvous.generation}" + (subject and f"/{subject}")
-        self._connection: socket.socket | None = None
+        self._its = rendezvous
+        self._subject = subject
+        self._lock = threading.Lock()  # any thread sends, also before there is a channel
+        self._socket: socket.socket | None = None
+        self._channel: MessageChannel | None = None
+        self._unsent: list[Message] = []
         self._aborted = False
+        self._limit_s: float | None = None
+        self.timeout_s = rendezvous.timeout_s
 
     def exchange(self, value: bytes, limit_s: float | None = None) -> list[bytes]:
         """Send `value`, wait for all ranks, and return the value of each.
@@ -45,91 +54,122 @@ class RendezvousClient:
         By default the rendezvous' limit holds for that. Raises ``CollectiveError`` if a rank or the
         server is missing, or this rank has aborted.
         """
-        its = self._rendezvous
-        host, port = its.store
-        limit = its.timeout_s if limit_s is None else min(limit_s, its.timeout_s)
+        limit = self.timeout_s if limit_s is None else min(limit_s, self.timeout_s)
+        self.send({"do": "exchange", "value": value})
         try:
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as connection:
-                self._connection = connection
-                _connect(connection, its, lambda: self._aborted)
-                return self._exchange(connection, value, limit)
-        except OSError as error:
-            raise CollectiveError(
-                f"no answer from the rendezvous server at {host}:{port}: {error}"
-            ) from None
+            self.connect(limit)
+            reply = self.receive()
         finally:
-            self._connection = None
+            self.close()
+        if reply["do"] == "gone":
+            raise CollectiveError(f"rank {reply['rank']} left before all had joined")
+        values: list[bytes] = reply["values"]
+        return values
+
+    def connect(self, limit_s: float | None = None) -> None:
+        """Connect, and send what has been sent so far; no message may then take past the limit.
+
+        Raises ``CollectiveError`` if the server cannot be reached, or there has been an abort.
+        """
+        its = self._its
+        key = f"{its.job}/{its.generation}" + (self._subject and f"/{self._subject}")
+        family = socket.AF_INET6 if ":" in its.store[0] else socket.AF_INET
+        self._socket = connection = socket.socket(family, socket.SOCK_STREAM)
+        self._limit_s = limit_s
+        try:
+            self._reach(connection)
+            channel = open_channel(connection, its.secret, PURPOSE)
+            channel.send(msgspec.msgpack.encode((key, its.rank, its.size)))
+            connection.settimeout(limit_s)  # none for a matching, which lasts a generation
+            # From here on other threads send; what they have said so far has to come first.
+            with self._lock:
+                self._channel = channel
+                for message in self._unsent:
+                    channel.send(encode(message))
+                self._unsent = []
+            if self._aborted:  # a matching leaves only now: the server knows this rank
+                raise ConnectionAbortedError("this rank has left")
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def send(self, message: Message) -> None:
+        """Send a message; an unsent message is lost with the generation."""
+        with self._lock:
+            if self._channel is None:
+                self._unsent.append(message)
+                return
+            try:
+                self._channel.send(encode(message))
+            except OSError:
+                pass  # the receiving thread finds out
+
+    def receive(self) -> Message:
+        """Wait for a message. Raises ``CollectiveError`` if the connection has ended."""
+        assert self._channel is not None
+        try:
+            message = decode(self._channel.receive())
+        except TimeoutError:
+            raise CollectiveError(f"not all ranks joined within {self._limit_s:g} s") from None
+        except PermissionError:
+            raise CollectiveError("the rendezvous server does not belong to this job") from None
+        except OSError as error:
+            raise self._failure(error) from None
+        if message["do"] == "refused":
+            raise CollectiveError(message["reason"])
+        return message
+
+    @property
+    def has_received(self) -> bool:
+        """Whether :meth:`receive` would return at once."""
+        return self._channel is not None and self._channel.has_received
 
     def abort(self) -> None:
-        """Fail the exchange, under way or to come. Any thread may call it."""
+        """End the connection, at once or when it has been made.
+
+        A rank that leaves the matching is connected first: the others learn only then that it has
+        gone.
+        """
         self._aborted = True
-        connection = self._connection
-        if connection is not None:
+        # Shut down, not closed: the receiving thread may be in ``recv``, and closes it itself.
+        connection = self._socket
+        if connection is not None and (self._channel is not None or not self._matches):
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # it is closed, or was never established
 
-    def _exchange(self, connection: socket.socket, value: bytes, limit: float) -> list[bytes]:
-        its = self._rendezvous
-        client = AuthenticatedClient(connection, its.secret, PURPOSE)
-        client.request(encode_body(self._key, its.rank, its.size, value))
+    def close(self) -> None:
+        """Close the connection. The receiving thread calls it."""
+        with self._lock:  # a thread may be sending on it
+            connection, self._socket, self._channel = self._socket, None, None
+        if connection is not None:
+            connection.close()
+
+    @property
+    def _matches(self) -> bool:
+        return self._subject == MATCHING
+
+    def _reach(self, connection: socket.socket) -> None:
+        """Connect without blocking: only then can an abort shut the socket down."""
+        limit = min(self.timeout_s, _CONNECT_LIMIT_S)
+        connection.setblocking(False)
+        code = connection.connect_ex(self._its.store)
+        if self._aborted and not self._matches:  # an abort before this has shut nothing down
+            raise ConnectionAbortedError("this rank has left")
+        if code == errno.EINPROGRESS:
+            with selectors.DefaultSelector() as selector:
+                selector.register(connection, selectors.EVENT_WRITE)
+                if not selector.select(limit):
+                    raise TimeoutError("timed out")
+            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code != 0:
+            raise OSError(code, os.strerror(code))
         connection.settimeout(limit)
-        try:
-            return self._read_reply(connection, client)
-        except TimeoutError:
-            raise CollectiveError(f"not all ranks joined within {limit:g} s") from None
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def _read_reply(self, connection: socket.socket, client: AuthenticatedClient) -> list[bytes]:
-        status = read(connection, 1)
-        count = self._rendezvous.size if status == VALUES else 1
-        fields = [_read_field(connection) for _ in range(count)]
-        reply = status + b"".join(LENGTH.pack(len(each)) + each for each in fields)
-        if not client.verifies(reply, read(connection, PROOF_BYTES)):
-            raise CollectiveError("the rendezvous server does not belong to this job")
-        if status != VALUES:
-            raise CollectiveError(fields[0].decode())
-        return fields
-
-
-def open_connection(rendezvous: Rendezvous) -> socket.socket:
-    """Return a new connection to the rendezvous server."""
-    family = socket.AF_INET6 if ":" in rendezvous.store[0] else socket.AF_INET
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        _connect(connection, rendezvous, lambda: False)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _connect(
-    connection: socket.socket, rendezvous: Rendezvous, is_aborted: Callable[[], bool]
-) -> None:
-    """Connect to the server, without blocking: only then can an abort shut the socket down."""
-    limit = min(rendezvous.timeout_s, _CONNECT_LIMIT_S)
-    connection.setblocking(False)
-    code = connection.connect_ex(rendezvous.store)
-    if is_aborted():
-        raise CollectiveError("this rank has left")
-    if code == errno.EINPROGRESS:
-        with selectors.DefaultSelector() as selector:
-            selector.register(connection, selectors.EVENT_WRITE)
-            if not selector.select(limit):
-                raise TimeoutError("timed out")
-        code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    if code != 0:
-        raise OSError(code, os.strerror(code))
-    connection.settimeout(limit)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def _read_field(connection: socket.socket) -> bytes:
-    (length,) = LENGTH.unpack(read(connection, LENGTH.size))
-    if length > MAX_BODY_BYTES:
-        raise CollectiveError("the rendezvous server's reply is malformed")
-    return read(connection, length)
+    def _failure(self, error: OSError) -> CollectiveError:
+        host, port = self._its.store
+        return CollectiveError(f"no answer from the rendezvous server at {host}:{port}: {error}")
 
 
 def unreachable(addresses: Sequence[tuple[str, int]], limit_s: float = _PROBE_LIMIT_S) -> list[int]:
@@ -137,32 +177,13 @@ def unreachable(addresses: Sequence[tuple[str, int]], limit_s: float = _PROBE_LI
 
     All are tried at the same time. Nothing is sent; a server drops such a connection.
     """
-    silent = set(range(len(addresses)))
-    deadline = time.monotonic() + limit_s
-    with selectors.DefaultSelector() as selector:
-        for index, address in enumerate(addresses):
-            _begin_probe(selector, index, address)
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                selector.unregister(key.fileobj)
-                index, connection = key.data
-                with connection:
-                    if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                        silent.discard(index)
-        for key in list(selector.get_map().values()):
-            key.data[1].close()
-    return sorted(silent)
 
+    def is_silent(address: tuple[str, int]) -> bool:
+        try:
+            socket.create_connection(address, limit_s).close()
+        except OSError:
+            return True
+        return False
 
-def _begin_probe(selector: selectors.BaseSelector, index: int, address: tuple[str, int]) -> None:
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    connection.setblocking(False)
-    try:
-        connection.connect(address)
-    except BlockingIOError:
-        pass  # under way
-    except OSError:
-        connection.close()  # no route, or refused at once
-        return
-    selector.register(connection, selectors.EVENT_WRITE, (index, connection))
+    with ThreadPoolExecutor(len(addresses) or 1) as probes:
+        return [i for i, silent in enumerate(probes.map(is_silent, addresses)) if silent]

@@ -1,16 +1,13 @@
 """Authentication handshake between processes that know a job's secret.
 
-A job's ranks receive its secret over Dask's connections, and never send it to each other. Each side
-proves that it knows the secret with a keyed hash (HMAC, SHA-256) of its message and of a nonce that
-the other side has drawn. So no message can be forged, altered or replayed. On the wire, all numbers
-in network order::
+A job's ranks receive its secret over Dask's connections, and never send it to each other. Each
+message has a keyed hash (HMAC, SHA-256) of its direction, its number, its content and a nonce that
+each side has drawn. So no message can be forged, altered or replayed. On the wire, all numbers in
+network order::
 
     server   magic, nonce
-    client   length of the body, nonce; body; proof
-    server   reply; proof
-
-A connection that the server keeps then carries messages in both directions, each with its length
-and a proof of its number and content.
+    client   nonce
+    both     length of a message, the message, its proof; again and again
 """
 
 from __future__ import annotations
@@ -22,55 +19,41 @@ import selectors
 import socket
 import struct
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from nbelastic.collectives.communicator import Rendezvous
 
 NONCE_BYTES = 16
 PROOF_BYTES = hashlib.sha256().digest_size
-MAGIC = b"nbe3"
+MAGIC = b"nbe5"
 GREETING = struct.Struct(f"!4s{NONCE_BYTES}s")
 LENGTH = struct.Struct("!I")
-HEADER = struct.Struct(f"!I{NONCE_BYTES}s")
 MAX_BODY_BYTES = 1 << 20
+"""Of a client's message. That of a server has those of all clients."""
 
 REQUEST_LIMIT_S = 30.0
-"""Limit for a connection to send its request. A rank's process may stand still for a while."""
+"""Limit for a connection's first message. A rank's process may stand still for a while."""
 
 MAX_UNAUTHENTICATED = 128
-"""Connections without a complete request at a time."""
+"""Connections without a complete message at a time."""
 
 _SEND_TIMEOUT_S = 5.0
 
 
 def _proof(secret: bytes, purpose: str, *parts: bytes) -> bytes:
     """Return the proof that the sender of `parts` for a purpose knows the secret."""
-    code = hmac.new(secret, purpose.encode() + b"\0", hashlib.sha256)
-    for part in parts:
-        code.update(len(part).to_bytes(8, "big"))
-        code.update(part)
-    return code.digest()
+    # With lengths, so that no two lists of parts give the same bytes.
+    framed = [part for each in parts for part in (len(each).to_bytes(8, "big"), each)]
+    return hmac.digest(secret, b"".join((purpose.encode(), b"\0", *framed)), "sha256")
 
 
 def peer_token(rendezvous: Rendezvous, rank: int) -> bytes:
     """Return the proof by which `rank` identifies itself to its peers in a generation."""
     name = f"{rendezvous.job}/{rendezvous.generation}/{rank}"
     return _proof(rendezvous.secret, "peer", name.encode())
-
-
-def encode_request(
-    secret: bytes, purpose: str, challenge: bytes, nonce: bytes, body: bytes
-) -> bytes:
-    """Return a client's message: `challenge` is the server's nonce, `nonce` the client's own.
-
-    A server for another `purpose` refuses it.
-    """
-    message = HEADER.pack(len(body), nonce) + body
-    return message + _proof(secret, f"{purpose} request", challenge, message)
 
 
 def read(connection: socket.socket, length: int) -> bytes:
@@ -85,40 +68,72 @@ def read(connection: socket.socket, length: int) -> bytes:
 
 
 class MessageChannel:
-    """Messages over a connection after its handshake, numbered in each direction.
+    """Messages over a connection, numbered in each direction.
 
-    The nonces of both sides are those that no other connection has. The server's end `serves`.
+    The nonces of both sides are those that no other connection has. The server's end `serves`, and
+    has only its own nonce at first: the client's comes with the first message.
     """
 
-    def __init__(self, secret: bytes, purpose: str, nonces: bytes, *, serves: bool) -> None:
+    def __init__(
+        self, connection: socket.socket, secret: bytes, purpose: str, nonces: bytes, *, serves: bool
+    ) -> None:
+        self.connection = connection
+        self.since = time.monotonic()
+        self.nonces = nonces
         self._secret = secret
-        self._nonces = nonces
+        # A message that is sent back to its sender must prove nothing.
         here, there = f"{purpose} from server", f"{purpose} from client"
         self._outward, self._inward = (here, there) if serves else (there, here)
+        self._limit = MAX_BODY_BYTES if serves else 1 << 31
+        # A client's nonce goes with its first message, which saves a packet.
+        self._preamble = b"" if serves else nonces[NONCE_BYTES:]
         self._sent = self._taken = 0
         self._received = bytearray()
+        self._bodies: deque[bytes] = deque()
 
-    def encode(self, body: bytes) -> bytes:
-        """Return the next message as it goes over the connection."""
-        number, self._sent = self._sent, self._sent + 1
-        return LENGTH.pack(len(body)) + body + self._proof(self._outward, number, body)
+    def send(self, body: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, with descriptors where the socket can carry them."""
+        proof = self._proof(self._outward, self._sent, body)
+        message, self._preamble = self._preamble + LENGTH.pack(len(body)) + body + proof, b""
+        self._sent += 1
+        if descriptors:
+            socket.send_fds(self.connection, [message], descriptors)
+        else:
+            self.connection.sendall(message)
+
+    def receive(self) -> bytes:
+        """Wait for a message."""
+        while not self._bodies:
+            data = self.connection.recv(1 << 16)
+            if not data:
+                raise ConnectionResetError("it closed the connection")
+            self._bodies.extend(self.take(data))
+        return self._bodies.popleft()
+
+    @property
+    def has_received(self) -> bool:
+        """Whether :meth:`receive` would return at once."""
+        return bool(self._bodies)
 
     def take(self, data: bytes) -> list[bytes]:
         """Return the messages that are complete with `data`.
 
         Raises ``PermissionError`` if one is malformed, or its sender does not know the secret.
         """
+        missing = 2 * NONCE_BYTES - len(self.nonces)
+        self.nonces, data = self.nonces + data[:missing], data[missing:]
         self._received += data
         bodies: list[bytes] = []
         while len(self._received) >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._received)
             end = LENGTH.size + length
-            if length > MAX_BODY_BYTES:
+            if length > self._limit:  # before the proof: a stranger could fill the memory
                 raise PermissionError("the message is too long")
             if len(self._received) < end + PROOF_BYTES:
                 break
             body = bytes(self._received[LENGTH.size : end])
             given = bytes(self._received[end : end + PROOF_BYTES])
+            # Compared in constant time: how much of a guess was right must not show.
             if not hmac.compare_digest(given, self._proof(self._inward, self._taken, body)):
                 raise PermissionError("the proof is wrong")
             self._taken += 1
@@ -127,91 +142,16 @@ class MessageChannel:
         return bodies
 
     def _proof(self, purpose: str, number: int, body: bytes) -> bytes:
-        return _proof(self._secret, purpose, self._nonces, number.to_bytes(8, "big"), body)
+        return _proof(self._secret, purpose, self.nonces, number.to_bytes(8, "big"), body)
 
 
-class AuthenticatedClient:
-    """The client's side of one handshake, over a connected, blocking socket."""
-
-    def __init__(self, connection: socket.socket, secret: bytes, purpose: str) -> None:
-        self._connection = connection
-        self._secret = secret
-        self._purpose = purpose
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._challenge = b""
-
-    def request(self, body: bytes) -> None:
-        """Read the server's greeting and send a request."""
-        magic, challenge = GREETING.unpack(read(self._connection, GREETING.size))
-        if magic != MAGIC:
-            raise ConnectionError("the process that listens there is not part of this nbelastic")
-        self._challenge = challenge
-        message = encode_request(self._secret, self._purpose, challenge, self._nonce, body)
-        self._connection.sendall(message)
-
-    def verifies(self, reply: bytes, given: bytes) -> bool:
-        """Return whether `given` proves that the server knows the secret."""
-        expected = _proof(self._secret, f"{self._purpose} reply", self._nonce, reply)
-        return hmac.compare_digest(given, expected)
-
-    def channel(self) -> MessageChannel:
-        """Return the channel of a connection that the server keeps, after its reply."""
-        nonces = self._challenge + self._nonce
-        return MessageChannel(self._secret, self._purpose, nonces, serves=False)
-
-
-@dataclass(eq=False)
-class ServerConnection:
-    """A connection to an :class:`AuthenticatingListener`."""
-
-    sock: socket.socket
-    secret: bytes = field(repr=False)
-    purpose: str
-    since: float = field(default_factory=time.monotonic)
-    challenge: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
-    nonce: bytes = b""
-    received: bytearray = field(default_factory=bytearray)
-    channel: MessageChannel | None = None  # of a connection that is kept
-
-    def keep(self) -> None:
-        """Take messages after the reply, which :meth:`AuthenticatingListener.poll` returns."""
-        nonces = self.challenge + self.nonce
-        self.channel = MessageChannel(self.secret, self.purpose, nonces, serves=True)
-
-    def send(self, body: bytes) -> None:
-        """Send a message over a connection that is kept."""
-        assert self.channel is not None
-        self.sock.sendall(self.channel.encode(body))
-
-    def reply(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a reply with its proof, and descriptors where the socket can carry them."""
-        message += _proof(self.secret, f"{self.purpose} reply", self.nonce, message)
-        if descriptors:
-            socket.send_fds(self.sock, [message], descriptors)
-        else:
-            self.sock.sendall(message)
-
-    def take(self, data: bytes) -> bytes | None:
-        """Return the request's body once it is complete.
-
-        Raises ``PermissionError`` if it is malformed, or its sender does not know the secret.
-        """
-        self.received += data
-        if len(self.received) < HEADER.size:
-            return None
-        length, nonce = HEADER.unpack_from(self.received)
-        end = HEADER.size + length
-        if length > MAX_BODY_BYTES:
-            raise PermissionError("the request is too long")
-        if len(self.received) < end + PROOF_BYTES:
-            return None
-        message, given = bytes(self.received[:end]), bytes(self.received[end:])
-        expected = _proof(self.secret, f"{self.purpose} request", self.challenge, message)
-        if not hmac.compare_digest(given, expected):
-            raise PermissionError("the proof is wrong")
-        self.nonce = nonce
-        self.received.clear()
-        return message[HEADER.size :]
+def open_channel(connection: socket.socket, secret: bytes, purpose: str) -> MessageChannel:
+    """Return the client's end of a channel over a connected, blocking socket."""
+    magic, challenge = GREETING.unpack(read(connection, GREETING.size))
+    if magic != MAGIC:
+        raise ConnectionError("the process that listens there is not part of this nbelastic")
+    nonces = challenge + secrets.token_bytes(NONCE_BYTES)
+    return MessageChannel(connection, secret, purpose, nonces, serves=False)
 
 
 class AuthenticatingListener:
@@ -237,8 +177,8 @@ class AuthenticatingListener:
         self._purpose = purpose
         self._stop = stop
         self._accepts = accepts
-        self._connections: set[ServerConnection] = set()
-        self._unauthenticated: dict[ServerConnection, None] = {}  # the slowest first
+        self._connections: set[MessageChannel] = set()
+        self._unauthenticated: dict[MessageChannel, None] = {}  # the slowest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         if stop is not None:
@@ -254,14 +194,15 @@ class AuthenticatingListener:
 
     def poll(
         self, timeout: float | None = None
-    ) -> list[tuple[ServerConnection, bytes | None]] | None:
+    ) -> list[tuple[MessageChannel, bytes | None]] | None:
         """Wait for events, and return those of authenticated clients.
 
-        These are requests, and None for the end of a connection. None alone means to stop.
+        These are messages, and None for the end of a connection. None alone means to stop.
         """
+        # Woken by the limit of the slowest stranger, too: no thread of its own watches for that.
         events = self._selector.select(self._patience(timeout))
         self._drop_slow_clients()
-        requests: list[tuple[ServerConnection, bytes | None]] = []
+        requests: list[tuple[MessageChannel, bytes | None]] = []
         for key, _ in events:
             if key.fileobj is self._stop:
                 return None
@@ -271,17 +212,13 @@ class AuthenticatingListener:
                 self._receive(key.data, requests)
         return requests
 
-    def close(self, connection: ServerConnection) -> None:
+    def close(self, connection: MessageChannel) -> None:
         """Close a connection, unless closed: several may end in a :meth:`poll`."""
         if connection in self._connections:
-            self.release(connection).close()
-
-    def release(self, connection: ServerConnection) -> socket.socket:
-        """Stop listening to a connection and return its socket."""
-        self._connections.discard(connection)
-        self._unauthenticated.pop(connection, None)
-        self._selector.unregister(connection.sock)
-        return connection.sock
+            self._connections.discard(connection)
+            self._unauthenticated.pop(connection, None)
+            self._selector.unregister(connection.connection)  # while the descriptor is open
+            connection.connection.close()
 
     def _patience(self, timeout: float | None) -> float | None:
         slowest = next(iter(self._unauthenticated), None)
@@ -295,7 +232,7 @@ class AuthenticatingListener:
         for connection in list(self._unauthenticated):
             late = now >= connection.since + REQUEST_LIMIT_S
             if not late and len(self._unauthenticated) <= MAX_UNAUTHENTICATED:
-                return
+                return  # those behind it are younger
             self.close(connection)
 
     def _accept(self) -> None:
@@ -303,15 +240,17 @@ class AuthenticatingListener:
             accepted, _ = self._listener.accept()
         except OSError:
             return  # the client has gone, or the listener has been shut down
-        accepted.settimeout(_SEND_TIMEOUT_S)
+        accepted.settimeout(_SEND_TIMEOUT_S)  # a rank that reads nothing must not stop all
         # Two short messages in a row must not wait for 40 ms until the first is acknowledged.
         if accepted.family != getattr(socket, "AF_UNIX", None):
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = ServerConnection(accepted, self._secret, self._purpose)
+        connection = MessageChannel(
+            accepted, self._secret, self._purpose, secrets.token_bytes(NONCE_BYTES), serves=True
+        )
         try:
             if not self._accepts(accepted):
-                raise PermissionError
-            accepted.sendall(GREETING.pack(MAGIC, connection.challenge))
+                raise PermissionError  # an OSError, so it is closed below
+            accepted.sendall(GREETING.pack(MAGIC, connection.nonces))
         except OSError:
             accepted.close()
             return
@@ -321,36 +260,22 @@ class AuthenticatingListener:
 
     def _receive(
         self,
-        connection: ServerConnection,
-        requests: list[tuple[ServerConnection, bytes | None]],
+        connection: MessageChannel,
+        requests: list[tuple[MessageChannel, bytes | None]],
     ) -> None:
         try:
-            data = connection.sock.recv(1 << 16)
+            data = connection.connection.recv(1 << 16)
         except OSError:
-            data = b""
-        if connection not in self._unauthenticated:
-            bodies = _messages(connection, data)
-            requests.extend((connection, body) for body in bodies or ())
-            if bodies is None:
-                self.close(connection)
-                requests.append((connection, None))
-            return
+            data = b""  # a reset is an end like any other
         try:
-            body = connection.take(data) if data else None
+            bodies = connection.take(data) if data else None
         except PermissionError:
-            data = b""
-        if not data:
+            bodies = None
+        if bodies:
+            self._unauthenticated.pop(connection, None)
+            requests.extend((connection, body) for body in bodies)
+        elif bodies is None:
+            # A stranger's end concerns no rank; that of a rank ends what it waits for.
+            if connection not in self._unauthenticated:
+                requests.append((connection, None))
             self.close(connection)
-        elif body is not None:
-            del self._unauthenticated[connection]
-            requests.append((connection, body))
-
-
-def _messages(connection: ServerConnection, data: bytes) -> list[bytes] | None:
-    """Return the messages of a kept connection; None ends it, as does a second request."""
-    if not data or connection.channel is None:
-        return None
-    try:
-        return connection.channel.take(data)
-    except PermissionError:
-        return None

@@ -1,10 +1,12 @@
-"""Matching of operations by name, and of joined ranks with the other ranks.
+"""Matching of the ranks of a generation: values, operations by name, joined ranks.
 
-One matcher serves the ranks of a generation, at their rendezvous server. It is pure: it takes a
-message of a rank and returns messages to ranks. All ranks receive the same decisions in the same
-order, so they can launch operations in that order.
+One matcher serves the ranks that meet at their rendezvous server for a subject. It is pure: it
+takes a message of a rank and returns messages to ranks. All ranks receive the same decisions in
+the same order, so they can launch operations in that order.
 
 ==========  =======================================================================================
+exchange    a rank gives its value
+exchanged   the values of all ranks
 offer       a rank begins the operation `name` of the process set `set`, whose ranks are `members`
 go          all have begun it: what each has offered, None for those that have joined instead
 blocked     a rank waits for an operation that it has offered, and does nothing else; said again
@@ -22,14 +24,16 @@ compare     what a rank is about to do, as the `number`-th operation that ranks 
 asked       another rank compares that operation, so it must not be begun without
 compared    what all ranks are about to do: their values, and their texts if these differ
 gone        a rank has closed its connection, so it begins nothing more
+refused     why a rank cannot take part
 ==========  =======================================================================================
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 Message = dict[str, Any]
 
@@ -39,13 +43,12 @@ _SURE = 3
 
 def encode(message: Message) -> bytes:
     """Return a message as bytes."""
-    return json.dumps(message, separators=(",", ":")).encode()
+    return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes) -> Message:
     """Read a message."""
-    message: Message = json.loads(data)
-    return message
+    return msgspec.msgpack.decode(data, type=Message)
 
 
 @dataclass
@@ -71,6 +74,14 @@ class Matcher:
         self._gone: dict[int, None] = {}  # in the order in which they went
         self._kept: dict[int, list[Message]] = {}
         self._compared: dict[tuple[str, int], dict[int, Message]] = {}
+        self._values: dict[int, bytes] = {}
+
+    def refusal(self, rank: int, size: int) -> str:
+        """Return why a rank cannot take part in a generation of `size`; empty if it can."""
+        if size != self._size or rank >= size:
+            return f"rank {rank} of {size} in a generation of {self._size}"
+        known = rank in self._connected or rank in self._gone
+        return f"rank {rank} has already joined" if known else ""
 
     def connected(self, rank: int) -> list[Message]:
         """Return the messages that a newly connected rank has missed."""
@@ -82,6 +93,9 @@ class Matcher:
         """Take the end of a rank's connection; return messages for the ranks that are left."""
         self._connected.discard(rank)
         self._gone[rank] = None
+        # All leave an exchange when it is over, or when the first has left.
+        if self._values and (len(self._values) == self._size or len(self._gone) > 1):
+            return []
         return [(other, {"do": "gone", "rank": rank}) for other in sorted(self._connected)]
 
     @property
@@ -93,6 +107,7 @@ class Matcher:
         """Take a message of a rank; return messages with the ranks that they are for."""
         kind = message["do"]
         decisions: list[tuple[int, Message]] = {
+            "exchange": self._exchange,
             "compare": self._compare,
             "offer": self._offer,
             "blocked": self._block,
@@ -104,11 +119,19 @@ class Matcher:
         }[kind](rank, message)
         for to, decision in decisions:
             if to not in self._connected and to not in self._gone:
-                self._kept.setdefault(to, []).append(decision)
+                self._kept.setdefault(to, []).append(decision)  # until it connects
         return [(to, decision) for to, decision in decisions if to in self._connected]
 
+    def _exchange(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+        self._values[rank] = message["value"]
+        if len(self._values) < self._size:
+            return []
+        ranks = range(self._size)
+        decision = {"do": "exchanged", "values": [self._values[each] for each in ranks]}
+        return [(each, decision) for each in ranks]
+
     def _offer(self, rank: int, message: Message) -> list[tuple[int, Message]]:
-        self._blocked.pop(rank, None)
+        self._blocked.pop(rank, None)  # it goes on, so it waits for nothing
         key = message["set"], message["name"]
         entry = self._entries.setdefault(key, _Offers(message["members"]))
         entry.offers[rank] = message
@@ -117,7 +140,7 @@ class Matcher:
     def _decide(self, key: tuple[str, str]) -> list[tuple[int, Message]]:
         """Have an operation begin if all ranks have begun it or joined."""
         entry = self._entries[key]
-        present = {*entry.offers, *(self._joined if key[0] == "" else ())}
+        present = {*entry.offers, *(self._joined if key[0] == "" else ())}  # a set has no `join`
         if not present.issuperset(entry.members):
             return []
         del self._entries[key]
@@ -142,7 +165,7 @@ class Matcher:
     def _block(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         key = message["set"], message["name"]
         if key not in self._entries:
-            return []
+            return []  # decided meanwhile: the messages crossed
         if self._blocked.get(rank) != key:
             self._elsewhere.clear()  # what ranks waited for at another time
         self._blocked[rank] = key
@@ -168,7 +191,7 @@ class Matcher:
         for rank, key in self._blocked.items():
             sides[rank] = self._entries[key].offers[rank]["text"]
         if len(sides) < self._size:
-            return []
+            return []  # a rank that computes may still begin it
         keys = set(self._blocked.values())
         self._blocked.clear()
         decisions: list[tuple[int, Message]] = []
@@ -223,7 +246,7 @@ class Matcher:
         return decisions or self._if_stuck()
 
     def _step(self, _rank: int, message: Message) -> list[tuple[int, Message]]:
-        if not self._joined or message["number"] in self._steps:
+        if not self._joined or message["number"] in self._steps:  # the first rank tells
             return []
         self._steps[message["number"]] = message
         joined = self._joined.items()

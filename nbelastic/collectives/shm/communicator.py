@@ -14,39 +14,36 @@ import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nbelastic.collectives.buffers import copy_parts
 from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import AsyncCommunicator, OperationHandle, OrderedExecutor
 from nbelastic.collectives.shm.segment import (
     OPS,
     TYPES,
     SegmentOperation,
-    Transfer,
     abort_with,
     allocate,
-    concatenate_in,
     error_type,
     memory_of,
-    reduction_arguments,
     reduction_codes,
     tree_arguments,
-    usable_processors,
 )
 from nbelastic.collectives.transport import Capabilities, Handle, Op
 from nbelastic.native import core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.reduction_tree import Blocks
+    from nbelastic.collectives.transport import Nodes, Tensors
     from nbelastic.native._core import Group
 
-EXIT_LIMIT_S = 2.0
-MOST_SHARED = 16 << 10
+EXIT_LIMIT_S = 2.0  # an exit must end, even if a thread stays in the core
+MOST_SHARED = 16 << 10  # travels with the post: one step of all ranks, not two
 _AVERAGE = Op.AVERAGE
 
 
@@ -59,15 +56,14 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         super().__init__(rendezvous, abort_signal)
         self.capabilities = Capabilities(
             # Sums take processor time: they overlap with backward only on spare processors.
-            overlaps=usable_processors() >= 2 * self.size,
+            overlaps=len(os.sched_getaffinity(0)) >= 2 * self.size,
             coalesces=True,
-            averages=True,
             carries_descriptions=True,
             stops_sending_on_failure=True,
         )
         self._timeout_s = rendezvous.timeout_s
         self._group = group
-        self._reduce = group.allreduce
+        self._reduce = group.allreduce  # looked up once: it shows in small sums
         self._lent: deque[tuple[SegmentOperation, object]] = deque()
         self._executors: dict[str, OrderedExecutor] = {}
         self._closed = False
@@ -76,13 +72,13 @@ class SharedMemoryCommunicator(AsyncCommunicator):
 
     def connect(self) -> SharedMemoryCommunicator:
         self._abort_signal.check()
-        raise RuntimeError("connect() is called once")
+        raise RuntimeError("connect() is called once")  # the negotiation has connected it
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         self._abort_signal.check()
         try:
             return allocate(self._group, count, dtype)
-        except MemoryError:
+        except MemoryError:  # ordinary memory works, too, by the staging area
             return super().empty(count, dtype)
 
     # -- operations ------------------------------------------------------------------------------
@@ -103,9 +99,9 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         count = tensor.numel()
         if (
             self._lent
-            or self._closed
+            or self._closed  # in a fork, too: the call below reads no abort signal
             or not (count and tensor.is_cpu and tensor.is_contiguous())
-            or (op is _AVERAGE and not tensor.is_floating_point())
+            or (op is _AVERAGE and not tensor.is_floating_point())  # `allreduce_async` raises
         ):
             self.allreduce_async(tensor, op).wait()
             return
@@ -118,53 +114,42 @@ class SharedMemoryCommunicator(AsyncCommunicator):
             self._fail(str(error), error_type(error))
         self._completed += 1
 
-    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
-        if len(tensors) > 1:
-            together = reduction_arguments(tensors, op)
-            return self._begin(self._group.allreduce_coalesced_async, together, tensors)
-        (tensor,) = tensors
-        how = reduction_codes(tensor.dtype, op)
-        arguments = (tensor.data_ptr(), tensor.numel(), *how)
-        return self._begin(self._group.allreduce_async, arguments, tensor)
+    def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
+        places = [(each.data_ptr(), each.numel()) for each in tensors]
+        arguments = (places, *reduction_codes(tensors[0].dtype, op))
+        return self._begin(self._group.allreduce_async, arguments, tensors)
 
-    def begin_allreduce_tree(
-        self,
-        nodes: Sequence[Sequence[torch.Tensor]],
-        blocks: Blocks,
-        outputs: Sequence[torch.Tensor],
-    ) -> Handle:
+    def begin_allreduce_tree(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> Handle:
         arguments = tree_arguments(nodes, outputs, blocks)
         return self._begin(self._group.allreduce_tree_async, arguments, (nodes, outputs))
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         return self._begin(self._group.broadcast_async, (*memory_of(tensor), root), tensor)
 
-    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+    def begin_allgather(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
         arguments = ([output.data_ptr() for output in outputs], *memory_of(tensor))
         return self._begin(self._group.allgather_async, arguments, (tensor, outputs))
 
-    def begin_reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
-    ) -> Handle:
+    def begin_reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: Op) -> Handle:
         self._abort_signal.check()
+        # The core reduces parts where they lie, so peers must be able to read them.
         try:
-            source = concatenate_in(self._group, inputs)
+            source = allocate(self._group, sum(each.numel() for each in inputs), output.dtype)
         except MemoryError as error:
-            self._fail(f"shared memory is full: {error}")
+            self._fail(f"shared memory is full: {error}")  # only an abort frees the peers
+        copy_parts(inputs, source)
         counts, how = [each.numel() for each in inputs], reduction_codes(output.dtype, op)
-        arguments = (output.data_ptr(), source.data_ptr(), counts, *how)
+        arguments = (source.data_ptr(), counts, [output.data_ptr()], *how)
         return self._begin(self._group.reduce_scatter_async, arguments, (source, output))
 
-    def begin_all_to_all(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> Handle:
+    def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
         arguments = (list(map(memory_of, outputs)), list(map(memory_of, inputs)))
         return self._begin(self._group.all_to_all_async, arguments, (inputs, outputs))
 
     def begin_barrier(self) -> Handle:
         return self._begin(self._group.barrier_async, (), None)
 
-    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+    def begin_send(self, parts: Tensors, to: int) -> Handle:
         return self._post(f"to-{to}", self._group.send, (list(map(memory_of, parts)), to), parts)
 
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
@@ -185,7 +170,7 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         if self._closed or self._abort_signal.forked or self._group.failure is not None:
             return 0
         self._group.abort(f"rank {self.rank} was cut off")
-        return self.size - 1
+        return self.size - 1  # the segment is the connection to all peers
 
     @property
     def idle(self) -> bool:
@@ -198,15 +183,15 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         if self._closed or self._abort_signal.forked:
             return  # a fork has none of the group's threads
         self._closed = True
-        self.close_subgroups()
+        self.close_subgroups()  # before the abort, which would fail them
         self._abort_signal.abort("the communicator is closed", orderly=self.idle)
         for executor in self._executors.values():
-            executor.join()
+            executor.join()  # its thread may still be in a call of the group
         self._group.close()
-        self._lent.clear()
+        self._lent.clear()  # only now: until here the group's thread may have copied
 
     def __del__(self) -> None:
-        if hasattr(self, "_closed"):
+        if hasattr(self, "_closed"):  # else `__init__` has raised
             self.close()
 
     # -- from beginning to end -------------------------------------------------------------------
@@ -223,13 +208,13 @@ class SharedMemoryCommunicator(AsyncCommunicator):
             operation = SegmentOperation(self._group, start(*arguments))
         except core.Broken as error:
             self._fail(str(error), error_type(error))
-        self._lent.append((operation, lent))
+        self._lent.append((operation, lent))  # a dropped handle must not free what peers read
         return OperationHandle(self, operation)
 
     def _drop_lent(self) -> None:
         """Drop memory lent to ended operations, which end in order."""
         while self._lent and self._lent[0][0].done():
-            if self._group.failure is not None:
+            if self._group.failure is not None:  # all count as done, but a copy may go on
                 return
             self._lent.popleft()
 
@@ -244,8 +229,14 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         if direction not in self._executors:
             name = f"nbelastic-shm-{self.generation}-{self.rank}-{direction}"
             self._executors[direction] = OrderedExecutor(name, self._timeout_s)
-        operation = self._executors[direction].submit(Transfer(move, arguments, lent))
-        return OperationHandle(self, operation)
+
+        def transfer(_limit: object, _lent: object = lent) -> None:  # the segment has a limit
+            try:
+                move(*arguments)
+            except core.Broken as error:
+                raise RuntimeError(str(error)) from None  # an executor expects this error
+
+        return OperationHandle(self, self._executors[direction].submit(transfer))
 
 
 _living: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
@@ -259,13 +250,13 @@ def _end_all() -> None:
         communicator.abort("the process is exiting")
     deadline = time.monotonic() + EXIT_LIMIT_S
     while any(each.waiting for each in communicators) and time.monotonic() < deadline:
-        time.sleep(0.001)
+        time.sleep(0.001)  # leaves the interpreter to the threads that return
 
 
 def _forget_all_in_fork() -> None:
     for communicator in _living:
         communicator._closed = True  # or an allreduce would skip the abort signal
-    _living.clear()
+    _living.clear()  # the exit of a fork must abort nothing of its parent's
 
 
 if hasattr(os, "register_at_fork"):

@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from nbelastic.collectives.operations import OperationFailed
-from nbelastic.collectives.transport import Op
+from nbelastic.collectives.buffers import as_number
+from nbelastic.collectives.operations import Operation, OperationFailed
+from nbelastic.collectives.reduction_tree import additions
 from nbelastic.errors import CollectiveError, RanksDisagree
 from nbelastic.native import core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.reduction_tree import Blocks
+    from nbelastic.collectives.transport import Nodes, Op, Tensors
     from nbelastic.native._core import Group, Tree
 
-TYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in core.TYPES.items()}
-OPS = core.OPS
-# A sum of booleans is whether any is true, a product whether all are; bytes would overflow.
-_OPS_ON_BOOL = {Op.SUM: "max", Op.MIN: "min", Op.MAX: "max", Op.PRODUCT: "min"}
+# Without the part in C++ there are neither.
+TYPES = {getattr(torch, name): code for name, code in core.TYPES.items()} if core else {}
+OPS = core.OPS if core else {}
 
 
 def reduction_codes(dtype: torch.dtype, op: Op) -> tuple[int, int]:
     """Return the native core's codes for a type and a reduction."""
-    if dtype is torch.bool:
-        return core.TYPES["uint8"], OPS[_OPS_ON_BOOL[op]]
+    dtype, op = as_number(dtype, op)
     return TYPES[dtype], OPS[op.value]
 
 
-def reduction_arguments(
-    tensors: Sequence[torch.Tensor], op: Op
-) -> tuple[list[tuple[int, int]], int, int]:
-    """Return address and length of each of `tensors`, of one type, and the codes for `op`."""
-    places = [(each.data_ptr(), each.numel()) for each in tensors]
-    return places, *reduction_codes(tensors[0].dtype, op)
-
-
 def tree_arguments(
-    nodes: Sequence[Sequence[torch.Tensor]], outputs: Sequence[torch.Tensor], blocks: Blocks
+    nodes: Nodes, outputs: Tensors, blocks: Blocks
 ) -> tuple[list[list[tuple[int, int]]], list[tuple[int, int]], Tree, int]:
     """Return the native core's arguments for a sum along a tree."""
     places = [(each.data_ptr(), each.numel()) for each in outputs]
@@ -55,11 +44,16 @@ def tree_arguments(
     return ours, places, tree_of(blocks), TYPES[outputs[0].dtype]
 
 
-@functools.lru_cache(maxsize=64)
-def tree_of(blocks: Blocks) -> Tree:
-    """Return the native core's tree for the blocks of the ranks of a segment."""
-    nodes = [len(cover) for cover in blocks.covers]
-    return core.Tree(list(blocks.quotas), nodes, list(blocks.order))
+@functools.lru_cache(maxsize=64)  # the steps of a job sum along few trees
+def tree_of(blocks: Blocks, ranks: tuple[int, ...] | None = None) -> Tree:
+    """Return the native core's tree for the `ranks` of a segment, by default all.
+
+    Where they are not all, several sums may remain.
+    """
+    its = [*range(blocks.ranks)] if ranks is None else ranks
+    covers = [blocks.covers[rank] for rank in its]
+    order = additions([node for cover in covers for node in cover], blocks.leaves)
+    return core.Tree([blocks.quotas[rank] for rank in its], [*map(len, covers)], [*order])
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -71,17 +65,9 @@ def allocate(group: Group, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a new vector in this rank's part of a segment."""
     if count == 0:
         return torch.empty(0, dtype=dtype)
+    # The tensor keeps the arena and its mapping, so it may outlive the group.
     block: torch.Tensor = from_dlpack(group.empty(count * dtype.itemsize))
     return block.view(dtype)
-
-
-def concatenate_in(group: Group, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a flat copy of all `tensors` in this rank's part of a segment."""
-    counts = [tensor.numel() for tensor in tensors]
-    joined = allocate(group, sum(counts), tensors[0].dtype)
-    for piece, tensor in zip(torch.split(joined, counts), tensors, strict=True):
-        piece.copy_(tensor.detach().view(-1))
-    return joined
 
 
 def abort_with(group: Group, abort_signal: AbortSignal, rank: int) -> None:
@@ -92,7 +78,7 @@ def abort_with(group: Group, abort_signal: AbortSignal, rank: int) -> None:
         given = signal()
         if given is not None and given.kind is RanksDisagree:
             group.abort(reason, differ=True)  # the same error on all ranks
-        elif not orderly:
+        elif not orderly:  # after a close, peers may finish what this rank has ended
             group.abort(f"rank {rank} has left: {reason}")
 
     abort_signal.on_abort(break_segment)
@@ -103,7 +89,7 @@ def error_type(error: Exception) -> type[CollectiveError]:
     return RanksDisagree if isinstance(error, core.Disagreement) else CollectiveError
 
 
-class SegmentOperation:
+class SegmentOperation(Operation):
     """A collective operation under way in a segment, with its number there."""
 
     def __init__(self, group: Group, number: int) -> None:
@@ -111,45 +97,15 @@ class SegmentOperation:
         self._number = number
 
     def done(self) -> bool:
-        """Return whether it has ended, successfully or not."""
         return self._group.done(self._number)
 
     def wait(self, abort_signal: AbortSignal) -> bool:
-        """Wait for its end or an abort; return whether it has succeeded."""
         try:
             self._group.wait(self._number)
         except core.Broken as error:
-            if abort_signal.reason is None:
+            if abort_signal.reason is None:  # else the abort broke it, and gives the reason
                 failure = OperationFailed(str(error))
                 failure.kind = error_type(error)
                 raise failure from None
             return False
         return True
-
-
-class Transfer:
-    """A message to send or receive, for an executor, which keeps lent memory alive until then.
-
-    The segment limits its time.
-    """
-
-    def __init__(
-        self, move: Callable[..., None], arguments: tuple[object, ...], lent: object
-    ) -> None:
-        self._move = move
-        self._arguments = arguments
-        self._lent = lent
-
-    def wait(self, _timeout: object) -> None:
-        """Move it."""
-        try:
-            self._move(*self._arguments)
-        except core.Broken as error:
-            raise RuntimeError(str(error)) from None
-
-
-def usable_processors() -> int:
-    """Return the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

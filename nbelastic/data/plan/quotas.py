@@ -4,16 +4,12 @@ Ranks differ in speed, and all wait for the slowest. So the time that each takes
 travels with every reduction, and all ranks derive the same quotas from it. Quotas decide who
 computes a micro-batch, and nothing else: rows, weights and the order of sums do not depend on them.
 
-=========  =========================================================================================
-even       a generation begins so, whatever the generation before had
-coming     a commit has fixed other quotas, from the next but one step on; that step's micro-batches
-           can be fetched meanwhile
-present    that step has begun, or an epoch has, in which nothing has been fetched yet
-=========  =========================================================================================
+A generation begins with even quotas, whatever the generation before had. A commit may fix others,
+which are in force from the next step on.
 
 Ranks cannot disagree. What they decide from is the same on all of them: quotas of the generation,
 which begin even, and times that one operation has summed. Where a rank joins, leaves or fails, the
-generation ends, and coming quotas with it. :class:`Balance` has these states, on each rank.
+generation ends, and its quotas with it.
 """
 
 from __future__ import annotations
@@ -21,13 +17,7 @@ from __future__ import annotations
 import heapq
 import statistics
 from collections import deque
-from typing import TYPE_CHECKING
-
-from nbelastic.collectives.reduction_tree import Blocks
-from nbelastic.data.plan.dealing import BlockSchedule
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 GAIN = 0.05
 """Part of a step by which other quotas must shorten it to be taken."""
@@ -52,10 +42,7 @@ def predict(quotas: Sequence[int], times: Sequence[float]) -> float:
 
 
 def plan(quotas: tuple[int, ...], times: Sequence[float]) -> tuple[int, ...]:
-    """Return the quotas to take; `quotas` themselves, unless others make the step clearly shorter.
-
-    `times` are the seconds that each rank takes for a micro-batch; 0 where that is not known.
-    """
+    """Return the quotas to take: `quotas`, unless others make the step clearly shorter."""
     # The next micro-batch goes to the rank that would be done with it first, and so on until all
     # are given away. No other quotas have a shorter step. A rank whose time is not known is
     # supposed to be as fast as the others are in the median. It gets no more than it has, or one
@@ -66,10 +53,7 @@ def plan(quotas: tuple[int, ...], times: Sequence[float]) -> tuple[int, ...]:
     supposed = [time or statistics.median_low(known) for time in times]
     limit = (1.0 - GAIN) * predict(quotas, supposed)
     count = sum(quotas)
-    if count / sum(1.0 / time for time in supposed) >= limit:  # micro-batches cannot be divided
-        return quotas
-    anyhow = [count] * len(quotas)
-    if predict(_deal(supposed, count, anyhow), supposed) >= limit:
+    if predict(_deal(supposed, count, [count] * len(quotas)), supposed) >= limit:
         return quotas
     most = [
         count if time > 0.0 else max(quota, 1) for quota, time in zip(quotas, times, strict=True)
@@ -108,11 +92,7 @@ def is_straggler(times: Sequence[float], rank: int) -> bool:
 
 
 class Pace:
-    """Time of a rank for a micro-batch. It outlives generations.
-
-    A rank that has had no micro-batches for a while forgets its time. Then it is given one, by
-    which it is timed again: whatever slowed it down may be over.
-    """
+    """Time of a rank for a micro-batch. It outlives generations."""
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=STEPS)
@@ -136,56 +116,7 @@ class Pace:
         """Add a step in which the rank had no micro-batch."""
         self._busy = 0
         self._idle += 1
+        # A rank without a time is given a micro-batch: whatever slowed it down may be over.
         if self._steps and self._idle >= self._patience:
             self._steps.clear()
             self._patience *= 2
-
-
-class Balance:
-    """Quotas of a generation, as kept by a rank; equal on all ranks."""
-
-    def __init__(self, place: tuple[int, int, int], micro_batches: int) -> None:
-        self.place = place  # generation, rank and size
-        self.changes = 0  # how often quotas were fixed
-        self._present = Blocks.even(micro_batches, place[2])
-        self._coming: tuple[int, Blocks] | None = None
-
-    def begin_epoch(self) -> None:
-        """Begin with steps of which nothing has been fetched; coming quotas are present."""
-        if self._coming is not None:
-            self._present, self._coming = self._coming[1], None
-
-    def begin(self, step: int) -> Blocks:
-        """Begin a step, and return the blocks of all ranks in it."""
-        if self._coming is not None and self._coming[0] <= step:
-            self.begin_epoch()
-        return self._present
-
-    def consider(self, times: Sequence[float], next_step: int) -> tuple[int, ...]:
-        """Fix other quotas, if `times` ask for it; return the quotas before, or nothing.
-
-        All ranks have the same `times`. Micro-batches of `next_step` have been fetched already.
-        """
-        if len(times) != self.place[2] or self._coming is not None:
-            return ()
-        before = self._present.quotas
-        found = plan(before, times)
-        if found == before:
-            return ()
-        self._coming = (next_step + 1, Blocks(found))
-        self.changes += 1
-        return before
-
-    @property
-    def coming(self) -> tuple[int, ...]:
-        """Quotas that are fixed but not in force; empty if none are."""
-        return () if self._coming is None else self._coming[1].quotas
-
-    @property
-    def schedule(self) -> BlockSchedule:
-        """Block of this rank in the next steps."""
-        rank = self.place[1]
-        if self._coming is None:
-            return BlockSchedule(self._present.block(rank))
-        step, blocks = self._coming
-        return BlockSchedule(self._present.block(rank), step, blocks.block(rank))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbelastic.data.sources.row_block import RowBlock
-from nbelastic.errors import DataError, OptionError
+from nbelastic.data.sources.units import RowBlock, UnitSource
+from nbelastic.errors import DataError, OptionError, summary_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     Array = np.ndarray[Any, Any]
 
 NEEDS_TRANSFORM = (
@@ -39,11 +37,7 @@ class ColumnChoice:
 
 
 def choose(columns: Any, available: Sequence[str], where: str) -> ColumnChoice:
-    """Find the columns that `columns` asks for among the `available` columns.
-
-    They are names, and patterns such as ``"x*"``, with keys for batches that are dicts; None for
-    all. `where` says whose columns they are, for the error.
-    """
+    """Find the names and patterns of `columns`, or all, among the `available` columns."""
     if isinstance(columns, str):
         columns = [columns]
     if columns is not None and not isinstance(columns, (Mapping, Sequence)):
@@ -80,18 +74,56 @@ def choose(columns: Any, available: Sequence[str], where: str) -> ColumnChoice:
     return choice
 
 
-def row_block(choice: ColumnChoice, array_of: Callable[[str], Array], where: str) -> RowBlock:
-    """Return the chosen columns as arrays, stacked where a pattern has found them.
+class ColumnSource(UnitSource):
+    """Units that are read as tables of Arrow, or given to a ``transform``."""
 
-    `where` says what is read, for the error.
-    """
-    arrays = {}
-    for key, names, stacked in choice.parts:
-        found = [array_of(name) for name in names]
-        if stacked and any(array.ndim != 1 for array in found):
-            raise DataError(f"{where}: columns of lists cannot be stacked ({', '.join(names)})")
-        arrays[key] = np.stack(found, axis=1) if stacked else found[0]
-    return RowBlock.named(arrays) if choice.named else RowBlock(tuple(arrays.values()))
+    def __init__(
+        self,
+        name: str,
+        columns: Any,
+        shuffle_rows: int,
+        transform: Callable[[Any], Any] | None,
+        memory: int | str,
+        fill: Any,
+    ) -> None:
+        super().__init__(name, shuffle_rows, memory)
+        if transform is not None and not callable(transform):
+            raise OptionError(f"{name}(transform={transform!r}): must be a function")
+        self.columns = columns
+        self.transform = transform
+        self.fill = fill
+
+    def choose(self, schema: Any, where: str) -> ColumnChoice:
+        """Find the columns in a schema, and refuse columns that cannot become tensors."""
+        choice = choose(self.columns, schema.names, where)
+        for name in choice.names if self.transform is None else ():
+            kind = schema.field(name).type
+            if arrow_kind(kind) is None:
+                raise OptionError(NEEDS_TRANSFORM.format(where=where, name=name, kind=kind))
+        return choice
+
+    def transformed(self, given: Any, rows: int, where: str) -> RowBlock:
+        """Return what the user's function makes of the rows of a unit; its errors name the rows."""
+        assert self.transform is not None
+        try:
+            found = self.transform(given)
+        except DataError:
+            raise
+        except Exception as error:
+            raise DataError(f"{where}: transform raised {summary_of(error)}") from error
+        return RowBlock.of(found, rows, where)
+
+    def block(self, choice: ColumnChoice, table: Any, where: str) -> RowBlock:
+        """Return the chosen columns of a table as arrays, stacked where a pattern stands."""
+        if self.transform is not None:
+            return self.transformed(table, table.num_rows, where)
+        arrays = {}
+        for key, names, stacked in choice.parts:
+            found = [arrow_array(table.column(name), name, self.fill, where) for name in names]
+            if stacked and any(array.ndim != 1 for array in found):
+                raise DataError(f"{where}: columns of lists cannot be stacked ({', '.join(names)})")
+            arrays[key] = np.stack(found, axis=1) if stacked else found[0]
+        return RowBlock(tuple(arrays.values()), *([tuple(arrays)] if choice.named else []))
 
 
 def arrow_kind(kind: Any) -> np.dtype[Any] | None:
@@ -108,31 +140,25 @@ def arrow_kind(kind: Any) -> np.dtype[Any] | None:
 
 def arrow_array(column: Any, name: str, fill: Any, where: str) -> Array:
     """Return the array of an Arrow column; of two dimensions if it holds lists."""
-    import pyarrow as pa  # noqa: PLC0415 - an extra
+    import pyarrow.compute as pc  # noqa: PLC0415 - an extra
     from pyarrow import types  # noqa: PLC0415
 
     kind = column.type
     if arrow_kind(kind) is None:
         raise DataError(NEEDS_TRANSFORM.format(where=where, name=name, kind=kind))
     column = _without_nulls(column, name, fill, where)
-    if not (types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind)):
+    if not types.is_nested(kind):
         found: Array = column.to_numpy()
         return found
-    lists = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if isinstance(lists, pa.ChunkedArray):  # without rows it stays in chunks
-        lists = pa.concat_arrays(lists.chunks) if lists.num_chunks else pa.array([], kind)
-    values = _without_nulls(lists.flatten(), name, fill, where).to_numpy(zero_copy_only=False)
-    rows = len(lists)
-    width = len(values) // rows if rows else getattr(kind, "list_size", 0)
-    if types.is_list(kind) or types.is_large_list(kind):
-        lengths = np.diff(lists.offsets.to_numpy())
-        if rows and lengths.min() != lengths.max():
-            raise DataError(
-                f"{where}: column {name!r} has lists of {lengths.min()} to {lengths.max()} values, "
-                "which make no tensor; pass transform= to pad or cut them"
-            )
-    shaped: Array = values.reshape(rows, width)
-    return shaped
+    lengths = pc.list_value_length(column).to_numpy()
+    if len(lengths) and lengths.min() != lengths.max():
+        raise DataError(
+            f"{where}: column {name!r} has lists of {lengths.min()} to {lengths.max()} values, "
+            "which make no tensor; pass transform= to pad or cut them"
+        )
+    values: Array = _without_nulls(pc.list_flatten(column), name, fill, where).to_numpy()
+    width = lengths[0] if len(lengths) else getattr(kind, "list_size", 0)
+    return values.reshape(len(lengths), width)
 
 
 def _without_nulls(column: Any, name: str, fill: Any, where: str) -> Any:

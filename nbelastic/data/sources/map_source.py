@@ -1,22 +1,33 @@
-"""Map-style datasets as sources of rows."""
+"""Map-style datasets as sources: fetched, seeded, compared between ranks."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import contextlib
+import functools
+import hashlib
+import itertools
+import random
+import time
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from nbelastic.data.plan import mix
-from nbelastic.data.sources.row_source import COLLATING, RowSource, sample_of
-from nbelastic.data.sources.seeding import generators_in, seed_each, seed_generators
+from nbelastic.data.plan.dealing import Dealing, Rows, mix
+from nbelastic.data.sources.row_source import (
+    COLLATING,
+    SEED_LIMIT,
+    DataSample,
+    RowSource,
+    seed_generators,
+)
+from nbelastic.data.sources.stream_reader import row_digest
+from nbelastic.elastic.followed import generators_kept
 from nbelastic.errors import DataError, OptionError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    from nbelastic.data.plan import BlockSchedule, Dealing, Rows
-    from nbelastic.data.sources.row_source import DataSample
 
 # Kind of seeds, apart from those of the loader.
 _FETCHING = 1
@@ -30,11 +41,7 @@ class WorkItem(NamedTuple):
 
 
 class MapSource(RowSource):
-    """Map-style dataset, read by a ``DataLoader`` whose unit of work is one micro-batch.
-
-    Random generators are seeded before each row, so what a dataset draws for it does not depend on
-    the number of ranks or of workers. `options` are those of ``DataLoader``.
-    """
+    """Map-style dataset, read by a ``DataLoader`` whose unit of work is one micro-batch."""
 
     def __init__(
         self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None, **options: Any
@@ -48,7 +55,7 @@ class MapSource(RowSource):
             self._loader: DataLoader[Any] = DataLoader(
                 rows,  # type: ignore[arg-type]
                 batch_sampler=self._items,  # type: ignore[arg-type]
-                collate_fn=_identity if sliced else collate_fn,
+                collate_fn=list if sliced else collate_fn,
                 generator=torch.Generator(),  # else it draws from the rank's, once per iteration
                 **options,
             )
@@ -63,11 +70,13 @@ class MapSource(RowSource):
     def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
         return dealing.rows(step, number)
 
-    def fetch(self, dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[Any]:
-        self._items.present = self._work(dealing, first, blocks)
+    def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
+        # The ``DataLoader`` asks for items ahead, in the rank's thread.
+        seed, filled = mix(dealing.seed, _FETCHING, dealing.epoch), _filled(dealing, first, block)
+        self._items.present = (WorkItem(seed, dealing.rows(*each).tolist()) for each in filled)
         iterator = iter(self._loader)
         self._items.present = ()  # a loader may be pickled
-        for step, number in _filled(dealing, first, blocks):
+        for step, number in _filled(dealing, first, block):
             batch = next(iterator, _END)
             if batch is _END:  # only then would the loop over the steps end without an error
                 raise DataError(
@@ -76,24 +85,11 @@ class MapSource(RowSource):
                 )
             yield batch
 
-    @staticmethod
-    def _work(dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[WorkItem]:
-        """Yield work items. The ``DataLoader`` asks for items ahead, in the rank's thread."""
-        seed = mix(dealing.seed, _FETCHING, dealing.epoch)
-        for step, number in _filled(dealing, first, blocks):
-            yield WorkItem(seed, dealing.rows(step, number).tolist())
-
     def sample(self) -> DataSample:
         return sample_of(self._dataset, fetches=self._loader.num_workers == 0)
 
     def requirements(self) -> dict[str, str]:
         return {"dataset": f"{len(self)} rows"}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing."""
 
 
 _DECIDED = {
@@ -120,10 +116,10 @@ class _Items:
 _END = object()
 
 
-def _filled(dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[tuple[int, int]]:
+def _filled(dealing: Dealing, first: int, block: range) -> Iterator[tuple[int, int]]:
     """Yield step and number of a rank's micro-batches that have rows."""
     for step in range(first, dealing.steps):
-        for number in blocks.at(step):
+        for number in block:
             if dealing.places(step, number):
                 yield step, number
 
@@ -156,7 +152,7 @@ class _Rows:
         else:
             found = []
             for row in rows:
-                self._seed(mix(seed, row))
+                self._seed(mix(seed, row))  # what it draws depends on neither ranks nor workers
                 found.append(dataset[row])
         seed_generators(mix(seed, rows[0], COLLATING))
         return found
@@ -169,5 +165,144 @@ class _SlicedRows(_Rows):
         return [tensor[item.rows] for tensor in self._dataset.tensors]
 
 
-def _identity(batch: Any) -> Any:
-    return batch
+_KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+_LEAVES = (str, bytes, int, float, complex, torch.Tensor, np.ndarray, type, types.ModuleType)
+
+_LOOKED_AT = 2000
+"""Most objects that are looked at for generators."""
+
+_LONGEST = 100
+"""Longest container that is looked through: a longer one holds rows."""
+
+
+def generators_in(dataset: object) -> list[Any]:
+    """Return the random generators that a dataset and its transforms hold, in a fixed order."""
+    found: list[Any] = []
+    waiting, seen = deque([dataset]), set[int]()
+    while waiting and len(seen) < _LOOKED_AT:
+        value = waiting.popleft()
+        if value is None or isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _KINDS):
+            found.append(value)
+        else:
+            waiting.extend(_held_by(value))
+    return found
+
+
+def _held_by(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values()) if len(value) <= _LONGEST else []
+    if isinstance(value, (list, tuple)):
+        return list(value) if len(value) <= _LONGEST else []
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.FunctionType):
+        held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty
+                held.append(cell.cell_contents)
+        return held
+    try:
+        return list(vars(value).values())
+    except TypeError:
+        return []
+
+
+def seed_each(generators: Iterable[Any], seed: int) -> None:
+    """Seed generators, each differently."""
+    for number, generator in enumerate(generators):
+        own = mix(seed, number)
+        if isinstance(generator, np.random.Generator):
+            bits: Any = generator.bit_generator
+            bits.state = type(bits)(own).state
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed(own % SEED_LIMIT)
+        elif isinstance(generator, torch.Generator):
+            generator.manual_seed(own)
+        else:
+            generator.seed(own)
+
+
+ROWS = 12
+"""Rows that are compared, at places that are the same on all ranks."""
+
+LONGEST_S = 0.02
+"""Seconds after which no further row is fetched. Only rows that both ranks have are compared."""
+
+_INDICES = 1 << 17
+"""Most indices of a subset that are looked at, evenly spread."""
+
+USUAL_CAUSES = (
+    "The usual causes: random_split or a shuffle without a generator of a fixed seed, labels "
+    "numbered from a set, a folder's listing without sorted(), or a generator seeded by the rank. "
+    "Build the same dataset on all ranks"
+)
+
+
+def sample_of(dataset: Any, *, fetches: bool) -> DataSample:
+    """Return digests of a dataset, of rows that are fast and the same from call to call.
+
+    If worker processes fetch the rows, this one must not: workers would share files it opens.
+    """
+    found = {"length": str(len(dataset)).encode()}
+    in_memory, subsets = True, 0
+    for part in itertools.islice(_parts_of(dataset), ROWS * ROWS):
+        if isinstance(part, Subset):
+            said = f"the indices of its Subset differ{f' (Subset {subsets})' if subsets else ''}"
+            found[said], subsets = _digest_of(part.indices), subsets + 1
+        else:
+            in_memory &= isinstance(part, (TensorDataset, list, tuple, np.ndarray))
+    return {**found, **_rows_of(dataset)} if in_memory or fetches else found
+
+
+def difference(mine: DataSample, theirs: DataSample) -> str:
+    """Return what differs between the samples of two ranks; nothing if they may be equal."""
+    if mine["length"] != theirs["length"]:
+        return ""  # said elsewhere
+    differing = (name for name in mine if theirs.get(name, mine[name]) != mine[name])
+    return next(differing, "")
+
+
+def _parts_of(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset and the datasets inside torch's own wrappers."""
+    yield dataset
+    if isinstance(dataset, (Subset, ConcatDataset)):
+        inner = [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets
+        yield from itertools.chain.from_iterable(map(_parts_of, inner))
+
+
+def _digest_of(indices: Any) -> bytes:
+    try:
+        every = len(indices) // _INDICES + 1
+        seen = np.asarray(indices[::every], dtype=np.int64)
+    except Exception:  # of any class, with indices of any kind
+        return b""
+    return hashlib.blake2b(seen.tobytes(), digest_size=16).digest()
+
+
+def _rows_of(dataset: Any) -> DataSample:
+    length = len(dataset)
+    if not length or generators_in(dataset):
+        return {}
+    found: DataSample = {}
+    begun = time.monotonic()
+    with generators_kept():
+        for number in dict.fromkeys([0, length - 1, *(mix(n) % length for n in range(ROWS))]):
+            try:
+                first, again = _fetched(dataset, number), _fetched(dataset, number)
+            except Exception:  # the training will find it
+                return found
+            if first == again:
+                found[f"row {number} differs"] = first
+            if time.monotonic() > begun + LONGEST_S:
+                break
+    return found
+
+
+def _fetched(dataset: Any, row: int) -> bytes:
+    seed_generators(mix(row))
+    return row_digest(dataset[row])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
+import itertools
 import os
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,21 +16,14 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import numpy as np
 
-from nbelastic.data.sources.columns import (
-    NEEDS_TRANSFORM,
-    ColumnChoice,
-    arrow_array,
-    arrow_kind,
-    choose,
-    row_block,
-)
-from nbelastic.data.sources.row_block import MadeBlocks, RowBlock, transformed
-from nbelastic.data.sources.units import UnitSource
+from nbelastic.data.sources.columns import ColumnSource, arrow_kind
+from nbelastic.data.sources.row_source import digest_of
 from nbelastic.elastic.redaction import Secrets
 from nbelastic.errors import DataError, OptionError
 
 if TYPE_CHECKING:
-    from nbelastic.data.plan import Rows
+    from nbelastic.data.plan.dealing import Rows
+    from nbelastic.data.sources.units import RowBlock
 
 _AT_ONCE = 16
 """Footers that are read at the same time."""
@@ -45,51 +37,7 @@ _MOST_TEXTS = 100
 """Most files that are compared one by one; more are compared in groups."""
 
 
-class _ArrowRows(UnitSource):
-    """Units that are read as Arrow tables."""
-
-    def __init__(
-        self,
-        name: str,
-        columns: Any,
-        shuffle_rows: int,
-        transform: Callable[[Any], Any] | None,
-        memory: int | str,
-        fill: Any,
-    ) -> None:
-        super().__init__(name, shuffle_rows, memory)
-        if transform is not None and not callable(transform):
-            raise OptionError(f"{name}(transform={transform!r}): must be a function")
-        self.columns = columns
-        self.transform = transform
-        self.fill = fill
-        self._choice: ColumnChoice
-
-    def _choose(self, schema: Any, where: str) -> None:
-        """Find the columns in a schema, and refuse columns that cannot become tensors."""
-        self._choice = choose(self.columns, schema.names, where)
-        if self.transform is not None:
-            return
-        for name in self._choice.names:
-            kind = schema.field(name).type
-            if arrow_kind(kind) is None:
-                raise OptionError(NEEDS_TRANSFORM.format(where=where, name=name, kind=kind))
-
-    def _block(self, table: Any, where: str) -> RowBlock:
-        if self.transform is not None:
-            block = RowBlock.of(transformed(self.transform, table, where), table.num_rows, where)
-            _made_by.setdefault(self, MadeBlocks()).add(block, where)
-            return block
-
-        def array_of(name: str) -> np.ndarray[Any, Any]:
-            return arrow_array(table.column(name), name, self.fill, where)
-
-        return row_block(self._choice, array_of, where)
-
-
-_made_by: weakref.WeakKeyDictionary[_ArrowRows, MadeBlocks] = weakref.WeakKeyDictionary()
-
-_seen_same: weakref.WeakKeyDictionary[_ArrowRows, dict[str, str]] = weakref.WeakKeyDictionary()
+_seen_same: weakref.WeakKeyDictionary[Parquet, dict[str, str]] = weakref.WeakKeyDictionary()
 """The mark of each file that this process has found to hold the values that it had."""
 
 
@@ -111,7 +59,7 @@ class _File:
         return f"{text}, content {self.content}" if self.content else text
 
 
-class Parquet(_ArrowRows):
+class Parquet(ColumnSource):
     """Parquet files as the data of a :class:`~nbelastic.data.Loader`.
 
     Row groups are read whole, by a background thread, in windows whose rows are shuffled. Which
@@ -183,11 +131,9 @@ class Parquet(_ArrowRows):
             self._files = list(pool.map(self._footer, paths))
         first = self._files[0]
         schema = first.footer.schema.to_arrow_schema()
-        self._choose(schema, first.name)
-        for file in self._files[1:]:
-            self._compare(schema, first.name, file)
-        if transform is None and fill is None:
-            self._refuse_nulls()
+        self._choice = self.choose(schema, first.name)
+        for file in self._files:
+            self._check(schema, first.name, file)
         with ThreadPoolExecutor(_AT_ONCE, "nbelastic-pages") as pool:
             self._files = list(pool.map(self._with_content, self._files))
         self._groups = [
@@ -197,29 +143,27 @@ class Parquet(_ArrowRows):
         self.sizes: Rows = np.array(counts, dtype=np.int64)
         if not len(self):
             raise OptionError(f"Parquet({shown}): the files have no rows")
-        widths = {name: _width(schema.field(name).type) for name in self._choice.names}
-        self.row_bytes = sum(self._bytes_in(file, widths) for file in self._files) / len(self)
+        kinds = {name: arrow_kind(schema.field(name).type) for name in self._choice.names}
+        total = 0
+        for _, name, column in itertools.chain.from_iterable(map(self._columns_in, self._files)):
+            kind, count = kinds[name], column.num_values
+            text = column.total_uncompressed_size + 4 * count
+            total += text if kind is None else count * kind.itemsize
+        self.row_bytes = total / len(self)
 
     def _footer(self, path: str) -> _File:
         import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
 
         name = self._secrets.hide(path)
-        try:
+        with _named(f"{name} cannot be read", OptionError, self._secrets):
             if not self._filesystem.isfile(path):  # to open a pipe would wait for its writer
-                raise OptionError(f"{name} cannot be read: it is no regular file")
+                raise OptionError("it is no regular file")
             info = self._filesystem.info(path)
-            size = info["size"]
             with self._open(path) as file:
                 footer = pq.ParquetFile(file).metadata
-        except OptionError:
-            raise
-        except Exception as error:  # whatever a file system raises
-            problem = OptionError(f"{name} cannot be read: {_reason(error, self._secrets)}")
-            raise problem from self._secrets.shown(error)
-        digest = hashlib.blake2b(digest_size=6)
-        for group in range(footer.num_row_groups):
-            digest.update(repr(footer.row_group(group).to_dict()).encode())
-        return _File(path, name, size, digest.hexdigest(), footer, _stamp_of(info))
+        groups = map(footer.row_group, range(footer.num_row_groups))
+        digest = digest_of(*(repr(group.to_dict()).encode() for group in groups))
+        return _File(path, name, info["size"], digest, footer, _stamp_of(info))
 
     def _with_content(self, file: _File) -> _File:
         found = dataclasses.replace(file, content=self._content_of(file))
@@ -228,29 +172,20 @@ class Parquet(_ArrowRows):
         return found
 
     def _content_of(self, file: _File) -> str:
-        """Return a digest of samples of the chosen columns, different for a file of other values.
-
-        An object store's mark of a version is used where there is one, because each sample would be
-        a request.
-        """
-        if not self._is_local:
+        """Return a digest of samples of the chosen columns; other values have another digest."""
+        if not self._is_local:  # each sample would be a request
             return file.stamp if file.stamp.startswith("tag ") else ""
-        columns = [
-            column
-            for group in range(file.footer.num_row_groups)
-            for _, column in self._columns_in(file, group)
-        ]
+        columns = [column for _, _, column in self._columns_in(file)]
         every = len(columns) // _SAMPLES + 1
-        digest = hashlib.blake2b(digest_size=6)
-        try:
-            with open(file.path, "rb") as opened:
-                for column in columns[::every]:
-                    opened.seek(column.dictionary_page_offset or column.data_page_offset)
-                    size = min(column.total_compressed_size, _SAMPLE_BYTES)
-                    digest.update(opened.read(size))
-        except OSError as error:
-            raise OptionError(f"{file.name} cannot be read: {_reason(error)}") from error
-        return digest.hexdigest()
+        samples = []
+        with (
+            _named(f"{file.name} cannot be read", OptionError, self._secrets),
+            open(file.path, "rb") as opened,
+        ):
+            for column in columns[::every]:
+                opened.seek(column.dictionary_page_offset or column.data_page_offset)
+                samples.append(opened.read(min(column.total_compressed_size, _SAMPLE_BYTES)))
+        return digest_of(*samples)
 
     @property
     def _is_local(self) -> bool:
@@ -262,30 +197,25 @@ class Parquet(_ArrowRows):
         if info["size"] != file.size:
             raise DataError(f"it has {info['size']} bytes, and had {file.size} when it was found")
         stamp = _stamp_of(info)
-        if not self._is_local:
-            if stamp != file.stamp and file.stamp:
-                raise DataError("it was written again after it was found")
-            return
-        if stamp != file.stamp and info["mtime"] > self._found_at:
+        is_newer = not self._is_local or info["mtime"] > self._found_at
+        if stamp != file.stamp and file.stamp and is_newer:
             raise DataError("it was written again after it was found")
         # Times are too coarse to tell two writings that are milliseconds apart, and a copy may have
         # any time. So the values decide, once for each time that is seen.
         same = _seen_same.setdefault(self, {})
-        if same.get(file.path) != stamp:
+        if self._is_local and same.get(file.path) != stamp:
             if self._content_of(file) != file.content:
                 raise DataError("its values are not those that it had when it was found")
             same[file.path] = stamp
 
-    @contextlib.contextmanager
-    def _open(self, path: str) -> Iterator[Any]:
-        """Open a file without read-ahead."""
+    def _open(self, path: str) -> Any:
+        """Open a file without read-ahead; Arrow reads its own files without Python's lock."""
         if self._is_local:
-            yield path  # Arrow's own files are read without Python's lock
-            return
-        with self._filesystem.open(path, "rb", cache_type="none") as file:
-            yield file
+            return contextlib.nullcontext(path)
+        return self._filesystem.open(path, "rb", cache_type="none")
 
-    def _compare(self, schema: Any, first: str, file: _File) -> None:
+    def _check(self, schema: Any, first: str, file: _File) -> None:
+        """Refuse a file with other types than the first has, or with nulls."""
         other = file.footer.schema.to_arrow_schema()
         for name in self._choice.names:
             mine = schema.field(name).type
@@ -295,84 +225,62 @@ class Parquet(_ArrowRows):
                     f"column {name!r} is {mine} in {first}, and {theirs} in {file.name}; pass "
                     "files of one schema, or other columns="
                 )
+        nulls_count = self.transform is None and self.fill is None
+        for group, name, column in self._columns_in(file) if nulls_count else ():
+            if column.path_in_schema != name:
+                continue  # of lists, an empty one counts as a null there
+            known = column.statistics if column.is_stats_set else None
+            if known is not None and known.has_null_count and known.null_count:
+                raise OptionError(
+                    f"{file.name}, row group {group}: column {name!r} has {known.null_count} "
+                    "nulls; pass fill=, a number or a dict of numbers by column, or transform="
+                )
 
-    def _columns_in(self, file: _File, group: int) -> Iterator[tuple[str, Any]]:
-        """Yield the chosen columns of a row group, with the footer's metadata."""
-        metadata = file.footer.row_group(group)
+    def _columns_in(self, file: _File) -> Iterator[tuple[int, str, Any]]:
+        """Yield group, name and metadata of each chosen column in the row groups of a file."""
         names = set(self._choice.names)
-        for number in range(metadata.num_columns):
-            column = metadata.column(number)
-            path = column.path_in_schema
-            # Of a column of lists, the path goes on after its name, which may have dots, too.
-            name = path
-            while name not in names and "." in name:
-                name = name.rpartition(".")[0]
-            if name in names:
-                yield name, column
-
-    def _refuse_nulls(self) -> None:
-        for file in self._files:
-            for group in range(file.footer.num_row_groups):
-                for name, column in self._columns_in(file, group):
-                    if column.path_in_schema != name:
-                        continue  # of lists, an empty one counts as a null there
-                    known = column.statistics if column.is_stats_set else None
-                    if known is not None and known.has_null_count and known.null_count:
-                        raise OptionError(
-                            f"{file.name}, row group {group}: column {name!r} has "
-                            f"{known.null_count} nulls; pass fill=, a number or a dict of numbers "
-                            "by column, or transform="
-                        )
-
-    def _bytes_in(self, file: _File, widths: dict[str, int]) -> int:
-        """Return the bytes that the chosen columns of a file take in memory, about."""
-        total = 0
         for group in range(file.footer.num_row_groups):
-            for name, column in self._columns_in(file, group):
-                values = column.num_values * widths[name]
-                total += values or column.total_uncompressed_size + 4 * column.num_values
-        return total
+            metadata = file.footer.row_group(group)
+            for number in range(metadata.num_columns):
+                column = metadata.column(number)
+                # Of a column of lists, the path goes on after its name, which may have dots, too.
+                name = column.path_in_schema
+                while name not in names and "." in name:
+                    name = name.rpartition(".")[0]
+                if name in names:
+                    yield group, name, column
 
     def read(self, unit: int) -> RowBlock:
         import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
 
         file, group = self._groups[unit]
         where = f"{file.name}, row group {group}"
-        try:
-            with self._open(file.path) as opened:
-                self._check_unchanged(file)
-                reader = pq.ParquetFile(
-                    opened,
-                    metadata=file.footer,
-                    pre_buffer=True,
-                    page_checksum_verification=True,
-                )
-                with reader:
-                    table = reader.read_row_group(
-                        group, columns=self._choice.names, use_threads=False
-                    )
-        except Exception as error:  # whatever a file system or a damaged file raises
-            problem = DataError(f"{where} cannot be read: {_reason(error, self._secrets)}")
-            raise problem from self._secrets.shown(error)
-        return self._block(table, where)
+        options = {"pre_buffer": True, "page_checksum_verification": True}
+        with (
+            _named(f"{where} cannot be read", DataError, self._secrets),
+            self._open(file.path) as opened,
+        ):
+            self._check_unchanged(file)
+            with pq.ParquetFile(opened, metadata=file.footer, **options) as reader:
+                table = reader.read_row_group(group, columns=self._choice.names, use_threads=False)
+        return self.block(self._choice, table, where)
 
     def describe(self) -> dict[str, str]:
         count = min(len(self._files), _MOST_TEXTS)
+        bounds = [number * len(self._files) // count for number in range(count + 1)]
         found = {}
-        for number in range(count):
-            first = number * len(self._files) // count
-            files = self._files[first : (number + 1) * len(self._files) // count]
+        for first, last in itertools.pairwise(bounds):
+            files = self._files[first:last]
             if len(files) == 1:
                 found[files[0].name] = files[0].text
-            else:
-                texts = "\n".join(f"{file.name} {file.text}" for file in files)
-                encoded = texts.encode("utf-8", "surrogatepass")
-                digest = hashlib.blake2b(encoded, digest_size=6).hexdigest()
-                found[f"{files[0].name} to {files[-1].name}"] = f"{len(files)} files, {digest}"
+                continue
+            texts = "\n".join(f"{file.name} {file.text}" for file in files)
+            digest = digest_of(texts.encode("utf-8", "surrogatepass"))
+            found[f"{files[0].name} to {files[-1].name}"] = f"{len(files)} files, {digest}"
         return found
 
 
-class Arrow(_ArrowRows):
+class Arrow(ColumnSource):
     """An Arrow table in memory as the data of a :class:`~nbelastic.data.Loader`.
 
     Record batches are units. Each rank needs the whole table.
@@ -412,7 +320,7 @@ class Arrow(_ArrowRows):
                     f"Arrow({type(table).__name__}): must be a pyarrow.Table, or record batches of "
                     f"one schema ({_reason(error)})"
                 ) from error
-        self._choose(table.schema, "the table")
+        self._choice = self.choose(table.schema, "the table")
         self._batches = table.to_batches()
         self.sizes: Rows = np.array([each.num_rows for each in self._batches], dtype=np.int64)
         if not len(self):
@@ -423,19 +331,18 @@ class Arrow(_ArrowRows):
         import pyarrow as pa  # noqa: PLC0415 - an extra
 
         table = pa.Table.from_batches([self._batches[unit]]).select(self._choice.names)
-        return self._block(table, f"record batch {unit}")
+        return self.block(self._choice, table, f"record batch {unit}")
 
     def describe(self) -> dict[str, str]:
-        digest = hashlib.blake2b(self.sizes.tobytes(), digest_size=6).hexdigest()
-        return {"record batches": f"{len(self.sizes)}, their rows {digest}"}
+        rows = digest_of(self.sizes.tobytes())
+        return {"record batches": f"{len(self.sizes)}, their rows {rows}"}
 
 
 def _given(urls: str | Sequence[str]) -> list[str]:
     """Return the given URLs as a list, also for a single URL."""
     given = [urls] if isinstance(urls, (str, os.PathLike)) else urls
-    if not isinstance(given, Sequence) or not all(
-        isinstance(url, (str, os.PathLike)) for url in given
-    ):
+    usable = isinstance(given, Sequence) and len(given) > 0
+    if not usable or not all(isinstance(url, (str, os.PathLike)) for url in given):
         raise OptionError(f"Parquet({urls!r}): must be the name of a file, or names")
     return [os.fspath(url) for url in given]
 
@@ -446,9 +353,8 @@ def _find(
     """Return a file system and the files that the URLs stand for."""
     filesystems: list[Any] = []
     paths: list[str] = []
-    filesystem: Any = None
     for url in urls:
-        try:
+        with _named(f"Parquet({secrets.hide(repr(url))})", OptionError, secrets):
             filesystem, path = fsspec.core.url_to_fs(url, **options)
             filesystems.append(filesystem)
             if any(sign in path for sign in "*?[") and not filesystem.exists(path):
@@ -458,33 +364,23 @@ def _find(
                 found = [each for each, name in inside if _is_data(name)]
             else:
                 found = [path] if filesystem.exists(path) else []
-        except Exception as error:  # whatever a file system raises
-            name = secrets.hide(repr(url))
-            problem = OptionError(f"Parquet({name}): {_reason(error, secrets)}")
-            raise problem from secrets.shown(error)
-        if not found:
-            raise OptionError(f"Parquet({secrets.hide(repr(url))}): there is no such file")
+            if not found:
+                raise OptionError("there is no such file")
         paths += sorted(found)
-    if not paths:
-        raise OptionError(f"Parquet({shown}): must be the name of a file, or names")
-    if any(each != filesystem for each in filesystems):
+    if any(each != filesystems[0] for each in filesystems):
         raise OptionError(f"Parquet({shown}): all files must be in one file system")
-    local = isinstance(filesystem, fsspec.implementations.local.LocalFileSystem)
+    local = isinstance(filesystems[0], fsspec.implementations.local.LocalFileSystem)
     names: dict[str, str] = {}
-    for path in paths if local else ():  # links, and paths that are written in two ways
-        before = names.setdefault(os.path.realpath(path), path)
-        if before != path:
+    for path in paths:
+        real = os.path.realpath(path) if local else path  # links, and paths written in two ways
+        if real in names:
+            also = "" if names[real] == path else f", also as {secrets.hide(names[real])}"
             raise OptionError(
-                f"Parquet({shown}): {secrets.hide(before)} and {secrets.hide(path)} are one file, "
-                "so its rows would be repeated; name one of them"
+                f"Parquet({shown}): {secrets.hide(path)} is named more than once{also}, so its "
+                "rows would be repeated; name it once"
             )
-    twice = [path for path, count in Counter(paths).items() if count > 1]
-    if twice:
-        raise OptionError(
-            f"Parquet({shown}): {secrets.hide(twice[0])} is named more than once, so its rows "
-            "would be repeated"
-        )
-    return filesystem, paths
+        names[real] = path
+    return filesystems[0], paths
 
 
 def _stamp_of(info: Mapping[str, Any]) -> str:
@@ -499,18 +395,10 @@ def _stamp_of(info: Mapping[str, Any]) -> str:
 
 
 def _is_data(name: str) -> bool:
-    """Return whether a path in a directory is that of data, and not of a copy or a rest.
-
-    Jupyter, Spark and others keep theirs under names that begin with a dot or an underscore.
-    """
+    """Return whether a path in a directory is that of data, and not of a copy or a rest."""
+    # Jupyter, Spark and others keep theirs under names that begin with a dot or an underscore.
     parts = [part for part in name.split("/") if part]
     return name.endswith(".parquet") and not any(part[0] in "._" for part in parts)
-
-
-def _width(kind: Any) -> int:
-    """Return the bytes of a number in a column; 0 if it has none."""
-    found = arrow_kind(kind)
-    return 0 if found is None else found.itemsize
 
 
 def _require_pyarrow(name: str) -> None:
@@ -518,6 +406,15 @@ def _require_pyarrow(name: str) -> None:
         import pyarrow.parquet  # noqa: F401, PLC0415
     except ImportError as error:
         raise OptionError(f"{name} needs pyarrow: pip install 'nbelastic[parquet]'") from error
+
+
+@contextlib.contextmanager
+def _named(what: str, kind: type[Exception], secrets: Secrets) -> Iterator[None]:
+    """Raise whatever a file system, or a damaged file, raises as an error of a kind."""
+    try:
+        yield
+    except Exception as error:
+        raise kind(f"{what}: {_reason(error, secrets)}") from secrets.shown(error)
 
 
 def _reason(error: Exception, secrets: Secrets = _NO_SECRETS) -> str:

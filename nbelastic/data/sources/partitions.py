@@ -6,20 +6,25 @@ which a context fetches a partition.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbelastic.data.sources.columns import NEEDS_TRANSFORM, ColumnChoice, choose, row_block
-from nbelastic.data.sources.row_block import RowBlock, transformed
-from nbelastic.data.sources.units import UnitSource
+from nbelastic.data.sources.columns import (
+    NEEDS_TRANSFORM,
+    ColumnChoice,
+    ColumnSource,
+    arrow_array,
+    choose,
+)
+from nbelastic.data.sources.row_source import digest_of
+from nbelastic.data.sources.units import SINGLE, RowBlock
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.errors import DataError, NbelasticError, OptionError, summary_of
 
 if TYPE_CHECKING:
-    from nbelastic.data.plan import Rows
+    from nbelastic.data.plan.dealing import Rows
 
 
 def is_rows(value: Any) -> bool:
@@ -31,7 +36,7 @@ def is_rows(value: Any) -> bool:
     return hasattr(value, "_meta") or hasattr(value, "chunks")
 
 
-class Dask(UnitSource):
+class Dask(ColumnSource):
     """A Dask collection as the data of a :class:`~nbelastic.data.Loader`.
 
     Pass it to the training function in ``args``. A dataframe or an array there is made one of these
@@ -73,7 +78,7 @@ class Dask(UnitSource):
         memory: int | str = "256 MB",
         fill: Any = None,
     ) -> None:
-        super().__init__("Dask", shuffle_rows, memory)
+        super().__init__("Dask", columns, shuffle_rows, transform, memory, fill)
         collections = collection if isinstance(collection, (tuple, list)) else (collection,)
         for each in collections or (collection,):
             if not is_rows(each):
@@ -81,21 +86,16 @@ class Dask(UnitSource):
                     f"Dask({type(each).__name__}): must be a dask.dataframe, a dask.array, or a "
                     "tuple of them"
                 )
-        if transform is not None and not callable(transform):
-            raise OptionError(f"Dask(transform={transform!r}): must be a function")
         self._single = not isinstance(collection, (tuple, list))
-        self._transform = transform
-        self._fill = fill
-        self._choices = [self._choose(each, columns) for each in collections]
+        self._choices = [self._choice_in(each) for each in collections]
         if columns is not None and not any(self._choices):
             raise OptionError(f"Dask(columns={columns!r}): the collection has no columns")
         self.collections: tuple[Any, ...] | None = _aligned(tuple(collections))
         self._keys: list[tuple[str, ...]] = []
         self._sizes: Rows | None = None
-        self._fetch_partition: Callable[[str], Any] | None = None
         self.row_bytes = 0.0
 
-    def _choose(self, collection: Any, columns: Any) -> ColumnChoice | None:
+    def _choice_in(self, collection: Any) -> ColumnChoice | None:
         if not hasattr(collection, "columns") or getattr(collection, "ndim", 2) != 2:
             return None
         names = list(collection.columns)
@@ -104,8 +104,8 @@ class Dask(UnitSource):
                 f"Dask: the dataframe has columns that are no text ({names[0]!r}); rename them, as "
                 "by ddf.rename(columns=str)"
             )
-        choice = choose(columns, names, "the dataframe")
-        for name in choice.names if self._transform is None else ():
+        choice = choose(self.columns, names, "the dataframe")
+        for name in choice.names if self.transform is None else ():
             kind = collection.dtypes[name]
             if getattr(kind, "kind", "O") not in "biuf":
                 raise OptionError(
@@ -133,11 +133,7 @@ class Dask(UnitSource):
         self._take_sizes(rows, nbytes)
 
     def hold(self, keys: Sequence[Sequence[str]], rows: Sequence[Sequence[int]], size: int) -> None:
-        """Take the keys of partitions in the cluster's memory; ``fit`` calls this.
-
-        `keys` and `rows` have for each partition a key, and a number of rows, for each collection.
-        `size` is in bytes, of all.
-        """
+        """Take each partition's key and rows by collection, and the bytes of all; from ``fit``."""
         self._take_sizes(rows, size)
         self._keys = [tuple(each) for each in keys]
 
@@ -161,36 +157,30 @@ class Dask(UnitSource):
                 "a Dask source is not held by the cluster yet: pass it to the job in args=, or as "
                 "a variable of the training function"
             )
-        return {**self.__dict__, "collections": None, "_fetch_partition": None}
-
-    def prepare(self) -> None:
-        context = current_or_none()
-        self._fetch_partition = None if context is None else context.fetch_partition
+        return {**self.__dict__, "collections": None}
 
     def read(self, unit: int) -> RowBlock:
-        where = f"partition {unit}"
+        where, context = f"partition {unit}", current_or_none()
         try:
-            parts = self._fetch(unit) if self.collections is None else self._compute(unit)
+            if self.collections is not None:
+                parts = self._compute(unit)
+            elif context is not None and context.fetch_partition is not None:
+                parts = tuple(map(context.fetch_partition, self._keys[unit]))
+            else:
+                raise DataError(f"{where} cannot be read outside of its job")
         except NbelasticError:
             raise
         except Exception as error:  # whatever computing the partition again has raised
             raise DataError(f"{where} cannot be read: {summary_of(error)}") from error
-        if self._transform is not None:
-            value = parts[0] if self._single else parts
-            return RowBlock.of(transformed(self._transform, value, where), len(parts[0]), where)
+        if self.transform is not None:
+            return self.transformed(parts[0] if self._single else parts, len(parts[0]), where)
         blocks = [
-            self._block(part, choice, where)
+            self._block_of(part, choice, where)
             for part, choice in zip(parts, self._choices, strict=True)
         ]
         if self._single:
             return blocks[0]
         return RowBlock(tuple(array for block in blocks for array in block.arrays))
-
-    def _fetch(self, unit: int) -> tuple[Any, ...]:
-        fetch = self._fetch_partition
-        if fetch is None:
-            raise DataError(f"partition {unit} cannot be read outside of its job")
-        return tuple(fetch(key) for key in self._keys[unit])
 
     def _compute(self, unit: int) -> tuple[Any, ...]:
         assert self.collections is not None
@@ -200,42 +190,20 @@ class Dask(UnitSource):
             found.append(part.compute())
         return tuple(found)
 
-    def _block(self, part: Any, choice: ColumnChoice | None, where: str) -> RowBlock:
-        if choice is None:
-            array = part if isinstance(part, np.ndarray) else self._column(part, "values", where)
-            return RowBlock.of(array, len(part), where)
+    def _block_of(self, part: Any, choice: ColumnChoice | None, where: str) -> RowBlock:
+        if isinstance(part, np.ndarray):
+            return RowBlock.of(part, len(part), where)
+        import pyarrow as pa  # noqa: PLC0415 - Dask's dataframes need it, too
 
-        def array_of(name: str) -> np.ndarray[Any, Any]:
-            return self._column(part[name], name, where)
-
-        return row_block(choice, array_of, where)
-
-    def _column(self, series: Any, name: str, where: str) -> np.ndarray[Any, Any]:
-        missing = int(series.isna().sum())
-        if missing:
-            value = self._fill.get(name) if isinstance(self._fill, Mapping) else self._fill
-            if value is None:
-                raise DataError(
-                    f"{where}: column {name!r} has {missing} nulls; pass fill=, a number or a dict "
-                    "of numbers by column, or transform="
-                )
-            try:
-                series = series.fillna(value)
-            except (TypeError, ValueError) as error:
-                raise DataError(f"{where}: column {name!r}: fill={value!r}: {error}") from error
-        found: np.ndarray[Any, Any] = series.to_numpy()
-        if found.dtype.kind in "mM":
-            raise DataError(NEEDS_TRANSFORM.format(where=where, name=name, kind=series.dtype))
-        if found.dtype == object:  # an extension type that has had nulls
-            kind = getattr(series.dtype, "numpy_dtype", None)
-            if kind is None:
-                raise DataError(NEEDS_TRANSFORM.format(where=where, name=name, kind=series.dtype))
-            found = series.to_numpy(dtype=kind)
-        return found
+        frame = part.to_frame("values") if choice is None else part[choice.names]
+        table = pa.Table.from_pandas(frame, preserve_index=False)
+        if choice is not None:
+            return self.block(choice, table, where)
+        array = arrow_array(table.column("values"), "values", self.fill, where)
+        return RowBlock((array,), SINGLE)
 
     def describe(self) -> dict[str, str]:
-        text = f"{self._keys} {self.sizes.tolist()}"
-        digest = hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+        digest = digest_of(f"{self._keys} {self.sizes.tolist()}".encode())
         return {"partitions": f"{len(self.sizes)}, their keys and rows {digest}"}
 
 

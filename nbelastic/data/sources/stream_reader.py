@@ -7,18 +7,16 @@ import hashlib
 import io
 import pickle
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from nbelastic.data.plan import mix
-from nbelastic.data.sources.seeding import seed_generators
+from nbelastic.data.plan.dealing import mix
+from nbelastic.data.sources.row_source import seed_generators
 from nbelastic.errors import DataError, NbelasticError, summary_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 _DIGEST_BYTES = 12
 _OPENING = -1  # takes the place of a row in the seed of what `make` draws
@@ -53,11 +51,10 @@ class StreamReader:
     def __init__(self, name: str, make: Callable[[], Iterable[Any]], seed: int) -> None:
         self.name = name  # of the unit, for errors
         self.position = 0  # number of the next row
-        self.mark: Mark | None = None  # the last that was made here, or that reading began at
-        self.known: Mark | None = None  # the one that all ranks have
+        self.mark: Mark | None = None  # the latest that all ranks have; reading begins there
         self.has_states = True  # marks have states, as far as is known
+        self.seed = seed
         self._make = make
-        self._seed = seed
         self._rows: Iterator[Any] | None = None
         self._holder: Any = None
         self._read = 0
@@ -84,30 +81,24 @@ class StreamReader:
             self.position += 1
             self._before = []
 
-    def take(self, count: int, *, mark: bool = False) -> list[Any]:
-        """Return the next rows: `count`, or fewer where the unit ends; perhaps make a mark."""
+    def take(self, count: int) -> list[Any]:
+        """Return the next rows: `count`, or fewer where the unit ends."""
         rows: list[Any] = []
         while len(rows) < count and self._look_ahead():
             rows.append(self._ahead.popleft())
         self.position += len(rows)
         self._before = rows
-        if mark:
-            self.make_mark()
         return rows
 
-    def make_mark(self) -> None:
-        """Make a mark at the present position.
-
-        There is none at the end of the unit, because the states of some iterators lead from there
-        to the start. Then the mark before stays. So it does if rows that were read ahead cannot be
-        pickled.
-        """
-        if self._ended or (self.mark is not None and self.mark.rows == self.position):
-            return
+    def make_mark(self) -> Mark | None:
+        """Return a mark of the present position; None if rows read ahead cannot be pickled."""
+        # None at the end of the unit: the states of some iterators lead from there to the start.
+        if self._ended:
+            return None
         try:
             ahead = tuple(map(_packed, self._ahead))
         except Exception:  # pickling runs code of any class
-            return
+            return None
         state = None
         if self.has_states:
             try:
@@ -115,8 +106,9 @@ class StreamReader:
             except Exception as error:
                 self.close()
                 raise self._error("the state of", error) from error
-        if self._read_row():
-            self.mark = Mark(self.position, state, row_digest(self._ahead[-1]), ahead)
+        if not self._read_row():
+            return None
+        return Mark(self.position, state, row_digest(self._ahead[-1]), ahead)
 
     @property
     def at_end(self) -> bool:
@@ -142,7 +134,7 @@ class StreamReader:
         if self._ended:
             return False
         assert self._rows is not None
-        seed_generators(mix(self._seed, self._read))
+        seed_generators(mix(self.seed, self._read))
         try:
             row = next(self._rows)
         except StopIteration:
@@ -160,17 +152,16 @@ class StreamReader:
         return True
 
     def _open(self, position: int) -> None:
-        """Begin to read: at the latest mark with a state, if any, up to `position`."""
-        marks = [each for each in (self.mark, self.known) if each and each.rows <= position]
-        mark = self.mark = max(marks, key=lambda each: each.rows, default=None)
-        seed_generators(mix(self._seed, _OPENING))
+        """Begin to read: at the mark if it has a state, and is not after `position`."""
+        mark = self.mark
+        seed_generators(mix(self.seed, _OPENING))
         try:
             made: Any = self._make()
             in_iterator = not _keeps_state(made)
             self._holder = iter(made) if in_iterator else made
             self.has_states = _keeps_state(self._holder)
             self._read = 0
-            if mark is not None and mark.state is not None and self.has_states:
+            if mark and mark.rows <= position and mark.state is not None and self.has_states:
                 self._holder.load_state_dict(pickle.loads(mark.state))
                 self._ahead.extend(map(pickle.loads, mark.ahead))
                 self._read = mark.read
@@ -225,18 +216,10 @@ def _keeps_state(value: Any) -> bool:
 
 
 def row_digest(row: Any) -> bytes:
-    """Return a digest of the values in a row; equal rows have equal ones in all processes.
-
-    A container within itself counts by its type alone.
-    """
+    """Return a digest of the values in a row; equal rows have equal ones in all processes."""
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    stack: list[tuple[Any, bool]] = [(row, False)]
-    entered: set[int] = set()
-    while stack:
-        value, leaves = stack.pop()
-        if leaves:
-            entered.discard(id(value))
-            continue
+
+    def add(value: Any, within: frozenset[int]) -> None:
         found.update(type(value).__name__.encode())
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided and not value.is_quantized:
@@ -245,15 +228,15 @@ def row_digest(row: Any) -> bytes:
         elif isinstance(value, (np.ndarray, np.generic)):
             found.update(np.asarray(value).tobytes() if value.dtype != object else b"")
         elif isinstance(value, (dict, list, tuple)):
-            if id(value) in entered:
-                continue
-            entered.add(id(value))
-            stack.append((value, True))
-            if isinstance(value, dict):
-                stack += [(each, False) for each in (*value, *value.values())]
-            else:
+            if id(value) in within:  # a container within itself counts by its type alone
+                return
+            if not isinstance(value, dict):
                 found.update(len(value).to_bytes(8, "little"))
-                stack += [(each, False) for each in value]
+            inner = (*value, *value.values()) if isinstance(value, dict) else value
+            for each in reversed(inner):  # as checkpoints have it
+                add(each, within | {id(value)})
         elif isinstance(value, (str, int, float, bool, bytes, type(None))):
             found.update(repr(value).encode())
+
+    add(row, frozenset())
     return found.digest()

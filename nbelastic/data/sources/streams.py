@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import abc
 import functools
-import hashlib
 import pickle
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate
 
-from nbelastic.data.plan import LeaseTable, Permutation, mix
-from nbelastic.data.sources.row_source import COLLATING, RowSource
-from nbelastic.data.sources.seeding import generators_kept, seed_generators
-from nbelastic.data.sources.stream_reader import StreamReader
+from nbelastic.data.plan.dealing import Dealing, Permutation, Rows, mix
+from nbelastic.data.plan.streams import LeaseTable
+from nbelastic.data.sources.row_source import COLLATING, RowSource, digest_of, seed_generators
+from nbelastic.data.sources.stream_reader import Mark, StreamReader
+from nbelastic.elastic.followed import generators_kept
+from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import DataError, OptionError, StateMismatch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from nbelastic.data.plan import BlockSchedule, Dealing, Rows
-    from nbelastic.data.sources.stream_reader import Mark
-    from nbelastic.elastic.ranks.context import Context
 
 # Kinds of seeds, apart from those of the loader and of units.
 _READING, _ORDER, _STEP = 21, 22, 23
@@ -209,13 +204,12 @@ class Shards(StreamSource):
             str(unit) if isinstance(unit, (str, int, PurePath)) else type(unit).__name__
             for unit in self._units
         )
-        encoded = text.encode("utf-8", "surrogatepass")  # names of files need not be UTF-8
-        digest = hashlib.blake2b(encoded, digest_size=6).hexdigest()
-        return f"{len(self._units)} units {digest}"
+        # Names of files need not be UTF-8.
+        return f"{len(self._units)} units {digest_of(text.encode('utf-8', 'surrogatepass'))}"
 
 
 class StreamRows(RowSource):
-    """Micro-batches of streams; see :mod:`nbelastic.data.plan.leases` for what is in a commit."""
+    """Micro-batches of streams; see :mod:`nbelastic.data.plan.streams` for what is in a commit."""
 
     is_open = True
 
@@ -232,7 +226,8 @@ class StreamRows(RowSource):
         self._collate: Callable[[list[Any]], Any] = collate_fn or default_collate
         self._table: LeaseTable | None = None
         self._marks: dict[int, Mark] = {}  # by unit, those that all ranks have
-        self._state = {"table": "", "marks": b"", "units": source.describe()}
+        self._packed = b""  # the marks
+        self._described = source.describe()
         self._readers: dict[tuple[int, int], StreamReader] = {}  # by epoch and unit
         self._ready: deque[tuple[int, list[Any]]] = deque()
         self._ended: dict[int, int] = {}
@@ -251,10 +246,6 @@ class StreamRows(RowSource):
     def rows_before(self, dealing: Dealing, step: int) -> int:
         return self._table_of(dealing).rows_before(step, dealing.micro)
 
-    @property
-    def remark(self) -> str:
-        return WITHOUT_STATES.format(name=self.name) if self._is_plain else ""
-
     def _table_of(self, dealing: Dealing) -> LeaseTable:
         """Return the present table; in a new epoch, the first step's table."""
         table = self._table
@@ -266,28 +257,19 @@ class StreamRows(RowSource):
     def _keep(self, table: LeaseTable, marks: dict[int, Mark]) -> None:
         leased = {lease.unit for lease in table.leases if lease is not None}
         kept = {unit: mark for unit, mark in marks.items() if unit in leased}
-        state = {**self._state, "table": table.to_text()}
         if kept != self._marks:
-            state["marks"] = pickle.dumps(kept) if kept else b""
-        self._table, self._marks, self._state = table, kept, state
+            self._packed = pickle.dumps(kept) if kept else b""
+        self._table, self._marks = table, kept
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def fetch(self, dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[Any]:
-        self._ready.clear()
-        return self._batches()
-
-    def _batches(self) -> Iterator[Any]:
+    def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
         while True:
             seed, rows = self._ready.popleft()
             seed_generators(seed)
             yield self._collate(rows)
 
     def counts(self, dealing: Dealing, step: int, block: range) -> list[int]:
-        """Read this rank's rows of a step; return the rows of its micro-batches.
-
-        Those of other ranks count as full until :meth:`settle`.
-        """
         table, every = self._table_of(dealing), self._source.states_every
         found = [dealing.micro if lease is not None else 0 for lease in table.leases]
         self._ready.clear()
@@ -297,18 +279,18 @@ class StreamRows(RowSource):
             lease = table.leases[number]
             if lease is None:
                 continue
-            reader, seed = self._reader(dealing, lease.unit)
-            kept[dealing.epoch, lease.unit] = reader
+            reader = kept[dealing.epoch, lease.unit] = self._reader(dealing, lease.unit)
             position = table.position(step, number, dealing.micro)
             reader.seek(position)
-            rows = reader.take(dealing.micro, mark=every is not None and (step + 1) % every == 0)
+            rows = reader.take(dealing.micro)
+            mark = reader.make_mark() if every is not None and (step + 1) % every == 0 else None
             self._is_plain |= every is not None and not reader.has_states
             if reader.at_end:
                 self._ended[number] = len(rows)
-            elif reader.mark is not None and reader.mark.rows == reader.position:
-                self._made[lease.unit] = reader.mark
+            elif mark is not None:
+                self._made[lease.unit] = mark
             if rows:
-                self._ready.append((mix(seed, position, COLLATING), rows))
+                self._ready.append((mix(reader.seed, position, COLLATING), rows))
             found[number] = len(rows)
         for key, reader in self._readers.items():
             if key not in kept:
@@ -318,44 +300,23 @@ class StreamRows(RowSource):
         seed_generators(mix(dealing.seed, _STEP, dealing.epoch, step))
         return found
 
-    def _reader(self, dealing: Dealing, place: int) -> tuple[StreamReader, int]:
-        """Return the reader of a unit, by its place in the epoch, and its seed."""
-        unit, source, epoch = self._unit_at(dealing, place), self._source, dealing.epoch
-        seed = mix(dealing.seed, _READING, epoch, unit)
+    def _reader(self, dealing: Dealing, place: int) -> StreamReader:
+        """Return the reader of a unit, by its place in the epoch."""
+        unit, source, epoch = place, self._source, dealing.epoch
+        if dealing.shuffle and not source.in_order:
+            order = Permutation(self._units, mix(dealing.seed, _ORDER, epoch))
+            unit = int(order.rows([place])[0])
         reader = self._readers.get((epoch, place))
         if reader is None:
             make = functools.partial(source.open, unit, self._streams, epoch)
-            reader = StreamReader(f"{self.name}: {source.name_of(unit)}", make, seed)
-        reader.known = self._marks.get(place)
-        return reader, seed
+            name, seed = source.name_of(unit), mix(dealing.seed, _READING, epoch, unit)
+            reader = StreamReader(f"{self.name}: {name}", make, seed)
+        reader.mark = self._marks.get(place)
+        return reader
 
-    def _unit_at(self, dealing: Dealing, place: int) -> int:
-        if not dealing.shuffle or self._source.in_order:
-            return place
-        order = Permutation(self._units, mix(dealing.seed, _ORDER, dealing.epoch))
-        return int(order.rows([place])[0])
-
-    def settle(
-        self, dealing: Dealing, step: int, counts: list[int], context: Context | None
-    ) -> None:
-        """Agree with the other ranks on the units that have ended; all ranks call this.
-
-        Parameters
-        ----------
-        dealing : Dealing
-        step : int
-            The step whose micro-batches are done.
-        counts : list of int
-            What :meth:`counts` has returned; completed here.
-        context : Context or None
-
-        Raises
-        ------
-        DataError
-            No stream has had a row.
-        """
+    def settle(self, dealing: Dealing, step: int, counts: list[int]) -> str:
         table = self._table_of(dealing)
-        ended, made = _of_all(context, STEP_END, self._ended, self._made)
+        ended, made = _of_all(STEP_END, self._ended, self._made)
         for number, rows in ended.items():
             counts[number] = rows
         if ended or made:
@@ -366,24 +327,16 @@ class StreamRows(RowSource):
                 reader.close()
             if not self._table.finished:
                 raise DataError(f"{self.name}: no unit has a row")
+        return WITHOUT_STATES.format(name=self.name) if self._is_plain else ""
 
-    def exchange_states(self, dealing: Dealing, step: int, context: Context | None) -> bool:
-        """Tell all ranks the states of streams before a step; return whether one is newer.
-
-        All ranks call this together, between two steps.
-
-        Raises
-        ------
-        DataError
-            The state of a stream, or a row ahead, cannot be read.
-        """
+    def exchange_states(self, dealing: Dealing, step: int) -> bool:
         if self._source.states_every is None:
             return False
         table, made = self._table, {}
         if table is not None and table.epoch == dealing.epoch:
             with generators_kept():
                 made = self._marks_at(table, step, dealing.micro)
-        _, made = _of_all(context, STATES, {}, made)
+        _, made = _of_all(STATES, {}, made)
         if table is not None and made:
             self._keep(table, {**self._marks, **made})
         return bool(made)
@@ -398,37 +351,37 @@ class StreamRows(RowSource):
             position, known = table.position(step, stream, micro), self._marks.get(lease.unit)
             if reader.position != position or (known is not None and known.rows == position):
                 continue
-            reader.make_mark()
-            if reader.mark is not None and reader.mark.rows == position:
-                found[lease.unit] = reader.mark
+            mark = reader.make_mark()
+            if mark is not None:
+                found[lease.unit] = mark
         return found
 
     # -- the state ---------------------------------------------------------------------------------
 
     def requirements(self) -> dict[str, str]:
-        return {"dataset": self._source.describe()}
+        return {"dataset": self._described}
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state
+        table = "" if self._table is None else self._table.to_text()
+        return {"table": table, "marks": self._packed, "units": self._described}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        units = state_dict.get("units", self._state["units"])
-        if units != self._state["units"]:
+        units = state_dict.get("units", self._described)
+        if units != self._described:
             raise StateMismatch(
                 f"the units of {self.name} have changed since the state was saved: they were "
-                f"{units}, and are {self._state['units']}"
+                f"{units}, and are {self._described}"
             )
-        text = state_dict.get("table", "")
+        text, self._packed = state_dict.get("table", ""), state_dict.get("marks", b"")
         self._table = LeaseTable.from_text(text) if text else None
-        packed = state_dict.get("marks", b"")
-        self._marks = pickle.loads(packed) if packed else {}
-        self._state = {**self._state, "table": text, "marks": packed}
+        self._marks = pickle.loads(self._packed) if self._packed else {}
 
 
 def _of_all(
-    context: Context | None, what: str, ended: dict[int, int], made: dict[int, Mark]
+    what: str, ended: dict[int, int], made: dict[int, Mark]
 ) -> tuple[dict[int, int], dict[int, Mark]]:
     """Return all ranks' findings. If no rank has found any, the ranks exchange one number."""
+    context = current_or_none()
     if context is None or context.size == 1:
         return ended, made
     communicator = context.communicator()

@@ -3,28 +3,117 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import json
 import math
 import re
 import threading
-from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
-from nbelastic.data.plan import UnitStreams
-from nbelastic.data.sources.row_block import RowBlock
+from nbelastic.data.plan.dealing import Dealing, Rows
+from nbelastic.data.plan.streams import UnitStreams, Window
 from nbelastic.data.sources.row_source import RowSource
 from nbelastic.errors import DataError, OptionError, StateMismatch
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from nbelastic.data.plan import BlockSchedule, Dealing, Rows, Window
-
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+COPIES = 3
+"""Copies of a window that exist while it is read: as a table, joined, and permuted."""
+
+SINGLE, _TUPLE = "a tensor", "a tuple"
+Form = str | tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of arrays of equal length."""
+
+    arrays: tuple[np.ndarray[Any, Any], ...]
+    form: Form = _TUPLE  # of a batch: a tensor, a tuple, or a dict with these keys
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @classmethod
+    def of(cls, value: Any, rows: int, where: str) -> RowBlock:
+        """Return a block of a ``transform``'s result, which must have `rows` rows."""
+        form: Form
+        if isinstance(value, Mapping):
+            form, values = tuple(value), list(value.values())
+        elif isinstance(value, (tuple, list)):
+            form, values = _TUPLE, list(value)
+        else:
+            form, values = SINGLE, [value]
+        # Copies, because the function may fill the same memory for the next unit.
+        arrays = tuple(np.array(_array(each, where)) for each in values)
+        if not arrays or any(not array.ndim or len(array) != rows for array in arrays):
+            found = ", ".join(str(list(array.shape)) for array in arrays) or "nothing"
+            raise DataError(
+                f"{where}: transform got {rows} rows and returned {found}; it must return tensors "
+                "with a row for each row"
+            )
+        return cls(arrays, form)
+
+    def between(self, start: int, stop: int) -> RowBlock:
+        """Return rows ``start … stop - 1``, which share their memory with this block."""
+        return RowBlock(tuple(array[start:stop] for array in self.arrays), self.form)
+
+    def taken(self, order: Rows) -> RowBlock:
+        """Return a copy of the rows in an order."""
+        return RowBlock(tuple(array.take(order, axis=0) for array in self.arrays), self.form)
+
+    @staticmethod
+    def joined(blocks: Sequence[RowBlock], where: str) -> RowBlock:
+        """Return the rows of all blocks, one block after the other."""
+        first = blocks[0]
+        if len(blocks) == 1:
+            return first
+        shapes = {(each.form, *(array.shape[1:] for array in each.arrays)) for each in blocks}
+        if len(shapes) > 1:
+            texts = " and ".join(sorted(str(shape[1:]) for shape in shapes))
+            raise DataError(f"{where}: rows of differing shapes {texts} make no batch")
+        columns = zip(*(each.arrays for each in blocks), strict=True)
+        return RowBlock(tuple(map(np.concatenate, columns)), first.form)
+
+    def batch(self) -> Any:
+        """Return the rows as tensors that share memory with nothing else."""
+        tensors = [torch.from_numpy(np.array(array, order="C")) for array in self.arrays]
+        if isinstance(self.form, tuple):
+            return dict(zip(self.form, tensors, strict=True))
+        return tensors[0] if self.form == SINGLE else tuple(tensors)
+
+
+def _array(value: Any, where: str) -> np.ndarray[Any, Any]:
+    """Return a value as an array of which PyTorch makes a tensor."""
+    found, kind = value, f"a {type(value).__name__}"
+    if hasattr(value, "dtype"):
+        kind = f"{value.dtype} values"
+    if isinstance(value, torch.Tensor):
+        kind = f"{kind}, {str(value.layout).removeprefix('torch.')}"
+        with contextlib.suppress(TypeError, RuntimeError):  # NumPy has neither type nor layout
+            found = value.detach().cpu().resolve_conj().resolve_neg().numpy()
+    if isinstance(found, np.ma.MaskedArray):
+        kind = "masked values, of which the masks would be lost"
+    elif isinstance(found, np.ndarray):
+        with contextlib.suppress(TypeError):  # PyTorch does not have its type
+            native = found.astype(found.dtype.newbyteorder("="), copy=False)
+            torch.from_numpy(native[:0].copy())
+            return native
+    raise DataError(
+        f"{where}: transform returned {kind}; it must return a tensor, or a tuple or dict of "
+        "tensors, of a type that NumPy has"
+    )
 
 
 class UnitSource(abc.ABC):
@@ -49,15 +138,9 @@ class UnitSource(abc.ABC):
         """Return the number of rows."""
         return int(self.sizes.sum())
 
-    def prepare(self) -> None:  # noqa: B027 - most have nothing to take
-        """Take what is the rank's own. The rank's thread calls this before units are read."""
-
     @abc.abstractmethod
     def read(self, unit: int) -> RowBlock:
-        """Return the rows of a unit, in their own order. A background thread calls this.
-
-        A DataError says which cannot be read.
-        """
+        """Return the rows of a unit, in their own order. A background thread calls this."""
 
     @abc.abstractmethod
     def describe(self) -> dict[str, str]:
@@ -65,11 +148,7 @@ class UnitSource(abc.ABC):
 
 
 class WindowedRows(RowSource):
-    """Rows of a source of units, in the order of the windows.
-
-    Windows that are in memory when an iterator is given up are kept. After a reset only streams
-    that this rank did not have are read. There is a stream for each micro-batch of a step.
-    """
+    """Rows of a source of units, in the order of windows, with a stream for each micro-batch."""
 
     def __init__(self, source: UnitSource, micro_batches: int) -> None:
         self._source = source
@@ -93,9 +172,9 @@ class WindowedRows(RowSource):
                 "units (row groups, partitions) smaller, or micro-batches fewer"
             )
         self._reader: WindowReader | None = None
-        self._order: tuple[Dealing, int] | None = None
-        self._kept: dict[tuple[int, int], LoadedWindow] = {}
-        self._present: dict[int, LoadedWindow] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_reader": None}
 
     def __len__(self) -> int:
         return len(self._source)
@@ -107,63 +186,29 @@ class WindowedRows(RowSource):
     def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
         return self._streams(dealing, self.window_rows).rows(step, number)
 
-    def fetch(self, dealing: Dealing, first: int, blocks: BlockSchedule) -> Iterator[Any]:
-        self._give_up()
-        self._source.prepare()
-        streams, order = self._streams(dealing, self.window_rows), (dealing, self.window_rows)
-        kept = self._kept if order == self._order else {}
-        needed = {(each.stream, each.number) for each in streams.needed(first, blocks)}
-        kept = {key: loaded for key, loaded in kept.items() if key in needed}
-        self._order, self._kept = order, {}
-        reader = self._reader = WindowReader(
-            streams.needed(first, blocks), self._read, self._size_of, self._source.memory, kept
-        )
-        return self._batches(streams, reader, first, blocks)
+    def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
+        streams = self._streams(dealing, self.window_rows)
+        self._reader = self._reader or WindowReader(self._read, self._size_of, self._source.memory)
+        self._reader.begin(streams.needed(first, block))
+        return self._batches(self._reader, streams, range(first, dealing.steps), block)
 
     def _batches(
-        self, streams: UnitStreams, reader: WindowReader, first: int, blocks: BlockSchedule
+        self, reader: WindowReader, streams: UnitStreams, steps: range, block: range
     ) -> Iterator[Any]:
-        try:
-            for step in range(first, streams.steps):
-                block = blocks.at(step)
-                for number in [each for each in self._present if each not in block]:
-                    reader.release(self._present.pop(number))
-                for number in block:
-                    places = streams.place(step, number)
-                    if places:
-                        yield self._batch(reader, number, places)
-        finally:
-            if self._reader is reader:
-                self._give_up()
-
-    def _batch(self, reader: WindowReader, number: int, places: range) -> Any:
-        parts, present = [], self._present
-        place = places.start
-        while place < places.stop:
-            loaded = present.get(number)
-            if loaded is None or loaded.window.stop <= place:
-                if loaded is not None:
-                    reader.release(present.pop(number))
-                loaded = present[number] = reader.take()
-                assert loaded.window.stream == number and place in loaded.window.places
-            start = loaded.window.start
-            stop = min(places.stop, loaded.window.stop)
-            parts.append(loaded.rows.between(place - start, stop - start))
-            place = stop
-        return RowBlock.joined(parts, self._source.name).batch()
-
-    def _give_up(self) -> None:
-        """End the present reader, and keep its windows."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            for loaded in [*reader.stop(), *self._present.values()]:
-                self._kept[loaded.window.stream, loaded.window.number] = loaded
-            self._present = {}
+        for step in steps:
+            for number in block:
+                parts = []
+                for window, first, last in streams.pieces(step, number):
+                    parts.append(reader.take(window).between(first, last))
+                    if last == window.rows:
+                        reader.release(window)
+                if parts:
+                    yield RowBlock.joined(parts, self._source.name).batch()
 
     def _size_of(self, window: Window) -> int:
         return int(window.rows * self._source.row_bytes)
 
-    def _read(self, window: Window) -> LoadedWindow:
+    def _read(self, window: Window) -> RowBlock:
         blocks = []
         for each in window.ranges:
             block = self._source.read(each.unit)
@@ -175,7 +220,7 @@ class WindowedRows(RowSource):
             blocks.append(block.between(each.start, each.stop))
         joined = RowBlock.joined(blocks, self._source.name)
         del blocks, block
-        return LoadedWindow(window, joined.taken(None if window.key is None else window.order()))
+        return joined.taken(window.order())
 
     def requirements(self) -> dict[str, str]:
         return {"dataset": f"{len(self)} rows", **self._source.describe()}
@@ -217,128 +262,90 @@ def _megabytes(count: int) -> str:
     return f"{-(-count // 1_000_000)} MB"
 
 
-COPIES = 3
-"""Copies of a window that exist while it is read: as a table, joined, and permuted."""
-
-JOIN_LIMIT = 5.0
-"""Most seconds to wait for the thread at the end: a file system may never return."""
-
-
-@dataclass(frozen=True)
-class LoadedWindow:
-    """A window and its rows, in their order."""
-
-    window: Window
-    rows: RowBlock
-
-
-# The thread runs only while there is a window to read and memory for it. `take` starts it again.
-# So a reader that is given up without a word leaves no thread that waits for ever: the thread ends
-# when memory is full. One lock guards all fields. Windows become ready in the order in which they
-# are needed, thus `take` needs no key, and an error is raised at the batch that needs its window.
-
-
 class WindowReader:
-    """Reader of windows, in the order in which they are needed."""
+    """Reader of windows, in the order in which they are needed, by a thread."""
+
+    # The thread runs only while there is a window to read and memory for it. `take` starts it
+    # again. So a reader that is given up without a word leaves no thread that waits for ever. One
+    # lock guards all fields.
 
     def __init__(
         self,
-        windows: Iterator[Window],
-        read: Callable[[Window], LoadedWindow],
+        read: Callable[[Window], RowBlock],
         size_of: Callable[[Window], int],
         memory: int,
-        kept: dict[tuple[int, int], LoadedWindow],
     ) -> None:
-        self._windows = windows  # the thread advances it
         self._read = read  # the thread calls it
         self._size_of = size_of  # bytes that a window will probably take
-        # Bytes for windows, those that were taken and are not released included. A window that is
-        # waited for is read regardless.
+        # Bytes for windows, those in use included. A window that is waited for is read regardless.
         self._memory = memory
-        self._kept = kept  # windows in memory, by stream and number
-        self._held = sum(each.rows.nbytes for each in kept.values())
         self._changed = threading.Condition()
-        self._ready: deque[LoadedWindow | BaseException] = deque()
-        self._next = next(windows, None)
-        self._awaited = False
-        self._stopped = False
-        self._thread: threading.Thread | None = None
+        self._needed: dict[Window, None] = {}  # those that are not read yet, in their order
+        self._loaded: dict[Window, RowBlock | BaseException] = {}
+        self._awaited: Window | None = None
+        self._runs = False
 
-    def take(self) -> LoadedWindow:
-        """Return the next window, or raise its read error; wait if need be."""
+    def begin(self, needed: Sequence[Window]) -> None:
+        """Read other windows from now on; those in memory are kept if they are among them."""
         with self._changed:
-            self._awaited = True
-            self._start()
-            while not self._ready:
+            whole = {w: rows for w, rows in self._loaded.items() if isinstance(rows, RowBlock)}
+            self._loaded = {window: whole[window] for window in needed if window in whole}
+            self._needed = {window: None for window in needed if window not in whole}
+
+    def take(self, window: Window) -> RowBlock:
+        """Return a window's rows, or raise its read error; wait if need be."""
+        with self._changed:
+            while (found := self._loaded.get(window)) is None:
+                self._awaited = window
+                self._needed.setdefault(window)  # others may have begun since, as by sample()
+                self._start()
                 self._changed.wait(0.1)  # so that the rank can be interrupted
-            self._awaited = False
-            found = self._ready[0]
-            if isinstance(found, BaseException):
-                raise found  # again, if it is asked for again
-            self._ready.popleft()
-            self._start()
-            return found
+            self._awaited = None
+        if isinstance(found, BaseException):
+            raise found  # again, if it is asked for again
+        return found
 
-    def release(self, taken: LoadedWindow) -> None:
-        """Give back the memory of a window that was taken."""
+    def release(self, window: Window) -> None:
+        """Give back the memory of a window."""
         with self._changed:
-            self._held -= taken.rows.nbytes
+            del self._loaded[window]
             self._start()
 
-    def stop(self) -> list[LoadedWindow]:
-        """End the thread, and return the windows that were read and not taken."""
-        with self._changed:
-            self._stopped = True
-            thread = self._thread
-        # The collector of garbage may end an iterator, and with it its reader, in any thread.
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(JOIN_LIMIT)
-        with self._changed:
-            left = [each for each in self._ready if isinstance(each, LoadedWindow)]
-            return [*left, *self._kept.values()]
+    @property
+    def held(self) -> int:
+        """Bytes of all windows in memory."""
+        return sum(each.nbytes for each in self._loaded.values() if isinstance(each, RowBlock))
 
-    def _may_read(self) -> bool:
-        if self._next is None or self._stopped:
-            return False
-        if (self._next.stream, self._next.number) in self._kept:
-            return True
-        fits = self._held + COPIES * self._size_of(self._next) <= self._memory
-        return fits or (self._awaited and not self._ready)
+    def _next(self) -> Window | None:
+        """Return the window to read now, if there is memory for it."""
+        if self._awaited in self._needed:
+            return self._awaited
+        window = next(iter(self._needed), None)
+        fits = window and self.held + COPIES * self._size_of(window) <= self._memory
+        return window if fits else None
 
     def _start(self) -> None:
-        if self._thread is None and self._may_read():
-            self._thread = threading.Thread(target=self._run, name="nbelastic-reader", daemon=True)
-            self._thread.start()
+        if not self._runs and self._next() is not None:
+            self._runs = True
+            threading.Thread(target=self._run, name="nbelastic-reader", daemon=True).start()
 
     def _run(self) -> None:
-        try:
-            self._read_ahead()
-        except BaseException as error:  # a thread that ended would be waited for forever
-            with self._changed:
-                self._next = None
-                self._ready.append(error)
-                self._changed.notify_all()
-
-    def _read_ahead(self) -> None:
         while True:
             with self._changed:
-                window = self._next
-                if window is None or not self._may_read():
-                    self._thread = None
+                window = self._next()
+                if window is None:
+                    self._runs = False
                     return
-                found: LoadedWindow | BaseException | None
-                found = self._kept.pop((window.stream, window.number), None)
-                known = found is not None
-            if found is None:
-                try:
-                    found = self._read(window)
-                except BaseException as error:  # a thread that ended would be waited for forever
-                    found = error
+            found: RowBlock | BaseException
+            try:
+                found = self._read(window)
+            except BaseException as error:  # a thread that ended would be waited for forever
+                found = error
             with self._changed:
-                self._ready.append(found)
-                if isinstance(found, BaseException):
-                    self._next = None
-                else:
-                    self._held += 0 if known else found.rows.nbytes
-                    self._next = next(self._windows, None)
+                if window in self._needed:  # and not given up meanwhile
+                    del self._needed[window]
+                    self._loaded[window] = found
+                    if isinstance(found, BaseException):
+                        self._needed.clear()  # others would fail alike
                 self._changed.notify_all()
+            del found

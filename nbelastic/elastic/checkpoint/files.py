@@ -2,7 +2,7 @@
 
 ::
 
-    URL/run-0001-3f2a9c1e/                     one job; the number grows with each job
+    URL/run-0001-3f2a9c1e/                     one job; a later job has a larger number
         01-000002-0000000300.safetensors       loop, generation, commit
         resumed-from-run-0000-…                empty; names the run that this one continues
 
@@ -20,18 +20,21 @@ import os
 import posixpath
 import re
 import stat
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from nbelastic.elastic.checkpoint.format import decode, encode, unstored
+from nbelastic.elastic.checkpoint.format import (
+    Checkpoint,
+    Header,
+    StoredTensor,
+    decode,
+    encode,
+    unstored,
+)
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.errors import NbelasticError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from nbelastic.elastic.checkpoint.format import Checkpoint, Header, StoredTensor
 
 KEPT = 2
 """Checkpoints of a loop that are kept: the newest two."""
@@ -41,13 +44,8 @@ _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors(\.tmp)?")
 _PARENT = "resumed-from-"
 
 
-_KINDS = [
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-]
+_KINDS = {"d": "a directory", "p": "a pipe", "s": "a socket", "c": "a device", "b": "a device"}
+"""By the first letter that ``ls -l`` has for them."""
 
 
 class NotAFile(Exception):
@@ -69,9 +67,13 @@ class Entry(NamedTuple):
 
 
 class CheckpointFiles:
-    """Checkpoints under a URL, from the point of view of one job."""
+    """Checkpoints under a URL, from the point of view of one job.
 
-    def __init__(self, url: str, run: str) -> None:
+    `on_progress` is called for each directory, and for every few megabytes that are read.
+    """
+
+    def __init__(self, url: str, run: str, on_progress: Callable[[], None] = lambda: None) -> None:
+        self._on_progress = on_progress
         self.url = url  # a directory: a local path, or a URL that fsspec knows
         self._run = run  # identifier of this job: letters and digits
         self._places: dict[str, str] = {}
@@ -124,12 +126,7 @@ class CheckpointFiles:
         )
 
     def candidates(
-        self,
-        loop: int | None,
-        *,
-        others: bool,
-        resumes: bool = False,
-        on_progress: Callable[[], None] = lambda: None,
+        self, loop: int | None, *, others: bool, resumes: bool = False
     ) -> Iterator[Entry]:
         """Yield possible checkpoints of an elastic loop, in the order of preference.
 
@@ -139,34 +136,34 @@ class CheckpointFiles:
         """
         runs = self._runs()
         self._places = {posixpath.basename(place): place for _, _, place in runs}
-        order = self._lineage([place for _, run, place in runs if run == self._run], on_progress)
+        order = self._lineage([place for _, run, place in runs if run == self._run])
         if others:
             more = [place for _, _, place in runs if place not in order]
-            order += self._one_training(more, on_progress) if resumes else more
+            order += self._one_training(more) if resumes else more
         for place in order:
-            on_progress()
+            self._on_progress()
             for entry in self._entries(place):
                 if loop in (None, entry.loop) and not entry.temporary:
                     yield entry
 
-    def _lineage(self, order: list[str], on_progress: Callable[[], None]) -> list[str]:
+    def _lineage(self, order: list[str]) -> list[str]:
         """Return runs and all that they continue, the newest first."""
         places, found = self._places, list(order)
         for place in found:  # grows by the runs that these continue
-            on_progress()
+            self._on_progress()
             parents = [n[len(_PARENT) :] for n in self._names(place) if n.startswith(_PARENT)]
             found.extend(places[n] for n in parents if n in places and places[n] not in found)
         return found
 
-    def _one_training(self, places: list[str], on_progress: Callable[[], None]) -> list[str]:
+    def _one_training(self, places: list[str]) -> list[str]:
         """Return the last run of the only training, and the runs before."""
         newest = {}
         for place in places:
-            on_progress()
+            self._on_progress()
             written = [entry for entry in self._entries(place) if not entry.temporary]
             if written:
                 newest[place] = written[0]
-        lineages = {place: self._lineage([place], on_progress) for place in newest}
+        lineages = {place: self._lineage([place]) for place in newest}
         continued = {each for lineage in lineages.values() for each in lineage[1:]}
         last = [place for place in newest if place not in continued]
         if len(last) > 1:
@@ -194,25 +191,59 @@ class CheckpointFiles:
         else:
             yield from (entry.path for entry in self.candidates(None, others=True))
 
-    def read(self, path: str, on_progress: Callable[[], None] = lambda: None) -> Checkpoint | None:
+    def read(self, path: str) -> Checkpoint | None:
         """Return the contents of a file; None if it is not a complete checkpoint.
 
-        `on_progress` is called every few megabytes. Directories, pipes and the like raise NotAFile.
+        Directories, pipes and the like raise NotAFile.
         """
         system, _, local = self._storage
         try:
             if local:
                 with open(path, "rb", opener=_open_file) as file:
-                    return decode(file, os.fstat(file.fileno()).st_size, on_progress)
+                    return decode(file, os.fstat(file.fileno()).st_size, self._on_progress)
             info = system.info(path)
             if info.get("type") == "directory":
                 raise NotAFile("a directory")
             with system.open(path, "rb") as file:
-                return decode(file, info["size"], on_progress)
+                return decode(file, info["size"], self._on_progress)
         except FileNotFoundError:
             return None
         except NbelasticError as error:
             raise NbelasticError(f"{path}: {error}") from None
+
+    def first_readable(
+        self,
+        paths: Iterable[str],
+        pass_over: Callable[[str], None],
+        *,
+        patient: bool = False,
+    ) -> tuple[str, Checkpoint] | None:
+        """Return path and contents of the first complete checkpoint.
+
+        `pass_over` is called with what is before it, and why. If `patient`, errors of files and of
+        directories are such reasons, too; the first one is raised if nothing is found.
+        """
+        found, errors = None, []
+        for path in paths:
+            reason = "it is not complete, or no checkpoint of nbelastic"
+            try:
+                found = self.read(path)
+            except NotAFile as what:
+                reason = f"it is no file ({what})"
+            except OSError as error:
+                if not patient or isinstance(error, TimeoutError):  # others would take as long
+                    raise
+                errors.append(error)
+                reason = f"it cannot be read: {error!r}"
+            if found is not None:
+                break
+            pass_over(f"{path}: {reason}")
+        for place, problem in self.unlisted.items():
+            errors.append(problem)
+            pass_over(f"{place}: it cannot be listed: {problem!r}")
+        if found is None and errors:
+            raise errors[0]
+        return None if found is None else (path, found)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -267,30 +298,12 @@ class CheckpointFiles:
         own = [place for _, run, place in runs if run == self._run]
         if own:
             return own[0]
-        if not local:
-            directory = posixpath.join(root, _name(runs[0][0] + 1 if runs else 1, self._run))
-            system.makedirs(directory, exist_ok=True)
-            return directory
-        os.makedirs(root, exist_ok=True)
-        number = 0
-        while True:  # two jobs that start at once get two numbers
-            number = max([number, *(run[0] for run in self._runs())]) + 1
-            with contextlib.suppress(FileExistsError):
-                return self._make_directory(root, number)
-
-    def _make_directory(self, root: str, number: int) -> str:
-        """Make the directory of a local run, unless another job has the number, or is taking it."""
-        taken = posixpath.join(root, f".run-{number:04d}.taken")
-        os.close(os.open(taken, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        try:
-            if any(run[0] == number for run in self._runs()):
-                raise FileExistsError
-            directory = posixpath.join(root, _name(number, self._run))
-            os.mkdir(directory)
+        number = runs[0][0] + 1 if runs else 1  # jobs that start at once may have the same
+        directory = posixpath.join(root, f"run-{number:04d}-{self._run}")
+        system.makedirs(directory, exist_ok=True)
+        if local:
             _sync_directory(root)
-            return directory
-        finally:
-            os.unlink(taken)
+        return directory
 
     def _tidy(self, directory: str, written: Header) -> None:
         """Delete all but the newest complete files, and unfinished ones of earlier writers."""
@@ -308,10 +321,6 @@ class CheckpointFiles:
                 system.rm_file(entry.path)
 
 
-def _name(number: int, run: str) -> str:
-    return f"run-{number:04d}-{run}"
-
-
 def _kind_of(path: str) -> str:
     """Return the kind of a path's entry; empty for a file or a missing path."""
     try:
@@ -320,7 +329,7 @@ def _kind_of(path: str) -> str:
         return ""
     except OSError as error:  # links that lead to each other
         return error.strerror or repr(error)
-    return next((word for is_one, word in _KINDS if is_one(mode)), "")
+    return _KINDS.get(stat.filemode(mode)[0], "")
 
 
 def _open_file(path: str, flags: int) -> int:
@@ -399,35 +408,21 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _load(url: str) -> dict[str, Any]:
     from nbelastic.elastic.sampler import state_dict_of
 
-    where, checkpoint = _read(url)
-    shown = hide_secrets(where, url)
+    passed_over: list[str] = []
+    files = CheckpointFiles(url, run="")
+    found = files.first_readable(files.paths(), passed_over.append)
+    if found is None:
+        missing = f"no checkpoint in {without_secrets(url)}"
+        if passed_over:
+            raise NbelasticError(f"{missing}: {hide_secrets('; '.join(passed_over), url)}")
+        raise FileNotFoundError(missing)
+    path, checkpoint = found
     try:
         payload, (as_dict, progress) = unstored(checkpoint.tensors)
         values: dict[str, Any] = as_dict(payload, [state_dict_of(each) for each in progress])
     except Exception as error:  # classes of the user may be missing, or raise anything
         raise NbelasticError(
-            f"{shown}: its values cannot be unpickled: {error!r}. Import the modules that define "
-            "their classes; to read only the tensors, use safetensors"
+            f"{hide_secrets(path, url)}: its values cannot be unpickled: {error!r}. Import the "
+            "modules that define their classes; to read only the tensors, use safetensors"
         ) from error
     return {name: value for name, value in values.items() if not name.startswith("_")}
-
-
-def _read(url: str) -> tuple[str, Checkpoint]:
-    """Return the path of a checkpoint, and its contents."""
-    passed_over = []
-    files = CheckpointFiles(url, run="")
-    for name in files.paths():
-        try:
-            found = files.read(name)
-        except NotAFile as what:
-            passed_over.append(f"{name} is no file ({what})")
-            continue
-        if found is not None:
-            return name, found
-        passed_over.append(f"{name} is not complete, or no checkpoint of nbelastic")
-    shown = without_secrets(url)
-    if passed_over:
-        raise NbelasticError(
-            f"no checkpoint in {shown}: {hide_secrets('; '.join(passed_over), url)}"
-        )
-    raise FileNotFoundError(f"no checkpoint in {shown}")

@@ -21,6 +21,7 @@ import itertools
 import json
 import pickle
 import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -28,11 +29,9 @@ from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.errors import NbelasticError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     import torch
 
-FORMAT = 5
+FORMAT = 6
 CHECKSUM = "nbelastic.checksum"
 """Name of the tensor that holds the digest."""
 
@@ -58,6 +57,7 @@ _NAMES = {
 }
 """Types that every reader of safetensors knows; tensors of others are stored as bytes."""
 
+_NUMBERS = ("loop", "generation", "version", "size")
 _FORMAT_KEY = "nbelastic"
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
@@ -85,7 +85,7 @@ class Header:
 
     def metadata(self) -> dict[str, str]:
         """Return the header as safetensors has it: strings only."""
-        numbers = {n: str(getattr(self, n)) for n in ("loop", "generation", "version", "size")}
+        numbers = {name: str(getattr(self, name)) for name in _NUMBERS}
         return {"format": "pt", _FORMAT_KEY: str(FORMAT), "job": printable(self.job), **numbers}
 
 
@@ -162,13 +162,7 @@ def decode(file: IO[bytes], size: int, on_progress: Callable[[], None]) -> Check
         )
     del index[CHECKSUM]
     return Checkpoint(
-        Header(
-            job=fields["job"],
-            loop=int(fields["loop"]),
-            generation=int(fields["generation"]),
-            version=int(fields["version"]),
-            size=int(fields["size"]),
-        ),
+        Header(job=fields["job"], **{name: int(fields[name]) for name in _NUMBERS}),
         {
             name: StoredTensor(each["dtype"], each["shape"], data[slice(*each["data_offsets"])])
             for name, each in index.items()

@@ -13,27 +13,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from nbelastic.elastic.checkpoint.files import CheckpointFiles, NotAFile
-from nbelastic.elastic.checkpoint.format import Header, stored, unstored
-from nbelastic.elastic.checkpoint.threads import Reader, Writer
+from nbelastic.elastic.checkpoint.files import CheckpointFiles
+from nbelastic.elastic.checkpoint.format import Checkpoint, Header, StoredTensor, stored, unstored
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
-from nbelastic.elastic.state import ObjectState
+from nbelastic.elastic.state import ObjectState, State
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import Leaving, NbelasticError, OptionError, StateMismatch, Stopped
-from nbelastic.messages import FRESH, RankNote
+from nbelastic.messages import FRESH, Plan, RankNote
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nbelastic.elastic.checkpoint.format import Checkpoint, StoredTensor
     from nbelastic.elastic.ranks.session import Session
     from nbelastic.elastic.sampler import SamplerProgress
-    from nbelastic.elastic.state import State
-    from nbelastic.messages import Plan
+
+T = TypeVar("T")
+
+ABANDON_WAIT = 2.0
+"""Most seconds to wait for a thread after cancelling it: a file system may never return."""
 
 LAST_WAIT = 600.0
 """Most seconds that the end of a loop waits for its last checkpoint."""
@@ -61,6 +64,78 @@ class CheckpointSpec:
     every: int  # commits between two checkpoints
     resume: bool = False  # whether to continue from the newest checkpoint of any job under `url`
     patience: float = 60.0  # seconds without a byte after which reading fails
+
+
+class Abandoned(Exception):
+    """The call was cancelled."""
+
+
+class FileThread:
+    """Thread for one call at a time, ended by the answer of its file system.
+
+    The called function must call :meth:`step` every few megabytes.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._cancelled = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the function has not returned yet."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def call(self, function: Callable[[], T]) -> futures.Future[T]:
+        """Begin a call, and return what will have its outcome. Not while busy."""
+        outcome: futures.Future[T] = futures.Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(function())
+            except BaseException as error:  # the waiting thread raises it again
+                outcome.set_exception(error)
+
+        self._thread = threading.Thread(target=run, name="nbelastic-checkpoint", daemon=True)
+        self._thread.start()
+        return outcome
+
+    def step(self) -> None:
+        """Record progress; end the call here if it is cancelled."""
+        self._steps += 1
+        if self._cancelled:
+            raise Abandoned
+
+    def wait(
+        self,
+        on_progress: Callable[[], None] = lambda: None,
+        *,
+        deadline: float = math.inf,
+        patience: float = math.inf,
+    ) -> None:
+        """Wait for the end, or until `deadline` by the monotonic clock.
+
+        Without progress for `patience` seconds, TimeoutError is raised. This rank can be
+        interrupted meanwhile. Either cancels the call.
+        """
+        seen, since = self._steps, time.monotonic()
+        try:
+            while self._thread is not None and self.busy and time.monotonic() < deadline:
+                self._thread.join(min(0.1, patience / 4))
+                if self._steps != seen:
+                    seen, since = self._steps, time.monotonic()
+                    on_progress()
+                elif time.monotonic() - since > patience:
+                    raise TimeoutError(f"nothing was read for {patience:g} s")
+        except BaseException:
+            self._cancelled = True
+            raise
+        on_progress()
+
+    def abandon(self) -> None:
+        """Cancel the call: neither its thread nor its file remains."""
+        self._cancelled = True
+        self.wait(deadline=time.monotonic() + ABANDON_WAIT)
 
 
 class CheckpointManager:
@@ -97,7 +172,9 @@ class CheckpointManager:
         self._spec = spec
         self._state = state
         self._files = CheckpointFiles(spec.url, spec.run)
-        self._writer = Writer(self._files, self._report)
+        self._writer = FileThread()
+        self._written: tuple[int, int] | None = None  # generation and commit of the newest
+        self._well = False  # the latest could be written
 
     def __enter__(self) -> CheckpointManager:
         if self._active:
@@ -184,47 +261,28 @@ class CheckpointManager:
         return hide_secrets(text, self._spec.url)
 
     def _load_first(self) -> Header | None:
-        spec = self._spec
-        others = spec.resume and self._loop == 1
-        reader = Reader(spec.patience, self._on_progress)
-        entries = self._files.candidates(
-            self._loop, others=others, resumes=True, on_progress=reader.on_progress
-        )
-        unreadable: OSError | None = None
-        while True:
-            entry = reader.call(lambda: next(entries, None))
-            if entry is None:
-                break
-            path = entry.path
-            try:
-                loaded = reader.call(functools.partial(self._files.read, path, reader.on_progress))
-            except NotAFile as what:
-                self._report(f"passed over {path}: it is no file ({what})")
-                continue
-            except TimeoutError:  # the others would take as long
-                raise
-            except OSError as error:
-                self._report(f"passed over {path}: it cannot be read: {error!r}")
-                unreadable = unreadable or error
-                continue
-            if loaded is not None:
-                self._report_unlisted()
-                self._take_over(path, loaded)
-                return loaded.header
-            self._report(f"passed over {path}: it is not complete")
-        unreadable = unreadable or self._report_unlisted()
-        if unreadable is not None:
-            raise unreadable
-        if spec.resume and self._loop == 1:
-            self._report(f"nothing to resume from in {spec.url}: it starts from the beginning")
-        return None
+        reader, others = FileThread(), self._spec.resume and self._loop == 1
+        files = CheckpointFiles(self._spec.url, self._spec.run, reader.step)
 
-    def _report_unlisted(self) -> OSError | None:
-        """Report directories that cannot be listed, and return the first error."""
-        unlisted = self._files.unlisted
-        for place, error in unlisted.items():
-            self._report(f"passed over {place}: it cannot be listed: {error!r}")
-        return next(iter(unlisted.values()), None)
+        def pass_over(reason: str) -> None:
+            self._report(f"passed over {reason}")
+
+        def find() -> tuple[str, Checkpoint] | None:
+            entries = files.candidates(self._loop, others=others, resumes=True)
+            paths = (entry.path for entry in entries)
+            return files.first_readable(paths, pass_over, patient=True)
+
+        outcome = reader.call(find)
+        reader.wait(self._on_progress, patience=self._spec.patience)
+        found = outcome.result()
+        if found is not None:
+            self._take_over(*found)
+            return found[1].header
+        if others:
+            self._report(
+                f"nothing to resume from in {self._spec.url}: it starts from the beginning"
+            )
+        return None
 
     def _take_over(self, path: str, checkpoint: Checkpoint) -> None:
         session, state, header = self._session, self._state, checkpoint.header
@@ -272,9 +330,9 @@ class CheckpointManager:
                 self._begin(progress)
 
     def save(self) -> None:
-        """Begin to write the last commit: the job is suspended, and this rank has its state."""
+        """Begin to write the last commit, unless it is written: this rank has the state."""
         present = (self._session.generation, self._session.version)
-        if self._writer.written != present and not self._writer.busy:
+        if self._written != present and not self._writer.busy:
             self._begin(self._state._progress_at_commit())
 
     def left(self) -> None:
@@ -294,33 +352,21 @@ class CheckpointManager:
         version = self._session.version
         if version > 0:
             self._write_last(self._session.time_to_save)
-            if self._writer.written == (self._session.generation, version):
+            if self._written == (self._session.generation, version):
                 self._report(f"commit {version} is written: no other rank had the state")
 
     def _write_last(self, longest: float) -> None:
         deadline = time.monotonic() + longest
-        self._writer.wait(deadline, self._on_progress)
-        present = (self._session.generation, self._session.version)
-        if self._writer.written != present and not self._writer.busy:
-            self._begin(self._state._progress_at_commit())
-            self._writer.wait(deadline, self._on_progress)
+        self._writer.wait(self._on_progress, deadline=deadline)
+        self.save()
+        self._writer.wait(self._on_progress, deadline=deadline)
         if self._writer.busy:
             self._report(f"the last one was given up after {longest:g} s")
             self._writer.abandon()
 
     def _begin(self, progress: Sequence[SamplerProgress]) -> None:
         """Copy the last commit, and begin to write it."""
-        try:
-            self._writer.begin(*self._copy(progress))
-        except (
-            Exception
-        ) as error:  # pickling runs code of any class; memory or threads may be short
-            known = isinstance(error, NbelasticError)
-            self._report(f"the state cannot be copied: {error if known else repr(error)}")
-
-    def _copy(self, progress: Sequence[SamplerProgress]) -> tuple[Header, dict[str, StoredTensor]]:
-        session = self._session
-        tensors = stored(self._state._pack_commit(), (type(self._state)._as_dict, list(progress)))
+        session, state = self._session, self._state
         header = Header(
             job=session.spec.job,
             loop=self._loop,
@@ -328,7 +374,28 @@ class CheckpointManager:
             version=session.version,
             size=session.size,
         )
-        return header, tensors
+        try:
+            tensors = stored(state._pack_commit(), (type(state)._as_dict, list(progress)))
+            self._writer.call(functools.partial(self._write, header, tensors))
+        except Exception as error:  # classes raise anything; memory or threads may be short
+            known = isinstance(error, NbelasticError)
+            self._report(f"the state cannot be copied: {error if known else repr(error)}")
+
+    def _write(self, header: Header, tensors: dict[str, StoredTensor]) -> None:
+        """Write a checkpoint, in the thread for it."""
+        try:
+            path = self._files.write(header, tensors, self._writer.step)
+        except Abandoned:
+            pass
+        except Exception as error:  # file systems raise what they like; training goes on regardless
+            self._well = False
+            reason = isinstance(error, OSError) and error.strerror  # the file's name would differ
+            self._report(f"{self._files.url} cannot be written: {reason or repr(error)}")
+        else:
+            self._written = (header.generation, header.version)
+            if not self._well:
+                self._well = True
+                self._report(f"commit {header.version} is in {path}")
 
     def _on_progress(self) -> None:
         """Count as progress, so that a long transfer is not taken for a hang."""

@@ -1,28 +1,25 @@
 """Context of a rank: its place in the job, and agreement on changes.
 
 A :class:`Context` belongs to one rank and is used by that rank's thread. Inside a job it is a
-:class:`.session.Session`. Outside a job ``init()`` makes a :class:`LocalContext`, a world of one
-rank, so that a training function runs in a cell or under a debugger.
+:class:`.session.Session`. Outside a job ``init()`` makes a world of one rank, so that a training
+function runs in a cell or under a debugger.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import contextvars
 import functools
 import sys
 import threading
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.collectives import SoloCommunicator
+from nbelastic.collectives import Communicator, SoloCommunicator
 from nbelastic.elastic.ranks.telemetry import Telemetry
 from nbelastic.errors import NotInitialized, NotTheRank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
-    from nbelastic.collectives import Communicator
     from nbelastic.elastic.followed import FollowedSamplers
     from nbelastic.elastic.ranks.step_share import StepShare
     from nbelastic.elastic.state.state_payload import ReceiveBuffer
@@ -36,22 +33,21 @@ if TYPE_CHECKING:
 # is the case on all ranks or on none.
 
 
-class Context(abc.ABC):
-    """Place of a rank in its job, and its access to the other ranks.
+class Context:
+    """Place of a rank in its job, and its access to the other ranks; by itself a world of one rank.
 
     Until the first generation has formed, ranks and sizes are those that the driver foresees.
     """
 
-    rank: int
-    size: int
-    local_rank: int  # within the host
-    local_size: int
-    cross_rank: int  # of this host among those that have this local rank
-    cross_size: int
-    generation: int  # 0 before the first
-    version: int  # serial number of this rank's last commit; 0 before the first
-    source: int  # rank that holds the newest state: the root of a synchronisation
-    telemetry: Telemetry
+    rank = 0
+    size = 1
+    local_rank = 0  # within the host
+    local_size = 1
+    cross_rank = 0  # of this host among those that have this local rank
+    cross_size = 1
+    generation = 1  # 0 before the first
+    version = 0  # serial number of this rank's last commit; 0 before the first
+    source = 0  # rank that holds the newest state: the root of a synchronisation
     loops = 0  # elastic loops that it has entered
     ahead = False  # the state at the end of a later step has replaced that commit
     exchanges = 0  # calls of :meth:`communicator`, each just before an operation
@@ -78,22 +74,20 @@ class Context(abc.ABC):
     _caller: int | None = None  # its number
     _older: Collection[threading.Thread] = ()  # that ran before the present generation had formed
 
+    def __init__(self) -> None:
+        self.telemetry = Telemetry()
+        self._communicator: Communicator | None = SoloCommunicator(generation=1)
+        # Counts of groups by their members, with the generation in which they were made.
+        self.groups_made: dict[str, int] = {}
+        # Threads to which operations of groups of some ranks belong, by the groups' keys.
+        self.owners: dict[str, threading.Thread] = {}
+
     @functools.cached_property
     def samplers(self) -> FollowedSamplers:
         """Samplers that shard by rank, like torch's ``DistributedSampler``."""
         from nbelastic.elastic.followed import FollowedSamplers
 
         return FollowedSamplers(self)
-
-    @functools.cached_property
-    def groups_made(self) -> dict[str, int]:
-        """Counts of groups by their members, with the generation in which they were made."""
-        return {}
-
-    @functools.cached_property
-    def owners(self) -> dict[str, threading.Thread]:
-        """The threads to which operations of groups of some ranks belong, by the groups' keys."""
-        return {}
 
     def is_ranks_thread(self) -> bool:
         """Return whether operations of all ranks belong to the calling thread, or would."""
@@ -107,11 +101,6 @@ class Context(abc.ABC):
     def is_older(self, thread: threading.Thread) -> bool:
         """Return whether a thread was started in an earlier generation of this rank."""
         return thread in self._older and thread is not self.home
-
-    def take_receive_buffer(self) -> ReceiveBuffer | None:
-        """Return memory that was made ready for a state to arrive in; once."""
-        buffer, self.receive_buffer = self.receive_buffer, None
-        return buffer
 
     def about_to_exchange(self) -> None:
         """Count an operation and call ``before_exchange``. :meth:`communicator` calls this."""
@@ -143,13 +132,14 @@ class Context(abc.ABC):
                 "(torch.distributed.new_group, hvd.add_process_set)"
             )
 
-    @abc.abstractmethod
     def communicator(self) -> Communicator:
         """Return the communicator of the present generation.
 
         In a job without an elastic loop the first call makes this rank a member, and waits for the
         others.
         """
+        self.about_to_exchange()
+        return self._formed_elsewhere()
 
     def formed(self) -> Communicator:
         """Return the communicator of all ranks, for what is no operation of all; any thread."""
@@ -159,31 +149,31 @@ class Context(abc.ABC):
         self.exchanges -= 1
         return communicator
 
-    @abc.abstractmethod
     def _formed_elsewhere(self) -> Communicator:
         """Return the communicator of all ranks to a thread that is not the rank's own."""
+        assert self._communicator is not None
+        return self._communicator
 
     def starts(self) -> list[int]:
         """Return what names the present ranks, by rank; nothing before the first generation."""
         return list(range(self.size))
 
-    def came_later(self) -> bool:
-        """Return whether other ranks have trained before this rank's first generation."""
-        return False
+    def first_starts(self) -> list[int]:
+        """Return the starts of this rank's first generation; none if others trained before."""
+        return self.starts()
 
-    @abc.abstractmethod
     def change_flag(self) -> bool:
         """Return whether this rank knows that the membership is about to change."""
+        return False
 
-    @abc.abstractmethod
     def agree(self, changed: bool) -> None:
         """Record the flag that a reduction over all ranks has returned."""
 
-    @abc.abstractmethod
     def committed(self) -> None:
         """Count a commit: the state just saved has the next version."""
+        self.version += 1
+        self.ahead = False
 
-    @abc.abstractmethod
     def check_membership(self) -> None:
         """Leave the generation here if all ranks have agreed to.
 
@@ -212,38 +202,6 @@ def one_of_all(context: Context, mine: bool) -> bool:
     for call in before_check:
         call(communicator)
     return any(communicator.agree("a check for host updates, as in commit()", mine))
-
-
-class LocalContext(Context):
-    """World of a single rank, for a training function outside a job."""
-
-    def __init__(self) -> None:
-        self.rank = self.local_rank = self.cross_rank = self.source = 0
-        self.size = self.local_size = self.cross_size = 1
-        self.generation = 1
-        self.version = 0
-        self.telemetry = Telemetry()
-        self._communicator = SoloCommunicator(generation=1)
-
-    def communicator(self) -> Communicator:
-        self.about_to_exchange()
-        return self._communicator
-
-    def _formed_elsewhere(self) -> Communicator:
-        return self._communicator
-
-    def change_flag(self) -> bool:
-        return False
-
-    def agree(self, changed: bool) -> None:
-        """Do nothing, because there are no other ranks."""
-
-    def committed(self) -> None:
-        self.version += 1
-        self.ahead = False
-
-    def check_membership(self) -> None:
-        """Do nothing, because the membership never changes."""
 
 
 def _runs_backward(thread: threading.Thread) -> bool:
@@ -347,7 +305,7 @@ def initialize() -> None:
     if known is not None:
         known.is_shut_down = False
     else:
-        context = LocalContext()
+        context = Context()
         _of_thread.set([context])
         with _lock:
             _of_process.append(context)
@@ -368,8 +326,54 @@ def shutdown() -> None:
         for end in at_shutdown:
             end(known)
     own = _of_thread.get([])
-    if own and type(own[0]) is LocalContext:
+    if own and type(own[0]) is Context:
         with _lock:
             if own[0] in _of_process:
                 _of_process.remove(own[0])
         _of_thread.set([])
+
+
+# -- rank and size of the calling rank, with Horovod's names ------------------------------------
+
+
+def is_initialized() -> bool:
+    """Return whether the calling thread is a rank."""
+    context = current_or_none()
+    return context is not None and not context.is_shut_down
+
+
+def _initialized() -> Context:
+    context = current()
+    if context.is_shut_down:
+        raise NotInitialized("call init() again after shutdown() before using ranks")
+    return context
+
+
+def rank() -> int:
+    """Return this rank's position in the job, from 0; before the first generation, a forecast."""
+    return _initialized().rank
+
+
+def size() -> int:
+    """Return the number of ranks in the job; before the first generation, a forecast."""
+    return _initialized().size
+
+
+def local_rank() -> int:
+    """Return this rank's position among those on its host, from 0."""
+    return _initialized().local_rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this host."""
+    return _initialized().local_size
+
+
+def cross_rank() -> int:
+    """Return this host's position among the hosts that have this local rank."""
+    return _initialized().cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have this local rank."""
+    return _initialized().cross_size

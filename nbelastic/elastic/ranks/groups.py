@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nbelastic.errors import NotTheRank, OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.context import Context
 
@@ -27,32 +26,15 @@ ENDING_S = 1.0
 class Members:
     """Ranks named in a generation, followed through later generations.
 
-    It holds numbers only, so what has it can be copied and pickled.
+    They are those of the generation with these `starts`, or of the first one. Ranks that join later
+    find no members of the first. It holds numbers only, so what has it can be copied and pickled.
     """
 
-    def __init__(self, named: Sequence[int]) -> None:
+    def __init__(self, named: Sequence[int], starts: Sequence[int] | None = None) -> None:
         self.named = list(named)
-        self._starts: list[int] | None = None  # what names the members for good
+        # What names the members for good; None until those of the first generation are asked for.
+        self._starts = None if starts is None else self._named_among(starts)
         self._present: tuple[int, list[int]] = (-1, [])  # generation, and its ranks
-
-    def bind(self, context: Context) -> None:
-        """Take ranks of the present generation for good; all ranks call this in it."""
-        self._take(context.starts())
-
-    def bind_to_first(self, context: Context) -> None:
-        """Take ranks of the first generation for good, as soon as that has formed.
-
-        Ranks that join later have another first generation, so they find no members.
-        """
-        if context.starts():
-            self._take_first(context)
-            return
-
-        def formed() -> None:
-            context.after_forming = tuple(e for e in context.after_forming if e is not formed)
-            self._take_first(context)
-
-        context.after_forming += (formed,)
 
     def ranks(self, context: Context) -> list[int]:
         """Return the present ranks of the members that are left, ascending.
@@ -63,28 +45,20 @@ class Members:
         starts = context.starts()
         if not starts:
             return list(self.named)
-        if self._starts is None:  # a copy of members that were not bound yet
-            self._take_first(context)
         if self._starts is None:
-            raise OptionError(
-                f"a group of ranks {self.named} cannot be formed: there are {len(starts)} ranks"
-            )
+            self._starts = self._named_among(context.first_starts())
         if self._present[0] != context.generation:
             members = set(self._starts)
             found = [rank for rank, start in enumerate(starts) if start in members]
             self._present = context.generation, found
         return list(self._present[1])
 
-    def _take_first(self, context: Context) -> None:
-        if context.came_later():
-            self._starts = []
-        else:
-            self._take(context.starts())
-
-    def _take(self, starts: list[int]) -> None:
-        self._present = (-1, [])
-        if all(rank < len(starts) for rank in self.named):
-            self._starts = [starts[rank] for rank in self.named]
+    def _named_among(self, starts: Sequence[int]) -> list[int]:
+        if starts and not all(rank < len(starts) for rank in self.named):
+            raise OptionError(
+                f"a group of ranks {self.named} cannot be formed: there are {len(starts)} ranks"
+            )
+        return [starts[rank] for rank in self.named] if starts else []
 
 
 class _Everyone(Members):
@@ -126,11 +100,8 @@ class Group:
             made["generation"] = generation
         named = "all" if len(ranks) == context.size else ",".join(map(str, ranks))
         number = made[named] = made.get(named, 0) + 1
-        if named == "all":
-            members: Members = EVERYONE
-        else:
-            members = Members(ranks)
-            (members.bind if context.generation else members.bind_to_first)(context)
+        starts = context.starts() if context.generation else None
+        members = EVERYONE if named == "all" else Members(ranks, starts)
         return cls(context, members, f"{generation}-{number}-{named}", f"group {name!r}")
 
     def apart(self, purpose: str) -> Group:

@@ -10,27 +10,31 @@ import contextlib
 import os
 import sys
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nbelastic.collectives import Rendezvous, RendezvousServer, connect
+from nbelastic.collectives import Communicator, Rendezvous, RendezvousServer, connect
 from nbelastic.collectives.rendezvous.client import unreachable
-from nbelastic.elastic.ranks.warmup import form_alone
+from nbelastic.elastic.state.state_payload import ReceiveBuffer, StatePayload
+from nbelastic.elastic.state.transfer import spread
+from nbelastic.errors import CollectiveError
+from nbelastic.messages import Event, Place, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from nbelastic.collectives import Communicator
     from nbelastic.elastic.checkpoint.manager import CheckpointSpec
-    from nbelastic.messages import Event, Place, Plan
 
 
-class Interrupt(Protocol):
-    """The way to raise an exception in a rank's thread while it runs the user's code."""
+class Interrupt:
+    """The way to raise an exception in a rank's thread while it runs the user's code.
+
+    This one never raises: the rank obeys at its next call.
+    """
 
     def reachable(self) -> AbstractContextManager[None]:
         """Let the thread be interrupted within a ``with`` block, and not after it."""
+        return contextlib.nullcontext()
 
     def request(self, kind: type[BaseException]) -> None:
         """Raise an exception of this type in the thread, as soon as that is safe."""
@@ -42,23 +46,6 @@ class Interrupt(Protocol):
         """Try again to do what is requested, if anything is."""
 
 
-class NoInterrupt:
-    """An interrupt that never raises: the rank obeys at its next call."""
-
-    def reachable(self) -> AbstractContextManager[None]:
-        """Change nothing."""
-        return contextlib.nullcontext()
-
-    def request(self, kind: type[BaseException]) -> None:
-        """Do nothing."""
-
-    def drop(self) -> None:
-        """Do nothing."""
-
-    def nudge(self) -> None:
-        """Do nothing."""
-
-
 @dataclass(frozen=True)
 class RankRuntime:
     """Functions and types through which a rank waits, and forms generations with other ranks."""
@@ -67,7 +54,7 @@ class RankRuntime:
     # Starts a rendezvous server on an address, for clients that know a secret.
     open_store: Callable[[str, bytes], RendezvousServer] = RendezvousServer
     condition: Callable[[], Any] = threading.Condition
-    interrupt: Callable[[], Interrupt] = NoInterrupt  # made in the rank's thread, for it
+    interrupt: Callable[[], Interrupt] = Interrupt  # made in the rank's thread, for it
     # Returns the positions of addresses of stores that do not answer.
     probe: Callable[[Sequence[tuple[str, int]]], list[int]] = lambda _addresses: []
     # Forms a generation of this rank alone, to be faster with others.
@@ -77,8 +64,77 @@ class RankRuntime:
     on_set_up: Callable[[int], None] = lambda _nbytes: None
 
 
+# The first generation that a process forms takes ten times as long as the second: modules are
+# imported, libraries loaded, threads and sockets made. So a newcomer first forms one of two with
+# itself, sums and sends something, and closes it again, before it reports that it is ready.
+LIMIT_S = 5.0
+"""Seconds that an operation may take in a generation that a rank forms alone."""
+
+
+def form_alone(rendezvous: Rendezvous) -> None:
+    """Form a generation of two ranks in this process, and close it.
+
+    Errors are ignored, because the next generation that is formed will report them.
+    """
+    terms = replace(rendezvous, generation=1, size=2, timeout_s=LIMIT_S)
+    if terms.backend in ("cuda_ipc", "nccl"):  # ranks of one process share a GPU
+        terms = replace(terms, backend="auto")
+    other = threading.Thread(
+        target=_take_part, args=(replace(terms, rank=1),), name="nbelastic-warmup"
+    )
+    other.start()
+    _take_part(replace(terms, rank=0))
+    other.join()
+
+
+def _take_part(terms: Rendezvous) -> None:
+    import torch
+
+    with contextlib.suppress(CollectiveError):
+        communicator = connect(terms)
+        try:
+            communicator = communicator.connect()
+            communicator.allreduce(torch.zeros(1))
+            payload = StatePayload(b"", [torch.zeros(1)]) if terms.rank == 0 else None
+            spread(communicator, [0, 1], payload)
+            communicator.barrier()
+        finally:
+            communicator.close()
+
+
 DEFAULT_RUNTIME = RankRuntime(probe=unreachable, form_alone=form_alone)
 """Real threads and sockets."""
+
+
+PATIENCE = 2
+"""Plans in a row that do not form before peers are probed: a single one is chance."""
+
+
+class UnreachablePeers:
+    """Peers to name in the next ready report, because they may be why plans do not form."""
+
+    def __init__(self, probe: Callable[[Sequence[tuple[str, int]]], list[int]]) -> None:
+        self._probe = probe  # returns the positions of addresses that do not answer
+        self._failures = 0
+        self.unreached: tuple[int, ...] = ()  # starts of members that did not answer
+        # Starts of members whose processes had ended when this rank left its last generation.
+        self.gone: tuple[int, ...] = ()
+
+    def clear(self) -> None:
+        """Record that a plan has formed."""
+        self._failures, self.unreached, self.gone = 0, (), ()
+
+    def record_exits(self, plan: Plan | None, ranks: Sequence[int]) -> None:
+        """Record ranks of a plan whose processes have ended."""
+        self.gone = tuple(plan.members[rank].start for rank in ranks) if plan else ()
+
+    def record_failure(self, plan: Plan, start: int) -> None:
+        """Record that a plan has not formed for a start; probe its peers."""
+        self._failures += 1
+        if self._failures >= PATIENCE:
+            others = [member for member in plan.members if member.start != start]
+            silent = self._probe([member.store for member in others])
+            self.unreached = tuple(others[place].start for place in silent)
 
 
 class DriverPort(Protocol):
@@ -91,9 +147,11 @@ class DriverPort(Protocol):
         """
 
 
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
 OWN_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+    *THREAD_VARIABLES,
     "KERAS_BACKEND",
 )
 """Environment variables of a rank that nbelastic sets itself."""
@@ -161,14 +219,26 @@ class RankSpec:
         """Return the rendezvous of this rank with the other members of a plan."""
         rank = plan.rank_of(self.start)
         assert rank is not None
-        return Rendezvous(
+        return replace(
+            self.alone(plan.members[0].store, secret),
             job=self.job,
             generation=plan.generation,
             rank=rank,
             size=len(plan.members),
-            store=plan.members[0].store,
-            bind=self.bind,
             timeout_s=self.operation_timeout_s,
-            backend=self.backend,
-            secret=secret,
         )
+
+
+def warm_up(
+    spec: RankSpec, alone: Rendezvous, runtime: RankRuntime, step_bytes: Callable[[], int]
+) -> ReceiveBuffer | None:
+    """Prepare to join ranks that train, or to be joined where a rank is to train alone.
+
+    Returns memory for the state that the rank will receive, if it will receive one. Then its first
+    step's memory is touched as well.
+    """
+    runtime.on_set_up(step_bytes() if spec.state_bytes else 0)
+    buffer = ReceiveBuffer.for_state(spec.state_bytes) if spec.state_bytes else None
+    if spec.state_bytes is not None or spec.place.size == 1:
+        runtime.form_alone(alone)
+    return buffer

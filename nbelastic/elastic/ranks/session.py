@@ -13,16 +13,22 @@ import math
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
-from nbelastic.collectives import connect
+from nbelastic.collectives import Communicator, RendezvousServer, connect
 from nbelastic.elastic.ranks.context import Context, one_of_all, when_formed
-from nbelastic.elastic.ranks.reset_timings import ResetTimings
-from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
+from nbelastic.elastic.ranks.runtime import (
+    DEFAULT_RUNTIME,
+    DriverPort,
+    RankRuntime,
+    RankSpec,
+    UnreachablePeers,
+    warm_up,
+)
 from nbelastic.elastic.ranks.stack import user_line
-from nbelastic.elastic.ranks.telemetry import Telemetry
-from nbelastic.elastic.ranks.unreachable import UnreachablePeers
-from nbelastic.elastic.ranks.warmup import warm_up
+from nbelastic.elastic.ranks.telemetry import ResetTimings
 from nbelastic.errors import (
     CollectiveError,
     Evicted,
@@ -32,7 +38,7 @@ from nbelastic.errors import (
     RankExit,
     Stopped,
 )
-from nbelastic.membership import place_of
+from nbelastic.membership import places_of
 from nbelastic.messages import (
     FRESH,
     Beat,
@@ -44,13 +50,6 @@ from nbelastic.messages import (
     RankNote,
     RankReady,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from nbelastic.collectives import Communicator, RendezvousServer
-    from nbelastic.elastic.ranks.runtime import DriverPort, RankRuntime, RankSpec
 
 _EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
 
@@ -79,12 +78,13 @@ class Session(Context):
         self.port = port
         self._runtime = runtime
         self.secret = b""  # the job's, which comes with the function before any of it runs
-        self.telemetry, self.timings = Telemetry(), ResetTimings()
+        super().__init__()
+        self.timings = ResetTimings()
         self._interrupt = runtime.interrupt()
         self._changed = runtime.condition()
         self._process = os.getpid()
         self._store: RendezvousServer | None = None
-        self._communicator: Communicator | None = None
+        self._communicator = None
         self._connected: Communicator | None = None  # the same, when it is
         self._forming = threading.RLock()  # held by the thread that forms a generation
         self._background: threading.Thread | None = None  # that forms the first for others
@@ -97,6 +97,7 @@ class Session(Context):
         self._unreachable = UnreachablePeers(runtime.probe)
         self.loops = self.moves = self._left = 0
         self._redone = (0, 0)
+        self._first_starts: list[int] = []
         self._exchanges_before: int | None = None
         self.plan: Plan | None = None
         self.version = FRESH
@@ -236,47 +237,38 @@ class Session(Context):
         self,
         loop: int,
         step_bytes: Callable[[], int] = lambda: 0,
+        failure: str | None = None,
         *,
-        failed: bool = False,
-        detail: str = "",
+        part: bool = False,
     ) -> Plan:
         """Leave the present generation and become a member of the next.
 
         `loop` is the number of the elastic loop that the rank is about to enter; 0 outside one.
         `step_bytes` returns the memory that its first step takes.
-        `failed` says that an operation failed, and `detail` which one.
+        `failure` is the error of an operation that failed.
+        For an operation of a `part` of the ranks, the others need not begin one.
         """
         self._check_process()
-        if self._background is not None:
+        if loop and self._background is not None:
             with self._changed:
                 self._changed.notify_all()  # it makes room
         with self._forming:
-            return self._form(loop, step_bytes, failed, detail)
-
-    def _form(
-        self,
-        loop: int,
-        step_bytes: Callable[[], int] = lambda: 0,
-        failed: bool = False,
-        detail: str = "",
-        part: bool = False,
-    ) -> Plan:
-        own = failed and self._works()
-        self._drop_communicator()
-        if self._store is None:
-            self._store = store = self._runtime.open_store(self.spec.bind, self.secret)
-            terms = self.spec.alone(store.address, self.secret)
-            self.receive_buffer = warm_up(self.spec, terms, self._runtime, step_bytes)
-        while True:
-            plan = self._await_plan(loop, failed, detail, own, part)
-            try:
-                self._connect(plan)
-                self._unreachable.clear()
-                return plan
-            except CollectiveError as error:
-                self._drop_communicator()
-                self._unreachable.record_failure(plan, self.spec.start)
-                failed, detail, own = True, str(error), False
+            own = failure is not None and self._works()
+            self._drop_communicator()
+            if self._store is None:
+                self._store = store = self._runtime.open_store(self.spec.bind, self.secret)
+                terms = self.spec.alone(store.address, self.secret)
+                self.receive_buffer = warm_up(self.spec, terms, self._runtime, step_bytes)
+            while True:
+                plan = self._await_plan(loop, failure, own, part)
+                try:
+                    self._connect(plan)
+                    self._unreachable.clear()
+                    return plan
+                except CollectiveError as error:
+                    self._drop_communicator()
+                    self._unreachable.record_failure(plan, self.spec.start)
+                    failure, own = str(error), False
 
     def _works(self) -> bool:
         """Return whether the communicator works, so that neither a peer nor the network failed."""
@@ -289,7 +281,7 @@ class Session(Context):
                 return False
             return not self._communicator.dead_ranks
 
-    def _await_plan(self, loop: int, failed: bool, detail: str, own: bool, part: bool) -> Plan:
+    def _await_plan(self, loop: int, failure: str | None, own: bool, part: bool) -> Plan:
         assert self._store is not None
         line: Any = user_line(threading.get_ident())
         with self._changed:
@@ -313,8 +305,8 @@ class Session(Context):
                             version=self.version + 0.5 * self.ahead,
                             loop=loop,
                             store=self._store.address,
-                            failed=failed,
-                            detail=detail,
+                            failed=failure is not None,
+                            detail=failure or "",
                             unreached=self._unreachable.unreached,
                             gone=self._unreachable.gone,
                             own=own,
@@ -343,10 +335,12 @@ class Session(Context):
         chosen = self._communicator = communicator.connect()  # an abort of the first reaches it
         if self._has_formed:
             self._older = weakref.WeakSet(threading.enumerate())
+        elif plan.version == FRESH:
+            self._first_starts = self.starts()
         self._connected, self._has_formed = chosen, True
         self.timings.mark("connected")
         self._agreed = None
-        self._take_place(place_of([member.slot for member in plan.members], terms.rank))
+        self._take_place(places_of([member.slot for member in plan.members])[terms.rank])
         self.moves += 1
         for tell in when_formed:
             tell(chosen)
@@ -416,13 +410,10 @@ class Session(Context):
         return communicator or self._first()
 
     def _first(self, *, part: bool = False) -> Communicator:
-        """Form the first generation, outside of a loop, unless another thread does.
-
-        For an operation of a `part` of the ranks, the others need not begin one.
-        """
+        """Form the first generation, outside of a loop, unless another thread does."""
         with self._forming:
             if self._connected is None:
-                self._form(0, part=part)
+                self.form(0, part=part)
             assert self._connected is not None
             return self._connected
 
@@ -455,8 +446,8 @@ class Session(Context):
     def starts(self) -> list[int]:
         return [] if self.plan is None else [member.start for member in self.plan.members]
 
-    def came_later(self) -> bool:
-        return self.plan is not None and self.plan.version > FRESH
+    def first_starts(self) -> list[int]:
+        return self._first_starts
 
     def change_flag(self) -> bool:
         return self._ending >= self.generation or self._end is not None
@@ -466,9 +457,8 @@ class Session(Context):
 
     def committed(self) -> None:
         self._check_process()
-        self.version += 1
-        self.ahead = False
-        self.telemetry.nothing_to_redo()
+        super().committed()
+        self.telemetry.nothing_to_redo(made=True)
 
     def restored(self) -> None:
         """Record that the state is back at its last commit."""
@@ -487,6 +477,8 @@ class Session(Context):
         if self.timings.in_progress:
             figures = self.timings.end()
             redone, self._redone = self._redone, (0, 0)
+            if self.telemetry.observer is not None:
+                self.telemetry.observer.redone(*redone)
             if self.rank == 0:  # one report for all members
                 figures.update(zip(("batches", "samples"), redone, strict=True))
                 self.port.report(RankNote(self.spec.start, "phases", "", figures))

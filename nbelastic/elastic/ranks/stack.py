@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import sysconfig
-import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import CodeType, FrameType
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import CodeType, FrameType
+from nbelastic.system import collector_off
 
 Line = list[str | int]
 """``[file, line, function]``; empty if there is none."""
@@ -29,23 +26,13 @@ NOT_THE_USERS = (
 # thread goes on, and the new object stands for memory that has been reused: the process crashes. So
 # the collector is off meanwhile, as in sys._current_frames itself
 # (https://github.com/python/cpython/issues/106883).
-_LOCK = threading.Lock()
-"""Held while the garbage collector is off."""
-
-
 def innermost(thread: int, wanted: Callable[[CodeType], bool]) -> FrameType | None:
     """Return the innermost call in a thread whose code is `wanted`, which must decide fast."""
-    with _LOCK:
-        searches = gc.isenabled()
-        gc.disable()
-        try:
-            frame = sys._current_frames().get(thread)
-            while frame is not None and not wanted(frame.f_code):
-                frame = frame.f_back
-        finally:
-            if searches:
-                gc.enable()
-    return frame
+    with collector_off():
+        frame = sys._current_frames().get(thread)
+        while frame is not None and not wanted(frame.f_code):
+            frame = frame.f_back
+        return frame
 
 
 def user_line(thread: int) -> Line:

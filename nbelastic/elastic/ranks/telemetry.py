@@ -23,15 +23,15 @@ from nbelastic.messages import CodeLine, DataProgress, MetricsReport, RankTeleme
 
 _EXACT = 2**53
 
-BETWEEN_LOOKS_S = 1.0
-"""Minimum of seconds between two looks at the memory of the process."""
-
 
 class StepObserver(Protocol):
     """Observer of every batch; :mod:`nbelastic.chaos` has one."""
 
-    def step(self, recorded: bool) -> None:
+    def step(self) -> None:
         """Observe a batch, or a commit or check; in the rank's thread."""
+
+    def redone(self, steps: int, samples: int) -> None:
+        """Observe that so much is repeated after a reset; in the rank's thread."""
 
     def plan(self) -> None:
         """Observe a plan that has come; in the agent's thread."""
@@ -47,8 +47,6 @@ class Telemetry:
         self.place = (0, 0)  # epoch and batch
         self.total = (0, 0)  # epochs, and batches of an epoch; or no epochs, and steps
         self.memory = (0, 0)  # bytes of the state, and of copies
-        self._resident = (0, 0, 0)  # bytes of the process, of torch on its GPU, and of that
-        self._looked = float("-inf")
         self.observer: StepObserver | None = None
         self.share = (0, 0, 0, "")  # micro-batches, first and last, and why not exact
         self.data: tuple[DataProgress, ...] = ()
@@ -68,16 +66,17 @@ class Telemetry:
         self.steps += 1
         self.samples += samples
         if self.observer is not None:
-            self.observer.step(True)
+            self.observer.step()
 
-    def nothing_to_redo(self) -> None:
-        """Record that a commit has everything counted so far, this rank's or a received commit."""
-        self._at_commit = (self.steps, self.samples)
+    def nothing_to_redo(self, *, made: bool = False) -> None:
+        """Record that a commit has everything counted so far.
+
+        It was received, or made by this rank; then without a sampler it is counted itself next.
+        """
+        self._at_commit = (self.steps + (made and not self._recording), self.samples)
 
     def uncommitted(self) -> tuple[int, int]:
-        """Return how many batches and samples a sampler has recorded since the last commit."""
-        if not self._recording:
-            return 0, 0
+        """Return how many batches and samples were counted since the last commit."""
         return self.steps - self._at_commit[0], self.samples - self._at_commit[1]
 
     def checked(self) -> None:
@@ -85,7 +84,7 @@ class Telemetry:
         if not self._recording:
             self.steps += 1
             if self.observer is not None:
-                self.observer.step(False)
+                self.observer.step()
 
     def report(
         self, version: int, generation: int, values: dict[str, float], step: float | None
@@ -117,10 +116,7 @@ class Telemetry:
         line: list[Any] = user_line(self._thread) if self.steps == self._sent else []
         self._sent = self.steps
         count, first, last, why_not_exact = self.share
-        now = time.monotonic()
-        if now - self._looked >= BETWEEN_LOOKS_S:
-            self._looked, self._resident = now, memory_in_use()
-        resident_bytes, gpu_bytes, gpu_total = self._resident
+        resident_bytes, gpu_bytes, gpu_total = memory_in_use()
         return RankTelemetry(
             job,
             start,
@@ -141,6 +137,46 @@ class Telemetry:
             data=self.data,
             reports=tuple(reports),
         )
+
+
+class ResetTimings:
+    """Moments of the reset in progress, if any; any thread may mark them.
+
+    In their order: ``noticed`` (an operation has failed, or a message has come that the generation
+    is over or about to change), ``aborted`` (the rank's thread has left the user's code),
+    ``restored`` (the state is that of the last commit), ``ready`` (reported), ``planned`` (the next
+    plan has come), ``connected``, ``synchronised`` (the state is that of all members), ``stepped``
+    (the first commit or check after it).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._moments: dict[str, float] = {}
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a change has been noticed."""
+        return bool(self._moments)
+
+    def begin(self) -> None:
+        """Mark that a change has been noticed, unless a reset is in progress."""
+        with self._lock:
+            self._moments.setdefault("noticed", time.monotonic())
+
+    def mark(self, phase: str) -> None:
+        """Mark the end of a phase; where resets run together, the last one counts."""
+        if self._moments:
+            with self._lock:
+                self._moments.pop(phase, None)
+                self._moments[phase] = time.monotonic()
+
+    def end(self) -> dict[str, float]:
+        """Mark the end of the reset; return after how many milliseconds each phase was over."""
+        self.mark("stepped")
+        with self._lock:
+            moments, self._moments = self._moments, {}
+        begin = moments["noticed"]
+        return {phase: round(1e3 * (t - begin), 1) for phase, t in moments.items()}
 
 
 def memory_in_use() -> tuple[int, int, int]:

@@ -11,14 +11,12 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from nbelastic.elastic.ranks.context import current_or_none
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from contextlib import AbstractContextManager
 
 APPEND_AFTER = 1e5
 """Microseconds after which events are appended to a rank's part."""
@@ -35,14 +33,14 @@ class Timeline:
         self._appended = 0.0
         self._events: list[dict[str, Any]] = []
         self._lock = threading.Lock()
-        self._path: Path | None = None
+        self.path: Path | None = None  # that was given
         self._rank = 0
 
     def start(self, path: str | os.PathLike[str], rank: int, *, marks_cycles: bool) -> None:
         """Record from here on, for a file that Chrome and Perfetto open."""
         with self._lock:
             self.marks_cycles = marks_cycles
-            self._path, self._rank, self._events = Path(path), rank, []
+            self.path, self._rank, self._events = Path(path), rank, []
             self.is_on = True
 
     def record(self, part: str | os.PathLike[str], rank: int, *, marks_cycles: bool) -> None:
@@ -80,11 +78,6 @@ class Timeline:
             self.is_on = self.marks_cycles = False
             events, self._events = self._events, []
         return events
-
-    @property
-    def path(self) -> Path | None:
-        """The file that was given."""
-        return self._path
 
     def span(self, what: str, name: str | None = None) -> AbstractContextManager[None]:
         """Return a context for a block of the timeline, nearly free when off."""

@@ -14,12 +14,9 @@ import copy
 import random
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-_SEQUENCES = (list, collections.deque)
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _NO_RECORDS = (type, types.ModuleType, types.FunctionType, types.MethodType)
 _OF_PICKLE = ("__setstate__", "__deepcopy__", "__copy__")
@@ -28,16 +25,12 @@ _getstate = getattr(object, "__getstate__", None)  # new in Python 3.11
 
 
 class Originals:
-    """Values that a commit has copied, to be filled again from the copies.
+    """Values that a commit has copied, to be filled again from the copies."""
 
-    `memo` is that of the deep copies. `more` are values whose copies it has, too, although
-    ``copy.deepcopy`` has not noted them.
-    """
-
-    def __init__(self, memo: Mapping[int, Any], more: Iterable[object] = ()) -> None:
-        self._memo = memo  # keeps the copies, whose ids are used here
+    def __init__(self, memo: Mapping[int, Any]) -> None:
+        self._memo = memo  # of the deep copies; keeps the copies, whose ids are used here
         self._originals = {}
-        for each in (*more, *memo.get(id(memo), ())):
+        for each in memo.get(id(memo), ()):
             copied = memo.get(id(each))
             if copied is not each and type(copied) is type(each):
                 self._originals[id(copied)] = each
@@ -47,36 +40,46 @@ class Originals:
 
         `memo` has values that were restored before, by the ids of their copies.
         """
-        if id(saved) in memo:
-            return memo[id(saved)]
-        if type(saved) is tuple:
-            parts = tuple(self.restored(each, memo) for each in saved)
-            return memo.setdefault(id(saved), parts)
-        original = self._originals.get(id(saved))
-        filler = None if original is None else _filler_for(original, saved)
-        if filler is None:
-            return copy.deepcopy(saved, memo)
-        memo[id(saved)] = original
-        filler(original, saved, lambda _, each: self.restored(each, memo))
-        return original
+
+        def original(_: Any, copied: Any) -> Any:
+            return self._originals.get(id(copied))
+
+        return _refill(memo, original, lambda each: copy.deepcopy(each, memo))(None, saved)
 
 
-def adopt(live: Any, came: Any, memo: dict[int, Any] | None = None) -> Any:
+def adopt(live: Any, came: Any, memo: dict[int, Any]) -> Any:
     """Return `live` with the content of `came`, or `came` itself where that cannot be done."""
-    known: dict[int, Any] = {} if memo is None else memo
-    if id(came) in known:
-        return known[id(came)]
-    if live is came or type(live) is not type(came):
-        return came
-    if type(came) is tuple:
-        pairs = [*zip(live, came, strict=False)]
-        return tuple(adopt(mine, theirs, known) for mine, theirs in pairs) + came[len(pairs) :]
-    filler = _filler_for(live, came)
-    if filler is None:
-        return came
-    known[id(came)] = live
-    filler(live, came, lambda mine, theirs: adopt(mine, theirs, known))
-    return live
+
+    def counterpart(mine: Any, theirs: Any) -> Any:
+        return mine if mine is not theirs and type(mine) is type(theirs) else None
+
+    return _refill(memo, counterpart, lambda each: each)(live, came)
+
+
+def _refill(
+    memo: dict[int, Any], find: Callable[[Any, Any], Any], replace: Callable[[Any], Any]
+) -> Callable[[Any, Any], Any]:
+    """Return a function of a value and of what came for it.
+
+    It returns the value that `find` has for them, with the content of what came; where there is
+    none that can take it, the result of `replace`.
+    """
+
+    def inner(mine: Any, came: Any) -> Any:
+        if id(came) in memo:
+            return memo[id(came)]
+        if type(came) is tuple:
+            own = [*(mine if type(mine) is tuple else ()), *[None] * len(came)]
+            return memo.setdefault(id(came), tuple(map(inner, own, came)))
+        live = find(mine, came)
+        filler = None if live is None else _filler_for(live, came)
+        if filler is None:
+            return replace(came)
+        memo[id(came)] = live
+        filler(live, came, inner)
+        return live
+
+    return inner
 
 
 def attributes_in(value: object) -> dict[str, Any] | None:
@@ -109,14 +112,12 @@ def _filler_for(value: Any, saved: Any) -> Callable[[Any, Any, Callable[..., Any
     if kind is set:
         return _fill_set
     if kind is bytearray:
-        return _fill_bytes
-    if _is_a(value, "numpy", "ndarray"):
-        return _fill_array if _is_like(value, saved) else None
-    if _is_a(value, "torch", "Tensor"):
-        return _fill_tensor if _is_like(value, saved) else None
+        return _fill_leaf
+    if _is_a(value, "numpy", "ndarray") or _is_a(value, "torch", "Tensor"):
+        return _fill_leaf if _is_like(value, saved) else None
     if _is_generator(value):
         kinds = [type(getattr(each, "bit_generator", None)) for each in (value, saved)]
-        return _fill_generator if kinds[0] is kinds[1] else None
+        return _fill_leaf if kinds[0] is kinds[1] else None
     return None if attributes_in(value) is None else _fill_object
 
 
@@ -142,29 +143,18 @@ def _fill_set(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
     value.update(parts)
 
 
-def _fill_bytes(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
-    del inner
-    value[:] = saved
-
-
-def _fill_array(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
-    del inner
-    value[...] = saved
-
-
-def _fill_tensor(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
-    del inner
-    value.detach().copy_(saved)
-
-
-def _fill_generator(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
+def _fill_leaf(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
     del inner
     if isinstance(value, random.Random):
         value.setstate(saved.getstate())
     elif hasattr(value, "bit_generator"):
         value.bit_generator.state = saved.bit_generator.state
-    else:
+    elif _is_generator(value):
         value.set_state(saved.get_state())
+    elif _is_a(value, "torch", "Tensor"):
+        value.detach().copy_(saved)
+    else:
+        value[slice(None) if isinstance(value, bytearray) else ...] = saved
 
 
 def _fill_object(value: Any, saved: Any, inner: Callable[..., Any]) -> None:

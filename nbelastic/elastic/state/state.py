@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,8 +35,6 @@ from nbelastic.errors import (
 from nbelastic.pickling import dumps, failing_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from nbelastic.elastic.followed import Position
     from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 
@@ -502,7 +501,7 @@ class ObjectState(State):
         if receivers:
             members = [context.source, *receivers]
             payload = self._pack() if context.rank == context.source else None
-            buffer = context.take_receive_buffer() if context.rank in members else None
+            buffer, context.receive_buffer = context.receive_buffer, None
             payload = spread_everywhere(context.communicator(), members, payload, buffer)
             if payload is not None and context.rank != context.source:
                 self._take_over(payload, context.source)

@@ -13,12 +13,11 @@ from __future__ import annotations
 import mmap
 import pickle
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     import torch
 
 _ALIGNMENT = 64
@@ -43,7 +42,7 @@ def flatten(payload: StatePayload) -> tuple[int, list[int], Iterator[torch.Tenso
     """Return a payload as bytes: the index's length, the lengths of all pieces, and the pieces."""
     devices = payload.devices or [tensor.device.type for tensor in payload.tensors]
     kinds = [
-        (tuple(tensor.shape), tensor.dtype, device, _nbytes(tensor))
+        (tuple(tensor.shape), tensor.dtype, device, tensor.nbytes)
         for tensor, device in zip(payload.tensors, devices, strict=True)
     ]
     index = pickle.dumps((payload.head, kinds))
@@ -80,16 +79,11 @@ def _pieces(index: bytes, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Ten
     yield torch.frombuffer(bytearray(index), dtype=torch.uint8)
     yield padding[: _gap(len(index))]
     for tensor in tensors:
-        nbytes = _nbytes(tensor)
-        if nbytes:
+        if tensor.nbytes:
             yield tensor.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8)
         else:
             yield padding[:0]
-        yield padding[: _gap(nbytes)]
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        yield padding[: _gap(tensor.nbytes)]
 
 
 def _gap(nbytes: int) -> int:
@@ -105,7 +99,11 @@ class ReceiveBuffer:
     def __init__(self, nbytes: int) -> None:  # at least one
         import torch
 
-        self._pages = _pages(nbytes)
+        # Private, because the writes of a forked process must not show here.
+        private = (
+            {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+        )
+        self._pages = mmap.mmap(-1, nbytes, **private)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 self._pages.madvise(mmap.MADV_HUGEPAGE)
@@ -135,10 +133,3 @@ class ReceiveBuffer:
         last = (start + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
             self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-
-def _pages(nbytes: int) -> mmap.mmap:
-    """Return private memory: the writes of a forked process must not show here."""
-    if sys.platform == "win32":
-        return mmap.mmap(-1, nbytes)
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

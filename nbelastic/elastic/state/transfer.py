@@ -20,6 +20,7 @@ import itertools
 import math
 import pickle
 from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,6 @@ from nbelastic.elastic.state.state_payload import ReceiveBuffer, StatePayload, f
 from nbelastic.pickling import dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     import torch
 
     from nbelastic.collectives import Communicator, Handle
@@ -73,8 +72,7 @@ def spread(
     parent, children = tree(members, communicator.rank)
     if parent is not None:
         return _pass_on(communicator, parent, children, buffer)
-    if payload is None:
-        raise ValueError(f"rank {communicator.rank} is the sender, but was given no payload")
+    assert payload is not None
     if children:
         _serve(communicator, children, payload)
     return payload
@@ -256,11 +254,9 @@ class _Sends:
     def send(self, parts: list[torch.Tensor]) -> None:
         while len(self._pending) >= self._limit:
             self._wait_for_one()
-        if len(parts) == 1:
-            handles = [self._communicator.send_async(parts[0], to) for to in self._children]
-        else:
-            handles = [self._communicator.send_parts_async(parts, to) for to in self._children]
-        self._pending.append(handles)
+        self._pending.append(
+            [self._communicator.send_parts_async(parts, to) for to in self._children]
+        )
 
     def wait(self) -> None:
         while self._pending:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,12 +13,7 @@ from jax.experimental import io_callback
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends import Backend
-from nbelastic.keras.backends.reduction import called_back
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from nbelastic.keras.backends.reduction import Operation
+from nbelastic.keras.backends.reduction import Operation, called_back
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

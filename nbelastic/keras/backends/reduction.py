@@ -7,25 +7,18 @@ the original is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from nbelastic.collectives import Op
-from nbelastic.elastic.ranks.context import Acting, current
+from nbelastic.elastic.ranks.context import Acting, Context, current
 from nbelastic.torch.gradients.options import ReduceOptions
 from nbelastic.torch.ops.coordination import ProcessSet, global_process_set, group_of
 from nbelastic.torch.ops.reductions import Average, Sum, grouped_allreduce
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from nbelastic.elastic.ranks.context import Context
-    from nbelastic.keras.backends import Backend
-
-    Operation = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+Operation = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,18 +74,12 @@ def called_back(
 
 
 def raised() -> BaseException | None:
-    """Return, once, the error of the last operation between ranks that a library has hidden.
-
-    PyTorch hides none.
-    """
+    """Return, once, the error of the last operation between ranks that a library has hidden."""
     return _hidden.pop() if _hidden else None
 
 
 def _reduced(gradients: Sequence[torch.Tensor], options: KerasOptions) -> list[torch.Tensor]:
-    """Return gradients reduced over all ranks, which call this together.
-
-    One more number travels with them: whether a rank knows that the membership is about to change.
-    """
+    """Return gradients reduced over all ranks, which call this together."""
     context = current()
     context.communicator()  # in a job without an elastic loop, the first one makes it a member
     group = group_of(options.process_set)
@@ -102,29 +89,67 @@ def _reduced(gradients: Sequence[torch.Tensor], options: KerasOptions) -> list[t
     before, after = 1.0, 1.0
     if op is Average and pre != 1.0:
         op, before, after = Sum, 1.0 / pre, pre / group.size
-    flags = (
-        [torch.tensor([float(context.change_flag())])]
-        if isinstance(op, Op) and group.is_global
-        else []
-    )
-    reduced = grouped_allreduce(
-        [*gradients, *flags],
+    return grouped_allreduce(
+        gradients,
         compression=options.compression,
         op=op,
         prescale_factor=before,
         postscale_factor=after,
         process_set=options.process_set,
     )
-    if flags:
-        context.agree(bool(reduced.pop()))
-    return reduced
+
+
+class Backend(Protocol):
+    """Adapter of a back end, whose compiled functions call back into Python."""
+
+    name: str  # in Keras
+    in_place: bool = False  # variables are tensors of PyTorch, which are read and filled in place
+
+    def to_torch(self, value: Any) -> torch.Tensor:
+        """Return a tensor of this back end, or an array, as one of PyTorch; best without a copy."""
+
+    def from_torch(self, tensor: torch.Tensor) -> Any:
+        """Return a tensor of PyTorch as one of this back end."""
+
+    def read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the variables' values; they may share memory with them."""
+        return [self.to_torch(each) for each in variables]
+
+    def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+        """Copy values into variables."""
+
+    def prepare(self, model: Any) -> str:
+        """Change what of a compiled model cannot work; return a warning, or nothing."""
+        return ""
+
+    def settle(self, model: Any) -> None:
+        """Set the variables of a model to their present values, in the middle of ``fit``."""
+        return
+
+    def call_back(
+        self, tensors: Sequence[Any], operation: Operation, results: Sequence[tuple[Any, Any]]
+    ) -> list[Any]:
+        """Call a function on tensors of PyTorch, from a compiled function or not.
+
+        `results` are the types and shapes that come out.
+        """
+
+    def apply_if(self, ready: Any, update: Callable[[], None], changed: Sequence[Any]) -> None:
+        """Make an update if `ready`, known to a compiled function only when it runs."""
+
+    def dense(self, gradients: Sequence[Any], options: KerasOptions) -> Sequence[Any]:
+        """Return gradients without sparse ones."""
+        return gradients
+
+    def reduction(self, options: KerasOptions) -> Reduction:
+        """Return a new reduction of gradients."""
+        return Reduction(options, self)
 
 
 class Reduction:
     """Reduction of an optimizer's, or a tape's, gradients by calls into Python."""
 
     defers = False  # an update waits for :meth:`complete`; only on the torch back end
-    keeps_final = False  # ``finalize_variable_values`` is put off, because training goes on
     dry = False  # gradients are applied as they are, in a step that is made to be compiled
 
     def __init__(self, options: KerasOptions, back: Backend) -> None:

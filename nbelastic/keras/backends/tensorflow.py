@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -13,12 +14,7 @@ from torch._C import _to_dlpack as to_dlpack
 from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import RanksDisagree
 from nbelastic.keras.backends import Backend
-from nbelastic.keras.backends.reduction import called_back
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from nbelastic.keras.backends.reduction import KerasOptions, Operation
+from nbelastic.keras.backends.reduction import KerasOptions, Operation, called_back
 
 _UNSIGNED = (tf.uint16, tf.uint32, tf.uint64)
 
@@ -127,7 +123,6 @@ class TensorFlowBackend(Backend):
         return list(found)
 
     def apply_if(self, ready: Any, update: Callable[[], None], changed: Sequence[Any]) -> None:
-        del changed
 
         def branch() -> Any:
             update()

@@ -9,6 +9,7 @@ after a step copy nothing.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,6 @@ from nbelastic.keras.backends import Backend, Reduction
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer, accumulates, is_pending
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from nbelastic.keras.backends.reduction import KerasOptions, Operation
 
 NOT_THOSE_OF_BACKWARD = (
@@ -37,45 +36,29 @@ class VariableStep(torch.optim.Optimizer):
     variables of the Keras optimizer.
     """
 
-    def __init__(
-        self,
-        trained: Sequence[torch.Tensor],
-        local: Sequence[torch.Tensor],
-        own: Sequence[torch.Tensor],
-        update: Callable[[], None] | None = None,
-    ) -> None:
-        groups: list[dict[str, Any]] = [
-            {"params": list(trained)},
-            {"params": list(local), "local": True},
-            {"params": list(own)},
-        ]
-        super().__init__([each for each in groups if each["params"]], {})
-        # Weak, and so neither data nor a record: the state keeps no copy of it.
-        self._update = None if update is None else weakref.WeakMethod(update)  # type: ignore[arg-type]
+    # Weak, and so neither data nor a record: the state keeps no copy of it.
+    _update: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def step(self, closure: Any = None) -> Any:
-        """Make the update."""
-        del closure
         update = None if self._update is None else self._update()
         if update is not None:
             update()
 
 
-def variable_step(optimizer: Any, options: KerasOptions | None, update: Any) -> VariableStep:
-    """Return the step of a Keras optimizer that is built; its class is called as the optimizer's.
+def variable_step(optimizer: Any, stays: Collection[int] = ()) -> VariableStep:
+    """Return the step of a Keras optimizer that is built, under the name of its class.
 
-    The learning rate is left out, because callbacks change it between steps.
+    Gradients of variables with the ids in `stays` are the rank's own.
     """
-    stays = set() if options is None else options.is_local()
     trained = optimizer._trainable_variables
-    rates = set(map(id, rates_of(optimizer)))
+    rates = set(map(id, rates_of(optimizer)))  # callbacks change them between steps
+    groups: list[dict[str, Any]] = [
+        {"params": [each.value for each in trained if id(each) not in stays]},
+        {"params": [each.value for each in trained if id(each) in stays], "local": True},
+        {"params": [each.value for each in optimizer.variables if id(each) not in rates]},
+    ]
     kind = type(type(optimizer).__name__, (VariableStep,), {"__module__": __name__})
-    made: VariableStep = kind(
-        [each.value for each in trained if id(each) not in stays],
-        [each.value for each in trained if id(each) in stays],
-        [each.value for each in optimizer.variables if id(each) not in rates],
-        update,
-    )
+    made: VariableStep = kind([each for each in groups if each["params"]], {})
     return made
 
 
@@ -107,13 +90,10 @@ class TorchReduction(Reduction):
         if self.step is not None:
             return
         options = self.options
-        step = variable_step(optimizer, options, self._make_update)
-        names = [each.path for each in optimizer._trainable_variables]
-        values = [each.value for each in optimizer._trainable_variables]
-        known = set(map(id, values))
-        rest = [p for group in step.param_groups for p in group["params"] if id(p) not in known]
-        named = [(f"{n}:{name}", v) for n, (name, v) in enumerate(zip(names, values, strict=True))]
-        named += [(f"{optimizer.name}.{n}", each) for n, each in enumerate(rest)]
+        step = variable_step(optimizer, options.is_local())
+        step._update = weakref.WeakMethod(self._make_update)
+        every = [*optimizer._trainable_variables, *optimizer.variables]
+        named = [(f"{number}:{each.path}", each.value) for number, each in enumerate(every)]
         groups: Any = options.groups
         if not isinstance(groups, int):
             groups = [[each.value for each in group] for group in groups]
@@ -137,10 +117,7 @@ class TorchReduction(Reduction):
     def _apply(
         self, optimizer: Any, gradients: list[Any], trained: list[Any], apply: Callable[..., None]
     ) -> None:
-        """Wait for the reduced gradients and apply them.
-
-        In a step of a loader, and between the passes of one step, nothing is applied.
-        """
+        """Wait for the reduced gradients and apply them."""
         share, given = current().share, None
         puts_off = share is not None and share.number is not None  # until the last micro-batch
         if not puts_off:
@@ -219,7 +196,6 @@ class TorchBackend(Backend):
     def call_back(
         self, tensors: Sequence[Any], operation: Operation, results: Sequence[tuple[Any, Any]]
     ) -> list[Any]:
-        del results
         return list(operation(list(tensors)))
 
     def to_torch(self, value: Any) -> torch.Tensor:

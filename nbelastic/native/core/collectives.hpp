@@ -25,10 +25,7 @@ namespace nbelastic {
 enum class Kind : std::uint32_t {
     allreduce,
     reduce_scatter,
-    reduce_parts,
     gather_parts,
-    allreduce_tree,
-    reduce_tree_parts,
     broadcast,
     allgather,
     all_to_all,
@@ -49,20 +46,21 @@ struct Operation {
     std::uint32_t root = 0;
     std::byte* data = nullptr;
     std::size_t count = 0;  // values of `type`
-    std::byte* output = nullptr;
     std::vector<std::size_t> counts;  // values in the part of each rank
     std::vector<Piece> outputs;
     std::vector<Piece> inputs;
     std::span<std::string> records{};  // of a share: one for each rank, to be filled
-    Piece whole{};  // of an allreduce: where the values are, if they are not `inputs`
     // Of a sum along a tree: pieces of `outputs`, and as long ones of each node in `inputs`.
     std::shared_ptr<const Tree> tree{};
     FloatMode mode{};
 
-    // Of an allreduce. One that finds them in one place takes no memory for a list.
-    std::span<const Piece> values() const {
-        return inputs.empty() ? std::span(&whole, 1) : std::span(inputs);
-    }
+    // How many nodes a rank has: values for each of the outcome. In an order, `first` is its first.
+    std::uint32_t nodes(std::uint32_t rank) const { return tree ? tree->nodes(rank) : 1; }
+    std::uint32_t first(std::uint32_t rank) const { return tree ? tree->first(rank) : rank; }
+    std::uint32_t most() const { return tree ? tree->most() : 1; }
+
+    // Where the outcome of an allreduce goes: without a tree, where the values were.
+    std::span<const Piece> outcome() const { return tree ? outputs : inputs; }
 };
 
 class Collectives {
@@ -79,56 +77,46 @@ private:
     void publish(const Operation& operation, std::int64_t where, std::uint64_t rounds = 0);
     void agree(const Post& own);
     const Post& post(std::uint32_t rank) const;
-    bool all_in_segment() const;
-    bool any_in_segment() const;
+    std::uint32_t in_segment() const;
     bool is_small(std::size_t bytes) const;
     std::byte* small(std::uint32_t rank) const;
 
     void allreduce(const Operation& operation);
     void allreduce_small(const Operation& operation, std::size_t bytes);
     void allreduce_in_place(const Operation& operation);
-    void allreduce_staged(const Operation& operation, Parts& from, std::size_t bytes);
-    std::byte* staged(std::uint32_t rank, std::uint32_t turn) const;
-    void reduce_share(const Operation& operation, Parts window, std::size_t bytes, std::uint32_t turn);
+    void allreduce_staged(const Operation& operation, std::vector<Parts>& from, std::size_t bytes);
+    std::vector<Parts> nodes_of(const Operation& operation) const;
+    std::int64_t place_nodes(const Operation& operation, std::size_t bytes) const;
+    std::size_t window_of(const Operation& operation) const;
+    std::byte* staged(const Operation& operation, std::uint32_t rank, std::uint32_t turn,
+                      std::uint32_t node) const;
     template <class Each>
     void others_of(const Operation& operation, Parts& window, std::size_t bytes, std::byte* staging,
                    Each each);
-    void stage(const Operation& operation, Parts& from, std::size_t bytes, std::uint32_t turn);
-    void take_home(const Operation& operation, Parts& to, std::size_t bytes, std::uint32_t turn);
-    void reduce_parts(const Operation& operation, bool in_place);
-    void allreduce_tree(const Operation& operation);
-    void allreduce_tree_small(const Operation& operation, std::size_t bytes);
-    void allreduce_tree_in_place(const Operation& operation);
-    void allreduce_tree_staged(const Operation& operation, std::vector<Parts>& from,
-                               std::size_t bytes);
-    std::vector<Parts> nodes_of(const Operation& operation) const;
-    std::size_t tree_window(const Tree& tree) const;
-    std::byte* staged_node(const Tree& tree, std::uint32_t rank, std::uint32_t turn,
-                           std::uint32_t node) const;
-    std::int64_t place_nodes(const Operation& operation, std::size_t bytes) const;
-    void stage_nodes(const Operation& operation, std::vector<Parts>& from, std::size_t bytes,
-                     std::uint32_t turn);
-    void reduce_tree_share(const Operation& operation, std::vector<Parts>& nodes, Parts& sums,
-                           std::size_t bytes, std::uint32_t turn);
-    void reduce_tree_parts(const Operation& operation);
-    void reduce_tree(const Operation& operation, std::vector<std::byte*> outputs,
-                     std::vector<std::byte*> inputs, std::size_t count);
+    void stage(const Operation& operation, std::vector<Parts>& from, std::size_t bytes,
+               std::uint32_t turn);
+    void reduce_share(const Operation& operation, std::vector<Parts>& nodes, Parts& results,
+                      std::size_t bytes, std::uint32_t turn);
+    void reduce_scatter(const Operation& operation);
+    template <class Where>
+    void take_inputs(const Operation& operation, Where where);
+    template <class Where>
+    void take_outputs(Where where);
+    void combine(const Operation& operation, std::size_t count);
     void gather_parts(const Operation& operation);
-    void broadcast(const Operation& operation);
-    void allgather(const Operation& operation);
+    void spread(const Operation& operation);
     void all_to_all(const Operation& operation);
     void share(const Operation& operation);
     std::string told(std::uint32_t rank) const;
     std::string leaves_of(std::uint32_t rank) const;
 
-    void reduce(const Operation& operation, const std::vector<std::byte*>& outputs,
-                const std::vector<std::byte*>& inputs, std::size_t count);
     void copy(std::byte* to, const std::byte* from, std::size_t bytes);
     void step() { team_.step(patience_); }
 
     Team& team_;
     Segment& segment_;
-    std::vector<std::byte> room_;  // for what is being added along a tree
+    std::vector<std::byte*> inputs_, outputs_;  // of what is being reduced
+    std::vector<std::byte> room_;               // for what is being added along a tree
     unsigned parity_ = 0;
     Patience patience_ = Patience::eager;
 };

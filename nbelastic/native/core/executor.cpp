@@ -4,25 +4,10 @@
 
 namespace nbelastic {
 
-class Executor::Wait {
-public:
-    explicit Wait(std::atomic<bool>& flag) : flag_(flag) { flag_.store(true); }
-    ~Wait() { flag_.store(false); }
-    Wait(const Wait&) = delete;
-    Wait& operator=(const Wait&) = delete;
-
-private:
-    std::atomic<bool>& flag_;
-};
-
 void Executor::run(Operation operation) {
     team_.check();
-    const Wait wait(waiting_);
     std::unique_lock lock(mutex_);
-    if (performing_ || !queue_.empty()) return await(enqueue(std::move(operation)), lock);
-    take_in();
-    perform(operation, lock, Patience::eager);
-    finish(lock);
+    await(enqueue(std::move(operation)), lock);
 }
 
 std::uint64_t Executor::begin(Operation operation) {
@@ -37,7 +22,6 @@ std::uint64_t Executor::begin(Operation operation) {
 
 void Executor::wait(std::uint64_t ticket) {
     team_.check();
-    const Wait wait(waiting_);
     std::unique_lock lock(mutex_);
     await(ticket, lock);
 }
@@ -60,18 +44,14 @@ void Executor::close() {
     if (thread_.joinable()) thread_.join();
 }
 
-std::uint64_t Executor::take_in() {
+std::uint64_t Executor::enqueue(Operation operation) {
     if (closed_) throw Broken("this rank has left");
+    queue_.push_back(std::move(operation));
     return ++begun_;
 }
 
-std::uint64_t Executor::enqueue(Operation operation) {
-    const std::uint64_t ticket = take_in();
-    queue_.push_back(std::move(operation));
-    return ticket;
-}
-
 void Executor::await(std::uint64_t ticket, std::unique_lock<std::mutex>& lock) {
+    waiting_.store(true);
     while (ended_.load() < ticket) {
         if (performing_) {
             ++waiters_;
@@ -81,23 +61,14 @@ void Executor::await(std::uint64_t ticket, std::unique_lock<std::mutex>& lock) {
             perform_next(lock, Patience::eager);
         }
     }
-    finish(lock);
-}
-
-void Executor::finish(std::unique_lock<std::mutex>& lock) {
+    waiting_.store(false);
     lock.unlock();
     team_.check();
-    settle();
 }
 
 void Executor::perform_next(std::unique_lock<std::mutex>& lock, Patience patience) {
     const Operation operation = std::move(queue_.front());
     queue_.pop_front();
-    perform(operation, lock, patience);
-}
-
-void Executor::perform(const Operation& operation, std::unique_lock<std::mutex>& lock,
-                       Patience patience) {
     performing_ = true;
     lock.unlock();
     try {

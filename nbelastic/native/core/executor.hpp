@@ -2,9 +2,8 @@
 //
 // An operation that is begun is queued. A thread that waits for one takes the operations up to it
 // from the queue and performs them, unless the executor's own thread is doing so; that one starts
-// with the first operation that is not waited for at once. One that is waited for at once, with
-// nothing before it, is performed without a queue. An
-// operation that fails breaks the segment, so nothing after it can succeed.
+// with the first operation that is not waited for at once. An operation that fails breaks the
+// segment, so nothing after it can succeed.
 #pragma once
 
 #include <atomic>
@@ -36,21 +35,14 @@ public:
     bool idle();
 
     bool waiting() const noexcept { return waiting_.load(std::memory_order_relaxed); }
-    std::uint64_t completed() const noexcept { return completed_.load(std::memory_order_relaxed); }
-    void settle() noexcept { completed_.fetch_add(1, std::memory_order_relaxed); }
 
     // Ends the thread. The segment is broken, or nothing is under way.
     void close();
 
 private:
-    class Wait;
-
-    std::uint64_t take_in();
     std::uint64_t enqueue(Operation operation);
     void await(std::uint64_t ticket, std::unique_lock<std::mutex>& lock);
-    void finish(std::unique_lock<std::mutex>& lock);
     void perform_next(std::unique_lock<std::mutex>& lock, Patience patience);
-    void perform(const Operation& operation, std::unique_lock<std::mutex>& lock, Patience patience);
     void work();
 
     Team& team_;
@@ -64,7 +56,6 @@ private:
     bool closed_ = false;
     std::uint64_t begun_ = 0;
     std::atomic<std::uint64_t> ended_{0};
-    std::atomic<std::uint64_t> completed_{0};
     std::atomic<bool> waiting_{false};
 };
 

@@ -3,10 +3,11 @@
 // The system closes a dead process's sockets, and reports its end, only when it has freed its
 // memory, the later the more there was. It unlocks what the threads held locked before (robust
 // futexes). So each rank has a thread that holds a word of its seat, and waits for that of the next
-// rank. All ranks can read there which are dead.
+// rank, which breaks the segment for all. All ranks can read there which are dead.
 // See https://www.kernel.org/doc/html/latest/locking/robust-futexes.html.
 #pragma once
 
+#include <future>
 #include <thread>
 #include <vector>
 
@@ -21,7 +22,7 @@ public:
     Lifeline(const Lifeline&) = delete;
     Lifeline& operator=(const Lifeline&) = delete;
 
-    // Where the system does not know how, nothing happens.
+    // Returns when the thread holds the word. Throws std::system_error where the system refuses.
     void start();
     void stop();
 
@@ -29,13 +30,14 @@ public:
     std::vector<std::uint32_t> dead() const;
 
 private:
-    void hold();
+    void hold(std::promise<void> held);
     void watch();
     bool is_dead(std::uint32_t rank) const noexcept;
+    Word& word_of_next() const noexcept;
 
     Team& team_;
     Segment& segment_;
-    Word stop_{0};
+    std::atomic<bool> stopped_{false};
     std::thread thread_;
 };
 

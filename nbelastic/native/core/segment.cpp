@@ -20,7 +20,7 @@ namespace nbelastic {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x6c6c61206f672073;
-constexpr std::uint32_t kVersion = 5;
+constexpr std::uint32_t kVersion = 6;
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kGiB = std::size_t{1} << 30;
 
@@ -32,7 +32,7 @@ constexpr std::size_t up(std::size_t bytes, std::size_t to) { return (bytes + to
 
 // Where each part begins, in a segment for so many ranks.
 struct Offsets {
-    std::size_t seats, letters, mailboxes, smalls, staging, trees, arenas;
+    std::size_t seats, letters, mailboxes, smalls, staging, arenas;
 
     explicit constexpr Offsets(std::size_t n)
         : seats(up(sizeof(Control), kPage)),
@@ -40,8 +40,7 @@ struct Offsets {
           mailboxes(letters + up(2 * n * n * sizeof(std::uint64_t), kPage)),
           smalls(mailboxes + up(n * n * sizeof(Mailbox), kPage)),
           staging(smalls + n * 2 * kSmallBytes),
-          trees(staging + n * kStagingBytes),
-          arenas(trees + n * (kTreeStagingBytes + kTreeApart)) {}
+          arenas(staging + n * (kStagingBytes + kStagedApart)) {}
 };
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
@@ -51,25 +50,6 @@ std::size_t room() {
     const auto memory = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * kPage;
     return std::max(up(memory, kGiB), 4 * kGiB);
 }
-
-class Descriptor {
-public:
-    explicit Descriptor(int fd) : fd_(fd) {}
-    ~Descriptor() {
-        if (fd_ >= 0) close(fd_);
-    }
-    Descriptor(const Descriptor&) = delete;
-    Descriptor& operator=(const Descriptor&) = delete;
-    int get() const { return fd_; }
-    int release() {
-        const int fd = fd_;
-        fd_ = -1;
-        return fd;
-    }
-
-private:
-    int fd_;
-};
 
 }  // namespace
 
@@ -115,22 +95,27 @@ int Segment::create(std::uint32_t size) {
         errno = EFBIG;  // instead of the signal that ends the process
         fail("memfd");
     }
-    Descriptor fd(static_cast<int>(
-        syscall(SYS_memfd_create, "nbelastic", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
-    if (fd.get() < 0) fail("memfd_create");
-    if (ftruncate(fd.get(), static_cast<off_t>(total)) != 0) fail("ftruncate");
-    void* memory = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-    if (memory == MAP_FAILED) fail("mmap");
-    auto* control = new (memory) Control{};
-    control->magic = kMagic;
-    control->version = kVersion;
-    control->size = size;
-    control->arena_bytes = arena;
-    munmap(memory, kPage);
-    if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-        fail("F_ADD_SEALS");
+    const auto fd = static_cast<int>(
+        syscall(SYS_memfd_create, "nbelastic", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (fd < 0) fail("memfd_create");
+    try {
+        if (ftruncate(fd, static_cast<off_t>(total)) != 0) fail("ftruncate");
+        void* memory = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        if (memory == MAP_FAILED) fail("mmap");
+        auto* control = new (memory) Control{};
+        control->magic = kMagic;
+        control->version = kVersion;
+        control->size = size;
+        control->arena_bytes = arena;
+        munmap(memory, kPage);
+        if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+            fail("F_ADD_SEALS");
+        }
+    } catch (...) {
+        close(fd);
+        throw;
     }
-    return fd.release();
+    return fd;
 }
 
 Segment::Segment(int fd) {
@@ -185,11 +170,7 @@ std::byte* Segment::small(std::uint32_t rank, unsigned parity) const noexcept {
 }
 
 std::byte* Segment::staging(std::uint32_t rank) const noexcept {
-    return base_ + Offsets(size_).staging + rank * kStagingBytes;
-}
-
-std::byte* Segment::tree_staging(std::uint32_t rank) const noexcept {
-    return base_ + Offsets(size_).trees + rank * (kTreeStagingBytes + kTreeApart);
+    return base_ + Offsets(size_).staging + rank * (kStagingBytes + kStagedApart);
 }
 
 std::byte* Segment::arena(std::uint32_t rank) const noexcept {

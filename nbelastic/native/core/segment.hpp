@@ -1,7 +1,6 @@
 // Memory that the ranks of one generation on one host share, and what lies where in it.
 //
-//   control | seats | letters' sizes | mailboxes | per rank: two small slots, staging, tree staging |
-//   arenas
+//   control | seats | letters' sizes | mailboxes | per rank: two small slots, staging | arenas
 //
 // The file is sparse and has no name: only pages that were touched exist, and all of it is gone
 // with the last process that has it. No process can make it smaller or larger.
@@ -20,15 +19,14 @@ namespace nbelastic {
 
 inline constexpr std::size_t kLine = 64;
 inline constexpr std::size_t kSmallBytes = 16 << 10;
-inline constexpr std::size_t kStagingBytes = 1 << 20;
 // How much is reduced at a time in staging memory: what stays in a processor's own cache with
 // its source and its target.
-inline constexpr std::size_t kWindowBytes = kStagingBytes / 2;
-// A sum along a tree has a window for each node of a rank: four whole ones, or more that are smaller.
-// They are one page further apart than they are long, as arenas are.
-inline constexpr std::size_t kTreeNodes = 4;
-inline constexpr std::size_t kTreeApart = 4 << 10;
-inline constexpr std::size_t kTreeStagingBytes = 2 * kTreeNodes * (kWindowBytes + kTreeApart);
+inline constexpr std::size_t kWindowBytes = 512 << 10;
+// Staging memory has two windows for each node of a rank: whole ones for four nodes, smaller ones for
+// more. They are one page further apart than they are long, as arenas are.
+inline constexpr std::size_t kStagedNodes = 4;
+inline constexpr std::size_t kStagedApart = 4 << 10;
+inline constexpr std::size_t kStagingBytes = 2 * kStagedNodes * (kWindowBytes + kStagedApart);
 inline constexpr std::size_t kRingBytes = 2 << 20;
 inline constexpr std::size_t kReasonBytes = 512;
 inline constexpr std::uint32_t kMostRanks = 256;
@@ -96,7 +94,6 @@ public:
     Mailbox& mailbox(std::uint32_t source, std::uint32_t to) const noexcept;
     std::byte* small(std::uint32_t rank, unsigned parity) const noexcept;
     std::byte* staging(std::uint32_t rank) const noexcept;
-    std::byte* tree_staging(std::uint32_t rank) const noexcept;
     std::byte* arena(std::uint32_t rank) const noexcept;
     std::size_t arena_bytes() const noexcept { return arena_bytes_; }
 

@@ -5,28 +5,6 @@
 #include <utility>
 
 namespace nbelastic {
-namespace {
-
-// FNV-1a over whole numbers.
-class Digest {
-public:
-    template <class Numbers>
-    void add(const Numbers& numbers) {
-        for (const auto each : numbers) add_one(each);
-        add_one(~std::uint64_t{0});  // where one list ends
-    }
-    std::uint64_t value() const { return value_; }
-
-private:
-    void add_one(std::uint64_t number) {
-        for (int byte = 0; byte < 8; ++byte) {
-            value_ = (value_ ^ ((number >> 8 * byte) & 0xff)) * 0x100000001b3;
-        }
-    }
-    std::uint64_t value_ = 0xcbf29ce484222325;
-};
-
-}  // namespace
 
 Tree::Tree(std::vector<std::uint32_t> leaves, const std::vector<std::uint32_t>& nodes,
            std::vector<std::uint8_t> order)
@@ -45,11 +23,15 @@ Tree::Tree(std::vector<std::uint32_t> leaves, const std::vector<std::uint32_t>& 
         results_ -= additions;
     }
     if (deepest_ > kDeepest || most_ > 2 * kDeepest) throw std::invalid_argument("the tree is too deep");
-    Digest digest;
-    digest.add(leaves_);
-    digest.add(first_);
-    digest.add(order_);
-    digest_ = digest.value();
+    std::vector<std::uint64_t> all(leaves_.begin(), leaves_.end());
+    all.insert(all.end(), first_.begin(), first_.end());
+    all.insert(all.end(), order_.begin(), order_.end());
+    digest_ = 0xcbf29ce484222325;
+    for (const std::uint64_t number : all) {  // FNV-1a
+        for (int byte = 0; byte < 8; ++byte) {
+            digest_ = (digest_ ^ ((number >> 8 * byte) & 0xff)) * 0x100000001b3;
+        }
+    }
 }
 
 }  // namespace nbelastic

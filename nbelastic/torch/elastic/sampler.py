@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch.utils.data import Sampler
 
 from nbelastic.elastic.sampler import ShardSampler
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class ElasticSampler(ShardSampler, Sampler[int]):
@@ -42,6 +37,3 @@ class ElasticSampler(ShardSampler, Sampler[int]):
     seed : int, default 0
         Of the shuffling; the same on all ranks.
     """
-
-    def __iter__(self) -> Iterator[int]:
-        return super().__iter__()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 
 from nbelastic.torch.identity import same
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
 
 SAMPLE_VALUES = 16
 
@@ -18,10 +16,7 @@ Arrival = tuple[torch.Tensor, torch.Tensor, int, int]
 
 
 class Streams:
-    """Streams on which backward has computed gradients, the same as in the forward pass.
-
-    What reads the gradients on another stream has to wait for them.
-    """
+    """Streams on which backward has computed gradients, for readers on other streams."""
 
     def __init__(self) -> None:
         self._noted: set[tuple[int, int, int]] = set()
@@ -63,13 +58,7 @@ class Streams:
 
 
 class ArrivedGradients:
-    """Gradients of a step, as they arrived.
-
-    An optimizer has one for its whole life, and clears it after each step.
-
-    With `sparse_as_dense`, sparse gradients are made dense. Else they are reduced apart from all
-    others.
-    """
+    """Gradients of a step of one optimizer, as they arrived; cleared after each step."""
 
     def __init__(self, names: Mapping[int, str], *, sparse_as_dense: bool = False) -> None:
         self.noted: dict[int, Arrival] = {}  # by ids of parameters, in the order of arrival
@@ -94,35 +83,28 @@ class ArrivedGradients:
         self.sampled, self._values, self._equal = parameter, _first_values(gradient).clone(), True
 
     def present(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return a parameter's gradient, whether it is of this step or was kept.
-
-        None for a sparse one, unless it may be made dense.
-        """
+        """Return a parameter's gradient, of this step or kept; None if it stays sparse."""
         gradient = parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
-            if self.sparse_as_dense:
-                return self.make_dense(parameter, gradient)
-            self.any_sparse = True
-            return None
+            if not self.sparse_as_dense:
+                self.any_sparse = True
+                return None
+            parameter.grad = gradient = gradient.to_dense()
         return gradient
 
-    def make_dense(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Make a sparse gradient dense and return the dense gradient."""
-        parameter.grad = dense = gradient.to_dense()
-        return dense
+    def replace(self, parameter: torch.Tensor, copied: torch.Tensor) -> None:
+        """Use a copy in the place of a gradient, unless it is the sample or was changed."""
+        arrival = self.noted[id(parameter)]
+        stays = parameter is self.sampled or arrival[1].requires_grad
+        if not stays and _is_untouched(arrival):
+            parameter.grad = copied
+            self.note(parameter, copied)
 
     def check_untouched(self) -> None:
-        """Refuse gradients that the user has changed since backward.
-
-        A changed sample of an accelerator is reported by :meth:`check_sample`.
-        """
-        for parameter, gradient, version, address in self.noted.values():
-            if (
-                parameter.grad is not gradient
-                or gradient._version != version
-                or (address and gradient.data_ptr() != address)
-            ):
-                raise self._changed(parameter)
+        """Refuse gradients changed since backward; an accelerator's sample is compared later."""
+        for arrival in self.noted.values():
+            if not _is_untouched(arrival):
+                raise self._changed(arrival[0])
         if self.sampled is None:
             return
         before, now = self._values, _first_values(self.noted[id(self.sampled)][1])
@@ -172,6 +154,13 @@ class ArrivedGradients:
             "when it was being reduced; to clip or unscale gradients, call "
             "optimizer.synchronize() first and step in `with optimizer.skip_synchronize():`"
         )
+
+
+def _is_untouched(arrival: Arrival) -> bool:
+    """Return whether a gradient is unchanged since its arrival."""
+    parameter, gradient, version, address = arrival
+    same_memory = not address or gradient.data_ptr() == address
+    return parameter.grad is gradient and gradient._version == version and same_memory
 
 
 def _first_values(gradient: torch.Tensor) -> torch.Tensor:

@@ -13,33 +13,28 @@ import dataclasses
 import itertools
 import math
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from nbelastic.collectives import Op
+from nbelastic.collectives import Communicator, Op
+from nbelastic.elastic.ranks.context import Context
+from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
+from nbelastic.torch.compression import Compression
+from nbelastic.torch.gradients.arrived import ArrivedGradients
+from nbelastic.torch.gradients.options import ReduceOptions
 from nbelastic.torch.gradients.step import GradientStep, agree, change_of
 from nbelastic.torch.gradients.tree_sums import (
     MicroBatchSum,
     sum_over_ranks,
     sum_sparse_over_ranks,
 )
-from nbelastic.torch.ops.compression import Compression
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from nbelastic.collectives import Communicator
-    from nbelastic.elastic.ranks.context import Context
-    from nbelastic.elastic.ranks.step_share import StepShare
-    from nbelastic.torch.gradients.arrived import ArrivedGradients
-    from nbelastic.torch.gradients.options import ReduceOptions
 
 # Steps of a generation from one comparison of parameters to the next. The first is compared.
 WITNESS_EVERY = 100
 
-_DIGEST_LIMIT = 1 << 52
+_DIGEST_LIMIT = 1 << 52  # exact as a float64, as which digests travel
 
 SPARSE = 1 << 30  # presence of a sparse gradient: more than that of dense ones on all ranks
 
@@ -96,15 +91,11 @@ class MicroBatchReduction(GradientStep):
         return self._place is not None
 
     @property
-    def is_lost(self) -> bool:
-        return self.has_gradients and any(each.grad is not None for each in self.parameters)
-
-    @property
     def concerns_peers(self) -> bool:
         return self._exchanging and self.communicator.size > 1
 
     @torch.no_grad()
-    def arrive(self, parameters: Iterable[torch.Tensor]) -> None:
+    def arrive(self, parameter: torch.Tensor) -> None:
         number = self.share.number
         if self.share.over:
             raise RuntimeError(
@@ -127,27 +118,25 @@ class MicroBatchReduction(GradientStep):
         if (number, self.share.part) != self._place:
             self._place = number, self.share.part
             self._passes_left = {}
-            self.share.at_end = (*self.share.at_end, self._end_micro_batch)
-        for parameter in parameters:
-            total = self._sums.get(id(parameter))
-            if total is None:
-                continue  # not this optimizer's any more; or check() finds out
-            left = self._passes_left.get(id(parameter), self._passes) - 1
-            if left < 0 or parameter.grad is None:
-                raise self._unexpected(parameter)
-            self._passes_left[id(parameter)] = left
-            if left == 0:
-                self._take(parameter, total, number)
+            self.share.at_end = (*self.share.at_end, self._check_seen)
+        total = self._sums.get(id(parameter))
+        if total is None:
+            return  # not this optimizer's any more; or check() finds out
+        left = self._passes_left.get(id(parameter), self._passes) - 1
+        if left < 0 or parameter.grad is None:
+            raise RuntimeError(
+                f"a gradient of {self._arrived.name(parameter)} was computed more than "
+                f"backward_passes_per_step={self._passes} times in one micro-batch; increase it, "
+                "or freeze parameters in passes that are for another optimizer: "
+                "parameter.requires_grad_(False)"
+            )
+        self._passes_left[id(parameter)] = left
+        self._take(parameter, total, number, last=left == 0)
 
-    def _unexpected(self, parameter: torch.Tensor) -> RuntimeError:
-        return RuntimeError(
-            f"a gradient of {self._arrived.name(parameter)} was computed more than "
-            f"backward_passes_per_step={self._passes} times in one micro-batch; increase it, or "
-            "freeze parameters in passes that are for another optimizer: "
-            "parameter.requires_grad_(False)"
-        )
-
-    def _take(self, parameter: torch.Tensor, total: MicroBatchSum, number: int) -> None:
+    def _take(
+        self, parameter: torch.Tensor, total: MicroBatchSum, number: int, *, last: bool
+    ) -> None:
+        """Add the gradient of a pass, the `last` of its micro-batch or not."""
         gradient = parameter.grad
         assert gradient is not None
         if not total:
@@ -160,44 +149,33 @@ class MicroBatchReduction(GradientStep):
         if gradient.requires_grad:  # create_graph=True
             gradient = gradient.detach().clone()
         if gradient.layout is not torch.strided:
-            if self._arrived.sparse_as_dense or not _has_rows(gradient):
-                gradient = gradient.to_dense()
-            else:
-                gradient = gradient.coalesce()
-        parameter.grad = None
+            # Of rows, as the gradient of an embedding is.
+            has_rows = gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1
+            stays = has_rows and not self._arrived.sparse_as_dense
+            gradient = gradient.coalesce() if stays else gradient.to_dense()
+        parameter.grad = None  # the next micro-batch must not add to it
         weight = self.share.part_weight
         if weight == 0.0:
             return  # whatever its gradient: a mean over nothing is not a number
         if weight != 1.0:
             gradient.mul_(weight)
-        gradient = total.add(number, gradient, whole=self.share.is_whole)
-        if self.share.is_last:
+        gradient = total.add(number, gradient, whole=self.share.is_whole and last)
+        if self.share.is_last and last:
             parameter.grad = gradient
             self._arrived.note(parameter, gradient)
             if self._arrived.sampled is None and gradient.layout is torch.strided:
                 self._arrived.take_sample(parameter, gradient)
 
-    def _end_micro_batch(self) -> None:
-        if self._passes > 1:
-            self._take_incomplete()
-        self._check_seen(self.parameters)
-
-    def _check_seen(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse gradients that were assigned, and not accumulated by backward.
-
-        Hooks see only what backward accumulates. Any other gradient would be left out of the sum,
-        or added to that of the next micro-batch.
-        """
+    def _check_seen(self) -> None:
+        """Refuse assigned gradients, which no hook sees, so that the sum would lack them."""
         noted, delivered = self._arrived.noted, self._previous.delivered
-        for parameter in parameters:
+        for parameter in self.parameters:
             gradient = parameter.grad
             if gradient is None or id(parameter) in noted:
                 continue  # `ArrivedGradients` compares what it has noted
             before = delivered.get(id(parameter))
             if before is not None and before() is gradient:
                 continue  # of the step before, without zero_grad()
-            if self._passes_left.get(id(parameter), 0) > 0:
-                continue  # its last pass has not come, and `finish` takes what there is
             raise RuntimeError(
                 f"{self._arrived.name(parameter)} has a gradient that was assigned and not "
                 "computed by backward(), as with torch.autograd.grad or torch.func.grad. Over a "
@@ -206,16 +184,8 @@ class MicroBatchReduction(GradientStep):
                 "train without a Loader"
             )
 
-    @torch.no_grad()
-    def _take_incomplete(self) -> None:
-        """Take gradients with fewer passes than announced, as their micro-batch has ended."""
-        left, self._passes_left = self._passes_left, {}
-        for parameter in self.parameters:
-            if left.get(id(parameter), 0) > 0 and parameter.grad is not None:
-                assert self._place is not None
-                self._take(parameter, self._sums[id(parameter)], self._place[0])
-
-    def check(self, trained: list[torch.Tensor]) -> None:
+    def _refuse_changes(self, trained: list[torch.Tensor]) -> None:
+        """Refuse gradients, or `trained` parameters, that the user has changed since backward."""
         if self.share.missing:
             done, count = len(self.share.weights), len(self.share.expected)
             raise RuntimeError(
@@ -224,13 +194,13 @@ class MicroBatchReduction(GradientStep):
             )
         self._arrived.check_untouched()
         self._arrived.check_sample()
-        self._check_seen(self.parameters)
+        self._check_seen()
         self.share.finish()
         self._arrived.check_trained(trained, self.parameters)
 
-    def finish(self) -> None:
-        self._take_incomplete()
-        self._exchanging = True
+    def finish(self, trained: list[torch.Tensor]) -> None:
+        self._refuse_changes(trained)
+        self._exchanging = True  # from here on peers wait for this rank
         counts, weight = self._exchange_trailer()
         found = list(zip(self.parameters, counts, strict=True))
         absent = [each for each, count in found if not count]
@@ -250,20 +220,18 @@ class MicroBatchReduction(GradientStep):
         delivered = self._previous.delivered = {}
         for parameter, total in zip(present, totals, strict=True):
             parameter.grad = total
-            delivered[id(parameter)] = weakref.ref(total)
+            delivered[id(parameter)] = weakref.ref(total)  # weak: zero_grad() frees gradients
         for parameter in absent:
             parameter.grad = None
         self._exchanging = False
 
     def _exchange_trailer(self) -> tuple[list[int], float]:
-        """Return on how many ranks each parameter has a gradient, and the sum of all weights.
-
-        Those with a sparse one count :data:`SPARSE` times.
-        """
+        """Return on how many ranks each gradient is, and the sum of all weights."""
         share, size, rank = self.share, self.communicator.size, self.communicator.rank
         change = change_of(self.context)
         weights = [share.weights.get(number, 0.0) for number in range(share.micro_batches)]
         sums = [self._sums[id(parameter)] for parameter in self.parameters]
+        # A sparse one counts SPARSE times.
         there = [SPARSE if each.is_sparse else int(bool(each)) for each in sums]
         if size == 1:
             agree(self.context, change)
@@ -290,28 +258,19 @@ class MicroBatchReduction(GradientStep):
         if compares and not deviating:
             check_witness(of_all.digests, rank)
         share.times = tuple(of_all.times)
-        return [*map(int, of_all.there)], math.fsum(of_all.weights)
-
-
-def _has_rows(gradient: torch.Tensor) -> bool:
-    """Return whether a sparse tensor consists of rows, as the gradient of an embedding does."""
-    return gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1
+        return [*map(int, of_all.there)], math.fsum(of_all.weights)  # exact, in any order
 
 
 def _check(options: ReduceOptions) -> None:
     """Refuse options that have no meaning for a weighted mean of micro-batches."""
-    wrong = [
-        name
-        for name, is_usual in (
-            ("op", options.op is Op.AVERAGE),
-            ("compression", options.compression is Compression.none),
-            ("gradient_predivide_factor", options.predivide == 1.0),
-        )
-        if not is_usual
-    ]
-    if wrong:
+    usual = {
+        "op": options.op is Op.AVERAGE,
+        "compression": options.compression is Compression.none,
+        "gradient_predivide_factor": options.predivide == 1.0,
+    }
+    for name in (name for name, is_usual in usual.items() if not is_usual):
         raise ValueError(
-            f"DistributedOptimizer({wrong[0]}=…) cannot be used with a Loader: the gradient of a "
+            f"DistributedOptimizer({name}=…) cannot be used with a Loader: the gradient of a "
             "step is the weighted mean of its micro-batches. Leave it out"
         )
 
@@ -336,7 +295,7 @@ class Trailer:
     def summed(self, communicator: Communicator) -> Trailer:
         """Return the sums over all ranks, whose trailers are equally long."""
         mine = [float(number) for values in vars(self).values() for number in values]
-        numbers = torch.tensor(mine, dtype=torch.float64)
+        numbers = torch.tensor(mine, dtype=torch.float64)  # counts and digests are exact in it
         communicator.allreduce(numbers, Op.SUM)
         left = iter(numbers.tolist())
         return Trailer(*(list(itertools.islice(left, len(v))) for v in vars(self).values()))

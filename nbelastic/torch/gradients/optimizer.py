@@ -6,27 +6,22 @@ import copy
 import dataclasses
 import functools
 import warnings
-import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from nbelastic.collectives import Op
 from nbelastic.elastic.ranks.context import current
+from nbelastic.torch.compression import AnyCompressor, Compression
 from nbelastic.torch.gradients.options import ReduceOptions, check_groups, names_of
 from nbelastic.torch.gradients.reducer import Reducer
-from nbelastic.torch.ops.compression import Compression
-from nbelastic.torch.ops.coordination.process_sets import added_set
+from nbelastic.torch.ops.coordination.process_sets import ProcessSet, added_set
 from nbelastic.torch.ops.operation.adasum import GradientOp
 from nbelastic.torch.ops.reductions import allreduce
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from nbelastic.torch.ops.compression import AnyCompressor
-    from nbelastic.torch.ops.coordination.process_sets import ProcessSet
-
     Base = torch.optim.Optimizer
 else:
     Base = object
@@ -156,10 +151,8 @@ def _wrap(
     reducer = Reducer(optimizer, names, options, process_set)
     optimizer._reducer = reducer  # type: ignore[attr-defined]
     current().telemetry.device = next((str(p.device) for p in _parameters(optimizer)), "cpu")
-    patched = vars(optimizer).pop("step", None)
+    vars(optimizer).pop("step", None)  # that a scheduler, made before, has set to note a call
     optimizer.__class__ = _distributed(type(optimizer))  # type: ignore[assignment,arg-type]
-    if patched is not None:
-        _patch_again(optimizer, patched)
     return optimizer
 
 
@@ -249,10 +242,12 @@ class _Distributed(Base):
                 )
             self._reducer.synchronize()
         self._reducer.synchronized = False
+        self._opt_called = True  # schedulers look for it before their first step
         return super().step(closure) if closure is not None else super().step()
 
     # Else torch would run the hooks of step() twice: here and in the class it derives from.
     step.hooked = True  # type: ignore[attr-defined]
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # it notes its calls itself
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set all gradients to None, or to zero.
@@ -310,10 +305,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 class _Skipping:
-    """Context of ``skip_synchronize()``.
+    """Context of ``skip_synchronize()``."""
 
-    It is no generator, because ``contextlib`` sets the traceback of exceptions, which some refuse.
-    """
+    # No generator: contextlib sets the traceback of exceptions, which some refuse.
 
     def __init__(self, optimizer: _Distributed) -> None:
         self._optimizer = optimizer
@@ -323,20 +317,6 @@ class _Skipping:
 
     def __exit__(self, *_: object) -> None:
         self._optimizer._skips = False
-
-
-def _patch_again(optimizer: torch.optim.Optimizer, patched: Callable[..., Any]) -> None:
-    """Restore the ``step`` that a scheduler, made before, has set on the instance."""
-    alive = weakref.ref(optimizer)
-
-    @functools.wraps(patched)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        distributed = alive()
-        assert distributed is not None
-        distributed._opt_called = True  # type: ignore[attr-defined]
-        return type(distributed).step(distributed, *args, **kwargs)
-
-    optimizer.step = step  # type: ignore[method-assign]
 
 
 def _reduced(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:

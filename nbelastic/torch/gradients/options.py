@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import collections
 import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.torch.ops.compression import Compressor
+from nbelastic.torch.compression import AnyCompressor, Compressor
 from nbelastic.torch.ops.operation.adasum import Adasum, GradientOp
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from nbelastic.torch.ops.compression import AnyCompressor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,21 +47,17 @@ class ReduceOptions:
 
     @property
     def changes_types_only(self) -> bool:
-        """Whether compression is a matter of types, so that compressed gradients add up in place.
-
-        Gradients with any other compression are reduced apart, after backward.
-        """
+        """Whether compressed gradients add up as they are on the wire."""
         return isinstance(self.compression, type) and issubclass(self.compression, Compressor)
+
+    @property
+    def apart(self) -> bool:
+        """Whether gradients are reduced after backward, and not in buckets."""
+        return self.op is Adasum or not self.changes_types_only
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type that gradients of a type have on the wire."""
         return self.compression.wire_dtype(dtype) if self.changes_types_only else dtype  # type: ignore[attr-defined]
-
-    @property
-    def compression_name(self) -> str:
-        """The name of the compression, which is to be the same on all ranks."""
-        named = self.compression if isinstance(self.compression, type) else type(self.compression)
-        return named.__name__
 
 
 def check_groups(

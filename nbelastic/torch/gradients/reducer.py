@@ -13,36 +13,24 @@ import functools
 import itertools
 import threading
 import weakref
-from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from nbelastic.collectives import SoloCommunicator
-from nbelastic.elastic.ranks.context import current, current_or_none
+from nbelastic.collectives import Communicator, SoloCommunicator
+from nbelastic.elastic.ranks.context import Context, current, current_or_none
 from nbelastic.elastic.ranks.groups import Group
 from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.torch.gradients.arrived import ArrivedGradients
-from nbelastic.torch.gradients.layout_agreement import LayoutAgreement
+from nbelastic.torch.gradients.layout import LayoutAgreement
 from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
-from nbelastic.torch.gradients.reduction_step import ReductionStep
-from nbelastic.torch.gradients.separate import SeparateReduction
-from nbelastic.torch.identity import same
+from nbelastic.torch.gradients.options import ReduceOptions
+from nbelastic.torch.gradients.step import GradientStep, ReductionStep, SeparateReduction
 from nbelastic.torch.ops.coordination.coordination import announce
 from nbelastic.torch.ops.coordination.joined_rank import SERVICES, at_end
-from nbelastic.torch.ops.coordination.process_sets import global_process_set, group_in
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from nbelastic.collectives import Communicator
-    from nbelastic.elastic.ranks.context import Context
-    from nbelastic.elastic.ranks.step_share import StepShare
-    from nbelastic.torch.gradients.options import ReduceOptions
-    from nbelastic.torch.gradients.step import GradientStep
-    from nbelastic.torch.ops.coordination.process_sets import ProcessSet
-
-_NONE: set[int] = set()
+from nbelastic.torch.ops.coordination.process_sets import ProcessSet, global_process_set, group_in
 
 NOT_IN_STATE = (
     "the Loader that trains is in no state\n"
@@ -72,11 +60,10 @@ class Reducer:
         optimizer: torch.optim.Optimizer,
         names: Mapping[int, str],
         options: ReduceOptions,
-        process_set: ProcessSet = global_process_set,
+        process_set: ProcessSet,
     ) -> None:
         self.process_set = process_set
         self.serial = next(_serials)
-        self._apart = SeparateReduction(options)
         self._alone: SoloCommunicator | None = None
         self._deferred = False
         self._optimizer = weakref.ref(optimizer)
@@ -84,27 +71,23 @@ class Reducer:
         self.options = options
         self._context = current()
         self._arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
+        self._apart = SeparateReduction(options, self._arrived)
         kind = type(optimizer).__name__
         self._agreement = LayoutAgreement(kind, options, names, self._arrived)
         self._step: GradientStep | None = None
         self._previous = PreviousSteps()
         self._failed_share: StepShare | None = None
-        # Parameters whose gradients hooks have reported, not yet handled.
-        self._reported: deque[torch.Tensor] = deque()
-        self._hooks: dict[int, tuple[torch.Tensor, Any, bool]] = {}
-        self._hooked: tuple[list[torch.Tensor], set[int]] = ([], set())
+        self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
         self._yielded: set[int] = set()
         # Backward may run in several threads where parameters are on several devices.
         self._lock = threading.Lock()
         self._checked = False
         self.synchronized = False  # the optimizer's gradients are the reduced ones
-        _take_over(self, self._trained())
+        _take_over(self)
 
     @property
     def pending(self) -> bool:
         """Whether gradients have arrived that are not reduced yet."""
-        if self._reported:
-            return True
         step = self._step
         return step is not None and step.has_gradients and not self._is_stale(step)
 
@@ -120,24 +103,16 @@ class Reducer:
         return self._find_context().share is not None
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Handle that backward has accumulated into ``parameter.grad``, and all reports before.
-
-        A failed launch raises here, out of ``backward()``: the rest of it would be for nothing.
-        """
-        self._reported.append(parameter)
+        """Handle that backward has accumulated into ``parameter.grad``."""
         with self._lock:
             try:
-                self._handle_reports()
-            except BaseException:
+                step = self._present_step()
+                step.communicator.check()  # the rest of backward would be for nothing
+                self.synchronized = False
+                step.arrive(parameter)
+            except BaseException:  # also an interrupt, which leaves a step half-way
                 self._fail()
                 raise
-
-    def _handle_reports(self) -> None:
-        step = self._present_step()
-        step.communicator.check()  # the rest of backward would be for nothing
-        self.synchronized = False
-        reported = self._reported
-        step.arrive([reported.popleft() for _ in range(len(reported))])
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -147,17 +122,12 @@ class Reducer:
         """
         with self._lock:
             try:
-                if self._reported:
-                    self._handle_reports()
                 step = self._present_step()
-                step.check(self._trained())
-                step.prepare()
-                step.finish()
+                step.finish(self._trained())
                 self._reduce_apart(step)
             except BaseException:
                 self._fail()
                 raise
-            self._agreement.observe(self._arrived.noted)
             self._hook(step.parameters)
             self._step = None
             self._arrived.clear()
@@ -183,11 +153,8 @@ class Reducer:
         self.options = dataclasses.replace(self.options, passes=passes)
 
     def reset(self) -> None:
-        """Drop the step under way and all gradients: the state is being restored.
-
-        Nothing is exchanged, and no agreement with other ranks is forgotten, so some ranks may call
-        it alone.
-        """
+        """Drop the step under way and all gradients: the state is being restored."""
+        # Nothing is exchanged, and no agreement is forgotten, so some ranks may call it alone.
         with self._lock:
             self._fail(restores=True)
 
@@ -204,30 +171,21 @@ class Reducer:
         communicator.current_operation = "the reduction of gradients by a DistributedOptimizer"
         parameters = self._trained()
         self._hook(parameters)
-        self._step = self._new_step(context, communicator, parameters)
-        return self._step
-
-    def _new_step(
-        self, context: Context, communicator: Communicator, parameters: list[torch.Tensor]
-    ) -> GradientStep:
         if context.share is not None or communicator.size == 1:
-            self._agreement.release()
+            self._agreement.release()  # neither uses buckets, whose memory is as large as the model
         if context.share is not None:
-            return self._micro_batches(context, communicator, parameters, context.share)
-        step = ReductionStep(
-            context,
-            communicator,
-            parameters,
-            self._arrived,
-            self.options.passes,
-            self._agreement,
-            of_all=self.process_set is global_process_set,
-        )
-        if communicator.capabilities.overlaps or self._agreement.holds_in(communicator.generation):
-            step.prepare()
-        # Else agreement waits for the end of backward, in which nothing is launched: to wait here
-        # for a newcomer's first batch would take time from this rank's own.
-        return step
+            self._step = self._micro_batches(context, communicator, parameters, context.share)
+        else:
+            self._step = ReductionStep(
+                context,
+                communicator,
+                parameters,
+                self._arrived,
+                self.options.passes,
+                self._agreement,
+                of_all=self.process_set is global_process_set,
+            )
+        return self._step
 
     def _check_share(self, before: GradientStep | None, context: Context) -> None:
         """Refuse a step of micro-batches after a step with lost or unused gradients."""
@@ -236,7 +194,13 @@ class Reducer:
                 "gradients of this step were dropped when an error was raised in it, so it cannot "
                 "go on; let the error end the loop over the micro-batches, without optimizer.step()"
             )
-        if before is not None and before.generation == context.generation and before.is_lost:
+        if (
+            before is not None
+            and before.share is not None
+            and before.generation == context.generation
+            and before.has_gradients
+            and any(each.grad is not None for each in before.parameters)
+        ):
             raise RuntimeError(
                 "the gradients of a step of micro-batches were not used before the next step "
                 "began; call optimizer.step() after the loop over each step, or drop them by "
@@ -280,38 +244,30 @@ class Reducer:
                 return
 
     def _communicator(self, context: Context) -> Communicator:
-        """Return the communicator of the ranks that this optimizer reduces over.
-
-        A rank that is not in the process set steps by itself.
-        """
+        """Return the communicator of the process set's ranks; a rank that is not in it is alone."""
         if self.process_set is global_process_set:
             return context.communicator()
         group = group_in(context, self.process_set)
-        if context.rank in group.ranks or not group.ranks:
+        if context.rank in group.ranks or not group.ranks:  # a set without members raises there
             return group.communicator()
         if self._alone is None or self._alone.generation != context.generation:
             self._alone = SoloCommunicator(context.generation)
         return self._alone
 
     @torch.no_grad()
-    def step_with_nothing(self, phase: str) -> None:
-        """Take part in a phase of the other ranks' step, as a joined rank.
+    def step_with_nothing(self) -> None:
+        """Take part in the other ranks' step, as a joined rank.
 
         Sums that go on during their backward are not waited for, because the other ranks may need
         this one for something else first. :meth:`end_with_nothing` waits for them.
         """
-        if phase == "layout" or self._deferred or self._step is None:
-            self.end_with_nothing()
-            self.forget()
-            for parameter in self._trained(apart=True):
-                parameter.grad = None
+        self.end_with_nothing()
+        self.forget()
+        for parameter in self._trained(apart=True):
+            parameter.grad = None  # one kept from an earlier step would be added
         with self._lock:
-            step = self._present_step()
-            step.prepare()
-            if phase == "layout":
-                return
-            apart = self._apart.parameters or not self.options.changes_types_only
-            self._deferred = not apart and step.launch_all()
+            apart = self._apart.parameters or self.options.apart
+            self._deferred = not apart and self._present_step().launch_all()
         if not self._deferred:
             self._end_step()
 
@@ -338,9 +294,9 @@ class Reducer:
     def _reduce_apart(self, step: GradientStep) -> None:
         """Reduce the gradients outside the layout: sparse and compressed gradients."""
         if step.share is None and step.communicator.size > 1:
-            self._apart.parameters += step.found_sparse
-            apart = self._trained(apart=True)
-            self._apart.reduce(group_in(step.context, self.process_set), apart, self.names)
+            self._apart.parameters += step.found_sparse  # no bucket has them from the next step on
+            group = group_in(step.context, self.process_set)
+            self._apart.reduce(group, self._trained(apart=True))
         if isinstance(self._optimizer(), torch.optim.SparseAdam):  # takes no other gradients
             for parameter in self._trained(apart=True):
                 if parameter.grad is not None and parameter.grad.layout is torch.strided:
@@ -365,7 +321,6 @@ class Reducer:
         if not restores or (self._step is not None and self._step.has_gradients):
             self._failed_share = self._find_context().share
         self._abandon()
-        self._reported.clear()
         for parameter in self._trained(apart=True):
             parameter.grad = None
 
@@ -384,7 +339,7 @@ class Reducer:
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         if apart or self.in_micro_batches:
             return trained
-        if not self.options.changes_types_only:
+        if self.options.apart:
             return []
         if self._apart.parameters:
             keys = {id(parameter) for parameter in self._apart.parameters}
@@ -392,36 +347,17 @@ class Reducer:
         return trained
 
     def _hook(self, parameters: list[torch.Tensor]) -> None:
-        """Register autograd hooks on exactly these parameters, as long as this object lives.
-
-        Once the order of gradients is known, most hooks only append to the reports, without
-        Python's interpreter; a later gradient has them handled. Where passes accumulate, each is
-        handled at once, because gradients may be dropped in between.
-        """
-        at_once = self.options.passes > 1 or self.in_micro_batches
-        deferrable = _NONE if at_once else self._agreement.deferrable()
-        known, deferred = self._hooked
-        if deferrable is deferred and same(known, parameters):
-            return
-        self._hooked = parameters, deferrable
+        """Register autograd hooks on exactly these parameters, as long as this object lives."""
         keys = {id(parameter) for parameter in parameters}
         for key in self._hooks.keys() - keys:
             self._hooks.pop(key)[1].remove()
+        hook = functools.partial(_on_gradient, weakref.ref(self))  # parameters may outlive it
         for parameter in parameters:
             key = id(parameter)
-            if key in self._yielded:
-                continue
-            hooked = self._hooks.get(key)
-            if hooked is not None and hooked[2] == (key in deferrable):
-                continue
-            if hooked is not None:
-                hooked[1].remove()
-            hook: Any = functools.partial(_on_gradient, weakref.ref(self))
-            if key in deferrable:
-                hook = self._reported.append
-            register: Any = parameter.register_post_accumulate_grad_hook
-            handle = register(self._arrived.streams.noting(parameter, hook))
-            self._hooks[key] = (parameter, handle, key in deferrable)
+            if key not in self._yielded and key not in self._hooks:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                handle = register(self._arrived.streams.noting(parameter, hook))
+                self._hooks[key] = (parameter, handle)
 
     def _yield(self, keys: set[int]) -> None:
         """Leave the gradients of some parameters to a newer optimizer during backward."""
@@ -430,28 +366,29 @@ class Reducer:
             self._yielded.add(key)
 
 
-def _take_over(reducer: Reducer, parameters: list[torch.Tensor]) -> None:
-    """Hook `parameters` for `reducer` alone.
+def _take_over(reducer: Reducer) -> None:
+    """Hook the parameters of `reducer` for it alone.
 
     An optimizer that was replaced may live on, in a scheduler or a notebook's history, and must not
     take part in backward any more. If it is stepped all the same, it reduces then.
     """
-    keys = {id(parameter) for parameter in parameters}
-    with _alive_lock:
+    keys = {id(parameter) for parameter in reducer._trained(apart=True)}
+    with _alive_lock:  # a weak set must not change while it is iterated over
         for other in _alive:
             other._yield(keys)
         _alive.add(reducer)
-    reducer._hook(parameters)
+    reducer._hook(reducer._trained())
 
 
 def _step_of_joined(context: Context, what: dict[str, Any]) -> None:
     """Take part in a step of an optimizer, as a rank that has joined."""
     communicator = Group(context).parent()
     with _alive_lock:
+        # In the order of their making: without a number yet, the first is meant.
         alive = sorted(_alive, key=lambda each: each.serial)
     for reducer in alive:
         if reducer.is_number(what["number"], context, communicator):
-            reducer.step_with_nothing(what["phase"])
+            reducer.step_with_nothing()
             return
 
 

@@ -9,17 +9,15 @@ dense gradient. Over ranks, the rows that any of them has used are summed as den
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from nbelastic.collectives import Communicator
 from nbelastic.collectives.reduction_tree import IDENTITY, Node, cover
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from nbelastic.collectives import Communicator
-    from nbelastic.elastic.ranks.step_share import StepShare
+from nbelastic.elastic.ranks.step_share import StepShare
+from nbelastic.torch.ops.coordination.comparison import gather_numbers
+from nbelastic.torch.ops.operation.tensor_operations import Allgather, Pending
 
 
 @functools.cache
@@ -136,10 +134,10 @@ def sum_sparse_over_ranks(
         for column, own in zip(columns, rows, strict=True)
     ]
     pairs = list(zip(rows, like, strict=True))
-    of_rows = [each.detach().new_empty(len(own), *each.shape[1:]) for own, each in pairs]
-    totals = _sum_columns(communicator, share, dense, of_rows)
+    these = [each.detach().new_empty(len(own), *each.shape[1:]) for own, each in pairs]
+    totals = _sum_columns(communicator, share, dense, these)
     return [
-        _sparse(own.to(total.device), total, each.shape)
+        of_rows(own.to(total.device), total, each.shape)
         for total, (own, each) in zip(totals, pairs, strict=True)
     ]
 
@@ -177,14 +175,12 @@ def _sum_columns(
         ]
     by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(like):
-        sums_there = tensor.device.type in communicator.capabilities.devices
-        key = (tensor.dtype, tensor.device if sums_there else torch.device("cpu"))
-        by_type.setdefault(key, []).append(index)
+        by_type.setdefault((tensor.dtype, tensor.device), []).append(index)
     found: list[torch.Tensor] = [*like]
-    for (_, device), indices in by_type.items():
+    for indices in by_type.values():
         columns_of = [columns[index] for index in indices]
         like_of = [like[index] for index in indices]
-        totals = _exchange(communicator, share, device, columns_of, like_of)
+        totals = _exchange(communicator, share, columns_of, like_of)
         for index, total in zip(indices, totals, strict=True):
             found[index] = total
     return found
@@ -193,17 +189,16 @@ def _sum_columns(
 def _exchange(
     communicator: Communicator,
     share: StepShare,
-    device: torch.device,
     columns: Sequence[Sequence[torch.Tensor | None]],
     like: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Return the sums over all ranks of tensors of one type, formed on a device."""
+    """Return the sums over all ranks of tensors of one type, on one device."""
     rows = [
-        [_on_wire(value, each, device) for value, each in zip(of_node, like, strict=True)]
-        for of_node in zip(*columns, strict=True)
+        [_absent(each) if value is None else value.contiguous() for value, each in pairs]
+        for pairs in (zip(of_node, like, strict=True) for of_node in zip(*columns, strict=True))
     ]
     # A rank without micro-batches has room for the sums, and nothing to add.
-    outputs = rows[0] if rows else [_on_wire(None, each, device) for each in like]
+    outputs = rows[0] if rows else [*map(_absent, like)]
     if share.exact:
         blocks = share.blocks_of(communicator.size)
         # By default the sums replace the first row, which is `outputs`.
@@ -211,7 +206,10 @@ def _exchange(
         communicator.allreduce_tree([*map(_numbers, rows)], blocks, room)
     else:
         communicator.allreduce_coalesced(_numbers(outputs))
-    return [_from_wire(total, each) for total, each in zip(outputs, like, strict=True)]
+    return [
+        total if each.is_contiguous() else torch.empty_like(each, requires_grad=False).copy_(total)
+        for total, each in zip(outputs, like, strict=True)
+    ]
 
 
 def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -219,40 +217,26 @@ def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.view_as_real(t).data if t.is_complex() else t.data for t in tensors]
 
 
-def _on_wire(value: torch.Tensor | None, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a contiguous tensor on a device: `value` itself where possible, else a copy."""
-    if value is None:
-        return torch.full(like.shape, IDENTITY, dtype=like.dtype, device=device)
-    if value.device == device and value.is_contiguous():
-        return value
-    return torch.empty(like.shape, dtype=like.dtype, device=device).copy_(value)
-
-
-def _from_wire(total: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a sum on the device of `like`, and with its strides."""
-    if like.device == total.device and like.is_contiguous():
-        return total
-    return torch.empty_like(like, requires_grad=False).copy_(total)
+def _absent(like: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor of absent values."""
+    return torch.full(like.shape, IDENTITY, dtype=like.dtype, device=like.device)
 
 
 def add_rows(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two coalesced tensors of one sparse dimension.
-
-    Torch's own addition of sparse tensors starts from zeros, which changes the sign of some.
-    """
+    """Return the sum of two coalesced tensors of one sparse dimension."""
+    # Torch's own addition starts from zeros, which changes the sign of some.
     n_left = left._nnz()
     rows, places = torch.unique(torch.cat([_rows(left), _rows(right)]), return_inverse=True)
     mine, others = left._values(), right._values()
     values = mine.new_full((len(rows), *mine.shape[1:]), IDENTITY)
     values.index_copy_(0, places[:n_left], mine)
     values.index_add_(0, places[n_left:], others)  # no place twice, so in any order
-    return _sparse(rows, values, left.shape)
+    return of_rows(rows, values, left.shape)
 
 
 def as_dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return a dense tensor with the rows of a coalesced tensor; all other rows are absent."""
-    dense = torch.full(tensor.shape, IDENTITY, dtype=tensor.dtype, device=tensor.device)
-    return dense.index_copy_(0, _rows(tensor), tensor._values())
+    return _absent(tensor).index_copy_(0, _rows(tensor), tensor._values())
 
 
 def _rows_of_ranks(
@@ -268,21 +252,11 @@ def _rows_of_ranks(
     ]
     if communicator.size == 1:
         return own
-    counts = _gathered(communicator, torch.tensor([len(rows) for rows in own]))
-    most = max(int(of_rank.sum()) for of_rank in counts)
-    mine = torch.cat(own)
-    everyone = _gathered(communicator, torch.nn.functional.pad(mine, (0, most - len(mine))))
-    split = [
-        torch.split(rows[: int(of_rank.sum())], of_rank.tolist())
-        for rows, of_rank in zip(everyone, counts, strict=True)
-    ]
-    return [torch.unique(torch.cat(of_ranks)) for of_ranks in zip(*split, strict=True)]
-
-
-def _gathered(communicator: Communicator, numbers: torch.Tensor) -> list[torch.Tensor]:
-    everyone = [torch.empty_like(numbers) for _ in range(communicator.size)]
-    communicator.allgather(everyone, numbers)
-    return everyone
+    gather = Allgather(own)
+    gather.load_on(communicator.rank, communicator.size)
+    numbers = gather_numbers(communicator, gather.numbers)
+    everyone = Pending(gather.launch(communicator, numbers), gather.store).wait()
+    return [torch.unique(rows) for rows in everyone]
 
 
 def _packed(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -296,7 +270,8 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._indices()[0]
 
 
-def _sparse(rows: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+def of_rows(rows: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return a coalesced tensor of one sparse dimension."""
     return torch.sparse_coo_tensor(
         rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False
     )

@@ -10,21 +10,18 @@ reductions on all ranks if every parameter has a gradient. If some may have none
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 
+from nbelastic.collectives import Op
 from nbelastic.torch.ops import autograd
 from nbelastic.torch.ops.coordination.comparison import begin
 from nbelastic.torch.ops.coordination.coordination import coordination_of
 from nbelastic.torch.ops.coordination.process_sets import group_of
 from nbelastic.torch.ops.operation import tensor_operations as operations
-from nbelastic.torch.ops.operation.tensor_operations import only
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nbelastic.torch.ops.operation.tensor_operations import Pending
+from nbelastic.torch.ops.operation.tensor_operations import Pending, only
 
 T = TypeVar("T")
 
@@ -84,7 +81,17 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = None
 ) -> list[torch.Tensor]:
     """Gather several tensors as one operation; otherwise as :func:`allgather`."""
-    return autograd.allgather(group_of(process_set), tensors, name)
+    group, gather = group_of(process_set), operations.Allgather(tensors, name)
+    shapes = [tensor.shape for tensor in tensors]
+
+    def gradient(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        reduced, rank = autograd.allreduce(group, grads, Op.AVERAGE), gather.rank
+        return [
+            each.narrow(0, sum(lengths[:rank]), lengths[rank]).reshape(shape)
+            for each, lengths, shape in zip(reduced, gather.lengths, shapes, strict=True)
+        ]
+
+    return autograd.record(group, gather, name, tensors, gradient)
 
 
 def grouped_allgather_async(
@@ -102,35 +109,32 @@ def broadcast(
     Differentiable: the root's gradient is the average over the ranks, that of others is zero
     (Horovod's convention). The root is named by its rank in the job, in a process set as well.
     """
-    return autograd.broadcast(group_of(process_set), tensor, root_rank, name)
+    group, output = group_of(process_set), torch.empty_like(tensor, requires_grad=False)
+    copies = operations.Broadcast([tensor], [output], root_rank, group.ranks, name)
+
+    def gradient(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # On all ranks, because the root's gradient comes from every rank's copy.
+        (reduced,) = autograd.allreduce(group, grads, Op.AVERAGE)
+        return [reduced if copies.is_root else reduced * 0]  # as in Horovod, so that NaN stays NaN
+
+    return autograd.record(group, copies, name, [tensor], gradient)[0]
 
 
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
 ) -> Pending[torch.Tensor]:
     """Begin what :func:`broadcast` does, without gradients; for :func:`synchronize`."""
-    output = torch.empty_like(tensor, requires_grad=False)
-    return _broadcast_async([tensor], [output], root_rank, name, process_set)
+    group, output = group_of(process_set), torch.empty_like(tensor, requires_grad=False)
+    copies = operations.Broadcast([tensor], [output], root_rank, group.ranks, name)
+    return only(begin(group, copies, name))
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
 ) -> Pending[torch.Tensor]:
     """Begin a :func:`broadcast_`; `tensor` changes in :func:`synchronize`, not before."""
-    tensors = [tensor]
-    return _broadcast_async(tensors, tensors, root_rank, name, process_set)
-
-
-def _broadcast_async(
-    tensors: list[torch.Tensor],
-    outputs: list[torch.Tensor],
-    root: int,
-    name: str | None,
-    process_set: object,
-) -> Pending[torch.Tensor]:
-    group = group_of(process_set)
-    position = operations.check_root(root, group.ranks)
-    copies = operations.Broadcast(tensors, outputs, root, position, name)
+    group, tensors = group_of(process_set), [tensor]
+    copies = operations.Broadcast(tensors, tensors, root_rank, group.ranks, name)
     return only(begin(group, copies, name))
 
 
@@ -168,7 +172,7 @@ def alltoall(
         `splits` does not have an entry per rank, or does not add up to the rows there are.
     """
     group = group_of(process_set)
-    counts = _splits(tensor, splits, group.size)
+    counts = splits_of(tensor, splits, group.size)
     output, received = autograd.alltoall(group, tensor, counts, name)
     return output if splits is None else (output, torch.tensor(received, dtype=torch.int32))
 
@@ -184,11 +188,12 @@ def alltoall_async(
     :func:`synchronize` returns output and rows received from each rank, with or without `splits`.
     """
     group = group_of(process_set)
-    exchange = operations.Alltoall(tensor, _splits(tensor, splits, group.size), name)
+    exchange = operations.Alltoall(tensor, splits_of(tensor, splits, group.size), name)
     pending = begin(group, exchange, name)
 
     def finish() -> tuple[torch.Tensor, torch.Tensor]:
-        return pending.wait(), torch.tensor(exchange.received, dtype=torch.int32)
+        # In this order: a named exchange knows what it has received only from its launch on.
+        return pending.wait()[0], torch.tensor(exchange.received, dtype=torch.int32)
 
     return operations.Pending([pending], finish)
 
@@ -201,21 +206,22 @@ def barrier(process_set: object = None) -> None:
     group = group_of(process_set)
     coordination = coordination_of(group.parent()) if group.size > 1 else None
     if coordination is not None:
-        coordination.flush()
+        coordination.flush()  # so this rank's offers reach the matching before it arrives
     begin(group, operations.Barrier()).wait()
     if coordination is not None:
-        coordination.flush()
+        coordination.flush()  # by now it has the offers of all ranks, and has decided
 
 
-def _splits(
+def splits_of(
     tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, size: int
 ) -> list[int]:
+    """Return how many rows of a tensor go to each rank."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if splits is None:
         if rows % size:
             raise ValueError(f"{rows} rows cannot be split evenly over {size} ranks; pass splits")
         return [rows // size] * size
-    if isinstance(splits, torch.Tensor) and splits.is_floating_point():
+    if isinstance(splits, torch.Tensor) and splits.is_floating_point():  # int() would cut them off
         raise ValueError(f"splits must be integers, not {splits.dtype}")
     counts = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
     if len(counts) != size or sum(counts) != rows or min(counts) < 0:

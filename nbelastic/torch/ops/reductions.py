@@ -6,24 +6,18 @@ As for all collectives, all ranks call the same ones in the same order (see
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
 from nbelastic.collectives import Op
+from nbelastic.torch.compression import AnyCompressor, Compression
 from nbelastic.torch.ops import autograd
-from nbelastic.torch.ops.compression import Compression
 from nbelastic.torch.ops.coordination.comparison import begin
 from nbelastic.torch.ops.coordination.process_sets import group_of
 from nbelastic.torch.ops.operation import tensor_operations as operations
 from nbelastic.torch.ops.operation.adasum import GradientOp
-from nbelastic.torch.ops.operation.tensor_operations import only
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nbelastic.torch.ops.compression import AnyCompressor
-    from nbelastic.torch.ops.operation.tensor_operations import Pending
+from nbelastic.torch.ops.operation.tensor_operations import Pending, only
 
 Average = Op.AVERAGE
 Sum = Op.SUM
@@ -236,16 +230,22 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce several tensors as one operation; otherwise as :func:`reducescatter`."""
-    how = _op_of_rows(op, tensors)
+    how, group = _op_of_rows(op, tensors), group_of(process_set)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = autograd.reducescatter(
-        group_of(process_set),
-        [compressed for compressed, _ in pairs],
-        how,
-        prescale_factor,
-        postscale_factor,
-        name,
-    )
+    sent = [compressed for compressed, _ in pairs]
+    scatter = operations.Reducescatter(sent, how, prescale_factor, postscale_factor, name)
+
+    def gradient(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if how not in (Op.AVERAGE, Op.SUM):
+            raise NotImplementedError(
+                f"the gradient of a reducescatter with {how} is not defined; use Average or Sum"
+            )
+        factor = prescale_factor * postscale_factor * (group.size if how is Op.SUM else 1)
+        # Each rank's input went into the rows of all ranks, so it needs all gradients.
+        gathered = begin(group, operations.Allgather(grads)).wait()
+        return [each * factor for each in gathered]
+
+    reduced = autograd.record(group, scatter, name, sent, gradient)
     return [
         compression.decompress(rows, ctx) for rows, (_, ctx) in zip(reduced, pairs, strict=True)
     ]
@@ -313,6 +313,7 @@ def sparse_allreduce_async(
     if op not in (Op.AVERAGE, Op.SUM):
         raise ValueError(f"op must be Average or Sum, not {op!r}")
     total = operations.SparseAllreduce([tensor], op, name)
+    # Size and reduction are in no part that travels, so only the pattern shows a difference.
     total.pattern = f"sparse {total.text}\nof a tensor of size {list(tensor.shape)}, {op.value}"
     return only(begin(group_of(process_set), total, name))
 
@@ -324,7 +325,7 @@ class UnsupportedOp(ValueError, NotImplementedError):
 def _op_of_rows(op: Op | None, tensors: Sequence[torch.Tensor]) -> Op:
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError("reducescatter needs a tensor with at least one dimension")
-    if op is not None and not isinstance(op, Op):
+    if op is not None and not isinstance(op, Op):  # Adasum needs whole vectors
         raise UnsupportedOp(f"op must be Average, Sum, Min, Max or Product, not {op!r}")
     return Op.AVERAGE if op is None else op
 
@@ -333,7 +334,7 @@ def _op(op: Op | GradientOp | None, average: bool | None) -> Op | GradientOp:
     if op is not None and average is not None:
         raise ValueError("give op or average, not both; op has more choices")
     if op is None:
-        return Op.SUM if average is False else Op.AVERAGE
+        return Op.SUM if average is False else Op.AVERAGE  # Horovod averages by default, torch sums
     if not isinstance(op, Op | GradientOp):
         raise ValueError(f"op must be Average, Sum, Min, Max, Product or Adasum, not {op!r}")
     return op

@@ -9,23 +9,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
-from nbelastic.elastic.ranks.context import current, current_or_none, initialize
+from nbelastic.elastic.ranks.context import Context, current, current_or_none, initialize
 from nbelastic.elastic.ranks.groups import Group
 from nbelastic.elastic.ranks.session import Session, note
 from nbelastic.errors import NbelasticError
+from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.process_group import ddp
 from nbelastic.torch.process_group.group import NAME, ElasticProcessGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbelastic.elastic.ranks.context import Context
 
 # Back ends that trainers name by themselves; in a job they get the job's ranks.
 _OWN = {"", "gloo", "nccl", "undefined", NAME}
@@ -40,12 +37,8 @@ def install() -> None:
         ("init_process_group", answer),
         ("monitored_barrier", _monitored_barrier),
     ):
-        original = getattr(c10d, name)
-        if not hasattr(original, "_nbelastic"):
-            replacement = ddp.wrapped(original, around)
-            replacement._nbelastic = True  # type: ignore[attr-defined]
-            for module in (c10d, dist):
-                setattr(module, name, replacement)
+        wrap(c10d, name, around)
+        setattr(dist, name, getattr(c10d, name))  # `dist` has names of its own for them
 
 
 def default_group() -> ElasticProcessGroup | None:
@@ -65,10 +58,7 @@ def answer(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Answer ``init_process_group``: with the ranks of the job, unless others are asked for.
-
-    Others are asked for by a store, or by the address of one.
-    """
+    """Answer ``init_process_group``: with the job's ranks, unless a store is named."""
     names = set(str(backend or "").lower().replace("cpu:", "").replace("cuda:", "").split(","))
     ours = NAME in names
     in_job = isinstance(current_or_none(), Session)
@@ -77,10 +67,10 @@ def answer(
     if store is not None or (not ours and (not in_job or addressed or not names <= _OWN)):
         original(backend, init_method, timeout, world_size, rank, store, *args, **kwargs)
         return
-    initialize()
+    initialize()  # outside of a job: a world of one rank
     context = current()
     _check_place(context, rank, world_size)
-    store = HashStore()
+    store = HashStore()  # torch asks for one; ranks meet at the job's own server
     original(NAME, None, timeout, world_size=context.size, rank=context.rank, store=store)
     group = default_group()
     assert group is not None
@@ -119,8 +109,9 @@ def _refresh() -> None:
     for each in list(world.pg_map):
         if isinstance(each, ElasticProcessGroup):
             each.queue.drop()
+            # Torch fills it when a group is made, and translates ranks by it ever after.
             world.pg_group_ranks[each] = {rank: place for place, rank in enumerate(each.ranks)}
-    states, context = sys.modules.get("accelerate.state"), group.context
+    states, context = sys.modules.get("accelerate.state"), group.context  # if it is in use
     for name in ("PartialState", "AcceleratorState"):  # the second has a copy of the first
         shared = getattr(getattr(states, name, None), "_shared_state", None)
         if shared and "num_processes" in shared:
@@ -131,7 +122,7 @@ def _refresh() -> None:
 
 def _create(options: Any, _: Any = None) -> ElasticProcessGroup:
     """Make a group when torch does not ask the default group for it."""
-    ranks = list(options.global_ranks_in_group)
+    ranks = list(options.global_ranks_in_group)  # empty for the default group
     if not ranks:
         return ElasticProcessGroup(current(), options.timeout)
     its = Group.of_ranks(current(), ranks, str(options.group_id))

@@ -6,7 +6,6 @@ the methods have both.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from torch._C._distributed_c10d import BarrierOptions
 
 from nbelastic.collectives import Op
 from nbelastic.torch.ops.coordination.coordination import coordination_over
+from nbelastic.torch.ops.functions import splits_of
 from nbelastic.torch.ops.operation import description
 from nbelastic.torch.ops.operation.reduction import BitwiseOp
 from nbelastic.torch.ops.operation.tensor_operations import (
@@ -23,17 +23,14 @@ from nbelastic.torch.ops.operation.tensor_operations import (
     AlltoallInto,
     Barrier,
     Broadcast,
-    Gather,
-    Reduce,
     ReducescatterInto,
-    Scatter,
     SparseAllreduce,
 )
 from nbelastic.torch.process_group.messages import PointToPoint, monitored_barrier
 from nbelastic.torch.process_group.work import CoalescedWork, OperationQueue, OperationWork
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.context import Context
@@ -63,24 +60,17 @@ _OPS: dict[Any, tuple[AnyOp, str]] = {
 class CollectiveCalls(Base):
     """Collective operations and messages among the ranks of a group."""
 
+    rank: Callable[[], int]  # the position of this rank at present
+    size: Callable[[], int]
+    communicator: Callable[[], Communicator]  # of the next operation
+    here: Callable[[], CollectiveCalls]  # whose operations are those of the calling thread
+
     def __init__(self, context: Context, timeout_s: float) -> None:
         super().__init__(context.rank, context.size)  # type: ignore[call-arg]
         self.context = context
         self.queue = OperationQueue(timeout_s)
         self._collected: list[OperationWork] | None = None  # between start and end of coalescing
         self._sequence = 0  # of operations begun
-
-    def size(self) -> int:
-        """Return the number of ranks at present."""
-        raise NotImplementedError
-
-    def communicator(self) -> Communicator:
-        """Return the communicator of the next operation."""
-        raise NotImplementedError
-
-    def here(self) -> CollectiveCalls:
-        """Return the group whose operations are those of the calling thread."""
-        raise NotImplementedError
 
     # -- reductions --------------------------------------------------------------------------------
 
@@ -94,7 +84,7 @@ class CollectiveCalls(Base):
             operation.pattern = head, description.kinds(tensors)
         else:
             operation = Allreduce(tensors, tensors, op, factor, head=head)
-        return self._begin(operation, tensors, opts, delay=not self._overlaps())
+        return self._begin(operation, tensors, opts)
 
     allreduce_coalesced = allreduce
 
@@ -105,7 +95,9 @@ class CollectiveCalls(Base):
         (tensor,), root = _listed(tensors), _root(opts)
         how, factor, word = _reduction(op if isinstance(opts, int) else opts, tensors)
         head = f"reduce ({word}) to rank {root}"
-        return self._begin(Reduce(tensor, root, how, factor, head), [tensor], opts)
+        # Transports reduce to all ranks only, so on the others a copy takes the sum.
+        into = [tensor if self.rank() == root else tensor.detach().clone()]
+        return self._begin(Allreduce(into, into, how, factor, head=head), [tensor], opts)
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -143,7 +135,7 @@ class CollectiveCalls(Base):
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
         """Copy tensors of the root to all others."""
         tensors, root = _listed(tensors), 0 if opts is None else _root(opts)
-        return self._begin(Broadcast(tensors, tensors, root, root), tensors, opts)
+        return self._begin(Broadcast(tensors, tensors, root), tensors, opts)
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -182,7 +174,10 @@ class CollectiveCalls(Base):
         """Collect tensors of all ranks on the root."""
         (tensor,), root, into = _listed(inputs), _root(opts), _inner(outputs)
         pattern = f"gather to rank {root}", description.kinds([tensor])
-        return self._begin(Gather(into, tensor, root, pattern), [into], opts)
+        nothing = [tensor.new_empty(0)] * self.size()  # transports have no gather of their own
+        sent = [*nothing[:root], tensor, *nothing[root + 1 :]]
+        received = into if self.rank() == root else nothing
+        return self._begin(AlltoallInto(received, sent, pattern), [into], opts)
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
@@ -190,13 +185,16 @@ class CollectiveCalls(Base):
         """Copy tensors of the root to the ranks, one to each."""
         (output,), root = _listed(outputs), _root(opts)
         pattern = f"scatter from rank {root}", description.kinds([output])
-        return self._begin(Scatter(output, _inner(inputs), root, pattern), [output], opts)
+        nothing = [output.new_empty(0)] * self.size()
+        sent = _inner(inputs) if self.rank() == root else nothing
+        received = [*nothing[:root], output, *nothing[root + 1 :]]
+        return self._begin(AlltoallInto(received, sent, pattern), [output], opts)
 
     def alltoall(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None
     ) -> OperationWork:
         """AlltoallInto tensors between all pairs of ranks."""
-        pattern = "all_to_all", ((inputs[0].dtype, ("*",)),)
+        pattern = "all_to_all", ((inputs[0].dtype, ("*",)),)  # lengths may differ by rank
         return self._begin(AlltoallInto(outputs, inputs, pattern), outputs, opts)
 
     def all_to_all_single(
@@ -260,64 +258,62 @@ class CollectiveCalls(Base):
 
     # -- from call to communicator -----------------------------------------------------------------
 
-    def _overlaps(self) -> bool:
-        if not self.queue.in_backward or not self.context.generation:
-            return True
-        return self.communicator().capabilities.overlaps
-
-    def _private(self) -> bool:
-        """Return whether a failed operation must not touch the tensors of its caller."""
-        return self.context.loops > 0 and not self.queue.in_backward
-
     def _begin(
         self,
         operation: TensorOperation[Any],
         outputs: Sequence[Any],
         opts: Any = None,
-        *,
-        delay: bool = False,
     ) -> OperationWork:
         """Begin an operation; ranks compare it first, unless foreseen."""
         here = self.here()
         if here is not self:
-            return here._begin(operation, outputs, opts, delay=delay)
-        waits = opts is not None and not getattr(opts, "asyncOp", True) and not delay
-        compare = functools.partial(self._compare, waits)
-        work = self.queue.add(OperationWork(self.queue, operation, compare, outputs), delay=delay)
+            return here._begin(operation, outputs, opts)
+        waits = opts is not None and not getattr(opts, "asyncOp", True)
+        work = OperationWork(self.queue, operation, outputs)
+        try:
+            if self._compare(work, waits):
+                work.launch()
+                work.check()
+        except BaseException:
+            if self.queue.in_backward:
+                self.queue.fail()  # DDP's reducer, left half-way, is made anew by this count
+            raise
         if self._collected is not None:
             self._collected.append(work)
         elif waits:
             work.complete()  # dist.* does not wait for it in all versions of torch
         return work
 
-    def _compare(self, waits: bool, work: OperationWork) -> bool:
+    def _compare(self, work: OperationWork, waits: bool) -> bool:
         """Compare an operation before its launch; False if that is deferred."""
         self._sequence += 1
         context, queue, pattern = self.context, self.queue, work.operation.pattern
         if not context.is_ranks_thread():
-            waits = True
+            waits = True  # only the rank's thread launches what is deferred
             communicator = work.communicator = self.communicator()
         else:
-            context.defers, before = True, context.defers
+            context.defers, before = True, context.defers  # it may queue behind deferred ones
             try:
                 communicator = work.communicator = self.communicator()
             finally:
                 context.defers = before
-        work.operation.fuses, work.operation.lends = False, not self._private()
+        # In an elastic loop a failed operation must not touch its caller's tensors, but gradients.
+        work.operation.fuses, work.operation.lends = False, not context.loops or queue.in_backward
         if pattern is None or communicator.size == 1:
             return True
         coordination = queue.coordination = coordination_over(communicator)
-        if not communicator.capabilities.carries_descriptions:
-            communicator.history.apart = True
         if waits:
             coordination.compare(communicator, pattern, limit_s=queue.timeout_s)
         else:
             work.comparison = coordination.expect(communicator, pattern, for_good=True)
         deferred = coordination.deferred
-        if work.comparison is None and communicator not in [each.communicator for each in deferred]:
+        # In backward, sums that would not overlap with it are launched at its end.
+        delays = queue.in_backward and not communicator.capabilities.overlaps
+        behind = communicator in [each.communicator for each in deferred]  # it must not overtake
+        if work.comparison is None and (waits or not delays) and not behind:
             return True
         deferred.append(work)
-        if self._settle not in context.before_exchange:
+        if self._settle not in context.before_exchange:  # Horovod's must not overtake deferred ones
             context.before_exchange += (self._settle,)
         return False
 
@@ -345,19 +341,7 @@ class CollectiveCalls(Base):
         return [each.view(shape) for each in whole.detach().view(size, -1).unbind()]
 
     def _rows(self, tensor: torch.Tensor, splits: Sequence[int]) -> Tensors:
-        size = self.size()
-        if splits:
-            if len(splits) != size or sum(splits) != tensor.shape[0]:
-                raise ValueError(
-                    f"splits must be {size} numbers with the sum {tensor.shape[0]}, not "
-                    f"{list(splits)}"
-                )
-            return list(torch.split(tensor.detach(), list(splits)))
-        if tensor.shape[0] % size:
-            raise ValueError(
-                f"{tensor.shape[0]} rows cannot be dealt to {size} ranks evenly; give splits"
-            )
-        return list(torch.split(tensor.detach(), tensor.shape[0] // size))
+        return list(torch.split(tensor.detach(), splits_of(tensor, splits or None, self.size())))
 
 
 def _listed(tensors: Any) -> Tensors:

@@ -11,9 +11,9 @@ are broadcast at the first forward.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -21,10 +21,8 @@ from torch._compile import _disable_dynamo
 from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 
+from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.process_group.group import ElasticProcessGroup
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # What the reducer of each was made for: generation, failures, and whether it was set up alone.
 _marks: weakref.WeakKeyDictionary[Any, tuple[object, ...]] = weakref.WeakKeyDictionary()
@@ -38,10 +36,6 @@ _ALONE = "alone"
 
 def install() -> None:
     """Make each DistributedDataParallel follow the generations of its group; idempotent."""
-    kind: Any = DistributedDataParallel
-    if getattr(kind, "_nbelastic", False):
-        return
-    kind._nbelastic = True
     for name, around in (
         ("__init__", _around_init),
         # A compiled forward breaks its graph there. What is read of the group is in no graph.
@@ -49,17 +43,7 @@ def install() -> None:
         ("register_comm_hook", _around_hook),
         ("_register_builtin_comm_hook", _around_built_in_hook),
     ):
-        setattr(kind, name, wrapped(getattr(kind, name), around))
-
-
-def wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `around` with `original` and its arguments."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    return call
+        wrap(DistributedDataParallel, name, around)
 
 
 def _around_init(original: Callable[..., Any], ddp: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,7 +75,7 @@ def _enter_generation(ddp: Any, group: ElasticProcessGroup) -> None:
         group.communicator()  # forms it
     if ddp in _marks:  # else it was made in this generation
         renew(ddp)
-    if alone and not group.context.loops:
+    if alone and not group.context.loops:  # in a loop the state brings the parameters
         ignored, ranks = ddp.parameters_to_ignore, ddp.process_group
         _verify_param_shape_across_processes(ranks, ddp._module_parameters)
         _sync_module_states(
@@ -101,14 +85,11 @@ def _enter_generation(ddp: Any, group: ElasticProcessGroup) -> None:
 
 
 def renew(ddp: Any) -> None:
-    """Make the reducer of a DistributedDataParallel anew, as in a new wrapper.
-
-    Gradients are left alone.
-    """
+    """Make the reducer of a DistributedDataParallel anew, as in a new wrapper."""
     ddp._has_rebuilt_buckets = False
     ddp.require_forward_param_sync = True
     parameters, sparse = ddp._build_params_for_reducer()
-    ddp.reducer._remove_autograd_hooks()
+    ddp.reducer._remove_autograd_hooks()  # the new reducer adds its own
     names = ddp._build_debug_param_to_name_mapping(parameters)
     ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
     ddp._static_graph_delay_allreduce_enqueued = False
@@ -117,7 +98,7 @@ def renew(ddp: Any) -> None:
         ddp.logger._set_static_graph()
     if ddp.mixed_precision is not None:
         ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
-    for hook, state in ddp._comm_hooks:
+    for hook, state in ddp._comm_hooks:  # the new reducer has none yet
         _renew_hook_state(ddp, state)
         dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
     if ddp in _built_in_hooks:
@@ -132,12 +113,13 @@ def _around_hook(
 ) -> Any:
     generator: Any = getattr(state, "rng", None)
     if hasattr(generator, "get_state") and hasattr(state, "error_dict"):
+        # A newcomer's generator begins there, so after a reset all ranks go back to it.
         _generators.setdefault(ddp, []).append((state, generator.get_state()))
     return original(ddp, state, hook)
 
 
 def _around_built_in_hook(original: Callable[..., Any], ddp: Any, kind: Any) -> Any:
-    _built_in_hooks[ddp] = kind
+    _built_in_hooks[ddp] = kind  # DDP keeps no record of these
     return original(ddp, kind)
 
 
@@ -149,4 +131,4 @@ def _renew_hook_state(ddp: Any, state: Any) -> None:
         state.rng.set_state(generator)
         for each in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
             each.clear()
-        state.iter = 0
+        state.iter = 0  # decides when compression begins, on all ranks in the same step

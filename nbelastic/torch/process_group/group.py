@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +12,12 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed.constants import default_pg_timeout
 
-from nbelastic.collectives import SoloCommunicator
+from nbelastic.collectives import Communicator, SoloCommunicator
 from nbelastic.elastic.ranks.groups import Group
 from nbelastic.errors import CollectiveError, NbelasticError
 from nbelastic.torch.process_group.calls import CollectiveCalls
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.context import Context
 
 NAME = "nbelastic"
@@ -54,7 +52,6 @@ class ElasticProcessGroup(CollectiveCalls):
     # -- who is in it ------------------------------------------------------------------------------
 
     def rank(self) -> int:
-        """Return the position of this rank at present."""
         return 0 if self._alone is not None else self._its.rank
 
     def size(self) -> int:
@@ -74,10 +71,7 @@ class ElasticProcessGroup(CollectiveCalls):
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Make the group one of this rank alone, for the length of a ``with`` block.
-
-        Before the first generation a rank that joins others must not wait for them.
-        """
+        """Make the group one of this rank alone, which waits for no other, in a ``with`` block."""
         before = self._alone
         self._alone = before or SoloCommunicator(generation=self.context.generation)
         try:
@@ -86,14 +80,14 @@ class ElasticProcessGroup(CollectiveCalls):
             self._alone = before
 
     def communicator(self) -> Communicator:
-        self._latest = self._alone or self._its.communicator()
+        self._latest = self._alone or self._its.communicator()  # abort() must not form another
         return self._latest
 
     def here(self) -> ElasticProcessGroup:
         """Return this group; for a second thread that uses all ranks, its own of the same ranks."""
         if self._alone or not self._its.is_global or self.context.is_ranks_thread():
             return self
-        if self._second is None:
+        if self._second is None:  # ranks pair operations by order; two threads have none
             self._second = ElasticProcessGroup(self.context, None, self._its.apart("threads"))
             self._second.queue.timeout_s = self.queue.timeout_s
         return self._second
@@ -175,10 +169,10 @@ class ElasticProcessGroup(CollectiveCalls):
         return f"<nbelastic process group {self.group_name!r}: rank {self.rank()} of {self.size()}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _group_of_this_process, (self.group_name,)
+        return _group_of_this_process, (self.group_name,)  # connections do not travel
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ElasticProcessGroup:
-        return self
+        return self  # a copied DDP reduces among the same ranks
 
     # -- life --------------------------------------------------------------------------------------
 

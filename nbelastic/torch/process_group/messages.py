@@ -10,19 +10,17 @@ from __future__ import annotations
 import struct
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nbelastic.errors import CollectiveError
-from nbelastic.torch.ops.operation.tensor_operations import TensorOperation
+from nbelastic.torch.ops.operation.tensor_operations import TensorOperation, Waitable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from nbelastic.collectives import Communicator, Handle
-    from nbelastic.torch.ops.operation.tensor_operations import Waitable
 
 _HEADER = struct.Struct("<qq")
 _POLL_S = 0.0002
@@ -30,10 +28,7 @@ _BARRIER_TAG = 2**62  # of the messages of a monitored barrier
 
 
 class Mailbox:
-    """Messages of a rank in a generation.
-
-    The communicator's own sends and receives must not be mixed with these.
-    """
+    """Messages of a rank in a generation; the communicator's own must not be mixed with these."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -70,6 +65,7 @@ class Mailbox:
 
     def _step(self, rank: int, source: _Source) -> bool:
         """Advance a source; return whether it may advance again."""
+        # A receive from any rank waits at all sources, and another may have served it.
         source.waiting = deque(each for each in source.waiting if each.message is None)
         if source.match(rank):
             return True
@@ -97,18 +93,16 @@ class Mailbox:
         """Advance until something has ended, within a time if it is not 0."""
         begun, pause = time.monotonic(), 0.0
         while not ended():
-            self._communicator.check()
+            self._communicator.check()  # `ended` alone may not see that a peer is gone
             if 0.0 < timeout_s < time.monotonic() - begun:
                 raise CollectiveError(f"a message did not end within {timeout_s:g} s")
             time.sleep(pause)
-            pause = min(pause + _POLL_S / 8, _POLL_S)
+            pause = min(pause + _POLL_S / 8, _POLL_S)  # short at first, as most messages are near
 
 
 def mailbox_of(communicator: Communicator) -> Mailbox:
-    """Return the mailbox of a communicator, with the same lifetime.
-
-    A receive from any rank leaves receives of headers posted, for later groups to use.
-    """
+    """Return the mailbox of a communicator, with the same lifetime."""
+    # A receive from any rank leaves receives of headers posted, for later groups to use.
     attributes = vars(communicator)
     if "_mailbox" not in attributes:
         attributes["_mailbox"] = Mailbox(communicator)
@@ -178,7 +172,7 @@ class Receiving:
     def wait(self, timeout_s: float = 0.0) -> None:
         """Wait for the message, while other receives advance, and copy it to its tensor."""
         self._mailbox.wait(self.done, timeout_s)
-        tensor, self._tensor = self._tensor, None
+        tensor, self._tensor = self._tensor, None  # a second wait must not copy again
         if tensor is None:
             return
         assert self.message is not None
@@ -222,7 +216,7 @@ def monitored_barrier(communicator: Communicator, timeout: Any, wait_all_ranks: 
             mailbox.send(token, 0, _BARRIER_TAG).wait(limit_s)
             mailbox.receive(token, 0, _BARRIER_TAG).wait(limit_s)
         except CollectiveError as error:
-            communicator.check()
+            communicator.check()  # the end of a generation is no timeout
             raise RuntimeError(
                 f"Rank 0 timed out in monitoredBarrier after {limit_s * 1000:.0f} ms"
             ) from error
@@ -232,7 +226,7 @@ def monitored_barrier(communicator: Communicator, timeout: Any, wait_all_ranks: 
     end, late = time.monotonic() + limit_s, []
     for other, receive in waiting.items():
         try:
-            receive.wait(max(end - time.monotonic(), 1e-3) if limit_s else 0.0)
+            receive.wait(max(end - time.monotonic(), 1e-3) if limit_s else 0.0)  # 0 means no limit
         except CollectiveError:
             communicator.check()
             late.append(other)

@@ -10,6 +10,8 @@ the reducer never sees a future without a value, which would end the process.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,30 +19,22 @@ from torch import distributed as dist
 
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.ops.coordination.comparison import gather_numbers
-from nbelastic.torch.ops.operation.tensor_operations import TensorOperation
+from nbelastic.torch.ops.operation.tensor_operations import TensorOperation, Waitable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from datetime import timedelta
-
     from nbelastic.collectives import Communicator
     from nbelastic.torch.ops.coordination.coordination import Comparison, Coordination
-    from nbelastic.torch.ops.operation.tensor_operations import Waitable
 
 _POLL_S = 0.0005
 _NOTHING: TensorOperation[Any] = TensorOperation()
 
 
 class OperationQueue:
-    """Operations of a process group, in the order of their calls.
-
-    Within backward it delays reductions of a communicator that does not overlap with computing.
-    """
+    """Operations of a process group, in the order of their calls."""
 
     def __init__(self, timeout_s: float = 0.0) -> None:
         self.timeout_s = timeout_s  # of each operation, if shorter than the job's; 0 for none
         self.failures = 0  # backward passes that have failed
-        self._delayed: list[OperationWork] = []
         self._awaited: list[OperationWork] = []  # their futures are out
         self._task = -1  # the backward pass that has the callback
         self._finishing = False
@@ -59,115 +53,71 @@ class OperationQueue:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward pass is under way that completes futures at its end.
-
-        Its end is not: a callback there, as of a static graph's reducer, waits at once.
-        """
+        """Whether a backward pass is under way that completes futures at its end."""
+        # Its end is not: a callback there, as of a static graph's reducer, waits at once.
         return (
             not self._finishing
             and torch._C._current_graph_task_id() != -1
             and torch._C._current_autograd_node() is not None
         )
 
-    def add(self, work: OperationWork, *, delay: bool) -> OperationWork:
-        """Begin an operation, or delay it to the end of the backward pass."""
-        if delay and self.in_backward:
-            self._delayed.append(work)
-            self._call_at_end_of_backward()
-            return work
-        try:
-            self.flush()
-            work.start()
-        except BaseException:
-            if self.in_backward:
-                self.failures += 1
-                self.drop()
-            raise
-        return work
-
-    def flush(self) -> None:
-        """Begin the operations that are delayed."""
-        delayed, self._delayed = self._delayed, []
-        for work in delayed:
-            work.start()
-
     def complete_later(self, work: OperationWork) -> None:
         """Complete an operation at the end of the backward pass."""
         self._awaited.append(work)
-        self._call_at_end_of_backward()
-
-    def failed(self, error: BaseException) -> None:
-        """Keep the first error of a future's callback, for the end of the backward pass."""
-        self._error = self._error or error
-
-    def drop(self) -> None:
-        """Forget operations of a generation that is over."""
-        self._delayed, self._awaited, self._error, self.coordination = [], [], None, None
-
-    def _call_at_end_of_backward(self) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
 
+    def failed(self, error: BaseException) -> None:
+        """Keep the first error of a future's callback, for the end of the backward pass."""
+        self._error = self._error or error
+
+    def fail(self) -> None:
+        """Count a backward pass that has failed, and forget its operations."""
+        self.failures += 1
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget operations of a generation that is over."""
+        self._awaited, self._error, self.coordination = [], None, None
+
     def _end_backward(self) -> None:
         self._task = -1
         self._finishing = True  # a future's callback that begins operations waits for them
         try:
-            self.flush()
             while self._awaited:
                 self._awaited.pop(0).complete()
             if self._error is not None:
                 raise self._error
         except BaseException:
-            self.failures += 1
-            self.drop()
+            self.fail()
             raise
         finally:
             self._finishing = False
 
 
 class OperationWork(dist.Work):
-    """An operation, from the call to the values in its outputs.
-
-    Its future has the value `outputs`, which the operation fills.
-    """
+    """An operation, from the call to the values in its outputs, which are those of its future."""
 
     def __init__(
         self,
         queue: OperationQueue,
         operation: TensorOperation[Any],
-        compare: Callable[[OperationWork], bool] | None = None,
         outputs: Sequence[Any] = (),
     ) -> None:
         super().__init__()
         self.operation = operation
-        self.communicator: Communicator  # from the start on
+        self.communicator: Communicator  # from the comparison on
         self.comparison: Comparison | None = None  # that it waits for before its launch
         self._queue = queue
-        self._compare = compare  # until the start
         self._handles: Sequence[Waitable] | None = None  # from the launch on
         self._outputs = list(outputs)
         self._future: _Future | None = None
         self._error: BaseException | None = None
         self._completed = False
         self._source = -1
-
-    def start(self) -> None:
-        """Begin the operation, unless it has begun."""
-        compare, self._compare = self._compare, None
-        if compare is None:
-            return
-        try:
-            is_compared = compare(self)
-        except BaseException as error:
-            self._error = error
-            raise
-        if is_compared:
-            self.launch()
-            if self._error is not None:
-                raise self._error
 
     def ready(self) -> bool:
         """Return whether its comparison has ended."""
@@ -182,18 +132,19 @@ class OperationWork(dist.Work):
             mine = operation.numbers
             numbers = gather_numbers(communicator, mine) if mine else ()
             self._handles = operation.launch(communicator, numbers)
-        except BaseException as error:
+        except BaseException as error:  # another operation's wait may be its caller
             self._error = error
+
+    def check(self) -> None:
+        """Raise the error of the operation, if it has failed."""
+        if self._error is not None:
+            raise self._error
 
     def complete(self, timeout_s: float = 0.0) -> None:
         """Wait for the operation, within a time if it is not 0, and store its result."""
         if self._completed:
             return
-        if self._error is None and self._compare is not None:
-            self._queue.flush()
-            self.start()
-        if self._error is not None:
-            raise self._error
+        self.check()
         timeout_s = timeout_s or self._queue.timeout_s
         try:
             self._queue.launch_deferred(self._has_ended, timeout_s)
@@ -214,12 +165,12 @@ class OperationWork(dist.Work):
         return all(handle.done() for handle in self._handles)
 
     def _wait(self, timeout_s: float) -> None:
-        if self._error is not None:  # of a launch that was deferred
-            raise self._error
+        self.check()  # a launch that was deferred
         handles, what = self._handles, self.operation.what
         if handles is None:
             raise CollectiveError(f"{what} was not begun by all ranks in time")
         end = time.monotonic() + timeout_s
+        # Polled, because a communicator's own wait knows the job's limit only.
         while timeout_s > 0.0 and not self._has_ended():
             if time.monotonic() > end:
                 limit = f"its timeout of {timeout_s:g} s"
@@ -227,16 +178,12 @@ class OperationWork(dist.Work):
             time.sleep(_POLL_S)
         for handle in handles:
             handle.wait()
-            self._source = getattr(handle, "source", -1)
+            self._source = getattr(handle, "source", -1)  # only receives have it
         self.operation.store()
         self.operation = _NOTHING  # which holds no memory
         self._completed, self._handles = True, ()
 
     # -- what torch calls --------------------------------------------------------------------------
-
-    def done(self) -> bool:
-        """Return whether the operation has ended."""
-        return self.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the operation; return True."""
@@ -255,6 +202,8 @@ class OperationWork(dist.Work):
             pass
         return True
 
+    done = is_completed
+
     def is_success(self) -> bool:
         """Return whether the operation has succeeded."""
         return self.is_completed() and self._error is None
@@ -269,20 +218,17 @@ class OperationWork(dist.Work):
         return list(self._outputs)
 
     def synchronize(self) -> None:
-        """Wait for the operation."""
-        self.complete()
-
-    def block_current_stream(self) -> None:
         """Wait for the operation: its outputs are filled in the order of the current stream."""
         self.complete()
 
+    block_current_stream = synchronize
+
     def source_rank(self) -> int:
         """Return the sender of a receive from any rank."""
-        return self._source_rank()
-
-    def _source_rank(self) -> int:
         self.complete()
         return self._source
+
+    _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the outputs; outside of backward it is complete."""
@@ -293,7 +239,7 @@ class OperationWork(dist.Work):
             elif self._queue.in_backward:
                 self._queue.complete_later(self)
             else:
-                self.complete()
+                self.complete()  # no callback would complete it later
         return self._future
 
 
@@ -304,7 +250,7 @@ class CoalescedWork(OperationWork):
         super().__init__(queue, _NOTHING)
         self._handles = works
         if works:
-            self.communicator = works[-1].communicator
+            self.communicator = works[-1].communicator  # which `complete` aborts, if late
 
 
 class _Future(torch.futures.Future[Any]):
@@ -313,7 +259,7 @@ class _Future(torch.futures.Future[Any]):
     def __init__(self, work: OperationWork) -> None:
         tensors = [each for each in work._outputs if isinstance(each, torch.Tensor)]
         devices = {each.device for each in tensors if each.device.type != "cpu"}
-        super().__init__(devices=list(devices) or None)
+        super().__init__(devices=list(devices) or None)  # torch refuses other devices' values
         self._work = work
 
     def wait(self) -> Any:
@@ -329,7 +275,7 @@ class _Future(torch.futures.Future[Any]):
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Any:
         if self.done():
             return super().then(callback)
-        after = _Future(self._work)
+        after = _Future(self._work)  # not torch's: an error would lose its type there
 
         def call(_: object) -> None:
             try:

@@ -7,7 +7,10 @@ an optimizer's shares its tensors with the optimizer that loads it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -17,19 +20,17 @@ from nbelastic.data import Loader
 from nbelastic.elastic.followed import resumes_itself
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NbelasticError, StateMismatch
+from nbelastic.torch.identity import same
 from nbelastic.torch.state.flatten import (
     ATOMS,
     Adapter,
-    ContainerNode,
-    ObjectNode,
-    TensorRef,
-    ValueNode,
+    Flattener,
+    Unflattener,
     is_container,
+    is_dense,
     is_flat,
     leaves_in,
-    mapping,
     nested,
-    refs_in,
 )
 from nbelastic.torch.state.optimizer_adapter import (
     OptimizerAdapter,
@@ -38,123 +39,168 @@ from nbelastic.torch.state.optimizer_adapter import (
     same_lists,
     within,
 )
-from nbelastic.torch.state.settings import COMPILED, Settings, uncompiled
-from nbelastic.torch.state.structure import LAZY, TensorNames, word_for
+from nbelastic.torch.state.settings import COMPILED, SentSettings, Settings, uncompiled
+from nbelastic.torch.state.structure import LAZY, Structure, word_for
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
-    from nbelastic.torch.state.settings import SentSettings
-    from nbelastic.torch.state.structure import Structure
-
-
-_UNMADE = TensorRef(-1)  # reference of a tensor that does not exist yet
-
+_all_of = itertools.chain.from_iterable
+_dicts_in = operator.attrgetter("_modules", "_parameters", "_buffers")
+_requires_grad = operator.attrgetter("requires_grad")
 
 # Packages of modules with only tensors and extra state in their state dicts.
 _TORCHS = ("torch.nn.", "torch.jit.", "torch._dynamo.")
 
 
+class ModulePart(NamedTuple):
+    """Tensors of a module, by name; LAZY stands for a tensor still to be made."""
+
+    path: str
+    parameters: dict[str, Any]
+    buffers: dict[str, Any]
+    trained: frozenset[str]  # parameters that require gradients
+    transient: frozenset[str]  # buffers that are not persistent
+
+
 class ModuleContent(NamedTuple):
     """Captured content of a model."""
 
-    # For each parameter and buffer the path of its module, its dict, name and node, whether it
-    # requires gradients, and whether it is persistent.
-    tensors: list[tuple[str, str, str, Any, bool, bool]]
-    extras: list[tuple[str, Node]]  # extra states by paths of modules
-    custom: list[tuple[str, Node]]  # overridden state dicts by paths of modules
+    parts: dict[str, ModulePart]  # by paths without the wrappers of ``torch.compile``
+    extras: list[tuple[str, Any]]  # extra states by paths of modules
+    custom: list[tuple[str, Any]]  # overridden state dicts by paths of modules
     settings: Settings | SentSettings
+    row: ModuleRow | None = None  # on the rank that has captured it, unless each commit does
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleContent, self[:-1]  # a row is of this rank's modules
+
+
+class ModuleRow:
+    """What a model is made of, by identity: modules, names, tensors, and plain attributes.
+
+    As long as the row is the same, the captured content holds. It is made by chained functions in
+    C, because each step makes two.
+    """
+
+    def __init__(
+        self, modules: Iterable[torch.nn.Module], content: ModuleContent, settings: Settings
+    ) -> None:
+        self._modules = [*modules]
+        self._settings = settings.places()
+        parts = content.parts.values()
+        found = (each for p in parts for each in (*p.parameters.values(), *p.buffers.values()))
+        self.tensors = [each for each in found if each is not None]
+        self._row = self._look() if self._is_complete(content) else []
+
+    def holds(self) -> bool:
+        """Return whether all is as it was."""
+        try:
+            return bool(self._row) and same(self._look(), self._row)
+        except KeyError:  # an attribute is gone
+            return False
+
+    def _is_complete(self, content: ModuleContent) -> bool:
+        """Return whether the row has all but tensors' values. A scripted module has no dicts."""
+        return (
+            not content.extras
+            and not content.custom
+            and all(isinstance(each, dict) for each in _all_of(map(_dicts_in, self._modules)))
+            and all(isinstance(each, torch.Tensor) and is_dense(each) for each in self.tensors)
+        )
+
+    def _look(self) -> list[object]:
+        dicts = [*_all_of(map(_dicts_in, self._modules))]
+        return [
+            *map(type, self._modules),
+            *_all_of(dicts),
+            *_all_of(map(dict.values, dicts)),
+            *map(_requires_grad, self.tensors),
+            *map(len, map(vars, self._modules)),
+            *map(operator.getitem, *self._settings),
+        ]
 
 
 class ModuleAdapter(Adapter):
-    """Parameters and buffers of a module, tied ones once, extra state, and plain attributes.
-
-    Gradients are not part of a state: they belong to a batch that is done or is done again.
-    """
+    """Parameters and buffers of a module, tied ones once, extra state, and plain attributes."""
 
     def capture(self, flattener: Flattener, obj: torch.nn.Module) -> ModuleContent:
-        tensors: list[tuple[str, str, str, Node | None, bool, bool]] = []
-        extras = []
-        for path, module in obj.named_modules():
-            for kind in ("_parameters", "_buffers"):
-                for name, tensor in getattr(module, kind).items():
-                    persistent = name not in getattr(module, "_non_persistent_buffers_set", ())
-                    node: Node | None = None
-                    trains = False
-                    if is_lazy(tensor):
-                        node = _UNMADE
-                    elif tensor is not None:
-                        node, trains = flattener.flatten(tensor), tensor.requires_grad
-                    tensors.append((path, kind, name, node, trains, persistent))
+        before: ModuleContent | None = flattener.before.get(id(obj))
+        if before is not None and before.row is not None and before.row.holds():
+            flattener.add(before.row.tensors)
+            return before
+
+        def captured(tensors: Mapping[str, Any]) -> dict[str, Any]:
+            return {n: LAZY if is_lazy(t) else flattener.flatten(t) for n, t in tensors.items()}
+
+        parts, extras = {}, []
+        modules = dict(obj.named_modules())
+        for path, module in modules.items():
+            parameters = captured(module._parameters)
+            trained = frozenset(n for n in parameters if getattr(parameters[n], "requires_grad", 0))
+            transient = frozenset(getattr(module, "_non_persistent_buffers_set", ()))
+            parts[uncompiled(path)] = ModulePart(
+                path, parameters, captured(module._buffers), trained, transient
+            )
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                 extras.append((path, flattener.flatten(module.get_extra_state())))
-        return ModuleContent(tensors, extras, _custom(flattener, obj), Settings(obj))
+        settings = Settings(modules)
+        content = ModuleContent(parts, extras, _custom(flattener, modules), settings)
+        return content._replace(row=ModuleRow(modules.values(), content, settings))
 
     def restore(
         self, unflattener: Unflattener, obj: torch.nn.Module, content: ModuleContent
     ) -> None:
-        tensors, extras, custom, settings = content
         modules = {uncompiled(path): each for path, each in obj.named_modules()}
-        captured = set()
-        for raw, kind, name, node, requires_grad, _ in tensors:
-            path = uncompiled(raw)
-            if path not in modules:
-                raise StateMismatch(f"the model of this rank has no submodule {path!r}")
-            captured.add((path, kind, name))
-            if node == _UNMADE:
-                continue
-            into = getattr(modules[path], kind)
-            into[name] = _tensor(unflattener, node, into.get(name), kind, requires_grad)
+        for path in content.parts.keys() - modules:
+            raise StateMismatch(f"the model of this rank has no submodule {path!r}")
         for path, module in modules.items():
-            for kind in ("_parameters", "_buffers"):
-                into = getattr(module, kind)
-                for name in [n for n in into if (path, kind, n) not in captured]:
-                    del into[name]
-        settings.restore(obj)
-        for path, node in extras:
-            extra = unflattener.unflatten(node)
-            unflattener.flush()
-            modules[uncompiled(path)].set_extra_state(extra)
-        for path, node in custom:
-            load(modules[uncompiled(path)], unflattener, node)
+            part = content.parts.get(path, ModulePart(path, {}, {}, frozenset(), frozenset()))
+            _fill(unflattener, module._parameters, part.parameters, torch.nn.Parameter)
+            _fill(unflattener, module._buffers, part.buffers, torch.Tensor)
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not is_lazy(parameter):
+                    parameter.requires_grad_(name in part.trained)
+                    parameter.grad = None
+        content.settings.restore(obj)
+        for path, extra in content.extras:
+            modules[uncompiled(path)].set_extra_state(unflattener.unflatten(extra))
+        for path, state_dict in content.custom:
+            load(modules[uncompiled(path)], unflattener.unflatten(state_dict))
 
-    def parts(self, label: str, content: ModuleContent, names: TensorNames) -> Structure:
-        tensors, extras, _, settings = content
-        paths = [_join(label, uncompiled(path)) for path, _ in extras]
+    def parts(self, label: str, content: ModuleContent, names: dict[int, str]) -> Structure:
+        paths = [_join(label, uncompiled(path)) for path, _ in content.extras]
         found: Structure = {("extra state of", path): "" for path in paths}
-        for path, kind, name, node, requires_grad, _ in tensors:
-            full = _join(label, uncompiled(path), name)
-            is_parameter = kind == "_parameters"
-            if node is None:
-                words = "None"
-            elif node == _UNMADE:
-                words = LAZY
-            else:
-                words = names.words[node] if isinstance(node, TensorRef) else word_for(node.value)
-                words += " frozen" if is_parameter and not requires_grad else ""
-                if isinstance(node, TensorRef):
-                    names.known.setdefault(node, full)
-            found["parameter" if is_parameter else "buffer", full] = words
-        found.update({(k, _join(label, path)): t for (k, path), t in settings.described.items()})
+        for path, part in content.parts.items():
+            for name, tensor in part.parameters.items():
+                full = _join(label, path, name)
+                frozen = not isinstance(tensor, str | None) and name not in part.trained
+                found["parameter", full] = _word(tensor, full, names) + " frozen" * frozen
+            for name, tensor in part.buffers.items():
+                full = _join(label, path, name)
+                found["buffer", full] = _word(tensor, full, names)
+        described = content.settings.described.items()
+        found.update({(kind, _join(label, path)): text for (kind, path), text in described})
         return found
 
-    def state_dict(self, content: ModuleContent, *, whole: bool = False) -> Node:
-        tensors, extras, custom, *_ = content
-        own = [path for path, _ in custom]
+    def state_dict(self, content: ModuleContent, *, whole: bool = False) -> dict[str, Any]:
+        own = [path for path, _ in content.custom]
         found = {
-            _join(path, name): node
-            for path, _, name, node, _, persistent in tensors
-            if node not in (None, _UNMADE) and (whole or (persistent and not _is_in(path, own)))
+            _join(part.path, name): tensor
+            for part in content.parts.values()
+            for name, tensor in (*part.parameters.items(), *part.buffers.items())
+            if not isinstance(tensor, str | None)
+            and (whole or not (name in part.transient or _is_in(part.path, own)))
         }
-        found.update((_join(path, "_extra_state"), node) for path, node in extras)
-        for path, node in custom:
-            if isinstance(node, ContainerNode) and node.keys is not None:
-                pairs = zip(node.keys, node.nodes, strict=True)
-                found.update((_join(path, str(key)), each) for key, each in pairs)
-            elif isinstance(node, ValueNode) and isinstance(node.value, dict):
-                found.update((_join(path, str(k)), ValueNode(v)) for k, v in node.value.items())
-        return mapping(found)
+        found.update((_join(path, "_extra_state"), extra) for path, extra in content.extras)
+        for path, state_dict in content.custom:
+            if isinstance(state_dict, dict):
+                found.update((_join(path, str(key)), each) for key, each in state_dict.items())
+        return found
+
+
+def _word(tensor: Any, name: str, names: dict[int, str]) -> str:
+    if isinstance(tensor, str | None):
+        return str(tensor)
+    names.setdefault(id(tensor), name)
+    return word_for(tensor)
 
 
 def _is_in(path: str, outer: Iterable[str]) -> bool:
@@ -163,19 +209,19 @@ def _is_in(path: str, outer: Iterable[str]) -> bool:
 
 def keeps_more(module: torch.nn.Module) -> bool:
     """Return whether a module overrides its state dict, which may hold more than tensors."""
+    kind = type(module)
     return any(
-        getattr(type(module), name) is not getattr(torch.nn.Module, name)
-        and not getattr(type(module), name).__module__.startswith(_TORCHS)
+        getattr(kind, name) is not getattr(torch.nn.Module, name)
+        and not getattr(kind, name).__module__.startswith(_TORCHS)
         for name in ("state_dict", "load_state_dict", "_save_to_state_dict")
     )
 
 
-def _custom(flattener: Flattener, obj: torch.nn.Module) -> list[tuple[str, Node]]:
+def _custom(flattener: Flattener, modules: Mapping[str, torch.nn.Module]) -> list[tuple[str, Any]]:
     """Capture the state dicts of a model's outermost modules with a custom ``state_dict``."""
-    found: list[tuple[str, Node]] = []
-    for path, module in obj.named_modules():
-        inside = any(path.startswith(f"{outer}." if outer else "") for outer, _ in found)
-        if keeps_more(module) and not inside:
+    found: list[tuple[str, Any]] = []
+    for path, module in modules.items():
+        if keeps_more(module) and not _is_in(path, [outer for outer, _ in found]):
             try:  # with the tensors themselves, which are captured once
                 state_dict = module.state_dict(keep_vars=True)
             except TypeError:
@@ -188,71 +234,68 @@ def _join(*names: str) -> str:
     return ".".join(filter(None, names))
 
 
-def _tensor(
-    unflattener: Unflattener, node: Node | None, live: Any, kind: str, requires_grad: bool
-) -> torch.Tensor | None:
-    if node is None:
-        return None
-    if not isinstance(node, TensorRef):  # sparse
-        tensor: torch.Tensor = unflattener.unflatten(node)
-    else:
-        if is_lazy(live):
-            live.materialize(unflattener.value(node).shape)
-        tensor = unflattener.tensor(node, live)
-    if kind == "_parameters":
-        if not isinstance(tensor, torch.nn.Parameter):
-            tensor = torch.nn.Parameter(tensor, requires_grad)
-            if isinstance(node, TensorRef):
-                unflattener.replace(node, tensor)
-        tensor.requires_grad_(requires_grad)
-        tensor.grad = None
-    return tensor
+def _fill(
+    unflattener: Unflattener, live: dict[str, Any], captured: dict[str, Any], kind: Any
+) -> None:
+    """Give a module its captured tensors under their names, and no others."""
+    for name in [name for name in live if name not in captured]:
+        del live[name]
+    for name, tensor in captured.items():
+        mine = live.get(name)
+        if isinstance(tensor, str):
+            continue
+        if tensor is None or not is_dense(tensor):
+            live[name] = unflattener.unflatten(tensor)
+            continue
+        if mine is not None and is_lazy(mine):
+            mine.materialize(tensor.shape)
+        found = unflattener.tensor(tensor, mine)
+        if not isinstance(found, kind):
+            found = kind(found)
+            unflattener.memo[id(tensor)] = found  # with the same memory
+        live[name] = found
 
 
 class SamplerAdapter(Adapter):
-    """Samplers: the ranks agree on their progress, and nothing is sent with the rest.
+    """Samplers, whose progress the ranks agree on; ``ObjectState`` keeps them."""
 
-    :class:`~nbelastic.elastic.state.ObjectState` keeps them.
-    """
-
-    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+    def state_dict(self, content: Any, *, whole: bool = False) -> dict[str, Any]:
         del content, whole
-        return mapping({})
+        return {}
 
 
 class StateDictAdapter(Adapter):
-    """Other objects with ``state_dict`` and ``load_state_dict``: schedulers, scalers, metrics.
+    """Other objects with ``state_dict`` and ``load_state_dict``: schedulers, scalers, metrics."""
 
-    Optimizers that they wrap are objects of the state themselves.
-    """
-
-    def capture(self, flattener: Flattener, obj: Any) -> Node:
+    def capture(self, flattener: Flattener, obj: Any) -> Any:
         return flattener.flatten(obj.state_dict())
 
     def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
         with same_lists(obj):
-            load(obj, unflattener, content)
+            load(obj, unflattener.unflatten(content))
 
-    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
-        return {("tensor", name): names.words[ref] for name, ref in refs_in(content, label)}
+    def parts(self, label: str, content: Any, names: dict[int, str]) -> Structure:
+        del names
+        tensors = tensors_in(content, label, "{}[{!r}]")
+        return {("tensor", name): word_for(tensor) for name, tensor in tensors}
 
 
 class LoaderAdapter(Adapter):
     """Loaders of micro-batches, which only loaders with the same batch and dataset take over."""
 
-    def capture(self, flattener: Flattener, obj: Loader) -> tuple[dict[str, str], Node]:
+    def capture(self, flattener: Flattener, obj: Loader) -> tuple[dict[str, str], Any]:
         return obj.requirements(), flattener.flatten(obj.state_dict())
 
     def restore(self, unflattener: Unflattener, obj: Loader, content: Any) -> None:
         obj.load_state_dict(unflattener.unflatten(content[1]))
 
-    def parts(self, label: str, content: Any, names: TensorNames) -> Structure:
+    def parts(self, label: str, content: Any, names: dict[int, str]) -> Structure:
         del names
         return {(f"{what} of", label): text for what, text in content[0].items()}
 
-    def state_dict(self, content: Any, *, whole: bool = False) -> Node:
+    def state_dict(self, content: Any, *, whole: bool = False) -> Any:
         del whole
-        return cast("Node", content[1])
+        return content[1]
 
 
 class ScalerAdapter(StateDictAdapter):
@@ -261,7 +304,7 @@ class ScalerAdapter(StateDictAdapter):
     def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
         if obj.is_enabled():
             super().restore(unflattener, obj, content)
-            obj._per_optimizer_states.clear()
+            obj._per_optimizer_states.clear()  # of a step that the restoration has ended
 
 
 def wrapped_in(obj: object) -> list[torch.optim.Optimizer]:
@@ -274,7 +317,7 @@ def wrapped_in(obj: object) -> list[torch.optim.Optimizer]:
 class GeneratorAdapter(Adapter):
     """Random generators that the user has named in the state."""
 
-    def capture(self, flattener: Flattener, obj: torch.Generator) -> Node:
+    def capture(self, flattener: Flattener, obj: torch.Generator) -> Any:
         return flattener.flatten(obj.get_state())
 
     def restore(self, unflattener: Unflattener, obj: torch.Generator, content: Any) -> None:
@@ -282,12 +325,9 @@ class GeneratorAdapter(Adapter):
 
 
 class EpochAdapter(Adapter):
-    """torch's ``DistributedSampler``: its epoch. Rank and progress are kept apart, for all of them.
+    """The epoch of torch's ``DistributedSampler``, whose dataset is neither copied nor sent."""
 
-    The sampler stays the one that a ``DataLoader`` has, and its dataset is neither copied nor sent.
-    """
-
-    def capture(self, flattener: Flattener, obj: DistributedSampler[Any]) -> Node:
+    def capture(self, flattener: Flattener, obj: DistributedSampler[Any]) -> Any:
         return flattener.flatten({"epoch": obj.epoch})
 
     def restore(self, unflattener: Unflattener, obj: DistributedSampler[Any], content: Any) -> None:
@@ -324,18 +364,11 @@ def adapter_of(value: object) -> Adapter | None:
     return None
 
 
-def capture_object(flattener: Flattener, obj: object) -> Any:
-    """Return the content of an object that has an adapter."""
+def adapter_for(obj: object) -> Adapter:
+    """Return the adapter of an object that has one."""
     adapter = adapter_of(obj)
     assert adapter is not None
-    return adapter.capture(flattener, obj)
-
-
-def restore_object(unflattener: Unflattener, obj: object, content: Any) -> None:
-    """Give an object that has an adapter its captured content."""
-    adapter = adapter_of(obj)
-    assert adapter is not None
-    adapter.restore(unflattener, obj, content)
+    return adapter
 
 
 def settings_of(obj: object) -> Iterator[tuple[str, Any]]:
@@ -443,35 +476,27 @@ def _kind_of(obj: object) -> str:
 
 
 class CapturedState(NamedTuple):
-    """Objects with their captured content."""
+    """Objects of a state with their captured content, in the same order."""
 
     objects: Sequence[object]
     labels: Sequence[str]  # expressions for them
-    captured: Sequence[ObjectNode]
-    tensors: Sequence[torch.Tensor]  # for each reference one of its type and shape
+    contents: Sequence[Any]
 
-    def names(self, nodes: Mapping[str, Node]) -> list[str]:
-        """Return a name for each tensor: its path in the values with these nodes."""
-        parts = [part for label, node in nodes.items() for part in leaves_in(node, label, "{}.{}")]
-        reached = {part.number for _, part in parts if isinstance(part, ObjectNode)}
-        parts += [(self.labels[n.number], n) for n in self.captured if n.number not in reached]
-        parts.sort(key=lambda part: not self._is_model(part[1]))  # they name what others share
-        found: dict[int, str] = {}
+    def names(self, values: Mapping[str, Any]) -> dict[int, str]:
+        """Return a name for each tensor, by its id: its path in these values."""
+        numbers = {id(obj): number for number, obj in enumerate(self.objects)}
+        parts = [part for label, value in values.items() for part in leaves_in(value, label)]
+        reached = {id(part) for _, part in parts}
+        pairs = zip(self.labels, self.objects, strict=True)
+        parts += [pair for pair in pairs if id(pair[1]) not in reached]
+        parts.sort(key=lambda part: not isinstance(part[1], torch.nn.Module))
+        found: dict[int, str] = {}  # models come first, because they name what others share
         for label, part in parts:
-            node: Node = part
-            if isinstance(part, ObjectNode):
-                adapter = adapter_of(self.objects[part.number])
-                assert adapter is not None
-                node = adapter.state_dict(part.content, whole=True)
-            for name, ref in leaves_in(node, label, "{}.{}"):
-                if isinstance(ref, TensorRef):
-                    found.setdefault(ref, name)
-        return [found.get(ref, f"tensor.{ref}") for ref in range(len(self.tensors))]
-
-    def _is_model(self, node: Node) -> bool:
-        return isinstance(node, ObjectNode) and isinstance(
-            self.objects[node.number], torch.nn.Module
-        )
+            if (number := numbers.get(id(part))) is not None:
+                part = adapter_for(part).state_dict(self.contents[number], whole=True)  # noqa: PLW2901
+            for name, tensor in tensors_in(part, label):
+                found.setdefault(id(tensor), name)
+        return found
 
     def kinds(self) -> list[str]:
         """Return names and types of the objects."""
@@ -480,25 +505,25 @@ class CapturedState(NamedTuple):
 
     def structure(self) -> Structure:
         """Return the structure of the objects, to be compared with another one."""
-        names = TensorNames([*map(word_for, self.tensors)], {})
+        names: dict[int, str] = {}
         structure: Structure = {}
-        for node in in_order(self.captured, self.objects):
-            adapter = adapter_of(self.objects[node.number])
-            assert adapter is not None
-            structure.update(adapter.parts(self.labels[node.number], node.content, names))
+        for obj, label, content in self.in_order():
+            structure.update(adapter_for(obj).parts(label, content, names))
         return structure
 
+    def in_order(self) -> list[tuple[Any, str, Any]]:
+        """Return objects in the order of restoration: models first, optimizers after wrappers."""
 
-def in_order(captured: Iterable[ObjectNode], objects: Sequence[object]) -> list[ObjectNode]:
-    """Return nodes in the order of restoration.
+        def place(row: tuple[Any, str, Any]) -> tuple[bool, bool, int]:
+            if isinstance(row[0], torch.optim.Optimizer):
+                return True, True, -len(within(row[0]))
+            return not isinstance(row[0], torch.nn.Module), False, 0
 
-    Models own the tensors that others share. Whatever wraps an optimizer may change it.
-    """
+        return sorted(zip(self.objects, self.labels, self.contents, strict=True), key=place)
 
-    def place(node: ObjectNode) -> tuple[bool, bool, int]:
-        obj = objects[node.number]
-        if isinstance(obj, torch.optim.Optimizer):
-            return True, True, -len(within(obj))
-        return not isinstance(obj, torch.nn.Module), False, 0
 
-    return sorted(captured, key=place)
+def tensors_in(value: Any, label: str, form: str = "{}.{}") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the dense tensors in containers, each with a name."""
+    for name, part in leaves_in(value, label, form):
+        if isinstance(part, torch.Tensor) and is_dense(part):
+            yield name, part

@@ -14,22 +14,18 @@ reported.
 from __future__ import annotations
 
 import fnmatch
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from nbelastic.collectives import Op
+from nbelastic.collectives import Communicator, Op
 from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.step_share import StepShare
+from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import OptionError
 from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from nbelastic.collectives import Communicator
-    from nbelastic.elastic.ranks.step_share import StepShare
 
 _MOST_NAMES = 5  # buffers that an error names
 
@@ -44,10 +40,10 @@ class BufferMeans:
 
     def __init__(
         self,
-        models: Callable[[], Iterable[torch.nn.Module]],
+        models: Callable[[], Iterable[torch.nn.Module] | None],
         forgo_exactness: Callable[[str], None],
         functions: Mapping[str, Callable[..., torch.Tensor]],
-        more: Callable[[], Iterable[torch.Tensor]] = tuple,
+        more: Callable[[], Iterable[torch.Tensor] | None],
     ) -> None:
         self._models = models
         self._more = more
@@ -63,9 +59,9 @@ class BufferMeans:
         self._starts: dict[torch.Tensor, torch.Tensor] = {}  # values at the step's start
         self._largest: list[torch.Tensor] = []
         self._sums: list[MicroBatchSum] = []
-        self._given: list[torch.Tensor] = []
-        self._given_names: list[str] = []
-        self._values = _ValuesOfStep([], 0)
+        self._given: list[tuple[str, torch.Tensor]] = []  # buffers with functions
+        # Theirs after each micro-batch of this rank.
+        self._values: dict[int, list[torch.Tensor]] = {}
 
     def begin(self, share: StepShare) -> None:
         """Begin a step. Buffers are looked for later, because the model's mode may still change."""
@@ -89,9 +85,9 @@ class BufferMeans:
         ):
             total.add(number, value)
         if self._given:
-            self._values.take(number, self._given)
+            self._values[number] = [buffer.detach().cpu().clone() for _, buffer in self._given]
         if self._counts:
-            torch._foreach_maximum_(self._largest, self._counts)
+            torch._foreach_maximum_(self._largest, self._counts)  # a step counts as one batch
         if share.exact:
             for name, buffer in self._others.items():
                 if buffer._version != self._versions[name]:
@@ -123,7 +119,7 @@ class BufferMeans:
         torch._foreach_div_(totals, float(weight))
         _copy(self._means, totals)
         largest = self._largest
-        if largest and _has_idle_ranks(share, communicator.size):
+        if largest and _has_idle_ranks(share, communicator.size):  # known alike on all ranks
             flat = torch.stack([count.to("cpu", torch.int64) for count in largest])
             communicator.allreduce(flat, Op.MAX)
             largest = list(flat.unbind())
@@ -131,12 +127,16 @@ class BufferMeans:
 
     def _apply_functions(self, communicator: Communicator) -> None:
         """Set buffers to the results of their functions, equal on all ranks."""
-        columns = self._values.gather(communicator)
-        for name, buffer, values in zip(self._given_names, self._given, columns, strict=True):
+        of_all: dict[int, list[torch.Tensor]] = {}
+        for of_rank in allgather_object(communicator, self._values):
+            of_all.update(of_rank)
+        in_order = [of_all[number] for number in sorted(of_all)]  # alike for any number of ranks
+        for position, (name, buffer) in enumerate(self._given):
             start = self._starts[buffer]
-            if not len(values):
+            if not in_order:
                 buffer.copy_(start)  # the step was passed over
                 continue
+            values = torch.stack([row[position] for row in in_order])
             found = self._functions[self._pattern_of(name)](start, values.to(buffer.device))
             if not isinstance(found, torch.Tensor) or found.shape != buffer.shape:
                 shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found)
@@ -157,7 +157,7 @@ class BufferMeans:
         counts: dict[int, torch.Tensor] = {}
         others: dict[str, torch.Tensor] = {}
         given: dict[int, tuple[str, torch.Tensor]] = {}  # several models may have equal names
-        models, names = [*self._models()], []
+        models, names = [*(self._models() or ())], []
         for model in models:
             for path, module in model.named_modules():
                 for key, buffer in module._buffers.items():
@@ -180,17 +180,15 @@ class BufferMeans:
                         means[id(buffer)] = buffer
                     else:
                         counts[id(buffer)] = buffer
-        means.update((id(each), each) for each in self._more())
+        means.update((id(each), each) for each in self._more() or ())
         self._means, self._counts = list(means.values()), list(counts.values())
         self._others = others
         self._versions = {name: buffer._version for name, buffer in others.items()}
         self._largest = [buffer.detach().clone() for buffer in self._counts]
         self._sums = [MicroBatchSum(share) for _ in [*self._means, "weights"]]
-        self._given_names = [name for name, _ in given.values()]
-        self._given = [buffer for _, buffer in given.values()]
-        changing = (*self._means, *self._counts, *self._given)
+        self._given, self._values = list(given.values()), {}
+        changing = (*self._means, *self._counts, *(buffer for _, buffer in self._given))
         self._starts = {buffer: buffer.detach().clone() for buffer in changing}
-        self._values = _ValuesOfStep(self._given, share.micro_batches)
         if models and not self._checked:
             self._check_patterns(names)
 
@@ -209,41 +207,6 @@ class BufferMeans:
                     f"Loader(buffers=…): no buffer of the state's models matches {pattern!r}; "
                     f"there are: {shown}{more}"
                 )
-
-
-class _ValuesOfStep:
-    """Values of buffers after each micro-batch of a step, as bytes: a row per micro-batch.
-
-    Each row is of one rank, and zeros on all others, so a sum of bytes gathers all of them exactly,
-    whatever their types.
-
-    For each buffer, `like` has a tensor of its type and shape. A step has `micro_batches` on all
-    ranks.
-    """
-
-    def __init__(self, like: Sequence[torch.Tensor], micro_batches: int) -> None:
-        self._like = like
-        width = 1 + sum(each.nbytes for each in like)  # the first byte says that there is a value
-        self._rows = torch.zeros((micro_batches, width), dtype=torch.uint8)
-
-    def take(self, number: int, buffers: Iterable[torch.Tensor]) -> None:
-        """Take the values after a micro-batch."""
-        parts = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in buffers]
-        self._rows[number] = torch.cat([torch.ones(1, dtype=torch.uint8), *parts])
-
-    def gather(self, communicator: Communicator) -> list[torch.Tensor]:
-        """Return for each buffer its values on all ranks, stacked in the order of micro-batches."""
-        if communicator.size > 1:
-            communicator.allreduce(self._rows, Op.SUM)
-        rows = self._rows[self._rows[:, 0] > 0]
-        columns = torch.split(rows[:, 1:], [each.nbytes for each in self._like], dim=1)
-        return [
-            column.clone(memory_format=torch.contiguous_format)  # else it may not be aligned
-            .view(-1)
-            .view(like.dtype)
-            .view(len(rows), *like.shape)
-            for column, like in zip(columns, self._like, strict=True)
-        ]
 
 
 def _has_idle_ranks(share: StepShare, size: int) -> bool:

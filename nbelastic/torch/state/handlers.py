@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.torch.ops.broadcast import (
+from nbelastic.torch.functions import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class StateHandler:
@@ -63,7 +61,7 @@ class _StateDictHandler(StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        self.value.load_state_dict(copy.deepcopy(self._saved))
+        self.value.load_state_dict(copy.deepcopy(self._saved))  # else it may share the commit's
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))

@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import operator
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from nbelastic.elastic.parameter_samples import sample
+from nbelastic.elastic.ranks.context import Context
+from nbelastic.torch.identity import WhileAlive, same
 from nbelastic.torch.state.adapters import wrapped_in
 from nbelastic.torch.state.optimizer_adapter import hooks_see_steps
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from nbelastic.elastic.ranks.context import Context
-    from nbelastic.torch.state.structure_cache import StructureCache
 
 # Regular commits in a row after which commits are not copied any more.
 # A commit is *regular* if it follows steps of the optimizers, before which only they had changed
@@ -85,14 +81,14 @@ class LazyCommit:
         self._broken = False  # some commit was not what it was trusted to be
         self._context: Context | None = None
         self._exchanges = self._generation = 0
-        self._cache: StructureCache | None = None
+        self._objects: Sequence[object] = ()
         self._sees_steps = False  # of all optimizers
         self._optimizers: list[torch.optim.Optimizer] = []
         self._tensors: list[torch.Tensor] = []
         self._marks: Marks = ([], [])
         self._commits = 0
         self._values: str | None = None  # some of the parameters', at the last commit
-        self._watcher = _Hook(weakref.ref(self), "_before_exchange")
+        self._watcher = WhileAlive(self._before_exchange)  # the context outlives the state
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @property
@@ -115,7 +111,7 @@ class LazyCommit:
         return _marks_of(self._tensors) == self._marks
 
     def commit(
-        self, cache: StructureCache, context: Context | None, *, copy: bool
+        self, objects: Sequence[object], context: Context | None, *, copy: bool
     ) -> frozenset[int]:
         """Decide on a new commit, copied in any case if `copy`; return the tensors not to copy.
 
@@ -130,18 +126,18 @@ class LazyCommit:
         self._context, self._generation = context, generation
         if context is not None and self._watcher not in context.before_exchange:
             context.before_exchange += (self._watcher,)
-        if cache is not self._cache or not cache.has_all_optimizers:
-            self._cache, unchanged = cache, False
-            optimizers = [e for e in cache.objects if isinstance(e, torch.optim.Optimizer)]
+        optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+        tensors = _tensors_of(optimizers)
+        if not (same(objects, self._objects) and same(tensors, self._tensors)):
+            self._objects, self._optimizers, self._tensors = objects, optimizers, tensors
+            unchanged = False
             for optimizer in optimizers:
                 self._hook(optimizer)
             self._sees_steps = all(map(hooks_see_steps, optimizers)) and not any(
-                wrapped_in(e) for e in cache.objects if e not in optimizers
+                wrapped_in(each) for each in objects if each not in optimizers
             )
-            self._optimizers, self._tensors = optimizers, _tensors_of(optimizers)
-            self.tensors = frozenset(map(id, self._tensors))
-            is_large = sum(each.nbytes for each in self._tensors) >= LARGE
-            self._needed = 1 if is_large else LEARNED
+            self.tensors = frozenset(map(id, tensors))
+            self._needed = 1 if sum(each.nbytes for each in tensors) >= LARGE else LEARNED
         if not unchanged:
             self._marks = _marks_of(self._tensors)
         self._commits += 1
@@ -170,7 +166,7 @@ class LazyCommit:
 
     def _before_step(self) -> None:
         if self.unchanged:
-            before, self._values = self._values, None
+            before, self._values = self._values, None  # once: the step changes them
             if before is None or before == self._look():
                 return
             self._broken = True
@@ -180,7 +176,7 @@ class LazyCommit:
 
     def _after_step(self) -> None:
         self._marks = _marks_of(self._tensors)
-        if not self.stepped:
+        if not self.stepped:  # several optimizers may step before a commit
             self.stepped = True
             self._exchanges = 0 if self._context is None else self._context.exchanges
         if self.uncopied:
@@ -200,25 +196,8 @@ class LazyCommit:
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._hooked and hooks_see_steps(optimizer):
             self._hooked.add(optimizer)
-            lazy = weakref.ref(self)
-            optimizer.register_step_pre_hook(_Hook(lazy, "_before_step"))
-            optimizer.register_step_post_hook(_Hook(lazy, "_after_step"))
-
-
-class _Hook:
-    """Call of a method as long as its object lives; a copy of the hook calls nothing."""
-
-    def __init__(self, lazy: weakref.ref[LazyCommit] | None, method: str) -> None:
-        self._lazy = lazy
-        self._method = method
-
-    def __call__(self, *_: object) -> None:
-        lazy = None if self._lazy is None else self._lazy()
-        if lazy is not None:
-            getattr(lazy, self._method)()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (None, self._method)
+            optimizer.register_step_pre_hook(WhileAlive(self._before_step))
+            optimizer.register_step_post_hook(WhileAlive(self._after_step))
 
 
 def _tensors_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:

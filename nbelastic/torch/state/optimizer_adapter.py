@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import random
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,21 +29,20 @@ from nbelastic.torch.gradients.reducer import Reducer
 from nbelastic.torch.state.flatten import (
     ATOMS,
     Adapter,
-    ContainerNode,
-    TensorRef,
-    ValueNode,
-    mapping,
+    Flattener,
+    Unflattener,
+    is_container,
+    is_dense,
+    is_flat,
     nested,
 )
-from nbelastic.torch.state.settings import Settings, attributes_of_optimizers, is_plain
-from nbelastic.torch.state.structure import OWN
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from nbelastic.torch.state.flatten import Flattener, Node, Unflattener
-    from nbelastic.torch.state.settings import SentSettings
-    from nbelastic.torch.state.structure import Structure, TensorNames
+from nbelastic.torch.state.settings import (
+    SentSettings,
+    Settings,
+    attributes_of_optimizers,
+    is_plain,
+)
+from nbelastic.torch.state.structure import OWN, Structure, word_for
 
 _Optimizer = torch.optim.Optimizer
 
@@ -66,121 +67,101 @@ _checked: weakref.WeakSet[_Optimizer] = weakref.WeakSet()
 class OptimizerContent(NamedTuple):
     """Captured content of an optimizer."""
 
-    groups: Sequence[tuple[list[TensorRef], dict[str, Node]]]  # parameters, and options
-    state: Sequence[tuple[TensorRef, dict[str, Node]]]  # of each parameter that has some
+    groups: Sequence[dict[str, Any]]
+    state: dict[Any, dict[str, Any]]
     settings: Settings | SentSettings | None = None  # plain attributes; of torch's own, none
-    custom: Node | None = None  # its state dict, if that is not torch's
+    custom: Any = None  # its state dict, if that is not torch's
 
 
 class OptimizerAdapter(Adapter):
     """Optimizers: torch's, users' own, and wrappers of optimizers."""
 
     def capture(self, flattener: Flattener, obj: _Optimizer) -> OptimizerContent:
+        flatten = flattener.flatten
         groups = [
-            (
-                [flattener.flatten(parameter) for parameter in group["params"]],
-                options_of(flattener, group),
-            )
+            {
+                **{key: flatten(each) for key, each in group.items() if key != "params"},
+                "params": [*map(flatten, group["params"])],  # the last one, as in a state dict
+            }
             for group in obj.param_groups
         ]
-        state: Any = [
-            (
-                flattener.flatten(owner),
-                {key: flattener.flatten(each) for key, each in values.items()},
-            )
-            for owner, values in obj.state.items()
-        ]
+        values = [*itertools.chain.from_iterable(each.values() for each in obj.state.values())]
+        tensors = [each for each in values if type(each) not in ATOMS]
+        if all(type(each) is torch.Tensor and is_dense(each) for each in tensors):
+            flattener.add(tensors)  # all at once, because each step does it
+            state = dict(zip(map(flatten, obj.state), map(dict, obj.state.values()), strict=True))
+        else:
+            state = {
+                flatten(owner): {key: flatten(each) for key, each in values.items()}
+                for owner, values in obj.state.items()
+            }
         if is_torchs(obj):
-            return OptimizerContent(groups, state)  # type: ignore[arg-type]
+            return OptimizerContent(groups, state)
         if obj not in _checked:
             _check(flattener, obj)
             _checked.add(obj)
-        custom = flattener.flatten(obj.state_dict()) if overrides(obj) else None
-        return OptimizerContent(groups, state, Settings(obj), custom)  # type: ignore[arg-type]
+        custom = flatten(obj.state_dict()) if overrides(obj) else None
+        return OptimizerContent(groups, state, Settings({"": obj}), custom)
 
     def restore(self, unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent) -> None:
         self._put_back(unflattener, obj, content)
         if content.custom is not None:
             with same_lists(obj):
-                load(obj, unflattener, content.custom)
-            self._put_back(unflattener, obj, content)
+                load(obj, unflattener.unflatten(content.custom))
+            self._put_back(unflattener, obj, content)  # load_state_dict() may replace them
         if content.settings is not None:
             content.settings.restore(obj)
 
     def _put_back(
         self, unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent
     ) -> None:
-        groups, state = content.groups, content.state
-        live = obj.param_groups
-        if isinstance(getattr(obj, "_reducer", None), Reducer):
+        groups, live = content.groups, obj.param_groups
+        if isinstance(getattr(obj, "_reducer", None), Reducer):  # sums under way are void
             obj.reset()  # type: ignore[attr-defined]
         del live[len(groups) :]
-        models = set() if unflattener.local else unflattener.restored()
-        for index, (refs, captured) in enumerate(groups):
-            if index == len(live):
-                live.append({"params": []})
-            group = live[index]
+        live.extend({"params": []} for _ in groups[len(live) :])
+        models = set() if unflattener.local else {id(each) for each in unflattener.memo.values()}
+        for captured, group in zip(groups, live, strict=True):
             own = [each for each in group["params"] if id(each) not in models]
-            parameters = _parameters(unflattener, refs, own)
+            parameters = _parameters(unflattener, captured["params"], own)
             for parameter in parameters:
                 parameter.grad = None
-            options = {key: unflattener.unflatten(node) for key, node in captured.items()}
+            options = {k: unflattener.unflatten(v) for k, v in captured.items() if k != "params"}
             group.clear()
             group.update(params=parameters, **options)
         built = {
             unflattener.unflatten(owner): {
-                key: unflattener.unflatten(node) for key, node in values.items()
+                key: unflattener.unflatten(each) for key, each in values.items()
             }
-            for owner, values in state
+            for owner, values in content.state.items()
         }
         obj.state.clear()
         obj.state.update(built)
 
-    def parts(self, label: str, content: OptimizerContent, names: TensorNames) -> Structure:
+    def parts(self, label: str, content: OptimizerContent, names: dict[int, str]) -> Structure:
         return {
             ("parameter group", f"{label}.param_groups[{index}]"): tuple(
-                sorted(names.known.get(ref, OWN + names.words[ref]) for ref in refs)
+                sorted(names.get(id(each), OWN + word_for(each)) for each in group["params"])
             )
-            for index, (refs, _) in enumerate(content.groups)
+            for index, group in enumerate(content.groups)
         }
 
-    def state_dict(self, content: OptimizerContent, *, whole: bool = False) -> Node:
+    def state_dict(self, content: OptimizerContent, *, whole: bool = False) -> Any:
+        """Return it with parameters by their numbers; groups with parameters if `whole`."""
         if content.custom is not None and not whole:
             return content.custom
-        groups, state = _lists_of(content, whole)
-        nodes = {"state": state, "param_groups": groups}
-        if isinstance(content.custom, ContainerNode) and content.custom.keys is not None:
-            pairs = zip(content.custom.keys, content.custom.nodes, strict=True)
-            nodes = {**{str(key): node for key, node in pairs}, **nodes}
-        return mapping(nodes)
-
-
-def _lists_of(content: OptimizerContent, whole: bool = False) -> tuple[Node, Node]:
-    """Return groups and state by numbers of parameters; groups with parameters if `whole`."""
-    numbers: dict[TensorRef, int] = {}
-    for ref in [
-        *(s for refs, _ in content.groups for s in refs),
-        *(s for s, _ in content.state),
-    ]:
-        numbers.setdefault(ref, len(numbers))
-    groups = [
-        mapping(
-            {
-                **options,
-                "params": ContainerNode(list, None, list(refs))
-                if whole
-                else ValueNode([numbers[ref] for ref in refs]),
-            }
-        )
-        for refs, options in content.groups
-    ]
-    state = mapping({numbers[ref]: mapping(values) for ref, values in content.state})
-    return ContainerNode(list, None, groups), state
-
-
-def options_of(flattener: Flattener, group: dict[str, Any]) -> dict[str, Node]:
-    """Capture a parameter group without its parameters."""
-    return {key: flattener.flatten(each) for key, each in group.items() if key != "params"}
+        parameters = [each for group in content.groups for each in group["params"]]
+        numbers: dict[int, Any] = {}
+        for each in (*parameters, *content.state):
+            number = len(numbers) if isinstance(each, torch.Tensor) else each
+            numbers.setdefault(id(each), number)
+        groups = [
+            {**g, "params": g["params"] if whole else [numbers[id(each)] for each in g["params"]]}
+            for g in content.groups
+        ]
+        state = {numbers[id(owner)]: values for owner, values in content.state.items()}
+        custom = content.custom if isinstance(content.custom, dict) else {}
+        return {**custom, "state": state, "param_groups": groups}
 
 
 def own_attributes(obj: _Optimizer) -> dict[str, Any]:
@@ -258,7 +239,7 @@ def _check(flattener: Flattener, obj: _Optimizer) -> None:
         )
     if overrides(obj):
         with same_lists(obj):  # an error should come now, not after a failure
-            _load(obj, obj.state_dict())
+            load(obj, obj.state_dict())
         return
     if any("__slots__" in vars(kind) for kind in type(obj).__mro__):
         raise NbelasticError(
@@ -270,7 +251,11 @@ def _check(flattener: Flattener, obj: _Optimizer) -> None:
         if id(value) in known or is_plain(value):
             continue
         for each in nested(value):
-            if id(each) not in known and not flattener.is_object(each) and _is_data(each):
+            if (
+                id(each) not in known
+                and flattener.memo.get(id(each)) is not each
+                and _is_data(each)
+            ):
                 kind = type(value).__qualname__
                 raise NbelasticError(
                     f"{name}.{attribute} (a {kind}) holds values that a state cannot see{_ADVICE}"
@@ -279,19 +264,13 @@ def _check(flattener: Flattener, obj: _Optimizer) -> None:
 
 def _is_data(value: object) -> bool:
     """Return whether a value may change in training: a number, a tensor, an object with any."""
-    return not callable(value) and (
-        isinstance(value, _DATA) or type(value) in ATOMS or bool(attributes_in(value))
-    )
+    if is_container(value):
+        return bool(value) and is_flat(value)
+    return not callable(value) and (isinstance(value, _DATA) or bool(attributes_in(value)))
 
 
-def load(obj: Any, unflattener: Unflattener, node: Node) -> None:
-    """Load a captured state dict into an object."""
-    state_dict = unflattener.unflatten(node)
-    unflattener.flush()
-    _load(obj, state_dict)
-
-
-def _load(obj: Any, state_dict: Any) -> None:
+def load(obj: Any, state_dict: Any) -> None:
+    """Load a state dict into an object."""
     try:
         obj.load_state_dict(state_dict)
     except Exception as error:  # whatever the user's classes raise
@@ -304,10 +283,7 @@ def _load(obj: Any, state_dict: Any) -> None:
 
 @contextlib.contextmanager
 def same_lists(obj: object) -> Iterator[None]:
-    """Put back lists and dicts that ``load_state_dict`` replaces, for other objects' references.
-
-    These are the groups and states of an optimizer, and of those within an object.
-    """
+    """Put back groups and states of optimizers that ``load_state_dict`` replaces."""
     optimizers = within(obj)
     before = [{k: vars(each)[k] for k in _LISTS if k in vars(each)} for each in optimizers]
     yield
@@ -324,12 +300,12 @@ def same_lists(obj: object) -> Iterator[None]:
 
 
 def _parameters(
-    unflattener: Unflattener, refs: Sequence[TensorRef], own: Sequence[torch.Tensor]
+    unflattener: Unflattener, captured: Sequence[torch.Tensor], own: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return a group's parameters: a model's by reference, its own by position."""
-    if unflattener.local:
-        return [unflattener.tensor(ref) for ref in refs]
-    if len(own) != sum(not unflattener.has(ref) for ref in refs):
+    """Return a group's parameters: a model's by identity, its own by position."""
+    missing = [each for each in captured if id(each) not in unflattener.memo]
+    if not unflattener.local and len(own) != len(missing):
         raise StateMismatch("the optimizer of this rank has other parameters that no model has")
-    rest = iter(own)
-    return [unflattener.tensor(ref, None if unflattener.has(ref) else next(rest)) for ref in refs]
+    for each, mine in zip(missing, own, strict=False):
+        unflattener.tensor(each, mine)
+    return [unflattener.tensor(each) for each in captured]

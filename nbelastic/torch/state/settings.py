@@ -12,19 +12,16 @@ Other values in modules that change from commit to commit are neither rolled bac
 from __future__ import annotations
 
 import functools
-import operator
 import types
+import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils.weak import WeakIdKeyDictionary
 
 from nbelastic.torch.state.flatten import ATOMS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _Object = torch.nn.Module | torch.optim.Optimizer
 
@@ -35,7 +32,10 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, f
 
 _SAMPLED = 16  # values of a tensor that are looked at
 
-_built: Any = WeakIdKeyDictionary()  # settings of each part by name, from its first capture
+_OTHER = object()  # stands for an attribute that is no setting
+
+# Settings of each part by name, from its first capture.
+_built: weakref.WeakKeyDictionary[_Object, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -78,69 +78,49 @@ class SentSettings:
 
 
 class Settings:
-    """Settings of an optimizer, or of all modules of a model, as they are now."""
+    """Settings of an optimizer, or of all modules of a model by their paths, as they are now."""
 
-    def __init__(self, obj: _Object) -> None:
-        self._obj = obj
-        self._parts = _parts_of(obj)
-        self._kinds = [*map(type, self._parts.values())]
-        self._dicts = [part.__dict__ for part in self._parts.values()]
-        self._sizes = [*map(len, self._dicts)]
-        self._present = [frozenset(each) for each in self._dicts]
-        self._names = [_settings_in(part) for part in self._parts.values()]
-        self._readers = [*map(_reader_of, self._names)]
-        self._rows = self._read()
-        for part, values in zip(self._parts.values(), self._values(), strict=True):
+    def __init__(self, parts: Mapping[str, _Object]) -> None:
+        self._parts = parts
+        self._values = [_attributes_of(part) for part in parts.values()]
+        for part, values in zip(self._parts.values(), self._values, strict=True):
             _built.setdefault(part, values)
+
+    def places(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return for each setting its dictionary, and its name."""
+        pairs = [*zip(map(vars, self._parts.values()), self._values, strict=True)]
+        found = [(live, n) for live, values in pairs for n, v in values.items() if v is not _OTHER]
+        return [live for live, _ in found], [name for _, name in found]
 
     @property
     def described(self) -> dict[tuple[str, str], str]:
         """Classes of modules, and functions among their attributes, by kind and path."""
         found = {}
-        for (raw, part), kind in zip(self._parts.items(), self._kinds, strict=True):
-            path = uncompiled(raw)
+        for raw, part in self._parts.items():
+            path, kind = uncompiled(raw), type(part)
             found["class of", path] = getattr(kind, "cls_to_become", kind).__qualname__
             for name, value in vars(part).items():
                 if isinstance(value, _FUNCTIONS) and name not in _BASE:
                     found["function", f"{path}.{name}".lstrip(".")] = _describe(value)
         return found
 
-    def renewed(self) -> Settings:
-        """Return the present settings: this object, if they are the same.
-
-        Modules must be the same.
-        """
-        try:
-            if [*map(len, self._dicts)] == self._sizes and self._read() == self._rows:
-                return self
-        except Exception:  # an attribute is gone, or is a tensor by now
-            pass
-        return Settings(self._obj)
-
     def restore(self, obj: _Object) -> None:
         """Set the settings of the same object again, and remove new settings."""
         base = _base_of(obj)
-        for live, present, values in zip(self._dicts, self._present, self._values(), strict=True):
+        for part, values in zip(self._parts.values(), self._values, strict=True):
+            live = vars(part)
             _set(live, values)
-            new = [name for name in live if name not in present and name not in base]
+            new = [name for name in live if name not in values and name not in base]
             for name in [each for each in new if is_plain(live[each])]:
                 del live[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
         changed: dict[str, dict[str, Any]] = {}
-        for (path, part), values in zip(self._parts.items(), self._values(), strict=True):
+        for (path, part), values in zip(self._parts.items(), self._values, strict=True):
             built = _built.get(part, {})
-            new = {n: v for n, v in values.items() if n not in built or not _same(built[n], v)}
-            if new:
-                changed.setdefault(uncompiled(path), {}).update(new)
+            new = {n: v for n, v in values.items() if v is not _OTHER and not _same(built, n, v)}
+            changed.setdefault(uncompiled(path), {}).update(new)
         return SentSettings, (changed, self.described)
-
-    def _read(self) -> list[tuple[Any, ...]]:
-        return [read(each) for read, each in zip(self._readers, self._dicts, strict=True)]
-
-    def _values(self) -> Iterator[dict[str, Any]]:
-        for names, row in zip(self._names, self._rows, strict=True):
-            yield dict(zip(names, row, strict=True))
 
 
 def moving_values(models: Iterable[torch.nn.Module]) -> dict[str, object]:
@@ -168,7 +148,7 @@ def _token(value: object) -> object:
     if isinstance(value, torch.Tensor):
         if value.requires_grad or value.layout is not torch.strided or value.is_quantized:
             return None
-        if not value.is_cpu:
+        if not value.is_cpu:  # its values would make this rank wait for the device
             return tuple(value.shape), value._version
         return tuple(value.shape), *map(str, value.detach().flatten()[:_SAMPLED].tolist())
     return None
@@ -182,18 +162,16 @@ def _base_of(obj: _Object) -> frozenset[str]:
     return _BASE if isinstance(obj, torch.nn.Module) else attributes_of_optimizers()
 
 
-def _settings_in(part: _Object) -> list[str]:
-    if isinstance(part, LazyModuleMixin):  # it sets some of them together with its parameters
-        return []
+def _attributes_of(part: _Object) -> dict[str, Any]:
+    """Return the settings of a part, and a mark for each of its other attributes."""
     base = _base_of(part)
-    return [name for name, value in vars(part).items() if name not in base and is_plain(value)]
-
-
-def _reader_of(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Return a function that reads attributes, in C for several names."""
-    if len(names) > 1:
-        return operator.itemgetter(*names)
-    return lambda live: tuple(live[name] for name in names)
+    if isinstance(part, LazyModuleMixin):  # it sets some of them together with its parameters
+        return dict.fromkeys(vars(part), _OTHER)
+    return {
+        name: value if type(value) in ATOMS or is_plain(value) else _OTHER
+        for name, value in vars(part).items()
+        if name not in base
+    }
 
 
 def is_plain(value: object) -> bool:
@@ -206,12 +184,15 @@ def is_plain(value: object) -> bool:
 def _set(live: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set attributes, but not in place of what is no setting by now."""
     for name, value in values.items():
-        if name not in live or (live[name] is not value and is_plain(live[name])):
+        if value is not _OTHER and (
+            name not in live or (live[name] is not value and is_plain(live[name]))
+        ):
             live[name] = value
 
 
-def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and (one == other or one != one)  # noqa: PLR0124 (not a number)
+def _same(built: Mapping[str, Any], name: str, value: Any) -> bool:
+    first = built.get(name, _OTHER)
+    return type(first) is type(value) and (first == value or value != value)  # noqa: PLR0124 (NaN)
 
 
 def _describe(function: Any) -> str:

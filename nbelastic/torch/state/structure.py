@@ -10,14 +10,9 @@ can take over the values if its state is as the sender's is, or as the sender's 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import torch
 
 from nbelastic.errors import StateMismatch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
 
 # Description of a tensor that a lazy module has not made yet; fits any other.
 LAZY = "of no shape yet"
@@ -41,13 +36,6 @@ _IF_ON_BOTH = "tensor"
 _IF_CHANGED = frozenset({"class of", "function"})
 
 _LISTED = 5  # most differences that an error lists
-
-
-class TensorNames(NamedTuple):
-    """Descriptions of tensors by reference, and names of the tensors of models."""
-
-    words: Sequence[str]
-    known: dict[int, str]
 
 
 def word_for(tensor: torch.Tensor) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import pickle
-import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -16,11 +17,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from nbelastic.data import Loader
-from nbelastic.data.sources import USUAL_CAUSES, DataSample, difference, sample_of
+from nbelastic.data.sources.map_source import USUAL_CAUSES, difference, sample_of
+from nbelastic.data.sources.row_source import DataSample
 from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_source
 from nbelastic.elastic.ranks.session import warn
-from nbelastic.elastic.sampler import ShardSampler
+from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
 from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.elastic.state.transfer import allgather_object
@@ -28,30 +30,21 @@ from nbelastic.errors import NbelasticError, NotInitialized, OptionError, StateM
 from nbelastic.pickling import Pickler
 from nbelastic.torch.device import device, in_words, what_would_fit
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
+from nbelastic.torch.identity import WhileAlive
 from nbelastic.torch.rates import LRScaler, adjusts_to_size
 from nbelastic.torch.state.adapters import (
-    CapturedState,
     SamplerAdapter,
-    adapter_of,
+    adapter_for,
     objects_in,
-    restore_object,
     settings_of,
 )
 from nbelastic.torch.state.buffer_means import BufferMeans
-from nbelastic.torch.state.commit import Copies, make_commit, nbytes_of, rebuild
+from nbelastic.torch.state.commit import Commit, Copies, make_commit, rebuild
 from nbelastic.torch.state.flatten import Unflattener
-from nbelastic.torch.state.handlers import own_handler
+from nbelastic.torch.state.handlers import StateHandler, own_handler
 from nbelastic.torch.state.lazy_commit import LazyCommit
 from nbelastic.torch.state.settings import moving_values
-from nbelastic.torch.state.structure import changes, check_fit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from nbelastic.elastic.sampler import SamplerProgress
-    from nbelastic.torch.state.commit import Commit
-    from nbelastic.torch.state.handlers import StateHandler
-    from nbelastic.torch.state.structure import Structure
+from nbelastic.torch.state.structure import Structure, changes, check_fit
 
 _ACCELERATES = (
     "what accelerate has prepared is in a TorchState\n"
@@ -152,11 +145,11 @@ class TorchState(ObjectState):
                 True  # a handler's values do not follow a step that replaces a commit
             )
         self._loaders = self._take_part_in_steps()
-        self._built = self._structure()
+        self._built = self._structure()  # before training changes it
 
     def _structure(self) -> Structure:
         """Return the structure of the last commit."""
-        return _captured(self._commit).structure()
+        return self._commit.state.structure()
 
     def _take_part_in_steps(self) -> list[Loader]:
         """Connect the loaders in this state with its epoch, and with the buffers of its models."""
@@ -180,9 +173,14 @@ class TorchState(ObjectState):
                 loader.device = in_words(device())
             if "epoch" in self._names:
                 loader.follow(self)
-            models, means = map(_while_alive, (self._modules, self._running_means))
-            participant = BufferMeans(models, loader.forgo_exactness, loader.buffers, means)
-            loader.participants.append(participant)
+            loader.participants.append(
+                BufferMeans(
+                    WhileAlive(self._modules),  # the loader may outlive this state
+                    loader.forgo_exactness,
+                    loader.buffers,
+                    WhileAlive(self._running_means),
+                )
+            )
         return loaders
 
     def on_reset(self) -> None:
@@ -221,7 +219,7 @@ class TorchState(ObjectState):
         """
         super().commit()
         for loader in self._loaders:
-            loader.committed()
+            loader.committed()  # not if the generation ends with this commit
 
     def save(self) -> None:
         """Keep the present values as the last commit, in the memory of the one before.
@@ -247,8 +245,8 @@ class TorchState(ObjectState):
             if not isinstance(error, NbelasticError):
                 refuse_by_name(error, values, self._objects())
             raise
-        uncopied = self._lazy.commit(commit.cache, current_or_none(), copy=self.always_copy)
-        self._copies.take(commit.owners, uncopied)
+        uncopied = self._lazy.commit(commit.state.objects, current_or_none(), copy=self.always_copy)
+        self._copies.take(commit.tensors, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
         if self._loaders and (context := current_or_none()) is not None:
@@ -313,12 +311,12 @@ class TorchState(ObjectState):
 
     def _report_memory(self, uncopied: int) -> None:
         """Report how much memory state and copies take, if it may have changed."""
-        context, tensors = current_or_none(), self._commit.owners
+        context, tensors = current_or_none(), self._commit.tensors
         reported = (context, len(tensors), uncopied)
         if context is not None and reported != self._reported:
             self._reported = reported
             copied = self._copies.nbytes + self._stepped_copies.nbytes
-            context.telemetry.memory = (sum(map(nbytes_of, tensors)), copied)
+            context.telemetry.memory = (sum(each.nbytes for each in tensors), copied)
 
     def restore(self) -> None:
         self._materialize()
@@ -339,7 +337,7 @@ class TorchState(ObjectState):
                 for loader, found in zip(self._loaders, everyones, strict=True):
                     loader.learn_parts(found)
         if receivers and self._handlers:
-            with zero_is_source():
+            with zero_is_source():  # handlers of Horovod's send from rank 0
                 for name, handler in self._handlers.items():
                     handler.value = self.__dict__[name]
                     handler.sync()
@@ -361,7 +359,7 @@ class TorchState(ObjectState):
     def _capture_step(self) -> None:
         """Capture the state at the end of a step, without the optimizers' tensors."""
         self._stepped = make_commit(self._values(), self._commit)
-        self._stepped_copies.take(self._stepped.owners, self._lazy.tensors)
+        self._stepped_copies.take(self._stepped.tensors, self._lazy.tensors)
 
     def _replace_commit(self, as_stepped: bool) -> None:
         """Replace an uncopied commit by a newer state, which is copied."""
@@ -376,7 +374,7 @@ class TorchState(ObjectState):
         self._lazy.uncopied = False
         context = current_or_none()
         if context is not None:
-            context.ahead = True
+            context.ahead = True  # ranks that restored the commit are behind
 
     def _step_bytes(self) -> int:
         parts = {part for each in self._modules() for part in each.modules()}
@@ -387,7 +385,7 @@ class TorchState(ObjectState):
             for parameter in part.parameters(recurse=False)
             if parameter.requires_grad and parameter.is_cpu and not is_lazy(parameter)
         }
-        sizes = sorted(map(nbytes_of, parameters))
+        sizes = sorted(each.numel() * each.element_size() for each in parameters)
         # Adam and its like need two temporary tensors for each parameter in turn.
         return sum(sizes) + (2 * sum(sizes[-1:]) if self._objects(Optimizer) else 0)
 
@@ -421,14 +419,15 @@ class TorchState(ObjectState):
         if self._data is None:
             self._data = _data_samples(self._objects())
         commit = make_commit(self._values(), self._commit)
-        return self._payload(commit, commit.owners, self._data, trusted=self._lazy.trusted)
+        return self._payload(commit, commit.tensors, self._data, trusted=self._lazy.trusted)
 
     def _unwritable(self) -> list[str]:
         return list(self._handlers)
 
     def _pack_commit(self) -> StatePayload:
         self._materialize()
-        names = _captured(self._commit).names(self._commit.nodes)
+        found = self._commit.state.names(self._commit.values)
+        names = [found.get(id(t), f"tensor.{n}") for n, t in enumerate(self._commit.tensors)]
         return replace(self._payload(self._commit, self._copies.values), names=names)
 
     def _payload(
@@ -440,38 +439,33 @@ class TorchState(ObjectState):
         trusted: bool = False,
     ) -> StatePayload:
         """Return a commit with its tensors' values, and the changes since the state was built."""
-        present = _captured(commit)
-        before = changes(self._built, present.structure())
+        state = commit.state
+        before = changes(self._built, state.structure())
+        things = [*state.objects, *commit.tensors]
         try:
-            content = _dump((present.captured, commit.nodes, trusted, self._more()), commit.objects)
+            content = _dump((state.contents, commit.values, trusted, self._more()), things)
         except Exception as error:  # pickling runs code of any class
-            values, objects = self._values(), commit.objects
-            refuse_by_name(error, values, objects, SENT, lambda each: _dump(each, objects))
+            values = self._values()
+            refuse_by_name(error, values, state.objects, SENT, lambda each: _dump(each, things))
             raise
-        adapters = [type(adapter_of(obj)) for obj in commit.objects]
-        parts = (data, present.kinds(), list(commit.nodes), before, content, adapters)
-        devices = [owner.device.type for owner in commit.owners]
+        adapters = [type(adapter_for(obj)) for obj in state.objects]
+        parts = (data, state.kinds(), list(commit.values), before, content, adapters)
+        devices = [tensor.device.type for tensor in commit.tensors]
         return StatePayload(pickle.dumps(parts), tensors, devices)
 
     @staticmethod
     def _as_dict(payload: StatePayload, samplers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         *_, content, adapters = pickle.loads(payload.head)
-        objects: list[Any] = [{} for _ in adapters]
-        captured, nodes, *_ = _load(content, objects)
-        cpu = ["cpu"] * len(payload.tensors)
-        unflattener = Unflattener(payload.tensors, objects, lambda *_: None, devices=cpu, keep=True)
-        # All are kept: the unflattener identifies nodes by their ids.
-        state_dicts = [adapters[node.number]().state_dict(node.content) for node in captured]
-        for node, state_dict in zip(captured, state_dicts, strict=True):
-            built = unflattener.unflatten(state_dict)
+        objects: list[dict[str, Any]] = [{} for _ in adapters]
+        contents, values, *_ = _load(content, [*objects, *payload.tensors])
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in payload.tensors}
+        left = iter(samplers)
+        for obj, adapter, captured in zip(objects, adapters, contents, strict=True):
+            built = next(left) if adapter is SamplerAdapter else adapter().state_dict(captured)
+            memo[id(obj)] = obj if isinstance(built, dict) else built
             if isinstance(built, dict):  # values that refer to the object have this dict already
-                objects[node.number].update(built)
-            else:
-                objects[node.number] = built
-        dealt = [obj for obj, kind in zip(objects, adapters, strict=True) if kind is SamplerAdapter]
-        for obj, sampler in zip(dealt, samplers, strict=True):
-            obj.update(sampler)
-        return {name: unflattener.unflatten(node) for name, node in nodes.items()}
+                obj.update(built)
+        return copy.deepcopy(values, memo)
 
     def _progress_at_commit(self) -> list[SamplerProgress]:
         return [snapshot.progress for _, snapshot in self._commit.samplers]
@@ -479,25 +473,23 @@ class TorchState(ObjectState):
     def _unpack(self, payload: StatePayload) -> None:
         data, kinds, names, before, content, _ = pickle.loads(payload.head)
         check_names("the values", public(self._names), public(names))
-        mine = _captured(make_commit(self._values(), self._commit))
-        objects = mine.objects
+        mine = make_commit(self._values(), self._commit).state
         check_names("the objects", mine.kinds(), kinds, in_order=True)
-        captured, nodes, trusted, more = _load(content, objects)
+        contents, values, trusted, more = _load(content, [*mine.objects, *payload.tensors])
+        theirs = mine._replace(contents=contents)
         if not self._aligned:  # else it may be behind ranks that have changed it since
-            theirs = CapturedState(objects, mine.labels, captured, payload.tensors)
             check_fit(mine.structure(), theirs.structure(), before)
         if data:  # checkpoints have none
-            _check_data(_data_samples(objects), data)
+            _check_data(_data_samples(mine.objects), data)
+        devices = dict(zip(map(id, payload.tensors), payload.devices, strict=True))
         keep = payload.buffer is not None
-        unflattener = Unflattener(
-            payload.tensors, objects, restore_object, devices=payload.devices, keep=keep
-        )
-        self._take(*rebuild(unflattener, captured, nodes), more)
+        unflattener = Unflattener(mine.objects, devices=devices, keep=keep)
+        self._take(*rebuild(unflattener, theirs, values), more)
         if trusted:  # else the first commit would copy everything, while other ranks wait
             self._lazy.trust()
         if payload.buffer is not None:
-            for ref, tensor in enumerate(payload.tensors):
-                if ref not in unflattener.kept:
+            for tensor in payload.tensors:
+                if id(tensor) not in unflattener.kept:
                     payload.buffer.give_back(tensor)
 
 
@@ -537,47 +529,32 @@ def _check_data(mine: Sequence[DataSample | None], theirs: Sequence[DataSample |
             raise StateMismatch(f"the datasets are not the same{ranks}: {found}. {USUAL_CAUSES}")
 
 
-def _while_alive(method: Callable[[], Iterable[Any]]) -> Callable[[], Iterable[Any]]:
-    """Return a function that calls a method, and returns nothing once its object is gone."""
-    alive = weakref.WeakMethod(method)
-
-    def call() -> Iterable[Any]:
-        present = alive()
-        return () if present is None else present()
-
-    return call
-
-
-def _captured(commit: Commit) -> CapturedState:
-    return CapturedState(commit.objects, commit.cache.labels, commit.captured, commit.owners)
-
-
-# Values may refer to models and optimizers of the state; for the receiver these are its own.
+# Values refer to objects of the state, which for the receiver are its own, and to tensors.
 
 
 class _Pickler(Pickler):
-    def __init__(self, file: io.BytesIO, objects: Sequence[object]) -> None:
+    def __init__(self, file: io.BytesIO, things: Sequence[object]) -> None:
         super().__init__(file)
-        self._numbers = {id(obj): number for number, obj in enumerate(objects)}
+        self._numbers = {id(each): number for number, each in enumerate(things)}
 
     def persistent_id(self, obj: object) -> int | None:
         return self._numbers.get(id(obj))
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, objects: Sequence[object]) -> None:
+    def __init__(self, file: io.BytesIO, things: Sequence[object]) -> None:
         super().__init__(file)
-        self._things = objects
+        self._things = things
 
     def persistent_load(self, pid: Any) -> object:
         return self._things[pid]
 
 
-def _dump(value: object, objects: Sequence[object]) -> bytes:
+def _dump(value: object, things: Sequence[object]) -> bytes:
     file = io.BytesIO()
-    _Pickler(file, objects).dump(value)
+    _Pickler(file, things).dump(value)
     return file.getvalue()
 
 
-def _load(data: bytes, objects: Sequence[object]) -> Any:
-    return _Unpickler(io.BytesIO(data), objects).load()
+def _load(data: bytes, things: Sequence[object]) -> Any:
+    return _Unpickler(io.BytesIO(data), things).load()

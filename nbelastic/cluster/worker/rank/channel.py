@@ -7,25 +7,25 @@ The channel is a pair of Unix sockets. A frame is the length of a message and th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import queue
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
-from nbelastic.messages import AnyMessage, Message, decode, encode
+from nbelastic.messages import AnyMessage, JobPayload, Message, RankEvent, decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from nbelastic.elastic.ranks.runtime import RankSpec
-    from nbelastic.messages import JobPayload
 
 HEADER = struct.Struct("=Q")
 """Length of the frame that follows."""
@@ -64,11 +64,7 @@ def read_message(data: bytes) -> Message:
 
 
 class RankChannel:
-    """A rank's end of its channel.
-
-    Two threads serve it: one reads orders, the other sends messages and a heartbeat at regular
-    intervals. Both end with the process, at the latest.
-    """
+    """A rank's end of its channel, served by a thread that reads and a thread that sends."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -82,22 +78,21 @@ class RankChannel:
         return setup
 
     def start(self, take: Callable[[Message], None], beat: Callable[[], None]) -> None:
-        """Begin to serve the channel.
+        """Begin to serve the channel; `beat` is called in the thread that sends."""
+        self._sender = self._start("nbelastic-sender", self._serve_sender, beat)
+        self._start("nbelastic-reader", self._serve_reader, take)
 
-        `take` gets each order, in the thread that reads. `beat` is called in each heartbeat's
-        interval, in the thread that sends.
-        """
-        self._sender = threading.Thread(
-            target=self._serve_sender, args=[beat], name="nbelastic-sender", daemon=True
-        )
-        reader = threading.Thread(
-            target=self._serve_reader, args=[take], name="nbelastic-reader", daemon=True
-        )
-        self._sender.start()
-        reader.start()
+    def _start(self, name: str, serve: Callable[..., None], act: Any) -> threading.Thread:
+        thread = threading.Thread(target=serve, args=[act], name=name, daemon=True)
+        thread.start()
+        return thread
 
     def send(self, message: Message) -> None:
-        """Send a message, in order and without waiting. Any thread may call this."""
+        """Send a message without waiting; an event after all that was printed. Any thread."""
+        if isinstance(message, RankEvent):
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(Exception):  # the user's own stream, or none
+                    stream.flush()
         if os.getpid() == self._process:  # a fork is no rank
             self._waiting.put(framed(message))
 

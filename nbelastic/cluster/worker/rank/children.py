@@ -16,17 +16,20 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator
 
 import psutil
 
 from nbelastic.system import LINUX
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
-
 GROUP_LIMIT_S = 1.0
 """Seconds that what a rank has started may take to end after it."""
+
+RETURNED = 77
+"""Exit status of a rank whose function has returned. Its server waits for its children."""
+
+exit_status = 0
+"""Status with which this process is to exit."""
 
 # Options of prctl(2).
 DEATH_SIGNAL, NAME, _SUBREAPER = 1, 15, 36
@@ -69,11 +72,11 @@ class Children:
             self._wakeup.recv(1 << 12)
         return [each for each in ready if each in descriptors]
 
-    def reap(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the process, status and peak memory (KiB) of each child that has ended."""
+    def reap(self) -> Iterator[tuple[int, int]]:
+        """Yield the process and status of each child that has ended."""
         with contextlib.suppress(ChildProcessError):
-            while (found := os.wait4(-1, os.WNOHANG))[0]:
-                yield found[0], found[1], found[2].ru_maxrss
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                yield found
 
     def end_left(self, known: Collection[int]) -> bool:
         """End forks' leftover processes by SIGTERM, then SIGKILL; return whether any is left.
@@ -119,7 +122,7 @@ def skip_teardown() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # of any class
             stream.flush()
-    os._exit(0)
+    os._exit(exit_status)
 
 
 def _ignore(*_: object) -> None:

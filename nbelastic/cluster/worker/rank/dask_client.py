@@ -10,18 +10,16 @@ import contextlib
 import pickle
 import sys
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import dask.config
 import distributed
+from distributed import Client
 
 from nbelastic.cluster.dask_compat import key_of, value_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from distributed import Client
-
     from .channel import RankSetup
 
 NO_WORKER = (

@@ -11,15 +11,13 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.messages import FaultDue, FaultReport
+from nbelastic.messages import FaultDue, FaultOrder, FaultReport, Message
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from nbelastic.elastic.ranks.session import Session
-    from nbelastic.messages import FaultOrder, Message
 
 IN_STEP = frozenset({"fail", "hang", "slow", "memory"})
 """Kinds that happen in user code: the rank's thread does them, after its next batch."""
@@ -46,10 +44,7 @@ class FaultInjector:
         self._armed: list[FaultOrder] = []
         self._done: dict[int, threading.Event] = {}
         self._slow: tuple[int, float] = (0, 0.0)
-        self._version, self._generation = session.version, session.generation
-        self._since = (0, 0)
         self._moved = -math.inf
-        self._samples = session.telemetry.samples
 
     def _tell(self, what: str, **fields: Any) -> None:
         self._send(FaultReport(self._job, self._session.spec.start, what, **fields))
@@ -85,9 +80,8 @@ class FaultInjector:
 
     # -- by the rank's thread ----------------------------------------------------------------------
 
-    def step(self, recorded: bool) -> None:
-        """Do what is due after a batch (or a commit or check: then `recorded` is False)."""
-        self._count_redone(recorded)
+    def step(self) -> None:
+        """Do what is due after a batch."""
         for fault in self._due(forming=False):
             if fault.kind in IN_STEP:
                 self._tell("done", number=fault.number, rank=self._session.rank)
@@ -118,22 +112,11 @@ class FaultInjector:
             and session.generation >= (fault.generation or 0)
         )
 
-    def _count_redone(self, recorded: bool) -> None:
-        """Count batches that were recorded in an earlier generation and never committed."""
-        session = self._session
-        if session.version != self._version:
-            self._since = (0, 0)
-            fresh = int(recorded)  # a commit without a sampler is counted after it was made
-        else:
-            fresh = 1
-            if session.generation != self._generation and self._since[0]:
-                steps, samples = self._since
-                self._tell("redone", generation=session.generation, steps=steps, samples=samples)
-                self._since = (0, 0)
-        self._version, self._generation = session.version, session.generation
-        samples = session.telemetry.samples - self._samples
-        self._samples = session.telemetry.samples
-        self._since = (self._since[0] + fresh, self._since[1] + samples)
+    def redone(self, steps: int, samples: int) -> None:
+        """Report batches that are repeated, because a reset has rolled them back."""
+        if steps:
+            generation = self._session.generation
+            self._tell("redone", generation=generation, steps=steps, samples=samples)
 
     def _in_step(self, fault: FaultOrder) -> None:
         kind, name = fault.kind, _name(fault.number)

@@ -6,11 +6,9 @@ share the session, whose methods say which thread may call them.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import faulthandler
-import inspect
 import io
 import mmap
 import os
@@ -21,50 +19,30 @@ import types
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from nbelastic import collectives
-from nbelastic.cluster.worker.rank.channel import RankChannel
+from nbelastic.cluster.worker.rank import children
+from nbelastic.cluster.worker.rank.channel import RankChannel, RankSetup
 from nbelastic.cluster.worker.rank.dask_client import RankClient
 from nbelastic.cluster.worker.rank.program import NO_CONSOLE, RankProgram
 from nbelastic.cluster.worker.rank.torch_hooks import hook_torch
 from nbelastic.elastic.ranks import session
-from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME, own_gpu_first
-from nbelastic.messages import RankEvent
-from nbelastic.system import LINUX
+from nbelastic.elastic.ranks.runtime import (
+    DEFAULT_RUNTIME,
+    THREAD_VARIABLES,
+    Interrupt,
+    own_gpu_first,
+)
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-    from types import FrameType
-
-    from nbelastic.cluster.worker.rank.channel import RankSetup
     from nbelastic.elastic.ranks.context import Context
-    from nbelastic.messages import Message
-
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 # Batch systems send these to all processes of a job. The worker acts on them for its rank.
-_FOR_THE_WORKER = [
-    number
-    for name in ("SIGTERM", "SIGUSR1", "SIGUSR2")
-    if (number := getattr(signal, name, None)) is not None
-]
-
-
-class _Port:
-    """Sends events after all that the rank has printed."""
-
-    def __init__(self, channel: RankChannel) -> None:
-        self._channel = channel
-
-    def send(self, message: Message) -> None:
-        if isinstance(message, RankEvent):
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(Exception):  # the user's own stream, or none
-                    stream.flush()
-        self._channel.send(message)
+_FOR_THE_WORKER = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(channel_fd: int, crash_fd: int) -> None:
@@ -80,14 +58,11 @@ def main(channel_fd: int, crash_fd: int) -> None:
     sys.stdout = sys.__stdout__ = _lines(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _lines(2)  # type: ignore[misc]
     sys.stdin = _NoInput(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115
-    returned: list[bool] = []
-    # First, so that it is called after all exit handlers of the user's.
-    atexit.register(_wait_for_children, returned)
     channel = RankChannel(channel_fd)
     setup = channel.read_setup()
     _take_environment(setup)
     runtime = replace(DEFAULT_RUNTIME, interrupt=SignalInterrupt, on_set_up=keep_freed_memory)
-    program = RankProgram(setup.spec, setup.payload, _Port(channel), runtime)
+    program = RankProgram(setup.spec, setup.payload, channel, runtime)
     channel.start(program.take, program.beat)
     dask_client = RankClient(setup)
     try:
@@ -101,38 +76,11 @@ def main(channel_fd: int, crash_fd: int) -> None:
         program.fail(error)
     else:
         program.run()
-        returned += [True] * program.returned
+        children.exit_status = children.RETURNED if program.returned else 0
     finally:
         with contextlib.suppress(Exception):
             dask_client.close()
         channel.close()
-
-
-def _in_group() -> bool:
-    """Whether others than this process are left in its group; nothing but `os` is imported."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
-    found = False
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        try:
-            found |= os.getpgid(pid) == os.getpid() != pid
-        except OSError:  # it has ended
-            continue
-    return found
-
-
-def _wait_for_children(returned: list[bool]) -> None:
-    """Become a process that waits for the function's children; the worker sets a limit.
-
-    What this process has open is closed by that, as at its end: some children wait for it.
-    """
-    if LINUX and returned and os.getpid() == os.getpgid(0) and _in_group():
-        code = f"import os, time\n{inspect.getsource(_in_group)}\nos.closerange(3, 1 << 16)\n"
-        code += "while _in_group():\n    time.sleep(0.05)"
-        os.execv(sys.executable, [sys.executable, "-IS", "-c", code])
 
 
 def _take_environment(setup: RankSetup) -> None:
@@ -140,7 +88,7 @@ def _take_environment(setup: RankSetup) -> None:
     os.environ.clear()
     os.environ.update(setup.environment)
     os.environ.update(setup.spec.env)
-    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(setup.threads)))
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(setup.threads)))
     with contextlib.suppress(OSError):
         os.chdir(setup.directory)
     sys.path[:] = setup.path
@@ -298,7 +246,7 @@ SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _OURS = (str(Path(collectives.__file__).parent), session.__file__)
 
 
-class SignalInterrupt:
+class SignalInterrupt(Interrupt):
     """Interruption of the main thread by a signal whose handler raises; to be made there.
 
     The thread that reads orders sends the signal to the main thread, whose handler raises. That
@@ -313,21 +261,24 @@ class SignalInterrupt:
         self._wanted: type[BaseException] | None = None
         signal.signal(SIGNAL, self._handle)
 
-    def reachable(self) -> AbstractContextManager[None]:
-        """Let the thread be interrupted within a ``with`` block, and not after it."""
-        return _Reachable(self)
+    def reachable(self) -> SignalInterrupt:
+        return self
+
+    # No generator, because ``contextlib`` sets tracebacks of exceptions.
+    def __enter__(self) -> None:
+        self._reachable = True
+
+    def __exit__(self, *_: object) -> None:
+        self._reachable = False
 
     def request(self, kind: type[BaseException]) -> None:
-        """Raise an exception of this type in the thread, as soon as that is safe."""
         self._wanted = kind
         self.nudge()
 
     def drop(self) -> None:
-        """Withdraw the request, because the thread has obeyed by itself."""
         self._wanted = None
 
     def nudge(self) -> None:
-        """Try again to do what is requested, if anything is."""
         if self._wanted is not None and self._reachable:
             signal.pthread_kill(self._thread, SIGNAL)
 
@@ -336,19 +287,6 @@ class SignalInterrupt:
         if kind is not None and self._reachable and not _is_kept(frame):
             self._wanted = None
             raise kind
-
-
-class _Reachable:
-    """Context manager; no generator, because ``contextlib`` sets tracebacks of exceptions."""
-
-    def __init__(self, interrupt: SignalInterrupt) -> None:
-        self._interrupt = interrupt
-
-    def __enter__(self) -> None:
-        self._interrupt._reachable = True
-
-    def __exit__(self, *_: object) -> None:
-        self._interrupt._reachable = False
 
 
 def _is_kept(frame: FrameType | None) -> bool:

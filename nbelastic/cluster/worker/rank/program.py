@@ -12,13 +12,14 @@ import contextvars
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from nbelastic.cluster.payload import take_settings, unpack_call, unpack_modules
+from nbelastic.cluster.payload import install, take_settings, unpack_call, unpack_modules
 from nbelastic.cluster.pulled import Pulled, Returned, pack_variables, trained_models
 from nbelastic.cluster.rank_error import pack_error, summary_of
 from nbelastic.elastic.ranks.context import activate
-from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME
+from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME, RankRuntime, RankSpec
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError, RankExit, RanksDisagree, StateMismatch, Stopped
@@ -26,12 +27,15 @@ from nbelastic.messages import (
     MOST_BYTES,
     Abort,
     EndRank,
+    Event,
     FaultDone,
     Heartbeats,
     InjectFaults,
+    JobPayload,
+    Message,
     Notify,
+    PackedError,
     Publish,
-    RankBeat,
     RankEvent,
     RankLeft,
     RankOrder,
@@ -43,14 +47,7 @@ from nbelastic.messages import (
 from nbelastic.pickling import dumps
 
 from .fault_injector import FaultInjector
-from .modules import install
 from .torch_hooks import advise, trainers_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
-    from nbelastic.messages import Event, JobPayload, Message, PackedError
 
 logger = logging.getLogger(__name__)
 
@@ -89,13 +86,10 @@ class RankProgram:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def report(self, event: Event) -> None:
-        """Send an event to the driver, after what the rank has printed and reported before."""
-        self._send_event(event)
-
-    def _send_event(
+    def report(
         self, event: Event, result: bytes | None = None, error: PackedError | None = None
     ) -> None:
+        """Send an event to the driver, after what the rank has printed and reported before."""
         self._send_telemetry()
         self._port.send(RankEvent(self._spec.job, event, result, error))
 
@@ -110,7 +104,7 @@ class RankProgram:
     def beat(self) -> None:
         """Send a heartbeat and telemetry, and try again to end if the rank is to. Any thread."""
         self.session.nudge()
-        self._port.send(Heartbeats((RankBeat(self._spec.job, self.session.beat()),)))
+        self._port.send(Heartbeats(((self._spec.job, self.session.beat()),)))
         self._send_telemetry()
 
     def take(self, order: Message) -> None:
@@ -167,7 +161,7 @@ class RankProgram:
     ) -> None:
         """Send the last event of this rank; later events are dropped."""
         if not self._over:
-            self._send_event(event, result, error)
+            self.report(event, result, error)
             self._over = True
 
     def _run(self) -> None:

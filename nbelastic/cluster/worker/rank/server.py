@@ -11,6 +11,8 @@ begins        forked. A worker that has gone, or asks elsewhere meanwhile, has c
               socket: no rank is forked
 has a rank    ended by itself, by a signal of the worker's, or with the worker, whose process and
               control socket both tell (a fork of the worker may hold the socket)
+waits         the function has returned, and the rank exited: its children go on, until they end,
+              or the worker's limit is over
 cleans up     the rank is reaped, and the worker told. What it has started gets SIGTERM, then
               SIGKILL, until none is left, and the server ends
 is killed     the kernel kills the rank. What that has started falls to the template, which ends it
@@ -30,17 +32,13 @@ import sys
 import time
 import traceback
 
-from nbelastic.rank_template import MESSAGE_BYTES, messages, send
+from nbelastic.rank_template import LIMITS, MESSAGE_BYTES, messages, send
 from nbelastic.system import LINUX
 
-from .children import GROUP_LIMIT_S, NAME, Children, end_with, set_option, signal_group
+from .children import GROUP_LIMIT_S, NAME, RETURNED, Children, end_with, set_option, signal_group
 
 CLEANING_S = 5.0
 """Seconds after which a server ends although the kernel has not ended what its rank has left."""
-
-
-class _Forked(Exception):
-    """Leaves the server's loop in a rank's process."""
 
 
 def main(worker: int, descriptors: list[int], method: str) -> None:
@@ -56,14 +54,11 @@ def main(worker: int, descriptors: list[int], method: str) -> None:
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)
-    try:
-        with contextlib.suppress(OSError, ValueError):
-            _take_over(worker)
-        _serve(socket.socket(fileno=control), [*process], (channel, crash), method)
-    except _Forked:
-        set_option(NAME, b"rank of %d" % worker)
-    else:
+    with contextlib.suppress(OSError, ValueError):
+        _take_over(worker)
+    if not _serve(socket.socket(fileno=control), [*process], (channel, crash), method):
         os._exit(0)
+    set_option(NAME, b"rank of %d" % worker)
     from nbelastic.cluster.worker.rank.main import main as run_rank
 
     try:
@@ -77,10 +72,8 @@ def _take_over(worker: int) -> None:
     """Give this process what the worker has; its hard limits, rights and groups are the same."""
     if not LINUX:
         return  # it is the worker's own template
-    for name in dir(resource):
-        if name.startswith("RLIMIT_"):
-            limit = getattr(resource, name)
-            resource.setrlimit(limit, resource.prlimit(worker, limit))
+    for limit in LIMITS:
+        resource.setrlimit(limit, resource.prlimit(worker, limit))
     os.sched_setaffinity(0, os.sched_getaffinity(worker))
     with open(f"/proc/{worker}/status") as file:
         os.umask(int(next(line for line in file if line.startswith("Umask:")).split()[1], 8))
@@ -93,18 +86,18 @@ def _take_over(worker: int) -> None:
 
 def _serve(
     control: socket.socket, process: list[int], for_rank: tuple[int, int], method: str
-) -> None:
-    """Fork the rank, and ensure the end of the rank and its descendants."""
+) -> bool:
+    """Fork the rank, and end it and its descendants; return True in the rank's process."""
     children = Children()
     watched = [control.fileno(), *process]
     if set(children.wait(watched, 0.0)) & set(watched):
-        return
+        return False
     server = os.getpid()
     try:
         rank = os.fork()
     except OSError as error:
         send(control, op="refused", why=str(error))
-        return
+        return False
     if not rank:
         end_with(server)
         os.setpgid(0, 0)
@@ -114,22 +107,21 @@ def _serve(
             os.close(each)
         if method == "spawn":
             _begin_anew(*for_rank)
-        raise _Forked
+        return True
     with contextlib.suppress(OSError):
         os.setpgid(rank, rank)  # both do it, so that a signal sent now finds the group
     for each in for_rank:
         os.close(each)
     send(control, op="forked", pid=rank, server=server)
-    ended = False
-    while not ended:
-        ready = children.wait(watched, None)
-        for pid, status, peak in children.reap():
-            if pid == rank:
-                ended = True
-                send(control, op="ended", status=status, peak_kib=peak)
-        if not ended and not (set(ready) <= {control.fileno()} and _obey(control, ready, rank)):
-            os.kill(rank, signal.SIGKILL)
+    status: int | None = None
+    while status is None or (status == RETURNED << 8 and watched and _has_group(rank)):
+        ready = children.wait(watched, None if status is None else 0.05)
+        status = dict(children.reap()).get(rank, status)
+        if not (set(ready) <= {control.fileno()} and _obey(control, ready, rank)):
+            if status is None:
+                os.kill(rank, signal.SIGKILL)  # its group ends when it is reaped
             watched = []
+    send(control, op="ended", status=0 if status == RETURNED << 8 else status)
     if not LINUX:  # orphans are init's
         signal_group(rank, signal.SIGTERM)
         time.sleep(GROUP_LIMIT_S)
@@ -138,28 +130,35 @@ def _serve(
     while children.end_left(()) and time.monotonic() < limit:
         children.wait((), 0.05)
         list(children.reap())
+    return False
 
 
 def _obey(control: socket.socket, ready: list[int], rank: int) -> bool:
-    """Send a signal on the worker's request; return False if the socket is closed."""
+    """Send a signal on the worker's request; return False if the rank is to be killed."""
     if not ready:
         return True
     data = b""
     with contextlib.suppress(ConnectionError):
         data = control.recv(MESSAGE_BYTES)
-    for message in messages(data):
-        number = message["signal"]
-        if number == signal.SIGKILL:
-            os.kill(rank, number)  # its group ends when it is reaped
-        else:
-            signal_group(rank, number)
-    return bool(data)
+    numbers = [message["signal"] for message in messages(data)]
+    for number in filter(signal.SIGKILL.__ne__, numbers):
+        signal_group(rank, number)
+    return bool(data) and signal.SIGKILL not in numbers
+
+
+def _has_group(rank: int) -> bool:
+    """Whether processes of a rank's function are left in its group."""
+    with contextlib.suppress(OSError):
+        os.killpg(rank, 0)
+        return LINUX
+    return False
 
 
 def _begin_anew(channel: int, crash: int) -> None:
     for each in (channel, crash):
         os.set_inheritable(each, True)
-    code = "import sys; from nbelastic.cluster.worker.rank.main import main; "
+    code = "import atexit, sys; from nbelastic.cluster.worker.rank.children import skip_teardown; "
+    code += "atexit.register(skip_teardown); from nbelastic.cluster.worker.rank.main import main; "
     code += "main(*map(int, sys.argv[1:]))"
     numbers = map(str, (channel, crash))
     os.execv(sys.executable, [sys.executable, "-c", code, *numbers])

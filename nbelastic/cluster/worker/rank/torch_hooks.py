@@ -11,18 +11,13 @@ import functools
 import importlib
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from nbelastic.cluster.rank_error import summary_of
-from nbelastic.elastic.ranks.context import current_or_none
-from nbelastic.elastic.ranks.session import warn
+from nbelastic.elastic.ranks.context import Context, current_or_none
+from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.training_checks import note_step
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbelastic.elastic.ranks.context import Context
-    from nbelastic.elastic.ranks.session import Session
 
 _TRAINERS = {
     "accelerate": "accelerate",
@@ -127,7 +122,9 @@ def _hook_batch_norm(kind: Any) -> None:
             original(self, *args, **kwargs)
             context = current_or_none()
             if context is not None and context.size > 1:
-                _check_group_later(context, self)
+                known = [each for each in context.before_exchange if isinstance(each, _GroupCheck)]
+                check = known[0] if known else _GroupCheck(context)
+                check.modules.add(self)
 
         return made
 
@@ -135,38 +132,27 @@ def _hook_batch_norm(kind: Any) -> None:
         setattr(kind, name, hook(name))
 
 
-def _check_group_later(context: Context, module: Any) -> None:
-    """Warn at an operation between ranks after `module` has trained without a group of torch's."""
-    check = next((each for each in context.before_exchange if isinstance(each, _GroupCheck)), None)
-    if check is None:
-        check = _GroupCheck(context)
-        context.before_exchange += (check,)
-    check.modules.add(module)
-
-
-def _has_trained(module: Any) -> bool:
-    """Return whether a norm is in training and has counted a batch, without a look at a device."""
-    counter = getattr(module, "num_batches_tracked", None)
-    return bool(module.training) and (counter is None or counter._version > 0)
-
-
 class _GroupCheck:
+    """Warns before an exchange if `modules` have trained without a group of torch's."""
+
     def __init__(self, context: Context) -> None:
         self._context = context
         self.modules: weakref.WeakSet[Any] = weakref.WeakSet()
+        context.before_exchange += (self,)
 
     def __call__(self) -> None:
         context = self._context
-        if not any(map(_has_trained, self.modules)):
+        for module in self.modules:
+            # It has counted a batch, which the counter's version shows without a look at a device.
+            counter = getattr(module, "num_batches_tracked", None)
+            if module.training and (counter is None or counter._version > 0):
+                break
+        else:
             return
         context.before_exchange = tuple(each for each in context.before_exchange if each != self)
-        if context.size > 1 and (context.in_torch_group is False or not _has_group()):
+        grouped = sys.modules["torch.distributed"].is_initialized()
+        if context.size > 1 and (context.in_torch_group is False or not grouped):
             warn(context, SYNC_WARNING)
-
-
-def _has_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and bool(distributed.is_initialized())
 
 
 # -- optimizers ------------------------------------------------------------------------------------

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nbelastic.collectives.consistency import check_consistency
 from nbelastic.elastic.ranks.timeline import now, timeline
 from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.coordination.coordination import (
-    JOINED,
+    JOINED_RANKS,
     announce,
-    compare,
     coordination_of,
+    coordination_over,
     not_with_join,
 )
 from nbelastic.torch.ops.operation import description
-from nbelastic.torch.ops.operation.tensor_operations import Pending
+from nbelastic.torch.ops.operation.tensor_operations import Pending, TensorOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from nbelastic.collectives import Communicator
     from nbelastic.elastic.ranks.groups import Group
-    from nbelastic.torch.ops.operation.tensor_operations import TensorOperation
 
 T = TypeVar("T")
 
 
 def begin(group: Group, operation: TensorOperation[T], name: str | None = None) -> Pending[T]:
-    """Begin an operation among the ranks of a group.
-
-    With a name it waits, in the background, for the operation of that name on the other ranks.
-    Without one, this call waits for the other ranks, which call the same operations in the same
-    order.
-
-    Ranks that are not about to do the same have RanksDisagree, with a name when they wait for the
-    operation. One name serves one operation at a time.
-    """
+    """Begin an operation among a group's ranks, matched by its name or by the order of calls."""
     if timeline.marks_cycles:
         timeline.instant("CYCLE_START")
     with timeline.span(f"NEGOTIATE_{operation.verb.upper()}", name):
@@ -78,27 +69,32 @@ def _recorded(pending: Pending[T], verb: str, name: str | None) -> Pending[T]:
 def agree(
     communicator: Communicator,
     pattern: Any,
-    numbers: Sequence[int] = (),
+    numbers: Sequence[int] = (),  # may differ, and are equally many on all ranks
     *,
-    what: object = None,
-    foreseen: bool = False,
+    what: object = None,  # told to joined ranks, if the operation is of all ranks
+    foreseen: bool = False,  # by all ranks: not compared, if it may
 ) -> list[Sequence[int]]:
-    """Compare on all ranks what they are about to do; return the numbers of each.
-
-    The `numbers` may differ, and are equally many on all ranks. If the operation is of all ranks, a
-    rank that has joined is told `what`. What all ranks have `foreseen` is not compared, if it may.
-    """
+    """Compare on all ranks what they are about to do; return the numbers of each."""
     if what is not None:
         announce(communicator, what)
+    if foreseen and communicator.size == 1:
+        return []
     if foreseen:
-        compare(communicator, pattern)
+        history = communicator.history
+        if not communicator.capabilities.carries_descriptions:  # records must not meet Gloo's data
+            coordination_over(communicator).compare(communicator, pattern)
+        elif history.foresees(pattern):
+            history.add(pattern)
+        else:
+            check_consistency(communicator, description.in_words(pattern), pattern=pattern)
         return []
     text = description.in_words(pattern)
     try:
+        # A single number rides on the comparison, and saves an exchange.
         firsts = communicator.agree(text, numbers[0] if len(numbers) == 1 else 0)
     except RanksDisagree as error:
-        if JOINED in str(error):
-            raise not_with_join(text, _joined_in(str(error))) from None
+        if joined := JOINED_RANKS.search(str(error)):
+            raise not_with_join(text, joined[1]) from None
         raise
     if len(numbers) <= 1:
         return [(first,) for first in firsts]
@@ -110,10 +106,3 @@ def gather_numbers(communicator: Communicator, numbers: Sequence[int]) -> list[S
     layout = struct.Struct(f"{len(numbers)}q")
     everyone = communicator.allgather_bytes(layout.pack(*numbers))
     return [layout.unpack(each) for each in everyone]
-
-
-def _joined_in(message: str) -> list[int]:
-    """Return the ranks that have joined, by the message of a comparison."""
-    sides = [side for side in message.split("; ") if side.endswith(JOINED)]
-    words = sides[0].rpartition("rank")[2].partition(":")[0].lstrip("s ")
-    return [int(word) for word in words.split(", ") if word.isdecimal()]

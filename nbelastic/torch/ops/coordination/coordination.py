@@ -1,7 +1,7 @@
 """Coordination of named operations, and of ranks that have joined.
 
 Each rank of a generation has a thread that listens to the matching of operations
-(:mod:`nbelastic.collectives.rendezvous.matching`). It starts with the rank's first operation and
+(:mod:`nbelastic.collectives.rendezvous.matcher`). It starts with the rank's first operation and
 sleeps.
 
 *Names.* A rank offers a named operation. When all have, each thread launches it, over a
@@ -19,16 +19,18 @@ they had begun before. The joined rank takes part in that, with zeros.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from nbelastic.collectives import Communicator
 from nbelastic.collectives.consistency import (
     apart,
-    check_consistency,
     disagreement,
     exchange,
     listed,
@@ -36,21 +38,23 @@ from nbelastic.collectives.consistency import (
 from nbelastic.elastic.ranks.context import is_ranks_thread, when_formed
 from nbelastic.errors import CollectiveError, NotTheRank, RanksDisagree
 from nbelastic.torch.ops.operation import description
-from nbelastic.torch.ops.operation.tensor_operations import Allreduce, Pending
+from nbelastic.torch.ops.operation.tensor_operations import (
+    Allreduce,
+    Pending,
+    TensorOperation,
+    Waitable,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from nbelastic.collectives import Communicator
-    from nbelastic.collectives.rendezvous.matching import MatchingClient
+    from nbelastic.collectives.rendezvous.client import RendezvousClient
     from nbelastic.elastic.ranks.groups import Group
-    from nbelastic.torch.ops.operation.tensor_operations import TensorOperation, Waitable
 
 T = TypeVar("T")
 Message = dict[str, Any]
 
 # What a rank that has joined says it is about to do, in an operation that it cannot take part in.
 JOINED = "join()"
+JOINED_RANKS = re.compile(r"(ranks? [\d, ]+(?:and \d+ more)?): join\(\)(?:;|$)")
 
 # What a rank announces before ranks compare whether a change of members is due.
 CHECK: Message = {"kind": "check"}
@@ -66,16 +70,14 @@ _TELL_EVERY_S = 0.5
 
 
 class Coordination:
-    """Named operations of a rank, and its knowledge of joined ranks.
+    """Named operations of a rank, and its knowledge of joined ranks."""
 
-    The `client` is not yet connected.
-    """
-
-    def __init__(self, communicator: Communicator, client: MatchingClient) -> None:
-        self._communicator = weakref.ref(communicator)
-        self._client = client
+    def __init__(self, communicator: Communicator, client: RendezvousClient) -> None:
+        self._communicator = weakref.ref(communicator)  # else the weak table would keep it forever
+        self._client = client  # not yet connected
         self._lock = threading.Lock()
-        self._number = 0
+        self.timeout_s = client.timeout_s  # of an operation
+        self.number = 0  # of numbered operations that this rank has begun
         self._history: deque[tuple[int, Any]] = deque(maxlen=KEPT)
         self._tells = False
         self._comparing = ""  # what the rank's thread waits for in a comparison
@@ -90,16 +92,12 @@ class Coordination:
         self._asked: dict[str, set[int]] = {}  # before there is such a part
         self._deferred: list[Deferred] = []
         self.joined = False
-        communicator.on_abort(lambda *_: client.abort())
+        communicator.on_abort(lambda *_: client.abort())  # the listener sleeps in receive()
         name = f"nbelastic-matching-{communicator.generation}-{communicator.rank}"
+        # A daemon, because a rank that exits must not wait for its peers.
         threading.Thread(
             target=_listen, args=(weakref.ref(self), client), name=name, daemon=True
         ).start()
-
-    @property
-    def timeout_s(self) -> float:
-        """Limit of an operation."""
-        return self._client.timeout_s
 
     @property
     def deferred(self) -> list[Deferred]:
@@ -108,31 +106,28 @@ class Coordination:
 
     # -- operations without a name ---------------------------------------------------------------
 
-    @property
-    def number(self) -> int:
-        """How many numbered operations this rank has begun."""
-        return self._number
-
     def announce(self, what: Any) -> None:
         """Number this rank's next operation, and tell joined ranks of it."""
         with self._lock:
-            self._number += 1
-            self._history.append((self._number, what))
-            if self._tells and not self.joined:
-                self._client.send({"do": "step", "number": self._number, "what": what})
+            self.number += 1  # under the lock, so that `_tell` sends each number once
+            self._history.append((self.number, what))
+            if self._tells and not self.joined:  # its peers tell of what it follows
+                self._client.send({"do": "step", "number": self.number, "what": what})
 
     def join(self) -> None:
         """Tell all ranks that this rank has joined."""
         with self._lock:
             self.joined = True
-            self._client.send({"do": "join", "done": self._number})
+            self._client.send({"do": "join", "done": self.number})  # others tell what came after
 
     def next_event(self) -> Message:
         """Wait for an operation of the others, or for the end of joining."""
         event = self._wait(self._events.get)
         if event is None:
-            self._raise()
-        assert event is not None
+            communicator = self._communicator()
+            if communicator is not None:
+                communicator.check()  # raises the abort's own reason, if there is one
+            raise CollectiveError(self._reason or "the generation is over")
         return event
 
     # -- comparison ------------------------------------------------------------------------------
@@ -144,30 +139,32 @@ class Coordination:
         number: int = 0,
         *,
         foresee: bool = True,
-        for_good: bool = False,
+        for_good: bool = False,  # done unless ranks differ, which breaks the communicator then
     ) -> Comparison | None:
-        """Begin to compare the ranks' next operations; None if all have foreseen it.
-
-        If it is `for_good`, it is done unless ranks differ, which breaks the communicator then.
-        """
+        """Begin to compare the ranks' next operations; None if all have foreseen it."""
         _, key, members = communicator.part_of or (None, "", [*range(communicator.size)])
         history = communicator.history
+        if foresee and not communicator.capabilities.carries_descriptions:
+            history.apart = True  # records could meet a foreseen operation's data over Gloo
         with self._lock:
             self._parts[key] = weakref.ref(communicator)
             history.asked |= self._asked.pop(key, set())
             place = key, history.number
+            # What another rank asks about must be compared here too, even if foreseen.
             if foresee and place[1] not in history.asked and history.foresees(pattern):
                 history.add(pattern)
                 return None
             comparison = self._comparisons[place] = Comparison(members)
-            if for_good:
+            if for_good:  # the rank begins more before this is decided
                 history.add(pattern)
         text = description.in_words(pattern)
         communicator.current_operation = text.partition("\n")[0]
         if self._reason is not None:
             comparison.ended.set()
-        elif gone := self._gone.intersection(members):
-            communicator.abort(f"rank {min(gone)} has left without {self._begun_by(communicator)}")
+        elif gone := self._gone.intersection(members):  # it says nothing any more
+            communicator.abort(
+                f"rank {min(gone)} has left without {communicator.current_operation}"
+            )
         else:
             self._say(place, members, text, number, begun=for_good)
         return comparison
@@ -191,10 +188,11 @@ class Coordination:
         if is_ranks_thread():
             self._comparing = communicator.current_operation
         try:
+            # Other ranks may need this one's deferred operations before they can compare.
             while not comparison.ended.wait(_POLL_S if self.deferred else limit_s):
                 self.launch_deferred()
                 if time.monotonic() > end:
-                    what = self._begun_by(communicator)
+                    what = communicator.current_operation or "an operation"
                     communicator.abort(f"not all ranks have begun {what} within {limit_s:g} s")
         finally:
             communicator.waits_apart = False
@@ -216,13 +214,10 @@ class Coordination:
         waiting = []
         for each in list(self.deferred):
             if each.communicator in waiting or not each.ready():
-                waiting.append(each.communicator)
+                waiting.append(each.communicator)  # what is behind it keeps its order
             else:
                 self.deferred.remove(each)
                 each.launch()
-
-    def _begun_by(self, communicator: Communicator) -> str:
-        return communicator.current_operation or "an operation"
 
     def _say(
         self,
@@ -250,7 +245,7 @@ class Coordination:
             if number < history.number:
                 text = "" if place in self._comparisons else history.at(number)
             elif place not in self._comparisons:
-                history.asked.add(number)
+                history.asked.add(number)  # before reading `begins`: the rank does the reverse
                 text = history.begins if number == history.number else ""
         if text:
             _, _, members = communicator.part_of or (None, "", [*range(communicator.size)])
@@ -264,6 +259,7 @@ class Coordination:
             comparison = self._comparisons.pop(place, None)
             if communicator is not None:
                 communicator.history.asked.discard(place[1])
+        # A begun operation cannot be taken back, so the generation ends with it.
         if message["texts"] is not None and message["begun"] and communicator is not None:
             communicator.abort(str(_disagreement(message)), RanksDisagree)
         if comparison is not None:
@@ -273,10 +269,7 @@ class Coordination:
     # -- operations with a name ------------------------------------------------------------------
 
     def offer(self, group: Group, name: str, operation: TensorOperation[T]) -> Pending[T]:
-        """Begin a named operation among the ranks of a group; it is launched when all have.
-
-        There is one operation of a name at a time.
-        """
+        """Begin a named operation among the ranks of a group; it is launched when all have."""
         key, members = group.key, group.ranks
         with self._lock:
             if (key, name) in self._pending:
@@ -289,8 +282,9 @@ class Coordination:
                 raise ValueError(f"{MOST_PENDING} named operations wait for other ranks already")
             named = _Named(self, key, members, name, operation)
             self._pending[key, name] = named
-        if self._reason is not None:
+        if self._reason is not None:  # read once it is pending, as `_fail` does the reverse
             self._fail(self._reason)
+        # Copied now, in the rank's thread: the listening thread may launch it much later.
         operation.load_on(members.index(group.context.rank), len(members))
         self._client.send(
             {
@@ -308,13 +302,12 @@ class Coordination:
     def flush(self) -> None:
         """Wait until all decisions on what was offered before have been carried out here."""
         if self._pending and self._reason is None:
-            self._client.send({"do": "ping", "number": 0})
+            self._client.send({"do": "ping", "number": 0})  # its pong is behind all decisions
             self._wait(self._pongs.get)
 
     def await_named(self, named: _Named) -> None:
         """Wait for a named operation."""
         communicator = self._communicator()
-        limit = self._client.timeout_s
         begun = time.monotonic()
 
         def wait() -> None:
@@ -322,11 +315,11 @@ class Coordination:
             while not named.ended.wait(interval):
                 interval = _TELL_EVERY_S
                 if not named.launched:
-                    its = {"set": named.key, "name": named.name, "begun": self._number}
+                    its = {"set": named.key, "name": named.name, "begun": self.number}
                     self._client.send({"do": "blocked", **its})
                 if gone := self._gone.intersection(named.members):
                     self.over(f"rank {min(gone)} has left without {named.operation.text}")
-                if time.monotonic() - begun > limit and not named.launched:
+                if time.monotonic() - begun > self.timeout_s and not named.launched:
                     self._give_up(named, communicator)
 
         if not named.ended.is_set():
@@ -335,10 +328,10 @@ class Coordination:
     def _give_up(self, named: _Named, communicator: Communicator | None) -> None:
         self._client.send({"do": "missing", "set": named.key, "name": named.name})
         ranks = self._missing.get()
-        if communicator is not None and ranks:
+        if communicator is not None and ranks:  # none, if they have begun it meanwhile
             communicator.abort(
                 f"{named.operation.text.partition(chr(10))[0]} was not begun by ranks {ranks} "
-                f"within {self._client.timeout_s:g} s"
+                f"within {self.timeout_s:g} s"
             )
 
     def _wait(self, wait: Callable[[], T]) -> T:
@@ -371,7 +364,7 @@ class Coordination:
             if was_joined:
                 self._events.put(message)
         elif kind == "gone":
-            self._gone.add(message["rank"])
+            self._gone.add(message["rank"])  # first: `expect` adds its comparison, then reads this
             if any(message["rank"] in each.members for each in [*self._comparisons.values()]):
                 what = self._comparing or "an operation"
                 self.over(f"rank {message['rank']} has left without {what}")
@@ -388,7 +381,7 @@ class Coordination:
 
     def launch_all(self, decisions: Sequence[Message]) -> None:
         """Launch operations begun by all ranks, in order, and wait for them."""
-        launched = []
+        launched = []  # all begin before the first is waited for
         for message in decisions:
             key = message["set"], message["name"]
             named = self._pending.get(key)
@@ -396,7 +389,7 @@ class Coordination:
                 launched.append((key, named, self._launch(message, named)))
             except CollectiveError as error:
                 self._end(key, named, error)
-                if not isinstance(error, RanksDisagree):
+                if not isinstance(error, RanksDisagree):  # after that, ranks can go on
                     raise
             except Exception as error:  # the same on all ranks, or they would wait for this one
                 self._end(key, named, error)
@@ -412,7 +405,7 @@ class Coordination:
         members, numbers = message["members"], message["numbers"]
         if None in numbers and message["spec"] is None:
             gone = [m for m, n in zip(members, numbers, strict=True) if n is None]
-            raise not_with_join(message["text"], gone)
+            raise not_with_join(message["text"], listed({JOINED: gone}).partition(":")[0])
         if message["texts"] is not None:
             texts = message["texts"]
             raise disagreement(
@@ -421,10 +414,11 @@ class Coordination:
         operation: TensorOperation[Any]
         if named is None:  # this rank has joined
             operation = Allreduce.of_zeros(message["spec"])
-            operation.load_on(0, len(members))
+            operation.load_on(0, len(members))  # the zeros of all ranks are alike
         else:
             operation = named.operation
             named.launched = True
+        # Of its own, because operations without a name go on meanwhile, in the rank's thread.
         group = communicator.subgroup(members, f"names-{message['set']}")
         return operation.launch(group, [each or [] for each in numbers])
 
@@ -481,7 +475,7 @@ class Coordination:
         self._fail(reason)
 
     def _fail(self, reason: str) -> None:
-        self._reason = reason
+        self._reason = reason  # before the loops: `offer` adds, and then reads it
         for key, named in list(self._pending.items()):
             self._end(key, named, CollectiveError(reason))
         for comparison in [*self._comparisons.values()]:
@@ -490,21 +484,15 @@ class Coordination:
         self._pongs.put(False)
         self._missing.put([])
 
-    def _raise(self) -> None:
-        communicator = self._communicator()
-        if communicator is not None:
-            communicator.check()
-        raise CollectiveError(self._reason or "the generation is over")
 
-
-def _listen(alive: weakref.ref[Coordination], client: MatchingClient) -> None:
+def _listen(alive: weakref.ref[Coordination], client: RendezvousClient) -> None:
     """Receive messages until the generation is over. Holds no reference while it sleeps."""
     reason = "the generation is over"
     try:
         client.connect()
         while True:
             messages = [client.receive()]
-            while client.has_received:
+            while client.has_received:  # what came together is launched before the first wait
                 messages.append(client.receive())
             coordination = alive()
             if coordination is None:
@@ -514,11 +502,11 @@ def _listen(alive: weakref.ref[Coordination], client: MatchingClient) -> None:
                 if message["do"] == "go":
                     decisions.append(message)
                     continue
-                coordination.launch_all(decisions)
+                coordination.launch_all(decisions)  # before a pong, which says that they are over
                 decisions = []
                 coordination.handle(message)
             coordination.launch_all(decisions)
-            del coordination
+            del coordination  # while it sleeps, the generation may be freed
     except CollectiveError as error:
         reason = str(error)
     except NotTheRank:
@@ -586,16 +574,13 @@ _coordinations: weakref.WeakKeyDictionary[Communicator, Coordination] = weakref.
 
 
 def coordination_of(communicator: Communicator) -> Coordination | None:
-    """Return the coordination of a generation, by its communicator of all ranks.
-
-    None where there is nothing to coordinate: for a rank alone.
-    """
+    """Return the coordination of a communicator of all ranks; None for a rank alone."""
     known = _coordinations.get(communicator)
     if known is None:
         client = communicator.matching_client()
         if client is None:
             return None
-        communicator.check()
+        communicator.check()  # no connection for a generation that is over
         known = _coordinations[communicator] = Coordination(communicator, client)
     return known
 
@@ -605,31 +590,11 @@ when_formed.append(coordination_of)
 
 
 def announce(communicator: Communicator, what: Any) -> None:
-    """Number an operation of all ranks that this rank is about to begin.
-
-    A rank that has joined is told `what` to do, as JSON: the spec of a service, or the verb of an
-    operation that it cannot take part in.
-    """
+    """Number an operation of all ranks that this rank is about to begin."""
+    # A joined rank is told as JSON: the spec of a service, or a verb that it cannot take part in.
     coordination = coordination_of(communicator)
     if coordination is not None:
         coordination.announce(what)
-
-
-def compare(communicator: Communicator, pattern: Any) -> None:
-    """Compare the ranks' next operations, unless all have foreseen it.
-
-    The `pattern` is text, or a head with types and shapes (see ``description.in_words``).
-    """
-    history = communicator.history
-    if communicator.size == 1:
-        return
-    if not communicator.capabilities.carries_descriptions:
-        history.apart = True
-        coordination_over(communicator).compare(communicator, pattern)
-    elif history.foresees(pattern):
-        history.add(pattern)
-    else:
-        check_consistency(communicator, description.in_words(pattern), pattern=pattern)
 
 
 def _compare_apart(communicator: Communicator, text: str, number: int) -> list[int]:
@@ -659,11 +624,9 @@ def is_joined(communicator: Communicator) -> bool:
     return coordination is not None and coordination.joined
 
 
-def not_with_join(text: str, ranks: Sequence[int]) -> RanksDisagree:
-    """Return the error for an operation that joined ranks cannot take part in."""
+def not_with_join(text: str, ranks: str) -> RanksDisagree:
+    """Return the error for an operation that joined `ranks` cannot take part in."""
     head = text.partition("\n")[0]
     verb = head.partition(" ")[0].capitalize()
-    named = (
-        f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
-    )
-    return RanksDisagree(f"{verb} is not supported with Join at this time: {named} joined; {head}")
+    joined = f"{ranks} {'has' if ranks.startswith('rank ') else 'have'} joined"
+    return RanksDisagree(f"{verb} is not supported with Join at this time: {joined}; {head}")

@@ -7,19 +7,15 @@ other ranks, as in Horovod, and they can go on.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from nbelastic.elastic.ranks.context import before_check, current
+from nbelastic.elastic.ranks.context import Context, before_check, current
 from nbelastic.elastic.ranks.groups import Group
 from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.coordination.comparison import begin
 from nbelastic.torch.ops.coordination.coordination import CHECK, JOINED, announce, coordination_of
 from nbelastic.torch.ops.operation.tensor_operations import Allreduce, Barrier
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from nbelastic.elastic.ranks.context import Context
 
 # What a rank that has joined does in an operation, by its kind.
 SERVICES: dict[str, Callable[[Context, dict[str, Any]], None]] = {}
@@ -75,7 +71,7 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - zeros are made where sums a
             return int(event["last"])
         if event["number"] == coordination.number + 1:
             _serve(context, event["what"])
-        if coordination.number < event["number"]:
+        if coordination.number < event["number"]:  # peers would wait for it in vain
             communicator.abort(f"a rank that has joined could not take part in {event['what']}")
             communicator.check()
 
@@ -87,9 +83,9 @@ def _serve(context: Context, what: Any) -> None:
         service(context, what)
         return
     communicator = context.communicator()
-    announce(communicator, what)
+    announce(communicator, what)  # counted here as on the other ranks
     try:
-        communicator.agree(JOINED)
+        communicator.agree(JOINED)  # no operation has this text, so the others raise RanksDisagree
     except RanksDisagree:
         communicator.check()  # the others raise it, and go on
 

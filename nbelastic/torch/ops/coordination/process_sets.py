@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from nbelastic.elastic.ranks.context import at_shutdown, current
+from nbelastic.elastic.ranks.context import Context, at_shutdown, current
 from nbelastic.elastic.ranks.groups import EVERYONE, Group, Members
 from nbelastic.errors import NotInitialized
 from nbelastic.torch.ops.coordination.coordination import announce
-
-if TYPE_CHECKING:
-    from nbelastic.elastic.ranks.context import Context
 
 
 class ProcessSet:
@@ -104,7 +101,7 @@ class _Registry:
 
     def __init__(self) -> None:
         self.sets: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
-        self.next_id = 1
+        self.next_id = 1  # 0 is the set of all ranks
         self.made_in: dict[int, set[tuple[int, ...]]] = {}
 
 
@@ -181,6 +178,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     wanted = process_set._named
     ids = communicator.agree(f"add_process_set of ranks {wanted}", registry.next_id)
     made = registry.made_in.setdefault(context.generation, set())
+    # Refused only after the comparison, so that all ranks refuse it together.
     absent = [rank for rank in wanted if rank >= context.size]
     if absent or not wanted:
         raise ValueError(
@@ -190,8 +188,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         raise ValueError(f"there is a process set of ranks {wanted} already; use that one")
     made.add(tuple(wanted))
     registry.made_in = {context.generation: made}  # earlier sets are other members by now
-    process_set._members.bind(context)
-    process_set.process_set_id = max(ids)
+    process_set._members = Members(wanted, context.starts())
+    process_set.process_set_id = max(ids)  # newcomers have counted fewer sets
     registry.next_id = max(ids) + 1
     registry.sets.add(process_set)
     return process_set
@@ -242,4 +240,3 @@ def add_first_sets(process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:
         known.add(tuple(each._named))
         each.process_set_id, registry.next_id = registry.next_id, registry.next_id + 1
         registry.sets.add(each)
-        each._members.bind_to_first(context)

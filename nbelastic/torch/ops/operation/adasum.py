@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from nbelastic.collectives import Communicator, Handle
 
 
@@ -38,20 +37,12 @@ _NOTHING = sys.float_info.min**0.5
 def adasum_async(
     communicator: Communicator, buffer: torch.Tensor, lengths: Sequence[int]
 ) -> Handle:
-    """Begin to combine each part of `buffer` with that of the other ranks, in place.
-
-    The buffer is lent, as to :meth:`~nbelastic.collectives.Communicator.allreduce_async`. It has
-    parts of these `lengths`, of real numbers. Elements after the last part are summed.
-    """
-    lengths = [*lengths, buffer.numel() - sum(lengths)]
+    """Begin to combine each part of a lent `buffer`, of these `lengths`."""
 
     def combine_parts(everyone: Sequence[torch.Tensor]) -> None:
-        theirs = [torch.split(each, lengths) for each in everyone]
-        *parts, rest = zip(*theirs, strict=True)
-        *own, last = torch.split(buffer, lengths)
-        for target, vectors in zip(own, parts, strict=True):
+        parts = [torch.split(each, list(lengths)) for each in (buffer, *everyone)]
+        for target, *vectors in zip(*parts, strict=True):
             target.copy_(combine(vectors))
-        last.copy_(torch.stack(rest).sum(0))
 
     return GatheredReduction(communicator, buffer, combine_parts)
 
@@ -78,12 +69,12 @@ class GatheredReduction:
         if self._everyone:
             self._handle.wait()
             self._reduce(self._everyone)
-            self._everyone = []
+            self._everyone = []  # else the handle holds all ranks' vectors
 
 
 def combine(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the Adasum of vectors in their order, in float64."""
-    level = [vector.double() for vector in vectors]
+    level = [vector.double() for vector in vectors]  # squares overflow in float16
     while len(level) > 1:
         pairs = zip(level[::2], level[1::2], strict=False)
         level = [_combined(a, b) for a, b in pairs] + level[len(level) // 2 * 2 :]
@@ -91,7 +82,7 @@ def combine(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _combined(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    aa, ab, bb = _sums(torch.stack([a * a, a * b, b * b]))
+    aa, ab, bb = _sums(torch.stack([a * a, a * b, b * b]))  # BLAS's dot() has an order of its own
     return a * _factor(ab, aa) + b * _factor(ab, bb)
 
 

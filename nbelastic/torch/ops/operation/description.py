@@ -7,11 +7,10 @@ the head of the line, with the types and shapes of the tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
 

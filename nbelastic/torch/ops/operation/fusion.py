@@ -8,22 +8,15 @@ on different devices form the same ones. Those of :func:`lend` hold one tensor e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LIMIT_BYTES = 64 << 20
 
 
 class Chunk:
-    """Tensors of the same type, consecutive in a buffer.
-
-    A chunk has the tensors' indices in a list, so that one list can be sent and another one, of the
-    same shapes, receives.
-    """
+    """Tensors of the same type, consecutive in a buffer."""
 
     def __init__(
         self,
@@ -31,7 +24,7 @@ class Chunk:
         indices: Sequence[int],
         buffer: torch.Tensor | None = None,
     ) -> None:
-        self._indices = indices
+        self._indices = indices  # one list can be sent, and another of the same shapes receives
         self._shapes = [tensors[index].shape for index in indices]
         self.counts = [shape.numel() for shape in self._shapes]
         if buffer is None:  # uninitialised until fill()
@@ -42,7 +35,7 @@ class Chunk:
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy this chunk's part of `tensors` into the buffer."""
-        if self.owner is not tensors[self._indices[0]]:
+        if self.owner is not tensors[self._indices[0]]:  # else its memory is the buffer
             for index, part in zip(self._indices, self._parts(), strict=True):
                 part.copy_(tensors[index].detach())
 
@@ -59,14 +52,12 @@ class Chunk:
 
 
 def plan(tensors: Sequence[torch.Tensor], limit_bytes: int = LIMIT_BYTES) -> list[list[int]]:
-    """Distribute `tensors` over as few chunks as possible; the same on all ranks.
-
-    A tensor larger than `limit_bytes` has a chunk to itself. Tensors without elements are in none.
-    """
+    """Distribute `tensors` over as few chunks as possible; the same on all ranks."""
     chunks: list[list[int]] = []
     open_chunks: dict[torch.dtype, tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):
         nbytes = tensor.numel() * tensor.element_size()
+        # Empty tensors need no chunk: outputs have their shape already.
         if nbytes == 0:
             continue
         chunk, used = open_chunks.get(tensor.dtype, ([], 0))
@@ -88,7 +79,7 @@ def lend(tensors: Sequence[torch.Tensor], *, private: bool) -> list[Chunk]:
     chunks = []
     for index, tensor in enumerate(tensors):
         memory = tensor.detach()
-        lent = not private and memory.is_contiguous()
+        lent = not private and memory.is_contiguous()  # communicators take nothing else
         if not lent:
             memory = torch.empty_like(memory, memory_format=torch.contiguous_format)
         chunk = Chunk(tensors, [index], memory.view(-1))

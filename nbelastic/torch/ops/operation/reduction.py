@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import enum
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
-from nbelastic.collectives import Op
+from nbelastic.collectives import Communicator, Handle, Op
 from nbelastic.torch.ops.operation.adasum import GatheredReduction, GradientOp, adasum_async
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from nbelastic.collectives import Communicator, Handle
 
 
 class BitwiseOp(enum.Enum):
@@ -32,7 +27,7 @@ _PAIRWISE: dict[AnyOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     BitwiseOp.BOR: torch.bitwise_or,
     BitwiseOp.BXOR: torch.bitwise_xor,
     Op.SUM: torch.add,
-    Op.AVERAGE: torch.add,
+    Op.AVERAGE: torch.add,  # divided once all are added
     Op.MIN: torch.minimum,
     Op.MAX: torch.maximum,
     Op.PRODUCT: torch.mul,
@@ -44,6 +39,7 @@ _GATHERED = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.comple
 
 def is_direct(dtype: torch.dtype, op: AnyOp) -> bool:
     """Return whether communicators reduce this type; what they know nothing of, they refuse."""
+    # As pairs of real numbers they add up, but have other products and no order.
     if dtype.is_complex and op not in (Op.SUM, Op.AVERAGE):
         return False
     return isinstance(op, Op) and dtype not in _GATHERED
@@ -52,10 +48,7 @@ def is_direct(dtype: torch.dtype, op: AnyOp) -> bool:
 def reduce_async(
     communicator: Communicator, buffer: torch.Tensor, op: AnyOp, lengths: Sequence[int] = ()
 ) -> Handle:
-    """Begin to reduce a flat buffer in place. Adasum is of each of the parts of these `lengths`.
-
-    An average of whole numbers is their sum until :func:`scale` divides it.
-    """
+    """Begin to reduce a flat buffer in place. Adasum is of each of the parts of these `lengths`."""
     if isinstance(op, GradientOp):
         return adasum_async(communicator, buffer, lengths)
     if is_direct(buffer.dtype, op):
@@ -65,7 +58,7 @@ def reduce_async(
     def reduce(everyone: Sequence[torch.Tensor]) -> None:
         buffer.copy_(functools.reduce(combine, everyone))
         if op is Op.AVERAGE and is_inexact(buffer.dtype):
-            buffer.div_(len(everyone))
+            buffer.div_(len(everyone))  # `scale` divides whole numbers
 
     return GatheredReduction(communicator, buffer, reduce)
 
@@ -76,7 +69,7 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wire_op(op: AnyOp, dtype: torch.dtype) -> Op:
-    """Return the operation to ask a communicator for."""
+    """Return the operation to ask a communicator for: :func:`scale` divides whole numbers."""
     assert isinstance(op, Op)
     return Op.SUM if op is Op.AVERAGE and not is_inexact(dtype) else op
 
@@ -85,7 +78,7 @@ def scale(tensor: torch.Tensor, op: AnyOp, size: int, factor: float) -> None:
     """Divide a sum of whole numbers that is to be an average; multiply the result by `factor`."""
     divisor = size if op is Op.AVERAGE and not is_inexact(tensor.dtype) else 1
     if divisor != 1 and factor == 1.0 and tensor.dtype is not torch.bool:
-        tensor.div_(divisor, rounding_mode="trunc")
+        tensor.div_(divisor, rounding_mode="trunc")  # float64 would round above 2**53
     else:
         multiply(tensor, factor / divisor)
 

@@ -11,16 +11,18 @@ failed operation leaves the caller's tensors as they were, unless the operation 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
-from nbelastic.collectives import Op
+from nbelastic.collectives import Communicator, Op
 from nbelastic.elastic.ranks.context import current
 from nbelastic.torch.ops.operation import description
 from nbelastic.torch.ops.operation.adasum import GradientOp
 from nbelastic.torch.ops.operation.fusion import Chunk, lend, pack
 from nbelastic.torch.ops.operation.reduction import (
+    AnyOp,
     as_real,
     is_direct,
     multiply,
@@ -28,12 +30,6 @@ from nbelastic.torch.ops.operation.reduction import (
     scale,
     wire_op,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from nbelastic.collectives import Communicator
-    from nbelastic.torch.ops.operation.reduction import AnyOp
 
 T = TypeVar("T")
 
@@ -73,7 +69,7 @@ class Pending(Generic[T]):
             for handle in self._handles:
                 handle.wait()
             self._result.append(self._finish())
-            self._finish, self._handles = None, ()
+            self._finish, self._handles = None, ()  # a handle may outlive its buffers
         return self._result[0]
 
     def __call__(self) -> T:
@@ -89,7 +85,7 @@ def only(pending: Pending[list[T]]) -> Pending[T]:
 class TensorOperation(Generic[T]):
     """A collective operation, from its pattern to its result."""
 
-    verb: ClassVar[str] = ""
+    verb: str = ""
     what: ClassVar[str] = "the operation"  # in errors
     # What this rank is about to do, the same on all (see `description`); None if not compared.
     pattern: Any = None
@@ -99,6 +95,9 @@ class TensorOperation(Generic[T]):
     fuses = True  # several tensors travel in one buffer, on the CPU
     lends = False  # otherwise: whether the caller's own memory is lent, and spoiled by a failure
     _chunks: Sequence[Chunk] = ()  # what is lent, from the loading on
+    _outputs: Sequence[torch.Tensor] = ()  # tensors of the caller that the chunks are stored in
+    _op: AnyOp | None = None  # of a reduction
+    _postscale = 1.0
 
     @property
     def text(self) -> str:
@@ -122,7 +121,13 @@ class TensorOperation(Generic[T]):
         raise NotImplementedError
 
     def store(self) -> Any:
-        """Return the result, of the type `T`, in the rank's thread; None if there is none."""
+        """Store the chunks in the outputs, in the rank's thread; return the result, of type `T`."""
+        for chunk in self._chunks:
+            if self._op is not None:
+                scale(chunk.buffer, self._op, self.size, self._postscale)
+            chunk.write_back(self._outputs)
+        self._chunks = ()
+        return list(self._outputs)
 
     def _chunks_of(self, tensors: Sequence[torch.Tensor]) -> list[Chunk]:
         return pack(tensors) if self.fuses else lend(tensors, private=not self.lends)
@@ -139,19 +144,15 @@ class Barrier(TensorOperation[None]):
         self.can_be_foreseen = foreseen
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
+        # Ranks that have compared it have met. A foreseen one may begin without a word.
         return [communicator.barrier_async()] if self.can_be_foreseen else ()
 
 
 class Allreduce(TensorOperation[list[torch.Tensor]]):
-    """Reduction of each of `tensors` into the tensor of `outputs` with its index.
-
-    Shapes and types are the same on all ranks; `outputs` may be `tensors`. Adasum is for real
-    floating point, and of each tensor by itself. Integers are multiplied by `prescale` and
-    `postscale` in float64 and cut off. The `head` of the pattern is made of the other arguments if
-    it is not given.
-    """
+    """Reduction of each of `tensors` into the tensor of `outputs` with its index."""
 
     verb = "allreduce"
+    _op: AnyOp
 
     def __init__(
         self,
@@ -161,7 +162,7 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
         prescale: float = 1.0,
         postscale: float = 1.0,
         name: str | None = None,
-        head: str = "",
+        head: str = "",  # of the pattern; if empty, of the other arguments
     ) -> None:
         check_dense(*tensors)
         for tensor in tensors:
@@ -174,7 +175,7 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
         )
         self.pattern = head, description.kinds(tensors)
         self._name = name
-        self.can_be_foreseen = op in (Op.SUM, Op.AVERAGE)
+        self.can_be_foreseen = op in (Op.SUM, Op.AVERAGE)  # a joined rank can follow with zeros
 
     @property
     def spec(self) -> dict[str, Any] | None:  # type: ignore[override]
@@ -212,34 +213,9 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
             for chunk in self._chunks
         ]
 
-    def store(self) -> list[torch.Tensor]:
-        for chunk in self._chunks:
-            scale(chunk.buffer, self._op, self.size, self._postscale)
-            chunk.write_back(self._outputs)
-        self._chunks = ()
-        return list(self._outputs)
-
-
-class Reduce(Allreduce):
-    """Reduction in place on the root; other ranks keep their tensor."""
-
-    def __init__(
-        self, tensor: torch.Tensor, root: int, op: AnyOp, prescale: float, head: str
-    ) -> None:
-        super().__init__([tensor], [tensor], op, prescale, head=head)
-        self._root = root
-
-    def load(self) -> None:
-        if self.rank != self._root:
-            self.lends, self._outputs = False, [torch.empty_like(self._tensors[0])]
-        super().load()
-
 
 class Broadcast(TensorOperation[list[torch.Tensor]]):
-    """Copies of the `tensors` of rank `root`, in `outputs` of all ranks.
-
-    The `position` is the root's among the ranks of the operation.
-    """
+    """Copies of the `tensors` of rank `root` of some `ranks`, in `outputs` of all."""
 
     verb = "broadcast"
 
@@ -248,19 +224,20 @@ class Broadcast(TensorOperation[list[torch.Tensor]]):
         tensors: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         root: int,
-        position: int,
+        ranks: Sequence[int] | None = None,
         name: str | None = None,
     ) -> None:
         check_dense(*tensors)
         self._tensors, self._outputs = tensors, outputs
-        self._position, self._is_root = position, False
+        self._position = root if ranks is None else check_root(root, ranks)
+        self.is_root = False  # known from the loading on
         head = f"{description.called('broadcast', name)} from rank {root}"
         self.pattern = head, description.kinds(tensors)
 
     def load(self) -> None:
-        self._is_root = self.rank == self._position
+        self.is_root = self.rank == self._position
         self._chunks = self._chunks_of(self._tensors)
-        if self._is_root:
+        if self.is_root:
             for chunk in self._chunks:
                 chunk.fill(self._tensors)
 
@@ -270,11 +247,9 @@ class Broadcast(TensorOperation[list[torch.Tensor]]):
         ]
 
     def store(self) -> list[torch.Tensor]:
-        if not self._is_root or self._outputs is not self._tensors:
-            for chunk in self._chunks:
-                chunk.write_back(self._outputs)
-        self._chunks = ()
-        return list(self._outputs)
+        if self.is_root and self._outputs is self._tensors:
+            self._chunks = ()  # the root's tensors have the values, and must not count as changed
+        return super().store()  # type: ignore[no-any-return]
 
 
 class Allgather(TensorOperation[list[torch.Tensor]]):
@@ -293,7 +268,7 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
         self._gathered: list[list[torch.Tensor]] = []
 
     def load(self) -> None:
-        self._sources = [_private(source) for source in self._sources]
+        self._sources = [_private(source) for source in self._sources]  # callers may change theirs
 
     def launch(
         self, communicator: Communicator, numbers: Sequence[Sequence[int]]
@@ -303,7 +278,7 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
             lengths = [each[index] for each in numbers]
             self.lengths.append(lengths)
             mine = source
-            if max(lengths) != source.shape[0]:
+            if max(lengths) != source.shape[0]:  # padded, as transports gather tensors of one shape
                 mine = source.new_empty((max(lengths), *source.shape[1:]))
                 mine[: source.shape[0]].copy_(source)
             everyone = [torch.empty_like(mine) for _ in lengths]
@@ -321,10 +296,7 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
 
 
 class SparseAllreduce(Allgather):
-    """Sums or averages of sparse tensors: ranks gather indices and values, as many as they have.
-
-    The results are not coalesced, unless they go to `outputs`.
-    """
+    """Sums or averages of sparse tensors: ranks gather as many indices and values as they have."""
 
     def __init__(
         self,
@@ -350,7 +322,7 @@ class SparseAllreduce(Allgather):
                 )
             )
         with torch.no_grad():
-            for output, total in zip(self._outputs, totals, strict=False):
+            for output, total in zip(self._outputs, totals, strict=False):  # none, if not in place
                 output.copy_(total.coalesce())
         return totals
 
@@ -363,24 +335,18 @@ class AllgatherInto(TensorOperation[None]):
     def __init__(
         self, outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
     ) -> None:
-        self._outputs, self._tensors = outputs, tensors
-        self._lists: list[list[Chunk]] = []
+        self._outputs, self._tensors = [*itertools.chain(*outputs)], tensors
+        self._counts = [len(each) for each in outputs]
         self.pattern = "all_gather", description.kinds(tensors)
 
-    def load(self) -> None:
-        self._lists = [self._chunks_of(each) for each in self._outputs]
-
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
+        self._chunks = lend(self._outputs, private=not self.lends)
+        buffers = iter([chunk.buffer for chunk in self._chunks])
         # Gathered values may have another shape than the tensor, and as many elements.
         return [
-            communicator.allgather_async([chunk.buffer for chunk in chunks], _flat(tensor))
-            for chunks, tensor in zip(self._lists, self._tensors, strict=True)
+            communicator.allgather_async([*itertools.islice(buffers, count)], _flat(tensor))
+            for count, tensor in zip(self._counts, self._tensors, strict=True)
         ]
-
-    def store(self) -> None:
-        for chunks, outputs in zip(self._lists, self._outputs, strict=True):
-            for chunk in chunks:
-                chunk.write_back(outputs)
 
 
 class AlltoallInto(TensorOperation[Any]):
@@ -402,44 +368,6 @@ class AlltoallInto(TensorOperation[Any]):
         if communicator.size == 1 and not any(each.numel() for each in (*received, *sent)):
             return ()
         return [communicator.all_to_all_async(received, sent)]
-
-    def store(self) -> Any:
-        for chunk in self._chunks:
-            chunk.write_back(self._outputs)
-
-
-class Gather(AlltoallInto):
-    """Collection of every rank's tensor in `outputs` of rank `root`."""
-
-    def __init__(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int, pattern: Any
-    ) -> None:
-        super().__init__(outputs, [tensor], pattern)
-        self._root = root
-
-    def load(self) -> None:
-        (tensor,) = self._inputs
-        nothing = tensor.new_empty(0)
-        self._inputs = [tensor if each == self._root else nothing for each in range(self.size)]
-        if self.rank != self._root:
-            self._outputs = [nothing] * self.size
-
-
-class Scatter(AlltoallInto):
-    """Copies of ``inputs[i]`` of rank `root` in the output of rank ``i``."""
-
-    def __init__(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, pattern: Any
-    ) -> None:
-        super().__init__([output], inputs, pattern)
-        self._root = root
-
-    def load(self) -> None:
-        (output,) = self._outputs
-        nothing = output.new_empty(0)
-        self._outputs = [output if each == self._root else nothing for each in range(self.size)]
-        if self.rank != self._root:
-            self._inputs = [nothing] * self.size
 
 
 class Alltoall(AlltoallInto):
@@ -468,14 +396,15 @@ class Alltoall(AlltoallInto):
         self._outputs = [like.new_empty((rows, *like.shape[1:])) for rows in self.received]
         return super().launch(communicator, numbers)
 
-    def store(self) -> torch.Tensor:
-        return torch.cat(list(self._outputs))
+    def store(self) -> list[torch.Tensor]:
+        return [torch.cat(list(self._outputs))]
 
 
 class ReducescatterInto(TensorOperation[list[torch.Tensor]]):
     """Reductions of lists with a tensor per rank; each rank has its own in `outputs`."""
 
     verb = "reducescatter"
+    _op: AnyOp
 
     def __init__(
         self,
@@ -487,44 +416,37 @@ class ReducescatterInto(TensorOperation[list[torch.Tensor]]):
     ) -> None:
         self._outputs, self._lists = list(outputs), list(lists)
         self.pattern = pattern
-        self._op, self._prescale, self._postscale = op, float(prescale), 1.0
+        self._op, self._prescale = op, float(prescale)
 
     def load(self) -> None:
-        self._direct = is_direct(self._outputs[0].dtype, self._op)
-        keeps = self.fuses or self._prescale != 1.0 or not self._direct
-        copied = _private if keeps else _flat
-        self._inputs = [[copied(part).view(-1) for part in parts] for parts in self._lists]
-        for part in itertools.chain(*self._inputs):
-            multiply(part, self._prescale)
-        if self._direct:
-            self._chunks = lend(self._outputs, private=not self.lends)
-        else:
-            mine = enumerate(parts[self.rank] for parts in self._inputs)
-            self._chunks = [Chunk(self._outputs, [index], part) for index, part in mine]
+        self._chunks = chunks = lend(self._outputs, private=not self.lends)
+        self._inputs = []
+        for index, parts in enumerate(self._lists):
+            direct = is_direct(self._outputs[index].dtype, self._op)
+            # A copy where the caller may change its tensors meanwhile, or the reduction would.
+            keeps = self.fuses or self._prescale != 1.0 or not direct
+            copied = [(_private if keeps else _flat)(part).view(-1) for part in parts]
+            for part in copied:
+                multiply(part, self._prescale)
+            if not direct:
+                chunks[index] = Chunk(self._outputs, [index], copied[self.rank])
+            self._inputs.append(copied)
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
         handles: list[Waitable] = []
         for parts, chunk in zip(self._inputs, self._chunks, strict=True):
-            if self._direct:
+            if is_direct(chunk.buffer.dtype, self._op):
                 result, sent = as_real(chunk.buffer), [as_real(part) for part in parts]
                 op = wire_op(self._op, chunk.buffer.dtype)
                 handles.append(communicator.reduce_scatter_async(result, sent, op))
             else:
+                # Whole on all ranks, because transports do not reduce such types in parts.
                 handles += [reduce_async(communicator, part, self._op) for part in parts]
         return handles
 
-    def store(self) -> list[torch.Tensor]:
-        for chunk in self._chunks:
-            scale(chunk.buffer, self._op, self.size, self._postscale)
-            chunk.write_back(self._outputs)
-        return list(self._outputs)
-
 
 class Reducescatter(ReducescatterInto):
-    """Reductions of `tensors`, and each rank keeps some rows.
-
-    The rows are dealt out evenly; the first ranks get one more where they do not divide.
-    """
+    """Reductions of `tensors`, whose rows are dealt out; the first ranks may get one more."""
 
     lends = True  # the outputs, which are its own
 
@@ -565,11 +487,8 @@ def check_dense(*tensors: torch.Tensor) -> None:
 
 
 def check_root(root: int, ranks: Sequence[int]) -> int:
-    """Return the position of a root among `ranks`; refuse a root outside of `ranks`.
-
-    While a state synchronises, 0 is the rank with the newest state, which Horovod's is always.
-    """
-    if root == 0:
+    """Return the position of a root among `ranks`; refuse a root outside of `ranks`."""
+    if root == 0:  # while a state synchronises: the rank with the newest, which is always Horovod's
         root = current().rank_0_stands_for
     if root not in ranks:
         named = f"from 0 to {len(ranks) - 1}" if [*ranks] == [*range(len(ranks))] else f"of {ranks}"
@@ -578,7 +497,7 @@ def check_root(root: int, ranks: Sequence[int]) -> int:
 
 
 def _private(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return tensor.detach().clone(memory_format=torch.contiguous_format)  # what transports take
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,211 @@
+"""The command's display of jobs, called by the thread that waits for the job."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections import deque
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbelastic.driver import HistoryEvent, Job, Output
+from nbelastic.driver.display import WaitDisplay
+from nbelastic.render import JobSnapshot, RankLines, printable, sentence, text
+
+
+@dataclass(frozen=True)
+class ViewOptions:
+    """How to show a job."""
+
+    style: str = "plain"  # ``live``, ``plain``, ``json`` or ``quiet``
+    prefix: bool = False  # output of all ranks, each line with its rank
+    directory: str | None = None  # where to write the output of each rank
+
+
+class CommandDisplay:
+    """Shows the jobs of a command."""
+
+    def __init__(self, options: ViewOptions) -> None:
+        self._options = options
+        self._messages: deque[str] = deque()
+
+    def watching(self, job: Job) -> AbstractContextManager[WaitDisplay]:
+        """Return the view of a job."""
+        if self._options.style == "live":
+            from .live import LiveView
+
+            return LiveView(job, self._options, self._messages)
+        kind = JsonView if self._options.style == "json" else WaitView
+        return kind(job, self._options, self._messages)
+
+    def show(self, job: Job) -> None:
+        """Do nothing: a command has no values to show."""
+
+    def say(self, text: str) -> None:
+        """Show a line that concerns no job."""
+        _say(text)
+
+    def tell(self, text: str) -> None:
+        """Show a line, once a view is open. Any thread may call this."""
+        self._messages.append(text)
+
+    def flush(self) -> None:
+        """Write the lines that no view has shown."""
+        while self._messages:
+            _say(self._messages.popleft())
+
+    def label(self, file: str) -> str | None:
+        """Return None: files have no other names here."""
+        return None
+
+
+class WaitView:
+    """A line on stderr for each event, and output of ranks on stdout."""
+
+    def __init__(self, job: Any, options: ViewOptions, messages: deque[str]) -> None:
+        self.job = job
+        self.options = options
+        self._messages = messages
+        self._cursor = 0
+        self._events = 0
+        self._lines = RankLines()
+        self._directory = options.directory
+
+    def __enter__(self) -> WaitView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tick()
+        self.write_rest()
+        if self.job.done():
+            self.write_end()
+
+    def tick(self) -> None:
+        """Write what is new."""
+        self._cursor, outputs = self.job.output(self._cursor)
+        if outputs:
+            self.write_output(outputs)
+        history = self.job.history
+        if len(history) < self._events:  # taken over again: the history is the scheduler's now
+            self._events = 0
+        new, self._events = history[self._events :], len(history)
+        for event in new:
+            self.write_event(event)
+        while self._messages:
+            self.say(self._messages.popleft())
+
+    # -- what a style writes ---------------------------------------------------------------------
+
+    def write_output(self, outputs: tuple[Output, ...]) -> None:
+        """Write what ranks have printed."""
+        if self._directory is not None:
+            try:
+                for output in outputs:
+                    _append(self._directory, output)
+            except OSError as error:
+                self._directory = None
+                self.say(f"--output-filename: {error}")
+        shown = (output for output in outputs if output.rank == 0 or self.options.prefix)
+        self.write_lines([(each.rank, line) for each in shown for line in self._lines.take(each)])
+
+    def write_rest(self) -> None:
+        """Write the lines of ranks that have not ended."""
+        self.write_lines([(rank, line) for _, rank, line in self._lines.rest()])
+
+    def write_lines(self, lines: list[tuple[int | None, str]]) -> None:
+        """Write lines of ranks to stdout."""
+        for rank, line in lines:
+            _write(sys.stdout, self.prefixed(rank, line))
+
+    def prefixed(self, rank: int | None, line: str) -> str:
+        """Return a line, prefixed with its rank as by horovodrun if so set."""
+        number = "–" if rank is None else rank
+        return f"[{number}]<stdout>: {line}" if self.options.prefix else line
+
+    def write_event(self, event: HistoryEvent) -> None:
+        """Write an event."""
+        words = sentence(JobSnapshot(self.job.status, (), self.job.started), event)
+        if words and self.options.style != "quiet":
+            _say(words)
+
+    def say(self, text: str) -> None:
+        """Write a line that is no event."""
+        _say(text)
+
+    def write_end(self) -> None:
+        """Write the end of the job."""
+        if self.options.style != "quiet":
+            _say(text(JobSnapshot.of(self.job)))
+
+
+class JsonView(WaitView):
+    """A JSON object in a line of stdout for each event, output and message."""
+
+    def write_lines(self, lines: list[tuple[int | None, str]]) -> None:
+        for rank, line in lines:
+            _write_json("output", rank=rank, text=line)
+
+    def write_event(self, event: HistoryEvent) -> None:
+        _write_json("event", **dataclasses.asdict(event))
+
+    def say(self, text: str) -> None:
+        _write_json("message", time=time.time(), text=text)
+
+    def write_end(self) -> None:
+        status = self.job.status
+        _write_json(
+            "end",
+            name=status.name,
+            state=status.state,
+            size=status.size,
+            resets=status.resets,
+            commits=status.commits,
+            elapsed=status.elapsed,
+            data=[dataclasses.asdict(each) for each in status.data],
+        )
+
+
+write_errors: list[str] = []
+"""Streams of this command that could not take what was written, with the error."""
+
+
+def _append(directory: str, output: Output) -> None:
+    """Append what a rank has printed to ``DIR/rank.N/stdout``."""
+    number = "unknown" if output.rank is None else output.rank
+    place = Path(directory) / f"rank.{number}"
+    place.mkdir(parents=True, exist_ok=True)
+    with open(place / "stdout", "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(output.text)
+
+
+def _write_json(kind: str, /, **facts: Any) -> None:
+    _write(sys.stdout, json.dumps({"type": kind, **facts}, default=str))
+
+
+def _say(words: str) -> None:
+    """Write words for the user, which may have been made elsewhere, to stderr."""
+    _write(sys.stderr, str(printable(words)))
+
+
+def _write(stream: Any, line: str) -> None:
+    """Write a line; a stream that is closed, or whose reader has gone, gets nothing."""
+    if stream is None or stream.closed:
+        return
+    try:
+        stream.write(line + "\n")
+        stream.flush()
+    except OSError as error:  # as with "| head": what is left in the stream goes nowhere
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        if not isinstance(
+            error, BrokenPipeError
+        ):  # a disk that is full, or a terminal that is gone
+            problem = f"{stream.name} takes no more: {error.strerror or error}"
+            write_errors.append(problem)
+            _say(f"{problem}; the job goes on")

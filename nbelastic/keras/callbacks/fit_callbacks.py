@@ -1,0 +1,290 @@
+"""Callbacks and position of a training, over several calls of Keras' ``fit``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from nbelastic.elastic.ranks.context import rank
+from nbelastic.errors import OptionError
+from nbelastic.trainers.callbacks import Callbacks, ProgressAdapter, by_itself
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+"""Callbacks of Keras that write for all ranks, and keep nothing that others need."""
+
+
+class OnRankZero(keras.callbacks.Callback):  # type: ignore[misc]
+    """Run a callback on whichever rank is 0 at the time.
+
+    A rank that becomes rank 0 later calls its ``on_train_begin`` then. The attributes of the
+    callback are not part of the state.
+
+    Parameters
+    ----------
+    callback : keras.callbacks.Callback
+        A callback that writes files, or sends metrics somewhere.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        super().__init__()
+        self.callback = callback
+        self._begun = False
+        self._epoch: int | None = None
+
+    def set_params(self, params: Any) -> None:
+        super().set_params(params)
+        self.callback.set_params(params)
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self.callback.set_model(model)
+
+    def _ready(self) -> bool:
+        """Return whether this is rank 0, whose callback has begun."""
+        if rank() != 0:
+            return False
+        if not self._begun:
+            self._begun = True
+            self.callback.on_train_begin()
+            if self._epoch is not None:
+                self.callback.on_epoch_begin(self._epoch)
+        return True
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._epoch = None
+
+    def goes_on(self, epoch: int, in_epoch: bool) -> None:
+        """Go on in an epoch, on a rank that may be rank 0 by now."""
+        self._epoch = epoch if in_epoch else None
+        logger = self.callback
+        if rank() == 0 and in_epoch and isinstance(logger, keras.callbacks.CSVLogger):
+            _take_back(logger, epoch)
+        if (epoch or in_epoch) and not self._begun and hasattr(logger, "append"):
+            logger.append = True  # to the file of the rank that was 0 before
+        self._ready()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._ready():
+            self.callback.on_epoch_begin(epoch, logs)
+        self._epoch = epoch
+
+
+def _forwarded(name: str) -> Any:
+    def method(self: OnRankZero, *args: Any, **kwargs: Any) -> None:
+        if self._ready():
+            getattr(self.callback, name)(*args, **kwargs)
+
+    return method
+
+
+# All that a callback may be told, but for the two above.
+for _name in {each for each in dir(keras.callbacks.Callback) if each.startswith("on_")}:
+    if _name not in vars(OnRankZero):
+        setattr(OnRankZero, _name, _forwarded(_name))
+
+
+class RankZeroModel:
+    """A model whose files are written by rank 0 alone, for saving callbacks."""
+
+    def __init__(self, model: Any) -> None:
+        self.__dict__["_model"] = model
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_model"], name)
+        if name in ("save", "save_weights", "export") and rank() != 0:
+            return lambda *_, **__: None
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_model"], name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
+        return self.__dict__["_model"](*args, **kwargs)
+
+
+def is_keras(callback: Any) -> bool:
+    """Return whether a callback is of Keras' own: those don't ask for their rank."""
+    return type(callback).__module__.startswith("keras.")
+
+
+def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
+    """Return the callbacks of a training, with Keras' own standard callbacks."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        raise OptionError("elastic.fit(callbacks=…): pass a list of callbacks, not a CallbackList")
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    for each in given:
+        if isinstance(each, keras.callbacks.BackupAndRestore):
+            raise OptionError(
+                "elastic.fit(callbacks=[BackupAndRestore]): the state is kept in memory by all "
+                "ranks, and a restore from a file would undo it. Remove it; for a job that ends "
+                "as a whole, pass checkpoint= to nbelastic.fit"
+            )
+    own = [each.callback if isinstance(each, OnRankZero) else each for each in given]
+    found = [OnRankZero(each) if isinstance(each, _WRITERS) else each for each in given]
+    if not any(isinstance(each, keras.callbacks.History) for each in own):
+        found.append(keras.callbacks.History())
+    if verbose and not any(isinstance(each, keras.callbacks.ProgbarLogger) for each in own):
+        found.append(OnRankZero(keras.callbacks.ProgbarLogger()))
+    return found
+
+
+def _take_back(logger: Any, epoch: int) -> None:
+    """Remove a CSVLogger's line of an epoch whose end a failure has taken back."""
+    path = logger.filename
+    is_anothers = logger.append and not epoch  # training's, perhaps
+    if is_anothers or not os.path.exists(path):
+        return
+    if logger.csv_file is not None and not logger.csv_file.closed:
+        logger.csv_file.flush()
+    with open(path, "rb") as file:
+        lines = file.read().splitlines(keepends=True)
+    if lines and lines[-1].split(logger.sep.encode())[0] == str(epoch).encode():
+        os.truncate(path, sum(map(len, lines[:-1])))
+        if logger.csv_file is not None and not logger.csv_file.closed:
+            logger.csv_file.seek(0, os.SEEK_END)
+
+
+class FitProgress:
+    """Position of a training by ``fit``, and what callbacks and metrics know."""
+
+    nbelastic_adapter = ProgressAdapter
+    _PLACE = ("epoch", "batch", "in_epoch", "ended")
+
+    def __init__(self, rates: Sequence[Any] = (), callbacks: Sequence[Any] = ()) -> None:
+        self.epoch = self.batch = 0  # the present epoch, and the batches of it that are done
+        self.in_epoch = False  # callbacks were told of its beginning
+        self.ended = False
+        # Variables of the metrics, summed over all ranks, as far as the epoch is done.
+        self.metrics: list[np.ndarray[Any, Any]] = []
+        self.rates = list(rates)  # variables that callbacks change between steps
+        self.callbacks = Callbacks(
+            lambda: callbacks,
+            begins_again=lambda each: not is_keras(each),
+            shared=is_keras,
+            # Keras negates ``min_delta`` as it sets ``monitor_op``, a function: not to be sent.
+            hidden=("params", "_model", "min_delta", "monitor_op"),
+        )
+
+    def begin(self, callbacks: Sequence[Any]) -> None:
+        """Begin a training with these callbacks; those of rank 0 alone keep theirs."""
+        on_all = [each for each in callbacks if not hasattr(each, "goes_on")]
+        self.__init__(self.rates, on_all)  # type: ignore[misc]
+
+    def content(self) -> dict[str, Any]:
+        """Return all there is to know."""
+        return {
+            **{name: getattr(self, name) for name in self._PLACE},
+            "metrics": list(self.metrics),
+            "callbacks": self.callbacks.content(),
+            "rates": [float(keras.ops.convert_to_numpy(each)) for each in self.rates],
+        }
+
+    def take(self, content: dict[str, Any], *, own: bool) -> None:
+        """Take over a commit of this rank, or of another rank."""
+        for name in self._PLACE:
+            setattr(self, name, content[name])
+        self.metrics = list(content["metrics"])
+        for variable, value in zip(self.rates, content["rates"], strict=False):
+            variable.assign(value)
+        self.callbacks.take(content["callbacks"], own=own)
+
+
+class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
+    """Callbacks that are told each beginning and end once, in however many calls of ``fit``.
+
+    Keras' ``fit`` is called for each part of an epoch. What it says of beginnings and ends of
+    trainings and epochs is not passed on; :mod:`nbelastic.keras.fit` says it.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        model: Any,
+        progress: FitProgress,
+        params: dict[str, Any],
+        begin_epoch: Any,  # gets the number of the epoch
+        after_batch: Any,  # gets its number in this call of fit, the batches it stands for, logs
+    ) -> None:
+        self._progress = progress
+        self._begin_epoch, self._after_batch = begin_epoch, after_batch
+        self._first = 0  # number of the first batch of this call
+        self._before = -1
+        super().__init__(list(callbacks), model=None)
+        self._async_train = self._async_test = False  # batches are committed in their order
+        self._history = next(e for e in callbacks if isinstance(e, keras.callbacks.History))
+        self._model = model
+        model.history = self._history
+        for each in callbacks:
+            saves = isinstance(each, keras.callbacks.ModelCheckpoint)
+            each.set_model(RankZeroModel(model) if saves else model)
+        self.set_params(params)
+
+    # -- what Keras says -----------------------------------------------------------------------
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._on_begin()
+        self._first, self._before = self._progress.batch, -1
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._on_end()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Restore the metrics, because ``fit`` has set the metrics to zero."""
+        self._begin_epoch(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Do nothing: the epoch ends after its validation."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_begin(self._first + batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        count = batch - self._before
+        first, self._before = self._before + 1, batch
+        self._after_batch(first, count, logs)
+
+    # -- what elastic.fit says -----------------------------------------------------------------
+
+    def tell(self, what: str, *args: Any) -> None:
+        """Call a method of Keras' list, and so of all callbacks."""
+        getattr(super(), what)(*args)
+
+    def begin(self, again: bool, goes_on: bool) -> None:
+        """Tell callbacks of the training's begin; if `again`, only the user's own, for rank 0."""
+        with by_itself() if again or goes_on else contextlib.nullcontext():
+            for each in self.callbacks:
+                if not again or not (is_keras(each) or isinstance(each, OnRankZero)):
+                    each.on_train_begin({})
+
+    def end(self, logs: Any) -> None:
+        """Tell callbacks that the training is over."""
+        for each in self.callbacks:
+            each.on_train_end(logs)
+
+    def go_on(self, epoch: int, in_epoch: bool) -> None:
+        """Tell callbacks of rank 0 that the training goes on, maybe on another rank."""
+        for each in self.callbacks:
+            if isinstance(each, OnRankZero):
+                each.goes_on(epoch, in_epoch)
+
+
+def report_logs(logs: Any, step: int | None) -> None:
+    """Show logs in the job's panel."""
+    from nbelastic.elastic import report
+
+    numbers = {name: each for name, each in (logs or {}).items() if isinstance(each, (int, float))}
+    if numbers:
+        report(step=step, **numbers)

@@ -1,0 +1,177 @@
+"""``init()`` and Horovod's environment variables, timeline and built-in features.
+
+Variables are heeded or named as ignored. Scripts use the features to decide how to scale the
+learning rate, or whether to use several threads. They work in any process, before ``init()``, too.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from nbelastic.collectives import nccl_version
+from nbelastic.elastic.ranks.context import current, initialize
+from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.elastic.ranks.timeline import timeline, write
+from nbelastic.torch.functions import allgather_object
+from nbelastic.torch.ops.coordination.process_sets import ProcessSet, add_first_sets
+
+logger = logging.getLogger("nbelastic")
+
+_HEEDED = {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_LOG_LEVEL", "HOROVOD_TIMELINE_MARK_CYCLES"}
+# Set by Horovod's launcher, or true here in any case.
+_SILENT = {
+    "HOROVOD_DYNAMIC_PROCESS_SETS",
+    "HOROVOD_ELASTIC",
+    "HOROVOD_CONTROLLER",
+    "HOROVOD_CPU_OPERATIONS",
+    "HOROVOD_HOSTNAME",
+    *(f"HOROVOD_{scope}{what}" for scope in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")),
+}
+_INSTEAD = {
+    "HOROVOD_TIMELINE": "set it where fit is called, or use fit(timeline=...)",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "a rank that stalls is replaced after stall_timeout",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "set it where fit is called",
+    "HOROVOD_STALL_CHECK_DISABLE": "set it where fit is called",
+    "HOROVOD_ELASTIC_TIMEOUT": "set it where fit is called",
+    "HOROVOD_CYCLE_TIME": "operations begin at once",
+    "HOROVOD_CACHE_CAPACITY": "there is no cache of responses",
+    "HOROVOD_GLOO_IFACE": "ranks use the interface of their Dask worker",
+}
+
+
+def init(
+    comm: Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+) -> None:
+    """Make the calling thread a rank: of its job, or outside one of a world of its own.
+
+    Idempotent. It never waits for other ranks.
+
+    Parameters
+    ----------
+    comm : None
+        For Horovod's signature: the cluster decides on the ranks.
+    process_sets : list of ProcessSet, or "dynamic", optional
+        Sets of the ranks with which the job begins, the same on all ranks. Others can be added
+        later in any case, so ``"dynamic"`` has no effect.
+
+    Raises
+    ------
+    ValueError
+        A subset of ranks is asked for, or `process_sets` is something else.
+    """
+    if comm:
+        raise ValueError(f"comm must be None, not {comm!r}: the cluster decides on the ranks")
+    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
+        raise ValueError(f'process_sets must be a list of sets or "dynamic", not {process_sets!r}')
+    initialize()
+    heed_environment()
+    if process_sets and not isinstance(process_sets, str):
+        add_first_sets(process_sets)
+
+
+@functools.cache
+def heed_environment() -> None:
+    """Set what Horovod's variables ask for, once in a process."""
+    level = os.environ.get("HOROVOD_LOG_LEVEL", "").upper()
+    if level in ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"):
+        logger.setLevel({"TRACE": "DEBUG", "FATAL": "CRITICAL"}.get(level, level))
+    given = {name for name in os.environ if name.startswith("HOROVOD_")}
+    if os.environ.get("HOROVOD_TIMELINE") == "DYNAMIC":
+        given.remove("HOROVOD_TIMELINE")  # it only allows start_timeline(), which always works here
+    if not os.environ.get("HOROVOD_FUSION_THRESHOLD", "0").isdecimal():
+        given.add("HOROVOD_FUSION_THRESHOLD (must be a number of bytes)")
+    context = current()
+    by_the_job = context.spec.heeded if isinstance(context, Session) else ()
+    ignored = sorted(given - _HEEDED - _SILENT - {*by_the_job})
+    if ignored:
+        words = [f"{name} ({_INSTEAD[name]})" if name in _INSTEAD else name for name in ignored]
+        text = f"these environment variables of Horovod's have no effect: {', '.join(words)}"
+        logger.warning("%s", text)
+        warn(context, text)
+
+
+def _always(answer: bool, reason: str) -> Callable[[], bool]:
+    """Return a function for scripts that ask what is built in."""
+
+    def ask() -> bool:
+        return answer
+
+    ask.__doc__ = f"Return {answer}: {reason}."
+    return ask
+
+
+mpi_threads_supported = _always(False, "nbelastic has no MPI, so none that allows several threads")
+mpi_enabled = _always(False, "ranks are started by Dask")
+mpi_built = _always(False, "operations between ranks do not use MPI")
+gloo_enabled = _always(True, "operations between hosts use Gloo")
+gloo_built = gloo_enabled
+ddl_built = _always(False, "operations between ranks do not use IBM's DDL")
+ccl_built = _always(False, "operations between ranks do not use Intel's oneCCL")
+
+
+def cuda_built() -> bool:
+    """Return whether ranks can train on NVIDIA's GPUs with this torch."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether ranks can train on AMD's GPUs with this torch."""
+    return torch.version.hip is not None
+
+
+def nccl_built() -> int:
+    """Return the version of NCCL for a job here, or 0 for none."""
+    return nccl_version()
+
+
+def is_homogeneous() -> bool:
+    """Return whether all hosts of the job have equally many ranks."""
+    context = current()
+    plan = context.plan if isinstance(context, Session) else None
+    if plan is None:
+        return context.local_size * context.cross_size == context.size
+    counts = collections.Counter(member.slot.host for member in plan.members)
+    return len(set(counts.values())) == 1
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Record operations, steps, commits and resets of this rank from here on.
+
+    Where the job records all (``fit(timeline=...)``), this and :func:`stop_timeline` do nothing.
+
+    Parameters
+    ----------
+    file_path : str or path
+        Where rank 0 writes the timeline of all ranks, in Chrome's trace format, which
+        https://ui.perfetto.dev opens. Each rank has a row.
+    mark_cycles : bool, default False
+        Whether to mark when operations begin to be compared.
+    """
+    if not timeline.is_on:
+        timeline.start(file_path, current().rank, marks_cycles=mark_cycles)
+
+
+def stop_timeline() -> Path | None:
+    """Stop recording; all ranks call it, and rank 0 writes the file.
+
+    Returns
+    -------
+    Path or None
+        The file, on rank 0.
+    """
+    if not timeline.is_on or timeline.is_the_jobs:
+        return None
+    everyone = allgather_object(timeline.stop())
+    path = timeline.path
+    if current().rank != 0 or path is None:
+        return None
+    write(path, [event for events in everyone for event in events])
+    return path

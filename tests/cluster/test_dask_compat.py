@@ -1,0 +1,129 @@
+"""What is used of Dask beyond its documentation."""
+
+import asyncio
+import socket
+from types import SimpleNamespace
+
+import pytest
+from distributed import LocalCluster
+from distributed.batched import BatchedSend
+
+import nbelastic
+from nbelastic.cluster import dask_compat
+from nbelastic.cluster.dask_compat import (
+    INTERVAL_S,
+    LIMIT_S,
+    ConnectionCheck,
+    cause_of_death,
+    is_stalled,
+    resume,
+    runs_here,
+    shorten_batching,
+    unacknowledged_s,
+)
+from nbelastic.driver.attachment import attach_client
+from nbelastic.driver.options import Options
+
+
+@pytest.mark.parametrize(("interval", "after"), [("10ms", INTERVAL_S), ("0.5ms", 0.0005)])
+def test_a_stream_waits_no_longer_than_a_millisecond_and_keeps_few_messages(interval, after):
+    stream = BatchedSend(interval=interval)
+    stream.recent_message_log.extend(range(500))
+    shorten_batching(stream)
+    assert stream.interval == after
+    stream.recent_message_log.append(500)
+    assert list(stream.recent_message_log) == list(range(491, 501))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [None, SimpleNamespace(), SimpleNamespace(interval="1s", next_deadline=None, stream=None)],
+)
+def test_what_is_no_stream_or_connection_is_left_alone(odd):
+    shorten_batching(odd)
+    assert getattr(odd, "interval", "1s") == "1s"
+    assert not is_stalled(odd)
+    resume(odd)
+    assert unacknowledged_s(odd) == 0.0
+    assert not ConnectionCheck().lost(odd)
+
+
+def test_a_jobs_messages_are_not_held_back_anywhere(crew):
+    assert crew.fit(nbelastic.size, np=2).results() == [2, 2]
+    assert crew.client.scheduler_comm.interval == INTERVAL_S
+    of_workers = crew.client.run(lambda dask_worker: dask_worker.batched_stream.interval)
+    assert set(of_workers.values()) == {INTERVAL_S}
+    to_workers = crew.client.run_on_scheduler(
+        lambda dask_scheduler: [each.interval for each in dask_scheduler.stream_comms.values()]
+    )
+    assert set(to_workers) == {INTERVAL_S}
+
+
+# -- what a machine knows of a connection whose other end does not answer --------------------------
+
+
+def test_a_busy_receiver_is_not_cut_off_and_a_closed_connection_is_left_to_dask():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+    ):
+        connection.sendall(b"beat")  # nobody reads it, but it has arrived
+        comm = SimpleNamespace(stream=SimpleNamespace(socket=connection))
+        assert unacknowledged_s(comm) == 0.0
+    assert unacknowledged_s(comm) == 0.0
+
+
+def test_what_was_sent_just_now_after_a_pause_does_not_count(monkeypatch):
+    silences = iter([LIMIT_S, 0.0, LIMIT_S - 0.1, LIMIT_S, LIMIT_S + 0.5])
+    monkeypatch.setattr(dask_compat, "unacknowledged_s", lambda _comm: next(silences))
+    one = ConnectionCheck()
+    assert [one.lost(None) for _ in range(5)] == [False, False, False, False, True]
+
+
+# -- what a process has died of, by its nanny's log ------------------------------------------------
+
+MEMORY = (
+    "distributed.nanny.memory - WARNING - Worker tcp://127.0.0.1:1 (pid={}) exceeded 95% memory "
+    "budget. Restarting..."
+)
+TERMINATED = "distributed.nanny - INFO - Worker process {} was killed by signal 15"
+CRASHED = "distributed.nanny - INFO - Worker process {} was killed by signal 11"
+EXITED = "distributed.nanny - INFO - Worker process {} exited with status 3"
+OUT_OF_MEMORY = "was ended by its nanny, because it exceeded 95% of its memory limit"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        ([TERMINATED.format(7)], "was killed by signal 15 (SIGTERM)"),
+        ([CRASHED.format(7)], "was killed by signal 11 (SIGSEGV)"),
+        ([EXITED.format(7)], "exited with status 3"),
+        ([TERMINATED.format(7), MEMORY.format(7)], OUT_OF_MEMORY),
+        ([MEMORY.format(7), EXITED.format(7)], OUT_OF_MEMORY),
+        ([MEMORY.format(8), TERMINATED.format(7)], "was killed by signal 15 (SIGTERM)"),
+        ([MEMORY.format(7)], ""),
+        ([TERMINATED.format(8)], ""),
+        ([], ""),
+    ],
+)
+def test_the_cause_is_that_of_this_process(monkeypatch, lines, cause):
+    async def get_logs(n):
+        return [("INFO", line) for line in lines]
+
+    monkeypatch.setattr(dask_compat, "LOG_INTERVAL_S", 0.0)
+    scheduler = SimpleNamespace(rpc=lambda address: SimpleNamespace(get_logs=get_logs))
+    assert asyncio.run(cause_of_death(scheduler, "tcp://nanny", 7)) == cause
+
+
+# -- the cluster that is started for one job has no profiler ---------------------------------------
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_cluster_for_one_job_have_none():
+    client, close = attach_client(None, Options(np=1))
+    try:
+        assert isinstance(client.cluster, LocalCluster) and runs_here(client)
+        found = client.run(lambda dask_worker: "profile" in dask_worker.periodic_callbacks)
+        assert set(found.values()) == {False}
+    finally:
+        close()

@@ -1,0 +1,150 @@
+"""Why a worker is not offered to a job, and how much of its output waits."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from distributed.comm import connect, listen
+from distributed.core import Status
+
+from nbelastic.cluster.dask_compat import unsent_bytes
+from nbelastic.cluster.scheduler.job import FEW_WAITING, MOST_WAITING, OutputValve
+from nbelastic.cluster.scheduler.records import WorkerRecord, fits, is_busy, obstacle
+from nbelastic.cluster.worker.environment import own_interface
+from nbelastic.messages import RankOutput, UnusedReason, UnusedWorker
+from tests.support.records import a_record
+
+VERSIONS = {"python": "3.11", "nbelastic": "1", "torch": "2.1"}
+
+
+def a_job(**changes):
+    return a_record(**{"versions": VERSIONS, **changes})
+
+
+def a_host(**changes):
+    return WorkerRecord(**{"slot": {"id": "w"}, "versions": VERSIONS, "process": None, **changes})
+
+
+def a_worker(**changes):
+    fields = {"address": "tcp://10.0.0.1:5", "name": "w", "status": Status.running, "resources": {}}
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def test_a_free_worker_has_none():
+    assert obstacle(a_job(), a_worker(), a_host()) is None
+
+
+@pytest.mark.parametrize(
+    ("job", "worker", "host", "reason", "detail"),
+    [
+        ({}, {"status": Status.paused}, {}, UnusedReason.PAUSED, ""),
+        ({}, {"status": Status.closing_gracefully}, {}, UnusedReason.LEAVING, ""),
+        ({}, {"status": Status.closing}, {}, UnusedReason.CLOSING, ""),
+        ({"workers": {"other"}}, {}, {}, UnusedReason.NOT_IN_WORKERS, ""),
+        (
+            {"resources": {"GPU": 2}},
+            {"resources": {"GPU": 1}},
+            {},
+            UnusedReason.LACKS_RESOURCES,
+            "GPU 1 of 2",
+        ),
+        ({}, {}, {"holder": ("other", 3)}, UnusedReason.TAKEN, "other"),
+        ({}, {}, {"retiring": True}, UnusedReason.LEAVING, ""),
+        (
+            {},
+            {},
+            {"versions": {**VERSIONS, "torch": "2.2"}},
+            UnusedReason.OTHER_VERSIONS,
+            "torch 2.2 (kernel: 2.1)",
+        ),
+    ],
+)
+def test_every_obstacle_has_its_reason(job, worker, host, reason, detail):
+    found = obstacle(a_job(**job), a_worker(**worker), a_host(**host))
+    assert found == UnusedWorker("tcp://10.0.0.1:5", reason, detail)
+
+
+def a_task(key, **resources):
+    return SimpleNamespace(key=key, resource_restrictions=resources or None)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "long_running", "job", "busy"),
+    [
+        (["nbelastic-rank-a-0"], [], {}, False),
+        (["nbelastic-rank-a-0", "x"], [], {}, False),
+        (["nbelastic-rank-a-0", "x", "y"], [], {}, True),
+        (["nbelastic-rank-a-0", "x", "y"], ["y"], {}, False),  # it has left the pool
+        (["nbelastic-rank-a-0", "GPU"], [], {"resources": {"GPU": 1}}, True),
+        (["nbelastic-rank-a-0", "x"], [], {"resources": {"GPU": 1}}, False),
+        (["nbelastic-rank-a-0", "GPU"], [], {}, False),
+    ],
+)
+def test_a_rank_waits_for_other_tasks_of_its_worker(tasks, long_running, job, busy):
+    made = {key: a_task(key, **({"GPU": 1} if key == "GPU" else {})) for key in tasks}
+    worker = a_worker(
+        nthreads=2,
+        resources={"GPU": 1},
+        processing=made.values(),
+        long_running=[made[key] for key in long_running],
+    )
+    assert is_busy(a_job(**job), worker) is busy
+
+
+@pytest.mark.parametrize("name", ["tcp://10.0.0.1:5", "w", "10.0.0.1"])
+def test_a_worker_is_meant_by_address_name_or_host(name):
+    assert fits(a_job(workers={name}), a_worker())
+
+
+@pytest.mark.parametrize(
+    ("hosts", "found"),
+    [
+        (["127.0.0.1"], "127.0.0.1"),
+        (["localhost", "127.0.0.2"], "127.0.0.1"),
+        (["198.51.100.1", "127.0.0.2"], "127.0.0.2"),  # a gateway's address: nothing listens there
+        (["no-such-host.invalid", "127.0.0.2"], "127.0.0.2"),
+        ([], "127.0.0.1"),
+    ],
+)
+def test_a_rank_listens_on_an_address_of_its_own_machine(hosts, found):
+    assert own_interface(hosts) == found
+
+
+# -- output that waits for a kernel that does not read ---------------------------------------------
+
+TEXT = RankOutput("job", 0, "0123456789")
+GAP = RankOutput("job", 0, "", gap=True)
+
+
+def test_a_kernel_that_does_not_read_gets_the_mark_of_a_gap_until_it_has_read_most():
+    full, few = MOST_WAITING + 1, FEW_WAITING
+    waiting = [0, MOST_WAITING, full, full, MOST_WAITING, few + 1, few, MOST_WAITING, full]
+    valve = OutputValve()
+    passed = [valve.take(TEXT, each) for each in waiting]
+    assert passed == [TEXT, TEXT, GAP, None, None, None, TEXT, TEXT, GAP]
+
+
+def test_bytes_that_wait_for_the_other_end_are_counted():
+    """Dask's streams write without waiting, so that their own buffers are empty."""
+
+    async def scene():
+        arrived: asyncio.Queue = asyncio.Queue()
+        async with listen("tcp://127.0.0.1", arrived.put) as listener:
+            writer = await connect(listener.contact_address)
+            reader = await arrived.get()
+            stream = SimpleNamespace(comm=writer)
+            before = unsent_bytes(stream)
+            await writer.write(b"x" * 50_000_000)
+            await writer.write("done")
+            waiting = unsent_bytes(stream)
+            await reader.read()
+            await reader.read()
+            after = unsent_bytes(stream)
+            await writer.close()
+            await reader.close()
+        return before, waiting > 25_000_000, after
+
+    assert asyncio.run(scene()) == (0, True, 0)
+    assert unsent_bytes(None) == unsent_bytes(SimpleNamespace(comm=None)) == 0

@@ -1,0 +1,168 @@
+"""Units dealt, or leased, to streams and windows: each row once, whatever the sizes are."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nbelastic.data.plan.dealing import Dealing
+from nbelastic.data.plan.streams import Lease, LeaseTable, UnitStreams
+
+sizes_of_units = st.lists(
+    st.one_of(st.just(0), st.just(1), st.integers(0, 40), st.integers(200, 400)), max_size=12
+).filter(sum)
+
+
+@st.composite
+def streams_of_epochs(draw: st.DrawFn) -> tuple[Dealing, UnitStreams, int]:
+    sizes = draw(sizes_of_units)
+    dealing = Dealing(
+        sum(sizes),
+        draw(st.integers(1, 9)),
+        draw(st.integers(1, 9)),
+        draw(st.integers(0, 3)),
+        draw(st.integers(0, 3)),
+        draw(st.booleans()),
+        draw(st.booleans()),
+    )
+    window_rows = draw(st.integers(1, 200))
+    return dealing, UnitStreams(np.array(sizes), dealing, window_rows), window_rows
+
+
+@given(streams_of_epochs())
+@settings(max_examples=80, deadline=None)
+def test_each_row_is_once_in_streams_that_are_even_and_windows_that_are_small(
+    epoch: tuple[Dealing, UnitStreams, int],
+) -> None:
+    dealing, streams, window_rows = epoch
+    rows: list[int] = []
+    for step in range(dealing.steps):
+        for number in range(dealing.micro_batches):
+            found = streams.rows(step, number).tolist()
+            assert len(found) == len(dealing.places(step, number))
+            rows += found
+    full, rest = divmod(dealing.length, dealing.global_batch)
+    assert len(rows) == len(set(rows)) == dealing.length - (rest if dealing.drop_last else 0)
+    assert set(rows) <= set(range(dealing.length))
+    # Equal in all full steps; the rest goes to few streams, in parts that differ by a row.
+    lengths = [streams.length(number) for number in range(dealing.micro_batches)]
+    used = [length - full * dealing.micro for length in lengths if length > full * dealing.micro]
+    assert not used or (max(used) - min(used) <= 1 and not dealing.drop_last)
+    for length, windows in zip(lengths, streams.windows, strict=True):
+        start = 0
+        for window in windows:
+            assert window.start == start
+            assert window.rows <= window_rows or len(window.ranges) == 1
+            assert all(len(each) for each in window.ranges)
+            start = window.stop
+        assert start == length
+
+
+@given(streams_of_epochs(), st.integers(0, 10_000), st.data())
+@settings(max_examples=150, deadline=None)
+def test_windows_are_needed_in_the_order_of_the_micro_batches(
+    epoch: tuple[Dealing, UnitStreams, int], first: int, data: st.DataObject
+) -> None:
+    dealing, streams, _ = epoch
+    first %= max(dealing.steps, 1)
+    bound = st.integers(0, dealing.micro_batches)
+    block = range(*sorted((data.draw(bound), data.draw(bound))))
+    wanted: list[tuple[int, int]] = []
+    held: dict[int, int] = {}  # as WindowedRows holds them: one of each stream of the block
+    for step in range(first, dealing.steps):
+        for stream in block:
+            places = streams.place(step, stream)
+            for window in streams.windows[stream]:
+                overlaps = window.start < places.stop and places.start < window.stop
+                if overlaps and held.get(stream) != window.number:
+                    held[stream] = window.number
+                    wanted.append((stream, window.number))
+    needed = [(window.stream, window.number) for window in streams.needed(first, block)]
+    assert needed == wanted
+
+
+def test_the_order_of_units_and_windows_is_the_same_for_good() -> None:
+    dealing = Dealing(24, 3, 2, epoch=1, seed=5)
+    streams = UnitStreams(np.array([10, 3, 0, 11]), dealing, 8)
+    # Written down, because checkpoints depend on it.
+    found = [streams.rows(step, number).tolist() for step in range(4) for number in range(2)]
+    assert found == FIRST
+    another = UnitStreams(np.array([10, 3, 0, 11]), Dealing(24, 3, 2, epoch=2, seed=5), 8)
+    assert another.rows(0, 0).tolist() != FIRST[0]
+
+
+def test_without_shuffling_each_stream_reads_its_part_in_order() -> None:
+    streams = UnitStreams(np.array([4, 4, 4]), Dealing(12, 2, 2, shuffle=False), 5)
+    assert [streams.rows(step, 0).tolist() for step in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    assert [streams.rows(step, 1).tolist() for step in range(3)] == [[6, 7], [8, 9], [10, 11]]
+
+
+FIRST = [
+    [11, 12, 10],
+    [23, 22, 7],
+    [15, 20, 21],
+    [2, 6, 5],
+    [16, 19, 14],
+    [4, 9, 8],
+    [13, 18, 17],
+    [0, 1, 3],
+]
+
+
+# -- units of unknown length ---------------------------------------------------------------------
+
+
+def rows_of_steps(
+    lengths: list[int], streams: int, micro: int
+) -> tuple[list[dict[int, list[tuple[int, int]]]], list[LeaseTable]]:
+    """Return the rows of each step by stream, as units and rows, and the table before each."""
+    table = LeaseTable.first(3, len(lengths), streams)
+    steps, tables = [], [table]
+    while not table.is_over:
+        rows, ended = {}, {}
+        for stream, lease in enumerate(table.leases):
+            if lease is None:
+                continue
+            first = table.position(len(steps), stream, micro)
+            last = min(first + micro, lengths[lease.unit])
+            rows[stream] = [(lease.unit, row) for row in range(first, last)]
+            if last == lengths[lease.unit]:
+                ended[stream] = last - first
+        table = table.after(len(steps), ended, micro)
+        steps.append(rows)
+        tables.append(table)
+    return steps, tables
+
+
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    streams=st.integers(1, 9),
+    micro=st.integers(1, 8),
+)
+def test_every_row_is_in_one_step_and_in_the_order_of_its_unit(
+    lengths: list[int], streams: int, micro: int
+) -> None:
+    steps, tables = rows_of_steps(lengths, streams, micro)
+    every = [row for rows in steps for stream in sorted(rows) for row in rows[stream]]
+    assert sorted(every) == [(u, row) for u, length in enumerate(lengths) for row in range(length)]
+    for unit in range(len(lengths)):
+        mine = [row for each, row in every if each == unit]
+        assert mine == sorted(mine)
+    done = 0
+    for number, (rows, table) in enumerate(zip([*steps, {}], tables, strict=True)):
+        assert table.rows_before(number, micro) == done
+        assert LeaseTable.from_text(table.to_text()) == table
+        done += sum(map(len, rows.values()))
+
+
+def test_units_go_to_the_streams_that_have_ended_in_their_order() -> None:
+    table = LeaseTable.first(0, 7, 3)
+    assert table.leases == (Lease(0, 0), Lease(1, 0), Lease(2, 0))
+    table = table.after(4, {2: 1, 0: 3}, 3)
+    assert table.leases == (Lease(3, 5), Lease(1, 0), Lease(4, 5))
+    assert table.finished == 4 * 3 + 3 + 4 * 3 + 1
+    table = table.after(9, {1: 3}, 3).after(10, {0: 3, 1: 3, 2: 3}, 3)
+    assert table.leases == (Lease(6, 11), None, None)
+    assert not table.is_over
+    assert table.after(11, {0: 0}, 3).is_over

@@ -1,0 +1,75 @@
+"""When a rank looks for those it cannot reach, and what it says of them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from nbelastic.collectives import Rendezvous, RendezvousServer
+from nbelastic.elastic.ranks import runtime
+from nbelastic.elastic.ranks.runtime import UnreachablePeers
+from nbelastic.messages import Member, Plan, Slot
+
+
+def plan(*starts):
+    members = (Member(s, Slot(f"w{s}", "", "", ""), (f"10.0.0.{s}", 1), 0) for s in starts)
+    return Plan(generation=1, members=tuple(members), loop=1)
+
+
+def test_all_others_are_asked_after_a_second_failure_in_a_row():
+    asked = []
+
+    def probe(addresses):
+        asked.append([host for host, _ in addresses])
+        return [len(addresses) - 1]
+
+    peers, met = UnreachablePeers(probe), plan(3, 5, 7)
+    for _ in range(2):
+        peers.record_exits(met, (2, 0))
+        peers.record_failure(met, 5)
+        assert (asked, peers.unreached, peers.gone) == ([], (), (7, 3)), "one is bad luck"
+        peers.record_failure(met, 5)
+        assert (asked.pop(), peers.unreached) == (["10.0.0.3", "10.0.0.7"], (7,))
+        peers.clear()
+        assert (peers.unreached, peers.gone) == ((), ()), "a plan has formed"
+
+
+# -- warm-up of a rank: a generation that it forms alone ------------------------------------------
+
+
+def terms(store: tuple[str, int], backend: str = "auto") -> Rendezvous:
+    return Rendezvous(
+        job="alone", generation=0, rank=0, size=1, store=store, bind="127.0.0.1", backend=backend
+    )
+
+
+def left() -> list[str]:
+    return [each.name for each in threading.enumerate() if "warmup" in each.name]
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_a_generation_formed_alone_leaves_no_thread(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met = []
+
+    def connect(rendezvous: Rendezvous) -> object:
+        met.append((rendezvous.rank, rendezvous.size, rendezvous.backend))
+        return original(rendezvous)
+
+    original = runtime.connect
+    monkeypatch.setattr(runtime, "connect", connect)
+    store = RendezvousServer("127.0.0.1")
+    runtime.form_alone(terms(store.address, backend))
+    store.close()
+    assert sorted(met) == [(0, 2, backend), (1, 2, backend)]
+    assert not left()
+
+
+def test_an_error_of_a_generation_formed_alone_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "LIMIT_S", 0.2)
+    store = RendezvousServer("127.0.0.1")
+    store.close()
+    runtime.form_alone(terms(store.address))
+    assert not left()

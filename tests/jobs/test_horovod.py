@@ -1,0 +1,149 @@
+"""An elastic script of Horovod's with only its import changed; process sets through a reset."""
+
+import os
+import signal
+
+import nbelastic.torch as hvd
+from tests.support.clusters import kinds, sizes
+
+
+def script(marks):
+    import os
+    import signal
+
+    import torch
+    from torch import nn, optim
+    from torch.nn import functional
+
+    import nbelastic.torch as hvd  # was: import horovod.torch as hvd
+
+    hvd.init()
+
+    batch_size, batches_per_commit, epochs, lr = 16, 5, 6, 0.01
+    torch.manual_seed(0)
+    inputs = torch.randn(960, 4)
+    targets = (inputs.sum(dim=1) > 0).long()
+    dataset = torch.utils.data.TensorDataset(inputs, targets)
+    sampler = hvd.elastic.ElasticSampler(dataset)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=batch_size, sampler=sampler)
+
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = optim.SGD(model.parameters(), lr * hvd.size())
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+    @hvd.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, epochs):
+            for state.batch, (data, target) in enumerate(loader):
+                optimizer.zero_grad()
+                output = model(data)
+                loss = functional.cross_entropy(output, target)
+                loss.backward()
+                optimizer.step()
+                state.sampler.record_batch(state.batch, batch_size)
+                if state.epoch == 2 and hvd.rank() == 1:
+                    try:
+                        os.close(os.open(marks / "killed", os.O_CREAT | os.O_EXCL))
+                    except FileExistsError:
+                        pass
+                    else:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                if state.batch % batches_per_commit == 0:
+                    state.commit()
+            state.batch = 0
+            state.sampler.set_epoch(state.epoch + 1)
+            state.commit()
+
+    def on_state_reset():
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = lr * hvd.size()
+
+    state = hvd.elastic.TorchState(model, optimizer, batch=0, epoch=0, sampler=sampler)
+    state.register_reset_callbacks([on_state_reset])
+    train(state)
+
+    with torch.no_grad():
+        accuracy = (model(inputs).argmax(1) == targets).float().mean().item()
+    return accuracy, optimizer.param_groups[0]["lr"] / lr, hvd.size(), state.epoch
+
+
+def test_a_horovod_script_runs_with_its_import_changed(crew, tmp_path):
+    job = crew.fit(script, args=[tmp_path], np=4, min_np=2)
+    assert kinds(job).count("lost") == 1
+    assert 3 in sizes(job)  # the first generation may end before all ranks have said that it formed
+    for accuracy, factor, size, epoch in job.results():
+        assert accuracy > 0.8
+        assert round(factor) == size
+        assert epoch == 5
+
+
+def test_the_same_script_runs_plainly_in_a_world_of_one(tmp_path):
+    (tmp_path / "killed").touch()
+    try:
+        accuracy, factor, size, _ = script(tmp_path)
+    finally:
+        hvd.shutdown()
+    assert accuracy > 0.8
+    assert (round(factor), size) == (1, 1)
+
+
+def make_training(directory):
+    def train_all():
+        import torch
+
+        import nbelastic.torch as hvd
+
+        hvd.init(process_sets=[[0, 2]])
+        sets = {}
+
+        def work(state):
+            if not sets and state.step == 0:
+                for name, ranks in (("even", [0, 2]), ("last", [3]), ("most", [0, 1, 2])):
+                    sets[name] = hvd.add_process_set(ranks)
+            size = hvd.size()
+            seen = []
+            for state.step in range(state.step, 30):
+                if state.step == 5 and hvd.rank() == 3 and size == 4 and not state.died:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if state.step == 6:
+                    state.died = True
+                for name, some in sets.items():
+                    if some.included():
+                        one = torch.ones(1)
+                        total = hvd.allreduce(one, op=hvd.Sum, process_set=some)
+                        assert total.item() == some.size() == len(some.ranks)
+                        named = hvd.allreduce(one, op=hvd.Sum, name=name, process_set=some)
+                        assert named.item() == some.size()
+                assert hvd.allreduce(torch.ones(1), name="all", op=hvd.Sum).item() == size
+                if hvd.rank() != state.step % size:
+                    hvd.allreduce(torch.ones(1))
+                hvd.join()
+                state.commit()
+            if "last" in sets:
+                try:
+                    hvd.allreduce(torch.ones(1), process_set=sets["last"])
+                except ValueError as error:
+                    seen.append(str(error))
+            fresh = hvd.add_process_set([size - 1])  # of those that there are
+            seen.append({name: some.ranks for name, some in sets.items()})
+            return hvd.rank(), size, seen, fresh.ranks
+
+        state = hvd.elastic.ObjectState(step=0, died=False)
+        return hvd.elastic.run(work)(state)
+
+    return train_all
+
+
+def test_N19_sets_follow_their_members_through_a_reset(crew, tmp_path):
+    job = crew.fit(make_training(tmp_path), np=4, min_np=3, max_np=4)
+    assert sizes(job)[0] == 4
+    assert len(sizes(job)) >= 2, "a member was killed"
+    for rank, size, seen, fresh in job.results():
+        assert fresh == [size - 1]
+        if len(seen) == 1:
+            assert seen == [{}], "it has come later, and is in no earlier set"
+            assert rank == size - 1
+            continue
+        message, ranks = seen
+        assert "all members of process set 3 (made of ranks [3]) have left the job" in message
+        assert ranks == {"even": [0, 2], "last": [], "most": [0, 1, 2]}

@@ -1,0 +1,413 @@
+"""Cluster managers' own code, on one machine: ranks leave as planned when workers do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shlex
+import signal
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import dask
+import pytest
+from distributed import Client, SSHCluster
+
+from nbelastic import Job
+from tests.cli.ssh import SshHosts
+from tests.support.clusters import Crew, a_crew, kinds, sizes, until
+from tests.support.training import Workload, check, check_nothing_redone
+
+pytestmark = pytest.mark.slow
+
+
+@contextlib.contextmanager
+def a_job_that_loses_nothing(
+    crew: Crew, folder: Path, formed: list[int], **options: int
+) -> Iterator[Job]:
+    """Train while workers leave; check the sizes, and that no step was lost or done again."""
+    work = Workload(folder, epochs=1000, until_told=True)
+    job = crew.fit(work, np=formed[0], min_np=1, block=False, **options)
+    try:
+        until(lambda: job.status.commits > 5 or job.done(), "commits", 120)
+        yield job
+        (folder / "enough").touch()
+        results = job.results(120)
+    finally:
+        job.cancel()
+    check(results, work)
+    assert sizes(job) == formed
+    assert kinds(job).count("left") == len(formed) - 1
+    assert not {"lost", "restarted"}.intersection(kinds(job)), kinds(job)
+    check_nothing_redone(results)
+
+
+def shrinks(job: Job, size: int) -> None:
+    """Wait until a job's newest generation has formed with so many ranks."""
+    until(lambda: sizes(job)[-1:] == [size] or job.done(), f"{size} ranks", 120)
+
+
+# -- SLURM: dask-jobqueue, with commands that start local processes --------------------------------
+
+SUBMIT = """#!/bin/sh
+set -e
+number=1
+until mkdir "{folder}/$number" 2>/dev/null; do number=$((number + 1)); done
+cp "$1" "{folder}/$number/script"
+SLURM_JOB_ID=$number setsid sh "{folder}/$number/script" </dev/null >"{folder}/$number/log" 2>&1 &
+echo $! >"{folder}/$number/pid"
+echo "Submitted batch job $number"
+"""
+
+CANCEL = """#!/bin/sh
+kill -TERM "-$(cat "{folder}/$1/pid")" && touch "{folder}/$1/cancelled"
+"""
+
+
+class BatchSystem:
+    """Runs each job at once, in a session of its own. Cancelled, all its processes get SIGTERM."""
+
+    def __init__(self, folder: Path) -> None:
+        self.commands = folder / "commands"
+        self._jobs = folder / "jobs"
+        for directory in (self.commands, self._jobs):
+            directory.mkdir()
+        for name, text in (("sbatch", SUBMIT), ("scancel", CANCEL)):
+            path = self.commands / name
+            path.write_text(text.format(folder=self._jobs))
+            path.chmod(0o700)
+
+    def numbers(self, mark: str = "pid") -> list[int]:
+        """Return the jobs that were submitted, or those with a mark."""
+        return sorted(int(path.parent.name) for path in self._jobs.glob(f"*/{mark}"))
+
+    def end(self) -> None:
+        """Kill what is left, and wait until nothing is."""
+        for number in self.numbers():
+            pid = int((self._jobs / str(number) / "pid").read_text())
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+            until(lambda pid=pid: not _lives(pid), f"the end of batch job {number}")
+
+
+def _lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    system = BatchSystem(tmp_path)
+    monkeypatch.setenv("PATH", f"{system.commands}:{os.environ['PATH']}")
+    yield system
+    system.end()
+
+
+def end_lifetime(dask_worker):
+    """Call what the worker's timer will call."""
+    assert dask_worker.lifetime == 3600
+    reason = "worker-lifetime-reached"
+    dask_worker.loop.add_callback(dask_worker.close_gracefully, reason=reason)
+
+
+def test_workers_leave_as_planned_at_the_end_of_their_lifetime_and_when_scaled_down(
+    slurm, tmp_path
+):
+    dask_jobqueue = pytest.importorskip("dask_jobqueue")
+    with (
+        dask_jobqueue.SLURMCluster(
+            cores=1,
+            processes=1,
+            memory="2GB",
+            interface="lo",
+            walltime="02:00:00",
+            worker_extra_args=["--lifetime", "1h"],
+            job_script_prologue=[f"export PYTHONPATH={os.getcwd()}", f"cd {tmp_path}"],
+            local_directory=str(tmp_path),
+            python=sys.executable,
+            scheduler_options={"dashboard_address": ":0"},
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        cluster.scale(3)
+        client.wait_for_workers(3, timeout=120)
+        with a_job_that_loses_nothing(Crew(cluster, client), tmp_path, [3, 2, 1]) as job:
+            newest = list(cluster.worker_spec)[-1]
+            (old,) = (rank.worker for rank in job.status.ranks if rank.name == newest)
+            client.run(end_lifetime, workers=[old])
+            shrinks(job, 2)
+            cluster.scale(1)  # one that trains, and the one that is gone
+            shrinks(job, 1)
+        assert slurm.numbers() == [1, 2, 3]
+    assert len(slurm.numbers("cancelled")) >= 2, "all but the one that had ended by itself"
+
+
+# -- Dask Gateway, with a stand-in for its server --------------------------------------------------
+
+TOKEN = "secret"
+
+
+class GatewayServer:
+    """What a scheduler needs of Gateway's server: it takes heartbeats, and sends orders."""
+
+    def __init__(self, url):
+        self.url = url
+        self.heartbeats = []
+
+    def last(self):
+        return self.heartbeats[-1] if self.heartbeats else {"count": None, "closed_workers": []}
+
+    def order(self, op, **options):
+        """Send an order to the address that the scheduler has reported."""
+        until(lambda: self.heartbeats, "the first heartbeat")
+        request = urllib.request.Request(
+            f"{self.last()['api_address']}/api/comm",
+            json.dumps({"op": op, **options}).encode(),
+            {"Authorization": f"token {TOKEN}", "Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(request, timeout=60).close()
+
+
+@contextlib.contextmanager
+def a_gateway():
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            known = self.headers["Authorization"] == f"token {TOKEN}"
+            if known and self.path == "/v1/clusters/one/heartbeat":
+                gateway.heartbeats.append(json.loads(body))
+            self.send_response_only(200 if known else 403)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    gateway = GatewayServer(f"http://127.0.0.1:{server.server_address[1]}")
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield gateway
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+PRELOAD = {
+    "preload": ["dask_gateway.scheduler_preload"],
+    "preload_argv": ["--dg-api-address", "127.0.0.1:0", "--dg-heartbeat-period", "1"],
+}
+
+
+@pytest.mark.nightly
+def test_gateway_asks_for_what_jobs_want_and_scales_down_as_planned(tmp_path, monkeypatch):
+    pytest.importorskip("dask_gateway")
+    with a_gateway() as gateway:
+        monkeypatch.setenv("DASK_GATEWAY_CLUSTER_NAME", "one")
+        monkeypatch.setenv("DASK_GATEWAY_API_TOKEN", TOKEN)
+        monkeypatch.setenv("DASK_GATEWAY_API_URL", gateway.url)
+        with a_crew(n_workers=0, scheduler_kwargs=PRELOAD) as crew:
+            gateway.order("scale", count=2)
+            until(lambda: gateway.last()["count"] == 2, "it asks for two workers")
+            crew.cluster.scale(2)
+            crew.client.wait_for_workers(2, timeout=120)
+            with a_job_that_loses_nothing(crew, tmp_path, [2, 1], max_np=5) as job:
+                names = {rank.name for rank in job.status.ranks}
+                gateway.order("adapt", minimum=1, maximum=9)
+                until(lambda: gateway.last()["count"] == 5, "it asks for what the job wants")
+                gateway.order("scale", count=1)
+                shrinks(job, 1)
+                (left,) = names - {rank.name for rank in job.status.ranks}
+            closed = until(lambda: gateway.last()["closed_workers"], "it reports that one has gone")
+            closing = {name for beat in gateway.heartbeats for name in beat["closing_workers"]}
+        assert [str(name) for name in closed] == [left]
+        assert closing == set(closed)
+
+
+# -- Kubernetes: the operator's code that scales workers -------------------------------------------
+
+ROUTES = ["distributed.http.scheduler.api", "distributed.http.health"]
+
+
+class Kubernetes:
+    """What the operator asks Kubernetes for: a group of workers, each a deployment."""
+
+    def __init__(self, controller, scheduler, workers):
+        self.controller = controller
+        self.scheduler = scheduler
+        self.workers = workers
+        self.deleted = []
+
+    async def address(self, *_, **__):
+        return self.scheduler
+
+    async def worker_group(self, *_, **__):
+        async def cluster():
+            return SimpleNamespace(labels={})
+
+        return SimpleNamespace(cluster=cluster)
+
+    async def deployments(self, *_, **__):
+        for number in range(self.workers):
+            yield number
+
+    async def deployment(self, name, **_):
+        async def delete():
+            self.deleted.append(str(name))
+
+        return SimpleNamespace(delete=delete)
+
+    def replace_in(self, monkeypatch):
+        """Have the operator ask here."""
+        api = SimpleNamespace(asyncio=SimpleNamespace(get=self.deployments), NotFoundError=KeyError)
+        monkeypatch.setattr(self.controller, "kr8s", api)
+        monkeypatch.setattr(self.controller, "get_scheduler_address", self.address)
+        monkeypatch.setattr(self.controller, "DaskWorkerGroup", self.worker_group)
+        monkeypatch.setattr(self.controller, "Deployment", self.deployment)
+
+    def scale(self, number):
+        """Change the number of replicas, which the operator sees."""
+        change = self.controller.daskworkergroup_replica_update(
+            name="group",
+            namespace="default",
+            meta=SimpleNamespace(labels={}, annotations={}),
+            spec={"cluster": "cluster", "worker": {}},
+            new=number,
+            body={},
+            logger=logging.getLogger("operator"),
+        )
+        asyncio.run(change)
+
+
+@pytest.mark.nightly
+def test_kubernetes_asks_for_what_jobs_want_and_scales_down_as_planned(monkeypatch, tmp_path):
+    """dask-kubernetes brings 200 MB of clients, so ``pip install dask-kubernetes`` before."""
+    controller = pytest.importorskip("dask_kubernetes.operator.controller.controller")
+    routes = dask.config.set({"distributed.scheduler.http.routes": ROUTES})
+    with routes, a_crew(n_workers=2) as crew:
+        port = crew.client.scheduler_info()["services"]["dashboard"]
+        kubernetes = Kubernetes(controller, f"http://127.0.0.1:{port}", workers=2)
+        kubernetes.replace_in(monkeypatch)
+        with a_job_that_loses_nothing(crew, tmp_path, [2, 1], max_np=5) as job:
+            assert asyncio.run(controller.get_desired_workers("cluster", "default")) == 5
+            names = {rank.name for rank in job.status.ranks}
+            kubernetes.scale(1)
+            shrinks(job, 1)
+            left = names - {rank.name for rank in job.status.ranks}
+        assert set(kubernetes.deleted) == left
+
+
+# -- clouds: dask-cloudprovider --------------------------------------------------------------------
+
+ADDRESS = f"127.{1 + os.getpid() // 250 % 250}.{os.getpid() % 250}.1"
+PORT = 20000 + os.getpid() % 10000
+"""Of the scheduler, which the package has to know before. No other process has either."""
+
+
+def cloud_class():
+    """Return a kind of cluster of dask-cloudprovider's, whose machines are processes."""
+    vmcluster = pytest.importorskip("dask_cloudprovider.generic.vmcluster")
+
+    class Machine(vmcluster.VMInterface):
+        """A machine that runs the command of its container, which gets SIGTERM at the end."""
+
+        def __init__(self, cluster, **options):
+            super().__init__(**options)
+            self.cluster = cluster
+
+        async def create_vm(self):
+            command = shlex.split(self.command.replace("''", "'"))  # as YAML reads it
+            command = [sys.executable if word == "python" else word for word in command]
+            environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+            self.process = await asyncio.create_subprocess_exec(*command, env=environment)
+            return ADDRESS, None
+
+        async def destroy_vm(self):
+            if self.process.returncode is None:
+                self.process.send_signal(signal.SIGTERM)
+            await self.process.wait()
+
+    class SchedulerMachine(vmcluster.SchedulerMixin, Machine):
+        """The scheduler's."""
+
+    class WorkerMachine(vmcluster.WorkerMixin, Machine):
+        """A worker's."""
+
+    class Cloud(vmcluster.VMCluster):
+        """Clusters of a cloud whose machines are processes."""
+
+        scheduler_class = SchedulerMachine
+        worker_class = WorkerMachine
+
+        def __init__(self, **options):
+            self.options = {"cluster": self}
+            self.scheduler_options = {"cluster": self}
+            self.worker_options = {"cluster": self}
+            super().__init__(security=False, **options)
+
+    return Cloud
+
+
+@pytest.mark.nightly
+# The package asks with a new socket whether the scheduler listens, and closes none of them.
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+def test_a_machine_that_is_shut_down_is_left_as_planned(tmp_path):
+    with (
+        cloud_class()(
+            n_workers=2,
+            worker_options={"nthreads": 1, "local_directory": str(tmp_path)},
+            scheduler_options={"host": ADDRESS, "port": PORT, "dashboard_address": ":0"},
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        client.wait_for_workers(2, timeout=120)
+        with a_job_that_loses_nothing(Crew(cluster, client), tmp_path, [2, 1]) as job:
+            cluster.scale(1)
+            shrinks(job, 1)
+
+
+# -- Dask's SSHCluster on a real ssh server, whose hosts are addresses of this machine -------------
+
+STAYS, DIES = "127.0.0.2", "127.0.0.5"
+
+
+@pytest.mark.nightly
+def test_a_host_that_dies_costs_the_batch_in_flight(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    with SshHosts(tmp_path, (STAYS, DIES)) as servers:
+        options = {
+            "port": servers.port,
+            "client_keys": [str(servers.key)],
+            "known_hosts": str(tmp_path / ".ssh" / "known_hosts"),
+        }
+        with (
+            SSHCluster(
+                [STAYS, STAYS, DIES],
+                connect_options=options,
+                worker_class="distributed.Worker",
+                worker_options={"nthreads": 1},
+                scheduler_options={"host": STAYS, "port": 0, "dashboard_address": ":0"},
+                remote_python=sys.executable,
+            ) as cluster,
+            Client(cluster, set_as_default=False) as client,
+        ):
+            work = Workload(tmp_path, epochs=1000, until_told=True)
+            job = Crew(cluster, client).fit(work, np=2, min_np=1, block=False)
+            until(lambda: job.status.commits > 5 or job.done(), "commits", 120)
+            servers.die(DIES)
+            until(lambda: job.status.size == 1 or job.done(), "one rank", 120)
+            (tmp_path / "enough").touch()
+            check(job.results(120), work)
+    assert sizes(job) == [2, 1]
+    assert kinds(job).count("lost") == 1

@@ -1,0 +1,120 @@
+"""Warnings of a job: ranks with different parameters, and ranks that never met."""
+
+from __future__ import annotations
+
+import pytest
+
+from nbelastic.membership import rules
+from nbelastic.membership.roster import Roster
+from nbelastic.membership.rules import compare, differ
+from nbelastic.messages import (
+    Limits,
+    NeverMet,
+    RankReturned,
+    Record,
+    Slot,
+    SlotsFound,
+    StartRank,
+    Tick,
+    WeightsDiffer,
+    WeightsSampled,
+)
+
+from .invariants import Checked
+from .ranks import Script
+from .stories import job, trained
+
+VALUES = (1.0, -2.0, 0.0, 1e-9)
+OTHERS = (1.1, -2.2, 0.3, 2e-9)
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        (VALUES, False),
+        (OTHERS, True),
+        ((1.0 + 1e-8, -2.0 - 1e-8, 0.0, 1e-9), False),
+        ((1.0, -2.0, 0.0, 2e-9), False),
+        ((1.0, -2.0, 0.3, 2e-9), True),
+        (VALUES[:3], True),
+        ((1.0, -2.0, 1e-3, 1e-9), True),
+        ((1.0, -2.0, 1e-7, 1e-9), False),
+        ((1.001, -2.0, 0.0, 1e-9), False),
+    ],
+)
+def test_samples_differ_if_more_than_a_few_values_do(others, expected):
+    assert differ(VALUES, others) is differ(others, VALUES) is expected
+
+
+def test_moments_and_generations_are_compared_each_by_itself():
+    seen = {}
+    for sample in (
+        WeightsSampled(0, 1, 1, VALUES),
+        WeightsSampled(0, 1, 10, OTHERS),
+        WeightsSampled(1, 1, 1, VALUES),
+        WeightsSampled(1, 1, 10, OTHERS),
+        WeightsSampled(1, 2, 1, OTHERS),
+        WeightsSampled(0, 2, 1, OTHERS),
+    ):
+        assert compare(seen, sample) is None
+    assert compare(seen, WeightsSampled(2, 2, 1, VALUES, ("SGD",))) == WeightsDiffer(("SGD",))
+    assert compare(seen, WeightsSampled(2, 2, 1, VALUES)) == WeightsDiffer(())
+    assert compare(seen, WeightsSampled(2, 2, 1, VALUES, besides=True)) is None, "another model"
+
+
+def test_a_job_records_it_once_and_nothing_of_former_generations():
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, script=Script(batches=400)), 5)
+    for start, values in enumerate((VALUES, OTHERS, OTHERS)):
+        world.tell(WeightsSampled(start, 1, 1, values))
+    world.tell(WeightsSampled(1, 1, 0, VALUES))
+    world.tell(WeightsSampled(2, 1, 0, OTHERS))
+    assert len(world.records("warning")) == 1
+    assert world.of(Record)[-1].kind == "warning"
+    fresh = trained(job("A0", "B0", np=2, script=Script(batches=400)), 5)
+    for generation in (0, 2):
+        fresh.tell(WeightsSampled(0, generation, 1, VALUES))
+        fresh.tell(WeightsSampled(1, generation, 1, OTHERS))
+    fresh.tell(WeightsSampled(7, 1, 1, VALUES))
+    fresh.tell(WeightsSampled(0, 1, 1, OTHERS))
+    assert fresh.records("warning") == []
+
+
+# -- ranks that never exchanged anything -----------------------------------------------------------
+
+
+def never_met(starts, isolated) -> NeverMet | None:
+    return rules.never_met(Roster(Limits(), expected=starts, isolated=isolated))
+
+
+@pytest.mark.parametrize(
+    ("starts", "isolated"),
+    [
+        ([0], {0: ()}),
+        ([], {}),
+        ([0, 1], {}),
+        ([0, 1], {0: ("Lightning",)}),
+        ([1, 2], {0: (), 1: ()}),
+    ],
+)
+def test_ranks_that_met_or_a_single_one_are_not_warned_of(starts, isolated) -> None:
+    assert never_met(starts, isolated) is None
+
+
+def test_the_warning_has_the_number_of_trainings_and_libraries() -> None:
+    isolated = {4: ("Lightning",), 7: ("Lightning", "accelerate"), 9: (), 1: ()}
+    assert never_met([4, 7, 9], isolated) == NeverMet(3, ("Lightning", "accelerate"))
+
+
+@pytest.mark.parametrize(("np", "apart", "warned"), [(2, (), 1), (2, None, 0), (1, (), 0)])
+def test_a_job_says_so_as_it_ends(np, apart, warned) -> None:
+    machine = Checked(Limits(np=np))
+    slots = tuple(Slot(id=n, worker=f"tcp://{n}", name=n, host=n) for n in "ab"[:np])
+    effects = machine.handle(SlotsFound(slots), 0.0, 0.5)
+    starts = [each.start for each in effects if isinstance(each, StartRank)]
+    effects = []
+    for now, start in enumerate(starts, 1):
+        effects += machine.handle(RankReturned(start, isolated=apart), float(now), 0.5)
+    effects += machine.handle(Tick(), 10.0, 0.5)
+    kinds = [each.kind for each in effects if isinstance(each, Record)]
+    assert kinds.count("warning") == warned
+    assert kinds[-1] == "finished"

@@ -1,0 +1,66 @@
+"""An operation of a reader's own: of each tensor, its sum over this rank and those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+import nbelastic.torch as hvd
+from nbelastic.errors import RanksDisagree
+from nbelastic.torch.ops.coordination.comparison import begin
+from nbelastic.torch.ops.coordination.process_sets import group_of
+from nbelastic.torch.ops.operation import description
+from nbelastic.torch.ops.operation.tensor_operations import Pending, TensorOperation, check_dense
+from tests.collectives.worlds import MAKERS, SOME_KINDS
+from tests.support.world import StaticContext, run_ranks
+
+if TYPE_CHECKING:
+    from nbelastic.collectives import Communicator, Handle
+
+
+class PrefixSum(TensorOperation[torch.Tensor]):
+    verb = "prefix_sum"
+
+    def __init__(self, tensor: torch.Tensor, name: str | None = None) -> None:
+        check_dense(tensor)
+        self._tensor = tensor
+        self._everyone: list[torch.Tensor] = []
+        self.pattern = description.called("prefix_sum", name), description.kinds([tensor])
+
+    def load(self) -> None:
+        self._tensor = self._tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Handle]:
+        self._everyone = [torch.empty_like(self._tensor) for _ in range(communicator.size)]
+        return [communicator.allgather_async(self._everyone, self._tensor)]
+
+    def store(self) -> torch.Tensor:
+        return torch.stack(self._everyone[: self.rank + 1]).sum(0, dtype=self._tensor.dtype)
+
+
+def prefix_sum_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: object = None
+) -> Pending[torch.Tensor]:
+    return begin(group_of(process_set), PrefixSum(tensor, name), name)
+
+
+@pytest.mark.parametrize("name", [None, "sum"])
+@pytest.mark.parametrize("kind", SOME_KINDS)
+def test_each_rank_has_the_sum_of_the_ranks_up_to_its_own(kind: str, name: str | None) -> None:
+    """Ranks with different shapes all get the error, and go on."""
+
+    def rank_main(context: StaticContext) -> tuple[str, list[list[float]]]:
+        with pytest.raises(RanksDisagree) as error:
+            prefix_sum_async(torch.ones(2, 3 + context.rank), name).wait()
+        tensor = torch.tensor([[1.0, 10.0], [2.0, 20.0]]).t() * (context.rank + 1)  # not contiguous
+        pending = prefix_sum_async(tensor, name, process_set=hvd.global_process_set)
+        tensor.zero_()
+        return str(error.value), pending.wait().tolist()
+
+    errors, sums = zip(*run_ranks(3, rank_main, make=MAKERS[kind]), strict=True)
+    assert [*sums] == [[[n, 2.0 * n], [10.0 * n, 20.0 * n]] for n in (1.0, 3.0, 6.0)]
+    assert len({*errors}) == 1
+    assert all(f"of float32[2, {3 + rank}]" in errors[0] for rank in range(3))

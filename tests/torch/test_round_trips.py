@@ -1,0 +1,447 @@
+"""One law for all that a state may keep: it goes back, to a newcomer, and to a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data.distributed import DistributedSampler
+
+import nbelastic.torch as hvd
+from nbelastic.data import Batch, Loader
+from nbelastic.elastic.state import transfer
+from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
+from nbelastic.torch.state.lazy_commit import LEARNED
+from nbelastic.torch.state.structure import word_for
+from nbelastic.torch.state.torch_state import TorchState
+from tests.support.world import StaticContext, run_ranks
+from tests.torch import wrappers
+from tests.torch.nets import bits
+from tests.torch.test_state_mismatch import (
+    Counting,
+    Net,
+    resume_from,
+    save_to,
+    setting,
+    state_of,
+    train_step,
+    usual,
+    with_counter,
+    with_groups,
+    without_bias,
+)
+
+
+def values_of(state: TorchState) -> object:
+    return bits(state._values())
+
+
+class Trip(NamedTuple):
+    """A state as a rank builds it, and what training then changes.
+
+    Another rank may build it otherwise, as `mine`. After the trip training may `go_on`.
+    """
+
+    build: Callable[[int], TorchState]
+    change: Callable[[TorchState], object]
+    mine: Callable[[int], TorchState] | None = None
+    view: Callable[[TorchState], object] = values_of
+    go_on: Callable[[TorchState], object] = train_step
+
+
+# -- what training changes in a model and its optimizer --------------------------------------------
+
+
+def widen(state: TorchState) -> None:
+    """Replace a parameter's values by more, as when a vocabulary grows."""
+    body = state.model.body
+    body.weight.data = torch.cat([body.weight.data, torch.ones(8, 1)], dim=1)
+    state.optimizer.state.clear()
+
+
+def make_a_bias(state: TorchState) -> None:
+    state.model.head.bias = nn.Parameter(torch.full((1,), 7.0))
+    state.optimizer.add_param_group({"params": [state.model.head.bias], "lr": 0.3})
+
+
+def exchange_parameters(state: TorchState) -> None:
+    first, second = state.optimizer.param_groups
+    moved = [*first["params"], second["params"][1]]
+    first["params"], second["params"] = second["params"][:1], moved
+
+
+def split_group(state: TorchState) -> None:
+    (group,) = state.optimizer.param_groups
+    taken, group["params"] = group["params"][:2], group["params"][2:]
+    state.optimizer.param_groups.insert(0, {**group, "params": taken, "lr": 0.3})
+
+
+def drop_group(state: TorchState) -> None:
+    group = state.optimizer.param_groups.pop(0)
+    for parameter in group["params"]:
+        state.optimizer.state.pop(parameter, None)
+
+
+CHANGES = {
+    "parameters in other groups": (with_groups, exchange_parameters),
+    "a group that is two": (usual, split_group),
+    "a group less": (with_groups, drop_group),
+    "a larger buffer": (usual, lambda s: setattr(s.model, "mask", torch.ones(7, 7))),
+    "a buffer more": (usual, lambda s: s.model.register_buffer("queue", torch.arange(3.0))),
+    "a wider parameter": (usual, widen),
+    "a frozen layer": (usual, lambda s: s.model.body.requires_grad_(False)),
+    "a bias where there was none": (without_bias, make_a_bias),
+    "a mode": (usual, setting("layers.0", "training", False)),
+    "a number that is none": (usual, setting("layers.0", "momentum", None)),
+    "a number": (usual, setting("layers.0", "eps", 0.25)),
+    "a flag": (usual, setting("layers.1", "inplace", True)),
+    "a tuple": (usual, setting("block", "window", (3, 4))),
+    "an attribute of the class": (usual, setting("block", "calls", 1)),
+    "an attribute more": (usual, setting("block", "warm", True)),
+    "extra state": (with_counter, setting("counting", "calls", 5)),
+}
+TRIPS = {n: Trip(lambda _, build=build: build(), change) for n, (build, change) in CHANGES.items()}
+
+
+# -- what a state may hold -------------------------------------------------------------------------
+
+
+def several(rank: int) -> TorchState:
+    nets = {"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)}
+    return TorchState(nets, tuple(torch.optim.Adam(net.parameters()) for net in nets.values()))
+
+
+def prompted(rank: int) -> TorchState:
+    """A parameter in no model, which its optimizer and values refer to."""
+    prompt = torch.full((2,), float(rank), requires_grad=True)
+    return TorchState(None, torch.optim.Adam([prompt]), prompt=prompt, prompts=[prompt])
+
+
+def of_all_types(rank: int) -> TorchState:
+    generator = torch.Generator().manual_seed(rank)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tensors = [
+        *(rand(3).double(), rand(5).half(), rand(7).bfloat16(), torch.complex(rand(3), rand(3))),
+        *(rand(9) > 0, (rand(33) * 100).to(torch.uint8), rand(), rand(0, 3), rand(4, 6).t()[::2]),
+        rand(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+        torch.tensor([float("nan"), -0.0]) * (rank + 1),
+    ]
+    return TorchState(tensors=tensors)
+
+
+def sparse(rank: int) -> TorchState:
+    net = nn.Module()
+    net.register_buffer("graph", torch.eye(3).to_sparse() * (rank + 1))
+    return TorchState(net, value=net.graph)
+
+
+class Rows(torch.utils.data.Dataset):
+    """A dataset too large to be copied or sent."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("it was copied")
+
+
+def sampled(rank: int) -> TorchState:
+    return TorchState(sampler=DistributedSampler(Rows(), num_replicas=2, rank=rank))
+
+
+def loading(rank: int) -> TorchState:
+    return TorchState(loader=Loader(range(40), Batch(8, micro=2), seed=rank))
+
+
+def pass_over(state: TorchState) -> None:
+    state.loader.set_epoch(2)
+    state.loader.step = 3
+
+
+class Quantised(nn.Linear):
+    """A module that keeps a number by its state dict alone."""
+
+    scale = 1.0
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.tensor(self.scale)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.scale = float(state_dict.pop(prefix + "scale"))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Whole(nn.Sequential):
+    steps = 0
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"inner": super().state_dict(*args, **kwargs), "steps": self.steps}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.steps = state_dict["steps"]
+        return super().load_state_dict(state_dict["inner"], *args, **kwargs)
+
+
+def overriding(rank: int) -> TorchState:
+    return TorchState(Whole(Quantised(2, 2), nn.Linear(2, 1)))
+
+
+def set_both(state: TorchState) -> None:
+    state.model.steps, state.model[0].scale = 3, 0.25
+
+
+class AccountAdapter(Adapter):
+    """A reader's own, for an object of a foreign class."""
+
+    def capture(self, flattener: Flattener, obj: Account) -> Any:
+        return {"sums": flattener.flatten(obj.sums), "count": flattener.flatten(obj.count)}
+
+    def restore(self, unflattener: Unflattener, obj: Account, content: Any) -> None:
+        obj.sums = unflattener.tensor(content["sums"], obj.sums)
+        obj.count = unflattener.unflatten(content["count"])
+
+    def parts(self, label: str, content: Any, names: Any) -> Any:
+        return {("account", label): word_for(content["sums"])}
+
+
+class Account:
+    nbelastic_adapter = AccountAdapter
+
+    def __init__(self, number: int) -> None:
+        self.sums = torch.full((3,), float(number))
+        self.count = number
+        self.lines = (number for number in range(3))  # can neither be copied nor sent
+
+
+def pay(state: TorchState) -> None:
+    state.account.count = 7
+    state.account.sums.add_(5)
+
+
+TRIPS |= {
+    "models and optimizers in containers": Trip(several, train_step),
+    "a parameter in no model": Trip(prompted, lambda s: s.prompt.data.fill_(3.0)),
+    "tensors of all types": Trip(of_all_types, lambda s: s.tensors.reverse()),
+    "sparse tensors": Trip(sparse, lambda s: setattr(s.model, "graph", 2 * s.value)),
+    "a value with a graph": Trip(
+        lambda rank: TorchState(net := nn.Linear(2, 1), losses=[net(torch.ones(2)).sum()]),
+        lambda s: s.losses.append(2 * s.losses[0]),
+        view=lambda s: bits([each.detach() for each in s.losses]),
+    ),
+    "a value with a parameter's memory": Trip(
+        lambda rank: TorchState(net := nn.Linear(2, 1), best=net.weight.data),
+        lambda s: setattr(s, "best", torch.full((1, 2), 9.0)),
+    ),
+    "the epoch of torch's sampler": Trip(
+        sampled, lambda s: s.sampler.set_epoch(5), view=lambda s: s.sampler.epoch
+    ),
+    "a loader": Trip(
+        loading, pass_over, view=lambda s: [s.loader.state_dict(), s.loader.rows(s.loader.step, 0)]
+    ),
+    "modules that override their state dict": Trip(
+        overriding,
+        set_both,
+        view=lambda s: bits([*s.model.parameters(), s.model.steps, s.model[0].scale]),
+    ),
+    "an object with an adapter": Trip(
+        lambda rank: TorchState(account=Account(rank)),
+        pay,
+        view=lambda s: bits([s.account.sums, s.account.count]),
+    ),
+}
+
+
+# -- optimizers that wrap others or keep state of their own ----------------------------------------
+
+
+def sgd(net: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+KINDS: dict[str, Callable[[nn.Module], Any]] = {
+    "sam": lambda net: wrappers.Sam(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9),
+    "lookahead by identity": lambda net: wrappers.KeyedLookahead(sgd(net)),
+    "lookahead in a state dict": lambda net: wrappers.NestedLookahead(sgd(net)),
+    "schedule-free": lambda net: wrappers.ScheduleFree(sgd(net)),
+    "counting": lambda net: wrappers.Counting(net.parameters(), lr=0.1, momentum=0.9),
+    "no optimizer": lambda net: wrappers.Plain(sgd(net)),
+}
+
+
+def wrapped(rank: int, kind: str) -> TorchState:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    generator = torch.Generator().manual_seed(rank)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return TorchState(net, KINDS[kind](net), batch=0)
+
+
+def loss_of(state: TorchState) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(state.batch)
+    loss = state.model(torch.randn(5, 3, generator=generator)).square().mean()
+    loss.backward()
+    return loss
+
+
+def step(state: TorchState, times: int = 1) -> TorchState:
+    for _ in range(times):
+        getattr(state.optimizer, "train", lambda: None)()
+        state.optimizer.zero_grad()
+        loss_of(state)
+        sam = isinstance(state.optimizer, wrappers.Sam)
+        state.optimizer.step(*[lambda: loss_of(state)] * sam)
+        state.batch += 1
+    return state
+
+
+def averages_of(state: TorchState) -> object:
+    getattr(state.optimizer, "eval", lambda: None)()
+    return bits([*state.model.parameters()])
+
+
+for kind in KINDS:
+    build = lambda rank, kind=kind: wrapped(rank, kind)  # noqa: E731
+    for steps in (0, 4):
+        change = lambda state, steps=steps: step(state, steps)  # noqa: E731
+        TRIPS[f"{kind} after {steps} steps"] = Trip(
+            build, change, view=averages_of, go_on=lambda state: step(state, 5)
+        )
+
+
+# -- models that are compiled on one side ----------------------------------------------------------
+
+
+def whole_compiled(rank: int) -> TorchState:
+    net = Net()
+    net.counting = Counting()
+    compiled = torch.compile(net)
+    return state_of(compiled, torch.optim.Adam(compiled.parameters(), lr=0.1))
+
+
+def part_compiled(rank: int, whole: bool = False) -> TorchState:
+    net = Net()
+    net.counting = Counting()
+    net.head = torch.compile(net.head)
+    return state_of(torch.compile(net) if whole else net)
+
+
+def in_dict(compiled: bool) -> TorchState:
+    net = Net()
+    model = {"a": torch.compile(net) if compiled else net}
+    return TorchState(model, torch.optim.Adam(net.parameters()))
+
+
+def everywhere(state: TorchState) -> None:
+    (model,) = state.model.values() if isinstance(state.model, dict) else [state.model]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    model.eval()
+    changes = {"Counting": ("calls", 5), "Block": ("temperature", 0.5)}
+    for module in model.modules():
+        if type(module).__name__ in changes:
+            setattr(module, *changes[type(module).__name__])
+
+
+TRIPS |= {
+    "compiled to plain": Trip(whole_compiled, everywhere, lambda _: with_counter()),
+    "plain to a part compiled": Trip(lambda _: with_counter(), everywhere, part_compiled),
+    "compiled twice to compiled": Trip(
+        lambda rank: part_compiled(rank, whole=True), everywhere, whole_compiled
+    ),
+    "compiled in a dict": Trip(lambda _: in_dict(True), everywhere, lambda _: in_dict(False)),
+    "plain in a dict": Trip(lambda _: in_dict(False), everywhere, lambda _: in_dict(True)),
+}
+
+
+# -- the law ---------------------------------------------------------------------------------------
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+each_trip = pytest.mark.parametrize("trip", TRIPS.values(), ids=TRIPS.keys())
+
+
+@pytest.fixture(autouse=True)
+def _many_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 64)
+
+
+@each_trip
+def test_a_state_goes_back(trip: Trip) -> None:
+    state = trip.build(0)
+    trip.go_on(state)
+    for commits in (1, 0, 3):
+        for _ in range(commits):
+            state.save()
+        before = trip.view(state)
+        trip.change(state)
+        state.restore()
+        assert trip.view(state) == before
+    trip.change(state)
+    state.save()
+    seen = []
+    for _ in range(2):
+        before = trip.view(state)
+        trip.go_on(state)
+        seen.append((before, trip.view(state)))
+        state.restore()
+    assert seen[0] == seen[1]
+
+
+@each_trip
+@pytest.mark.parametrize("way", ["newcomer", "checkpoint"])
+def test_a_state_arrives_and_goes_on(trip: Trip, way: str, tmp_path: Any) -> None:
+    sent: list[object] = []
+
+    def grow(state: TorchState) -> None:
+        trip.change(state)
+        sent.append(trip.view(state))
+
+    def after(state: TorchState) -> object:
+        assert trip.view(state) == sent[0]
+        trip.go_on(state)
+        return trip.view(state)
+
+    def join(context: StaticContext) -> object:
+        build = trip.mine if context.rank and trip.mine else trip.build
+        state = build(context.rank)
+        if context.rank == 0:
+            grow(state)
+        state.align([1])
+        return after(state)
+
+    if way == "newcomer":
+        first, second = run_ranks(2, join)
+        assert first == second
+    else:
+        save_to(tmp_path, lambda: trip.build(0), grow)
+        state, _ = resume_from(tmp_path, lambda: (trip.mine or trip.build)(1))
+        after(state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrapped_optimizer_goes_back_to_a_commit_without_copies(kind: str) -> None:
+    hvd.init()
+    try:
+        state = wrapped(0, kind)
+        for _ in range(LEARNED + 2):
+            step(state).commit()
+        loss_of(state)
+        averages_of(state)
+        state.restore()
+        assert averages_of(step(state, 5)) == averages_of(step(wrapped(0, kind), LEARNED + 7))
+    finally:
+        hvd.shutdown()
+
+
+def test_a_checkpoint_has_an_object_with_an_adapter_as_a_state_dict() -> None:
+    state = TorchState(account=Account(2))
+    found = state._as_dict(state._pack_commit(), [])
+    assert found["account"]["count"] == 2
+    assert found["account"]["sums"].tolist() == [2.0, 2.0, 2.0]
