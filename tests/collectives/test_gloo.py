@@ -146,3 +146,36 @@ def test_a_failed_operation_is_drained_like_one_under_way(monkeypatch):
         before = next(now)
         its._drain()
         assert next(now) - before - 1 == looks
+
+
+def test_an_end_that_another_thread_sees_first_wakes_the_waiting_one():
+    """As a rank's thread does that begins a message while a device's executor waits."""
+
+    class Late:
+        """An operation that ends right after the short wait for it."""
+
+        def __init__(self):
+            self.ended = False
+
+        def is_completed(self):
+            return self.ended
+
+        def wait(self, *limit):
+            if limit:
+                self.ended = True
+                raise RuntimeError("not within the limit")
+
+    operation = group_module.GlooOperation(Late(), threading.Lock())
+
+    class Signal(AbortSignal):
+        @contextlib.contextmanager
+        def listen(self):
+            with super().listen() as wakeup:
+                assert operation.failure() is None  # as the other thread asks
+                yield wakeup
+
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(operation.wait(Signal())), daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE_S)
+    assert found == [True]

@@ -122,8 +122,11 @@ class GlooOperation(Operation):
             return True
         with abort_signal.listen() as wakeup:
             with self._use_lock:
+                # None if another thread, at its next operation, has seen the end of this one.
                 if self._work is not None:
                     self._work.get_future().add_done_callback(lambda _: wakeup.put(True))
+                else:
+                    wakeup.put(self._succeeded)
             if not wakeup.get():
                 return False
         return self._result()
