@@ -149,7 +149,7 @@ process_set
         predivide=gradient_predivide_factor,
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
-        groups=groups if isinstance(groups, int) else tuple(map(tuple, groups or ())) or 0,
+        groups=groups or 0,
         sparse_as_dense=sparse_as_dense,
         local=local_layers,
         scale_local=scale_local_gradients,

@@ -33,22 +33,10 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 ) -> tf.GradientTape:
     """Make ``gradient()`` of a tape return gradients reduced over all ranks.
 
-    It works in a ``tf.function``, too, except with ``jit_compile=True``.
-
-    Parameters
-    ----------
-    gradtape : tf.GradientTape
-        This object is changed and returned.
-    device_dense, device_sparse, num_groups, groups
-        Ignored; for Horovod's signature. All gradients travel together.
-    compression, sparse_as_dense, op, gradient_predivide_factor, process_set, \
-scale_local_gradients
-        As for :func:`nbelastic.keras.DistributedOptimizer`.
-
-    Returns
-    -------
-    tf.GradientTape
-        `gradtape`.
+    The tape is changed and returned. It works in a ``tf.function``, too, except with
+    ``jit_compile=True``. Options are those of :func:`nbelastic.keras.DistributedOptimizer`;
+    `device_dense`, `device_sparse`, `num_groups` and `groups` are ignored, because all gradients
+    travel together.
     """
     first = (device_dense, device_sparse, compression, sparse_as_dense, op)
     last = (num_groups, groups, process_set, None, scale_local_gradients)
@@ -69,15 +57,10 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """Make ``gradient()`` of a tape reduce the gradients of all layers but some.
+    """Make ``gradient()`` of a tape reduce the gradients of all layers but `local_layers`.
 
-    Parameters
-    ----------
-    gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, \
-gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients
-        As for :func:`DistributedGradientTape`.
-    local_layers : keras.Layer or list of keras.Layer
-        Layers whose gradients stay on their rank.
+    The gradients of these, one layer or several, stay on their rank. The rest is as for
+    :func:`DistributedGradientTape`.
     """
     del device_dense, device_sparse, num_groups, groups
     options = KerasOptions(
