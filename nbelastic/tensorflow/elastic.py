@@ -24,27 +24,8 @@ __all__ = [
     "run",
 ]
 
-
-class TensorFlowKerasState(KerasState):
-    """State of training a Keras model with a loop of your own in TensorFlow 2.
-
-    Parameters
-    ----------
-    model : keras.Model
-        A model that is built.
-    optimizer : keras.optimizers.Optimizer, optional
-        By default that of the model.
-    backend : None
-        For Horovod's signature.
-    **values
-        Further values, as attributes.
-    """
-
-    def __init__(
-        self, model: Any, optimizer: Any = None, backend: Any = None, **values: Any
-    ) -> None:
-        del backend
-        super().__init__(model, optimizer, **values)
+TensorFlowKerasState = KerasState
+"""State of training a Keras model with a loop of your own; Horovod's name for it."""
 
 
 class TensorFlowState(TorchState):
