@@ -83,22 +83,16 @@ def fit(
         the number of ranks (torch back end).
     y, sample_weight : arrays, optional
         Targets and weights, if `data` are arrays.
-    epochs : int, default 1
-        Number of the epoch to stop before, as in Keras.
+    epochs, validation_split, validation_batch_size, validation_freq
+        As in Keras.
     batch_size : int, default 32
         Samples of a batch of each rank, if `data` are arrays.
     callbacks : list of keras.callbacks.Callback, optional
         Made by the function on each rank alike.
-    validation_split : float, default 0.0
-        Fraction of the arrays, from their end, that is evaluated and not trained.
     validation_data : arrays, DataLoader, PyDataset or tf.data.Dataset, optional
         Each rank evaluates a part; metrics are those of all samples.
     validation_steps : int, optional
         Number of batches to evaluate, of all ranks together.
-    validation_batch_size : int, optional
-        By default `batch_size`.
-    validation_freq : int or list of int, default 1
-        Epochs from one validation to the next, or the numbers of epochs to validate after, from 1.
     initial_epoch : int, default 0
         Number of the first epoch, unless the state is further.
     steps_per_epoch : int, optional
@@ -214,15 +208,15 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._before = -1  # number in this call of the last batch that is done
         self._stops = False
         self._logs: dict[str, Any] = {}
-        super().__init__(callbacks)
+        super().__init__(callbacks, add_history=True)
         self._async_train = self._async_test = False  # batches are committed in their order
         self._model, model.history = model, self._history
-        for each in callbacks:
+        for each in self.callbacks:
             saves = isinstance(each, keras.callbacks.ModelCheckpoint)
             each.set_model(RankZeroModel(model) if saves else model)
         batches = feed.left() if options.steps is None else options.steps
         self.set_params({"verbose": options.verbose, "epochs": options.epochs, "steps": batches})
-        self._progress.begin(callbacks)
+        self._progress.begin(self.callbacks)
         self._progress.epoch = options.initial_epoch
         state._add("_rows", feed.part)
         state._add("_progress", self._progress)

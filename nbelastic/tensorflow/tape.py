@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends import KerasOptions, Reduction
 from nbelastic.keras.backends.tensorflow import TensorFlowBackend, densified, native
 from nbelastic.tensorflow.ops import Compression, allreduce, size_op
@@ -74,7 +73,6 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     )
     if isinstance(gradtape, _ReducingTape):
         raise ValueError("the tape is a DistributedGradientTape already")
-    current()  # NotInitialized where there is none
     tape: Any = gradtape
     kind = type(tape)
     tape.__class__ = type(kind.__name__, (_ReducingTape, kind), {"__module__": kind.__module__})
@@ -104,28 +102,30 @@ class _ReducingTape:
             found[id(native(source)) not in self._local].append((source, gradient))
         return found
 
+    def _gathered(self, slices: tf.IndexedSlices, stays: bool) -> tf.IndexedSlices:
+        options = self._reduction.options
+        if not stays:
+            return allreduce(slices, op=options.op, process_set=options.process_set)
+        if not options.scale_local:
+            return slices
+        size = tf.cast(size_op(options.process_set.process_set_id), slices.dtype)
+        values = slices.values / size
+        return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
+
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients, reduced over all ranks."""
         tape: Any = super()
-        options = self._reduction.options
         gradients = tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(gradients, expand_composites=False)
-        if options.sparse_as_dense:
+        if self._reduction.options.sparse_as_dense:
             flat = densified(flat)
         variables = [native(each) for each in tf.nest.flatten(sources)]
-        dense = [None if isinstance(each, tf.IndexedSlices) else each for each in flat]
-        for number, each in enumerate(flat):
-            if dense[number] is each:
-                continue
-            if id(variables[number]) not in self._local:
-                flat[number] = allreduce(each, op=options.op, process_set=options.process_set)
-            else:
-                size = size_op(0 if options.is_global else options.process_set.process_set_id)
-                scale = tf.cast(size if options.scale_local else 1, each.dtype)
-                flat[number] = tf.IndexedSlices(each.values / scale, each.indices, each.dense_shape)
-        if any(each is not None for each in dense):
-            _, dense = self._reduction.reduce(dense, variables, self._local)
-            flat = [more if each is None else each for each, more in zip(dense, flat, strict=True)]
+        sparse = {n: each for n, each in enumerate(flat) if isinstance(each, tf.IndexedSlices)}
+        flat = [None if number in sparse else each for number, each in enumerate(flat)]
+        if any(each is not None for each in flat):
+            _, flat = self._reduction.reduce(flat, variables, self._local)
+        for number, slices in sparse.items():
+            flat[number] = self._gathered(slices, id(variables[number]) in self._local)
         if isinstance(sources, (list, tuple)) and len(flat) == len(sources):
             return type(gradients)(flat) if isinstance(gradients, (list, tuple)) else flat
         return tf.nest.pack_sequence_as(gradients, flat)

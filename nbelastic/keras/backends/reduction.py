@@ -15,7 +15,7 @@ import torch
 
 from nbelastic.elastic.ranks.context import Acting, Context, current
 from nbelastic.torch.gradients.options import ReduceOptions
-from nbelastic.torch.ops.coordination import ProcessSet, global_process_set, group_of
+from nbelastic.torch.ops.coordination.process_sets import added_set, group_of
 from nbelastic.torch.ops.reductions import grouped_allreduce
 
 Operation = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -32,15 +32,14 @@ class KerasOptions(ReduceOptions):
     sparse_as_dense: bool = False  # sparse gradients are made dense, not refused
     local: Any = ()  # layers whose gradients stay on their rank, or one
     scale_local: bool = True  # these are divided by the number of ranks
-    process_set: Any = None  # ranks that reduce among them; others keep their gradients
+    process_set: Any = None  # ranks that reduce among them, or all; others keep their gradients
 
     def __post_init__(self) -> None:
         super().__post_init__()
         several = isinstance(self.local, (list, tuple, set))
         layers = self.local if several else [] if self.local is None else [self.local]
         object.__setattr__(self, "local", tuple(layers))
-        if not isinstance(self.process_set, ProcessSet | None):
-            raise ValueError(f"process_set must be a ProcessSet, not {self.process_set!r}")
+        object.__setattr__(self, "process_set", added_set(self.process_set))
         if isinstance(self.groups, int):
             if self.groups < 0:
                 raise ValueError(f"groups must be at least 0, not {self.groups}")
@@ -54,7 +53,7 @@ class KerasOptions(ReduceOptions):
     @property
     def is_global(self) -> bool:
         """Whether all ranks reduce together."""
-        return self.process_set in (None, global_process_set)
+        return bool(self.process_set.process_set_id == 0)
 
 
 _hidden: list[BaseException] = []

@@ -110,7 +110,6 @@ class RankZeroModel:
         setattr(self.__dict__["_model"], name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
         return self.__dict__["_model"](*args, **kwargs)
 
 
@@ -120,7 +119,7 @@ def is_keras(callback: Any) -> bool:
 
 
 def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
-    """Return the callbacks of a training, with Keras' own standard callbacks."""
+    """Return the callbacks of a training, with Keras' progress bar."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise OptionError("elastic.fit(callbacks=…): pass a list of callbacks, not a CallbackList")
     given = keras.tree.flatten(callbacks) if callbacks else []
@@ -133,8 +132,6 @@ def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
             )
     own = [each.callback if isinstance(each, OnRankZero) else each for each in given]
     found = [OnRankZero(each) if isinstance(each, _WRITERS) else each for each in given]
-    if not any(isinstance(each, keras.callbacks.History) for each in own):
-        found.append(keras.callbacks.History())
     if verbose and not any(isinstance(each, keras.callbacks.ProgbarLogger) for each in own):
         found.append(OnRankZero(keras.callbacks.ProgbarLogger()))
     return found
