@@ -24,7 +24,7 @@ from nbelastic.keras.callbacks.fit_callbacks import (
     make_callbacks,
     report_logs,
 )
-from nbelastic.keras.feeds import Feed, LoaderFeed, feed_of, shard_of, split_off
+from nbelastic.keras.feeds import Feed, LoaderFeed, feed_of, shard_of, split_off, whole
 from nbelastic.keras.optimizer import distribution_of, is_distributed
 from nbelastic.keras.state import SEED, KerasState, run
 from nbelastic.trainers.callbacks import by_itself
@@ -130,31 +130,24 @@ def fit(
         seed=seed,
         sample_weight=sample_weight,
     )
+    if steps_per_epoch is not None:
+        whole("elastic.fit", "steps_per_epoch", steps_per_epoch)
+    if validation_steps is not None:
+        whole("elastic.fit", "validation_steps", validation_steps)
+    if isinstance(validation_freq, int):
+        whole("elastic.fit", "validation_freq", validation_freq)
     options = SimpleNamespace(
-        epochs=_whole("epochs", epochs),
+        epochs=whole("elastic.fit", "epochs", epochs),
         initial_epoch=initial_epoch,
-        steps=_whole("steps_per_epoch", steps_per_epoch, optional=True),
+        steps=steps_per_epoch,
         validation_data=validation_data,
-        validation_limits=(
-            validation_batch_size or batch_size or 32,
-            _whole("validation_steps", validation_steps, optional=True),
-        ),
-        validation_freq=_whole("validation_freq", validation_freq)
-        if isinstance(validation_freq, int)
-        else list(validation_freq),
+        validation_limits=(validation_batch_size or batch_size or 32, validation_steps),
+        validation_freq=validation_freq,
         class_weight=class_weight,
         verbose=2 if verbose == "auto" else verbose,
-        batches_per_commit=_whole("batches_per_commit", batches_per_commit),
+        batches_per_commit=whole("elastic.fit", "batches_per_commit", batches_per_commit),
     )
     return _Training(state, feed, make_callbacks(callbacks, verbose), options).run()
-
-
-def _whole(name: str, value: Any, *, optional: bool = False) -> Any:
-    if value is None and optional:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"elastic.fit({name}={value!r}): must be a whole number, at least 1")
-    return value
 
 
 class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
@@ -353,7 +346,7 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         if not isinstance(self._feed, LoaderFeed):  # its micro-batches do that in each step
             self._state.average_statistics()
         data, freq = self._options.validation_data, self._options.validation_freq
-        now = epoch + 1 in freq if isinstance(freq, list) else (epoch + 1) % freq == 0
+        now = (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
         if data is not None and now:
             logs.update({f"val_{name}": each for name, each in self._validate().items()})
         model.stop_training = False

@@ -10,6 +10,7 @@ import keras
 
 from nbelastic.keras.backends import KerasOptions, Reduction, backend
 from nbelastic.torch.compression import Compression, Compressor
+from nbelastic.torch.gradients.optimizer import with_methods_of
 from nbelastic.torch.ops.reductions import Average
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ process_set
 
 def _wrap(optimizer: Any, options: KerasOptions) -> Any:
     reduction = backend().reduction(options)
-    optimizer.__class__ = _distributed(type(optimizer), options)
+    optimizer.__class__ = with_methods_of(_ReducingOptimizer, type(optimizer), _options=options)
     object.__setattr__(optimizer, "_reduction", reduction)
     if optimizer.built:
         reduction.built(optimizer)
@@ -238,17 +239,6 @@ class _ReducingOptimizer(_Base):  # type: ignore[misc]
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
         more = {} if custom_objects is None else {"custom_objects": custom_objects}
         return _wrap(_plain(cls).from_config(config, **more), cls._options)
-
-
-def _distributed(base: type[Any], options: KerasOptions) -> type[Any]:
-    """Return a class of the same name, so that a saved model names the plain class."""
-    names = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "_options": options,
-    }
-    return type(base.__name__, (_ReducingOptimizer, base), names)
 
 
 def _plain(kind: type[Any]) -> type[Any]:

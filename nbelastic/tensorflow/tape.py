@@ -9,6 +9,7 @@ import tensorflow as tf
 from nbelastic.keras.backends import KerasOptions, Reduction
 from nbelastic.keras.backends.tensorflow import TensorFlowBackend, densified, native
 from nbelastic.tensorflow.ops import Compression, allreduce, size_op
+from nbelastic.torch.gradients.optimizer import with_methods_of
 from nbelastic.torch.ops.reductions import Average
 
 if TYPE_CHECKING:
@@ -74,8 +75,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     if isinstance(gradtape, _ReducingTape):
         raise ValueError("the tape is a DistributedGradientTape already")
     tape: Any = gradtape
-    kind = type(tape)
-    tape.__class__ = type(kind.__name__, (_ReducingTape, kind), {"__module__": kind.__module__})
+    tape.__class__ = with_methods_of(_ReducingTape, type(tape))
     tape._reduction = Reduction(options, TensorFlowBackend())
     variables = [each for layer in options.local for each in layer.trainable_variables]
     tape._local = {id(native(each)) for each in variables}
