@@ -1,4 +1,4 @@
-"""Operations between ranks on numbers, arrays, and tensors and variables of any back end.
+"""Operations between ranks on numbers, arrays, tensors and variables.
 
 Each is the operation of :mod:`nbelastic.torch` of the same name, with the same arguments. It
 returns what kind of value it was given.

@@ -1,4 +1,4 @@
-"""Back ends of Keras: for each, an adapter with conversions to and from tensors of PyTorch."""
+"""Back ends of Keras: for each, an adapter with conversions to PyTorch and back."""
 
 from __future__ import annotations
 

@@ -143,8 +143,6 @@ def _take_back(logger: Any, epoch: int) -> None:
     is_anothers = logger.append and not epoch  # training's, perhaps
     if is_anothers or not os.path.exists(path):
         return
-    if logger.csv_file is not None and not logger.csv_file.closed:
-        logger.csv_file.flush()
     with open(path, "rb") as file:
         lines = file.read().splitlines(keepends=True)
     if lines and lines[-1].split(logger.sep.encode())[0] == str(epoch).encode():
