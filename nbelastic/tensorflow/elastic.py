@@ -9,14 +9,12 @@ from nbelastic.errors import OptionError
 from nbelastic.keras import elastic
 from nbelastic.keras.backends.tensorflow import TensorFlowBackend
 from nbelastic.keras.elastic import *  # noqa: F403
-from nbelastic.keras.state import KerasState, Variables
+from nbelastic.keras.state import KerasState as TensorFlowKerasState
+from nbelastic.keras.state import Variables
 from nbelastic.torch.state.torch_state import TorchState
 
 __all__ = ["TensorFlowKerasState", "TensorFlowState"]
 __all__ += elastic.__all__
-
-TensorFlowKerasState = KerasState
-"""State of training a Keras model with a loop of your own; Horovod's name for it."""
 
 
 class TensorFlowState(TorchState):
