@@ -482,7 +482,7 @@ class _MetricSums:
     def _write(self, flat: torch.Tensor) -> None:
         variables = self._variables()
         parts = torch.split(flat, [math.prod(each.shape) for each in variables])
-        shaped = [p.reshape(v.shape) for p, v in zip(parts, variables, strict=True)]
+        shaped = [p.reshape(tuple(v.shape)) for p, v in zip(parts, variables, strict=True)]
         self._backend.write(variables, shaped)
 
     def start(self, known: list[np.ndarray[Any, Any]]) -> None:
