@@ -76,17 +76,12 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keep the number of batches that are done in ``state.batch``; 0 at the end of an epoch.
+    """Keep the number of batches that are done in a state's ``batch``; 0 at the end of an epoch.
 
     When ``fit`` is called again in the middle of an epoch, that epoch ends after the batches that
     are left of its ``steps``. Where a sampler or a loader is part of the state, the data know by
     themselves what is left. Put this callback before others that set ``model.stop_training``: it
     ends that epoch so.
-
-    Parameters
-    ----------
-    state : KerasState
-        A state with the value ``batch``.
     """
 
     def __init__(self, state: Any) -> None:
@@ -112,15 +107,10 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keep the number of epochs that are done in ``state.epoch``.
+    """Keep the number of epochs that are done in a state's ``epoch``.
 
     Both of Horovod's ways work: ``fit(initial_epoch=state.epoch, epochs=n)``, and
     ``fit(epochs=n - state.epoch)``, which numbers the epochs from 0 again.
-
-    Parameters
-    ----------
-    state : KerasState
-        A state with the value ``epoch``.
     """
 
     def __init__(self, state: Any) -> None:
@@ -133,9 +123,8 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._done, self._first = self.state.epoch, None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Take note of the number that ``fit`` has begun with."""
         if self._first is None:
-            self._first = epoch
+            self._first = epoch  # the number that fit has begun with
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.state.epoch = self._done + epoch - (self._first or 0) + 1

@@ -81,11 +81,7 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise OptionError(
-                f"ElasticDataset(batch_size={batch_size!r}): must be a whole number, at least 1"
-            )
-        self.batch_size = batch_size
+        self.batch_size = whole("ElasticDataset", "batch_size", batch_size)
         if read is None:
             self._arrays = tuple(each for each in (x, y, sample_weight) if each is not None)
             if y is None and sample_weight is not None:
@@ -117,6 +113,13 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
     def batch_of(self, indices: Iterable[int]) -> Any:
         """Return a batch of samples."""
         return self._read(np.asarray([*indices], dtype=np.int64))
+
+
+def whole(call: str, name: str, value: Any) -> int:
+    """Return an argument of a call, which must be a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{call}({name}={value!r}): must be a whole number, at least 1")
+    return value
 
 
 def length_of(arrays: Any) -> int:

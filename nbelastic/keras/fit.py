@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
 from collections.abc import Collection
 from types import SimpleNamespace
@@ -16,13 +18,16 @@ from nbelastic.elastic.ranks.context import current, rank
 from nbelastic.errors import OptionError
 from nbelastic.keras.backends import Backend, backend
 from nbelastic.keras.callbacks.fit_callbacks import (
-    ElasticCallbackList,
+    OnRankZero,
+    RankZeroModel,
+    is_keras,
     make_callbacks,
     report_logs,
 )
-from nbelastic.keras.feeds import Feed, LoaderFeed, feed_of, shard_of, split_off
+from nbelastic.keras.feeds import Feed, LoaderFeed, feed_of, shard_of, split_off, whole
 from nbelastic.keras.optimizer import distribution_of, is_distributed
 from nbelastic.keras.state import SEED, KerasState, run
+from nbelastic.trainers.callbacks import by_itself
 
 NOT_DISTRIBUTED = (
     "elastic.fit: the model was compiled with {kind}, whose gradients are not averaged over ranks: "
@@ -78,22 +83,16 @@ def fit(
         the number of ranks (torch back end).
     y, sample_weight : arrays, optional
         Targets and weights, if `data` are arrays.
-    epochs : int, default 1
-        Number of the epoch to stop before, as in Keras.
+    epochs, validation_split, validation_batch_size, validation_freq
+        As in Keras.
     batch_size : int, default 32
         Samples of a batch of each rank, if `data` are arrays.
     callbacks : list of keras.callbacks.Callback, optional
         Made by the function on each rank alike.
-    validation_split : float, default 0.0
-        Fraction of the arrays, from their end, that is evaluated and not trained.
     validation_data : arrays, DataLoader, PyDataset or tf.data.Dataset, optional
         Each rank evaluates a part; metrics are those of all samples.
     validation_steps : int, optional
         Number of batches to evaluate, of all ranks together.
-    validation_batch_size : int, optional
-        By default `batch_size`.
-    validation_freq : int or list of int, default 1
-        Epochs from one validation to the next, or the numbers of epochs to validate after, from 1.
     initial_epoch : int, default 0
         Number of the first epoch, unless the state is further.
     steps_per_epoch : int, optional
@@ -131,35 +130,32 @@ def fit(
         seed=seed,
         sample_weight=sample_weight,
     )
+    if steps_per_epoch is not None:
+        whole("elastic.fit", "steps_per_epoch", steps_per_epoch)
+    if validation_steps is not None:
+        whole("elastic.fit", "validation_steps", validation_steps)
+    if isinstance(validation_freq, int):
+        whole("elastic.fit", "validation_freq", validation_freq)
     options = SimpleNamespace(
-        epochs=_whole("epochs", epochs),
+        epochs=whole("elastic.fit", "epochs", epochs),
         initial_epoch=initial_epoch,
-        steps=_whole("steps_per_epoch", steps_per_epoch, optional=True),
+        steps=steps_per_epoch,
         validation_data=validation_data,
-        validation_limits=(
-            validation_batch_size or batch_size or 32,
-            _whole("validation_steps", validation_steps, optional=True),
-        ),
-        validation_freq=_whole("validation_freq", validation_freq)
-        if isinstance(validation_freq, int)
-        else list(validation_freq),
+        validation_limits=(validation_batch_size or batch_size or 32, validation_steps),
+        validation_freq=validation_freq,
         class_weight=class_weight,
         verbose=2 if verbose == "auto" else verbose,
-        batches_per_commit=_whole("batches_per_commit", batches_per_commit),
+        batches_per_commit=whole("elastic.fit", "batches_per_commit", batches_per_commit),
     )
     return _Training(state, feed, make_callbacks(callbacks, verbose), options).run()
 
 
-def _whole(name: str, value: Any, *, optional: bool = False) -> Any:
-    if value is None and optional:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"elastic.fit({name}={value!r}): must be a whole number, at least 1")
-    return value
+class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
+    """A training by ``elastic.fit`` on this rank, as the list of callbacks that Keras calls.
 
-
-class _Training:
-    """A training by ``elastic.fit``, on this rank."""
+    Keras' ``fit`` is called for each part of an epoch. What it says of beginnings and ends of
+    trainings and epochs is not passed on: callbacks are told each once, in however many calls.
+    """
 
     def __init__(
         self,
@@ -173,7 +169,7 @@ class _Training:
                 f"elastic.fit({type(state).__name__}, …): must be a KerasState, as in "
                 "hvd.elastic.fit(hvd.elastic.KerasState(model), x, y)"
             )
-        model = self._model = state.model
+        model = state.model
         if not getattr(model, "compiled", False):
             raise OptionError("elastic.fit: the model is not compiled; call model.compile() before")
         optimizer = model.optimizer
@@ -189,28 +185,31 @@ class _Training:
             raise OptionError(NOT_DISTRIBUTED.format(kind=type(optimizer).__name__))
         if options.class_weight is not None and not isinstance(feed.source, keras.utils.PyDataset):
             raise OptionError("elastic.fit(class_weight=…): only for arrays and ElasticDataset")
-        self._state = state
-        self._progress = state._progress
-        self._feed = feed
-        self._options = options
-        self._steps = options.steps
         if options.steps is not None and isinstance(feed, LoaderFeed):
             raise OptionError(
                 "elastic.fit(Loader, steps_per_epoch=…): an epoch of a Loader has all rows once; "
                 "leave steps_per_epoch out"
             )
-        self._since_commit = 0
+        self._state, self._feed, self._options = state, feed, options
+        self._steps = options.steps
+        self._progress = state._progress
         self._back = backend()
         self._reduction: Any = distribution_of(optimizer)
         self._sums = _MetricSums(model, self._back)
+        self._since_commit = 0
+        self._first = 0  # number in the epoch of the first batch of this call of fit
+        self._before = -1  # number in this call of the last batch that is done
         self._stops = False
         self._logs: dict[str, Any] = {}
+        super().__init__(callbacks, add_history=True)
+        self._async_train = self._async_test = False  # batches are committed in their order
+        self._model, model.history = model, self._history
+        for each in self.callbacks:
+            saves = isinstance(each, keras.callbacks.ModelCheckpoint)
+            each.set_model(RankZeroModel(model) if saves else model)
         batches = feed.left() if options.steps is None else options.steps
-        params = {"verbose": options.verbose, "epochs": options.epochs, "steps": batches}
-        self._callbacks = ElasticCallbackList(
-            callbacks, model, self._progress, params, self._begin_epoch, self._after_batch
-        )
-        self._progress.begin(callbacks)
+        self.set_params({"verbose": options.verbose, "epochs": options.epochs, "steps": batches})
+        self._progress.begin(self.callbacks)
         self._progress.epoch = options.initial_epoch
         state._add("_rows", feed.part)
         state._add("_progress", self._progress)
@@ -251,23 +250,33 @@ class _Training:
             reduction.defers = False
             if by_loader:
                 model.train_function = function
-        return self._callbacks._history
+        return self._history
 
     # -- the loop --------------------------------------------------------------------------------
 
     def _train(self) -> None:
         """Train what is left; called again after each change of membership."""
-        progress, callbacks = self._progress, self._callbacks
+        progress = self._progress
         self._reduction.forget()
         self._stops = False
         self._since_commit = 0
-        progress.callbacks.begin(rank() == 0, callbacks.begin)
-        callbacks.go_on(progress.epoch, progress.in_epoch)
+        progress.callbacks.begin(rank() == 0, self._begin)
+        for each in self.callbacks:
+            if isinstance(each, OnRankZero):
+                each.goes_on(progress.epoch, progress.in_epoch)
         self._model.stop_training = False
         while progress.epoch < self._options.epochs and not progress.ended:
             self._train_epoch()
         self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
-        callbacks.end(self._logs)
+        for each in self.callbacks:
+            each.on_train_end(self._logs)
+
+    def _begin(self, again: bool, goes_on: bool) -> None:
+        """Tell callbacks of the training's begin; if `again`, only the user's own, for rank 0."""
+        with by_itself() if again or goes_on else contextlib.nullcontext():
+            for each in self.callbacks:
+                if not again or not (is_keras(each) or isinstance(each, OnRankZero)):
+                    each.on_train_begin({})
 
     def _train_epoch(self) -> None:
         """Train the rest of an epoch, and end the epoch."""
@@ -282,14 +291,12 @@ class _Training:
                 left = min(self._feed.left() or 0, self._steps - progress.batch)
             if left is None or left > 0:
                 steps = None if left is None else progress.batch + left
-                self._callbacks.set_params({**self._callbacks.params, "steps": steps})
+                self.set_params({**self.params, "steps": steps})
                 self._fit(epoch, None if self._steps is None else left)
             else:  # the last commit was that of its last batch
                 self._model.reset_metrics()
-                self._begin_epoch(epoch)
-            if self._steps is None or progress.batch >= self._steps:
-                break
-            if self._exchange():
+                self.on_epoch_begin(epoch)
+            if self._steps is None or progress.batch >= self._steps or self._exchange():
                 break
         self._end_epoch(epoch)
 
@@ -311,7 +318,7 @@ class _Training:
                     initial_epoch=epoch,
                     epochs=epoch + 1,
                     steps_per_epoch=steps,
-                    callbacks=self._callbacks,
+                    callbacks=self,
                     class_weight=self._options.class_weight,
                     shuffle=False,
                     verbose=0,
@@ -319,34 +326,6 @@ class _Training:
             finally:
                 del optimizer.finalize_variable_values
                 self._feed.close()
-
-    def _begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch, or go on in an epoch with the metrics of its earlier batches."""
-        progress = self._progress
-        self._sums.start(progress.metrics if progress.in_epoch else [])
-        if not progress.in_epoch:
-            progress.in_epoch = True
-            self._callbacks.tell("on_epoch_begin", epoch)
-
-    def _after_batch(self, first: int, count: int, logs: Any) -> None:
-        """End a batch: sum metrics, update, tell callbacks, commit."""
-        progress = self._progress
-        accumulates = self._reduction.accumulates
-        self._since_commit += count
-        commits = self._since_commit >= self._options.batches_per_commit and not accumulates
-        stops = commits and self._exchange()
-        self._reduction.complete()
-        number = progress.batch + count - 1
-        self._callbacks.tell("on_train_batch_end", number, logs)
-        self._gather_stop()
-        self._feed.record(first, count)
-        progress.batch += count
-        self._place(progress.epoch, progress.batch)
-        if commits:
-            self._since_commit = 0
-            self._state.commit()
-        # All ranks end the epoch after the same batch, whichever asked for it.
-        self._model.stop_training = stops
 
     def _exchange(self) -> bool:
         """Sum metrics over ranks; return whether a callback on any of them stops the training."""
@@ -367,11 +346,11 @@ class _Training:
         if not isinstance(self._feed, LoaderFeed):  # its micro-batches do that in each step
             self._state.average_statistics()
         data, freq = self._options.validation_data, self._options.validation_freq
-        now = epoch + 1 in freq if isinstance(freq, list) else (epoch + 1) % freq == 0
+        now = (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
         if data is not None and now:
             logs.update({f"val_{name}": each for name, each in self._validate().items()})
         model.stop_training = False
-        self._callbacks.tell("on_epoch_end", epoch, logs)
+        super().on_epoch_end(epoch, logs)
         self._gather_stop()
         self._logs = logs
         report_logs(logs, epoch)
@@ -396,10 +375,53 @@ class _Training:
         model = self._model
         model.reset_metrics()
         if count is None or count > 0:
-            self._callbacks.set_params(self._callbacks.params)
-            model.evaluate(part, callbacks=self._callbacks, verbose=0, return_dict=True)
+            self.set_params(self.params)
+            model.evaluate(part, callbacks=self, verbose=0, return_dict=True)
         _MetricSums(model, self._back).exchange()
         return _floats(model.get_metrics_result())
+
+    # -- what Keras' fit says ----------------------------------------------------------------------
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self._on_begin()
+        self._first, self._before = self._progress.batch, -1
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._on_end()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin an epoch, or go on in one with its earlier metrics, which ``fit`` has reset."""
+        progress = self._progress
+        self._sums.start(progress.metrics if progress.in_epoch else [])
+        if not progress.in_epoch:
+            progress.in_epoch = True
+            super().on_epoch_begin(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Do nothing: the epoch ends after its validation."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_begin(self._first + batch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """End one batch, or those of an execution: sum metrics, update, tell callbacks, commit."""
+        progress, count = self._progress, batch - self._before
+        first, self._before = self._before + 1, batch
+        self._since_commit += count
+        due = self._since_commit >= self._options.batches_per_commit
+        commits = due and not self._reduction.accumulates
+        stops = commits and self._exchange()
+        self._reduction.complete()
+        super().on_train_batch_end(progress.batch + count - 1, logs)
+        self._gather_stop()
+        self._feed.record(first, count)
+        progress.batch += count
+        self._place(progress.epoch, progress.batch)
+        if commits:
+            self._since_commit = 0
+            self._state.commit()
+        # All ranks end the epoch after the same batch, whichever asked for it.
+        self._model.stop_training = stops
 
     # -- steps of a loader -----------------------------------------------------------------------
 
@@ -459,10 +481,9 @@ class _MetricSums:
 
     def _write(self, flat: torch.Tensor) -> None:
         variables = self._variables()
-        values = self._backend.read(variables)
-        parts = torch.split(flat, [each.numel() for each in values])
-        pairs = zip(parts, values, strict=True)
-        self._backend.write(variables, [p.reshape(v.shape).to(v.dtype) for p, v in pairs])
+        parts = torch.split(flat, [math.prod(each.shape) for each in variables])
+        shaped = [p.reshape(tuple(v.shape)) for p, v in zip(parts, variables, strict=True)]
+        self._backend.write(variables, shaped)
 
     def start(self, known: list[np.ndarray[Any, Any]]) -> None:
         """Begin with the sums of all ranks; without any, with the sums of a new epoch."""

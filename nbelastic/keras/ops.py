@@ -1,4 +1,8 @@
-"""Operations between ranks on arrays and tensors of any back end."""
+"""Operations between ranks on numbers, arrays, tensors and variables.
+
+Each is the operation of :mod:`nbelastic.torch` of the same name, with the same arguments. It
+returns what kind of value it was given.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ def _applied(value: Any, operation: Callable[..., torch.Tensor], *more: Any) -> 
     if isinstance(value, (np.ndarray, list, tuple)):
         return operation(torch.as_tensor(np.asarray(value)), *more).numpy()
     back = backend()
-    return back.from_torch(operation(back.to_torch(value), *more))
+    return back.from_torch(operation(back.to_torch(value).detach(), *more))
 
 
 def allreduce(
@@ -37,49 +41,18 @@ def allreduce(
     op: Op | GradientOp | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> Any:
-    """Reduce a number, an array or a tensor over all ranks.
-
-    Parameters
-    ----------
-    value : number, array, or tensor or variable of Keras
-        Of the same shape and type on all ranks.
-    name, average, prescale_factor, postscale_factor, op, compression
-        As for :func:`nbelastic.torch.allreduce`.
-
-    Returns
-    -------
-    number, array or tensor
-        As `value`.
-    """
+    """Reduce a value over all ranks; as :func:`nbelastic.torch.allreduce`."""
     factors = prescale_factor, postscale_factor
     return _applied(value, reductions.allreduce, average, name, compression, op, *factors)
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Return the values of all ranks, one after the other along the first axis.
-
-    Parameters
-    ----------
-    value : array, or tensor or variable of Keras
-        Its first axis may differ by rank.
-    name : str, optional
-        Equal on all ranks.
-    """
+    """Concatenate the values of all ranks; as :func:`nbelastic.torch.allgather`."""
     return _applied(value, functions.allgather, name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Return the value of one rank.
-
-    Parameters
-    ----------
-    value : number, array, or tensor or variable of Keras
-        Of the same shape and type on all ranks.
-    root_rank : int
-        The rank.
-    name : str, optional
-        Equal on all ranks.
-    """
+    """Return the value of rank `root_rank`; as :func:`nbelastic.torch.broadcast`."""
     return _applied(value, functions.broadcast, root_rank, name)
 
 
@@ -90,28 +63,15 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce over all ranks, and return this rank's part along the first axis.
-
-    Parameters
-    ----------
-    value : array, or tensor or variable of Keras
-        Of the same shape and type on all ranks.
-    name, op, prescale_factor, postscale_factor
-        As for :func:`nbelastic.torch.reducescatter`.
-    """
+    """Reduce over all ranks, and return this rank's rows: :func:`nbelastic.torch.reducescatter`."""
     options = name, Compression.none, op, None, prescale_factor, postscale_factor
     return _applied(value, reductions.reducescatter, *options)
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
-    """Broadcast the values of variables from `root_rank`.
+    """Broadcast the values of variables from `root_rank`; all ranks pass the same variables.
 
-    Parameters
-    ----------
-    variables : list of variables of Keras, or of the back end
-        The same on all ranks: ``[*model.variables, *optimizer.variables]``.
-    root_rank : int, default 0
-        The rank.
+    ``hvd.broadcast_variables([*model.variables, *optimizer.variables])``
     """
     back = backend()
     values = back.read(variables)
@@ -124,13 +84,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Refuse, because Keras 3 has no global variables.
-
-    Raises
-    ------
-    RuntimeError
-        Always, with what to call instead.
-    """
+    """Raise a RuntimeError with what to call, because Keras 3 has no global variables."""
     raise RuntimeError(
         "broadcast_global_variables: Keras 3 keeps no list of all variables; call "
         f"hvd.broadcast_variables([*model.variables, *model.optimizer.variables], {root_rank}), or "

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import keras
 
-from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends import KerasOptions, Reduction, backend
 from nbelastic.torch.compression import Compression, Compressor
+from nbelastic.torch.gradients.optimizer import with_methods_of
 from nbelastic.torch.ops.reductions import Average
 
 if TYPE_CHECKING:
@@ -59,16 +59,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         Its new name.
     device_dense, device_sparse : str
         Ignored; for Horovod's signature.
-    compression : default Compression.none
-        How gradients travel; ``Compression.fp16`` and ``Compression.bf16`` halve them.
+    compression, gradient_predivide_factor, op
+        As for :func:`nbelastic.torch.DistributedOptimizer`.
     sparse_as_dense : bool, default False
         Whether to make sparse gradients dense (``IndexedSlices`` of TensorFlow). Else they are
         refused in the first step.
-    gradient_predivide_factor : float, default 1.0
-        With Average: gradients are divided by this before they are summed, and by
-        ``size / gradient_predivide_factor`` after.
-    op : default Average
-        Average, Sum or Adasum.
     backward_passes_per_step : int, default 1
         Batches whose gradients add up on this rank before they are reduced and applied.
         ``optimizer.iterations`` counts updates.
@@ -149,7 +144,7 @@ process_set
         predivide=gradient_predivide_factor,
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
-        groups=groups if isinstance(groups, int) else tuple(map(tuple, groups or ())) or 0,
+        groups=groups or 0,
         sparse_as_dense=sparse_as_dense,
         local=local_layers,
         scale_local=scale_local_gradients,
@@ -168,7 +163,6 @@ process_set
         raise ValueError(
             "the LossScaleOptimizer has a DistributedOptimizer in it already; wrap only one of them"
         )
-    current()  # NotInitialized where there is none
     made: Optimizer = _wrap(optimizer, options)
     if name is not None:
         made.name = name
@@ -177,7 +171,7 @@ process_set
 
 def _wrap(optimizer: Any, options: KerasOptions) -> Any:
     reduction = backend().reduction(options)
-    optimizer.__class__ = _distributed(type(optimizer), options)
+    optimizer.__class__ = with_methods_of(_ReducingOptimizer, type(optimizer), _options=options)
     object.__setattr__(optimizer, "_reduction", reduction)
     if optimizer.built:
         reduction.built(optimizer)
@@ -208,10 +202,7 @@ def settle_scaling(model: Any) -> None:
     _wrap(outer, options)
 
 
-if TYPE_CHECKING:
-    _Base: Any = keras.optimizers.Optimizer
-else:
-    _Base = object
+_Base: Any = object  # in place of Keras' optimizer, which comes behind
 
 
 class _ReducingOptimizer(_Base):  # type: ignore[misc]
@@ -221,18 +212,15 @@ class _ReducingOptimizer(_Base):  # type: ignore[misc]
     _options: KerasOptions
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make the optimizer's variables."""
         super().build(variables)
         self._reduction.built(self)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Reduce gradients over all ranks, and apply them."""
         self._reduction.apply(self, grads, trainable_variables, super().apply)
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> Any:
-        """Reduce gradients over all ranks; return the updated variables."""
         if getattr(self, "inner_optimizer", None) is None:
             return super().stateless_apply(optimizer_variables, grads, trainable_variables)
         # It looks for infinities before it calls apply() of the optimizer in it.
@@ -240,8 +228,7 @@ class _ReducingOptimizer(_Base):  # type: ignore[misc]
         return super().stateless_apply(optimizer_variables, reduced, trainable_variables)
 
     def scale_loss(self, loss: Any) -> Any:
-        """Scale the loss; the last call before backward."""
-        self._reduction.before_backward()
+        self._reduction.before_backward()  # which follows
         return super().scale_loss(loss)
 
     def synchronize(self) -> None:
@@ -250,23 +237,8 @@ class _ReducingOptimizer(_Base):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
-        """Return a distributed optimizer with the same options."""
-        plain = _plain(cls)
-        more: Mapping[str, Any] = (
-            {} if custom_objects is None else {"custom_objects": custom_objects}
-        )
-        return _wrap(plain.from_config(config, **more), cls._options)
-
-
-def _distributed(base: type[Any], options: KerasOptions) -> type[Any]:
-    """Return a class of the same name, so that a saved model names the plain class."""
-    names = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "_options": options,
-    }
-    return type(base.__name__, (_ReducingOptimizer, base), names)
+        more = {} if custom_objects is None else {"custom_objects": custom_objects}
+        return _wrap(_plain(cls).from_config(config, **more), cls._options)
 
 
 def _plain(kind: type[Any]) -> type[Any]:

@@ -15,7 +15,7 @@ from nbelastic.elastic.parameter_samples import sampler_of
 from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.errors import OptionError, StateMismatch
-from nbelastic.keras.backends import Backend, backend
+from nbelastic.keras import backends
 from nbelastic.keras.backends.reduction import raised
 from nbelastic.keras.backends.torch import rates_of, variable_step
 from nbelastic.keras.callbacks.fit_callbacks import FitProgress
@@ -47,11 +47,12 @@ class VariablesAdapter(Adapter):
     ) -> None:
         if len(obj) != len(content):
             raise StateMismatch(f"expected {len(obj)} variables; came {len(content)}")
-        if obj.in_place:
+        if obj.backend.in_place:
             for (_, tensor), (_, captured) in zip(obj.tensors(), content, strict=True):
                 unflattener.tensor(captured, tensor)
         else:  # what the variables have now may be gone: JAX gives it to a step
-            obj.assign([unflattener.tensor(captured) for _, captured in content])
+            values = [unflattener.tensor(captured) for _, captured in content]
+            obj.backend.write(obj.variables, values)
 
     def parts(self, label: str, content: Any, names: dict[int, str]) -> Structure:
         for name, tensor in content:
@@ -72,28 +73,22 @@ class Variables:
     nbelastic_adapter = VariablesAdapter
 
     def __init__(
-        self, variables: Sequence[Any], backend: Backend, buffers: Sequence[torch.Tensor] = ()
+        self,
+        variables: Sequence[Any],
+        backend: backends.Backend,
+        buffers: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._variables = list(variables)
-        self._backend = backend
-        names = [*(each.name for each in self._variables), *["buffer"] * len(buffers)]
+        self.variables, self.backend, self._buffers = list(variables), backend, buffers
+        names = [*(each.name for each in self.variables), *["buffer"] * len(buffers)]
         self._names = [f"{number}.{name}" for number, name in enumerate(names)]
-        # Then the variables' own tensors are those of the state, and stay the same.
-        self.in_place = backend.in_place
-        self._tensors = [*backend.read(self._variables), *buffers] if self.in_place else []
 
     def __len__(self) -> int:
-        """Return the number of variables and buffers."""
         return len(self._names)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return a name and a tensor for each variable."""
-        values = self._tensors if self.in_place else self._backend.read(self._variables)
+        """Return a name and a tensor for each variable and buffer."""
+        values = [*self.backend.read(self.variables), *self._buffers]
         return list(zip(self._names, values, strict=True))
-
-    def assign(self, values: Sequence[torch.Tensor]) -> None:
-        """Give all variables new values, which are copied."""
-        self._backend.write(self._variables, values)
 
 
 class KerasState(TorchState):
@@ -112,6 +107,8 @@ class KerasState(TorchState):
         A model that is built: that has been given the shape of its inputs.
     optimizer : keras.optimizers.Optimizer, optional
         By default the one that the model was compiled with. It is built here, if it was not.
+    backend : None
+        For Horovod's signature.
     **values
         Further values, as for :class:`~nbelastic.torch.elastic.TorchState`.
 
@@ -125,13 +122,16 @@ class KerasState(TorchState):
     >>> state = KerasState(model, epoch=0, batch=0)  # doctest: +SKIP
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, **values: Any) -> None:
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **values: Any
+    ) -> None:
+        del backend
         if not getattr(model, "built", False):
             raise ValueError(
                 "KerasState: the model is not built, so it has no variables yet. Give it an Input "
                 "(keras.layers.Input(shape)), call it on a batch, or call model.build(shape)"
             )
-        back = backend()
+        back = backends.backend()
         back.settle(model)
         settle_scaling(model)
         warning, context = back.prepare(model), current_or_none()
@@ -211,22 +211,8 @@ class KerasState(TorchState):
 
     # -- what the elastic loop asks ----------------------------------------------------------------
 
-    def on_reset(self) -> None:
-        """Run :meth:`reset` and the reset callbacks.
-
-        Raises
-        ------
-        OptionError
-            A callback has changed the learning rate, though a loader keeps the batch as it is.
-        """
-        before = self._progress.content()["rates"]
-        super().on_reset()
-        if self._loaders and before != self._progress.content()["rates"]:
-            raise OptionError(
-                "a reset callback changes the learning rate, and the data are a Loader: its batch "
-                "is the same for every number of ranks, so the rate is right as it is. Remove the "
-                "callback"
-            )
+    def _rates(self) -> list[float]:
+        return self._progress.present_rates()
 
     def _batch(self) -> int:
         return super()._batch() if "batch" in self._names else max(self._progress.batch - 1, 0)

@@ -5,64 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nbelastic.elastic.state import ObjectState, State
 from nbelastic.errors import OptionError
+from nbelastic.keras import elastic
 from nbelastic.keras.backends.tensorflow import TensorFlowBackend
-from nbelastic.keras.feeds import ElasticDataset
-from nbelastic.keras.state import KerasState, Variables, run
-from nbelastic.torch.elastic import ElasticSampler
+from nbelastic.keras.elastic import *  # noqa: F403
+from nbelastic.keras.state import KerasState as TensorFlowKerasState
+from nbelastic.keras.state import Variables
 from nbelastic.torch.state.torch_state import TorchState
 
-__all__ = [
-    "ElasticDataset",
-    "ElasticSampler",
-    "KerasState",
-    "ObjectState",
-    "State",
-    "TensorFlowKerasState",
-    "TensorFlowState",
-    "run",
-]
-
-
-class TensorFlowKerasState(KerasState):
-    """State of training a Keras model with a loop of your own in TensorFlow 2.
-
-    Parameters
-    ----------
-    model : keras.Model
-        A model that is built.
-    optimizer : keras.optimizers.Optimizer, optional
-        By default that of the model.
-    backend : None
-        For Horovod's signature.
-    **values
-        Further values, as attributes.
-    """
-
-    def __init__(
-        self, model: Any, optimizer: Any = None, backend: Any = None, **values: Any
-    ) -> None:
-        del backend
-        super().__init__(model, optimizer, **values)
+__all__ = ["TensorFlowKerasState", "TensorFlowState"]
+__all__ += elastic.__all__
 
 
 class TensorFlowState(TorchState):
-    """State of training with variables of TensorFlow.
+    """State of training with variables of TensorFlow: what is trained, and the optimizer's.
 
-    Parameters
-    ----------
-    variables : list of tf.Variable
-        What is trained, and the optimizer's variables.
-    session : None
-        For Horovod's signature; sessions are TensorFlow 1's.
-    **values
-        Further values, as attributes.
-
-    Raises
-    ------
-    OptionError
-        There are no variables, or a session.
+    Further `values` are attributes. `session` is for Horovod's signature. An OptionError
+    says that there are no variables, or a session.
     """
 
     def __init__(

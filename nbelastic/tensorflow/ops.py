@@ -1,9 +1,12 @@
 """Operations between ranks on tensors of TensorFlow, also in a ``tf.function``.
 
-Signatures and gradients are Horovod's. Each operation is one of :mod:`nbelastic.torch`, and its
-gradient one of this module. Where ranks differ, the error is TensorFlow's FailedPreconditionError
-as well, and a value that cannot be is an InvalidArgumentError. From a ``tf.function`` TensorFlow
-raises an UnknownError or InvalidArgumentError of its own.
+Signatures and gradients are Horovod's. Each operation is that of :mod:`nbelastic.torch` of the same
+name, whose documentation has the arguments, and its gradient one of this module. `device_dense`,
+`device_sparse`, `ignore_name_scope`, `inplace` and names of variables and numbers are ignored.
+
+Where ranks differ, the error is TensorFlow's FailedPreconditionError as well, and a value that
+cannot be is an InvalidArgumentError. From a ``tf.function`` TensorFlow raises an UnknownError or
+InvalidArgumentError of its own.
 """
 
 from __future__ import annotations
@@ -105,26 +108,9 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor over all ranks. Differentiable: the gradient is reduced likewise.
 
-    Parameters
-    ----------
-    tensor : tf.Tensor, tf.Variable or tf.IndexedSlices
-        Of the same shape and type on all ranks. Slices are gathered instead.
-    compression : default Compression.none
-        How it travels: of this module, or a class of your own with ``compress`` and ``decompress``.
-    device_dense, device_sparse, ignore_name_scope
-        Ignored; for Horovod's signature.
-    average, op, prescale_factor, postscale_factor, name, process_set
-        As for :func:`nbelastic.torch.allreduce`.
-
-    Returns
-    -------
-    tf.Tensor or tf.IndexedSlices
-        The same on all ranks.
-
-    Raises
-    ------
-    NotImplementedError
-        Slices are given with factors, or with an `op` that is neither Average nor Sum.
+    ``tf.IndexedSlices`` are gathered instead; with factors, or an `op` that is neither Average nor
+    Sum, they raise a NotImplementedError. `compression` is one of this module, or a class of your
+    own with ``compress`` and ``decompress``.
     """
     options = (device_dense, device_sparse, compression, op, prescale_factor, postscale_factor)
     return grouped_allreduce([tensor], average, *options, process_set, ignore_name_scope, name)[0]
@@ -248,16 +234,7 @@ def broadcast_(
 ) -> list[Any]:
     """Broadcast the values of variables from `root_rank`, and return the values.
 
-    Parameters
-    ----------
-    variables : list of tf.Variable, or of variables of Keras
-        The same on all ranks.
-    root_rank : int
-        The rank.
-    name
-        Ignored; for Horovod's signature. Variables travel in few large broadcasts.
-    process_set : ProcessSet, optional
-        The ranks that take part; by default all.
+    All ranks pass the same variables, of TensorFlow or Keras, which travel in few large broadcasts.
     """
     del name
     own = [native(each) for each in variables]
@@ -295,22 +272,7 @@ def alltoall(
 ) -> Any:
     """Send rows of a tensor to each rank, and return what all send here. Differentiable.
 
-    Parameters
-    ----------
-    tensor : tf.Tensor
-        Of the same type and shape on all ranks, but for the first axis.
-    splits : tf.Tensor or list of int, optional
-        How many rows go to each rank, in order; by default all get equally many.
-    name, process_set
-        As for :func:`nbelastic.torch.alltoall`.
-    ignore_name_scope
-        Ignored; for Horovod's signature.
-
-    Returns
-    -------
-    output : tf.Tensor
-    received : tf.Tensor of int32
-        Rows received from each rank; only where `splits` was given.
+    With `splits`, the rows for each rank, also return the number of rows received from each.
     """
     del ignore_name_scope
 
@@ -347,15 +309,6 @@ def reducescatter(
     """Reduce over all ranks, and return this rank's part along the first axis. Differentiable.
 
     The gradient of a sum is multiplied by the number of ranks, as in Horovod.
-
-    Parameters
-    ----------
-    tensor : tf.Tensor or tf.Variable
-        Of the same shape and type on all ranks.
-    compression, op, name, process_set, prescale_factor, postscale_factor
-        As for :func:`allreduce`.
-    device_dense, ignore_name_scope
-        Ignored; for Horovod's signature.
     """
     del ignore_name_scope
     options = (device_dense, compression, op, process_set, prescale_factor, postscale_factor, name)
@@ -438,13 +391,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     """Batch normalisation with mean and variance over all ranks, in training.
 
     Each sample counts once, however many a rank has. All ranks call the layer equally often.
-
-    Parameters
-    ----------
-    fused : False
-        For Horovod's signature.
-    **options
-        As for ``keras.layers.BatchNormalization``.
+    `fused` is Horovod's and must be False; other options are those of Keras' layer.
     """
 
     def __init__(self, fused: bool = False, **options: Any) -> None:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends import KerasOptions, Reduction
 from nbelastic.keras.backends.tensorflow import TensorFlowBackend, densified, native
 from nbelastic.tensorflow.ops import Compression, allreduce, size_op
+from nbelastic.torch.gradients.optimizer import with_methods_of
 from nbelastic.torch.ops.reductions import Average
 
 if TYPE_CHECKING:
@@ -33,22 +33,10 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
 ) -> tf.GradientTape:
     """Make ``gradient()`` of a tape return gradients reduced over all ranks.
 
-    It works in a ``tf.function``, too, except with ``jit_compile=True``.
-
-    Parameters
-    ----------
-    gradtape : tf.GradientTape
-        This object is changed and returned.
-    device_dense, device_sparse, num_groups, groups
-        Ignored; for Horovod's signature. All gradients travel together.
-    compression, sparse_as_dense, op, gradient_predivide_factor, process_set, \
-scale_local_gradients
-        As for :func:`nbelastic.keras.DistributedOptimizer`.
-
-    Returns
-    -------
-    tf.GradientTape
-        `gradtape`.
+    The tape is changed and returned. It works in a ``tf.function``, too, except with
+    ``jit_compile=True``. Options are those of :func:`nbelastic.keras.DistributedOptimizer`;
+    `device_dense`, `device_sparse`, `num_groups` and `groups` are ignored, because all gradients
+    travel together.
     """
     first = (device_dense, device_sparse, compression, sparse_as_dense, op)
     last = (num_groups, groups, process_set, None, scale_local_gradients)
@@ -69,15 +57,10 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """Make ``gradient()`` of a tape reduce the gradients of all layers but some.
+    """Make ``gradient()`` of a tape reduce the gradients of all layers but `local_layers`.
 
-    Parameters
-    ----------
-    gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, \
-gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients
-        As for :func:`DistributedGradientTape`.
-    local_layers : keras.Layer or list of keras.Layer
-        Layers whose gradients stay on their rank.
+    The gradients of these, one layer or several, stay on their rank. The rest is as for
+    :func:`DistributedGradientTape`.
     """
     del device_dense, device_sparse, num_groups, groups
     options = KerasOptions(
@@ -91,10 +74,8 @@ gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradient
     )
     if isinstance(gradtape, _ReducingTape):
         raise ValueError("the tape is a DistributedGradientTape already")
-    current()  # NotInitialized where there is none
     tape: Any = gradtape
-    kind = type(tape)
-    tape.__class__ = type(kind.__name__, (_ReducingTape, kind), {"__module__": kind.__module__})
+    tape.__class__ = with_methods_of(_ReducingTape, type(tape))
     tape._reduction = Reduction(options, TensorFlowBackend())
     variables = [each for layer in options.local for each in layer.trainable_variables]
     tape._local = {id(native(each)) for each in variables}
@@ -121,28 +102,30 @@ class _ReducingTape:
             found[id(native(source)) not in self._local].append((source, gradient))
         return found
 
+    def _gathered(self, slices: tf.IndexedSlices, stays: bool) -> tf.IndexedSlices:
+        options = self._reduction.options
+        if not stays:
+            return allreduce(slices, op=options.op, process_set=options.process_set)
+        if not options.scale_local:
+            return slices
+        size = tf.cast(size_op(options.process_set.process_set_id), slices.dtype)
+        values = slices.values / size
+        return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
+
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients, reduced over all ranks."""
         tape: Any = super()
-        options = self._reduction.options
         gradients = tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(gradients, expand_composites=False)
-        if options.sparse_as_dense:
+        if self._reduction.options.sparse_as_dense:
             flat = densified(flat)
         variables = [native(each) for each in tf.nest.flatten(sources)]
-        dense = [None if isinstance(each, tf.IndexedSlices) else each for each in flat]
-        for number, each in enumerate(flat):
-            if dense[number] is each:
-                continue
-            if id(variables[number]) not in self._local:
-                flat[number] = allreduce(each, op=options.op, process_set=options.process_set)
-            else:
-                size = size_op(0 if options.is_global else options.process_set.process_set_id)
-                scale = tf.cast(size if options.scale_local else 1, each.dtype)
-                flat[number] = tf.IndexedSlices(each.values / scale, each.indices, each.dense_shape)
-        if any(each is not None for each in dense):
-            _, dense = self._reduction.reduce(dense, variables, self._local)
-            flat = [more if each is None else each for each, more in zip(dense, flat, strict=True)]
+        sparse = {n: each for n, each in enumerate(flat) if isinstance(each, tf.IndexedSlices)}
+        flat = [None if number in sparse else each for number, each in enumerate(flat)]
+        if any(each is not None for each in flat):
+            _, flat = self._reduction.reduce(flat, variables, self._local)
+        for number, slices in sparse.items():
+            flat[number] = self._gathered(slices, id(variables[number]) in self._local)
         if isinstance(sources, (list, tuple)) and len(flat) == len(sources):
             return type(gradients)(flat) if isinstance(gradients, (list, tuple)) else flat
         return tf.nest.pack_sequence_as(gradients, flat)

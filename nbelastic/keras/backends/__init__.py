@@ -1,4 +1,4 @@
-"""Back ends of Keras: for each, a small adapter with the needs of nbelastic."""
+"""Back ends of Keras: for each, an adapter with conversions to PyTorch and back."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from nbelastic.keras.backends.reduction import Backend, KerasOptions, Reduction
 
 __all__ = ["Backend", "KerasOptions", "Reduction", "backend"]
 
+_ADAPTERS = {"torch": "TorchBackend", "tensorflow": "TensorFlowBackend", "jax": "JaxBackend"}
+
 
 @functools.cache
 def _backend(name: str) -> Backend:
-    kind = {"torch": "Torch", "tensorflow": "TensorFlow", "jax": "Jax"}.get(name)
-    if kind is not None:
-        module = importlib.import_module(f"nbelastic.keras.backends.{name}")
-        found: Backend = getattr(module, f"{kind}Backend")()
-        return found
-    raise OptionError(
-        f"Keras has the back end {name!r}; nbelastic.keras works with torch, tensorflow and jax. "
-        "Set KERAS_BACKEND before Keras is imported"
-    )
+    if name not in _ADAPTERS:
+        raise OptionError(
+            f"Keras has the back end {name!r}; nbelastic.keras works with torch, tensorflow and "
+            "jax. Set KERAS_BACKEND before Keras is imported"
+        )
+    module = importlib.import_module(f"nbelastic.keras.backends.{name}")
+    found: Backend = getattr(module, _ADAPTERS[name])()
+    return found
 
 
 def backend() -> Backend:

@@ -38,13 +38,8 @@ class JaxBackend(Backend):
             array = array.astype(np.int64)
         return torch.from_numpy(array)
 
-    def from_torch(self, tensor: torch.Tensor) -> Any:
-        return jax.numpy.array(to_numpy(tensor), copy=True)
-
-    def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
-        for variable, value in zip(variables, values, strict=True):
-            array = jax.numpy.array(to_numpy(value), dtype=variable.dtype, copy=True)
-            variable.assign(array)
+    def from_torch(self, tensor: torch.Tensor, dtype: Any = None) -> Any:
+        return jax.numpy.array(to_numpy(tensor), dtype, copy=True)
 
     def settle(self, model: Any) -> None:
         with contextlib.suppress(AttributeError):

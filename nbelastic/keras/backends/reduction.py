@@ -15,8 +15,8 @@ import torch
 
 from nbelastic.elastic.ranks.context import Acting, Context, current
 from nbelastic.torch.gradients.options import ReduceOptions
-from nbelastic.torch.ops.coordination import ProcessSet, global_process_set, group_of
-from nbelastic.torch.ops.reductions import Average, Sum, grouped_allreduce
+from nbelastic.torch.ops.coordination.process_sets import added_set, group_of
+from nbelastic.torch.ops.reductions import grouped_allreduce
 
 Operation = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -28,25 +28,23 @@ class KerasOptions(ReduceOptions):
     predivide: float = 1.0
     passes: int = 1  # batches whose gradients add up on a rank before they are reduced
     average_passes: bool = False  # their sum is divided by their number
-    groups: int | tuple[tuple[Any, ...], ...] = 0  # how many, 0 for any; or variables of each
+    groups: Any = 0  # how many, 0 for any; or lists of variables
     sparse_as_dense: bool = False  # sparse gradients are made dense, not refused
     local: Any = ()  # layers whose gradients stay on their rank, or one
     scale_local: bool = True  # these are divided by the number of ranks
-    process_set: Any = None  # ranks that reduce among them; others keep their gradients
+    process_set: Any = None  # ranks that reduce among them, or all; others keep their gradients
 
     def __post_init__(self) -> None:
         super().__post_init__()
         several = isinstance(self.local, (list, tuple, set))
         layers = self.local if several else [] if self.local is None else [self.local]
         object.__setattr__(self, "local", tuple(layers))
-        if not isinstance(self.process_set, ProcessSet | None):
-            raise ValueError(f"process_set must be a ProcessSet, not {self.process_set!r}")
-        if not isinstance(self.groups, int) and not all(
-            isinstance(each, Sequence) for each in self.groups
-        ):
+        object.__setattr__(self, "process_set", added_set(self.process_set))
+        if isinstance(self.groups, int):
+            if self.groups < 0:
+                raise ValueError(f"groups must be at least 0, not {self.groups}")
+        elif not all(isinstance(each, Sequence) for each in self.groups):
             raise ValueError("groups must be a number, or lists of variables")
-        if isinstance(self.groups, int) and self.groups < 0:
-            raise ValueError(f"groups must be at least 0, not {self.groups}")
 
     def is_local(self) -> set[int]:
         """Return the identities of variables whose gradients stay on their rank."""
@@ -55,7 +53,7 @@ class KerasOptions(ReduceOptions):
     @property
     def is_global(self) -> bool:
         """Whether all ranks reduce together."""
-        return self.process_set in (None, global_process_set)
+        return bool(self.process_set.process_set_id == 0)
 
 
 _hidden: list[BaseException] = []
@@ -85,31 +83,22 @@ def _reduced(gradients: Sequence[torch.Tensor], options: KerasOptions) -> list[t
     group = group_of(options.process_set)
     if context.rank not in group.ranks:
         return list(gradients)
-    op, pre = options.op, options.predivide
-    before, after = 1.0, 1.0
-    if op is Average and pre != 1.0:
-        op, before, after = Sum, 1.0 / pre, pre / group.size
-    return grouped_allreduce(
-        gradients,
-        compression=options.compression,
-        op=op,
-        prescale_factor=before,
-        postscale_factor=after,
-        process_set=options.process_set,
-    )
+    factors = 1.0 / options.predivide, options.predivide
+    how = options.compression, options.op, *factors, options.process_set
+    return grouped_allreduce(gradients, None, None, *how)
 
 
 class Backend(Protocol):
-    """Adapter of a back end, whose compiled functions call back into Python."""
+    """Adapter of a back end: two conversions, and calls into Python from compiled functions."""
 
     name: str  # in Keras
     in_place: bool = False  # variables are tensors of PyTorch, which are read and filled in place
 
     def to_torch(self, value: Any) -> torch.Tensor:
-        """Return a tensor of this back end, or an array, as one of PyTorch; best without a copy."""
+        """Return a variable, a tensor or an array as a tensor of PyTorch; best without a copy."""
 
-    def from_torch(self, tensor: torch.Tensor) -> Any:
-        """Return a tensor of PyTorch as one of this back end."""
+    def from_torch(self, tensor: torch.Tensor, dtype: Any = None) -> Any:
+        """Return a tensor of PyTorch as one of this back end, of the same type or of `dtype`."""
 
     def read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
         """Return the variables' values; they may share memory with them."""
@@ -117,6 +106,8 @@ class Backend(Protocol):
 
     def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
         """Copy values into variables."""
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(self.from_torch(value.clone(), variable.dtype))
 
     def prepare(self, model: Any) -> str:
         """Change what of a compiled model cannot work; return a warning, or nothing."""
@@ -244,12 +235,11 @@ class Reduction:
                 self._sums[places] = done + 1, gradients
                 return None
         gradients = self._scaled(gradients, places, local)
-        shared = [g for g, place in zip(gradients, places, strict=True) if place not in local]
-        reduced = iter(_reduced(shared, self.options))
-        return [
-            gradient if place in local else next(reduced)
-            for gradient, place in zip(gradients, places, strict=True)
-        ]
+        shared = [number for number, place in enumerate(places) if place not in local]
+        reduced = _reduced([gradients[number] for number in shared], self.options)
+        for number, each in zip(shared, reduced, strict=True):
+            gradients[number] = each
+        return gradients
 
     def _scaled(
         self, gradients: list[Any], places: Sequence[int], local: Collection[int]

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 import torch
@@ -77,16 +78,13 @@ class TensorFlowBackend(Backend):
             return torch.from_numpy(tensor.numpy().astype(np.int64))
         return torch.utils.dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor))
 
-    def from_torch(self, tensor: torch.Tensor) -> Any:
+    def from_torch(self, tensor: torch.Tensor, dtype: Any = None) -> Any:
         tensor = tensor.detach().contiguous()
         if tensor.dtype is torch.bool:
-            return tf.constant(tensor.numpy())
-        return tf.experimental.dlpack.from_dlpack(to_dlpack(tensor))
-
-    def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
-        for variable, value in zip(variables, values, strict=True):
-            own = native(variable)
-            own.assign(tf.cast(self.from_torch(value.clone()), own.dtype))
+            made = tf.constant(tensor.numpy())
+        else:
+            made = tf.experimental.dlpack.from_dlpack(to_dlpack(tensor))
+        return made if dtype is None else tf.cast(made, dtype)
 
     def prepare(self, model: Any) -> str:
         if not getattr(model, "compiled", False) or not model.jit_compile:
@@ -112,8 +110,7 @@ class TensorFlowBackend(Backend):
         def call(*given: Any) -> list[Any]:
             values = [self.to_torch(each) for each in given]
             found = called_back(context, lambda: _translated(operation, values))
-            pairs = zip(found, types, strict=True)
-            return [tf.cast(self.from_torch(one), dtype) for one, dtype in pairs]
+            return [*map(self.from_torch, found, types)]
 
         if tf.executing_eagerly():
             return call(*tensors)
@@ -123,12 +120,4 @@ class TensorFlowBackend(Backend):
         return list(found)
 
     def apply_if(self, ready: Any, update: Callable[[], None], changed: Sequence[Any]) -> None:
-
-        def branch() -> Any:
-            update()
-            return tf.constant(0)
-
-        if not tf.executing_eagerly():
-            tf.cond(ready, branch, lambda: tf.constant(0))
-        elif ready:
-            update()
+        keras.ops.cond(ready, update, lambda: None)

@@ -182,14 +182,6 @@ class TorchBackend(Backend):
     name = "torch"
     in_place = True
 
-    def read(self, variables: Sequence[Any]) -> list[torch.Tensor]:
-        return [each.value for each in variables]
-
-    @torch.no_grad()
-    def write(self, variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
-        for variable, value in zip(variables, values, strict=True):
-            variable.value.copy_(value)
-
     def reduction(self, options: KerasOptions) -> TorchReduction:
         return TorchReduction(options, self)
 
@@ -199,13 +191,8 @@ class TorchBackend(Backend):
         return list(operation(list(tensors)))
 
     def to_torch(self, value: Any) -> torch.Tensor:
-        if hasattr(value, "value") and isinstance(value.value, torch.Tensor):
-            value = value.value
-        return (
-            value.detach()
-            if isinstance(value, torch.Tensor)
-            else torch.as_tensor(np.asarray(value))
-        )
+        value = getattr(value, "value", value)  # a variable's own tensor
+        return value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
 
-    def from_torch(self, tensor: torch.Tensor) -> torch.Tensor:
+    def from_torch(self, tensor: torch.Tensor, dtype: Any = None) -> torch.Tensor:
         return tensor

@@ -70,10 +70,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Average the logs of an epoch over all ranks; to be placed before readers of the logs.
 
-    Parameters
-    ----------
-    device : str
-        Ignored; for Horovod's signature.
+    `device` is ignored; it is for Horovod's signature.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -223,13 +220,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """``ModelCheckpoint`` that keeps the best model, written by rank 0.
-
-    Parameters
-    ----------
-    filepath, monitor, verbose, mode, save_freq
-        As for ``keras.callbacks.ModelCheckpoint``.
-    """
+    """``keras.callbacks.ModelCheckpoint`` that keeps the best model, written by rank 0."""
 
     def __init__(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ import keras
 
 from nbelastic.elastic.ranks.context import rank
 from nbelastic.errors import OptionError
-from nbelastic.trainers.callbacks import Callbacks, ProgressAdapter, by_itself
+from nbelastic.trainers.callbacks import Callbacks, ProgressAdapter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,7 +110,6 @@ class RankZeroModel:
         setattr(self.__dict__["_model"], name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
         return self.__dict__["_model"](*args, **kwargs)
 
 
@@ -121,7 +119,7 @@ def is_keras(callback: Any) -> bool:
 
 
 def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
-    """Return the callbacks of a training, with Keras' own standard callbacks."""
+    """Return the callbacks of a training, with Keras' progress bar."""
     if isinstance(callbacks, keras.callbacks.CallbackList):
         raise OptionError("elastic.fit(callbacks=…): pass a list of callbacks, not a CallbackList")
     given = keras.tree.flatten(callbacks) if callbacks else []
@@ -134,8 +132,6 @@ def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
             )
     own = [each.callback if isinstance(each, OnRankZero) else each for each in given]
     found = [OnRankZero(each) if isinstance(each, _WRITERS) else each for each in given]
-    if not any(isinstance(each, keras.callbacks.History) for each in own):
-        found.append(keras.callbacks.History())
     if verbose and not any(isinstance(each, keras.callbacks.ProgbarLogger) for each in own):
         found.append(OnRankZero(keras.callbacks.ProgbarLogger()))
     return found
@@ -147,8 +143,6 @@ def _take_back(logger: Any, epoch: int) -> None:
     is_anothers = logger.append and not epoch  # training's, perhaps
     if is_anothers or not os.path.exists(path):
         return
-    if logger.csv_file is not None and not logger.csv_file.closed:
-        logger.csv_file.flush()
     with open(path, "rb") as file:
         lines = file.read().splitlines(keepends=True)
     if lines and lines[-1].split(logger.sep.encode())[0] == str(epoch).encode():
@@ -189,8 +183,12 @@ class FitProgress:
             **{name: getattr(self, name) for name in self._PLACE},
             "metrics": list(self.metrics),
             "callbacks": self.callbacks.content(),
-            "rates": [float(keras.ops.convert_to_numpy(each)) for each in self.rates],
+            "rates": self.present_rates(),
         }
+
+    def present_rates(self) -> list[float]:
+        """Return the values of the learning rates."""
+        return [float(keras.ops.convert_to_numpy(each)) for each in self.rates]
 
     def take(self, content: dict[str, Any], *, own: bool) -> None:
         """Take over a commit of this rank, or of another rank."""
@@ -200,85 +198,6 @@ class FitProgress:
         for variable, value in zip(self.rates, content["rates"], strict=False):
             variable.assign(value)
         self.callbacks.take(content["callbacks"], own=own)
-
-
-class ElasticCallbackList(keras.callbacks.CallbackList):  # type: ignore[misc]
-    """Callbacks that are told each beginning and end once, in however many calls of ``fit``.
-
-    Keras' ``fit`` is called for each part of an epoch. What it says of beginnings and ends of
-    trainings and epochs is not passed on; :mod:`nbelastic.keras.fit` says it.
-    """
-
-    def __init__(
-        self,
-        callbacks: Sequence[Any],
-        model: Any,
-        progress: FitProgress,
-        params: dict[str, Any],
-        begin_epoch: Any,  # gets the number of the epoch
-        after_batch: Any,  # gets its number in this call of fit, the batches it stands for, logs
-    ) -> None:
-        self._progress = progress
-        self._begin_epoch, self._after_batch = begin_epoch, after_batch
-        self._first = 0  # number of the first batch of this call
-        self._before = -1
-        super().__init__(list(callbacks), model=None)
-        self._async_train = self._async_test = False  # batches are committed in their order
-        self._history = next(e for e in callbacks if isinstance(e, keras.callbacks.History))
-        self._model = model
-        model.history = self._history
-        for each in callbacks:
-            saves = isinstance(each, keras.callbacks.ModelCheckpoint)
-            each.set_model(RankZeroModel(model) if saves else model)
-        self.set_params(params)
-
-    # -- what Keras says -----------------------------------------------------------------------
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self._on_begin()
-        self._first, self._before = self._progress.batch, -1
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self._on_end()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Restore the metrics, because ``fit`` has set the metrics to zero."""
-        self._begin_epoch(epoch)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Do nothing: the epoch ends after its validation."""
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        super().on_train_batch_begin(self._first + batch, logs)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        count = batch - self._before
-        first, self._before = self._before + 1, batch
-        self._after_batch(first, count, logs)
-
-    # -- what elastic.fit says -----------------------------------------------------------------
-
-    def tell(self, what: str, *args: Any) -> None:
-        """Call a method of Keras' list, and so of all callbacks."""
-        getattr(super(), what)(*args)
-
-    def begin(self, again: bool, goes_on: bool) -> None:
-        """Tell callbacks of the training's begin; if `again`, only the user's own, for rank 0."""
-        with by_itself() if again or goes_on else contextlib.nullcontext():
-            for each in self.callbacks:
-                if not again or not (is_keras(each) or isinstance(each, OnRankZero)):
-                    each.on_train_begin({})
-
-    def end(self, logs: Any) -> None:
-        """Tell callbacks that the training is over."""
-        for each in self.callbacks:
-            each.on_train_end(logs)
-
-    def go_on(self, epoch: int, in_epoch: bool) -> None:
-        """Tell callbacks of rank 0 that the training goes on, maybe on another rank."""
-        for each in self.callbacks:
-            if isinstance(each, OnRankZero):
-                each.goes_on(epoch, in_epoch)
 
 
 def report_logs(logs: Any, step: int | None) -> None:

@@ -288,12 +288,17 @@ class _Distributed(Base):
 
 @functools.cache
 def _distributed(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    return cast("type[torch.optim.Optimizer]", with_methods_of(_Distributed, base))
+
+
+def with_methods_of(first: type, base: type, **more: Any) -> type:
+    """Return a class with other methods, and with the name of `base`: saved objects refer to it."""
     names = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
     }
-    return cast("type[torch.optim.Optimizer]", type(base.__name__, (_Distributed, base), names))
+    return type(base.__name__, (first, base), {**names, **more})
 
 
 def _plain(kind: type[_Distributed]) -> type[torch.optim.Optimizer]:
