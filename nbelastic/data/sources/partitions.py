@@ -19,10 +19,10 @@ from nbelastic.data.sources.columns import (
     arrow_array,
     choose,
 )
-from nbelastic.data.sources.row_source import digest_of
+from nbelastic.data.sources.row_source import digest_of, named
 from nbelastic.data.sources.units import SINGLE, RowBlock
 from nbelastic.elastic.ranks.context import current_or_none
-from nbelastic.errors import DataError, NbelasticError, OptionError, summary_of
+from nbelastic.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     from nbelastic.data.plan.dealing import Rows
@@ -153,17 +153,13 @@ class Dask(ColumnSource):
 
     def read(self, unit: int) -> RowBlock:
         where, context = f"partition {unit}", current_or_none()
-        try:
+        with named(f"{where} cannot be read:"):
             if self.collections is not None:
                 parts = self._compute(unit)
             elif context is not None and context.fetch_partition is not None:
                 parts = tuple(map(context.fetch_partition, self._keys[unit]))
             else:
                 raise DataError(f"{where} cannot be read outside of its job")
-        except NbelasticError:
-            raise
-        except Exception as error:  # whatever computing the partition again has raised
-            raise DataError(f"{where} cannot be read: {summary_of(error)}") from error
         if self.transform is not None:
             return self.transformed(parts[0] if self._single else parts, len(parts[0]), where)
         blocks = [
