@@ -24,7 +24,7 @@ from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import OptionError
 from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.elastic import TorchState
-from nbelastic.trainers.callbacks import Runs, by_itself
+from nbelastic.trainers.callbacks import Fields, Runs, by_itself
 from nbelastic.trainers.sampler import DealtSampler, dealt, not_dealt, obstacle_to, source_of
 
 
@@ -98,9 +98,8 @@ class _Recording:
     def __iter__(self: Any) -> Iterator[Any]:
         epoch, sampler = self.iteration, self._nbelastic_sampler
         sampler.begin_epoch(epoch)
-        for index, batch in enumerate(super().__iter__()):  # type: ignore[misc]
-            # Before it is trained: if that fails, the sampler goes back to its commit.
-            sampler.record_batch(index, sampler.width)
+        for batch in super().__iter__():  # type: ignore[misc]
+            sampler.record_next()
             yield batch
         self.iteration = epoch + 1
 
@@ -111,9 +110,14 @@ _OWN = ("model", "optimizer", "scheduler", "scaler", "sampler", "progress", "reg
 _NAME_IT = "Name it: AccelerateState(accelerator, loaders=[loader]). Its own sampler stays."
 
 
+def is_of_this_process(state: Any) -> bool:
+    """Whether a state of accelerate's was made in this process, and not pickled to it."""
+    return vars(state) is type(state)._shared_state
+
+
 def refuse_pickled(accelerator: Any, what: str) -> None:
     """Refuse an accelerator that was made in another process, as in an earlier cell."""
-    if vars(accelerator.state) is not type(accelerator.state)._shared_state:
+    if not is_of_this_process(accelerator.state):
         raise OptionError(
             f"{what} was made in another process, such as the notebook's kernel, and has its "
             "number of ranks: with it each rank would train alone. Make it, and call prepare(), in "
@@ -175,14 +179,15 @@ class AccelerateState(TorchState):
         samplers = [deal(each, seed) for each in self._to_deal(loaders)]
         optimizers = [each.optimizer for each in accelerator._optimizers]
         schedulers = [each.scheduler for each in accelerator._schedulers]
-        self._progress = _Progress(accelerator, self._prepared)
+        self._runs = Runs()
+        counted = [(each, ["iteration"]) for each in self._prepared if hasattr(each, "iteration")]
         super().__init__(
             model=list(accelerator._models),
             optimizer=optimizers,
             scheduler=schedulers,
             scaler=accelerator.scaler,
             sampler=samplers,
-            progress=self._progress,
+            progress=Fields((accelerator, ["step"]), (self._runs, ["ids"]), *counted),
             registered=list(accelerator._custom_objects),
             **values,
         )
@@ -215,7 +220,7 @@ class AccelerateState(TorchState):
         for loader in self._prepared:
             share_anew(loader, context.rank, context.size)
         super().align(behind)
-        accelerator, runs = self._accelerator, self._progress.runs
+        accelerator, runs = self._accelerator, self._runs
         begun = vars(accelerator).get(_BEGUN)
         if context.rank == 0 and not accelerator.trackers and begun is not None:
             with by_itself(), runs.go_on():  # those of the main rank before
@@ -234,26 +239,3 @@ def _around_trackers(original: Callable[..., Any], accelerator: Any, *args: Any,
 
 
 wrap(Accelerator, "init_trackers", _around_trackers)
-
-
-class _Progress:
-    """Counts of an accelerator and of its loaders, which are in no state dict of theirs."""
-
-    def __init__(self, accelerator: Any, loaders: Sequence[Any]) -> None:
-        self._accelerator = accelerator
-        self._loaders = loaders
-        self.runs = Runs()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "runs": dict(self.runs.ids),
-            "step": self._accelerator.step,
-            "iterations": [getattr(each, "iteration", 0) for each in self._loaders],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._accelerator.step = state["step"]
-        self.runs.ids.update(state["runs"])
-        for loader, iteration in zip(self._loaders, state["iterations"], strict=True):
-            if hasattr(loader, "iteration"):
-                loader.iteration = iteration

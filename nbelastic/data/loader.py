@@ -164,7 +164,8 @@ class Loader:
             raise OptionError(
                 f"Loader(batch={batch!r}): must be a Batch, as in Batch(256, micro=32)"
             )
-        _check_dataset(dataset)
+        if why := _obstacle_to(dataset):
+            raise OptionError(f"Loader({type(dataset).__name__}): {why}")
         given: Any = seed
         if isinstance(given, bool) or not isinstance(given, numbers.Integral):
             raise OptionError(f"Loader(seed={seed!r}): must be a whole number")
@@ -621,45 +622,45 @@ class Loader:
 _FRAMES = ("pandas", "polars", "pyarrow")
 
 
-def _check_dataset(dataset: Any) -> None:
-    """Refuse datasets whose rows cannot be chosen."""
-    if isinstance(dataset, (StreamSource, UnitSource)):
-        return
-    name = type(dataset).__name__
+def _obstacle_to(dataset: Any) -> str:
+    """Return why the rows of a dataset cannot be chosen, and what to pass; empty if they can."""
     library = type(dataset).__module__.partition(".")[0]
+    if isinstance(dataset, (StreamSource, UnitSource)):
+        return ""
     if isinstance(dataset, DataLoader):
-        raise OptionError(
-            f"Loader({name}): a Loader takes the place of a DataLoader; pass the dataset itself, "
-            "with its batch as Batch(...), and options such as num_workers and collate_fn"
+        return (
+            "a Loader takes the place of a DataLoader; pass the dataset itself, with its batch as "
+            "Batch(...), and options such as num_workers and collate_fn"
         )
     if library in _FRAMES:
-        raise OptionError(
-            f"Loader({name}): a frame of {library} has columns and no rows by number; pass its "
-            "numbers, as in TensorDataset(torch.tensor(frame[columns].to_numpy()), ...), or write "
-            "it to a file and pass hvd.elastic.Parquet(path)"
+        return (
+            f"a frame of {library} has columns and no rows by number; pass its numbers, as in "
+            "TensorDataset(torch.tensor(frame[columns].to_numpy()), ...), or write it to a file "
+            "and pass hvd.elastic.Parquet(path)"
         )
     named = isinstance(dataset, Mapping) and 0 not in dataset
     if named or isinstance(dataset, (str, bytes, os.PathLike)):
-        raise OptionError(
-            f"Loader({name}): must be a dataset, with rows that are numbered from 0; for files "
-            "pass hvd.elastic.Parquet(path), for a dict of tensors TensorDataset(*tensors)"
+        return (
+            "must be a dataset, with rows that are numbered from 0; for files pass "
+            "hvd.elastic.Parquet(path), for a dict of tensors TensorDataset(*tensors)"
         )
     if isinstance(dataset, IterableDataset):
-        raise OptionError(
-            f"Loader({name}): an IterableDataset has no rows to choose from; pass "
-            "hvd.elastic.Stateful(make), whose make(stream, streams) returns the dataset of a "
-            "stream, or a map-style dataset with len() and []"
+        return (
+            "an IterableDataset has no rows to choose from; pass hvd.elastic.Stateful(make), whose "
+            "make(stream, streams) returns the dataset of a stream, or a map-style dataset with "
+            "len() and []"
         )
     if not callable(getattr(dataset, "__len__", None)):
-        raise OptionError(
-            f"Loader({name}): the dataset has no length; a map-style dataset with len() and [] is "
-            "needed, or hvd.elastic.Stateful or Shards"
+        return (
+            "the dataset has no length; a map-style dataset with len() and [] is needed, or "
+            "hvd.elastic.Stateful or Shards"
         )
     if not hasattr(type(dataset), "__getitem__"):
-        raise OptionError(
-            f"Loader({name}): its rows cannot be chosen by number; a map-style dataset with len() "
-            "and [] is needed, such as a list"
+        return (
+            "its rows cannot be chosen by number; a map-style dataset with len() and [] is needed, "
+            "such as a list"
         )
+    return ""
 
 
 @functools.lru_cache(maxsize=8)

@@ -37,6 +37,22 @@ class ProgressAdapter(Adapter):
         obj.take(unflattener.unflatten(content), own=unflattener.local)
 
 
+class Fields:
+    """Attributes of objects, as a value of a state."""
+
+    def __init__(self, *fields: tuple[Any, Iterable[str]]) -> None:
+        self._fields = [(each, name) for each, names in fields for name in names]
+
+    def state_dict(self) -> dict[int, Any]:
+        """Return the attributes."""
+        return {number: getattr(*each) for number, each in enumerate(self._fields)}
+
+    def load_state_dict(self, state: dict[int, Any]) -> None:
+        """Set the attributes."""
+        for number, (each, name) in enumerate(self._fields):
+            setattr(each, name, state[number])
+
+
 class Callbacks:
     """Plain attributes of callbacks in commits, and the beginnings of callbacks on this rank.
 

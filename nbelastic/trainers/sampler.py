@@ -42,6 +42,7 @@ class DealtSampler(ElasticSampler):
     _source: Any = None
     _drawn: Order | None = None  # the latest that all ranks have agreed on
     _agreed_in = -1  # generation
+    _begun = 0  # batches of the present iteration
 
     def __init__(
         self,
@@ -65,9 +66,17 @@ class DealtSampler(ElasticSampler):
 
     def begin_epoch(self, epoch: int) -> None:
         """Begin an epoch, or go on with it after a change of membership."""
-        if self._source is not None and self._resumed and epoch == self.epoch:
-            self._settle()
+        self._goes_on(epoch)
         super().set_epoch(epoch)
+        self._begun = 0
+
+    def record_next(self) -> None:
+        """Record the next batch as done, when it begins.
+
+        If it fails, the sampler goes back to its commit.
+        """
+        self.record_batch(self._begun, self.width)
+        self._begun += 1
 
     def go_on(self, epoch: int, done: int) -> None:
         """Continue an epoch after so many samples."""
@@ -76,11 +85,7 @@ class DealtSampler(ElasticSampler):
 
     def left_in(self, epoch: int) -> int:
         """Return how many samples of an epoch are left, if it is begun now."""
-        if self._resumed and epoch == self.epoch:
-            if self._source is not None:
-                self._settle()
-            return self._deal.left
-        return self._order(epoch).length
+        return self._deal.left if self._goes_on(epoch) else self._order(epoch).length
 
     def batches_left(self, epoch: int | None) -> tuple[int, float]:
         """Return the batches of each rank in the rest of an epoch, and the share done before."""
@@ -114,12 +119,15 @@ class DealtSampler(ElasticSampler):
         self._drawn = order
         return order
 
-    def _settle(self) -> None:
-        """Draw the present epoch, if another rank has sent its position."""
-        order = self._order(self.epoch)
-        if self._deal.order is not order:
-            done, size = min(self._deal.done, order.length), self._deal.size
-            self._start(order, done, (self._rank, size))
+    def _goes_on(self, epoch: int) -> bool:
+        """Return whether an epoch is under way; draw it, if another rank has sent its position."""
+        goes_on = self._resumed and epoch == self.epoch
+        if goes_on and self._source is not None:
+            order = self._order(epoch)
+            if self._deal.order is not order:
+                done, size = min(self._deal.done, order.length), self._deal.size
+                self._start(order, done, (self._rank, size))
+        return goes_on
 
     def _draw(self, epoch: int) -> Order:
         source, stack = self._source, ExitStack()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nbelastic.trainers.callbacks import Callbacks, ProgressAdapter, Runs, by_itself
+from nbelastic.trainers.callbacks import Callbacks, Fields, ProgressAdapter, Runs, by_itself
 
 _NOT_KEPT = {
     "log_history",
@@ -19,14 +19,6 @@ _NOT_KEPT = {
     "stateful_callbacks",
     "trial_params",
 }
-_NUMBERS = (
-    "_total_loss_scalar",
-    "_globalstep_last_logged",
-    "_initial_global_step",
-    "_initial_num_input_tokens_seen",
-    "current_flos",
-)
-
 _FOLDER = "TENSORBOARD_LOGGING_DIR"
 
 
@@ -35,17 +27,19 @@ class TrainerProgress:
 
     nbelastic_adapter = ProgressAdapter
 
-    def __init__(self, trainer: Any, steps: int) -> None:
+    def __init__(self, trainer: Any, steps: int, stretches: bool) -> None:
         self._trainer = trainer
         self._callbacks = Callbacks(lambda: trainer.callback_handler.callbacks)
         self._runs = Runs()
         self.epoch = 0
         self.begun = False  # callbacks know that the epoch has begun
         self.evaluated = False  # before the first step
-        self._foreseen = self._built = steps
-        self._from, self._at, self._slope = 0, 0.0, 1.0
+        self.foreseen = self._built = steps
+        self.start, self.at, self.slope = 0, 0.0, 1.0
+        place = ("epoch", "begun", "evaluated", "foreseen", "start", "at", "slope")
+        self._own = Fields((self, place), (self._runs, ["ids"]))
         self._text, self._entries = "", 0
-        if trainer._created_lr_scheduler and hasattr(trainer.lr_scheduler, "lr_lambdas"):
+        if stretches and hasattr(trainer.lr_scheduler, "lr_lambdas"):
             scheduler = trainer.lr_scheduler
             scheduler.lr_lambdas = [self._stretched(each) for each in scheduler.lr_lambdas]
 
@@ -55,24 +49,24 @@ class TrainerProgress:
         """Stretch the rest of the schedule, to end after `steps` steps."""
         now = int(self._trainer.lr_scheduler.last_epoch)
         at = self._place(now)
-        self._slope = (self._foreseen - at) / max(steps - now, 1)
-        self._from, self._at = now, at
+        self.slope = (self.foreseen - at) / max(steps - now, 1)
+        self.start, self.at = now, at
 
     @property
     def share(self) -> float:
         """Share of the schedule that is done."""
-        return self._place(self._trainer.state.global_step) / max(self._foreseen, 1)
+        return self._place(self._trainer.state.global_step) / max(self.foreseen, 1)
 
     def resume(self, share: float) -> None:
         """Go on with the schedule after a share of it."""
-        self._from, self._at = self._trainer.state.global_step, share * self._foreseen
+        self.start, self.at = self._trainer.state.global_step, share * self.foreseen
 
     def _place(self, step: float) -> float:
-        return self._at + (step - self._from) * self._slope
+        return self.at + (step - self.start) * self.slope
 
     def _stretched(self, schedule: Callable[[float], float]) -> Callable[[float], float]:
         def at(step: float) -> float:
-            place = self._place(step) * (self._built / max(self._foreseen, 1))
+            place = self._place(step) * (self._built / max(self.foreseen, 1))
             return schedule(round(place) if abs(place - round(place)) < 1e-9 else place)
 
         return at
@@ -124,11 +118,7 @@ class TrainerProgress:
             "history": self._history(),
             "control": dict(vars(trainer.control)),
             "callbacks": self._callbacks.content(),
-            "runs": dict(self._runs.ids),
-            "loss": trainer._tr_loss,
-            "numbers": {name: getattr(trainer, name, 0) for name in _NUMBERS},
-            "epoch": (self.epoch, self.begun, self.evaluated),
-            "schedule": (self._foreseen, self._from, self._at, self._slope),
+            "own": self._own.state_dict(),
         }
 
     def take(self, found: dict[str, Any], *, own: bool) -> None:
@@ -141,12 +131,7 @@ class TrainerProgress:
             self._text, self._entries = "", 0
         vars(trainer.control).update(found["control"])
         self._callbacks.take(found["callbacks"], own=own)
-        self._runs.ids.update(found["runs"])
-        trainer._tr_loss = found["loss"].detach().clone().to(trainer.args.device)
-        for name, value in found["numbers"].items():
-            setattr(trainer, name, value)
-        self.epoch, self.begun, self.evaluated = found["epoch"]
-        self._foreseen, self._from, self._at, self._slope = found["schedule"]
+        self._own.load_state_dict(found["own"])
 
     def _history(self) -> str:
         """Return the logs as a growing text, because copies of a text cost nothing."""

@@ -20,18 +20,26 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
-from nbelastic.accelerate.state import deal, obstacle, refuse_pickled
+from nbelastic.accelerate.state import deal, is_of_this_process, obstacle, refuse_pickled
 from nbelastic.elastic import report
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers.callbacks import averages_of
-from nbelastic.trainers.sampler import DealtSampler, not_dealt
+from nbelastic.trainers.callbacks import Fields, averages_of
+from nbelastic.trainers.sampler import not_dealt
 from nbelastic.transformers.progress import TrainerProgress
 
 _POSITION = "nbelastic_position.json"
 _PARTS = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch")
+_COUNTS = (
+    "_tr_loss",
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
+    "current_flos",
+)
 
 
 def elastic(trainer: type[Any]) -> type[Any]:
@@ -83,7 +91,7 @@ def elastic(trainer: type[Any]) -> type[Any]:
 def renew(arguments: Any) -> None:
     """Give arguments made in another process the ranks of this process."""
     state = arguments.distributed_state if "_setup_devices" in vars(arguments) else None
-    if state is not None and vars(state) is not type(state)._shared_state:
+    if state is not None and not is_of_this_process(state):
         del vars(arguments)["_setup_devices"]
         arguments.device  # noqa: B018  # it finds them
 
@@ -138,10 +146,10 @@ class _ElasticTrainer:
         self._globalstep_last_logged = self.state.global_step
         model.zero_grad()
         self._elastic = training = TrainerLoop(self, model, loader, max_steps)
+        training.trial, training.ignored_keys = trial, ignore_keys_for_eval
+        training.samples = samples
         if resume_from_checkpoint is not None:
             training.resume(resume_from_checkpoint)
-        self._elastic.trial, self._elastic.ignored_keys = trial, ignore_keys_for_eval
-        self._elastic.samples = samples
         self.callback_handler.callbacks.insert(0, _EpochFollower(training))
         try:
             return run(lambda _: training.train())(training.state)
@@ -214,13 +222,10 @@ class TrainerLoop:
         self._before = 0.0  # share of the epoch that was done when its rest was dealt
         args = trainer.args
         seed = args.seed if args.data_seed is None else args.data_seed
-        why = obstacle(loader)
-        self.sampler: DealtSampler | None = None
-        if why:
+        if why := obstacle(loader):
             not_dealt(why)
-        else:
-            self.sampler = deal(loader, seed)
-        self.progress = TrainerProgress(trainer, max_steps)
+        self.sampler = None if why else deal(loader, seed)
+        self.progress = TrainerProgress(trainer, max_steps, trainer._created_lr_scheduler)
         scaler = getattr(trainer.accelerator, "scaler", None)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.state = TorchState(
@@ -230,6 +235,7 @@ class TrainerLoop:
             scaler=scaler,
             sampler=self.sampler,
             progress=self.progress,
+            counts=Fields((trainer, _COUNTS)),
             averages=averages_of(trainer.callback_handler.callbacks),
             epoch=0,
             batch=0,
@@ -269,7 +275,7 @@ class TrainerLoop:
                     f"({now}; there {found}). Use the same dataset, sampler and seed, or pass "
                     "ignore_data_skip=True to begin the epoch again"
                 )
-            goes_on = self._rest_of_epoch()[0] > 0
+            goes_on = self._batches_left(progress.epoch)[0] > 0
         if done and (done == found["length"] or not (goes_on or trainer.args.ignore_data_skip)):
             progress.epoch += 1
         state: Any = self.state
@@ -294,8 +300,9 @@ class TrainerLoop:
                 trainer.args, trainer.state, trainer.control
             )
             progress.begun = True
-        batches, updates = self._rest_of_epoch()
-        self._left, self._in_step = updates, False
+        batches, self._before = self._batches_left(progress.epoch)
+        updates = self._left = self._updates(batches)
+        self._in_step = False
         common = {
             "model": self.model,
             "epoch": progress.epoch,
@@ -368,8 +375,8 @@ class TrainerLoop:
         """Count the steps that are left with the present ranks."""
         trainer, progress = self.trainer, self.progress
         args, done = trainer.args, trainer.state.global_step
-        _, rest = self._rest_of_epoch()
-        _, whole = self._updates(self._batches_in_epoch())
+        batches, self._before = self._batches_left(progress.epoch)
+        rest, whole = self._updates(batches), self._updates(self._batches_left(None)[0])
         if args.num_train_epochs == epochs:
             left = rest + whole * (epochs - progress.epoch - 1) if progress.epoch < epochs else 0
         else:
@@ -378,20 +385,13 @@ class TrainerLoop:
         if trainer._created_lr_scheduler:
             progress.stretch(trainer.state.max_steps)
 
-    def _rest_of_epoch(self) -> tuple[int, int]:
-        """Return the batches and updates that are left of the epoch, for each rank."""
-        if self.sampler is None:
-            self._before = 0.0
-            return self._updates(self._batches_in_epoch())
-        batches, self._before = self.sampler.batches_left(self.progress.epoch)
-        return self._updates(batches)
-
-    def _batches_in_epoch(self) -> int:
+    def _batches_left(self, epoch: int | None) -> tuple[int, float]:
+        """Return the batches of each rank in the rest of an epoch, and the share done before."""
         if self.sampler is not None:
-            return self.sampler.batches_left(None)[0]
-        if has_length(self.loader):
-            return len(self.loader)
-        return int(self.trainer.args.max_steps * self.trainer.args.gradient_accumulation_steps)
+            return self.sampler.batches_left(epoch)
+        args, loader = self.trainer.args, self.loader
+        batches = args.max_steps * args.gradient_accumulation_steps
+        return len(loader) if has_length(loader) else int(batches), 0.0
 
-    def _updates(self, batches: int) -> tuple[int, int]:
-        return batches, -(-batches // self.trainer.args.gradient_accumulation_steps)
+    def _updates(self, batches: int) -> int:
+        return -(-batches // int(self.trainer.args.gradient_accumulation_steps))

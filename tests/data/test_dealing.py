@@ -74,13 +74,6 @@ def test_an_epoch_has_each_row_once(
     assert shuffle or rows == sorted(rows)
 
 
-@given(size=st.integers(1, 20), micro_batches=counts)
-def test_blocks_cover_all_micro_batches_and_differ_by_one(size: int, micro_batches: int) -> None:
-    blocks = [Blocks.even(micro_batches, size).block(rank) for rank in range(size)]
-    assert [number for block in blocks for number in block] == list(range(micro_batches))
-    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
-
-
 def test_a_smaller_last_step_is_spread_over_the_ranks() -> None:
     deal = Dealing(length=100, micro=8, micro_batches=8)
     assert deal.weights(1) == [7, 7, 0, 7, 7, 0, 8, 0]

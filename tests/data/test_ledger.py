@@ -92,18 +92,3 @@ def test_what_ranks_have_taken_together_is_in_the_commit_and_the_rest_is_lost(
             ends.append((number // 6, done, seen, sum((steps * 2)[: number + 1]) - seen))
     for found in run_ranks(size, lambda context: train(context, passed_over)):
         assert [(each.epoch, each.done, each.seen, each.lost) for (each,) in found] == ends
-
-
-def test_a_newcomer_has_the_counts_of_the_others() -> None:
-    def main(context: StaticContext) -> Any:
-        loader = Loader(range(ROWS), Batch(8, micro=2), seed=context.rank)
-        state = TorchState(loader=loader)
-        if context.rank == 0:
-            list(next(iter(loader)))
-            state.save()
-        state.sync()
-        return loader.rows_in_commit()
-
-    first, second = run_ranks(2, main)
-    assert (first.seen, first.done) == (8, 8)
-    assert second == first

@@ -226,21 +226,14 @@ def loader_of(kind: str, seed: int = 3) -> Loader:
 
 @dataclass
 class World:
-    """Generations of ranks, each from the last commit of the one before.
-
-    Attributes
-    ----------
-    seen : dict
-        Micro-batches by epoch, step and number: whenever they were read, they were equal. Number -1
-        is what was drawn after the step.
-    saved : dict
-        The last commit.
-    """
+    """Generations of ranks, each from the last commit of the one before."""
 
     make: Callable[[int], Loader]  # gets a seed
+    # Micro-batches by epoch, step and number: whenever they were read, they were equal. Number -1
+    # is what was drawn after the step.
     seen: dict[tuple[int, int, int], Any]
     loaders: list[Loader]
-    saved: dict[str, Any]
+    saved: dict[str, Any]  # the last commit
 
     @classmethod
     def of(cls, kind: str | Callable[[int], Loader]) -> World:

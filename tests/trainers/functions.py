@@ -24,27 +24,14 @@ BATCH = 4
 
 @dataclass
 class Outcome:
-    """What a rank has come to.
+    """What a rank has come to."""
 
-    Attributes
-    ----------
-    digest : str
-        Of the parameters.
-    seen : list of (epoch, rows)
-        Rows that all ranks have trained, by step.
-    facts : dict
-        The same on all ranks, and after a resumption.
-    redone : int
-        Batches that the rank has begun twice; negative if it has joined later.
-    callback : tuple
-        Whether the rank's callback knows if it is the main one, how often it has begun, how many
-        batches it has missed, and the last step that is logged.
-    """
-
-    digest: str
-    seen: list
-    facts: dict = field(default_factory=dict)
-    redone: int = 0
+    digest: str  # of the parameters
+    seen: list  # epoch, and rows that all ranks have trained, by step
+    facts: dict = field(default_factory=dict)  # the same on all ranks, and after a resumption
+    redone: int = 0  # batches that the rank has begun twice; negative if it has joined later
+    # Whether the rank's callback knows if it is the main one, how often it has begun, how many
+    # batches it has missed, and the last step that is logged.
     callback: tuple = (True, 1, 0, 0)
 
     def check(self):
@@ -133,19 +120,13 @@ def die_once(flag):
 class Trial:
     """What the test does to this rank, at the batches that it begins.
 
-    Parameters
-    ----------
-    how : str
-        ``"kill"``: the main rank is killed, another joins; ``"leave"``: it leaves when the test has
-        ordered it, another joins; ``"error"`` of the user; ``"stop"``: an error after some commits;
-        empty: nothing.
-    flag : str
-        A file that is there once a rank was killed.
+    ``"kill"``: the main rank is killed, another joins; ``"leave"``: it leaves when the test has
+    ordered it, another joins; ``"error"`` of the user; ``"stop"``: an error after some commits.
     """
 
     def __init__(self, how, flag):
         self.how = how
-        self.flag = flag
+        self.flag = flag  # a file that is there once a rank was killed
         self.begun = 0  # batches of this rank, with those that it does twice
 
     def begin(self, epoch, step):

@@ -155,18 +155,6 @@ def test_an_epoch_is_drawn_once_and_each_epoch_anew():
             assert sampler.batches_left(epoch) == (length // 4, 0.0)
 
 
-def test_the_random_generators_of_a_rank_are_left_alone():
-    with activate(world_of(0, 1)):
-        sampler = deal(WeightedRandomSampler([1.0] * ROWS, ROWS))
-        torch.manual_seed(5)
-        expected = torch.rand(3), np.random.RandomState(5).rand(2)
-        torch.manual_seed(5)
-        np.random.seed(5)
-        sampler.begin_epoch(3)
-        assert torch.equal(torch.rand(3), expected[0])
-        assert np.array_equal(np.random.rand(2), expected[1])
-
-
 def test_ranks_that_draw_differently_have_the_draw_of_one_and_newcomers_too():
     def main(context):
         sampler = deal(restless())

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nbelastic.data.sources.row_source import named
 from nbelastic.data.sources.units import RowBlock, UnitSource
-from nbelastic.errors import DataError, OptionError, summary_of
+from nbelastic.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -105,12 +106,8 @@ class ColumnSource(UnitSource):
     def transformed(self, given: Any, rows: int, where: str) -> RowBlock:
         """Return what the user's function makes of the rows of a unit; its errors name the rows."""
         assert self.transform is not None
-        try:
+        with named(f"{where}: transform raised"):
             found = self.transform(given)
-        except DataError:
-            raise
-        except Exception as error:
-            raise DataError(f"{where}: transform raised {summary_of(error)}") from error
         return RowBlock.of(found, rows, where)
 
     def block(self, choice: ColumnChoice, table: Any, where: str) -> RowBlock:

@@ -7,6 +7,7 @@ which a context fetches a partition.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +19,10 @@ from nbelastic.data.sources.columns import (
     arrow_array,
     choose,
 )
-from nbelastic.data.sources.row_source import digest_of
+from nbelastic.data.sources.row_source import digest_of, named
 from nbelastic.data.sources.units import SINGLE, RowBlock
 from nbelastic.elastic.ranks.context import current_or_none
-from nbelastic.errors import DataError, NbelasticError, OptionError, summary_of
+from nbelastic.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     from nbelastic.data.plan.dealing import Rows
@@ -92,8 +93,6 @@ class Dask(ColumnSource):
             raise OptionError(f"Dask(columns={columns!r}): the collection has no columns")
         self.collections: tuple[Any, ...] | None = _aligned(tuple(collections))
         self._keys: list[tuple[str, ...]] = []
-        self._sizes: Rows | None = None
-        self.row_bytes = 0.0
 
     def _choice_in(self, collection: Any) -> ColumnChoice | None:
         if not hasattr(collection, "columns") or getattr(collection, "ndim", 2) != 2:
@@ -113,31 +112,24 @@ class Dask(ColumnSource):
                 )
         return choice
 
-    @property
+    @cached_property
     def sizes(self) -> Rows:  # type: ignore[override]
-        """Rows of each partition."""
-        if self._sizes is None:
-            self._measure()
-        assert self._sizes is not None
-        return self._sizes
-
-    def _measure(self) -> None:
-        """Count the rows without a job, by reading all partitions."""
+        """Rows of each partition; without a job they are counted, by reading all partitions."""
         assert self.collections is not None
-        count = self.collections[0].npartitions
         rows, nbytes = [], 0
-        for unit in range(count):
+        for unit in range(self.collections[0].npartitions):
             parts = self._compute(unit)
             rows.append(tuple(map(len, parts)))
             nbytes += sum(map(_bytes_of, parts))
-        self._take_sizes(rows, nbytes)
+        return self._measured(rows, nbytes)
 
     def hold(self, keys: Sequence[Sequence[str]], rows: Sequence[Sequence[int]], size: int) -> None:
         """Take each partition's key and rows by collection, and the bytes of all; from ``fit``."""
-        self._take_sizes(rows, size)
+        self.sizes = self._measured(rows, size)
         self._keys = [tuple(each) for each in keys]
 
-    def _take_sizes(self, rows: Sequence[Sequence[int]], size: int) -> None:
+    def _measured(self, rows: Sequence[Sequence[int]], size: int) -> Rows:
+        """Return the rows of each partition, and keep the bytes of a row."""
         for unit, counts in enumerate(rows):
             if len(set(counts)) > 1:
                 raise OptionError(
@@ -147,8 +139,8 @@ class Dask(ColumnSource):
         sizes = np.array([counts[0] for counts in rows], dtype=np.int64)
         if not sizes.sum():
             raise OptionError("Dask: the collection has no rows")
-        self._sizes = sizes
         self.row_bytes = size / int(sizes.sum())
+        return sizes
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but the collections, which ranks read by their keys."""
@@ -161,17 +153,13 @@ class Dask(ColumnSource):
 
     def read(self, unit: int) -> RowBlock:
         where, context = f"partition {unit}", current_or_none()
-        try:
+        with named(f"{where} cannot be read:"):
             if self.collections is not None:
                 parts = self._compute(unit)
             elif context is not None and context.fetch_partition is not None:
                 parts = tuple(map(context.fetch_partition, self._keys[unit]))
             else:
                 raise DataError(f"{where} cannot be read outside of its job")
-        except NbelasticError:
-            raise
-        except Exception as error:  # whatever computing the partition again has raised
-            raise DataError(f"{where} cannot be read: {summary_of(error)}") from error
         if self.transform is not None:
             return self.transformed(parts[0] if self._single else parts, len(parts[0]), where)
         blocks = [

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from nbelastic.data.plan.dealing import Dealing, Rows
+from nbelastic.errors import DataError, NbelasticError, summary_of
 
 SEED_LIMIT = 1 << 32
 
@@ -92,6 +94,18 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def named(what: str, close: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Raise the errors of users' code as a DataError, which names the rows; call `close` before."""
+    try:
+        yield
+    except Exception as error:
+        close()
+        if isinstance(error, NbelasticError):
+            raise
+        raise DataError(f"{what} {summary_of(error)}") from error
 
 
 def digest_of(*parts: bytes) -> str:

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from nbelastic.data.plan.dealing import mix
-from nbelastic.data.sources.row_source import seed_generators
-from nbelastic.errors import DataError, NbelasticError, summary_of
+from nbelastic.data.sources.row_source import named, seed_generators
+from nbelastic.errors import DataError
 
 _DIGEST_BYTES = 12
+_END = object()
 _OPENING = -1  # takes the place of a row in the seed of what `make` draws
 
 
@@ -101,11 +102,8 @@ class StreamReader:
             return None
         state = None
         if self.has_states:
-            try:
+            with named(f"the state of {self.name} cannot be read:", self.close):
                 state = pickle.dumps(self._holder.state_dict())
-            except Exception as error:
-                self.close()
-                raise self._error("the state of", error) from error
         if not self._read_row():
             return None
         return Mark(self.position, state, row_digest(self._ahead[-1]), ahead)
@@ -135,16 +133,13 @@ class StreamReader:
             return False
         assert self._rows is not None
         seed_generators(mix(self.seed, self._read))
-        try:
-            row = next(self._rows)
-        except StopIteration:
+        # Closed after an error: what is left of a generator that has raised looks like its end.
+        with named(f"row {self._read} of {self.name} cannot be read:", self.close):
+            row = next(self._rows, _END)
+        if row is _END:
             self._check(b"")
             self._ended = True
             return False
-        except Exception as error:
-            what = f"row {self._read} of"
-            self.close()  # what is left of a generator that has raised looks like its end
-            raise self._error(what, error) from error
         if self.mark is not None and self.mark.read == self._read:  # a digest takes its time
             self._check(row_digest(row))
         self._ahead.append(row)
@@ -155,7 +150,7 @@ class StreamReader:
         """Begin to read: at the mark if it has a state, and is not after `position`."""
         mark = self.mark
         seed_generators(mix(self.seed, _OPENING))
-        try:
+        with named(f"{self.name} cannot be read:", self.close):
             made: Any = self._make()
             in_iterator = not _keeps_state(made)
             self._holder = iter(made) if in_iterator else made
@@ -166,9 +161,6 @@ class StreamReader:
                 self._ahead.extend(map(pickle.loads, mark.ahead))
                 self._read = mark.read
             self._rows = self._holder if in_iterator else iter(made)
-        except Exception as error:
-            self.close()
-            raise self._error("", error) from error
         self.position = self._read - len(self._ahead)
 
     def _check(self, digest: bytes) -> None:
@@ -187,12 +179,6 @@ class StreamReader:
             f"{self.name} has another row {mark.read} than before: it is not the same each time. "
             "Draw random numbers from the global generators only, or with fixed seeds"
         )
-
-    def _error(self, what: str, error: Exception) -> NbelasticError:
-        if isinstance(error, NbelasticError):
-            return error
-        text = f"{what} {self.name} cannot be read: {summary_of(error)}"
-        return DataError(text.lstrip())
 
 
 class _RowPickler(pickle.Pickler):
