@@ -23,6 +23,7 @@ from lightning.fabric.wrappers import _FabricDataLoader
 from lightning.pytorch.trainer.call import _call_lightning_module_hook
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -274,6 +275,7 @@ class ElasticFit:
     def run(self) -> None:
         """Train to the end."""
         self.strategy.recorder.training = self
+        self.loop.epoch_loop.run = self._train_batches
         try:
             run(self._train)(self.state)
         except BaseException:
@@ -281,6 +283,7 @@ class ElasticFit:
             raise
         finally:
             self.strategy.recorder.training = None
+            vars(self.loop.epoch_loop).pop("run", None)
             self.progress.files.close()
 
     def _train(self, _: TorchState) -> None:
@@ -290,7 +293,8 @@ class ElasticFit:
         with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
             if not progress.begun:
                 if not self._resumes:
-                    trainer._run_sanity_check()
+                    with isolate_rng():
+                        trainer._run_sanity_check()
                 trainer.training = True
                 if loop.skip:
                     return
@@ -332,10 +336,10 @@ class ElasticFit:
             loop.on_advance_start()
             self._deal()  # it may have made the loaders anew
         if loop.max_batches > loop.epoch_loop.batch_progress.current.ready or not progress.in_epoch:
-            self._train_batches()
+            loop.advance()  # checks loaders, profiles, and calls `_train_batches`
         loop.on_advance_end()
 
-    def _train_batches(self) -> None:
+    def _train_batches(self, _: Any) -> None:
         """Train what is left of the epoch, as Lightning's loop over batches does."""
         loop, progress = self.loop, self.progress
         batches, fetcher = loop.epoch_loop, loop._data_fetcher
