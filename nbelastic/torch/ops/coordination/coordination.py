@@ -623,7 +623,8 @@ def coordination_over(communicator: Communicator) -> Coordination:
 
 
 def _disagreement(decision: Message) -> RanksDisagree:
-    return disagreement(decision["texts"], decision["members"] if decision["set"] else None)
+    members = decision["members"] if decision["set"] else None
+    return disagreement(decision["texts"], members, decision["values"])
 
 
 def is_joined(communicator: Communicator) -> bool:
