@@ -153,6 +153,8 @@ class RanksDisagree(CollectiveError):
     elastic loop does not catch it. If the function does not catch it either, the job ends.
     """
 
+    sides: tuple[tuple[str, int], ...] = ()  # each rank's description and number, where compared
+
 
 class DataError(NbelasticError, RuntimeError):
     """Rows of a dataset cannot be read; the message names file and row group, or partition."""

@@ -140,7 +140,7 @@ def exchange(communicator: Communicator, text: str, number: int = 0) -> list[int
     data = text.encode(errors="replace")
     padded = communicator.allgather_bytes(data.ljust(max(lengths), b"\0"))
     texts = [each[:length].decode() for each, length in zip(padded, lengths, strict=True)]
-    raise disagreement(texts)
+    raise disagreement(texts, numbers=[number for _, number in numbers])
 
 
 @functools.lru_cache(maxsize=256)
@@ -152,14 +152,17 @@ def _described(text: str) -> tuple[str, bytes, bytes, int]:
     return headline.decode(), headline + b"\0", digest, len(data)
 
 
-def disagreement(texts: Sequence[str], ranks: Sequence[int] | None = None) -> RanksDisagree:
+def disagreement(
+    texts: Sequence[str], ranks: Sequence[int] | None = None, numbers: Sequence[int] = ()
+) -> RanksDisagree:
     """Return the error for ranks with different descriptions, given by rank."""
-    headlines = [text.partition("\n")[0] for text in texts]
-    if len(set(headlines)) == 1:
-        sides = _by_side(_differing_details(texts), ranks)
-        return RanksDisagree(f"ranks disagree in {headlines[0]}: {listed(sides)}")
-    sides = _by_side(headlines, ranks)
-    return RanksDisagree(f"ranks called different operations: {listed(sides)}")
+    sides = [text.partition("\n")[0] for text in texts]
+    what = "ranks called different operations"
+    if len(set(sides)) == 1:
+        what, sides = f"ranks disagree in {sides[0]}", _differing_details(texts)
+    error = RanksDisagree(f"{what}: {listed(_by_side(sides, ranks))}")
+    error.sides = tuple(zip(texts, numbers, strict=False))
+    return error
 
 
 def _differing_details(texts: Sequence[str]) -> list[str]:

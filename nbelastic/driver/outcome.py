@@ -146,6 +146,8 @@ def _as_instance_of(kind: type[BaseException], message: str) -> errors.RankFaile
         "__module__": errors.__name__,
         "__doc__": errors.RankFailed.__doc__,
     }
+    if issubclass(kind, SyntaxError):
+        namespace["msg"] = message  # which tracebacks show instead of the text
     try:
         both: type[errors.RankFailed] = type(
             f"RankFailed({kind.__name__})", (errors.RankFailed, kind), namespace

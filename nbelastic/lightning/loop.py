@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.call import _call_lightning_module_hook
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -151,6 +152,7 @@ class ElasticFit:
     def run(self) -> None:
         """Train to the end."""
         self.strategy.recorder.samplers = self.samplers
+        self.loop.epoch_loop.run = self._train_batches
         try:
             run(self._train)(self.state)
         except BaseException:
@@ -158,6 +160,7 @@ class ElasticFit:
             raise
         finally:
             self.strategy.recorder.samplers = ()
+            vars(self.loop.epoch_loop).pop("run", None)
             self.progress.files.close()
 
     def _train(self, _: TorchState) -> None:
@@ -167,7 +170,8 @@ class ElasticFit:
         with torch.autograd.set_detect_anomaly(trainer._detect_anomaly):
             if not progress.begun:
                 if not self._resumes:
-                    trainer._run_sanity_check()
+                    with isolate_rng():
+                        trainer._run_sanity_check()
                 trainer.training = True
                 if loop.skip:
                     return
@@ -181,7 +185,7 @@ class ElasticFit:
                         self._deal()  # it may have made the loaders anew
                     ready = loop.epoch_loop.batch_progress.current.ready
                     if loop.max_batches > ready or not progress.in_epoch:
-                        self._train_batches()
+                        loop.advance()  # checks loaders, profiles, calls `_train_batches`
                     loop.on_advance_end()
                 except StopIteration:
                     break
@@ -209,7 +213,7 @@ class ElasticFit:
             self.loop.on_run_start()
         self._started = True
 
-    def _train_batches(self) -> None:
+    def _train_batches(self, _: Any) -> None:
         """Train what is left of the epoch, as Lightning's loop over batches does."""
         loop, progress = self.loop, self.progress
         batches, fetcher = loop.epoch_loop, loop._data_fetcher

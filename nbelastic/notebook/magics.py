@@ -8,6 +8,7 @@ import functools
 import re
 import sys
 import threading
+import traceback
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,11 @@ class ElasticMagics(Magics):
         try:
             function = self._function(line, cell)
         except SyntaxError as error:
-            raise error.with_traceback(None) from None  # shows the cell's line only
+            setattr(error, _MARK, True)
+            frames, theirs = traceback.walk_stack(None), self.shell.user_global_ns
+            names = (each.f_code.co_filename for each, _ in frames if each.f_globals is theirs)
+            error.filename = next(names, error.filename)  # which IPython shows as a cell
+            raise error.with_traceback(None) from None
         quiet, verbose = options.pop("quiet", False), options.pop("verbose", False)
         stream = options.pop("stream", "none" if quiet else "rank0")
         out, block = options.pop("out", None), options.pop("block", True)
@@ -270,9 +275,21 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
     """Register the magics, and make ``%debug`` explain itself if the last error was a rank's."""
     shell.register_magics(ElasticMagics)
     find: Any = shell.find_line_magic  # it has no annotations, and may import the magic
+    show_in_shell: Any = shell.showsyntaxerror
     original = find("debug")
     if original is None or hasattr(original, _MARK):
         return
+
+    @functools.wraps(show_in_shell)
+    def show(filename: str | None = None, *args: Any, **kwargs: Any) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, RankFailed):  # also the SyntaxError that a rank has raised
+            plain = type(type(error).__name__, (RankFailed,), {})
+            shell.showtraceback((plain, plain(str(error)), None))
+        elif hasattr(error, _MARK):
+            show_in_shell(filename)  # as if IPython had compiled the cell
+        else:
+            show_in_shell(filename, *args, **kwargs)
 
     @functools.wraps(original)
     def debug(line: str = "", *args: Any, **kwargs: Any) -> Any:
@@ -283,6 +300,7 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 
     setattr(debug, _MARK, original)
     shell.magics_manager.magics["line"]["debug"] = debug
+    shell.showsyntaxerror = show  # type: ignore[method-assign]
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
@@ -293,3 +311,4 @@ def unload_ipython_extension(shell: InteractiveShell) -> None:
     shell.magics_manager.registry.pop(ElasticMagics.__name__, None)
     if (original := getattr(magics["line"].get("debug"), _MARK, None)) is not None:
         magics["line"]["debug"] = original
+    vars(shell).pop("showsyntaxerror", None)

@@ -2,9 +2,11 @@
 
 import sys
 import threading
+import traceback
 
 import pytest
 
+from nbelastic.driver import outcome
 from nbelastic.errors import JobInterrupted, OptionError, PreflightError, RankFailed
 from nbelastic.notebook import magics
 from nbelastic.notebook.options import train_command
@@ -72,7 +74,6 @@ def test_other_threads_than_the_main_one_wait_uninterrupted(shell, fit):
     [
         ("%%elastic_train --max 8\n1", OptionError, "did you mean --max-np?"),
         ("%%elastic_train\n!ls", PreflightError, "'!ls' is for IPython"),
-        ("\n\n%%elastic_train --np 2\nx = 1\nx = = 2\n", SyntaxError, "line 5"),
     ],
 )
 def test_a_wrong_cell_starts_nothing_and_shows_no_frame_of_the_magic(
@@ -81,10 +82,30 @@ def test_a_wrong_cell_starts_nothing_and_shows_no_frame_of_the_magic(
     error = run(shell, cell, fails=True)
     assert isinstance(error, kind) and says in str(error) and fit.calls == 0
     shown = capsys.readouterr().out
-    assert "Error" in shown and ("x = = 2" in shown) == (kind is SyntaxError)
-    assert "cell.py" not in shown
-    if kind is not SyntaxError:  # with which IPython shows where it was raised
-        assert "magics.py" not in shown
+    assert "Error" in shown and ".py" not in shown
+
+
+@pytest.mark.parametrize("wrong", ["x = = 2", "return 3", "  x", "if x:\nx"])
+def test_a_syntax_error_is_shown_as_in_any_other_cell(shell, fit, capsys, wrong):
+    shell.run_cell(f"# above\nx = 1\n{wrong}\n")
+    expected = capsys.readouterr().out
+    error = run(shell, f"%%elastic_train --np 2\nx = 1\n{wrong}\n", fails=True)
+    assert isinstance(error, SyntaxError) and fit.calls == 0
+    assert capsys.readouterr().out == expected and "line " in expected
+    assert "line 5" in str(run(shell, "\n\n%%elastic_train\nx = 1\nx = = 2\n", fails=True))
+    capsys.readouterr()
+    shell.run_cell("def g(): compile('1 +', 'a file', 'exec')\ng()")
+    assert "g()" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [SyntaxError, IndentationError, ValueError])
+def test_an_error_of_a_rank_is_shown_with_its_message_alone(shell, kind, capsys):
+    shell.user_ns["error"] = outcome._as_instance_of(kind, "what\nwhere\nraised on rank 0")
+    error = run(shell, "raise error", fails=True)
+    assert isinstance(error, kind)
+    shown = "what\nwhere\nraised on rank 0"
+    assert capsys.readouterr().out.strip() == f"RankFailed({kind.__name__}): {shown}"
+    assert shown in "".join(traceback.format_exception_only(error))
 
 
 def test_a_conflict_with_a_default_says_where_that_came_from(shell, fit):

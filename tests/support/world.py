@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from nbelastic.collectives import (
@@ -45,6 +46,20 @@ def world_of(rank: int, size: int, communicator: Communicator | None = None) -> 
     context = StaticContext(communicator or SoloCommunicator(generation=1))
     context.rank, context.size = rank, size
     return context
+
+
+def in_time(call: Callable[[], Any], limit_s: float = 20.0) -> Any:
+    """Return what a call in a thread returns, or raise its error; it must not wait for ever."""
+    found: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found.result(limit_s)
 
 
 def run_ranks(

@@ -16,7 +16,7 @@ from nbelastic.errors import CollectiveError, RanksDisagree
 from nbelastic.torch.ops.coordination import coordination
 from nbelastic.torch.ops.coordination.comparison import agree
 from tests.collectives.worlds import MAKERS, SOME_KINDS
-from tests.support.world import run_ranks
+from tests.support.world import in_time, run_ranks
 from tests.torch.training import loss_of, make_model, parameters_of
 
 of_kinds = pytest.mark.parametrize("kind", SOME_KINDS)
@@ -97,6 +97,30 @@ def test_a_death_ends_every_wait(kind, wait):
             context.communicator().abort("rank 1 is gone")
 
     run_ranks(2, rank_main, make=MAKERS[kind])
+
+
+def test_the_end_of_the_matching_is_the_end_of_all_waits_to_come():
+
+    class Client:
+        timeout_s, has_received, over = 30.0, False, threading.Event()
+
+        def connect(self):
+            self.over.wait(30)
+            raise CollectiveError("the matching is over")
+
+        def send(self, message):
+            pass
+
+        abort = close = send
+
+    communicator, client = SoloCommunicator(generation=1), Client()
+    client.abort = client.close = lambda: None
+    its = coordination.Coordination(communicator, client)
+    its.join()
+    client.over.set()
+    for _ in range(2):
+        with pytest.raises(CollectiveError, match="matching is over"):
+            in_time(its.next_event)
 
 
 # -- join ------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nbelastic.collectives import connect
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
 from nbelastic.torch.process_group import ElasticProcessGroup, renew
-from tests.support.world import run_ranks
+from tests.support.world import in_time, run_ranks
 from tests.torch.training import assert_close, batch, make_model, parameters_of, train_alone
 
 BACKENDS = ["gloo", "auto"]
@@ -401,6 +401,26 @@ def test_an_error_in_backward_keeps_its_type_and_the_model_goes_on(over):
 
     for found in over(2, rank_main):
         assert all(found)
+
+
+def test_a_future_whose_callback_has_failed_does_not_wait_for_its_value(over):
+    def rank_main(group):
+        def begin(gradient):
+            futures.append(group.allreduce([gradient.clone()]).get_future())
+            futures.append(futures[0].then(lambda _: 1 / 0))
+            futures.append(futures[1].then(lambda _: 1))
+
+        futures, weight = [], torch.ones(2, requires_grad=True)
+        product = weight * 2
+        product.register_hook(begin)
+        with pytest.raises(ZeroDivisionError):
+            product.sum().backward()
+        assert futures[0].wait()[0].tolist() == [2.0, 2.0]
+        for future in futures[1:]:
+            with pytest.raises(ZeroDivisionError):
+                in_time(future.wait)
+
+    over(2, rank_main)
 
 
 def test_ddp_made_before_a_generation_waits_for_no_other(over):

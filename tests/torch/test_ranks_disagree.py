@@ -7,6 +7,7 @@ import torch
 from torch.optim import SGD
 
 import nbelastic.torch as hvd
+from nbelastic.collectives import Capabilities, Communicator
 from nbelastic.elastic.ranks.context import current, one_of_all
 from nbelastic.errors import CollectiveError, RanksDisagree
 from tests.collectives.worlds import MAKERS, SOME_KINDS
@@ -170,6 +171,24 @@ def test_ranks_that_step_different_optimizers_all_get_the_error(kind, hidden, st
     assert len(set(messages)) == 1
     assert "rank 0: step() of distributed optimizer 1 (SGD of 2 tensors" in messages[0]
     assert "rank 1: step() of distributed optimizer 2 (SGD of 2 tensors" in messages[0]
+
+
+def test_a_backward_after_the_step_of_another_optimizer_is_too_late(monkeypatch):
+    monkeypatch.setattr(Communicator, "capabilities", Capabilities(overlaps=True))
+
+    def rank_main(context):
+        nets = [torch.nn.Linear(3, 2) for _ in range(2)]
+        first, second = (hvd.DistributedOptimizer(SGD(net.parameters(), lr=0.1)) for net in nets)
+        step(nets[0], first)
+        step(nets[1], second)
+        if context.rank == 0:
+            nets[1](f32(2, 3)).sum().backward()
+        first.step()
+        with pytest.raises(RuntimeError, match="keep to one order" if context.rank else None):
+            nets[1](f32(2, 3)).sum().backward() if context.rank else second.step()
+        context.communicator().abort("rank 1 has left")
+
+    run_ranks(2, rank_main, make=MAKERS["gloo"])
 
 
 @pytest.mark.parametrize("kind", SOME_KINDS)

@@ -184,6 +184,23 @@ class WithoutData(Usual):
         return loss_of(self.model, step) if rank == step % 2 else None
 
 
+class Halves(Usual):
+    """Two optimizers share a backward; a rank has gradients of one, of parts, or none."""
+
+    ranks, every = 3, False
+
+    def optimizers(self, alone: bool) -> list[Any]:
+        its = list(self.model.parameters())
+        parts = [its[n::2] for n in (0, 1)] if self.every else [its[:3], its[3:]]
+        return [self.wrapped(type(self).make(part), alone) for part in parts]
+
+    def loss(self, step: int, rank: int) -> torch.Tensor | None:
+        used = ([0, 1, 2], [4], [0, 1, 2, 3, 4], [])[(rank + step) % 4]
+        inputs = batch(step, rank, 3)[0].repeat(1, 3)[:, : 6 if 0 in used else 16]
+        layers = nn.Sequential(*(self.model[each] for each in used))
+        return layers(inputs).square().mean() if used else None
+
+
 class Experts(Usual):
     """What no rank uses has no gradient; what some use counts as zero on others."""
 
@@ -350,6 +367,7 @@ VARIANTS: list[tuple[type[Usual], dict[str, Any]]] = [
     (Usual, {"options": {"compression": hvd.Compression.fp16}, "tolerance": (0.0, 2e-3)}),
     (Usual, {"options": {"compression": hvd.Compression.bf16}, "tolerance": (0.0, 2e-2)}),
     (Checkpointed, {"reentrant": True}),
+    (Halves, {"every": True}),
     (Gan, {"zeroes": "model in place"}),
     (Gan, {"zeroes": "optimizer"}),
     (Gan, {"critic_passes": 1, "freezes": True}),

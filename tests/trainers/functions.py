@@ -545,3 +545,36 @@ def with_a_state_of_torch(right):
         state.commit()
 
     loop(state)
+
+
+def with_combined_loaders(mode, checks):
+    """Train on two loaders at a time, or in turn, after some batches of a validation."""
+    import lightning
+    from lightning.pytorch.utilities import CombinedLoader
+
+    import nbelastic.lightning
+    from tests.trainers.validation import trainer_of
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.drawn = network(), []
+
+        def training_step(self, batch, number):
+            self.drawn.append(torch.rand(1).item())
+            return sum(loss_of(self.net, rows) for (rows,) in batch)
+
+        def validation_step(self, batch, number):
+            torch.rand(1)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    torch.manual_seed(1)
+    options = {"num_sanity_val_steps": checks, "enable_checkpointing": False}
+    trainer = trainer_of([], max_epochs=1, profiler="simple", **options)
+    loaders = CombinedLoader([DataLoader(numbered(8), 2) for _ in range(2)], mode)
+    module = Module()
+    nbelastic.lightning.fit(trainer, module, loaders, DataLoader(numbered(8), 2))
+    assert "run" not in vars(trainer.fit_loop.epoch_loop)
+    return module.drawn, "run_training_epoch" in trainer.profiler.summary()

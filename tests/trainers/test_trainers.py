@@ -94,6 +94,18 @@ def test_an_error_of_the_user_is_what_it_is(crew, tmp_path, trainer):
     assert isinstance(caught.value, KeyError)
 
 
+def test_the_loops_of_lightning_check_profile_and_draw_as_by_themselves(crew):
+    with pytest.raises(RankFailed, match=r'not support the `CombinedLoader\(mode="seq') as caught:
+        crew.fit(functions.with_combined_loaders, args=("sequential", 0), np=1)
+    assert isinstance(caught.value, ValueError)
+    plain, checked = (
+        crew.fit(functions.with_combined_loaders, args=("min_size", checks), np=1).results()[0]
+        for checks in (0, 1)
+    )
+    assert plain == checked
+    assert len(plain[0]) == 4 and plain[1]
+
+
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_job_that_ended_by_an_error_goes_on_from_its_checkpoint(crew, tmp_path, trainer):
     """It comes to the same as one that nothing has disturbed, to the last bit."""

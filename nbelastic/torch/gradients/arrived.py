@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -69,6 +70,7 @@ class ArrivedGradients:
         self._equal: torch.Tensor | bool = True  # in the last comparison
         self.any_sparse = False  # one has arrived that other ranks do not know of yet
         self.streams = Streams()  # on which gradients of accelerators were computed
+        self.span = (0, 0)  # first and last place of a step's among those of all optimizers
         self._names = names
         self.sparse_as_dense = sparse_as_dense
 
@@ -76,6 +78,11 @@ class ArrivedGradients:
         """Record `gradient`, in its present version, as the result of backward."""
         address = gradient.data_ptr() if gradient.layout is torch.strided else 0
         self.noted[id(parameter)] = (parameter, gradient, gradient._version, address)
+
+    def time(self) -> None:
+        """Count a gradient, not yet noted, among the gradients of all optimizers."""
+        now = next(_clock)
+        self.span = (self.span[0] if self.noted else now, now)
 
     def take_sample(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keep some values of a gradient."""
@@ -154,6 +161,9 @@ class ArrivedGradients:
             "when it was being reduced; to clip or unscale gradients, call "
             "optimizer.synchronize() first and step in `with optimizer.skip_synchronize():`"
         )
+
+
+_clock = itertools.count(1)
 
 
 def _is_untouched(arrival: Arrival) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from nbelastic.collectives import Communicator
-from nbelastic.errors import CollectiveError
+from nbelastic.errors import CollectiveError, RanksDisagree
 from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.groups import Bucket, is_accelerator
 from nbelastic.torch.gradients.options import ReduceOptions
@@ -212,17 +212,17 @@ class LayoutAgreement:
         """Return this optimizer's number in a generation, or the next number if it has none yet."""
         if self._numbered_in == communicator.generation:
             return self.number
-        return _agreed.get(communicator, 0) + 1
+        return turns_of(communicator).optimizers + 1
 
     def description(self, communicator: Communicator, parameters: list[torch.Tensor]) -> str:
         """Return what ranks compare before a step; empty if its sums can be for nothing else."""
-        if _agreed.get(communicator, 0) <= 1 and not self._options.apart:
+        if turns_of(communicator).optimizers <= 1 and not self._options.apart:
             return ""
         what = self._kind
         if parameters:
             first = self._arrived.name(parameters[0])
             what += f" of {len(parameters)} tensors, of which the first is {first}"
-        return f"step() of distributed optimizer {self.number} ({what})"
+        return f"{_STEP} {self.number} ({what})"
 
     def _exchange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Manifest:
         """Compare parameters and options; return the manifest of a generation, rank 0's."""
@@ -246,21 +246,52 @@ class LayoutAgreement:
                 ]
             )
         )
+        turns = turns_of(communicator)
         if self._numbered_in != communicator.generation:
             self._numbered_in = communicator.generation
-            self.number = _agreed[communicator] = _agreed.get(communicator, 0) + 1
+            self.number = turns.optimizers = turns.optimizers + 1
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         first = [index_of[key] for key in self._arrived.noted if key in index_of]
         # Without a gradient in this step, as if backward met them last.
         missing = sorted(set(range(len(parameters))).difference(first), reverse=True)
-        overlaps = communicator.capabilities.overlaps
-        its = torch.tensor([not overlaps, fusion_threshold(), *first, *missing], dtype=torch.int64)
+        begin, end = turns.spans[self.number] = self._arrived.span
+        before = (turns.spans[number] for number in turns.spans if number < self.number)
+        # Of those that share a backward the first sums during it; others would hold it up.
+        shares = any(a < end and begin < b for a, b in before)
+        late = shares or not communicator.capabilities.overlaps
+        its = torch.tensor([late, fusion_threshold(), *first, *missing], dtype=torch.int64)
         communicator.broadcast(its, 0)  # each rank's gradients arrive in an order of its own
         after_backward, bucket_bytes, *order = its.tolist()
         return Manifest(order, bool(after_backward), bucket_bytes)
 
 
-_UNKNOWN = Manifest([], after_backward=False)
+class Turns:
+    """Order of the optimizers' sums, the same on all ranks, also without some gradients."""
 
-# Number of optimizers that the ranks of each communicator have agreed on.
-_agreed: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()
+    def __init__(self) -> None:
+        self.optimizers = 0  # how many the ranks have agreed on
+        self.holder = 0  # number of the optimizer that launches its sums
+        self.doubted: set[int] = set()  # optimizers that some ranks had not named
+        self.spans: dict[int, tuple[int, int]] = {}  # of their gradients in a first backward
+
+    def choose(self, communicator: Communicator, number: int, text: str, vote: int) -> None:
+        """Give the next turn to the optimizer named by all ranks, else to the least in backward."""
+        try:
+            communicator.agree(text, vote)
+            self.holder = number
+        except RanksDisagree as error:
+            votes = sorted({vote for text, vote in error.sides if text.startswith(_STEP) and vote})
+            if not votes or votes[0] < 0 or any(_STEP not in text for text, _ in error.sides):
+                raise
+            self.holder = votes[0]
+            self.doubted.add(self.holder)
+
+
+def turns_of(communicator: Communicator) -> Turns:
+    """Return the turns of a communicator's optimizers."""
+    return _turns.get(communicator) or _turns.setdefault(communicator, Turns())
+
+
+_UNKNOWN = Manifest([], after_backward=False)
+_STEP = "step() of distributed optimizer"
+_turns: weakref.WeakKeyDictionary[Communicator, Turns] = weakref.WeakKeyDictionary()

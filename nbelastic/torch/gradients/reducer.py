@@ -20,9 +20,9 @@ import torch
 
 from nbelastic.collectives import Communicator, SoloCommunicator
 from nbelastic.elastic.ranks.context import Context, current, current_or_none
-from nbelastic.elastic.ranks.groups import Group
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.ranks.step_share import StepShare
+from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout import LayoutAgreement
 from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
@@ -183,6 +183,7 @@ class Reducer:
                 self._arrived,
                 self.options.passes,
                 self._agreement,
+                functools.partial(_launch_numbered, context, self.process_set),
                 of_all=self.process_set is global_process_set,
             )
         return self._step
@@ -283,14 +284,6 @@ class Reducer:
             parameter.grad = None
         self.synchronized = False
 
-    def is_number(self, number: int, context: Context, communicator: Communicator) -> bool:
-        """Return whether this is the optimizer of all ranks with a number in a generation."""
-        return (
-            self._context is context
-            and self.process_set is global_process_set
-            and self._agreement.number_in(communicator) == number
-        )
-
     def _reduce_apart(self, step: GradientStep) -> None:
         """Reduce the gradients outside the layout: sparse and compressed gradients."""
         if step.share is None and step.communicator.size > 1:
@@ -382,22 +375,33 @@ def _take_over(reducer: Reducer) -> None:
 
 def _step_of_joined(context: Context, what: dict[str, Any]) -> None:
     """Take part in a step of an optimizer, as a rank that has joined."""
-    communicator = Group(context).parent()
-    with _alive_lock:
-        # In the order of their making: without a number yet, the first is meant.
-        alive = sorted(_alive, key=lambda each: each.serial)
-    for reducer in alive:
-        if reducer.is_number(what["number"], context, communicator):
-            reducer.step_with_nothing()
-            return
+    for reducer in _reducers(context, global_process_set, what["number"]):
+        reducer.step_with_nothing()
+
+
+def _launch_numbered(context: Context, process_set: ProcessSet, number: int) -> None:
+    """Begin the sums of an optimizer with its present gradients, as other ranks have begun them."""
+    for reducer in _reducers(context, process_set, number):
+        with reducer._lock:
+            reducer._present_step().launch_all()
+        return
+    raise CollectiveError(f"this rank has no distributed optimizer {number} to step any more")
 
 
 def _end_steps_of_joined(context: Context) -> None:
+    for reducer in _reducers(context, global_process_set):
+        reducer.end_with_nothing()
+
+
+def _reducers(context: Context, process_set: ProcessSet, number: int = 0) -> list[Reducer]:
+    """Return the reducers of a rank and a process set; without a number of its own, the first."""
     with _alive_lock:
-        alive = list(_alive)
-    for reducer in alive:
-        if reducer._context is context:
-            reducer.end_with_nothing()
+        alive = sorted(_alive, key=lambda each: each.serial)
+    found = [each for each in alive if each._context is context and each.process_set is process_set]
+    if not number:
+        return found
+    numbers = [each._agreement.number_in(each._communicator(context)) for each in found]
+    return found[numbers.index(number) :][:1] if number in numbers else []
 
 
 SERVICES["step"] = _step_of_joined

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients
-from nbelastic.torch.gradients.layout import Layout, LayoutAgreement
+from nbelastic.torch.gradients.layout import Layout, LayoutAgreement, turns_of
 from nbelastic.torch.gradients.options import ReduceOptions
 from nbelastic.torch.gradients.tree_sums import of_rows
 from nbelastic.torch.ops.coordination.comparison import begin
@@ -83,7 +83,7 @@ class GradientStep:
         raise NotImplementedError
 
     def launch_all(self) -> bool:
-        """Begin all sums with the present gradients and return True, unless a rank would wait."""
+        """Begin all sums with the present gradients; return whether to wait for them later."""
         return False
 
     def finish(self, trained: list[torch.Tensor]) -> None:
@@ -108,6 +108,7 @@ class ReductionStep(GradientStep):
         arrived: ArrivedGradients,
         passes: int,
         agreement: LayoutAgreement,
+        launch_other: Callable[[int], None],  # the sums of the optimizer with a number
         *,
         of_all: bool,
     ) -> None:
@@ -119,7 +120,7 @@ class ReductionStep(GradientStep):
         self._passes_left = dict.fromkeys(map(id, parameters), passes)
         self._last_pass: dict[int, tuple[int, int]] = {}  # addresses of gradients, their versions
         self._launched = 0
-        self._description = ""
+        self._launch_other = launch_other
         self._of_all = of_all
         self._announced = False
         if agreement.holds(communicator, parameters):
@@ -142,8 +143,6 @@ class ReductionStep(GradientStep):
         if not agreement.holds(communicator, self.parameters):
             self._announce()  # before the first exchange, in which a joined rank takes part
         self.layout = agreement.arrange(communicator, self.parameters)
-        # Compared before the first bucket is launched.
-        self._description = agreement.description(communicator, self.parameters)
         for bucket in self.layout.buckets:
             bucket.begin()
 
@@ -165,11 +164,13 @@ class ReductionStep(GradientStep):
             gradient = arrived.present(parameter)
             if gradient is None:
                 return
+        if layout is None:
+            arrived.time()
         if arrived.sampled is None:
             gradient = self._sample(parameter, gradient)
         arrived.note(parameter, gradient)
         if layout is not None and layout.bucket_of[key].arrive() and not layout.after_backward:
-            self._launch(layout, complete=True)
+            self._launch(layout, in_backward=True)
 
     def _passes_to_come(self, key: int, gradient: torch.Tensor, left: int) -> int:
         """Return the number of passes, this pass included, until a gradient is complete.
@@ -195,7 +196,8 @@ class ReductionStep(GradientStep):
             f"backward_passes_per_step={self._passes} times before step(); increase "
             "it to accumulate gradients over several backward passes. If the last pass was for "
             "another optimizer's step (a generator's loss, through its discriminator), freeze this "
-            "optimizer's parameters in that pass: parameter.requires_grad_(False)"
+            "optimizer's parameters in that pass: parameter.requires_grad_(False). If other ranks "
+            "called another optimizer's step() after it, and this one before, keep to one order"
         )
 
     def _sample(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -222,26 +224,42 @@ class ReductionStep(GradientStep):
     def launch_all(self) -> bool:
         self._prepare()
         layout = self.layout
-        if layout is None or layout.after_backward:
+        if layout is None:
             return False
         self._launch(layout)
+        self._passes_left = dict.fromkeys(self._passes_left, 0)  # a later gradient is an error
+        return not layout.after_backward
+
+    def _take_turn(self, *, in_backward: bool = False) -> bool:
+        """Return whether the sums of this optimizer come next; in step() begin others before."""
+        text = self._agreement.description(self.communicator, self.parameters)
+        turns, number = turns_of(self.communicator), self._agreement.number
+        vote = -1 if is_joined(self.communicator) else in_backward * number  # in step() 0
+        self._announce()
+        while text and turns.holder != number:
+            if not turns.holder:
+                turns.choose(self.communicator, number, text, vote)
+            elif in_backward:
+                return False
+            else:
+                self._launch_other(turns.holder)  # which ends its turn
         return True
 
-    def _launch(self, layout: Layout, *, complete: bool = False) -> None:
-        """Launch the remaining buckets, or only the next `complete` ones."""
+    def _launch(self, layout: Layout, *, in_backward: bool = False) -> None:
+        """Launch the remaining buckets; in backward only the next complete ones."""
         for bucket in layout.buckets[self._launched :]:
-            if complete and bucket.expected:
+            if in_backward and bucket.expected:
                 break  # those behind it wait, too: all ranks launch in one order
-            self._announce()
-            description, self._description = self._description, ""
-            if description:  # once, that all ranks take the same step
-                self.communicator.agree(description)
+            if not self._launched and not self._take_turn(in_backward=in_backward):
+                break
             self._launched += 1
             trailer: Sequence[float] = ()
             if self._launched == len(layout.buckets):
                 bucket.complete()  # so that the trailer counts its gradients as well
                 trailer = layout.trailer(self._change())
             bucket.launch(self.communicator, trailer)
+            if trailer:
+                turns_of(self.communicator).holder = 0
 
     def finish(self, trained: list[torch.Tensor]) -> None:
         self._arrived.check_untouched()
@@ -257,6 +275,11 @@ class ReductionStep(GradientStep):
             for bucket in layout.buckets:
                 bucket.complete()
         self._launch(layout)
+        turns = turns_of(self.communicator)
+        if self._agreement.number in turns.doubted:
+            self._take_turn()  # as all ranks do, or nothing is delivered
+            turns.doubted.discard(turns.holder)
+            turns.holder = 0
         self._arrived.check_sample()  # only now: it waits for an accelerator
         with timeline.span("REDUCE_GRADIENTS"):
             change, self.found_sparse = layout.deliver()

@@ -115,6 +115,7 @@ class OperationWork(dist.Work):
         self._handles: Sequence[Waitable] | None = None  # from the launch on
         self._outputs = list(outputs)
         self._future: _Future | None = None
+        self.callback_error: BaseException | None = None  # the first of a future's callback
         self._error: BaseException | None = None
         self._completed = False
         self._source = -1
@@ -265,8 +266,8 @@ class _Future(torch.futures.Future[Any]):
     def wait(self) -> Any:
         if not self.done():
             self._work.complete()
-            if not self.done() and self._work._queue._error is not None:  # in a callback before
-                raise self._work._queue._error
+            if not self.done() and self._work.callback_error is not None:  # none sets it any more
+                raise self._work.callback_error
         return super().wait()
 
     def value(self) -> Any:
@@ -281,6 +282,7 @@ class _Future(torch.futures.Future[Any]):
             try:
                 outcome = callback(self)
             except BaseException as error:  # raised at the end of backward, with its type
+                self._work.callback_error = self._work.callback_error or error
                 self._work._queue.failed(error)
             else:
                 after.set_result(outcome)

@@ -82,10 +82,10 @@ class Coordination:
         self._tells = False
         self._comparing = ""  # what the rank's thread waits for in a comparison
         self._pending: dict[tuple[str, str], _Named] = {}
-        self._pongs: SimpleQueue[bool] = SimpleQueue()
+        self._pongs: SimpleQueue[bool | None] = SimpleQueue()
         self._events: SimpleQueue[Message | None] = SimpleQueue()
         self._reason: str | None = None
-        self._missing: SimpleQueue[list[int]] = SimpleQueue()
+        self._missing: SimpleQueue[list[int] | None] = SimpleQueue()
         self._gone: set[int] = set()
         self._parts: dict[str, weakref.ref[Communicator]] = {"": self._communicator}
         self._comparisons: dict[tuple[str, int], Comparison] = {}
@@ -122,7 +122,7 @@ class Coordination:
 
     def next_event(self) -> Message:
         """Wait for an operation of the others, or for the end of joining."""
-        event = self._wait(self._events.get)
+        event = self._wait(lambda: _next(self._events))
         if event is None:
             communicator = self._communicator()
             if communicator is not None:
@@ -303,7 +303,7 @@ class Coordination:
         """Wait until all decisions on what was offered before have been carried out here."""
         if self._pending and self._reason is None:
             self._client.send({"do": "ping", "number": 0})  # its pong is behind all decisions
-            self._wait(self._pongs.get)
+            self._wait(lambda: _next(self._pongs))
 
     def await_named(self, named: _Named) -> None:
         """Wait for a named operation."""
@@ -327,7 +327,7 @@ class Coordination:
 
     def _give_up(self, named: _Named, communicator: Communicator | None) -> None:
         self._client.send({"do": "missing", "set": named.key, "name": named.name})
-        ranks = self._missing.get()
+        ranks = _next(self._missing)
         if communicator is not None and ranks:  # none, if they have begun it meanwhile
             communicator.abort(
                 f"{named.operation.text.partition(chr(10))[0]} was not begun by ranks {ranks} "
@@ -481,8 +481,16 @@ class Coordination:
         for comparison in [*self._comparisons.values()]:
             comparison.ended.set()
         self._events.put(None)
-        self._pongs.put(False)
-        self._missing.put([])
+        self._pongs.put(None)
+        self._missing.put(None)
+
+
+def _next(queue: SimpleQueue[T | None]) -> T | None:
+    """Wait for the next of a queue; None at its end, which stays there for others that wait."""
+    found = queue.get()
+    if found is None:
+        queue.put(None)
+    return found
 
 
 def _listen(alive: weakref.ref[Coordination], client: RendezvousClient) -> None:
@@ -615,7 +623,8 @@ def coordination_over(communicator: Communicator) -> Coordination:
 
 
 def _disagreement(decision: Message) -> RanksDisagree:
-    return disagreement(decision["texts"], decision["members"] if decision["set"] else None)
+    members = decision["members"] if decision["set"] else None
+    return disagreement(decision["texts"], members, decision["values"])
 
 
 def is_joined(communicator: Communicator) -> bool:
