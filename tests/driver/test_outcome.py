@@ -7,6 +7,8 @@ import builtins
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -173,6 +175,9 @@ def test_a_strange_error_keeps_its_type_and_lines(kind, shown):
     assert shown in str(error) and "raise failure" in str(error)
 
 
+NO_CLUSTER: Any = SimpleNamespace(close=list, closed_workers=list)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_driver_settles_whatever_ends_its_thread(kind):
     class Broken:
@@ -184,6 +189,7 @@ def test_the_driver_settles_whatever_ends_its_thread(kind):
 
     ended = []
     driver = Driver("digits", Options(), lambda: ended.append(True), inbox=Broken())
+    driver.job_client = NO_CLUSTER
     driver.run()
     error = driver.future.exception(0)
     assert isinstance(error, JobError) and isinstance(error.__cause__, kind)
@@ -205,6 +211,7 @@ class Endless:
 
 def test_cancel_ends_a_job_whose_result_takes_for_ever_to_read():
     driver = Driver("digits", Options(), lambda: None)
+    driver.job_client = NO_CLUSTER
     driver.log.results[0] = dumps(Endless())
     driver._outcome = FINISHED
     thread = threading.Thread(target=driver.run)
