@@ -47,8 +47,8 @@ def test_a_worker_that_closes_ends_its_ranks(status):
 class Hosted:
     """A rank that ends at once, and keeps what it was ordered."""
 
-    def __init__(self, spec, *_):
-        self.orders = made[spec.job, spec.start] = []
+    def __init__(self, setup, *_):
+        self.orders = made[setup.spec.job, setup.spec.start] = []
 
     def obey(self, order):
         self.orders.append(order.effect)
@@ -70,6 +70,8 @@ def agent(monkeypatch):
     agent._worker = SimpleNamespace(loop=SimpleNamespace(add_callback=print))
     agent._send = lambda *_: None
     agent._send_beats = lambda: None
+    agent._launcher = None
+    agent._setup_of = lambda spec, payload: SimpleNamespace(spec=spec)
     agent.bind, agent._scratch = (lambda address: ""), (lambda spec: "/nowhere")
     return agent
 
@@ -121,7 +123,8 @@ class Process:
 def hosted(process: Any, seconds: float) -> hosted_rank.HostedRank:
     place = Place(0, 1, 0, 1, 0, 1)
     spec = RankSpec(job="job", start=0, place=place, heartbeat_timeout_s=seconds)
-    return hosted_rank.HostedRank(spec, lambda *_: process, print, int, print)
+    setup, launcher = SimpleNamespace(spec=spec), SimpleNamespace(launch=lambda *_: process)
+    return hosted_rank.HostedRank(setup, launcher, None, print)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ import shutil
 import sys
 import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import dask.config
 import psutil
@@ -33,7 +32,6 @@ from nbelastic.cluster.dask_compat import (
     memory_limit,
     resume,
     shorten_batching,
-    unsent_bytes,
 )
 from nbelastic.cluster.process_state import own_process_id
 from nbelastic.cluster.wire import (
@@ -68,13 +66,9 @@ from nbelastic.messages import (
 from .environment import own_interface, versions
 from .hosted_rank import HostedRank, Key
 from .notice_watcher import NoticeWatcher
-from .rank.channel import RankSetup, frame
+from .rank.channel import RankSetup
 from .rank_launcher import RankLauncher
 from .signals import ignore_interrupts, leave_on_termination, pass_on_user_signals
-from .worker_faults import inflict
-
-if TYPE_CHECKING:
-    from .rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
 
@@ -189,11 +183,7 @@ class Agent(WorkerPlugin):
                 del self._early[key]
                 return
             rank = HostedRank(
-                spec,
-                partial(self._launch, spec, payload),
-                self._send,
-                lambda: unsent_bytes(self._worker.batched_stream),
-                partial(self._worker.loop.add_callback, inflict, self._worker, self._send),
+                self._setup_of(spec, payload), self._launcher, self._worker, self._send
             )
         except Exception as error:
             problem = f"its process cannot be started: {error!r}"
@@ -221,16 +211,8 @@ class Agent(WorkerPlugin):
             self._payloads[job] = unpack(packed, JobPayload)
         return self._payloads[job]
 
-    def _launch(
-        self,
-        spec: RankSpec,
-        payload: JobPayload,
-        take: Callable[[Message], None],
-        output: Callable[[bytes], None],
-    ) -> RankProcess:
-        """Start the process of a rank."""
-        process = self._launcher.launch(take, output)
-        setup = RankSetup(
+    def _setup_of(self, spec: RankSpec, payload: JobPayload) -> RankSetup:
+        return RankSetup(
             spec,
             payload,
             environment={**os.environ, **({DASK_CUDA: "1"} if "dask_cuda" in sys.modules else {})},
@@ -243,8 +225,6 @@ class Agent(WorkerPlugin):
             # A client in the worker, of any task, has set `scheduler`; the rank has its own client.
             dask_config=_pickled({k: v for k, v in dask.config.config.items() if k != "scheduler"}),
         )
-        process.send_bytes(frame(pickle.dumps(setup)))
-        return process
 
     def _scratch(self, spec: RankSpec) -> str:
         return os.path.join(self._worker.local_directory, f"nbelastic-{spec.job}-{spec.start}")
