@@ -84,7 +84,7 @@ def test_a_rank_gets_the_orders_that_came_before_it(agent):
     early = [InjectFaults((), (7,)), InjectFaults((), (8,))]
     for effect in early:
         for start in (3, 4):
-            agent._obey(("job", start), RankOrder("job", start, effect))
+            agent._obey(RankOrder("job", start, effect))
     run_rank(agent)
     assert made == {("job", 3): early}
     agent._take(ForgetOrder("job"))
@@ -93,10 +93,10 @@ def test_a_rank_gets_the_orders_that_came_before_it(agent):
 
 def test_an_order_to_end_holds_for_the_job_that_gave_it(agent):
     end = RankOrder("job", 3, EndRank(3, "leave", Text("it is over")))
-    agent._obey(("job", 3), end)
+    agent._obey(end)
     run_rank(agent)
     assert made == {}
-    agent._obey(("job", 3), end)  # late: its process has ended
+    agent._obey(end)  # late: its process has ended
     agent._take(ForgetOrder("job"))
     agent._payloads["job"] = b""  # of the next job of this name
     run_rank(agent)

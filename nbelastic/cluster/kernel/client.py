@@ -283,8 +283,7 @@ class JobClient:
         self._futures[spec.start] = self._client.submit(
             run_rank,
             spec,
-            slot.id,
-            slot.worker,
+            slot,
             key=f"{RANK_KEY}{self.uid}-{spec.start}",
             workers=[slot.worker],
             allow_other_workers=False,

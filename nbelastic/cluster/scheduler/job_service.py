@@ -291,13 +291,10 @@ class JobService:
         if ours:
             wanted = {rec.key(start) for rec in self._jobs.values() for start in rec.ranks}
             self._scheduler.client_desires_keys(keys=list(ours & wanted), client=KEEPER)
-            asyncio.get_running_loop().call_soon(self._forget, list(ours - wanted), client)
+            asyncio.get_running_loop().call_soon(self.forget_tasks, list(ours - wanted), client)
 
-    def forget_tasks(self, keys: list[str]) -> None:
+    def forget_tasks(self, keys: list[str], client: str = KEEPER) -> None:
         """Release tasks that will never finish, because Dask would keep their keys for ever."""
-        self._forget(keys, KEEPER)
-
-    def _forget(self, keys: list[str], client: str) -> None:
         known = [key for key in keys if key in self._scheduler.tasks]
         if known and client in self._scheduler.clients:
             self._scheduler.client_releases_keys(keys=known, client=client)

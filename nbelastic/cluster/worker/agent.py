@@ -288,18 +288,18 @@ class Agent(WorkerPlugin):
         elif isinstance(message, WatchOrder):
             self._notices.apply(message)
         elif isinstance(message, RankOrder):
-            self._obey((message.job, message.start), message)
+            self._obey(message)
         else:
             raise TypeError(f"an agent does not expect {type(message).__name__}")
 
-    def _obey(self, key: Key, order: RankOrder) -> None:
-        rank = self._ranks.get(key)
-        if rank is not None:
+    def _obey(self, order: RankOrder) -> None:
+        key = (order.job, order.start)
+        if (rank := self._ranks.get(key)) is not None:
             rank.obey(order)
         elif isinstance(order.effect, (EndRank, InjectFaults)) and not self._ends(key):
             self._early.setdefault(key, []).append(order)
             if isinstance(order.effect, EndRank):
-                self._send(RankEvent(key[0], RankLeft(key[1])))
+                self._send(RankEvent(order.job, RankLeft(order.start)))
                 self._send(RankEnded(*key, never=True))
 
     def _ends(self, key: Key) -> bool:
@@ -320,19 +320,18 @@ def keep_quiet_at_the_end(worker: Worker) -> None:
     logger.addFilter(keep)
 
 
-def run_rank(spec: RankSpec, slot: str, address: str) -> None:
+def run_rank(spec: RankSpec, slot: Slot) -> None:
     """Make the worker's agent run a rank, and wait for its end: the Dask task of a rank.
 
     It runs in a thread that has left the worker's pool. So Dask sees the worker as busy, and the
-    pool's own threads are free for other tasks. The `address` is the scheduler's of the worker. A
-    task that Dask sends again, to another worker at that address, finds another id there than its
-    `slot` and does nothing.
+    pool's own threads are free for other tasks. A task that Dask sends again, to another worker at
+    the address of its `slot`, finds another id there and does nothing.
     """
     worker = get_worker()
     agent = cast("Agent | None", worker.plugins.get(PLUGIN))
-    if agent is not None and worker.id == slot:
+    if agent is not None and worker.id == slot.id:
         secede()
-        sync(worker.loop, agent.run, spec, address)
+        sync(worker.loop, agent.run, spec, slot.worker)
 
 
 def _pickled(value: Any) -> bytes:
