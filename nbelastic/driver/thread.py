@@ -169,11 +169,6 @@ class Driver:
         """Whether the connection to the scheduler is lost, and may come back."""
         return self._away and self._outcome is None
 
-    @property
-    def outlives_kernel(self) -> bool:
-        """Whether its scheduler runs elsewhere, where the job goes on without this process."""
-        return not self.job_client.is_local
-
     # -- the thread ----------------------------------------------------------------------------
 
     def run(self) -> None:

@@ -71,8 +71,8 @@ def agent(monkeypatch):
     agent._send = lambda *_: None
     agent._send_beats = lambda: None
     agent._launcher = None
-    agent._setup_of = lambda spec, payload: SimpleNamespace(spec=spec)
-    agent.bind, agent._scratch = (lambda address: ""), (lambda spec: "/nowhere")
+    agent._setup_of = lambda spec, payload: SimpleNamespace(spec=spec, scratch="/nowhere")
+    agent.bind = lambda address: ""
     return agent
 
 

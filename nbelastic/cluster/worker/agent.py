@@ -182,9 +182,8 @@ class Agent(WorkerPlugin):
             if payload is None or self._ends(key):
                 del self._early[key]
                 return
-            rank = HostedRank(
-                self._setup_of(spec, payload), self._launcher, self._worker, self._send
-            )
+            setup = self._setup_of(spec, payload)
+            rank = HostedRank(setup, self._launcher, self._worker, self._send)
         except Exception as error:
             problem = f"its process cannot be started: {error!r}"
             self._send(RankEvent(spec.job, RankRaised(spec.start, problem)))
@@ -197,8 +196,8 @@ class Agent(WorkerPlugin):
         self._send_beats()
         try:
             await rank.wait()
-            if os.path.isdir(scratch := self._scratch(spec)):
-                await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+            if os.path.isdir(setup.scratch):
+                await asyncio.to_thread(shutil.rmtree, setup.scratch, ignore_errors=True)
         finally:
             self._ranks.pop(key)
             self._send(RankEnded(*key))
@@ -217,7 +216,7 @@ class Agent(WorkerPlugin):
             payload,
             environment={**os.environ, **({DASK_CUDA: "1"} if "dask_cuda" in sys.modules else {})},
             directory=os.getcwd(),
-            scratch=self._scratch(spec),
+            scratch=f"{self._worker.local_directory}/nbelastic-{spec.job}-{spec.start}",
             path=tuple(sys.path),
             threads=int(self._worker.state.nthreads),
             scheduler=str(self._worker.scheduler.address),
@@ -225,9 +224,6 @@ class Agent(WorkerPlugin):
             # A client in the worker, of any task, has set `scheduler`; the rank has its own client.
             dask_config=_pickled({k: v for k, v in dask.config.config.items() if k != "scheduler"}),
         )
-
-    def _scratch(self, spec: RankSpec) -> str:
-        return os.path.join(self._worker.local_directory, f"nbelastic-{spec.job}-{spec.start}")
 
     def bind(self, address: str) -> str:
         """Return the interface for a rank to bind, by the worker's own address."""
