@@ -62,6 +62,8 @@ class JobService:
         self._plugin = plugin
         self._scheduler = scheduler = plugin.scheduler
         self._jobs = plugin.jobs
+        self._handlers: dict[type, Callable[[str, Any], None]]
+        self._handlers = {JournalStep: self.step, InjectRequest: self.inject, GiveUp: self.give_up}
         self._given_up: deque[str] = deque(maxlen=100)
         self._ended: dict[str, tuple[JobInfo, bytes]] = {}  # with the packed description
         for name in ("open", "attach", "drives", "close", "payload", "jobs", "look", "wish"):
@@ -71,12 +73,8 @@ class JobService:
     def _take(self, client: str, message: Any = None, **_: Any) -> None:
         """Take a message of a kernel. Raises nothing: the stream would close."""
         try:
-            read: JournalStep | InjectRequest | GiveUp = unpack(
-                message, JournalStep | InjectRequest | GiveUp
-            )
-            handlers: dict[type, Callable[[str, Any], None]]
-            handlers = {JournalStep: self.step, InjectRequest: self.inject, GiveUp: self.give_up}
-            handlers[type(read)](client, read)
+            read = unpack(message, JournalStep | InjectRequest | GiveUp)
+            self._handlers[type(read)](client, read)
         except Exception:  # whatever is in the message
             logger.exception("a message from the kernel %s cannot be read", client)
 
