@@ -70,9 +70,8 @@ def agent(monkeypatch):
     agent._worker = SimpleNamespace(loop=SimpleNamespace(add_callback=print))
     agent._send = lambda *_: None
     agent._send_beats = lambda: None
-    agent._launcher = None
     agent._setup_of = lambda spec, payload: SimpleNamespace(spec=spec, scratch="/nowhere")
-    agent.bind = lambda address: ""
+    agent.bind, agent._launcher = (lambda address: ""), None
     return agent
 
 

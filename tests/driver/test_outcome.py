@@ -7,8 +7,7 @@ import builtins
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -175,9 +174,6 @@ def test_a_strange_error_keeps_its_type_and_lines(kind, shown):
     assert shown in str(error) and "raise failure" in str(error)
 
 
-NO_CLUSTER: Any = SimpleNamespace(close=list, closed_workers=list)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_driver_settles_whatever_ends_its_thread(kind):
     class Broken:
@@ -189,7 +185,7 @@ def test_the_driver_settles_whatever_ends_its_thread(kind):
 
     ended = []
     driver = Driver("digits", Options(), lambda: ended.append(True), inbox=Broken())
-    driver.job_client = NO_CLUSTER
+    driver.job_client = MagicMock()
     driver.run()
     error = driver.future.exception(0)
     assert isinstance(error, JobError) and isinstance(error.__cause__, kind)
@@ -211,7 +207,7 @@ class Endless:
 
 def test_cancel_ends_a_job_whose_result_takes_for_ever_to_read():
     driver = Driver("digits", Options(), lambda: None)
-    driver.job_client = NO_CLUSTER
+    driver.job_client = MagicMock()
     driver.log.results[0] = dumps(Endless())
     driver._outcome = FINISHED
     thread = threading.Thread(target=driver.run)

@@ -44,8 +44,7 @@ class SimAgent(Agent):
         return self
 
     def launch(self, setup: Any, take: Any, _: Any) -> SimRank:
-        worker: Any = self._worker
-        return SimRank(worker, setup.spec, setup.payload, take)
+        return SimRank(self._worker, setup.spec, setup.payload, take)  # type: ignore[arg-type]
 
     async def close(self) -> None:
         """Need no process here."""
