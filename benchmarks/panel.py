@@ -85,7 +85,7 @@ class Job:
     def _driver(self) -> Any:
         """What a snapshot reads of a driver: the metrics of its log."""
         log = SimpleNamespace(metrics=self, last_output=lambda _: "")
-        return SimpleNamespace(log=log, outlives_kernel=True)
+        return SimpleNamespace(log=log, job_client=SimpleNamespace(is_local=False))
 
     def curves(self, most: int) -> dict[str, list[tuple[float, float]]]:
         return {name: points[:: -(-len(points) // most)] for name, points in self.shapes.items()}

@@ -12,7 +12,6 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from nbelastic.driver import Job, driver_of
@@ -238,7 +237,7 @@ class FaultPlan:
             with self._lock:
                 for number, scheduled in self._scheduled.items():
                     if scheduled.sent_to:  # one may have done it, and the others not know yet
-                        self._order(scheduled.sent_to, drop=[number])
+                        self._driver.job_client.inject(scheduled.sent_to, drop=[number])
                     if scheduled.open:
                         never = scheduled.sent is None
                         scheduled.problem = "its time has not come" if never else "too late"
@@ -265,14 +264,14 @@ class FaultPlan:
                     fixed = starts if each.start is None else starts & {each.start}
                     chosen = fixed - each.sent_to
                 elif each.sent_to:
-                    self._order(each.sent_to & starts, drop=[number])
+                    self._driver.job_client.inject(each.sent_to & starts, drop=[number])
                     each.sent_to.clear()
                 each.sent_to |= chosen
                 for start in chosen:
                     orders.setdefault(start, []).append(each.fault.order(number))
             # Each rank gets an order, without a fault too: from then on it tells what it redoes.
             for start, faults in orders.items():
-                self._order([start], faults=faults)
+                self._driver.job_client.inject([start], faults)
 
     def _draw(self, schedule: RandomSchedule, members: list[RankView], now: float) -> None:
         """Schedule what is due of a random plan, if enough ranks are well."""
@@ -307,12 +306,6 @@ class FaultPlan:
         scheduled.sent, scheduled.start, scheduled.worker = now, target.start, target.worker
         self._commit_rate.mark()
         return {target.start}
-
-    def _order(
-        self, starts: Iterable[int], *, faults: Iterable[FaultOrder] = (), drop: Iterable[int] = ()
-    ) -> None:
-        if (job_client := self._driver.job_client) is not None:
-            job_client.inject(sorted(starts), tuple(faults), tuple(drop))
 
 
 def inject(job: Job, *faults: Fault | RandomPlan, pace: float | None = None) -> FaultPlan:

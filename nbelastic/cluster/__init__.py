@@ -7,7 +7,7 @@ them run in several processes; each names them.
 from .job_log import JobLog
 from .journal import replay
 from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_wish
-from .kernel.own_cluster import NO_PAGES, configuration, own_security, publish, security_of
+from .kernel.own_cluster import NO_PAGES, configuration, publish, security_of
 from .kernel.partitions import HeldPartitions, with_sources
 from .kernel.preflight import check_versions, pack_function
 from .kernel.reachability import check_answers, check_scheduler
@@ -39,7 +39,6 @@ __all__ = [
     "look_at_job",
     "lost_while",
     "open_jobs",
-    "own_security",
     "own_versions",
     "pack_function",
     "publish",

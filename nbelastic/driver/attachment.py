@@ -10,7 +10,7 @@ from typing import Any
 
 import dask
 from dask.system import CPU_COUNT
-from distributed import Client, LocalCluster, Status
+from distributed import Client, LocalCluster, Security, Status
 from distributed.system import MEMORY_LIMIT
 
 from nbelastic.cluster import (
@@ -19,7 +19,6 @@ from nbelastic.cluster import (
     check_answers,
     check_scheduler,
     lost_while,
-    own_security,
     publish,
     security_of,
 )
@@ -86,7 +85,7 @@ def _embedded(options: Options) -> tuple[Client, Callable[[], None]]:
     # This cluster runs one job only, so Dask's profiler need not start.
     # The plugin is there from the start, so that an interrupt of the cell ends no worker.
     with dask.config.set({"distributed.worker.profile.enabled": False, **NO_PAGES}):
-        security = own_security()
+        security: Any = Security.temporary()
         cluster = LocalCluster(
             n_workers=0,
             threads_per_worker=math.ceil(CPU_COUNT / workers),

@@ -359,7 +359,7 @@ def _what_is_free(job: Job, workers: set[str]) -> str:
         return "the cluster that was started for it is closed"
     if not workers:
         return "no worker ran it"
-    known = None if driver.job_client is None else driver.job_client.free_workers
+    known = driver.job_client.free_workers
     if known is None:
         return "the scheduler has not said what has become of its workers"
     count, free = len(workers), len(workers & known)

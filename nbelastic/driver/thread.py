@@ -105,7 +105,7 @@ class Driver:
         self.owns_cluster = False
         self.variables: MutableMapping[str, Any] = {}  # of the function, here
         self.options = options
-        self.job_client: JobClient | None = None
+        self.job_client: JobClient  # from its start on
         self._cleanup = cleanup
         self._machine = Machine(options.limits())
         self._clock = clock
@@ -169,11 +169,6 @@ class Driver:
         """Whether the connection to the scheduler is lost, and may come back."""
         return self._away and self._outcome is None
 
-    @property
-    def outlives_kernel(self) -> bool:
-        """Whether its scheduler runs elsewhere, where the job goes on without this process."""
-        return self.job_client is None or not self.job_client.is_local
-
     # -- the thread ----------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -196,7 +191,6 @@ class Driver:
             if isinstance(item, Event):
                 self._step(item)
             elif isinstance(item, ToDriver):
-                assert self.job_client is not None
                 if item.epoch == self.job_client.epoch:
                     self._take(item.message)
             elif item is not None:
@@ -204,7 +198,6 @@ class Driver:
 
     def _step(self, event: Event, seq: int = 0) -> None:
         """Make the machine decide, and send the step; `seq` is the event's number, 0 without."""
-        assert self.job_client is not None
         with self._lock:
             looked, self._looked, chance = self._looked, self._clock(), self._chance()
             self._now += min(self._looked - looked, MOST_COUNTED)
@@ -222,7 +215,6 @@ class Driver:
 
     def _is_over(self) -> bool:
         """Return whether an end by time holds: not if the scheduler has gone on alone."""
-        assert self.job_client is not None
         machine = self._machine
         if self.job_client.drives():
             return True
@@ -230,7 +222,6 @@ class Driver:
         return self._machine is machine and not self._away and not self.detached
 
     def _look_at_connection(self) -> Event | None:
-        assert self.job_client is not None
         status, was_away = self.job_client.status, self._away
         self._away = status == "connecting"
         if status == "running" and was_away:
@@ -249,7 +240,7 @@ class Driver:
     def _look_at_workers(self) -> None:
         """Each second, look for workers that Dask's cluster has closed for good."""
         now = self.log.elapsed
-        if self.job_client is None or now < self._look_at:
+        if now < self._look_at:
             return
         self._look_at = now + 1.0
         closed = set(self.job_client.closed_workers(self._seen_workers))
@@ -280,7 +271,6 @@ class Driver:
 
     def _attach_again(self) -> None:
         """Take the job over again: the connection was lost, and is back."""
-        assert self.job_client is not None
         try:
             answer = self.job_client.attach()
         except ClusterLost:
@@ -319,7 +309,6 @@ class Driver:
         self._seq = message.seq
         self.log.note_event(message.event, message.result, message.error)
         if isinstance(message.event, SlotGone):
-            assert self.job_client is not None
             for start, at in list(self._slots.items()):
                 if at == message.event.slot:  # Dask would keep tasks pinned to it for ever
                     self._slots.pop(start)
@@ -332,7 +321,7 @@ class Driver:
         """Start a rank whose slot was granted, unless it has been given up meanwhile."""
         start, roster = granted.start, self._machine.roster
         rank = roster.ranks.get(start)
-        if self.job_client is None or rank is None or rank.stage != Stage.STARTING:
+        if rank is None or rank.stage != Stage.STARTING:
             return
         self._slots[start] = granted.slot.id
         spec = self.options.rank_spec(
@@ -351,9 +340,9 @@ class Driver:
         try:
             if bug is not None:
                 logger.error("the driver of job %r failed", self.name, exc_info=bug)
-            if self.job_client is not None and self.detached:
+            if self.detached:
                 self.job_client.detach()
-            elif self.job_client is not None:
+            else:
                 self.job_client.close()
             if self.options.timeline is not None and not self.detached:
                 self._write_timeline(self.options.timeline)
@@ -364,7 +353,6 @@ class Driver:
         settle(self.future, self.name, self.log, self._outcome, bug, detached=self.detached)
 
     def _write_timeline(self, path: str) -> None:
-        assert self.job_client is not None
         try:
             if join_parts(path, self.job_client.uid):
                 return

@@ -42,7 +42,7 @@ STALE = (
 
 def afterlife(job: Any) -> str:
     """Return what becomes of a job without its kernel, as HTML."""
-    if not driver_of(job).outlives_kernel:
+    if driver_of(job).job_client.is_local:
         return "The job ends with its kernel, because its cluster does."
     call = escape(f'nbelastic.attach("{job.name}", cluster=client)')
     return f"Without its kernel the job trains on: <code>{call}</code> shows it."

@@ -124,7 +124,7 @@ def test_faults_that_cannot_be_meant_are_refused(make, complaint):
 
 def test_a_random_fault_is_for_the_process_that_was_drawn():
     ordered = []
-    client = SimpleNamespace(inject=lambda starts, faults, drop: ordered.append((starts, faults)))
+    client = SimpleNamespace(inject=lambda starts, faults: ordered.append((starts, faults)))
     driver = SimpleNamespace(chaos=None, job_client=client)
     ranks = [
         SimpleNamespace(rank=n, start=10 + n, state="running", commits=1, worker="a")

@@ -47,8 +47,8 @@ def test_a_worker_that_closes_ends_its_ranks(status):
 class Hosted:
     """A rank that ends at once, and keeps what it was ordered."""
 
-    def __init__(self, spec, *_):
-        self.orders = made[spec.job, spec.start] = []
+    def __init__(self, setup, *_):
+        self.orders = made[setup.spec.job, setup.spec.start] = []
 
     def obey(self, order):
         self.orders.append(order.effect)
@@ -70,7 +70,8 @@ def agent(monkeypatch):
     agent._worker = SimpleNamespace(loop=SimpleNamespace(add_callback=print))
     agent._send = lambda *_: None
     agent._send_beats = lambda: None
-    agent.bind, agent._scratch = (lambda address: ""), (lambda spec: "/nowhere")
+    agent._setup_of = lambda spec, payload: SimpleNamespace(spec=spec, scratch="/nowhere")
+    agent.bind, agent._launcher = (lambda address: ""), None
     return agent
 
 
@@ -82,7 +83,7 @@ def test_a_rank_gets_the_orders_that_came_before_it(agent):
     early = [InjectFaults((), (7,)), InjectFaults((), (8,))]
     for effect in early:
         for start in (3, 4):
-            agent._obey(("job", start), RankOrder("job", start, effect))
+            agent._obey(RankOrder("job", start, effect))
     run_rank(agent)
     assert made == {("job", 3): early}
     agent._take(ForgetOrder("job"))
@@ -91,10 +92,10 @@ def test_a_rank_gets_the_orders_that_came_before_it(agent):
 
 def test_an_order_to_end_holds_for_the_job_that_gave_it(agent):
     end = RankOrder("job", 3, EndRank(3, "leave", Text("it is over")))
-    agent._obey(("job", 3), end)
+    agent._obey(end)
     run_rank(agent)
     assert made == {}
-    agent._obey(("job", 3), end)  # late: its process has ended
+    agent._obey(end)  # late: its process has ended
     agent._take(ForgetOrder("job"))
     agent._payloads["job"] = b""  # of the next job of this name
     run_rank(agent)
@@ -121,7 +122,8 @@ class Process:
 def hosted(process: Any, seconds: float) -> hosted_rank.HostedRank:
     place = Place(0, 1, 0, 1, 0, 1)
     spec = RankSpec(job="job", start=0, place=place, heartbeat_timeout_s=seconds)
-    return hosted_rank.HostedRank(spec, lambda *_: process, print, int, print)
+    setup, launcher = SimpleNamespace(spec=spec), SimpleNamespace(launch=lambda *_: process)
+    return hosted_rank.HostedRank(setup, launcher, None, print)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ async def a_watched_cloud(hosts):
     """Yield a cloud without a job, on which the plugin is registered that watches."""
     async with a_cloud(hosts, job=False) as (cloud, first):
         cloud.plugins[SpotNotices.name] = None
-        cloud.plugin.watch_machines()
+        cloud.plugin.review.start()
         cloud.plugin._review_all()
         yield cloud, first
 
@@ -306,13 +306,13 @@ async def test_workers_are_watched_and_retired_without_a_job():
         cloud.report(gone)
         await retired(cloud)
         assert cloud.retired == [["w0", "w1"]]
-        assert cloud.plugin._review.running
+        assert cloud.plugin.review.running
         stays = next(iter(cloud.workers))
         assert cloud.watching[stays].on
         del cloud.plugins[SpotNotices.name]
         cloud.plugin._review_all()
         assert not cloud.watching[stays].on
-        assert not cloud.plugin._review.running
+        assert not cloud.plugin.review.running
 
 
 # -- retirement as cluster managers ask for it -----------------------------------------------------

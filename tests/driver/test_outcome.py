@@ -7,6 +7,7 @@ import builtins
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -184,6 +185,7 @@ def test_the_driver_settles_whatever_ends_its_thread(kind):
 
     ended = []
     driver = Driver("digits", Options(), lambda: ended.append(True), inbox=Broken())
+    driver.job_client = MagicMock()
     driver.run()
     error = driver.future.exception(0)
     assert isinstance(error, JobError) and isinstance(error.__cause__, kind)
@@ -205,6 +207,7 @@ class Endless:
 
 def test_cancel_ends_a_job_whose_result_takes_for_ever_to_read():
     driver = Driver("digits", Options(), lambda: None)
+    driver.job_client = MagicMock()
     driver.log.results[0] = dumps(Endless())
     driver._outcome = FINISHED
     thread = threading.Thread(target=driver.run)

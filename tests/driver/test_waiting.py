@@ -22,7 +22,7 @@ class Waited(Job):
     """A job whose parts raise a `KeyboardInterrupt` when it is their turn."""
 
     def __init__(self, *interrupted: str) -> None:
-        self._driver = SimpleNamespace(name="a", owns_cluster=True, job_client=None)
+        self._driver = SimpleNamespace(name="a", owns_cluster=True)
         self._interrupted = list(interrupted)
         self.calls: list[str] = []
 

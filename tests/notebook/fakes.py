@@ -94,7 +94,7 @@ class FakeJob:
     @property
     def _driver(self) -> Any:  # its log's metrics are the job's own
         return SimpleNamespace(
-            outlives_kernel=self.elsewhere,
+            job_client=SimpleNamespace(is_local=not self.elsewhere),
             log=SimpleNamespace(
                 metrics=self, last_output=self.last_output, returned=Returned(None, {})
             ),

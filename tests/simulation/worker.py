@@ -33,25 +33,21 @@ class SimWatcher:
         """Take none any more."""
 
 
-class SimLauncher:
-    """A launcher, which needs no process here."""
-
-    async def close(self) -> None:
-        """Take no more."""
-
-
 class SimAgent(Agent):
-    """The real agent, whose ranks are simulated processes."""
+    """The real agent, and the launcher of its ranks, which are simulated processes."""
 
     def setup(self, worker: Any) -> None:
         super().setup(worker)
         self._notices = SimWatcher()  # type: ignore[assignment]
 
     def _start_launcher(self) -> Any:
-        return SimLauncher()
+        return self
 
-    def _launch(self, spec: Any, payload: Any, take: Any, output: Any) -> Any:
-        return SimRank(self._worker, spec, payload, take)
+    def launch(self, setup: Any, take: Any, _: Any) -> SimRank:
+        return SimRank(self._worker, setup.spec, setup.payload, take)  # type: ignore[arg-type]
+
+    async def close(self) -> None:
+        """Need no process here."""
 
 
 class SimNanny:
@@ -83,7 +79,7 @@ class SimWorker:
     ) -> None:
         self.world, self.name, self.address, self.nanny = world, name, address, nanny
         self.nthreads = threads
-        self.local_directory = ""
+        self.local_directory, self.security = "", None
         world.births += 1
         self.id = f"{name}#{world.births}"
         self.process = self.loop = Process(world.hub, self.id, host)

@@ -14,7 +14,7 @@ import cloudpickle
 import psutil
 
 from nbelastic.cluster.payload import Modules
-from nbelastic.cluster.worker.rank.channel import RankSetup, frame
+from nbelastic.cluster.worker.rank.channel import RankSetup
 from nbelastic.cluster.worker.rank_launcher import RankLauncher
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.messages import (
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 PATIENCE_S = 60.0
 
 
-def setup_of(function: Callable[..., Any], *args: Any) -> bytes:
-    """Return the first frame to a rank that calls a function; the function travels by value."""
+def setup_of(function: Callable[..., Any], *args: Any) -> RankSetup:
+    """Return what a rank gets that calls a function; the function travels by value."""
     payload = JobPayload(b"", pickle.dumps(Modules()), dumps((function, args, {})))
-    setup = RankSetup(
+    return RankSetup(
         RankSpec(job="job", start=0, place=Place(0, 1, 0, 1, 0, 1), bind="127.0.0.1"),
         payload,
         environment=dict(os.environ),
@@ -48,7 +48,6 @@ def setup_of(function: Callable[..., Any], *args: Any) -> bytes:
         security=None,
         dask_config=b"",
     )
-    return frame(pickle.dumps(setup))
 
 
 class Launched:
@@ -56,8 +55,8 @@ class Launched:
 
     def __init__(self, launcher: RankLauncher, function: Callable[..., Any], *args: Any) -> None:
         self.came: list[Message | bytes] = []
-        self.process: RankProcess = launcher.launch(self.came.append, self.came.append)
-        self.process.send_bytes(setup_of(function, *args))
+        setup, take = setup_of(function, *args), self.came.append
+        self.process: RankProcess = launcher.launch(setup, take, take)
 
     async def end(self) -> ProcessExit:
         return await asyncio.wait_for(self.process.wait(), PATIENCE_S)

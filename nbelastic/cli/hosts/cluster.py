@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import dask.config
-from distributed import Scheduler, SpecCluster, Status
+from distributed import Scheduler, Security, SpecCluster, Status
 
-from nbelastic.cluster import NO_PAGES, ElasticPlugin, configuration, own_security, publish
+from nbelastic.cluster import NO_PAGES, ElasticPlugin, configuration, publish
 from nbelastic.driver.attachment import LOOPBACK_HTTP
 from nbelastic.errors import summary_of
 from nbelastic.render import count
@@ -58,7 +58,7 @@ class HostCluster(SpecCluster):
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="nbelastic-hosts", daemon=True)
         first = _asked(source)
-        security = own_security()
+        security: Any = Security.temporary()
         self._configuration = configuration(security)  # of workers on other hosts
         self._bind |= {"security": security, "protocol": "tls://"}
         options = {

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster.dask_compat import is_stalled, resume, runs_here, shorten_batching
@@ -137,14 +138,11 @@ class JobClient:
     def drives(self) -> bool:
         """Return whether the job is still this driver's, or that cannot be known."""
         try:
-            return bool(self._client.sync(self._persist, self._drives, DRIVES_TIMEOUT))
+            me = {"job": self._job, "client": self._client.id, "epoch": self.epoch}
+            ask = partial(self._scheduler.nbelastic_drives, **me)
+            return bool(self._client.sync(self._persist, ask, DRIVES_TIMEOUT))
         except (OSError, asyncio.TimeoutError, TimeoutError):
             return True
-
-    def _drives(self) -> Any:
-        return self._scheduler.nbelastic_drives(
-            job=self._job, client=self._client.id, epoch=self.epoch
-        )
 
     def close(self) -> None:
         """Take the job off the cluster, and wait until its workers are free.
@@ -266,10 +264,11 @@ class JobClient:
         self._send(JournalStep(*head, now, chance, seq, event))
 
     def inject(
-        self, starts: Iterable[int], faults: tuple[FaultOrder, ...], drop: tuple[int, ...]
+        self, starts: Iterable[int], faults: Iterable[FaultOrder] = (), drop: Iterable[int] = ()
     ) -> None:
         """Send faults to ranks."""
-        self._send(InjectRequest(self._job, self.epoch, tuple(starts), faults, drop))
+        starts = tuple(sorted(starts))
+        self._send(InjectRequest(self._job, self.epoch, starts, tuple(faults), tuple(drop)))
 
     def _send(self, message: Message) -> None:
         if self._client.status in ("running", "connecting"):
@@ -284,8 +283,7 @@ class JobClient:
         self._futures[spec.start] = self._client.submit(
             run_rank,
             spec,
-            slot.id,
-            slot.worker,
+            slot,
             key=f"{RANK_KEY}{self.uid}-{spec.start}",
             workers=[slot.worker],
             allow_other_workers=False,

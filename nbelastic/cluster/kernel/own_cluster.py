@@ -31,11 +31,6 @@ NO_PAGES: dict[str, Any] = {
 """Configuration of Dask without pages on HTTP servers."""
 
 
-def own_security() -> Any:
-    """Return a new certificate, with its key, for a cluster of this process."""
-    return Security.temporary()
-
-
 def publish(address: str, security: Any) -> Callable[[], None]:
     """Let this user's processes on this host find the certificate; return how to end that."""
     path = _file_of(address)

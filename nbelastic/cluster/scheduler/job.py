@@ -227,7 +227,7 @@ class ScheduledJob:
         elif isinstance(effect, SaveCommit | EndRank):
             self.plugin.order(self, effect, [effect.start])
         elif isinstance(effect, RestartWorker):
-            self.plugin.restart_worker(effect.slot, str(effect.reason))
+            self.plugin.spawn(self.plugin.restart_worker(effect.slot, str(effect.reason)))
 
     # -- abandoned -------------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ class JobService:
         self._plugin = plugin
         self._scheduler = scheduler = plugin.scheduler
         self._jobs = plugin.jobs
+        self._handlers: dict[type, Callable[[str, Any], None]]
+        self._handlers = {JournalStep: self.step, InjectRequest: self.inject, GiveUp: self.give_up}
         self._given_up: deque[str] = deque(maxlen=100)
         self._ended: dict[str, tuple[JobInfo, bytes]] = {}  # with the packed description
         for name in ("open", "attach", "drives", "close", "payload", "jobs", "look", "wish"):
@@ -71,12 +73,8 @@ class JobService:
     def _take(self, client: str, message: Any = None, **_: Any) -> None:
         """Take a message of a kernel. Raises nothing: the stream would close."""
         try:
-            read: JournalStep | InjectRequest | GiveUp = unpack(
-                message, JournalStep | InjectRequest | GiveUp
-            )
-            handlers: dict[type, Callable[[str, Any], None]]
-            handlers = {JournalStep: self.step, InjectRequest: self.inject, GiveUp: self.give_up}
-            handlers[type(read)](client, read)
+            read = unpack(message, JournalStep | InjectRequest | GiveUp)
+            self._handlers[type(read)](client, read)
         except Exception:  # whatever is in the message
             logger.exception("a message from the kernel %s cannot be read", client)
 
@@ -291,13 +289,10 @@ class JobService:
         if ours:
             wanted = {rec.key(start) for rec in self._jobs.values() for start in rec.ranks}
             self._scheduler.client_desires_keys(keys=list(ours & wanted), client=KEEPER)
-            asyncio.get_running_loop().call_soon(self._forget, list(ours - wanted), client)
+            asyncio.get_running_loop().call_soon(self.forget_tasks, list(ours - wanted), client)
 
-    def forget_tasks(self, keys: list[str]) -> None:
+    def forget_tasks(self, keys: list[str], client: str = KEEPER) -> None:
         """Release tasks that will never finish, because Dask would keep their keys for ever."""
-        self._forget(keys, KEEPER)
-
-    def _forget(self, keys: list[str], client: str) -> None:
         known = [key for key in keys if key in self._scheduler.tasks]
         if known and client in self._scheduler.clients:
             self._scheduler.client_releases_keys(keys=known, client=client)

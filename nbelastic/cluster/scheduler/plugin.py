@@ -112,7 +112,7 @@ class ElasticPlugin(SchedulerPlugin):
         self.workers: dict[str, WorkerRecord] = {}  # by address
         self._refused: dict[str, str] = {}
         self._tasks: set[asyncio.Task[object]] = set()
-        self._review = PeriodicCall(REVIEW_INTERVAL, self._review_all)
+        self.review = PeriodicCall(REVIEW_INTERVAL, self._review_all)
         self._installing: dict[str, asyncio.Event] = {}  # until the hello, by address
         self._heartbeats = HeartbeatMonitor(self)
         self.scaling = ScalingHooks(self)
@@ -135,7 +135,7 @@ class ElasticPlugin(SchedulerPlugin):
     async def before_close(self) -> None:
         """Stop watching: the scheduler is closing."""
         self._heartbeats.stop()
-        self._review.stop()
+        self.review.stop()
         self.arbiter.stop()
         for job in self.jobs.values():
             job.stop()
@@ -147,7 +147,7 @@ class ElasticPlugin(SchedulerPlugin):
     async def prepare(self, job: ScheduledJob) -> None:
         """Put agents on the workers that a job may use, and tell its driver of all together."""
         self._heartbeats.start()
-        self._review.start()
+        self.review.start()
         without = self._without_agent(job)
         await asyncio.gather(*(self._install_agent(address) for address in without))
         if self.jobs.get(job.name) is job:
@@ -195,11 +195,7 @@ class ElasticPlugin(SchedulerPlugin):
             self.arbiter.stop()
             self._notices.review()
             if not self._notices.standing:
-                self._review.stop()
-
-    def watch_machines(self) -> None:
-        """Watch for notices also without a job, while :class:`SpotNotices` is registered."""
-        self._review.start()
+                self.review.stop()
 
     # -- workers -----------------------------------------------------------------------------------
 
@@ -485,12 +481,11 @@ class ElasticPlugin(SchedulerPlugin):
         """Make the driver start a rank on a granted slot."""
         job.send(SlotGranted(start, job.ranks[start].slot, job.places[start]))
 
-    def restart_worker(self, slot: Slot, reason: str) -> None:
+    async def restart_worker(self, slot: Slot, reason: str) -> None:
         """Restart a worker through its nanny; remove a worker without a nanny."""
-        if self._at(slot) is not None:
-            self.spawn(self._restart_worker(slot.worker, reason))
-
-    async def _restart_worker(self, address: str, reason: str) -> None:
+        address = slot.worker
+        if self._at(slot) is None:
+            return
         logger.info("worker %s is restarted, or removed if it has no nanny: %s", address, reason)
         await self.scheduler.restart_workers(
             workers=[address],
@@ -640,7 +635,7 @@ class SpotNotices(SchedulerPlugin):
         await scheduler.register_scheduler_plugin(ElasticPlugin(), name=PLUGIN, idempotent=True)
         plugin = scheduler.plugins[PLUGIN]
         assert isinstance(plugin, ElasticPlugin)
-        plugin.watch_machines()
+        plugin.review.start()  # it watches also without a job, while this one is registered
 
 
 def _finished(tasks: set[asyncio.Task[object]], task: asyncio.Task[object]) -> None:

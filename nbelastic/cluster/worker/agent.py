@@ -16,8 +16,7 @@ import shutil
 import sys
 import weakref
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import dask.config
 import psutil
@@ -33,7 +32,6 @@ from nbelastic.cluster.dask_compat import (
     memory_limit,
     resume,
     shorten_batching,
-    unsent_bytes,
 )
 from nbelastic.cluster.process_state import own_process_id
 from nbelastic.cluster.wire import (
@@ -68,13 +66,9 @@ from nbelastic.messages import (
 from .environment import own_interface, versions
 from .hosted_rank import HostedRank, Key
 from .notice_watcher import NoticeWatcher
-from .rank.channel import RankSetup, frame
+from .rank.channel import RankSetup
 from .rank_launcher import RankLauncher
 from .signals import ignore_interrupts, leave_on_termination, pass_on_user_signals
-from .worker_faults import inflict
-
-if TYPE_CHECKING:
-    from .rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
 
@@ -188,13 +182,8 @@ class Agent(WorkerPlugin):
             if payload is None or self._ends(key):
                 del self._early[key]
                 return
-            rank = HostedRank(
-                spec,
-                partial(self._launch, spec, payload),
-                self._send,
-                lambda: unsent_bytes(self._worker.batched_stream),
-                partial(self._worker.loop.add_callback, inflict, self._worker, self._send),
-            )
+            setup = self._setup_of(spec, payload)
+            rank = HostedRank(setup, self._launcher, self._worker, self._send)
         except Exception as error:
             problem = f"its process cannot be started: {error!r}"
             self._send(RankEvent(spec.job, RankRaised(spec.start, problem)))
@@ -207,8 +196,8 @@ class Agent(WorkerPlugin):
         self._send_beats()
         try:
             await rank.wait()
-            if os.path.isdir(scratch := self._scratch(spec)):
-                await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+            if os.path.isdir(setup.scratch):
+                await asyncio.to_thread(shutil.rmtree, setup.scratch, ignore_errors=True)
         finally:
             self._ranks.pop(key)
             self._send(RankEnded(*key))
@@ -221,21 +210,13 @@ class Agent(WorkerPlugin):
             self._payloads[job] = unpack(packed, JobPayload)
         return self._payloads[job]
 
-    def _launch(
-        self,
-        spec: RankSpec,
-        payload: JobPayload,
-        take: Callable[[Message], None],
-        output: Callable[[bytes], None],
-    ) -> RankProcess:
-        """Start the process of a rank."""
-        process = self._launcher.launch(take, output)
-        setup = RankSetup(
+    def _setup_of(self, spec: RankSpec, payload: JobPayload) -> RankSetup:
+        return RankSetup(
             spec,
             payload,
             environment={**os.environ, **({DASK_CUDA: "1"} if "dask_cuda" in sys.modules else {})},
             directory=os.getcwd(),
-            scratch=self._scratch(spec),
+            scratch=f"{self._worker.local_directory}/nbelastic-{spec.job}-{spec.start}",
             path=tuple(sys.path),
             threads=int(self._worker.state.nthreads),
             scheduler=str(self._worker.scheduler.address),
@@ -243,11 +224,6 @@ class Agent(WorkerPlugin):
             # A client in the worker, of any task, has set `scheduler`; the rank has its own client.
             dask_config=_pickled({k: v for k, v in dask.config.config.items() if k != "scheduler"}),
         )
-        process.send_bytes(frame(pickle.dumps(setup)))
-        return process
-
-    def _scratch(self, spec: RankSpec) -> str:
-        return os.path.join(self._worker.local_directory, f"nbelastic-{spec.job}-{spec.start}")
 
     def bind(self, address: str) -> str:
         """Return the interface for a rank to bind, by the worker's own address."""
@@ -308,18 +284,18 @@ class Agent(WorkerPlugin):
         elif isinstance(message, WatchOrder):
             self._notices.apply(message)
         elif isinstance(message, RankOrder):
-            self._obey((message.job, message.start), message)
+            self._obey(message)
         else:
             raise TypeError(f"an agent does not expect {type(message).__name__}")
 
-    def _obey(self, key: Key, order: RankOrder) -> None:
-        rank = self._ranks.get(key)
-        if rank is not None:
+    def _obey(self, order: RankOrder) -> None:
+        key = (order.job, order.start)
+        if (rank := self._ranks.get(key)) is not None:
             rank.obey(order)
         elif isinstance(order.effect, (EndRank, InjectFaults)) and not self._ends(key):
             self._early.setdefault(key, []).append(order)
             if isinstance(order.effect, EndRank):
-                self._send(RankEvent(key[0], RankLeft(key[1])))
+                self._send(RankEvent(order.job, RankLeft(order.start)))
                 self._send(RankEnded(*key, never=True))
 
     def _ends(self, key: Key) -> bool:
@@ -340,19 +316,18 @@ def keep_quiet_at_the_end(worker: Worker) -> None:
     logger.addFilter(keep)
 
 
-def run_rank(spec: RankSpec, slot: str, address: str) -> None:
+def run_rank(spec: RankSpec, slot: Slot) -> None:
     """Make the worker's agent run a rank, and wait for its end: the Dask task of a rank.
 
     It runs in a thread that has left the worker's pool. So Dask sees the worker as busy, and the
-    pool's own threads are free for other tasks. The `address` is the scheduler's of the worker. A
-    task that Dask sends again, to another worker at that address, finds another id there than its
-    `slot` and does nothing.
+    pool's own threads are free for other tasks. A task that Dask sends again, to another worker at
+    the address of its `slot`, finds another id there and does nothing.
     """
     worker = get_worker()
     agent = cast("Agent | None", worker.plugins.get(PLUGIN))
-    if agent is not None and worker.id == slot:
+    if agent is not None and worker.id == slot.id:
         secede()
-        sync(worker.loop, agent.run, spec, address)
+        sync(worker.loop, agent.run, spec, slot.worker)
 
 
 def _pickled(value: Any) -> bytes:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from msgspec.structs import replace
 
+from nbelastic.cluster.dask_compat import unsent_bytes
 from nbelastic.cluster.process_state import ProbeHistory, Verdict
 from nbelastic.messages import (
     Abort,
@@ -37,9 +38,13 @@ from nbelastic.messages import (
     Text,
 )
 
+from .worker_faults import inflict
+
 if TYPE_CHECKING:
-    from nbelastic.cluster.worker.rank_process import RankProcess
-    from nbelastic.elastic.ranks.runtime import RankSpec
+    from distributed import Worker
+
+    from .rank.channel import RankSetup
+    from .rank_launcher import RankLauncher
 
 INTERVAL = 0.1
 """Seconds that text may wait for more."""
@@ -137,23 +142,21 @@ SILENCE_S = 1.2
 class HostedRank:
     """A rank from the start of its process to its end.
 
-    ``launch(take, output)`` starts the process. `send` and `waiting` (bytes that wait) are those of
-    the connection to the scheduler. ``inflict(process, due)`` injects a fault. A rank that does
-    nothing and sends no heartbeat for the `heartbeat_timeout` of its `spec` is ended. After its
-    function, its threads, exit handlers and children have the `exit_timeout`.
+    `send` sends to the scheduler. A rank that does nothing and sends no heartbeat for the
+    `heartbeat_timeout` of its spec is ended. After its function, its threads, exit handlers and
+    children have the `exit_timeout`.
     """
 
     def __init__(
         self,
-        spec: RankSpec,
-        launch: Callable[[Callable[[Message], None], Callable[[bytes], None]], RankProcess],
+        setup: RankSetup,
+        launcher: RankLauncher,
+        worker: Worker,
         send: Callable[[Message], None],
-        waiting: Callable[[], int],
-        inflict: Callable[[RankProcess, FaultDue], None],
     ) -> None:
-        self._spec = spec
-        self._key = key = (spec.job, spec.start)
-        self._send, self._inflict = send, inflict
+        self._spec = setup.spec
+        self._key = key = (setup.spec.job, setup.spec.start)
+        self._worker, self._send = worker, send
         self._loop = asyncio.get_running_loop()
         self._beat = Beat(key[1], 0, 0, False, -1)
         self._began, self._heard = self._loop.time(), cast("float | None", None)
@@ -163,12 +166,11 @@ class HostedRank:
         self._over = self._returned = False
         self._limits: list[asyncio.TimerHandle] = []
         self._output = OutputBuffer(
-            lambda text: send(RankOutput(*key, text)), waiting, self._pause_output
+            lambda text: send(RankOutput(*key, text)),
+            lambda: unsent_bytes(worker.batched_stream),
+            lambda paused: self.process.pause_output(paused),  # noqa: PLW0108 - it comes next
         )
-        self.process = launch(self._take, self._output.write)
-
-    def _pause_output(self, paused: bool) -> None:
-        self.process.pause_output(paused)
+        self.process = launcher.launch(setup, self._take, self._output.write)
 
     async def wait(self) -> None:
         """Wait until the process has ended, and report it if the rank has not."""
@@ -190,7 +192,7 @@ class HostedRank:
             self._beat = message.beats[0][1]
             self._heard, self._probes = self._loop.time(), ProbeHistory()
         elif isinstance(message, FaultDue):
-            self._inflict(self.process, message)
+            self._worker.loop.add_callback(inflict, self._worker, self._send, self.process, message)
         else:
             if isinstance(message, RankEvent):
                 self._output.flush()

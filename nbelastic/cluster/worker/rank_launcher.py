@@ -35,6 +35,7 @@ from nbelastic.elastic.ranks.runtime import THREAD_VARIABLES
 from nbelastic.messages import Message
 from nbelastic.system import LINUX
 
+from .rank.channel import RankSetup
 from .rank.children import GROUP_LIMIT_S
 from .rank_process import RankProcess
 
@@ -84,14 +85,14 @@ class RankLauncher:
         )
 
     def launch(
-        self, take: Callable[[Message], None], output: Callable[[bytes], None]
+        self, setup: RankSetup, take: Callable[[Message], None], output: Callable[[bytes], None]
     ) -> RankProcess:
-        """Start the process of a rank.
+        """Start the process of a rank, which gets its `setup` first.
 
         `output` gets what it prints, `take` each message after all that it has printed before.
         """
         self._launched += 1
-        number, rank = self._launched, RankProcess(take, output)
+        number, rank = self._launched, RankProcess(setup, take, output)
         self._ranks[number] = rank
         rank.gone.add_done_callback(lambda _: self._ranks.pop(number, None))
         try:

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -32,11 +33,11 @@ import psutil
 
 from nbelastic.cluster.process_state import ProcessState, process_id, read_state
 from nbelastic.elastic.ranks.stack import NOT_THE_USERS
-from nbelastic.messages import Message
+from nbelastic.messages import AnyMessage, Message, decode, encode
 from nbelastic.rank_template import KIND, MESSAGE_BYTES, messages, send
 from nbelastic.system import LINUX
 
-from .rank.channel import HEADER, framed, read_message
+from .rank.channel import HEADER, RankSetup, frame
 from .rank.children import GROUP_LIMIT_S, signal_group
 
 _LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
@@ -112,7 +113,10 @@ def out_of_memory_kills() -> int:
 class RankProcess:
     """Process of one rank; made by :meth:`~.rank_launcher.RankLauncher.launch`."""
 
-    def __init__(self, take: Callable[[Message], None], output: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, setup: RankSetup, take: Callable[[Message], None], output: Callable[[bytes], None]
+    ) -> None:
+        self._unsent = [frame(pickle.dumps(setup))]
         self.pid: int | None = None  # while it runs
         self.server: int | None = None  # its rank server's
         self._take, self._output = take, output
@@ -132,7 +136,6 @@ class RankProcess:
         self._paused = False
         self._serving = asyncio.ensure_future(self._serve())
         self._writer: asyncio.StreamWriter | None = None
-        self._unsent: list[bytes] = []
         self._tasks: set[asyncio.Future[None]] = set()
         self._loop.add_reader(self._source, self._print)
 
@@ -147,14 +150,10 @@ class RankProcess:
 
     def send(self, message: Message) -> None:
         """Send an order to the rank."""
-        self.send_bytes(framed(message))
-
-    def send_bytes(self, data: bytes) -> None:
-        """Send a frame to the rank."""
         if self._writer is None:
-            self._unsent.append(data)
+            self._unsent.append(frame(encode(message)))
         elif not self._closed:
-            self._writer.write(data)
+            self._writer.write(frame(encode(message)))
 
     def send_signal(self, number: int, reason: str = "") -> None:
         """Send a signal to the process and its group, unless it has ended; say why it ends."""
@@ -200,7 +199,7 @@ class RankProcess:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while True:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
-                message = read_message(await reader.readexactly(length))
+                message = decode(await reader.readexactly(length), AnyMessage)
                 self._print()  # what it has printed before
                 self._take(message)
 

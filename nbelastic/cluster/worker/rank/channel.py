@@ -52,17 +52,6 @@ def frame(data: bytes) -> bytes:
     return HEADER.pack(len(data)) + data
 
 
-def framed(message: Message) -> bytes:
-    """Return the frame of a message."""
-    return frame(encode(message))
-
-
-def read_message(data: bytes) -> Message:
-    """Return the message in a frame."""
-    message: Message = decode(data, AnyMessage)
-    return message
-
-
 class RankChannel:
     """A rank's end of its channel, served by a thread that reads and a thread that sends."""
 
@@ -94,7 +83,7 @@ class RankChannel:
                 with contextlib.suppress(Exception):  # the user's own stream, or none
                     stream.flush()
         if os.getpid() == self._process:  # a fork is no rank
-            self._waiting.put(framed(message))
+            self._waiting.put(frame(encode(message)))
 
     def close(self) -> None:
         """Wait until all is sent."""
@@ -124,7 +113,7 @@ class RankChannel:
                 data = self._read()
             except OSError:  # the worker has ended
                 os.killpg(0, signal.SIGKILL)
-            take(read_message(data))
+            take(decode(data, AnyMessage))
 
     def _read(self) -> bytes:
         (length,) = HEADER.unpack(self._exactly(HEADER.size))

@@ -97,7 +97,6 @@ def _take_environment(setup: RankSetup) -> None:
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     # Python's own generator seeds itself anew in a fork. Those of NumPy and torch do not.
     import numpy
-    import torch
 
     numpy.random.seed()
     torch.seed()

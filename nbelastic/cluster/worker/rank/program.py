@@ -123,8 +123,20 @@ class RankProgram:
             self._injector().take(effect.faults, effect.drop)
         elif isinstance(effect, FaultDone):
             self._injector().done(effect.number)
-        else:
-            deliver(self.session, effect)
+        elif isinstance(effect, Publish):
+            self.session.on_plan(effect.plan)
+            if self.session.telemetry.observer is not None:
+                self.session.telemetry.observer.plan()
+        elif isinstance(effect, Abort):
+            self.session.on_abort(effect.generation, str(effect.reason))
+        elif isinstance(effect, Notify):
+            self.session.on_notice(effect.generation)
+        elif isinstance(effect, Release):
+            self.session.on_release(effect.generation)
+        elif isinstance(effect, SaveCommit):
+            self.session.on_save()
+        elif isinstance(effect, EndRank):
+            self.session.on_end(effect.how, str(effect.reason), effect.save)
 
     def _injector(self) -> FaultInjector:
         """Return the rank's fault injector; make it with the first order."""
@@ -268,21 +280,3 @@ class RankProgram:
             state_mismatch=issubclass(kind, StateMismatch),
         )
         self._finish(event, error=packed)
-
-
-def deliver(session: Session, effect: Any) -> None:
-    """Hand an effect that its rank is to obey over to a session."""
-    if isinstance(effect, Publish):
-        session.on_plan(effect.plan)
-        if session.telemetry.observer is not None:
-            session.telemetry.observer.plan()
-    elif isinstance(effect, Abort):
-        session.on_abort(effect.generation, str(effect.reason))
-    elif isinstance(effect, Notify):
-        session.on_notice(effect.generation)
-    elif isinstance(effect, Release):
-        session.on_release(effect.generation)
-    elif isinstance(effect, SaveCommit):
-        session.on_save()
-    elif isinstance(effect, EndRank):
-        session.on_end(effect.how, str(effect.reason), effect.save)
