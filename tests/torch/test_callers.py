@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
+from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.errors import NotTheRank
 from nbelastic.torch.ops.coordination.coordination import coordination_of
 from nbelastic.torch.process_group import ElasticProcessGroup
@@ -76,12 +77,15 @@ def test_operations_belong_to_one_thread_until_it_ends():
     assert run_ranks(2, rank_main) == [([2.0, 2.0], 2.0)] * 2
 
 
-def test_threads_of_a_world_of_one_are_all_welcome():
+def test_threads_of_a_process_with_one_rank_are_that_ranks(monkeypatch):
+    monkeypatch.setattr("nbelastic.elastic.ranks.context._of_process", [])
+
     def rank_main(context):
         hvd.barrier()
-        return in_thread(total)
+        with ThreadPoolExecutor(1) as pool:  # unlike in_thread(), without the rank's variables
+            return in_thread(total), pool.submit(current_or_none).result() is context
 
-    assert run_ranks(1, rank_main) == [1.0]
+    assert run_ranks(1, rank_main) == [(1.0, True)]
 
 
 @pytest.mark.parametrize("of_all", [False, True], ids=["own group", "all ranks"])

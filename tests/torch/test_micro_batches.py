@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import re
@@ -24,11 +25,7 @@ from nbelastic.data import Batch, Loader
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, OptionError, RanksDisagree
-from nbelastic.torch.gradients.micro_batches import (
-    check_places,
-    check_witness,
-    parameter_digest,
-)
+from nbelastic.torch.gradients.micro_batches import check_places, check_witness, parameter_digest
 from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.state.torch_state import TorchState
 from tests.collectives.worlds import MAKERS
@@ -396,12 +393,15 @@ def test_a_newcomer_that_computes_other_bits(exact: Any, monkeypatch: pytest.Mon
 # -- mistakes --------------------------------------------------------------------------------------
 
 
-def assign(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-    first, *others = model.parameters()
-    loss = loss_of(model(x), y)
-    gradient = torch.autograd.grad(loss, [first], retain_graph=True)[0]
-    loss.backward(inputs=others)
-    first.grad = gradient
+def assign(model: nn.Module, x: torch.Tensor, y: torch.Tensor, first: int = 1) -> None:
+    assigned, others = [*model.parameters()][:first], [*model.parameters()][first:]
+    gradients = torch.autograd.grad(loss_of(model(x), y), [*assigned, *others])
+    torch.autograd.backward(others, gradients[first:])
+    for parameter, gradient in zip(assigned, gradients, strict=False):
+        parameter.grad = gradient
+
+
+assign_all = functools.partial(assign, first=99)
 
 
 def replace(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -423,7 +423,7 @@ def act(word: str, model: Any, optimizer: Any, step: Any, x: Any, y: Any) -> Non
             loss_of(model(x), y).backward()
     elif word == "clip":
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    elif word in ("assign", "replace"):
+    elif word in ("assign", "assign_all", "replace"):
         globals()[word](model, x, y)
     elif word == "closure":
         optimizer.step(lambda: None)
@@ -448,14 +448,11 @@ ASSIGNED = r"has a gradient that was assigned.*autograd\.backward"
         ("backward", "iterate over the step", {}),
         ("[zero_grad] backward", "iterate over the step, and call it in that loop", {}),
         ("zero_grad [assign] step", ASSIGNED, {}),
+        ("zero_grad [assign_all] step", ASSIGNED, {}),
         ("zero_grad [replace] step", ASSIGNED, {}),
         ("[backward] step", r"op=…\) cannot be used", {"op": hvd.Sum}),
         ("[backward] step", r"op=…\) cannot be used", {"op": hvd.Adasum}),
-        (
-            "[backward] step",
-            r"compression=…\) cannot",
-            {"compression": hvd.Compression.fp16},
-        ),
+        ("[backward] step", r"compression=…\) cannot", {"compression": hvd.Compression.fp16}),
     ],
 )
 def test_mistakes_are_named(script: str, message: str, options: dict[str, Any]) -> None:
@@ -572,21 +569,19 @@ def two_loaders(how: str, fails: bool = False) -> Callable[[StaticContext], str]
         labelled = Loader(data(), Batch(8, micro=2), seed=1)
         other = Loader(data(), Batch(8, micro=2), seed=2)
         state = TorchState(model, optimizer, labelled=labelled, other=other)
-        left = 1 if fails else 0
+        left, turn = int(fails), -1 if how == "the other first" else 1
         seen: list[tuple[int, int]] = []
         while len(seen) < 3:
             for step, more in zip(labelled, other, strict=False):
                 optimizer.zero_grad()
-                if how == "together":
-                    for (x, y), (u, _) in zip(step, more, strict=True):
-                        (loss_of(model(x), y) + model(u).square().mean()).backward()
-                elif how == "the other first":
-                    for (u, _), (x, y) in zip(more, step, strict=True):
-                        (loss_of(model(x), y) + model(u).square().mean()).backward()
-                else:
+                if how == "one by one":
                     accumulate(model, step)
                     for u, _ in more:
                         model(u).square().mean().backward()
+                else:
+                    for pair in zip(*(step, more)[::turn], strict=True):
+                        (x, y), (u, _) = pair[::turn]
+                        (loss_of(model(x), y) + model(u).square().mean()).backward()
                 if step.number == 1 and left:
                     left -= 1
                     state.restore()
