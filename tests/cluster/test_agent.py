@@ -15,6 +15,7 @@ from nbelastic.cluster.worker import hosted_rank
 from nbelastic.cluster.worker.agent import Agent
 from nbelastic.cluster.worker.hosted_rank import CROWDED, FULL, INTERVAL, PATIENCE, OutputBuffer
 from nbelastic.cluster.worker.notice_watcher import NoticeWatcher
+from nbelastic.cluster.worker.rank_process import ProcessExit
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.messages import (
     Beat,
@@ -23,6 +24,8 @@ from nbelastic.messages import (
     Heartbeats,
     InjectFaults,
     Place,
+    RankDied,
+    RankEvent,
     RankOrder,
     Text,
 )
@@ -106,7 +109,7 @@ def test_an_order_to_end_holds_for_the_job_that_gave_it(agent):
 
 
 class Process:
-    waits = False
+    waits, pause_output = False, print
 
     def __init__(self, state: str) -> None:
         self.kind, self.at, self.signals = state, 0.0, list[tuple[int, str]]()
@@ -118,12 +121,23 @@ class Process:
     def send_signal(self, number: int, reason: str) -> None:
         self.signals.append((number, reason))
 
+    async def wait(self) -> ProcessExit:
+        return ProcessExit()
 
-def hosted(process: Any, seconds: float) -> hosted_rank.HostedRank:
+
+def hosted(process: Any, seconds: float, send: Any = print) -> hosted_rank.HostedRank:
     place = Place(0, 1, 0, 1, 0, 1)
     spec = RankSpec(job="job", start=0, place=place, heartbeat_timeout_s=seconds)
     setup, launcher = SimpleNamespace(spec=spec), SimpleNamespace(launch=lambda *_: process)
-    return hosted_rank.HostedRank(setup, launcher, None, print)
+    return hosted_rank.HostedRank(setup, launcher, None, send)
+
+
+async def test_a_death_is_reported_with_the_commit_of_the_last_heartbeat() -> None:
+    sent: list[Any] = []
+    rank = hosted(Process("gone"), 2, sent.append)
+    rank._take(Heartbeats((("job", Beat(0, 1, 0, False, 7)),)))
+    await rank.wait()
+    assert sent == [RankEvent("job", RankDied(0, "its process has ended", 7))]
 
 
 @pytest.mark.parametrize(
@@ -220,20 +234,7 @@ async def test_a_letter_may_come_in_two_parts_and_what_is_no_text_is_replaced() 
     assert not scene.paused
 
 
-async def test_a_rank_that_is_faster_than_the_connection_waits() -> None:
-    scene = Scene()
-    scene.waiting = CROWDED + 1
-    scene.buffer.write(b"x" * (FULL + 1))
-    assert scene.paused
-    await asyncio.sleep(PATIENCE / 2)
-    assert not scene.sent
-    scene.waiting = 0
-    await asyncio.sleep(2 * hosted_rank.PAUSE)
-    assert not scene.paused
-    assert sum(map(len, scene.sent)) == FULL + 1
-
-
-async def test_a_connection_that_stands_still_holds_a_rank_for_a_moment_each_time() -> None:
+async def test_a_rank_that_is_faster_than_the_connection_waits_for_a_moment_each_time() -> None:
     scene = Scene()
     scene.waiting = CROWDED + 1
     for _ in range(3):
@@ -243,8 +244,12 @@ async def test_a_connection_that_stands_still_holds_a_rank_for_a_moment_each_tim
         assert scene.paused
         await asyncio.sleep(PATIENCE)
         assert not scene.paused
-    scene.buffer.flush()
-    assert sum(map(len, scene.sent)) == 3 * FULL
+    scene.buffer.write(b"x")
+    assert scene.paused and not scene.sent
+    scene.waiting = 0
+    await asyncio.sleep(2 * hosted_rank.PAUSE)
+    assert not scene.paused
+    assert sum(map(len, scene.sent)) == 3 * FULL + 1
 
 
 def print_lines(count: int) -> None:

@@ -9,10 +9,10 @@ import pytest
 from distributed.core import Status
 from distributed.protocol import dumps, loads
 
+from nbelastic import messages as m
 from nbelastic.cluster.scheduler.arbiter import read_rules
 from nbelastic.cluster.wire import unpack
 from nbelastic.errors import OptionError
-from nbelastic.messages import LimitsChanged, LossReason, RankEnded, UnusedReason
 from nbelastic.sharing import SharingRules
 
 from .shared_cluster import SharedCluster
@@ -71,7 +71,7 @@ async def test_a_worker_that_was_paused_is_used_once_dask_lets_it_go_on():
         await settle(cluster)
         assert cluster.sizes() == {"one": 1}
         (unused,) = cluster.roster("one").unused
-        assert unused.reason is UnusedReason.PAUSED
+        assert unused.reason is m.UnusedReason.PAUSED
         paused.status = Status.running  # which Dask announces to nobody
         await settle(cluster)
         assert cluster.sizes() == {"one": 2}
@@ -89,6 +89,23 @@ async def test_a_slot_that_only_one_job_can_use_is_left_for_it():
         (host,) = cluster.plugin.jobs["needs gpu"].ranks.values()
         assert host.address == gpu
         assert not cluster.roster("any").policy.setbacks
+
+
+@pytest.mark.parametrize("lost", ["worker", "unreadable message"])
+async def test_a_lost_rank_had_come_as_far_as_its_last_heartbeat_says(lost):
+    """Also if that was not passed on yet: else deaths at one commit look like progress."""
+    async with a_cluster(1) as cluster:
+        await cluster.open("one")
+        await settle(cluster)
+        ((start, host),) = cluster.plugin.jobs["one"].ranks.items()
+        beat = m.Beat(start, 1, 0, waiting=False, version=7)
+        cluster.plugin._take_beats(host.address, m.Heartbeats((("one", beat),)))
+        if lost == "worker":
+            cluster.kill_worker(host.address)
+        else:
+            cluster.plugin._take(host.address, None)
+        cluster.step_all()
+        assert cluster.roster("one").newest == 7
 
 
 async def test_a_driver_that_stands_still_gets_no_more_slots():
@@ -115,13 +132,13 @@ async def test_a_slot_whose_worker_is_frozen_is_promised_to_nobody():
         record = cluster.plugin.jobs["wide"]
         start, host = next(iter(record.ranks.items()))
         del cluster.ranks["wide", start]  # it does and says nothing any more
-        cluster.plugin._heartbeats._report_silent(host, LossReason.WORKER_SILENT)
+        cluster.plugin._heartbeats._report_silent(host, m.LossReason.WORKER_SILENT)
         await settle(cluster)
         await cluster.open("late", min_np=2)
         await settle(cluster)
         assert cluster.sizes() == {"wide": 1, "late": 2}
         # It goes on, and sees that it was to end. Then it can fall silent once more.
-        cluster.plugin._ended(host.address, RankEnded("wide", start))
+        cluster.plugin._ended(host.address, m.RankEnded("wide", start))
         await settle(cluster)
         assert cluster.sizes() == {"wide": 2, "late": 2}
         assert not host.frozen
@@ -259,7 +276,7 @@ async def something_happens(cluster, number):
         cluster.hire(f"new{number}", chance.choice("gh"))
     elif kind == "scale" and live:
         change = chance.choice(({"priority": 2}, {"priority": 0}, {"max_np": 2, "min_np": 1}))
-        cluster.tell(chance.choice(live), LimitsChanged(**change))
+        cluster.tell(chance.choice(live), m.LimitsChanged(**change))
     elif kind == "retire" and len(cluster.workers) > 3:
         cluster.plugin.mark_leaving(chance.choice(sorted(cluster.workers)))
 

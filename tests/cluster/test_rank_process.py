@@ -7,12 +7,13 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import cloudpickle
@@ -117,10 +118,7 @@ def test_nothing_of_the_worker_is_in_it(host: Host) -> None:
     [
         (lambda: os._exit(3), "exited with status 3"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by signal 9 (SIGKILL)"),
-        (
-            lambda: os.kill(os.getpid(), signal.SIGRTMIN),
-            f"killed by signal {int(signal.SIGRTMIN)} (SIGRTMIN)",
-        ),
+        (lambda: os.kill(os.getpid(), signal.SIGRTMIN), f"{int(signal.SIGRTMIN)} (SIGRTMIN)"),
     ],
 )
 def test_how_a_process_has_ended_is_said(host: Host, end: Any, words: str) -> None:
@@ -244,6 +242,15 @@ def test_a_reader_that_pauses_holds_the_rank_up_and_loses_nothing(host: Host) ->
     rank.process.pause_output(True)
     host.do(until(lambda: psutil.Process(rank.process.pid).status() != "running"))
     assert not rank.process.ended
+
+    def take(data: bytes) -> None:
+        rank.came.append(data)
+        select.select([rank.process._source], [], [], 30)  # it prints on meanwhile
+
+    before, rank.process._output = len(rank.output), take
+    rank.process._print()  # as for a message of the rank
+    assert len(rank.output) <= before + (1 << 16), "the loop of the worker goes on in between"
+    rank.process._output = rank.came.append
     rank.process.pause_output(False)
     host.do(rank.end())
     assert rank.output.splitlines() == [f"{number:099d}" for number in range(20_000)]
@@ -278,16 +285,12 @@ def test_a_child_may_end_after_the_function_and_is_ended_with_it_otherwise(host:
         rank = host.launch(function, go or "/none")
         host.do(until(lambda rank=rank: rank.last is not None))
         if not go:
-            host.do(_call(lambda rank=rank: rank.process.send_signal(signal.SIGTERM, "late")))
+            host.loop.call_soon(rank.process.send_signal, signal.SIGTERM, "late")
         exit_ = host.do(rank.end())
         assert (exit_.reason, rank.output.endswith(ends)) == ("" if go else "late", True)
         assert not is_there(rank.result)
     rank, _ = host.run(function, "/none", True)
     host.do(until(lambda: not is_there(int(rank.output.split()[0]))))
-
-
-async def _call(function: Callable[[], None]) -> None:
-    function()
 
 
 def test_a_fork_that_keeps_the_channel_does_not_hold_up_the_end(host: Host) -> None:

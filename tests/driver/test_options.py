@@ -100,6 +100,13 @@ class LaterCluster:
         ({"notices": numpy.array(["auto", "off"])}, "notices=array.*: must be one of auto, off"),
         ({"weight": 10**400}, "weight=1000"),
         ({"lease": "1e400 s"}, "lease='1e400 s': must be a duration"),
+        ({"resume": True}, "needs checkpoint="),
+        ({"checkpoint": "ftpx://host/place"}, "no protocol 'ftpx'"),
+        ({"checkpoint": 7}, "must be a path or a URL"),
+        ({"checkpoint": ""}, "must be a path or a URL"),
+        ({"checkpoint": "here", "checkpoint_every": 0}, "checkpoint_every=0"),
+        ({"checkpoint": "here", "checkpoint_every": 2.5}, r"checkpoint_every=2\.5"),
+        ({"checkpoint": "here", "resume": "yes"}, "resume='yes'"),
     ],
 )
 def test_a_wrong_option_is_named(options, message):

@@ -1,12 +1,17 @@
 """Members of a world that never changes, who keep checkpoints as those of a job do."""
 
 import contextlib
+import itertools
+import threading
 from pathlib import Path
 
+from nbelastic.collectives import SoloCommunicator
 from nbelastic.elastic.checkpoint.manager import CheckpointManager, CheckpointSpec
-from nbelastic.elastic.ranks.runtime import RankSpec
+from nbelastic.elastic.ranks.context import activate
+from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import Leaving
-from nbelastic.messages import FRESH, Member, Place, Plan, Slot
+from nbelastic.messages import FRESH, LoopDone, Member, Place, Plan, RankReady, Slot
 from tests.support.world import run_ranks
 
 
@@ -83,6 +88,35 @@ def job(url, build, train=None, **options):
 def resumed(url, build, train=None, *, run="z", resume=True, **options):
     """Have a job go on from what is at `url`; see :func:`job`."""
     return job(url, build, train, run=run, resume=resume, **options)
+
+
+def one_rank(function, plans=(), start=0, **spec):
+    """Call a function as a rank of a job that has no others; return what it has reported.
+
+    Before its first event is the memory of its first step. Each plan has a version, and the starts
+    of its members; by default they are this rank's.
+    """
+    told, left, numbers = [], iter(plans), itertools.count(1)
+
+    class Driver:
+        def report(self, event):
+            told.append(event)
+            if isinstance(event, RankReady):
+                version, *starts = next(left, (event.version, start))
+                members = (Member(s, Slot(f"w{s}", "", "", ""), ("", 0), version) for s in starts)
+                plan = Plan(next(numbers), tuple(members), event.loop)
+                threading.Thread(target=session.on_plan, args=[plan]).start()
+            elif isinstance(event, LoopDone):
+                session.on_release(event.generation)
+
+    place = Place(0, 1, 0, 1, 0, 1)
+    spec = RankSpec(job="job", start=start, place=place, bind="127.0.0.1", **spec)
+    solo = lambda terms: SoloCommunicator(generation=terms.generation)  # noqa: E731
+    session = Session(spec, Driver(), RankRuntime(connect=solo, on_set_up=told.append))
+    with activate(session):
+        function()
+    session.close()
+    return told
 
 
 def nothing(state):

@@ -1,11 +1,15 @@
 """What is due after some commits is done, once for each time, whatever fails meanwhile."""
 
+import functools
+
 import pytest
 
+from nbelastic.elastic.checkpoint.manager import CheckpointSpec
 from nbelastic.elastic.loop import run
 from nbelastic.elastic.state import ObjectState
 from nbelastic.errors import CollectiveError, OptionError
 from nbelastic.torch.elastic import TorchState
+from tests.elastic.members import one_rank
 from tests.support.world import run_ranks
 
 KINDS = [ObjectState, TorchState]
@@ -13,10 +17,7 @@ KINDS = [ObjectState, TorchState]
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
 def state(request):
-    def main(context):
-        return request.param(step=0, seen=[])
-
-    return run_ranks(1, main)[0]
+    return alone(lambda: request.param(step=0, seen=[]))
 
 
 def alone(function):
@@ -38,6 +39,24 @@ def test_functions_are_called_after_every_so_many_commits(state):
 
     alone(lambda: loop(state))
     assert state.seen == [3, -4, 6, -8, 9, 12, -12]
+
+
+def test_one_that_was_added_since_the_checkpoint_is_called_when_it_is_due(tmp_path):
+    """And the checkpoint of a function that has it can be resumed without."""
+
+    @run
+    def train(state, steps):
+        while state.step < steps:
+            state.step += 1
+            state.commit()
+
+    for number, expected in enumerate([[], [5], [5]]):
+        state = TorchState(step=0, seen=[])
+        if number == 1:
+            state.every(2, lambda state=state: state.seen.append(state.step))
+        spec = CheckpointSpec(url=str(tmp_path), run="abc"[number], every=100, resume=True)
+        one_rank(functools.partial(train, state, 3 + 3 * number), checkpoint=spec)
+        assert state.seen == expected
 
 
 def test_one_that_failed_is_called_again_and_one_that_is_done_is_not(state):

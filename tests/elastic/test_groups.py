@@ -1,17 +1,14 @@
 """Members of groups, followed from one generation to the next."""
 
 import copy
-import threading
 
 import pytest
 
-from nbelastic.collectives import SoloCommunicator
-from nbelastic.elastic.ranks.context import Context
+from nbelastic.elastic.ranks.context import Context, current
 from nbelastic.elastic.ranks.groups import Group, Members
-from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
-from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import NbelasticError
-from nbelastic.messages import FRESH, Member, Place, Plan, RankReady, Slot
+from nbelastic.messages import FRESH
+from tests.elastic.members import one_rank
 
 
 class World(Context):
@@ -82,21 +79,12 @@ def test_operations_of_a_group_are_not_counted_as_those_of_all():
 
 @pytest.mark.parametrize("version", [FRESH, 3])
 def test_ranks_named_in_a_later_generation_by_init_are_those_of_the_first(version):
-    def plan(generation, version, *starts):
-        members = (Member(s, Slot(f"w{s}", "", "", ""), ("", 0), version) for s in starts)
-        return Plan(generation, tuple(members), loop=1)
+    found = []
 
-    class Port:
-        plans = iter([plan(1, version, 10, 11), plan(2, 4, 11, 12)])
+    def rank():
+        for _ in range(2):
+            current().form(1)
+        found.extend(Members([0, 1]).ranks(current()))
 
-        def report(self, event):
-            if isinstance(event, RankReady):
-                threading.Thread(target=session.on_plan, args=[next(self.plans)]).start()
-
-    spec = RankSpec(job="job", start=11, place=Place(0, 2, 0, 2, 0, 1), bind="127.0.0.1")
-    solo = RankRuntime(connect=lambda terms: SoloCommunicator(generation=terms.generation))
-    session = Session(spec, Port(), solo)
-    for _ in range(2):
-        session.form(1)
-    assert Members([0, 1]).ranks(session) == ([0] if version == FRESH else []), "it had joined"
-    session.close()
+    one_rank(rank, [(version, 10, 11), (4, 11, 12)], start=11)
+    assert found == [0] * (version == FRESH), "else it had joined"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from nbelastic.collectives import Rendezvous, RendezvousServer
+from nbelastic.elastic import run
 from nbelastic.elastic.ranks import runtime
 from nbelastic.elastic.ranks.runtime import UnreachablePeers
-from nbelastic.messages import Member, Plan, Slot
+from nbelastic.messages import Member, Plan, RankReady, Slot
+from nbelastic.torch.state.torch_state import TorchState
+from tests.elastic.members import one_rank
 
 
 def plan(*starts):
@@ -52,18 +57,13 @@ def left() -> list[str]:
 def test_a_generation_formed_alone_leaves_no_thread(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    met = []
-
-    def connect(rendezvous: Rendezvous) -> object:
-        met.append((rendezvous.rank, rendezvous.size, rendezvous.backend))
-        return original(rendezvous)
-
-    original = runtime.connect
+    connect = Mock(wraps=runtime.connect)
     monkeypatch.setattr(runtime, "connect", connect)
     store = RendezvousServer("127.0.0.1")
     runtime.form_alone(terms(store.address, backend))
     store.close()
-    assert sorted(met) == [(0, 2, backend), (1, 2, backend)]
+    met = [terms for (terms,), _ in connect.call_args_list]
+    assert sorted((e.rank, e.size, e.backend) for e in met) == [(0, 2, backend), (1, 2, backend)]
     assert not left()
 
 
@@ -73,3 +73,12 @@ def test_an_error_of_a_generation_formed_alone_is_ignored(monkeypatch: pytest.Mo
     store.close()
     runtime.form_alone(terms(store.address))
     assert not left()
+
+
+@pytest.mark.parametrize(("state_bytes", "prepared"), [(None, 0), (0, 0), (100, 4 * (6 + 3))])
+def test_a_newcomer_takes_the_memory_of_its_first_step_before_it_is_ready(state_bytes, prepared):
+    """Of its gradients, if it is to receive a state: others wait for it then."""
+    state = TorchState(torch.nn.Linear(2, 3))
+    told = one_rank(lambda: run(lambda _: None)(state), state_bytes=state_bytes)
+    assert told[0] == prepared
+    assert isinstance(told[1], RankReady)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nbelastic.elastic import training_checks
+from nbelastic.elastic import ObjectState, run, training_checks
+from nbelastic.elastic.checkpoint.manager import CheckpointSpec
 from nbelastic.elastic.ranks.context import Context
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session
@@ -19,6 +20,7 @@ from nbelastic.elastic.training_checks import (
     watch,
 )
 from nbelastic.messages import AnyEvent, Place, RankNote, WeightsSampled, decode, encode
+from tests.elastic.members import one_rank
 
 
 class Notes(list):
@@ -68,10 +70,11 @@ def optimizer_of(value, kind=torch.nn.Parameter):
     return torch.optim.SGD([kind(torch.full((1,), value)).requires_grad_()], lr=0.1)
 
 
-def train(session, steps, commit_every=0, state=None, *, resumed=False, optimizers=lambda _: ()):
+def train(session, steps, commit_every=0, state=None, *, begins="", optimizers=lambda _: ()):
     """Train in a loop; return what was sampled besides the state."""
     watched = TrainingChecks(session, state or Sampled())
-    watched.begun(resumed=resumed)
+    session.version = 7 if begins == "joins" else 0
+    watched.begun(resumed=begins == "resumes")
     for step in range(1, steps + 1):
         session.about_to_exchange()
         for each in optimizers(step):
@@ -84,23 +87,42 @@ def train(session, steps, commit_every=0, state=None, *, resumed=False, optimize
 
 
 @pytest.mark.parametrize(
-    ("steps", "commit_every", "resumed", "warnings"),
+    ("steps", "commit_every", "begins", "warnings"),
     [
-        (3, 0, False, [NEVER_COMMITTED]),
-        (100, 0, False, [NEVER_COMMITTED]),
-        (101, 0, False, [NO_COMMIT]),
-        (500, 0, False, [NO_COMMIT]),
-        (500, 200, False, [NO_COMMIT]),
-        (500, 100, False, []),
-        (3, 3, False, []),
-        (0, 0, False, [NEVER_COMMITTED]),
-        (0, 0, True, []),  # the loop of the checkpoint may have ended
-        (101, 0, True, [NO_COMMIT]),
+        (3, 0, "", [NEVER_COMMITTED]),
+        (100, 0, "", [NEVER_COMMITTED]),
+        (101, 0, "", [NO_COMMIT]),
+        (500, 0, "", [NO_COMMIT]),
+        (500, 200, "", [NO_COMMIT]),
+        (500, 100, "", []),
+        (3, 3, "", []),
+        (0, 0, "", [NEVER_COMMITTED]),
+        (0, 0, "resumes", []),  # the loop of the checkpoint may have ended
+        (101, 0, "resumes", [NO_COMMIT]),
+        (0, 0, "joins", []),  # others have committed
     ],
 )
-def test_loops_without_a_commit_are_warned_of_once(session, steps, commit_every, resumed, warnings):
-    train(session, steps, commit_every, resumed=resumed)
+def test_loops_without_a_commit_are_warned_of_once(session, steps, commit_every, begins, warnings):
+    train(session, steps, commit_every, begins=begins)
     assert session.port.warnings() == warnings
+
+
+def test_a_later_loop_that_had_ended_in_its_checkpoint_need_not_commit(tmp_path):
+    @run
+    def train(state):
+        while state.step < 3:
+            state.step += 1
+            state.commit()
+
+    def two_loops():
+        for step in (0, 1):
+            train(ObjectState(step=step))
+
+    for resume in (False, True):
+        spec = CheckpointSpec(url=str(tmp_path), run="ab"[resume], every=1, resume=resume)
+        notes = [each for each in one_rank(two_loops, checkpoint=spec) if type(each) is RankNote]
+        assert [each for each in notes if each.about == "warning"] == []
+    assert sum("goes on from" in each.detail for each in notes) == 2, "each loop from its own"
 
 
 def test_few_steps_that_take_long_are_enough(session, monkeypatch):
@@ -125,16 +147,6 @@ def test_what_is_no_finite_number_can_be_sent_and_compared(session):
     assert decode(encode(session.port[0]), AnyEvent) == session.port[0]
 
 
-@pytest.mark.parametrize(("version", "warnings"), [(0, [NEVER_COMMITTED]), (7, [])])
-def test_a_newcomer_to_a_loop_that_commits_need_not(session, version, warnings):
-    watched = TrainingChecks(session, Sampled())
-    session.version = version
-    watched.begun()
-    watched.ended()
-    watched.close()
-    assert session.port.warnings() == warnings
-
-
 def test_each_generation_is_sampled_anew(session):
     watched = TrainingChecks(session, Sampled())
     for generation in (5, 6):
@@ -145,10 +157,11 @@ def test_each_generation_is_sampled_anew(session):
     assert sampled == [(5, 1), (6, 1)]
 
 
-def test_a_rank_alone_and_a_state_without_parameters_are_not_sampled(session):
-    class Empty(Sampled):
-        values = ()
+class Empty(Sampled):
+    values = ()
 
+
+def test_a_rank_alone_and_a_state_without_parameters_are_not_sampled(session):
     class Odd(Sampled):
         def _sample(self):
             raise RuntimeError("no values here")
@@ -161,21 +174,12 @@ def test_a_rank_alone_and_a_state_without_parameters_are_not_sampled(session):
 
 
 def test_where_the_state_has_no_parameters_those_of_stepped_optimizers_are_sampled(session):
-    class Empty(Sampled):
-        values = ()
-
     note_step(session, optimizer_of(3.0))
     train(session, 1, 1, Empty())
     assert [(note.values, note.plain) for note in session.port] == [((3.0,), ("SGD",))] * 2
 
 
 # -- optimizers that the state does not have -------------------------------------------------------
-
-
-def wrapped_optimizer():
-    made = optimizer_of(1.0)
-    made._reducer = None
-    return made
 
 
 def test_what_is_trained_besides_the_state_is_sampled_once_it_is_regular(session):
@@ -185,7 +189,8 @@ def test_what_is_trained_besides_the_state_is_sampled_once_it_is_regular(session
     assert {(note.values, note.plain) for note in found} == {((3.0,), ("SGD",))}
 
 
-RARE, ADVERSARIAL, WRAPPED = optimizer_of(1.0), optimizer_of(1.0, torch.Tensor), wrapped_optimizer()
+RARE, ADVERSARIAL, WRAPPED = optimizer_of(1.0), optimizer_of(1.0, torch.Tensor), optimizer_of(1.0)
+WRAPPED._reducer = None
 
 
 @pytest.mark.parametrize(
@@ -274,10 +279,8 @@ def test_values_that_move_between_commits_are_named_once(session, values, names)
 
 
 def test_other_ranks_and_a_rank_alone_do_not_look_for_them(session):
-    session.rank = 1
-    train(session, 20, 1, Moving([]))
-    session.rank, session.size = 0, 1
-    train(session, 20, 1, Moving([]))
+    for session.rank, session.size in ((1, 2), (0, 1)):
+        train(session, 20, 1, Moving([]))
     assert session.port.warnings() == []
 
 
@@ -300,7 +303,5 @@ def test_a_loop_that_begins_with_the_first_epoch_again_is_warned_of(session, epo
     for state.epoch in epochs[1:]:
         watched.committed()
     watched.close()
-    sentences = [
-        training_checks.EPOCH_WENT_BACK.format(before=before, now=now) for before, now in said
-    ]
-    assert session.port.warnings() == sentences
+    words = training_checks.EPOCH_WENT_BACK
+    assert session.port.warnings() == [words.format(before=old, now=new) for old, new in said]

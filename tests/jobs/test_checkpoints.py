@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import nbelastic
-from nbelastic.errors import JobStopped, OptionError
+from nbelastic.errors import JobStopped
 from tests.support.clusters import kinds, until
 from tests.support.training import Fault, Workload, check
 
@@ -93,50 +92,3 @@ def test_a_job_that_has_finished_has_nothing_left_to_do_when_resumed(crew, tmp_p
     assert went_on_from(job) == job.status.commits == before["steps"]
     assert job.result()["times"] == []
     assert job.status.headlines == ()
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"resume": True}, "needs checkpoint="),
-        ({"checkpoint": "ftpx://host/place"}, "no protocol 'ftpx'"),
-        ({"checkpoint": 7}, "must be a path or a URL"),
-        ({"checkpoint": ""}, "must be a path or a URL"),
-        ({"checkpoint": "here", "checkpoint_every": 0}, "checkpoint_every=0"),
-        ({"checkpoint": "here", "checkpoint_every": 2.5}, "checkpoint_every=2.5"),
-        ({"checkpoint": "here", "resume": "yes"}, "resume='yes'"),
-    ],
-)
-def test_a_wrong_option_is_refused_before_anything_is_sent(options, says):
-    with pytest.raises(OptionError, match=says):
-        nbelastic.fit(print, cluster="tcp://127.0.0.1:1", **options)
-
-
-def test_a_script_to_which_an_evaluation_was_added_can_be_resumed(crew, tmp_path):
-    def count(evaluates, steps):
-        import nbelastic.torch as hvd
-
-        hvd.init()
-        state = hvd.elastic.TorchState(step=0, evaluated=[])
-        if evaluates:
-            state.every(2, lambda: state.evaluated.append(state.step))
-
-        @nbelastic.elastic.run
-        def loop(state):
-            while state.step < steps:
-                state.step += 1
-                state.commit()
-
-        loop(state)
-        return state.evaluated
-
-    runs = [(False, []), (True, [5]), (False, [5])]
-    for number, (evaluates, expected) in enumerate(runs):
-        job = crew.fit(
-            count,
-            np=1,
-            args=[evaluates, 3 + 3 * number],
-            checkpoint=tmp_path,
-            resume=True,
-        )
-        assert job.result() == expected

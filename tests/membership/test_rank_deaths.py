@@ -80,10 +80,11 @@ def test_a_neighbour_may_report_it_before_the_worker_does() -> None:
     assert len(workers(world.plans[2])) == 3, "its worker is used again"
 
 
-def test_a_death_is_counted_once_whoever_reports_it(two: World) -> None:
+def test_a_death_is_counted_once_and_says_how_far_the_rank_had_come(two: World) -> None:
     start = two.rank_on("B0").start
     for _ in range(2):
-        two.tell(RankDied(start, CAUSE))
+        two.tell(RankDied(start, CAUSE, 10_000))
+    assert two.machine.roster.newest == 10_000
     assert len(two.records("lost")) == 1
     assert sum(two.machine.roster.policy.worker_failures.values()) == 1
 

@@ -45,8 +45,11 @@ def ranks() -> tuple[Rank, Rank]:
     return zero, one
 
 
-def test_what_was_not_changed_stays_the_ranks_own(ranks):
+def test_what_was_not_changed_stays_the_ranks_own_if_it_was_so_at_first(ranks):
     zero, one = ranks
+    one.watch.seen = [9]
+    one.callbacks.take(zero.callbacks.content(), own=False)
+    assert one.watch.seen == []
     zero.watch.seen.append(3)
     zero.watch.best = 0.5
     zero.watch.weights["a"][0] = 1.0
@@ -55,13 +58,6 @@ def test_what_was_not_changed_stays_the_ranks_own(ranks):
     assert (one.watch.seen, one.watch.best, one.watch.weights["a"][0]) == ([3], 0.5, 1.0)
     assert not one.watch.is_main
     assert one.calls == [(False, False)]
-
-
-def test_what_was_the_same_at_first_comes_back_to_it(ranks):
-    zero, one = ranks
-    one.watch.seen = [9]
-    one.callbacks.take(zero.callbacks.content(), own=False)
-    assert one.watch.seen == []
 
 
 def test_a_rank_that_becomes_the_main_one_begins_again_once(ranks):

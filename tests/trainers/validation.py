@@ -65,6 +65,7 @@ def parts(directory, averaging, joins=()):
                 self.end_at(1, 0)
             self.log("value", batch[0].float().mean(), sync_dist=True)
             self.log("number", float(self.current_epoch), sync_dist=True)
+            self.log("size", float(dist.get_world_size()), sync_dist=True)
 
         def test_step(self, batch, number):
             self.log("weight", self.net.weight.sum(), sync_dist=True)
@@ -109,7 +110,8 @@ def parts(directory, averaging, joins=()):
     else:
         average = WeightAveraging()
     files = ModelCheckpoint(f"{directory}/models", monitor="number", mode="max", save_last=True,
-                            save_top_k=2, filename="{step}")  # fmt: skip
+                            save_top_k=2, filename="{step}-{size}",
+                            save_on_train_epoch_end=False)  # fmt: skip
     return Module(), Data(), [Watch(), average, files]
 
 
