@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 
-import nbelastic.torch as hvd
 from nbelastic.data import Batch, Loader
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.state import transfer
 from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
 from nbelastic.torch.state.lazy_commit import LEARNED
 from nbelastic.torch.state.structure import word_for
 from nbelastic.torch.state.torch_state import TorchState
-from tests.support.world import StaticContext, run_ranks
+from tests.support.world import StaticContext, run_ranks, world_of
 from tests.torch import wrappers
 from tests.torch.nets import bits
 from tests.torch.test_state_mismatch import (
@@ -427,8 +427,7 @@ def test_a_state_arrives_and_goes_on(trip: Trip, way: str, tmp_path: Any) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrapped_optimizer_goes_back_to_a_commit_without_copies(kind: str) -> None:
-    hvd.init()
-    try:
+    with activate(world_of(0, 1)):
         state = wrapped(0, kind)
         for _ in range(LEARNED + 2):
             step(state).commit()
@@ -436,8 +435,6 @@ def test_a_wrapped_optimizer_goes_back_to_a_commit_without_copies(kind: str) -> 
         averages_of(state)
         state.restore()
         assert averages_of(step(state, 5)) == averages_of(step(wrapped(0, kind), LEARNED + 7))
-    finally:
-        hvd.shutdown()
 
 
 def test_a_checkpoint_has_an_object_with_an_adapter_as_a_state_dict() -> None:
