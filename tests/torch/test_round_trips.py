@@ -33,6 +33,7 @@ from tests.torch.test_state_mismatch import (
     with_groups,
     without_bias,
 )
+from tests.torch.test_wrapped_optimizers import sgd
 
 
 def values_of(state: TorchState) -> object:
@@ -259,10 +260,6 @@ TRIPS |= {
 
 
 # -- optimizers that wrap others or keep state of their own ----------------------------------------
-
-
-def sgd(net: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
 
 KINDS: dict[str, Callable[[nn.Module], Any]] = {
