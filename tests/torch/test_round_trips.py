@@ -17,6 +17,7 @@ from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
 from nbelastic.torch.state.lazy_commit import LEARNED
 from nbelastic.torch.state.structure import word_for
 from nbelastic.torch.state.torch_state import TorchState
+from tests.elastic.members import job
 from tests.support.world import StaticContext, run_ranks, world_of
 from tests.torch import wrappers
 from tests.torch.nets import bits
@@ -24,7 +25,6 @@ from tests.torch.test_state_mismatch import (
     Counting,
     Net,
     resume_from,
-    save_to,
     setting,
     state_of,
     train_step,
@@ -417,7 +417,7 @@ def test_a_state_arrives_and_goes_on(trip: Trip, way: str, tmp_path: Any) -> Non
         first, second = run_ranks(2, join)
         assert first == second
     else:
-        save_to(tmp_path, lambda: trip.build(0), grow)
+        job(tmp_path, lambda: trip.build(0), grow)
         state, _ = resume_from(tmp_path, lambda: (trip.mine or trip.build)(1))
         after(state)
 
