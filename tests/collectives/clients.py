@@ -98,3 +98,12 @@ def closed(connection):
         except ConnectionResetError:
             pass
         return True
+
+
+def turned_away(connection):
+    """Return whether a connection ends without an answer."""
+    with connection:
+        try:
+            return connection.recv(100) == b""
+        except ConnectionResetError:
+            return True

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     import torch
 
 COMPILER = shutil.which("cc")
-SOURCE = Path(__file__).with_suffix(".c")
 
 _numbers = itertools.count()
 
 
 @functools.cache
-def library_path() -> str:
-    """Compile the library, once for all processes, and return its path."""
-    digest = hashlib.blake2b(SOURCE.read_bytes(), digest_size=6).hexdigest()
-    path = Path(tempfile.gettempdir()) / f"nbelastic-fake-nccl-{os.getuid()}-{digest}.so"
+def library_path(name: str = "nccl") -> str:
+    """Compile a library, once for all processes, and return its path."""
+    source = Path(__file__).with_name(f"fake_{name}.c")
+    digest = hashlib.blake2b(source.read_bytes(), digest_size=6).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"nbelastic-fake-{name}-{os.getuid()}-{digest}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / "libnccl.so"
+            made = Path(folder) / f"lib{name}.so"
             options = ["-O2", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-            subprocess.run([COMPILER, *options, "-o", made, SOURCE, "-lm", "-lpthread"], check=True)
+            subprocess.run([COMPILER, *options, "-o", made, source, "-lm", "-lpthread"], check=True)
             # Another thread or process may have loaded its own by now, which must keep its name.
             with contextlib.suppress(FileExistsError):
                 os.link(made, path)

@@ -2,19 +2,16 @@
 
 import contextlib
 import ctypes
-import shutil
-import subprocess
 import types
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
 from nbelastic.collectives.gpu import device as cuda
 from nbelastic.collectives.gpu.device import Device, DeviceError, present_device
+from tests.collectives.fake_nccl import COMPILER, library_path
 
-COMPILER = shutil.which("cc")
 BYTES = 8192
 GPU, OTHER_GPU = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -158,14 +155,11 @@ def test_the_host_waits_for_the_own_stream_and_no_longer_than_it_may():
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory):
+def library():
     """A runtime, loaded as torch would."""
     if COMPILER is None:
         pytest.skip("there is no C compiler")
-    path = tmp_path_factory.mktemp("cuda") / "libcudart.so.13"
-    source = Path(__file__).with_name("fake_cudart.c")
-    subprocess.run([COMPILER, "-shared", "-fPIC", "-o", path, source], check=True)
-    return ctypes.CDLL(str(path))
+    return ctypes.CDLL(library_path("cudart"))
 
 
 @pytest.fixture
@@ -174,6 +168,7 @@ def device(gpus, library, monkeypatch):
         return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
 
     monkeypatch.setattr(cuda, "_runtime", cache(cuda._runtime.__wrapped__))
+    monkeypatch.setattr(cuda, "_NAME", "nbelastic-fake-cudart")
     monkeypatch.setattr(cuda, "_tensor_at", tensor_at)
     return Device(0)
 

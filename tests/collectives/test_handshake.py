@@ -16,7 +16,7 @@ from nbelastic.collectives.rendezvous.handshake import (
 )
 from nbelastic.collectives.shm import handshake
 from nbelastic.collectives.shm.handshake import SegmentError, SegmentSocket
-from tests.collectives.clients import SECRET, approach, messages
+from tests.collectives.clients import SECRET, approach, messages, turned_away
 from tests.collectives.worlds import PATIENCE_S, descriptors, eventually, needs_core, terms
 
 pytestmark = needs_core
@@ -70,14 +70,6 @@ def ask(segment_socket, rank, secret=SECRET, **changes):
     body = handshake._LOCAL_RANK.pack(rank)
     connection.sendall(messages(secret, challenge, body, purpose=purpose))
     return connection
-
-
-def turned_away(connection):
-    with connection:
-        try:
-            return connection.recv(100) == b""
-        except ConnectionResetError:
-            return True
 
 
 def test_the_ranks_of_a_host_share_a_segment(sockets, threads):

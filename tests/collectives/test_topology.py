@@ -16,14 +16,9 @@ from nbelastic.collectives.topology import (
 from nbelastic.errors import CollectiveError
 
 
-def topology_of(hosts, unable=()):
+def topology_of(hosts):
     """Return what ranks on hosts named by letters conclude."""
-    return Topology.of(
-        [
-            RankCapabilities("is too old" if rank in unable else "", host, "")
-            for rank, host in enumerate(hosts)
-        ]
-    )
+    return Topology.of([RankCapabilities("", host, "") for host in hosts])
 
 
 def test_ranks_are_grouped_by_host_in_order():
@@ -43,11 +38,6 @@ def test_a_slice_is_shared_by_one_local_rank_of_every_host():
         topology = topology_of(hosts)
         assert [topology.cross_ranks(rank) for rank in range(len(hosts))] == peers
         assert topology.slices == len({each for each in peers if each})
-
-
-def test_only_who_has_neighbours_must_be_able_to_share():
-    assert topology_of("aab", unable=[2]).obstacle == ""
-    assert topology_of("aab", unable=[1, 2]).obstacle == "rank 1: is too old"
 
 
 def test_capabilities_are_read_as_they_were_written():
@@ -75,7 +65,3 @@ def test_what_is_in_the_way_is_said(monkeypatch):
 
     monkeypatch.setattr("nbelastic.native.core", SimpleNamespace(create=fail))
     assert "Function not implemented" in shared_memory_obstacle()
-    monkeypatch.setattr("nbelastic.native.core", None)
-    monkeypatch.setattr("nbelastic.native.missing", "no compiler")
-    assert "C++" in shared_memory_obstacle()
-    assert "no compiler" in shared_memory_obstacle()

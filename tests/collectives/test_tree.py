@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from nbelastic.collectives import RendezvousServer, tree_exchange
 from nbelastic.collectives.gloo import communicator as over_gloo
-from nbelastic.collectives.negotiation import NegotiatingCommunicator
 from nbelastic.collectives.reduction_tree import Blocks, Node, additions, fold
 from nbelastic.errors import CollectiveError, RanksDisagree
+from tests.collectives.test_negotiation import on
 from tests.collectives.test_operations import REDUCED
 from tests.collectives.worlds import BIND, MAKERS, PATIENCE_S, World, eventually, needs_core
 from tests.support.bits import any_bits, numpy_sum
@@ -176,17 +176,10 @@ def test_ranks_with_other_blocks_raise_the_same_error():
         assert "blocks of 4, 4 leaves" in str(errors[0])
 
 
-class _Alternating(NegotiatingCommunicator):
-    """A communicator whose neighbours are on different hosts."""
-
-    def __init__(self, rendezvous):
-        super().__init__(rendezvous, host=f"host-{rendezvous.rank % 2}")
-
-
 @needs_core
 def test_hosts_whose_blocks_do_not_follow_each_other():
     blocks = Blocks((2, 1, 3, 2))
-    with World(_Alternating, 4) as world:
+    with World(on("abab"), 4) as world:
         assert world[0].name == "hierarchical"
         make = functools.partial(leaf, shapes=LARGE, dtype=torch.float32)
         expected = bits(node_sum(Node(0, 8), 8, make))

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 import nbelastic.torch as hvd
-from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Batch, Loader
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.torch.state.torch_state import TorchState
-from tests.support.world import StaticContext, run_ranks
+from tests.support.world import StaticContext, run_ranks, world_of
 
 ROWS = 44
 
@@ -29,7 +28,7 @@ ROWS = 44
 )
 @settings(max_examples=30, deadline=None)
 def test_rows_are_counted_once_whatever_is_rolled_back(schedule: list[tuple[int, str]]) -> None:
-    with activate(StaticContext(SoloCommunicator(generation=1))):
+    with activate(world_of(0, 1)):
         loader = Loader(range(ROWS), Batch(8, micro=2))
         loader.participants.append(Mock())  # as a state adds one
         saved, seen, redone = loader.state_dict(), 0, 0

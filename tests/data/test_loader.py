@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from nbelastic.data import Arrow, Batch, Loader, Shards, Stateful
 from nbelastic.data.step import cut
+from nbelastic.elastic import ObjectState
 from nbelastic.elastic.ranks.context import activate, current
 from nbelastic.errors import DataError, OptionError, StateMismatch
 from nbelastic.pickling import dumps
@@ -82,16 +83,9 @@ def test_iteration_goes_on_after_the_last_step_and_into_the_next_epoch() -> None
     assert [(step.epoch, step.number) for step in loader] == [(1, 2)]
 
 
-class Holder:
-    """A state, of which the loader takes the epoch."""
-
-    def __init__(self, epoch: Any) -> None:
-        self.epoch = epoch
-
-
 @pytest.mark.parametrize("epoch", [0, np.int64(2), 2**70, 10**400, -1])
 def test_the_epoch_is_that_of_the_state(epoch: Any) -> None:
-    state, loader = Holder(epoch), loader_of(seed=2**70)
+    state, loader = ObjectState(epoch=epoch), loader_of(seed=2**70)
     loader.follow(state)
     for step in loader:
         assert sorted(torch.cat(list(step)).tolist()) == list(range(8))

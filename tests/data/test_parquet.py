@@ -23,6 +23,7 @@ from nbelastic.data import Arrow, Batch, Loader, Parquet
 from nbelastic.data.plan.streams import RowRange, Window
 from nbelastic.data.sources.units import RowBlock, UnitSource, WindowReader, parse_bytes
 from nbelastic.errors import DataError, OptionError, StateMismatch
+from tests.elastic.test_checkpoint_places import Odd, odd  # noqa: F401
 
 
 def written(path: Path, flipped: bool = False, rows: int = 64, **columns: Any) -> Path:
@@ -395,8 +396,8 @@ def test_a_directory_has_its_files_and_links_but_no_copies_of_programs(path: Pat
     for hidden in (".ipynb_checkpoints/0-checkpoint.parquet", "_temporary/0.parquet"):
         (path.parent / hidden).parent.mkdir()
         written(path.parent / hidden)
-    odd = path.rename(path.parent / "a[1].parquet")
-    assert len(Parquet(str(path.parent))) == len(Parquet(str(odd))) == 64
+    bracketed = path.rename(path.parent / "a[1].parquet")
+    assert len(Parquet(str(path.parent))) == len(Parquet(str(bracketed))) == 64
     (path.parent / "snapshot").mkdir()  # as the Hub's: links alone
     for number in range(2):
         blob = written(path.parent / f"blob{number}")
@@ -404,34 +405,9 @@ def test_a_directory_has_its_files_and_links_but_no_copies_of_programs(path: Pat
     assert len(Parquet(f"{path.parent}/snapshot")) == 128
 
 
-class Quoting(MemoryFileSystem):
-    """A file system whose paths and errors have the whole URL in them, as that of HTTP."""
-
-    protocol = "quoting"
-    cachable = False
-    store: dict[str, Any] = {}  # noqa: RUF012
-    pseudo_dirs = [""]  # noqa: RUF012
-    refuses = False
-
-    def __init__(self, token: str = "", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.token = token
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return "/" + path.removeprefix("quoting://").lstrip("/")
-
-    def isfile(self, path: str) -> bool:
-        if Quoting.refuses:
-            raise PermissionError(f"403 for {path} with {self.token}")
-        return super().isfile(path)
-
-
-def test_errors_and_descriptions_have_no_secrets_of_urls(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fsspec.register_implementation("quoting", Quoting, clobber=True)
-    url = "quoting://user:hunter2@host/a.parquet?sig=abcdef99"
+@pytest.mark.usefixtures("odd")
+def test_errors_and_descriptions_have_no_secrets_of_urls(path: Path) -> None:
+    url = "odd://user:hunter2@host/a.parquet?sig=abcdef99"
     options = {"token": "swordfish"}
 
     def messages(call: Callable[[], Any], kind: type[Exception] = OptionError) -> str:
@@ -448,9 +424,9 @@ def test_errors_and_descriptions_have_no_secrets_of_urls(
     texts += [messages(found([url, url])), messages(found(url, ["z"]))]
     source = found(url)()
     texts.append(repr(source.describe()))
-    monkeypatch.setattr(Quoting, "refuses", True)
+    Odd.fails.add("isfile")
     texts.append(messages(found(url)))
-    Quoting.store.clear()
+    Odd.store.clear()
     texts.append(messages(lambda: source.read(0), DataError))
     for text in texts:
         assert "host/a.parquet" in text

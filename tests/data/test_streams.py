@@ -18,6 +18,7 @@ from nbelastic import load_checkpoint
 from nbelastic.data import Batch, Loader, Shards, Stateful
 from nbelastic.data.sources.stream_reader import StreamReader, row_digest
 from nbelastic.elastic.checkpoint.manager import CheckpointManager
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import DataError, StateMismatch
 from nbelastic.torch.state.torch_state import TorchState
 from tests.data.worlds import (
@@ -31,7 +32,7 @@ from tests.data.worlds import (
     rows_of,
 )
 from tests.elastic.members import begin, make_member, written
-from tests.support.world import StaticContext, run_ranks
+from tests.support.world import StaticContext, run_ranks, world_of
 
 
 @pytest.mark.parametrize(
@@ -293,8 +294,7 @@ def test_parameters_have_the_same_bits_on_any_number_of_ranks(kind: str) -> None
 def test_a_commit_before_ranks_have_agreed_on_a_step_is_refused() -> None:
     loader = Loader(Shards(range(len(LENGTHS)), rows_of), Batch(20, micro=5))
     model = torch.nn.Linear(1, 1)
-    hvd.init()
-    try:
+    with activate(world_of(0, 1)):
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         state = TorchState(model=model, optimizer=optimizer, loader=loader)
         for step in loader:
@@ -304,8 +304,6 @@ def test_a_commit_before_ranks_have_agreed_on_a_step_is_refused() -> None:
             with pytest.raises(RuntimeError, match=r"commit\(\) was called in a step of the"):
                 state.commit()
             break
-    finally:
-        hvd.shutdown()
 
 
 def test_other_units_are_refused() -> None:

@@ -34,9 +34,9 @@ from tests.elastic.members import (
 from tests.support.world import run_ranks
 
 
-def training(seed, samples=48, kind=lambda model: model):
+def training(seed, samples=48):
     torch.manual_seed(seed)
-    model = kind(torch.nn.Linear(3, 1))
+    model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sampler = hvd.elastic.ElasticSampler(range(samples))
     return hvd.elastic.TorchState(model, optimizer, sampler=sampler, batch=0, seen=[])
@@ -278,9 +278,9 @@ def test_an_unreadable_place_fails_only_a_job_that_resumes(tmp_path):
 
 def test_a_checkpoint_that_does_not_fit_names_the_file(tmp_path):
     run_ranks(2, lambda context: train_a_while(context, tmp_path, 4))
-    with pytest.raises(NbelasticError, match=r"\.safetensors does not fit the state"):
-        resumed(tmp_path, lambda: training(0, kind=torch.nn.Sequential))
-    with pytest.raises(NbelasticError, match=r"samplers of \[48\] samples; now they have \[50\]"):
+    with pytest.raises(
+        NbelasticError, match=r"\.safetensors .*samplers of \[48\] samples; now they have \[50\]"
+    ):
         resumed(tmp_path, lambda: training(0, samples=50))
 
 

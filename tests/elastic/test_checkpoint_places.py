@@ -130,13 +130,13 @@ def _odd(name: str) -> Any:
         if name in Odd.waits:
             Odd.answers.wait()
         if name in Odd.fails:
-            raise PermissionError(f"530 login incorrect: {path}")
+            raise PermissionError(f"530 login incorrect: {path} {self.storage_options}")
         return getattr(MemoryFileSystem, name)(self, path, *args, **kwargs)
 
     return call
 
 
-for _name in ("_open", "ls", "mv", "isdir"):
+for _name in ("_open", "ls", "mv", "isdir", "isfile"):
     setattr(Odd, _name, _odd(_name))
 
 

@@ -66,14 +66,6 @@ def test_only_named_values_are_kept() -> None:
     assert state.note == "changed"
 
 
-def test_horovods_functions_are_accepted_and_ignored() -> None:
-    def bcast_object() -> None:
-        raise AssertionError
-
-    assert ObjectState(bcast_object, bcast_object, epoch=3).epoch == 3
-    assert ObjectState(bcast_object=bcast_object, get_rank=bcast_object, epoch=3).epoch == 3
-
-
 @pytest.mark.parametrize("name", ["commit", "sync", "_saved", "on_reset", "leave"])
 def test_names_that_a_state_needs_itself_are_refused(name: str) -> None:
     with pytest.raises(OptionError, match=name):
@@ -117,16 +109,3 @@ def test_reset_callbacks_run_in_order_after_reset() -> None:
     state.register_reset_callbacks([lambda: calls.append("c")])
     state.on_reset()
     assert calls == ["reset", "a", "b", "c"]
-
-
-def test_a_state_of_ones_own_is_aligned_by_its_sync() -> None:
-    class Mine(State):
-        synced = 0
-
-        def sync(self) -> None:
-            self.synced += 1
-
-    state = Mine()
-    state.align([0])
-    state.leave()
-    assert state.synced == 1

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,25 +40,32 @@ def test_a_tree_reaches_all_members_in_logarithmic_depth(ranks: list[int], count
     assert max(depth.values()) <= math.ceil(math.log2(count)) if count > 1 else True
 
 
+def send_some(context: StaticContext, members: list[int], spread: Any) -> Any:
+    """Send some tensors to members, and return what has come, which must be equal."""
+    sent = [torch.arange(1000.0), torch.zeros(0, 2), torch.tensor(1.5), torch.ones(3, 3).t()]
+    payload = StatePayload(b"head", [*map(torch.clone, sent)])
+    found = spread(context.communicator(), members, payload if context.rank == members[0] else None)
+    assert (found is not None) == (context.rank in members)
+    if found is not None:
+        assert found.head == b"head"
+        for came, expected in zip(found.tensors, sent, strict=True):
+            assert came.dtype == expected.dtype and torch.equal(came, expected)
+    return found
+
+
 @pytest.mark.parametrize("chunk", [16, 48, 1000, 8 << 20])
 @pytest.mark.parametrize("members", [[0, 1], [2, 0, 4], [4, 3, 2, 1, 0]])
 def test_a_parcel_arrives_whole_at_members_and_nobody_else_takes_part(
     chunk: int, members: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "CHUNK_BYTES", chunk)
-    tensors = [torch.arange(100), torch.zeros(0, 2), torch.tensor(1.5), torch.ones(3, 3).t()]
-    expected = [tensor.clone() for tensor in tensors]
 
     def main(context: StaticContext) -> None:
         if context.rank not in members:
             assert context.communicator().completed == 0
             return
-        payload = StatePayload(b"head", tensors) if context.rank == members[0] else None
-        found = spread(context.communicator(), members, payload)
-        assert found.head == b"head"
-        for came, sent in zip(found.tensors, expected, strict=True):
-            assert came.dtype == sent.dtype and torch.equal(came, sent)
-            assert context.rank == members[0] or came.data_ptr() % 64 == 0
+        found = send_some(context, members, spread)
+        assert context.rank == members[0] or all(t.data_ptr() % 64 == 0 for t in found.tensors)
 
     run_ranks(5, main)
 
@@ -118,18 +126,6 @@ def test_a_peer_that_goes_away_frees_those_who_wait_for_it() -> None:
 DEVICES = [each for each in KINDS if each.values[0] in ("cuda_ipc", "nccl", "cuda_ipc+nccl")]
 
 
-def wait_for_all(context: StaticContext, members: list[int]) -> None:
-    """Send some tensors of a fake device to members, and check what has come."""
-    sent = [torch.arange(1000.0), torch.zeros(0, 2), torch.tensor(1.5), torch.ones(3, 3).t()]
-    payload = StatePayload(b"head", sent) if context.rank == members[0] else None
-    found = spread_everywhere(context.communicator(), members, payload)
-    assert (found is not None) == (context.rank in members)
-    if found is not None:
-        assert found.head == b"head"
-        for came, expected in zip(found.tensors, sent, strict=True):
-            assert came.dtype == expected.dtype and torch.equal(came, expected)
-
-
 @pytest.mark.parametrize("kind", DEVICES)
 @pytest.mark.parametrize(
     ("chunk", "full"), [(1000, False), (1 << 20, False), (1000, True)], ids=str
@@ -153,7 +149,7 @@ def test_tensors_of_devices_travel_through_the_host_only_if_a_rank_lacks_memory(
     monkeypatch.setattr(transfer, "DEVICE_CHUNK_BYTES", chunk)
     monkeypatch.setattr(transfer, "flatten", flattened)
     monkeypatch.setattr(transfer, "_empty", empty)
-    run_ranks(3, lambda context: wait_for_all(context, members), make=MAKERS[kind])
+    run_ranks(3, lambda c: send_some(c, members, spread_everywhere), make=MAKERS[kind])
     assert through_host == ([0, 1010] if full else [0])
 
 
@@ -173,7 +169,7 @@ def test_a_peer_that_fails_while_devices_send_frees_all(
 
             context.communicator().broadcast = fail  # type: ignore[method-assign]
         with pytest.raises(CollectiveError):
-            wait_for_all(context, [0, 1])
+            send_some(context, [0, 1], spread_everywhere)
 
     run_ranks(3, main, make=MAKERS[kind])
 

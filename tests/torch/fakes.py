@@ -6,8 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives import Communicator, Handle, Op, SoloCommunicator
-from nbelastic.elastic.ranks.context import Context, current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.torch.gradients.groups import Staging
+from tests.support.world import StaticContext
 
 if TYPE_CHECKING:
     import torch
@@ -84,22 +85,10 @@ class UnreachableCommunicator(SoloCommunicator):
         raise AssertionError("nothing was to be sent")
 
 
-class ChangingContext(Context):
+class ChangingContext(StaticContext):
     """A member of whatever generation the test puts it in."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        super().__init__()
-        self.agreed: list[bool] = []
-        self.flag = False
-        self.enter(communicator)
 
     def enter(self, communicator: Communicator) -> None:
         self._communicator = communicator  # type: ignore[assignment]
         self.rank, self.size = communicator.rank, communicator.size
         self.generation = communicator.generation
-
-    def change_flag(self) -> bool:
-        return self.flag
-
-    def agree(self, changed: bool) -> None:
-        self.agreed.append(changed)

@@ -78,8 +78,7 @@ def test_parts_are_combined_one_by_one():
 def test_gradients_of_each_parameter_are_combined(monkeypatch, size, compression):
     monkeypatch.setattr(layout, "BUCKET_BYTES", 200)
 
-    def gradients(rank):
-        model = make_model().float()
+    def gradients(model, rank):
         inputs, targets = torch.full((1, 6), 1.0 + rank), torch.full((1, 3), float(rank))
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
         return [parameter.grad for parameter in model.parameters()]
@@ -89,9 +88,7 @@ def test_gradients_of_each_parameter_are_combined(monkeypatch, size, compression
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Adasum, compression=compression)
         context.flag = context.rank == 1
-        inputs = torch.full((1, 6), 1.0 + context.rank)
-        targets = torch.full((1, 3), float(context.rank))
-        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        gradients(model, context.rank)
         optimizer.step()
         assert context.agreed == [True]
         return [*(parameter.grad for parameter in model.parameters()), *parameters_of(model)]
@@ -99,7 +96,7 @@ def test_gradients_of_each_parameter_are_combined(monkeypatch, size, compression
     results = run_ranks(size, rank_main)
     for result in results[1:]:
         assert_equal(result, results[0])
-    every = [gradients(rank) for rank in range(size)]
+    every = [gradients(make_model().float(), rank) for rank in range(size)]
     precise = compression is hvd.Compression.none
     for number, got in enumerate(results[0][:6]):
         want = combine([theirs[number].flatten() for theirs in every]).float()

@@ -189,14 +189,16 @@ def test_a_state_of_ones_own_synchronises_from_rank_0_as_horovods():
     class Own(State):
         def __init__(self, value):
             super().__init__()
-            self.value = value
+            self.value, self.synced = value, 0
 
         def sync(self):
+            self.synced += 1
             self.value = hvd.broadcast(torch.tensor(self.value), root_rank=0).item()
 
     def rank_main(context):
         state = Own(context.rank)
         state.align([0])
-        return state.value
+        state.leave()
+        return state.value, state.synced
 
-    assert run_ranks(2, rank_main, source=1) == [1, 1]
+    assert run_ranks(2, rank_main, source=1) == [(1, 1), (1, 1)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import math
 import re
 import threading
@@ -22,14 +21,16 @@ import nbelastic.torch as hvd
 from nbelastic.collectives import connect
 from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.data import Batch, Loader
-from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.context import activate, current
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, OptionError, RanksDisagree
 from nbelastic.torch.gradients.micro_batches import check_places, check_witness, parameter_digest
 from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.state.torch_state import TorchState
 from tests.collectives.worlds import MAKERS
-from tests.support.world import StaticContext, run_ranks
+from tests.support.same_result import digest
+from tests.support.world import StaticContext, run_ranks, world_of
+from tests.torch.training import filled
 
 ROWS = 44
 loss_of = nn.functional.mse_loss
@@ -44,16 +45,8 @@ def data(dtype: torch.dtype = torch.float32) -> TensorDataset:
     return TensorDataset(x.to(dtype), y.to(dtype))
 
 
-def fill(model: nn.Module) -> None:
-    generator = seeded(3)
-    for parameter in model.parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-
-
-def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
-    fill(model)
-    return model
+def net(dtype: torch.dtype = torch.float32) -> Any:
+    return filled(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype), 3)
 
 
 def trainee() -> tuple[nn.Sequential, Any]:
@@ -70,13 +63,6 @@ def train_on(model: nn.Module, optimizer: Any, step: Any) -> None:
     optimizer.zero_grad()
     accumulate(model, step)
     optimizer.step()
-
-
-def digest(tensors: Any) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def one_digest(
@@ -186,8 +172,7 @@ def test_parameters_and_moments_have_the_same_bits_on_any_number_of_ranks(
     """Of odd parameters in several passes, and of a second optimizer with a scaler and clipping."""
 
     def train(_: StaticContext) -> str:
-        model, second = Odd(), net()
-        fill(model)
+        model, second = filled(Odd(), 3), net()
         never = digest(model.never.parameters())
         trained = [each for each in model.parameters() if each.requires_grad]
         one = hvd.DistributedOptimizer(
@@ -234,7 +219,7 @@ def test_parameters_and_moments_have_the_same_bits_on_any_number_of_ranks(
 def test_a_buffer_that_is_no_mean_is_refused_or_told(exact: Any) -> None:
     def train(_: StaticContext) -> str:
         model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
-        fill(model)
+        filled(model, 3)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         loader = Loader(data(), Batch(8, micro=4, exact=exact))
         _state = TorchState(model, optimizer, loader=loader)
@@ -284,7 +269,7 @@ def observed(micro: int = 2, **options: Any) -> tuple[Any, Any, Loader]:
         *(Observer(), nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.BatchNorm1d(8)),
         *(nn.ReLU(), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3)),
     )
-    fill(model)
+    filled(model, 3)
     for name, buffer in model.named_buffers():
         if name.endswith(("._u", "._v")):  # torch draws these from the generator of all ranks
             buffer.copy_(nn.functional.normalize(torch.ones_like(buffer), dim=0))
@@ -496,15 +481,12 @@ def test_validation_and_gradients_passed_on_by_backward_change_no_bit(how: str) 
 
 def test_buffers_that_are_not_initialised_are_named() -> None:
     model = nn.Sequential(nn.Linear(6, 3), nn.LazyBatchNorm1d())
-    hvd.init()
-    try:
+    with activate(world_of(0, 1)):
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1))
         loader = Loader(data(), Batch(8, micro=4))
         _state = TorchState(model, optimizer, loader=loader)
         with pytest.raises(RuntimeError, match=r"the buffer 1\.running_mean .* not initialised"):
             next(iter(next(iter(loader))))
-    finally:
-        hvd.shutdown()
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -668,10 +650,9 @@ def test_all_ranks_name_the_one_that_differs() -> None:
     done = threading.Barrier(3)  # a rank that has raised would break the operation of the others
 
     def main(context: StaticContext) -> BaseException | None:
-        model = net()
+        model, optimizer = trainee()
         if context.rank == 1:
             model[2].weight.data.view(torch.int32)[1, 1] ^= 1
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         try:
             for step in Loader(data(), Batch(8, micro=2)):
                 train_on(model, optimizer, step)

@@ -12,18 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nbelastic.torch as hvd
-from nbelastic.collectives import SoloCommunicator
 from nbelastic.data import Batch, Loader
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.torch.elastic import LRScaler, TorchState, by_samples
-from tests.support.world import StaticContext
-
-
-def world(size: int) -> StaticContext:
-    context = StaticContext(SoloCommunicator(generation=1))
-    context.size = size
-    return context
+from tests.support.world import world_of
 
 
 def made(kind: Any = torch.optim.SGD, lr: Any = 0.5) -> Any:
@@ -50,7 +43,7 @@ def step(parameter: torch.Tensor, optimizer: Any) -> float:
 def test_the_rate_of_each_step_is_as_specified(
     sizes: list[tuple[int, int]], warmup: int, rule: str, gamma: float
 ) -> None:
-    context = world(sizes[0][0])
+    context = world_of(0, sizes[0][0])
     scale = float if rule == "linear" else math.sqrt
     with activate(context):
         parameter, optimizer = made()
@@ -75,14 +68,14 @@ def test_the_rate_of_each_step_is_as_specified(
 
 
 def test_rules_by_kind_of_optimizer() -> None:
-    with activate(world(4)):
+    with activate(world_of(0, 4)):
         assert LRScaler(made()[1]).factor == 4.0
         assert LRScaler(made(torch.optim.Adam)[1]).factor == 2.0
         assert LRScaler(made()[1], rule=lambda ratio: ratio / 8).factor == 0.5
 
 
 def test_a_step_that_raises_leaves_no_scaled_rate() -> None:
-    with activate(world(3)):
+    with activate(world_of(0, 3)):
         parameter, optimizer = made()
         scaler = LRScaler(optimizer)
         with pytest.raises(ZeroDivisionError):
@@ -93,7 +86,7 @@ def test_a_step_that_raises_leaves_no_scaled_rate() -> None:
 
 
 def test_a_rate_in_a_tensor_is_put_back_as_it_was() -> None:
-    with activate(world(2)):
+    with activate(world_of(0, 2)):
         parameter, optimizer = made(lr=torch.tensor(0.25))
         _scaler = LRScaler(optimizer)
         rate = optimizer.param_groups[0]["lr"]
@@ -103,7 +96,7 @@ def test_a_rate_in_a_tensor_is_put_back_as_it_was() -> None:
 
 
 def test_the_warmup_is_part_of_a_commit() -> None:
-    context = world(1)
+    context = world_of(0, 1)
     with activate(context):
         model = torch.nn.Linear(1, 1)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
@@ -123,7 +116,7 @@ def test_the_warmup_is_part_of_a_commit() -> None:
 
 
 def test_a_schedule_by_samples_ends_where_it_should() -> None:
-    context = world(4)
+    context = world_of(0, 4)
     with activate(context):
         _, optimizer = made()
         inner = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=12)
@@ -141,9 +134,9 @@ def test_a_schedule_by_samples_ends_where_it_should() -> None:
 
 
 def test_a_rate_that_was_multiplied_by_the_size_is_refused() -> None:
-    with activate(world(2)):
+    with activate(world_of(0, 2)):
         saved = LRScaler(made(lr=0.1 * 2)[1]).state_dict()
-    with activate(world(3)):
+    with activate(world_of(0, 3)):
         LRScaler(made(lr=0.2)[1]).load_state_dict(saved)
         with pytest.raises(StateMismatch, match=r"build the optimizer without `\* hvd\.size\(\)`"):
             LRScaler(made(lr=0.1 * 3)[1]).load_state_dict(saved)
@@ -151,7 +144,7 @@ def test_a_rate_that_was_multiplied_by_the_size_is_refused() -> None:
 
 @pytest.mark.parametrize("with_loader", [False, True])
 def test_a_reset_callback_that_changes_a_rate_is_refused(with_loader: bool) -> None:
-    with activate(world(1)):
+    with activate(world_of(0, 1)):
         model = torch.nn.Linear(1, 1)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
         extra: dict[str, Any] = (
@@ -180,7 +173,7 @@ def test_a_reset_callback_that_changes_a_rate_is_refused(with_loader: bool) -> N
     ],
 )
 def test_wrong_values_are_refused(options: dict[str, Any], message: str) -> None:
-    with activate(world(1)):
+    with activate(world_of(0, 1)):
         with pytest.raises(OptionError, match=message):
             LRScaler(made()[1], **options)
         _, optimizer = made()

@@ -10,21 +10,21 @@ import torch
 from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 
-import nbelastic.torch as hvd
 from nbelastic.data import Batch, Loader
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.state import transfer
 from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
 from nbelastic.torch.state.lazy_commit import LEARNED
 from nbelastic.torch.state.structure import word_for
 from nbelastic.torch.state.torch_state import TorchState
-from tests.support.world import StaticContext, run_ranks
+from tests.elastic.members import job
+from tests.support.world import StaticContext, run_ranks, world_of
 from tests.torch import wrappers
 from tests.torch.nets import bits
 from tests.torch.test_state_mismatch import (
     Counting,
     Net,
     resume_from,
-    save_to,
     setting,
     state_of,
     train_step,
@@ -33,6 +33,7 @@ from tests.torch.test_state_mismatch import (
     with_groups,
     without_bias,
 )
+from tests.torch.test_wrapped_optimizers import sgd
 
 
 def values_of(state: TorchState) -> object:
@@ -261,10 +262,6 @@ TRIPS |= {
 # -- optimizers that wrap others or keep state of their own ----------------------------------------
 
 
-def sgd(net: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-
-
 KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "sam": lambda net: wrappers.Sam(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9),
     "lookahead by identity": lambda net: wrappers.KeyedLookahead(sgd(net)),
@@ -420,15 +417,14 @@ def test_a_state_arrives_and_goes_on(trip: Trip, way: str, tmp_path: Any) -> Non
         first, second = run_ranks(2, join)
         assert first == second
     else:
-        save_to(tmp_path, lambda: trip.build(0), grow)
+        job(tmp_path, lambda: trip.build(0), grow)
         state, _ = resume_from(tmp_path, lambda: (trip.mine or trip.build)(1))
         after(state)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wrapped_optimizer_goes_back_to_a_commit_without_copies(kind: str) -> None:
-    hvd.init()
-    try:
+    with activate(world_of(0, 1)):
         state = wrapped(0, kind)
         for _ in range(LEARNED + 2):
             step(state).commit()
@@ -436,8 +432,6 @@ def test_a_wrapped_optimizer_goes_back_to_a_commit_without_copies(kind: str) -> 
         averages_of(state)
         state.restore()
         assert averages_of(step(state, 5)) == averages_of(step(wrapped(0, kind), LEARNED + 7))
-    finally:
-        hvd.shutdown()
 
 
 def test_a_checkpoint_has_an_object_with_an_adapter_as_a_state_dict() -> None:

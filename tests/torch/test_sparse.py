@@ -11,8 +11,10 @@ from nbelastic.collectives.reduction_tree import IDENTITY
 from nbelastic.data import Batch, Loader
 from nbelastic.torch.gradients import tree_sums
 from nbelastic.torch.gradients.tree_sums import add_rows, as_dense
-from tests.collectives.worlds import KINDS, MAKERS, SOME_KINDS
+from tests.collectives.worlds import KINDS, MAKERS
 from tests.support.world import run_ranks
+from tests.torch.nets import bits
+from tests.torch.training import filled
 
 ROWS, WORDS = 26, 40
 
@@ -29,9 +31,7 @@ class Net(torch.nn.Module):
         self.table = torch.nn.Embedding(WORDS, 3, sparse=sparse)
         self.rare = torch.nn.Embedding(5, 3, sparse=sparse)
         self.line = torch.nn.Linear(3, WORDS if tied else 2, bias=False)
-        generator = seeded(3)
-        for parameter in self.parameters():
-            torch.nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+        filled(self, 3)
         if tied:
             self.line.weight = self.table.weight
 
@@ -79,10 +79,6 @@ def train(optimizers_of, *, micro=2, exact=True, sparse=True, looks=None, **opti
                 with optimizer.skip_synchronize():
                     optimizer.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def bits(tensors):
-    return [each.view(torch.int32).tolist() for each in tensors]
 
 
 @pytest.mark.parametrize("micro", [1, 5])
@@ -154,7 +150,7 @@ def test_where_dense_and_sparse_gradients_meet_all_are_dense(first):
                 else:
                     model.table(words).square().sum().backward()
             optimizer.step()
-        return bits(model.parameters())
+        return bits(list(model.parameters()))
 
     expected = run_ranks(1, main)[0]
     for size in (2, 3):
@@ -229,29 +225,3 @@ def test_only_rows_travel(monkeypatch):
 
     run_ranks(2, main)
     assert sent == [8 * 8] * 4  # on each rank, in each of two steps, the eight rows of both
-
-
-# -- without a loader ------------------------------------------------------------------------------
-
-
-OWN_ROWS = [[1, 2, 2], [3], [2, 7]]
-
-
-@pytest.mark.parametrize("kind", SOME_KINDS)
-@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-def test_sparse_tensors_are_reduced_as_dense_ones(kind, op):
-    def rank_main(context):
-        dense = torch.zeros(9, 4)
-        for row in OWN_ROWS[context.rank]:
-            dense[row] += context.rank + 1
-        handles = [
-            hvd.sparse_allreduce_async(dense.to_sparse(), name=name, op=op) for name in ("s", None)
-        ]
-        found = [handles[0](), hvd.synchronize(handles[1])]
-        expected = hvd.allreduce(dense, op=op)
-        assert all(each.is_sparse for each in found)
-        for each in found:
-            torch.testing.assert_close(each.to_dense(), expected)
-        return found[0]._nnz()
-
-    assert len(set(run_ranks(3, rank_main, make=MAKERS[kind]))) == 1

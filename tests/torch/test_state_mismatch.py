@@ -20,7 +20,7 @@ from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import CollectiveError, NbelasticError, StateMismatch
 from nbelastic.torch.state.settings import moving_values
 from nbelastic.torch.state.torch_state import TorchState
-from tests.elastic.members import keeping, written
+from tests.elastic.members import job, nothing, resumed
 from tests.support.world import StaticContext, run_ranks
 from tests.torch.nets import bits
 
@@ -227,33 +227,21 @@ def align(context: StaticContext, state: ObjectState) -> None:
         state.align([1])
 
 
-def save_to(url: object, state_of: Any, prepare: Any = train_step) -> None:
-    def rank(context: StaticContext) -> None:
-        state = state_of()
-        with keeping(context, state, url) as checkpoints:
-            prepare(state)
-            state.commit()
-            written(checkpoints)
-            checkpoints.finish()
-
-    run_ranks(1, rank)
-
-
 def resume_from(url: object, state_of: Any) -> tuple[TorchState, object]:
-    def rank(context: StaticContext) -> Any:
-        state = state_of()
-        before = bits(state._values())
-        kept.append((state, before))
-        with keeping(context, state, url, run="b", resume=True):
-            pass
-        return state, before
-
+    """Return the state of a job that resumes, and how it was built; an error has them, too."""
     kept: list[Any] = []
+
+    def build() -> Any:
+        state = state_of()
+        kept.append((state, bits(state._values())))
+        return state
+
     try:
-        return run_ranks(1, rank)[0]
+        resumed(url, build)
     except NbelasticError as error:
         error.kept = kept[0]
         raise
+    return kept[0]
 
 
 @pytest.mark.parametrize("way", ["newcomer", "checkpoint"])
@@ -279,7 +267,7 @@ def test_another_state_is_refused_by_name_and_changes_nothing(
         ((state, before),) = newcomers
     else:
         text = ".safetensors does not fit the state that the function has built"
-        save_to(tmp_path, theirs)
+        job(tmp_path, theirs, train_step)
         with pytest.raises(StateMismatch, match=re.escape(message)) as caught:
             resume_from(tmp_path, mine)
         state, before = caught.value.kept
@@ -291,7 +279,7 @@ def test_another_state_is_refused_by_name_and_changes_nothing(
 
 
 def test_plain_states_are_compared_by_the_names_of_their_values(tmp_path: Any) -> None:
-    save_to(tmp_path, lambda: ObjectState(epoch=3), prepare=lambda state: None)
+    job(tmp_path, lambda: ObjectState(epoch=3), nothing)
     with pytest.raises(StateMismatch, match="expected the values epoch, batch; came epoch"):
         resume_from(tmp_path, lambda: ObjectState(epoch=0, batch=0))
     state, _ = resume_from(tmp_path, lambda: ObjectState(epoch=0))
@@ -397,7 +385,7 @@ compiles = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
 @compiles
 def test_a_compiled_model_that_does_not_fit_is_refused_by_plain_names(tmp_path: Any) -> None:
-    save_to(tmp_path, usual)
+    job(tmp_path, usual, train_step)
     message = "parameter model.body.weight: expected float32 [16, 3], came float32 [8, 3]"
     with pytest.raises(StateMismatch, match=re.escape(message)):
         resume_from(tmp_path, lambda: state_of(torch.compile(Net(hidden=16))))

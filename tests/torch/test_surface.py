@@ -76,6 +76,7 @@ def test_states_and_optimizers_take_horovods_arguments():
     state = State(hvd.broadcast_object, hvd.rank)
     state.on_hosts_updated(0.0, 1)
     assert ObjectState(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, epoch=3).epoch == 3
+    assert ObjectState(hvd.broadcast_object, hvd.rank, epoch=3).epoch == 3
     with activate(world_of(0, 1)):
         net = torch.nn.Linear(2, 1)
         sgd = torch.optim.SGD(net.parameters(), lr=0.1)

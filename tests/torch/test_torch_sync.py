@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,17 +73,12 @@ def test_generators_stay_each_ranks_own() -> None:
     assert generator_bits() == before
 
 
-class Holder:
-    def __init__(self, **values: object) -> None:
-        self.__dict__.update(values)
-
-
 def test_values_that_refer_to_the_model_refer_to_the_receivers_own() -> None:
     def main(context: StaticContext) -> None:
         net = nn.Linear(2, 1)
         number = context.rank + 7
         state = TorchState(
-            net, holder=Holder(net=net, number=number), function=lambda x: x + number
+            net, holder=SimpleNamespace(net=net, number=number), function=lambda x: x + number
         )
         state.sync()
         assert state.holder.net is net

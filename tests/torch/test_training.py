@@ -15,14 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import nbelastic.torch as hvd
 from tests.collectives.worlds import MAKERS, SOME_KINDS
 from tests.support.world import run_ranks
-from tests.torch.training import SGD, STEPS, assert_equal, batch, loss_of, make_model
-
-
-def filled(module: nn.Module) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    for parameter in module.parameters():
-        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return module
+from tests.torch.training import SGD, STEPS, assert_equal, batch, filled, loss_of, make_model
 
 
 class Usual:
@@ -205,7 +198,7 @@ class Experts(Usual):
     """What no rank uses has no gradient; what some use counts as zero on others."""
 
     def __init__(self) -> None:
-        self.model = filled(nn.ModuleList(nn.Linear(6, 1) for _ in range(4)).double())
+        self.model = filled(nn.ModuleList(nn.Linear(6, 1) for _ in range(4)).double(), 1)
 
     def loss(self, step: int, rank: int) -> torch.Tensor:
         return self.model[(step + rank) % 3](batch(step, rank, 2)[0]).sum()
@@ -222,7 +215,7 @@ class FrozenAndAdded(Usual):
 
     def optimizers(self, alone: bool) -> list[Any]:
         self.model.extra = nn.Linear(3, 1).double()
-        nn.init.ones_(filled(self.model.extra).bias)
+        nn.init.ones_(filled(self.model.extra, 1).bias)
         self.model[0].requires_grad_(False)
         made = SGD(self.model[:5].parameters())
         return [self.wrapped(made, alone)]
@@ -247,7 +240,7 @@ class OfManyTypes(Usual):
     make = functools.partial(torch.optim.SGD, lr=0.25)
 
     def __init__(self) -> None:
-        self.model = filled(nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last))
+        self.model = filled(nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last), 1)
         types = [torch.float64, torch.float32, torch.bfloat16, torch.complex128]
         weights = [nn.Parameter(torch.ones(3, 2, dtype=dtype)) for dtype in types]
         self.model.weights = nn.ParameterList([*weights, nn.Parameter(torch.tensor(1.0))])
@@ -286,7 +279,7 @@ class Gan(Usual):
     def __init__(self) -> None:
         pairs = ((6, 1), (4, 6))
         nets = [nn.Sequential(nn.Linear(a, 16), nn.Tanh(), nn.Linear(16, b)) for a, b in pairs]
-        self.model = filled(nn.ModuleList(nets).double())
+        self.model = filled(nn.ModuleList(nets).double(), 1)
 
     def optimizers(self, alone: bool) -> list[Any]:
         passes = (self.critic_passes, 1)
@@ -336,7 +329,7 @@ class Embedded(Usual):
 
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 2))
-        filled(self.model)
+        filled(self.model, 1)
 
     def loss(self, step: int, rank: int) -> torch.Tensor | None:
         rows = self.rows[(rank + step) % 3]

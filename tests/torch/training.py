@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,6 +15,14 @@ ROWS = 12  # per step; divides by 2, 3 and 4
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
+def filled(module: torch.nn.Module, seed: int) -> Any:
+    """Return a module with other parameters, which depend on the seed alone."""
+    generator = torch.Generator().manual_seed(seed)  # ranks are threads: they share torch's own
+    for parameter in module.parameters():
+        torch.nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+    return module
+
+
 def make_model() -> torch.nn.Sequential:
     model = torch.nn.Sequential(
         torch.nn.Linear(6, 16),
@@ -21,11 +30,8 @@ def make_model() -> torch.nn.Sequential:
         torch.nn.Linear(16, 16),
         torch.nn.Tanh(),
         torch.nn.Linear(16, 3),
-    ).double()
-    generator = torch.Generator().manual_seed(0)  # ranks are threads: they share torch's own
-    for parameter in model.parameters():
-        torch.nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
-    return model
+    )
+    return filled(model.double(), 0)
 
 
 def distributed() -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
