@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from nbelastic.membership import places_of
-from nbelastic.messages import Effect, Event, Limits, Place, Plan
+from nbelastic.messages import Effect, Event, Limits, Place, Plan, StartRank
 
 from .ranks import Script
 from .world import World
 
 
-def job(*workers: str, script: Script | None = None, **limits: Any) -> World:
+def job(*workers: str, script: Script | None = None, nanny: bool = False, **limits: Any) -> World:
     """Return a job on workers that are there from the beginning; ``A0`` is one on host ``A``."""
     world = World(Limits(**limits), script)
-    world.add(*workers)
+    world.add(*workers, nanny=nanny)
     return world
 
 
@@ -46,6 +46,11 @@ def places(plan: Plan) -> list[Place]:
 def when(world: World, what: Callable[[Effect], bool]) -> list[float]:
     """Return the times of the effects that `what` is true of."""
     return [now for _, now, _, effects in world.machine.log for effect in effects if what(effect)]
+
+
+def starts_on(world: World, name: str) -> list[float]:
+    """Return the times at which ranks were started on a worker."""
+    return when(world, lambda e: isinstance(e, StartRank) and e.slot.name == name)
 
 
 def times(world: World, what: Callable[[Event], bool]) -> list[float]:

@@ -16,13 +16,12 @@ from nbelastic.messages import (
     RankRaised,
     Reset,
     RestartWorker,
-    StartRank,
     Tally,
     UserErrors,
 )
 
 from .ranks import Script
-from .stories import job, trained, workers
+from .stories import job, starts_on, trained, workers
 from .world import World
 
 LONG = Script(batches=1000)
@@ -128,8 +127,8 @@ def test_survivors_are_aborted_at_once_and_only_once() -> None:
 
 
 def test_all_are_lost_after_the_loop_and_workers_return() -> None:
-    world = World(job(np=2, min_np=2).machine.limits, Script(batches=10, after=0.5))
-    world.add("A0", "B0", nanny=True)
+    script = Script(batches=10, after=0.5)
+    world = job("A0", "B0", np=2, min_np=2, script=script, nanny=True)
     world.run(until=lambda: world.phase() == Phase.FINISHING)
     world.kill("A0")
     world.kill("B0")
@@ -158,19 +157,15 @@ def join(world: World, *names: str) -> None:
         misfit(world, name)
 
 
-def starts_on(world: World, name: str) -> int:
-    return sum(effect.slot.name == name for effect in world.of(StartRank))
-
-
 def test_a_worker_whose_state_differed_is_tried_again_later() -> None:
     world = trained(job("A0", "B0", min_np=2, script=LONG))
     world.add("C0")
     join(world, "C0")
     world.run_for(5.0)
-    assert starts_on(world, "C0") == 1
+    assert len(starts_on(world, "C0")) == 1
     assert world.sizes()[-1] == 2
     world.run(until=lambda: world.sizes()[-1] == 3)
-    assert starts_on(world, "C0") == 2
+    assert len(starts_on(world, "C0")) == 2
     assert world.outcome is None
 
 

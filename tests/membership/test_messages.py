@@ -13,7 +13,6 @@ from nbelastic.messages import (
     Beat,
     Beats,
     Connected,
-    EndRank,
     Event,
     LoopDone,
     Notify,
@@ -190,14 +189,6 @@ def test_a_leaving_rank_may_return_in_spite_of_the_order() -> None:
     assert machine.roster.outcome is None
     assert world.phase() == Phase.GATHERING
     assert 1 not in machine.roster.ranks
-
-
-def test_a_rank_that_returned_is_not_told_to_end() -> None:
-    world, machine = running()
-    effects = machine.handle(RankReturned(1), world.now, 0.0)
-    ends = [effect.start for effect in effects if isinstance(effect, EndRank)]
-    assert ends == [0, 2]
-    assert machine.roster.outcome.error == "returned_early"
 
 
 def test_what_comes_after_a_rank_returned_is_ignored() -> None:

@@ -12,9 +12,7 @@ from nbelastic.messages import (
     EndReason,
     LimitsChanged,
     LossReason,
-    Lost,
     RankReturned,
-    Record,
     SaveCommit,
     ShareChanged,
     ShareSet,
@@ -167,27 +165,21 @@ def test_a_suspended_job_that_yields_saves_its_state_and_starts_again() -> None:
     assert world.outcome is None
 
 
-def test_a_suspended_job_that_cannot_yield_fails_in_time_with_its_state() -> None:
-    world = suspended(resumable=False)
-    share(world, 0)
+@pytest.mark.parametrize(
+    ("resumable", "number", "slots"),
+    [(False, 0, 4), (True, 1, 1)],
+    ids=["it cannot yield", "the cluster is too small"],
+)
+def test_the_time_of_a_suspended_job_runs_while_it_cannot_go_on(resumable, number, slots) -> None:
+    world = suspended(resumable=resumable)
+    short = ShareSet(Sharing(number, slots, ("bert",), 1))
+    world.tell(short)
     world.run_for(20.0)
-    assert len(world.machine.roster.ranks) == 1
+    assert len(world.machine.roster.ranks) == 1, "with its state"
     share(world, 1)
     world.run_for(50.0)
     assert world.outcome is None, "its time stands still again"
-    share(world, 0)
-    world.run_for(40.0)
-    assert world.outcome.error == "not_enough_workers"
-
-
-def test_the_time_of_a_suspended_job_runs_while_the_cluster_is_too_small() -> None:
-    world = suspended(resumable=True)
-    world.tell(ShareSet(Sharing(1, 1, ("bert",), 1)))
-    world.run_for(20.0)
-    share(world, 1)
-    world.run_for(50.0)
-    assert world.outcome is None
-    world.tell(ShareSet(Sharing(1, 1, ("bert",), 1)))
+    world.tell(short)
     world.run_for(40.0)
     assert world.outcome.error == "not_enough_workers"
 
@@ -203,8 +195,6 @@ def test_history_and_view_have_the_share() -> None:
     assert (seen.share, seen.sharing) == (1, Sharing(1, 4, ("bert",), 1))
     world.tell(LimitsChanged(max_np=1))
     assert view(world.machine.machine, world.now).sharing is None, "it wants no more"
-    assert isinstance(world.records("share")[0], Record)
-    assert not isinstance(world.records("share")[0].reason, Lost)
 
 
 class On:

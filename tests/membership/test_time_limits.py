@@ -74,13 +74,9 @@ def test_slow_steps_are_no_stall() -> None:
     assert len(world.plans) == 1
 
 
-def everybody_waits(world: World) -> None:
-    world.rings[world.plans[-1].generation].broken = True
-
-
 def test_all_waiting_for_each_other_is_a_reset_without_a_culprit() -> None:
     world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
-    everybody_waits(world)
+    world.rings[1].broken = True
     world.run(until=lambda: len(world.plans) == 2)
     assert restarted(world) == []
     assert world.records("reset")[0].reason.causes == (AllWaited(20.0),)

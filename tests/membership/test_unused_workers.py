@@ -107,20 +107,15 @@ def test_a_rank_that_was_held_up_for_long_joins_when_its_worker_is_free() -> Non
     assert (world.sizes(), restarts(world)) == ([1, 2], [])
 
 
-def test_a_job_that_needs_busy_workers_fails_in_time_and_names_them() -> None:
-    world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=2, elastic_timeout=20.0)
-    world.run()
+@pytest.mark.parametrize("names", [("A0", "A1"), ("A1",)], ids=["one is busy", "all are"])
+def test_a_job_that_needs_busy_workers_fails_in_time_and_names_them(names) -> None:
+    size = len(names)
+    world = busy_job(*names, busy=("A1",), np=size, min_np=size, elastic_timeout=20.0).run()
     assert world.outcome.error == "not_enough_workers"
     (group,) = world.outcome.reason.presence.unused
     assert (group.reason, group.number) == (UnusedReason.BUSY, 1)
     assert restarts(world) == []
     assert 20.0 <= world.now < 25.0
-
-
-def test_all_workers_busy_is_the_same() -> None:
-    world = busy_job("A0", busy=("A0",), np=1, elastic_timeout=20.0)
-    world.run()
-    assert (world.outcome.error, restarts(world)) == ("not_enough_workers", [])
 
 
 def test_a_rank_that_does_not_begin_though_its_worker_is_free_is_evicted_as_ever() -> None:

@@ -12,15 +12,10 @@ from nbelastic.messages import (
     NeverMet,
     RankReturned,
     Record,
-    Slot,
-    SlotsFound,
-    StartRank,
-    Tick,
     WeightsDiffer,
     WeightsSampled,
 )
 
-from .invariants import Checked
 from .ranks import Script
 from .stories import job, trained
 
@@ -107,14 +102,8 @@ def test_the_warning_has_the_number_of_trainings_and_libraries() -> None:
 
 @pytest.mark.parametrize(("np", "apart", "warned"), [(2, (), 1), (2, None, 0), (1, (), 0)])
 def test_a_job_says_so_as_it_ends(np, apart, warned) -> None:
-    machine = Checked(Limits(np=np))
-    slots = tuple(Slot(id=n, worker=f"tcp://{n}", name=n, host=n) for n in "ab"[:np])
-    effects = machine.handle(SlotsFound(slots), 0.0, 0.5)
-    starts = [each.start for each in effects if isinstance(each, StartRank)]
-    effects = []
-    for now, start in enumerate(starts, 1):
-        effects += machine.handle(RankReturned(start, isolated=apart), float(now), 0.5)
-    effects += machine.handle(Tick(), 10.0, 0.5)
-    kinds = [each.kind for each in effects if isinstance(each, Record)]
-    assert kinds.count("warning") == warned
-    assert kinds[-1] == "finished"
+    world = job(*("A0", "B0")[:np], np=np)
+    for start in range(np):
+        world.tell(RankReturned(start, isolated=apart))
+    assert len(world.records("warning")) == warned
+    assert world.of(Record)[-1].kind == "finished"
