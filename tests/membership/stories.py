@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nbelastic.membership import places_of
+from nbelastic.membership import Phase, places_of
 from nbelastic.messages import Effect, Event, Limits, Place, Plan, StartRank
 
 from .ranks import Script
@@ -19,11 +19,16 @@ def job(*workers: str, script: Script | None = None, nanny: bool = False, **limi
     return world
 
 
+def reached(phase: Phase, world: World) -> World:
+    """Let a job run until it has come to a phase."""
+    return world.run(until=lambda: world.phase() == phase)
+
+
 def trained(world: World, batch: int = 2) -> World:
     """Let a job run until it has trained that many batches."""
-    reached: list[bool] = []
-    world.at(batch, lambda: reached.append(True))
-    return world.run(until=lambda: bool(reached))
+    done: list[bool] = []
+    world.at(batch, lambda: done.append(True))
+    return world.run(until=lambda: bool(done))
 
 
 def hosts(plan: Plan) -> list[str]:

@@ -159,19 +159,6 @@ def test_A8_a_worker_cools_down_and_is_used_again(how: str) -> None:
 # -- B: batches, sizes and the leading rank --------------------------------------------------------
 
 
-def test_B1_nothing_happens_in_10_epochs() -> None:
-    script = Script(batches=100)
-    world = job("A0", "B0", "B1", "C0", "C1", "C2", np=5, min_np=5, max_np=5, script=script)
-    world.run()
-    assert world.outcome.kind == "finished"
-    assert len(world.plans) == 1
-    assert world.sizes() == [5]
-    assert batches(world) == list(range(1, 101))
-    assert [world.ranks[start].version for start in world.outcome.starts] == [100] * 5
-    assert world.machine.roster.version == 100
-    assert not world.records("reset")
-
-
 def test_B2_rolling_hosts() -> None:
     world = job("A0", "B0", np=2, min_np=2, max_np=2)
     world.at(10, lambda: [world.add("C0"), world.retire("A0")])

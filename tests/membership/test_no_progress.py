@@ -152,18 +152,13 @@ def test_failures_in_a_row(act, batches, counted: Counted | None, plans: int) ->
         assert [each for each in ends if each is not None and each.reached] == []
 
 
-def test_the_reason_has_the_cause_and_the_numbers() -> None:
-    world = job("A0", "B0", np=2, script=LONG)
+@pytest.mark.parametrize(("every", "commit"), [(1, 6), (500, 0)])
+def test_the_reason_has_the_cause_and_the_numbers(every: int, commit: int) -> None:
+    """Also before the first commit."""
+    world = job("A0", "B0", np=2, script=Script(batches=2000, commit_every=every))
     in_each_generation(world, lambda n: give_up(world, n), lambda n: 5 if n == 1 else 1)
-    count = Tally(Counted.SAME_ERROR, 2, SAME_ERROR, 6)
+    count = Tally(Counted.SAME_ERROR, 2, SAME_ERROR, commit)
     assert world.outcome.reason == NoNewCommit((GAVE_UP,), count)
-
-
-def test_before_the_first_commit_it_is_the_same() -> None:
-    world = job("A0", "B0", np=2, script=Script(batches=2000, commit_every=500))
-    in_each_generation(world, lambda _: world.ranks[0].give_up(CAUSE), lambda _: 1)
-    assert len(world.plans) == 2
-    assert world.outcome.reason.count.commit == 0
 
 
 # -- a loop that has ended on one rank -----------------------------------------------------------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import Stage, places_of, view
-from nbelastic.membership.placement import choose_released
+from nbelastic.membership import Stage, view
 from nbelastic.messages import (
     EndOrder,
     EndRank,
@@ -195,31 +194,3 @@ def test_history_and_view_have_the_share() -> None:
     assert (seen.share, seen.sharing) == (1, Sharing(1, 4, ("bert",), 1))
     world.tell(LimitsChanged(max_np=1))
     assert view(world.machine.machine, world.now).sharing is None, "it wants no more"
-
-
-class On:
-    """A member on a slot."""
-
-    def __init__(self, world, name):
-        self.slot = world.worker(name).slot
-
-
-@pytest.mark.parametrize(
-    ("names", "number", "gone"),
-    [
-        ("A0 A1 A2", 1, "A2"),
-        ("A0 B0 C0", 2, "C0 B0"),
-        ("A0 B0 B1", 1, "A0"),
-        ("A0 A1 B0 B1", 2, "B1 B0"),
-        ("A0 A1 B0 B1", 1, "B1"),
-        ("A0 A1 A2 B0", 2, "B0 A2"),
-        ("A0 A1", 2, "A1 A0"),
-    ],
-)
-def test_the_youngest_leave_and_small_hosts_as_a_whole(names, number, gone) -> None:
-    world = job(*names.split())
-    members = [On(world, name) for name in names.split()]
-    released = choose_released(members, number)
-    assert [member.slot.name for member in released] == gone.split()
-    left = [member.slot for member in members if member not in released]
-    assert all(places_of(left)[rank].size == len(left) for rank in range(len(left)))

@@ -77,27 +77,23 @@ def test_a_job_records_it_once_and_nothing_of_former_generations():
 # -- ranks that never exchanged anything -----------------------------------------------------------
 
 
-def never_met(starts, isolated) -> NeverMet | None:
-    return rules.never_met(Roster(Limits(), expected=starts, isolated=isolated))
+APART = {4: ("Lightning",), 7: ("Lightning", "accelerate"), 9: (), 1: ()}
 
 
 @pytest.mark.parametrize(
-    ("starts", "isolated"),
+    ("starts", "isolated", "warning"),
     [
-        ([0], {0: ()}),
-        ([], {}),
-        ([0, 1], {}),
-        ([0, 1], {0: ("Lightning",)}),
-        ([1, 2], {0: (), 1: ()}),
+        ([0], {0: ()}, None),
+        ([], {}, None),
+        ([0, 1], {}, None),
+        ([0, 1], {0: ("Lightning",)}, None),
+        ([1, 2], {0: (), 1: ()}, None),
+        ([4, 7, 9], APART, NeverMet(3, ("Lightning", "accelerate"))),
     ],
 )
-def test_ranks_that_met_or_a_single_one_are_not_warned_of(starts, isolated) -> None:
-    assert never_met(starts, isolated) is None
-
-
-def test_the_warning_has_the_number_of_trainings_and_libraries() -> None:
-    isolated = {4: ("Lightning",), 7: ("Lightning", "accelerate"), 9: (), 1: ()}
-    assert never_met([4, 7, 9], isolated) == NeverMet(3, ("Lightning", "accelerate"))
+def test_ranks_that_never_met_are_warned_of_but_not_a_single_one(starts, isolated, warning) -> None:
+    roster = Roster(Limits(), expected=starts, isolated=isolated)
+    assert rules.never_met(roster) == warning
 
 
 @pytest.mark.parametrize(("np", "apart", "warned"), [(2, (), 1), (2, None, 0), (1, (), 0)])
