@@ -156,6 +156,7 @@ def test_two_loops() -> None:
     assert starts(world.plans[0]) == starts(world.plans[1])
     assert batches(world) == [*range(1, 11), *range(1, 11)]
     assert world.plans[1].version == 10
+    assert world.machine.roster.version == 20, "a loop's last commit is known as it ends"
     assert world.machine.roster.policy.resets == 0, "the next loop is no change of membership"
 
 
