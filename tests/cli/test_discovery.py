@@ -149,13 +149,6 @@ def test_a_script_that_cannot_be_run_is_refused_at_once(tmp_path):
         script_source(str(tmp_path / "hosts.sh"))
 
 
-@pytest.fixture
-def path(tmp_path, monkeypatch) -> Path:
-    """A folder whose programs come first."""
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    return tmp_path
-
-
 def pod(ip: str, limits: dict[str, str], **more) -> dict:
     status = {"podIP": ip, "conditions": [{"type": "Ready", "status": "True"}]}
     return {"status": status, "spec": {"containers": [{"resources": {"limits": limits}}]}, **more}

@@ -107,9 +107,8 @@ def test_control_characters_of_events_and_reasons_do_not_reach_the_terminal():
 # -- a pseudo-terminal ---------------------------------------------------------------------------
 
 
-class Streams:
-    def __init__(self, out, err=None) -> None:
-        self.stdout, self.stderr = out, err
+def streams(out, err=None) -> SimpleNamespace:
+    return SimpleNamespace(stdout=out, stderr=err)
 
 
 def live(job: FakeJob, terminal: Terminal) -> LiveView:
@@ -127,7 +126,7 @@ def terminal(monkeypatch):
 
 def test_the_live_view_on_a_terminal(terminal, monkeypatch):
     for module in ("live", "display"):
-        monkeypatch.setattr(f"nbelastic.cli.{module}.sys", Streams(*[terminal.stream] * 2))
+        monkeypatch.setattr(f"nbelastic.cli.{module}.sys", streams(*[terminal.stream] * 2))
     job = a_job()
     with live(job, terminal) as view:
         view.tick()
@@ -261,7 +260,7 @@ def test_a_history_that_is_shorter_is_shown_anew(capsys):
 )
 def test_the_style_follows_options_and_terminal(tty, term, given, style, monkeypatch):
     stderr = SimpleNamespace(isatty=lambda: tty)
-    monkeypatch.setattr("nbelastic.cli.run.sys", Streams(None, stderr))
+    monkeypatch.setattr("nbelastic.cli.run.sys", streams(None, stderr))
     monkeypatch.setenv("TERM", term)
     assert view_options(given).style == style
 
@@ -272,7 +271,7 @@ def test_a_reader_that_goes_away_stops_its_stream_alone(monkeypatch, capsys):
     os.close(read)
     job = FakeJob()
     with open(write, "w", encoding="utf-8") as pipe:
-        monkeypatch.setattr("nbelastic.cli.display.sys", Streams(pipe, sys.stderr))
+        monkeypatch.setattr("nbelastic.cli.display.sys", streams(pipe, sys.stderr))
         with watch(WaitView, job) as view:
             job.prints("a\n")
             view.tick()
@@ -283,8 +282,8 @@ def test_a_reader_that_goes_away_stops_its_stream_alone(monkeypatch, capsys):
 
 
 def test_without_stdout_or_stderr_nothing_fails(monkeypatch):
-    monkeypatch.setattr("nbelastic.cli.display.sys", Streams(None))
-    monkeypatch.setattr("nbelastic.cli.run.sys", Streams(None))
+    monkeypatch.setattr("nbelastic.cli.display.sys", streams(None))
+    monkeypatch.setattr("nbelastic.cli.run.sys", streams(None))
     assert view_options({}).style == "plain"
     job = a_job()
     with watch(WaitView, job) as view:

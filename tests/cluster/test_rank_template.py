@@ -38,23 +38,21 @@ def host() -> Iterator[Host]:
     """A host whose template no other test has: a variable that it reads at import is its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NBELASTIC_TEST", f"templates-{os.getpid()}")
-        made = Host()
-        made.run(lambda: None)
-        yield made
-        made.close()
+        with another() as made:
+            made.run(lambda: None)
+            yield made
 
 
-@contextlib.contextmanager
-def another() -> Iterator[Host]:
-    made = Host()
-    try:
-        yield made
-    finally:
-        made.close()
+def another() -> contextlib.closing[Host]:
+    return contextlib.closing(Host())
 
 
 def of(text: str, what: str) -> str:
     return text.partition(f"{what} ")[2].split()[0]
+
+
+def pids_of(text: str) -> list[int]:
+    return [int(each) for each in text.partition("pids ")[2].partition(" end")[0].split()]
 
 
 # -- who shares a template -------------------------------------------------------------------------
@@ -412,7 +410,7 @@ def test_what_a_rank_has_started_ends_with_it_wherever_it_has_gone(host, by):
         os.kill(rank.process.server, signal.SIGKILL)
     exit_ = host.do(rank.end())
     assert by != "its server" or str(exit_) == "its rank server has ended (killed by signal 9)"
-    pids = [int(each) for each in rank.output.partition("pids ")[2].partition(" end")[0].split()]
+    pids = pids_of(rank.output)
     assert len(pids) >= len(KINDS) + 1
     memory = Path("/dev/shm", of(rank.output, "memory"))
     host.do(until(lambda: not memory.exists() and not any(map(is_there, pids))))
@@ -440,8 +438,7 @@ def own(line: Any) -> None:
     made.do(until(lambda: made.launcher.template > 0))
     line.send(made.launcher.template)
     made.do(rank.printed("end"))
-    pids = rank.output.partition("pids ")[2].partition(" end")[0].split()
-    line.send([rank.process.server, *map(int, pids)])
+    line.send([rank.process.server, *pids_of(rank.output)])
     made.loop.run_forever()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic import messages as why
 from nbelastic.cluster.journal import JournalFile
 from nbelastic.driver import JobInfo
 from nbelastic.driver.kernel_log import history_detail, reset_detail, straggler_detail
@@ -12,12 +11,8 @@ from nbelastic.driver.status import HistoryEvent, JobTable
 from nbelastic.driver.why import MOST, explain, explain_journal
 from nbelastic.errors import OptionError
 from nbelastic.membership import Machine
-from nbelastic.messages import Limits, LossReason, Slot, SlotsFound, SlotSilent
-
-ONE, TWO = why.RankId(0, 0, "tcp://A0"), why.RankId(5, None, "tcp://B0")
-GONE = why.Lost(ONE, LossReason.WORKER_GONE)
-STALLED = why.Lost(ONE, LossReason.STALLED, seconds=20.0)
-RAISED = why.Lost(TWO, LossReason.RAISED, "ValueError: x")
+from nbelastic.messages import Limits, Slot, SlotsFound, SlotSilent
+from tests.membership.test_reasons import GONE, RAISED, STALLED
 
 
 def test_the_history_names_lines_and_no_rank() -> None:

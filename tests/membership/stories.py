@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nbelastic.membership import places_of
-from nbelastic.messages import Effect, Event, Limits, Place, Plan
+from nbelastic.membership import Phase, places_of
+from nbelastic.messages import Effect, Event, Limits, Place, Plan, StartRank
 
 from .ranks import Script
 from .world import World
 
 
-def job(*workers: str, script: Script | None = None, **limits: Any) -> World:
+def job(*workers: str, script: Script | None = None, nanny: bool = False, **limits: Any) -> World:
     """Return a job on workers that are there from the beginning; ``A0`` is one on host ``A``."""
     world = World(Limits(**limits), script)
-    world.add(*workers)
+    world.add(*workers, nanny=nanny)
     return world
+
+
+def reached(phase: Phase, world: World) -> World:
+    """Let a job run until it has come to a phase."""
+    return world.run(until=lambda: world.phase() == phase)
 
 
 def trained(world: World, batch: int = 2) -> World:
     """Let a job run until it has trained that many batches."""
-    reached: list[bool] = []
-    world.at(batch, lambda: reached.append(True))
-    return world.run(until=lambda: bool(reached))
+    done: list[bool] = []
+    world.at(batch, lambda: done.append(True))
+    return world.run(until=lambda: bool(done))
 
 
 def hosts(plan: Plan) -> list[str]:
@@ -46,6 +51,11 @@ def places(plan: Plan) -> list[Place]:
 def when(world: World, what: Callable[[Effect], bool]) -> list[float]:
     """Return the times of the effects that `what` is true of."""
     return [now for _, now, _, effects in world.machine.log for effect in effects if what(effect)]
+
+
+def starts_on(world: World, name: str) -> list[float]:
+    """Return the times at which ranks were started on a worker."""
+    return when(world, lambda e: isinstance(e, StartRank) and e.slot.name == name)
 
 
 def times(world: World, what: Callable[[Event], bool]) -> list[float]:

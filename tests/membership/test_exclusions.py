@@ -12,10 +12,10 @@ from msgspec import structs
 from nbelastic.membership import Machine, view
 from nbelastic.membership.failure_policy import JITTER, Exclusions
 from nbelastic.membership.ranks import Rank
-from nbelastic.messages import Exclusion, Limits, RepeatedError, Slot, StartRank
+from nbelastic.messages import Exclusion, Limits, RepeatedError, Slot
 
 from .ranks import Script
-from .stories import job, trained, when, workers
+from .stories import job, starts_on, trained, workers
 from .world import World
 
 LONG = Script(batches=2000)
@@ -50,10 +50,6 @@ def excluded(world: World) -> list[tuple[str, str, int]]:
     return [(each.kind, each.name, int(each.seconds)) for each in reasons]
 
 
-def starts_on(world: World, name: str) -> list[float]:
-    return when(world, lambda e: isinstance(e, StartRank) and e.slot.name == name)
-
-
 def test_a_failed_process_is_excluded_for_good_its_successor_not() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
     world.rank_on("B0").raise_error()
@@ -83,8 +79,7 @@ def test_a_newcomer_ends_when_its_worker_is_excluded() -> None:
 
 def test_the_exclusion_of_the_only_host_does_not_end_the_job() -> None:
     script = Script(batches=100, setup=5.0)
-    world = World(Limits(np=3, min_np=3), script)
-    world.add("A0", "A1", "A2", nanny=True)
+    world = job("A0", "A1", "A2", np=3, min_np=3, script=script, nanny=True)
     for name in ("A0", "A1", "A2"):
         world.run_for(2.2)  # before any training, so without progress in between
         world.kill(name)

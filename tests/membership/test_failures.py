@@ -16,13 +16,12 @@ from nbelastic.messages import (
     RankRaised,
     Reset,
     RestartWorker,
-    StartRank,
     Tally,
     UserErrors,
 )
 
 from .ranks import Script
-from .stories import job, trained, workers
+from .stories import job, reached, starts_on, trained, workers
 from .world import World
 
 LONG = Script(batches=1000)
@@ -84,8 +83,9 @@ def test_the_only_rank_raises_after_commits() -> None:
 
 
 def test_after_the_loop_it_fails_the_job() -> None:
-    world = job("A0", "B0", np=2, min_np=1, script=Script(batches=5, after=1.0))
-    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    world = reached(
+        Phase.FINISHING, job("A0", "B0", np=2, min_np=1, script=Script(batches=5, after=1.0))
+    )
     world.rank_on("B0").raise_error("OSError: disk full")
     world.run()
     assert world.outcome.error == "rank_failed"
@@ -128,9 +128,8 @@ def test_survivors_are_aborted_at_once_and_only_once() -> None:
 
 
 def test_all_are_lost_after_the_loop_and_workers_return() -> None:
-    world = World(job(np=2, min_np=2).machine.limits, Script(batches=10, after=0.5))
-    world.add("A0", "B0", nanny=True)
-    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    script = Script(batches=10, after=0.5)
+    world = reached(Phase.FINISHING, job("A0", "B0", np=2, min_np=2, script=script, nanny=True))
     world.kill("A0")
     world.kill("B0")
     world.run()
@@ -145,21 +144,12 @@ def test_all_are_lost_after_the_loop_and_workers_return() -> None:
 MISFIT = "StateMismatch: parameter model.late.weight: expected nothing, came float32 [1, 1]"
 
 
-def misfit(world: World, name: str) -> None:
-    rank = world.rank_on(name)
-    rank.end(RankRaised(rank.start, MISFIT, state_mismatch=True))
-
-
 def join(world: World, *names: str) -> None:
     """Let newcomers join, and have them find that their state does not fit."""
     plans = len(world.plans)
     world.run(until=lambda: len(world.plans) > plans)
-    for name in names:
-        misfit(world, name)
-
-
-def starts_on(world: World, name: str) -> int:
-    return sum(effect.slot.name == name for effect in world.of(StartRank))
+    for rank in map(world.rank_on, names):
+        rank.end(RankRaised(rank.start, MISFIT, state_mismatch=True))
 
 
 def test_a_worker_whose_state_differed_is_tried_again_later() -> None:
@@ -167,10 +157,10 @@ def test_a_worker_whose_state_differed_is_tried_again_later() -> None:
     world.add("C0")
     join(world, "C0")
     world.run_for(5.0)
-    assert starts_on(world, "C0") == 1
+    assert len(starts_on(world, "C0")) == 1
     assert world.sizes()[-1] == 2
     world.run(until=lambda: world.sizes()[-1] == 3)
-    assert starts_on(world, "C0") == 2
+    assert len(starts_on(world, "C0")) == 2
     assert world.outcome is None
 
 

@@ -26,7 +26,7 @@ from nbelastic.messages import (
 )
 
 from .ranks import Script
-from .stories import batches, job, starts, trained, when, workers
+from .stories import batches, job, reached, starts, trained, when, workers
 from .test_time_limits import stopped_beats
 
 LONG = Script(batches=2000)
@@ -113,7 +113,7 @@ def test_the_last_holder_of_the_state_does_not_wait_for_commits() -> None:
 def test_who_stays_of_a_job_that_shrinks_is_known_to_have_the_state() -> None:
     world = job("A0", "B0", "B1", "A1", "C0", np=5, min_np=1, script=LONG)
     stopped_beats(world)
-    world.run(until=lambda: world.phase() == Phase.RUNNING)
+    reached(Phase.RUNNING, world)
     ranks = world.machine.roster.ranks.values()
     assert {rank.version for rank in ranks} == {FRESH}
     # The ranks of hosts A and C have been heard of since.
@@ -152,7 +152,7 @@ def test_scale_down_lets_newcomers_go_first() -> None:
 def test_scale_down_while_a_generation_is_over() -> None:
     world = trained(job("A0", "B0", "C0", "D0", np=4, min_np=1, script=LONG), 10)
     world.kill("D0")
-    world.run(until=lambda: world.phase() == Phase.GATHERING)
+    reached(Phase.GATHERING, world)
     world.tell(LimitsChanged(max_np=2))
     world.run(until=lambda: len(world.plans) == 2)
     plan = world.plans[1]
@@ -164,7 +164,7 @@ def test_scale_down_while_a_generation_is_over() -> None:
 
 def test_scaling_down_keeps_those_with_the_newest_commit() -> None:
     world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 10)
-    world.run(until=lambda: world.phase() == Phase.RUNNING)
+    reached(Phase.RUNNING, world)
     version = max(rank.version for rank in world.ranks.values())
     world.tell(RankReady(0, 1, version, 1, ("h", 0), failed=True))
     world.tell(LimitsChanged(max_np=1))

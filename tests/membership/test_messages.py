@@ -13,7 +13,6 @@ from nbelastic.messages import (
     Beat,
     Beats,
     Connected,
-    EndRank,
     Event,
     LoopDone,
     Notify,
@@ -33,7 +32,7 @@ from nbelastic.messages import (
 
 from .invariants import Checked, contents
 from .ranks import Script
-from .stories import job, trained
+from .stories import job, reached, trained
 from .world import World
 
 LONG, STORE = Script(batches=2000), ("host", 1)
@@ -89,8 +88,7 @@ def test_a_rank_that_was_ready_before_an_abort_overtook_its_plan() -> None:
 
 
 def test_formed_means_that_all_have_formed() -> None:
-    world = job("A0", "B0", np=2)
-    world.run(until=lambda: world.phase() == Phase.FORMING)
+    world = reached(Phase.FORMING, job("A0", "B0", np=2))
     world.machine.handle(RankFormed(0, 1), world.now, 0.0)
     world.machine.handle(RankFormed(0, 1), world.now, 0.0)
     assert world.phase() == Phase.FORMING
@@ -100,8 +98,7 @@ def test_formed_means_that_all_have_formed() -> None:
 
 @pytest.mark.parametrize("reports", [True, False])
 def test_a_rank_may_come_to_its_next_loop_before_all_have_reported(reports: bool) -> None:
-    world = job("A0", "B0", np=2)
-    world.run(until=lambda: world.phase() == Phase.FORMING)
+    world = reached(Phase.FORMING, job("A0", "B0", np=2))
     next_loop = [RankReady(start, 1, 0, loop=2, store=STORE) for start in (0, 1)]
     for event in (RankFormed(0, 1, "shm"), next_loop[0]):
         world.tell(event)
@@ -115,8 +112,7 @@ def test_a_rank_may_come_to_its_next_loop_before_all_have_reported(reports: bool
 
 @pytest.mark.parametrize("backend", ["shm", "gloo", "hierarchical", "pygloo", ""])
 def test_a_formed_generation_is_recorded_with_its_communicator(backend) -> None:
-    world = job("A0", "B0", np=2)
-    world.run(until=lambda: world.phase() == Phase.FORMING)
+    world = reached(Phase.FORMING, job("A0", "B0", np=2))
     assert view(world.machine.machine, world.now).backend == ""
     for start in (0, 1):
         world.tell(RankFormed(start, 1, backend))
@@ -192,17 +188,8 @@ def test_a_leaving_rank_may_return_in_spite_of_the_order() -> None:
     assert 1 not in machine.roster.ranks
 
 
-def test_a_rank_that_returned_is_not_told_to_end() -> None:
-    world, machine = running()
-    effects = machine.handle(RankReturned(1), world.now, 0.0)
-    ends = [effect.start for effect in effects if isinstance(effect, EndRank)]
-    assert ends == [0, 2]
-    assert machine.roster.outcome.error == "returned_early"
-
-
 def test_what_comes_after_a_rank_returned_is_ignored() -> None:
-    world = job("A0", "B0", np=2, script=Script(batches=5, after=1.0))
-    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    world = reached(Phase.FINISHING, job("A0", "B0", np=2, script=Script(batches=5, after=1.0)))
     world.ranks[0].end(RankReturned(0))
     world.run_for(0.1)
     for event in (RankRaised(0, "ValueError: late"), RankLeft(0), SlotGone("A0#1"), ready(0, 1)):
@@ -211,8 +198,7 @@ def test_what_comes_after_a_rank_returned_is_ignored() -> None:
 
 
 def test_ready_in_the_wrong_place_after_the_loop() -> None:
-    world = job("A0", "B0", np=2, script=Script(batches=5, after=1.0))
-    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    world = reached(Phase.FINISHING, job("A0", "B0", np=2, script=Script(batches=5, after=1.0)))
     world.tell(ready(0, 1, 5, failed=True))
     world.run()
     assert world.outcome.error == "rank_lost"

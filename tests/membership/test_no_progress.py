@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,12 @@ MOST = 25
 CAUSE = "rank 0 called allreduce of float32 (3,), rank 1 broadcast of int64 (1,)"
 FIRST, SECOND = RankId(0, 0, "tcp://A0"), RankId(1, 1, "tcp://B0")
 GAVE_UP = GenerationLeft(SECOND, True, CAUSE)
+
+
+def restarting(np: int, **limits: Any) -> World:
+    """Return a job whose workers have nannies."""
+    names = ("A0", "B0", "C0")[:np]
+    return job(*names, np=np, min_np=np, script=LONG, nanny=True, **limits)
 
 
 def in_each_generation(
@@ -132,8 +139,7 @@ FAILURES = [
     ids=lambda each: getattr(each, "__name__", getattr(each, "name", each)),
 )
 def test_failures_in_a_row(act, batches, counted: Counted | None, plans: int) -> None:
-    world = World(job(np=2, min_np=2, stall_timeout=20.0).machine.limits, LONG)
-    world.add("A0", "B0", nanny=True)
+    world = restarting(2, stall_timeout=20.0)
     in_each_generation(world, lambda n: act(world, n), lambda n: 5 if n == 1 else batches(n), MOST)
     assert len(world.plans) == plans
     if counted is None:
@@ -146,49 +152,39 @@ def test_failures_in_a_row(act, batches, counted: Counted | None, plans: int) ->
         assert [each for each in ends if each is not None and each.reached] == []
 
 
-def test_the_reason_has_the_cause_and_the_numbers() -> None:
-    world = job("A0", "B0", np=2, script=LONG)
+@pytest.mark.parametrize(("every", "commit"), [(1, 6), (500, 0)])
+def test_the_reason_has_the_cause_and_the_numbers(every: int, commit: int) -> None:
+    """Also before the first commit."""
+    world = job("A0", "B0", np=2, script=Script(batches=2000, commit_every=every))
     in_each_generation(world, lambda n: give_up(world, n), lambda n: 5 if n == 1 else 1)
-    count = Tally(Counted.SAME_ERROR, 2, SAME_ERROR, 6)
+    count = Tally(Counted.SAME_ERROR, 2, SAME_ERROR, commit)
     assert world.outcome.reason == NoNewCommit((GAVE_UP,), count)
-
-
-def test_before_the_first_commit_it_is_the_same() -> None:
-    world = job("A0", "B0", np=2, script=Script(batches=2000, commit_every=500))
-    in_each_generation(world, lambda _: world.ranks[0].give_up(CAUSE), lambda _: 1)
-    assert len(world.plans) == 2
-    assert world.outcome.reason.count.commit == 0
 
 
 # -- a loop that has ended on one rank -----------------------------------------------------------
 
 
-def parted(asked: int, *, size: int = 2, told: bool = True) -> World:
-    """Return a job in which rank 0 has come to the end of its loop after ten operations."""
+def told(*beats: Beat, size: int = 2, done: LoopDone | None = None) -> World:
+    """Return a job that is told the same heartbeats for three seconds, after a loop's end."""
     names = ["A0", "B0", "C0"][:size]
     world = trained(job(*names, np=size, stall_timeout=60.0, script=LONG), 10)
     stopped_beats(world)
-    world.tell(LoopDone(0, 1, 10, operations=10))
+    if done is not None:
+        world.tell(done)
     for _ in range(6):
         world.run_for(0.5)
         if world.outcome is None:
-            beats = (
-                Beat(0, 1, 7, True, 10, 10),
-                Beat(1, 1, 7, True, 10, asked),
-                Beat(2, 1, 7, False, 10),
-            )
-            world.tell(Beats(beats if told else beats[:2]))
+            world.tell(Beats(beats))
     return world
 
 
-def test_waiting_for_a_rank_whose_loop_has_ended_ends_the_job() -> None:
-    world = parted(11)
+@pytest.mark.parametrize("size", [2, 3])
+def test_waiting_for_a_rank_whose_loop_has_ended_ends_the_job(size: int) -> None:
+    """It does not matter what a third rank does."""
+    beats = (Beat(0, 1, 7, True, 10, 10), Beat(1, 1, 7, True, 10, 11), Beat(2, 1, 7, False, 10))
+    world = told(*beats[:size], size=size, done=LoopDone(0, 1, 10, operations=10))
     assert world.machine.roster.outcome.error == "no_progress"
     assert world.machine.roster.outcome.reason == LoopsDiffer(FIRST, SECOND)
-
-
-def test_it_does_not_matter_what_a_third_rank_does() -> None:
-    assert parted(11, size=3).machine.roster.ended
 
 
 def test_one_late_heartbeat_ends_nothing() -> None:
@@ -232,17 +228,10 @@ def test_operations_of_an_earlier_generation_say_nothing_about_this_one() -> Non
 # -- losses --------------------------------------------------------------------------------------
 
 
-def restarting(np: int, *, checkpoint: bool = False) -> World:
-    world = World(job(np=np, min_np=np, checkpoint=checkpoint).machine.limits, LONG)
-    world.add(*("A0", "B0")[:np], nanny=True)
-    return world
-
-
 @pytest.mark.parametrize(("np", "deaths"), [(1, SAME_KIND), (3, 3 * (SAME_KIND - 1) + 1)])
 def test_processes_that_die_before_the_first_generation(np: int, deaths: int) -> None:
     """The function's set-up crashes: the job does not wait for `elastic_timeout`."""
-    world = World(job(np=np, min_np=np).machine.limits, LONG)
-    world.add(*("A0", "B0", "C0")[:np], nanny=True)
+    world = restarting(np)
     ranks = world.machine.roster.ranks
     while world.outcome is None and len(world.records("lost")) < 20:
         world.run(until=lambda: bool(ranks))
@@ -319,25 +308,12 @@ def test_the_commit_that_is_lost_is_the_newest_that_was_heard_of() -> None:
 # -- ranks that wait for each other in different operations ----------------------------------------
 
 
-def at_odds(
-    first: str, second: str, *, asked: int = 11, waits: bool = True, told: bool = True
-) -> World:
-    """Return a job whose ranks say for three seconds in which operation they wait."""
-    world = trained(job("A0", "B0", np=2, stall_timeout=60.0, script=LONG), 10)
-    stopped_beats(world)
-    for _ in range(6):
-        world.run_for(0.5)
-        if world.outcome is None:
-            beats = (
-                Beat(0, 1, 7, True, 10, 11, first),
-                Beat(1, 1, 7, waits, 10, asked, second),
-            )
-            world.tell(Beats(beats if told else beats[:1]))
-    return world
+def waits(start: int, operation: str, *, asked: int = 11, waiting: bool = True) -> Beat:
+    return Beat(start, 1, 7, waiting, 10, asked, operation)
 
 
 def test_waiting_in_different_operations_ends_the_job() -> None:
-    world = at_odds("allreduce 'loss'", "the reduction of gradients")
+    world = told(waits(0, "allreduce 'loss'"), waits(1, "the reduction of gradients"))
     assert world.machine.roster.outcome.error == "no_progress"
     assert world.machine.roster.outcome.reason == OperationsDiffer(
         (FIRST, SECOND), ("allreduce 'loss'", "the reduction of gradients")
@@ -345,15 +321,15 @@ def test_waiting_in_different_operations_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize(
-    "world",
+    "other",
     [
-        lambda: at_odds("allreduce", "allreduce"),
-        lambda: at_odds("allreduce", ""),
-        lambda: at_odds("allreduce", "broadcast", asked=10),
-        lambda: at_odds("allreduce", "broadcast", waits=False),
-        lambda: at_odds("allreduce", "broadcast", told=False),
+        (waits(1, "allreduce"),),
+        (waits(1, ""),),
+        (waits(1, "broadcast", asked=10),),
+        (waits(1, "broadcast", waiting=False),),
+        (),
     ],
     ids=["the same", "unknown", "one operation earlier", "computes", "not heard of"],
 )
-def test_ranks_that_may_reach_the_same_operation_are_waited_for(world) -> None:
-    assert world().phase() == Phase.RUNNING
+def test_ranks_that_may_reach_the_same_operation_are_waited_for(other: tuple[Beat, ...]) -> None:
+    assert told(waits(0, "allreduce"), *other).phase() == Phase.RUNNING

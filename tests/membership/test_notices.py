@@ -49,10 +49,6 @@ def names(world: World) -> list[str]:
     return sorted(rank.slot.name for rank in world.machine.roster.ranks.values())
 
 
-def ends(world: World) -> list[EndRank]:
-    return [effect for effect in world.effects if isinstance(effect, EndRank)]
-
-
 def test_a_hundred_notices_cost_no_step() -> None:
     """That of every third machine is revoked once, and given again."""
     world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG))
@@ -142,7 +138,7 @@ def test_the_state_is_saved_by_one_rank_where_all_leave() -> None:
     assert world.sizes() == [2, 1], "the last one trains on while there is time"
     world.run_for(10.0)
     assert names(world) == []
-    assert [effect.save > 20 for effect in ends(world)] == [False, True]
+    assert [effect.save > 20 for effect in world.of(EndRank)] == [False, True]
     assert batches(world) == sorted(set(batches(world)))
     assert not world.records("warning")
 
@@ -155,7 +151,10 @@ def test_of_ranks_that_leave_together_one_saves() -> None:
         for rank in world.machine.roster.on_slot(slot):
             rank.leaving, rank.gone_at = True, world.now + 50.0
     world.run_for(5.0)
-    assert sorted(effect.save for effect in ends(world)) == [0.0, pytest.approx(25.0, abs=3.0)]
+    assert sorted(effect.save for effect in world.of(EndRank)) == [
+        0.0,
+        pytest.approx(25.0, abs=3.0),
+    ]
 
 
 def test_a_rank_that_waits_with_the_state_saves_it() -> None:
@@ -165,7 +164,7 @@ def test_a_rank_that_waits_with_the_state_saves_it() -> None:
     world.run_for(5.0)
     world.tell(noticed(world, "B0"))
     world.run_for(100.0)
-    assert [0 < effect.save <= 10 for effect in ends(world)] == [True]
+    assert [0 < effect.save <= 10 for effect in world.of(EndRank)] == [True]
 
 
 def test_that_nothing_keeps_the_state_is_said_in_time_and_once() -> None:
@@ -177,25 +176,18 @@ def test_that_nothing_keeps_the_state_is_said_in_time_and_once() -> None:
     assert [record.reason for record in world.records("warning")] == [NONE_STAYS]
 
 
-def test_a_rank_that_comes_to_no_commit_in_time_is_a_warning() -> None:
+@pytest.mark.parametrize("seconds", [20.0, 0.0], ids=["in time", "it dies as it is asked"])
+def test_a_rank_that_comes_to_no_commit_in_time_is_a_warning(seconds: float) -> None:
     script = Script(batches=20_000, step=60.0)
     world = trained(job("A0", "B0", np=2, min_np=1, stall_timeout=600.0, script=script), 2)
     world.tell(noticed(world, "B0", 30.0))
-    world.run_for(20.0)
+    world.run_for(seconds)
     world.kill("B0")
     world.run_for(1.0)
-    (record,) = world.records("warning")
-    assert record.reason.name == "B0"
-    assert isinstance(record.reason, GoneBeforeCommit)
-
-
-def test_a_process_that_dies_as_it_is_asked_is_no_such_warning() -> None:
-    script = Script(batches=20_000, step=60.0)
-    world = trained(job("A0", "B0", np=2, min_np=1, stall_timeout=600.0, script=script), 2)
-    world.tell(noticed(world, "B0", 30.0))
-    world.kill("B0")
-    world.run_for(1.0)
-    assert not world.records("warning")
+    reasons = [record.reason for record in world.records("warning")]
+    assert [(type(each), each.name) for each in reasons] == [(GoneBeforeCommit, "B0")] * (
+        seconds > 0
+    )
 
 
 # -- machines at risk ------------------------------------------------------------------------------
@@ -221,7 +213,7 @@ def test_a_job_that_shares_its_cluster_starts_none_above_its_share() -> None:
     world.add("C0")
     world.run_for(10.0)
     assert names(world) == ["A0", "B0"]
-    assert len([e for e in world.effects if isinstance(e, StartRank)]) == 2
+    assert len(world.of(StartRank)) == 2
 
 
 def test_the_time_to_stay_leaves_time_to_write() -> None:

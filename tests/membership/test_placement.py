@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nbelastic.membership.placement import arrange, choose, places_of
+from nbelastic.membership.placement import arrange, choose, choose_released, places_of
 from nbelastic.messages import FRESH, Member, Plan, Slot
 
 
@@ -48,6 +48,22 @@ def test_arrange(survivors: str, newcomers: str, order: str) -> None:
 def test_choose_takes_the_first_that_there_is_room_for() -> None:
     chosen = choose(candidates("A0 A1 A2 B0 C0 C1"), most=4, per_host=2)
     assert line(chosen) == "A0 A1 B0 C0"
+
+
+@pytest.mark.parametrize(
+    ("names", "number", "gone"),
+    [
+        ("A0 A1 A2", 1, "A2"),
+        ("A0 B0 C0", 2, "C0 B0"),
+        ("A0 B0 B1", 1, "A0"),
+        ("A0 A1 B0 B1", 2, "B1 B0"),
+        ("A0 A1 B0 B1", 1, "B1"),
+        ("A0 A1 A2 B0", 2, "B0 A2"),
+        ("A0 A1", 2, "A1 A0"),
+    ],
+)
+def test_the_youngest_leave_and_small_hosts_as_a_whole(names: str, number: int, gone: str) -> None:
+    assert line(choose_released(candidates(names), number)) == gone
 
 
 names = st.lists(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import Stage, places_of, view
-from nbelastic.membership.placement import choose_released
+from nbelastic.membership import Stage, view
 from nbelastic.messages import (
     EndOrder,
     EndRank,
     EndReason,
     LimitsChanged,
     LossReason,
-    Lost,
     RankReturned,
-    Record,
     SaveCommit,
     ShareChanged,
     ShareSet,
@@ -167,27 +164,21 @@ def test_a_suspended_job_that_yields_saves_its_state_and_starts_again() -> None:
     assert world.outcome is None
 
 
-def test_a_suspended_job_that_cannot_yield_fails_in_time_with_its_state() -> None:
-    world = suspended(resumable=False)
-    share(world, 0)
+@pytest.mark.parametrize(
+    ("resumable", "number", "slots"),
+    [(False, 0, 4), (True, 1, 1)],
+    ids=["it cannot yield", "the cluster is too small"],
+)
+def test_the_time_of_a_suspended_job_runs_while_it_cannot_go_on(resumable, number, slots) -> None:
+    world = suspended(resumable=resumable)
+    short = ShareSet(Sharing(number, slots, ("bert",), 1))
+    world.tell(short)
     world.run_for(20.0)
-    assert len(world.machine.roster.ranks) == 1
+    assert len(world.machine.roster.ranks) == 1, "with its state"
     share(world, 1)
     world.run_for(50.0)
     assert world.outcome is None, "its time stands still again"
-    share(world, 0)
-    world.run_for(40.0)
-    assert world.outcome.error == "not_enough_workers"
-
-
-def test_the_time_of_a_suspended_job_runs_while_the_cluster_is_too_small() -> None:
-    world = suspended(resumable=True)
-    world.tell(ShareSet(Sharing(1, 1, ("bert",), 1)))
-    world.run_for(20.0)
-    share(world, 1)
-    world.run_for(50.0)
-    assert world.outcome is None
-    world.tell(ShareSet(Sharing(1, 1, ("bert",), 1)))
+    world.tell(short)
     world.run_for(40.0)
     assert world.outcome.error == "not_enough_workers"
 
@@ -203,33 +194,3 @@ def test_history_and_view_have_the_share() -> None:
     assert (seen.share, seen.sharing) == (1, Sharing(1, 4, ("bert",), 1))
     world.tell(LimitsChanged(max_np=1))
     assert view(world.machine.machine, world.now).sharing is None, "it wants no more"
-    assert isinstance(world.records("share")[0], Record)
-    assert not isinstance(world.records("share")[0].reason, Lost)
-
-
-class On:
-    """A member on a slot."""
-
-    def __init__(self, world, name):
-        self.slot = world.worker(name).slot
-
-
-@pytest.mark.parametrize(
-    ("names", "number", "gone"),
-    [
-        ("A0 A1 A2", 1, "A2"),
-        ("A0 B0 C0", 2, "C0 B0"),
-        ("A0 B0 B1", 1, "A0"),
-        ("A0 A1 B0 B1", 2, "B1 B0"),
-        ("A0 A1 B0 B1", 1, "B1"),
-        ("A0 A1 A2 B0", 2, "B0 A2"),
-        ("A0 A1", 2, "A1 A0"),
-    ],
-)
-def test_the_youngest_leave_and_small_hosts_as_a_whole(names, number, gone) -> None:
-    world = job(*names.split())
-    members = [On(world, name) for name in names.split()]
-    released = choose_released(members, number)
-    assert [member.slot.name for member in released] == gone.split()
-    left = [member.slot for member in members if member not in released]
-    assert all(places_of(left)[rank].size == len(left) for rank in range(len(left)))

@@ -31,7 +31,7 @@ from nbelastic.messages import (
 )
 
 from .ranks import Script
-from .stories import batches, job, trained, workers
+from .stories import batches, job, reached, trained, workers
 from .world import World
 
 LONG = Script(batches=2000)
@@ -74,13 +74,9 @@ def test_slow_steps_are_no_stall() -> None:
     assert len(world.plans) == 1
 
 
-def everybody_waits(world: World) -> None:
-    world.rings[world.plans[-1].generation].broken = True
-
-
 def test_all_waiting_for_each_other_is_a_reset_without_a_culprit() -> None:
     world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
-    everybody_waits(world)
+    world.rings[1].broken = True
     world.run(until=lambda: len(world.plans) == 2)
     assert restarted(world) == []
     assert world.records("reset")[0].reason.causes == (AllWaited(20.0),)
@@ -101,8 +97,7 @@ def test_late_messages_evict_no_rank() -> None:
 
 def test_a_rank_that_hangs_after_the_loop_is_evicted() -> None:
     script = Script(batches=5, after=1000.0)
-    world = job("A0", "B0", np=2, stall_timeout=20.0, script=script)
-    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    world = reached(Phase.FINISHING, job("A0", "B0", np=2, stall_timeout=20.0, script=script))
     stopped_beats(world)
     world.rank_on("B0").hung = True
     for _ in range(15):
@@ -217,8 +212,7 @@ def test_a_job_whose_ranks_all_set_up_for_too_long_says_so_at_once() -> None:
 
 def returned(**limits: float) -> World:
     """Have all ranks of a job return while the process of one goes on."""
-    world = job("A0", "B0", np=2, script=Script(batches=3), **limits)
-    world.run(until=lambda: world.phase() == Phase.FINISHING)
+    world = reached(Phase.FINISHING, job("A0", "B0", np=2, script=Script(batches=3), **limits))
     for rank in world.ranks.values():
         rank.where = "ended"
         world.tell(RankReturned(rank.start, exits=rank.start == 0))

@@ -73,8 +73,7 @@ def _deaf_to_plans_with(rank: FakeRank, other: int):  # type: ignore[no-untyped-
 
 
 def test_a_job_goes_on_with_those_who_reach_each_other() -> None:
-    world = job("A0", "B0", "C0", np=3, min_np=2, forming_timeout=4.0, script=LONG)
-    trained(world, 20)
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, forming_timeout=4.0, script=LONG), 20)
     separate(world, "B0", "C0")
     world.rank_on("A0").collective_failed()
     world.run(until=lambda: len(world.plans) == 4)
@@ -84,8 +83,7 @@ def test_a_job_goes_on_with_those_who_reach_each_other() -> None:
 
 
 def test_of_two_the_newcomer_without_a_commit_is_removed() -> None:
-    world = job("A0", "B0", "C0", np=3, min_np=2, forming_timeout=4.0, script=LONG)
-    trained(world, 20)
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, forming_timeout=4.0, script=LONG), 20)
     world.add("A1")  # its rank comes before those of B0 and C0
     world.run_for(0.1)
     separate(world, "A1", "C0")
@@ -95,8 +93,7 @@ def test_of_two_the_newcomer_without_a_commit_is_removed() -> None:
 
 
 def test_a_job_that_needs_both_fails_and_names_them() -> None:
-    world = job("A0", "B0", "C0", np=3, min_np=3, forming_timeout=4.0, script=LONG)
-    trained(world, 20)
+    world = trained(job("A0", "B0", "C0", np=3, min_np=3, forming_timeout=4.0, script=LONG), 20)
     separate(world, "B0", "C0")
     world.rank_on("A0").collective_failed()
     world.run()

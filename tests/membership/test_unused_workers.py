@@ -86,41 +86,32 @@ def busy_job(*names: str, busy: tuple[str, ...], batches: int = 400, **limits: A
     return world
 
 
-def restarts(world: World) -> list[RestartWorker]:
-    return world.of(RestartWorker)
-
-
 def test_a_job_starts_with_what_is_free_once_min_np_is_met() -> None:
     world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=1, max_np=2, elastic_timeout=20.0)
     world.run_for(5.0)
     assert world.sizes() == [1]
     world.run()
-    assert (world.outcome.kind, restarts(world)) == ("finished", [])
+    assert (world.outcome.kind, world.of(RestartWorker)) == ("finished", [])
 
 
 def test_a_rank_that_was_held_up_for_long_joins_when_its_worker_is_free() -> None:
     world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=1, max_np=2, elastic_timeout=5.0)
     world.run_for(12.0)
-    assert (world.sizes(), restarts(world)) == ([1], [])
+    assert (world.sizes(), world.of(RestartWorker)) == ([1], [])
     free(world, "A1")
     world.run_for(3.0)
-    assert (world.sizes(), restarts(world)) == ([1, 2], [])
+    assert (world.sizes(), world.of(RestartWorker)) == ([1, 2], [])
 
 
-def test_a_job_that_needs_busy_workers_fails_in_time_and_names_them() -> None:
-    world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=2, elastic_timeout=20.0)
-    world.run()
+@pytest.mark.parametrize("names", [("A0", "A1"), ("A1",)], ids=["one is busy", "all are"])
+def test_a_job_that_needs_busy_workers_fails_in_time_and_names_them(names) -> None:
+    size = len(names)
+    world = busy_job(*names, busy=("A1",), np=size, min_np=size, elastic_timeout=20.0).run()
     assert world.outcome.error == "not_enough_workers"
     (group,) = world.outcome.reason.presence.unused
     assert (group.reason, group.number) == (UnusedReason.BUSY, 1)
-    assert restarts(world) == []
+    assert world.of(RestartWorker) == []
     assert 20.0 <= world.now < 25.0
-
-
-def test_all_workers_busy_is_the_same() -> None:
-    world = busy_job("A0", busy=("A0",), np=1, elastic_timeout=20.0)
-    world.run()
-    assert (world.outcome.error, restarts(world)) == ("not_enough_workers", [])
 
 
 def test_a_rank_that_does_not_begin_though_its_worker_is_free_is_evicted_as_ever() -> None:
@@ -131,7 +122,7 @@ def test_a_rank_that_does_not_begin_though_its_worker_is_free_is_evicted_as_ever
     world.run_for(10.0)
     assert [slot.name for slot in world.evicted()] == ["A1"]
     world.run_for(10.0)
-    assert [effect.slot.name for effect in restarts(world)] == ["A1"]
+    assert [effect.slot.name for effect in world.of(RestartWorker)] == ["A1"]
 
 
 # -- the view of a job in its course ---------------------------------------------------------------

@@ -12,15 +12,10 @@ from nbelastic.messages import (
     NeverMet,
     RankReturned,
     Record,
-    Slot,
-    SlotsFound,
-    StartRank,
-    Tick,
     WeightsDiffer,
     WeightsSampled,
 )
 
-from .invariants import Checked
 from .ranks import Script
 from .stories import job, trained
 
@@ -82,39 +77,29 @@ def test_a_job_records_it_once_and_nothing_of_former_generations():
 # -- ranks that never exchanged anything -----------------------------------------------------------
 
 
-def never_met(starts, isolated) -> NeverMet | None:
-    return rules.never_met(Roster(Limits(), expected=starts, isolated=isolated))
+APART = {4: ("Lightning",), 7: ("Lightning", "accelerate"), 9: (), 1: ()}
 
 
 @pytest.mark.parametrize(
-    ("starts", "isolated"),
+    ("starts", "isolated", "warning"),
     [
-        ([0], {0: ()}),
-        ([], {}),
-        ([0, 1], {}),
-        ([0, 1], {0: ("Lightning",)}),
-        ([1, 2], {0: (), 1: ()}),
+        ([0], {0: ()}, None),
+        ([], {}, None),
+        ([0, 1], {}, None),
+        ([0, 1], {0: ("Lightning",)}, None),
+        ([1, 2], {0: (), 1: ()}, None),
+        ([4, 7, 9], APART, NeverMet(3, ("Lightning", "accelerate"))),
     ],
 )
-def test_ranks_that_met_or_a_single_one_are_not_warned_of(starts, isolated) -> None:
-    assert never_met(starts, isolated) is None
-
-
-def test_the_warning_has_the_number_of_trainings_and_libraries() -> None:
-    isolated = {4: ("Lightning",), 7: ("Lightning", "accelerate"), 9: (), 1: ()}
-    assert never_met([4, 7, 9], isolated) == NeverMet(3, ("Lightning", "accelerate"))
+def test_ranks_that_never_met_are_warned_of_but_not_a_single_one(starts, isolated, warning) -> None:
+    roster = Roster(Limits(), expected=starts, isolated=isolated)
+    assert rules.never_met(roster) == warning
 
 
 @pytest.mark.parametrize(("np", "apart", "warned"), [(2, (), 1), (2, None, 0), (1, (), 0)])
 def test_a_job_says_so_as_it_ends(np, apart, warned) -> None:
-    machine = Checked(Limits(np=np))
-    slots = tuple(Slot(id=n, worker=f"tcp://{n}", name=n, host=n) for n in "ab"[:np])
-    effects = machine.handle(SlotsFound(slots), 0.0, 0.5)
-    starts = [each.start for each in effects if isinstance(each, StartRank)]
-    effects = []
-    for now, start in enumerate(starts, 1):
-        effects += machine.handle(RankReturned(start, isolated=apart), float(now), 0.5)
-    effects += machine.handle(Tick(), 10.0, 0.5)
-    kinds = [each.kind for each in effects if isinstance(each, Record)]
-    assert kinds.count("warning") == warned
-    assert kinds[-1] == "finished"
+    world = job(*("A0", "B0")[:np], np=np)
+    for start in range(np):
+        world.tell(RankReturned(start, isolated=apart))
+    assert len(world.records("warning")) == warned
+    assert world.of(Record)[-1].kind == "finished"

@@ -144,6 +144,8 @@ def test_it_runs_as_a_cell_does_and_gives_its_last_expression():
         ("if True:\n    3", None),
         ("'a text'", "a text"),
         ("from __future__ import annotations\nx: nothing = 1\nx", 1),
+        ("(7\n  % 4)", 3),  # within an expression a percent sign is Python's
+        ("'''\n!ls\n%time\n'''", "\n!ls\n%time\n"),
     ],
 )
 def test_its_value_is_the_last_expression_without_a_semicolon(body, value):
@@ -229,11 +231,6 @@ def test_a_line_for_ipython_is_refused_with_its_number(line):
         cell(body)
     with pytest.raises(CellError, match="no code"):
         cell("\n# nothing yet\n")
-
-
-def test_a_percent_sign_within_an_expression_is_pythons():
-    assert cell("(7\n  % 4)")() == 3
-    assert cell("'''\n!ls\n%time\n'''")() == "\n!ls\n%time\n"
 
 
 # -- what comes back ---------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -17,58 +18,51 @@ A = Want("a", least=1, kept=1, has=6, running=True)
 B = Want("b", since=1.0, least=2, waiting_since=1.0)
 
 
-def test_a_job_that_is_alone_has_no_bound():
+A2, B2, C2 = after(A, 2), after(B, 2), after(replace(B, job="c", since=2.0), 2)
+A3, B3, FLOOR = after(A, 3), after(B, 3), replace(A, least=3)
+
+STORIES = {
+    # so many seconds after the start, these jobs on so many slots have these shares
+    "a job that is alone has no bound": [(0.0, [A], 6, {"a": None})],
+    "a newcomer is admitted at once, and the others shrink once": [
+        (0.0, [A], 6, {"a": None}),
+        (1.0, [A, B], 6, {"a": 3, "b": 3}),
+        (2.0, [A3, B3], 6, {"a": 3, "b": 3}),
+    ],
+    "growth waits, so that several departures make one reset": [
+        (0.0, [A2, B2, C2], 6, {"a": 2, "b": 2, "c": 2}),
+        (10.0, [A2, B2], 6, {"a": 2, "b": 2}),
+        (12.0, [A2, B2], 6, {"a": 3, "b": 3}),
+        (20.0, [A3], 6, {"a": 3}),
+        (21.9, [A3], 6, {"a": 3}),
+        (22.0, [A3], 6, {"a": None}),
+    ],
+    "a job gives up slots to be fair only after a while": [
+        (0.0, [after(A, 4), replace(B2, most=2)], 6, {"a": 4, "b": 2}),
+        (5.0, [after(A, 4), replace(B2, most=9)], 6, {"a": 4, "b": 2}),
+        (29.9, [after(A, 4), replace(B2, most=9)], 6, {"a": 4, "b": 2}),
+        (30.1, [after(A, 4), replace(B2, most=9)], 6, {"a": 3, "b": 3}),
+    ],
+    "a worker that is soon replaced moves no other job": [
+        (0.0, [A3, B3], 6, {"a": 3, "b": 3}),
+        (100.0, [A2, B3], 5, {"a": 3, "b": 3}),
+        (101.0, [A2, B3], 6, {"a": 3, "b": 3}),
+        (200.0, [A2, B3], 5, {"a": 3, "b": 3}),
+        (202.0, [A2, B3], 5, {"a": 2, "b": 3}),  # it has not come back
+    ],
+    "a floor is restored at once": [
+        (0.0, [after(FLOOR, 3), B3], 6, {"a": 3, "b": 3}),
+        (1.0, [replace(FLOOR, kept=2, has=2), B3], 5, {"a": 3, "b": 2}),
+    ],
+}
+
+
+@pytest.mark.parametrize("steps", STORIES.values(), ids=STORIES)
+def test_when_a_share_takes_effect(steps):
     policy = SharePolicy(RULES)
-    assert policy.decide([A], alike(6), 0.0) == {"a": None}
-
-
-def test_a_newcomer_is_admitted_at_once_and_the_others_shrink_once():
-    policy = SharePolicy(RULES)
-    policy.decide([A], alike(6), 0.0)
-    assert policy.decide([A, B], alike(6), 1.0) == {"a": 3, "b": 3}
-    assert policy.decide([after(A, 3), after(B, 3)], alike(6), 2.0) == {"a": 3, "b": 3}
-
-
-def test_growth_waits_so_that_several_departures_make_one_reset():
-    policy = SharePolicy(RULES)
-    jobs = [after(A, 2), after(B, 2), after(replace(B, job="c", since=2.0), 2)]
-    policy.decide(jobs, alike(6), 0.0)
-    assert policy.decide(jobs[:2], alike(6), 10.0) == {"a": 2, "b": 2}
-    assert policy.decide(jobs[:2], alike(6), 12.0) == {"a": 3, "b": 3}
-    jobs = [after(A, 3)]
-    assert policy.decide(jobs, alike(6), 20.0) == {"a": 3}
-    assert policy.decide(jobs, alike(6), 21.9) == {"a": 3}
-    assert policy.decide(jobs, alike(6), 22.0) == {"a": None}
-
-
-def test_a_job_gives_up_slots_to_be_fair_only_after_a_while():
-    policy = SharePolicy(RULES)
-    small = replace(after(B, 2), most=2)
-    jobs = [after(A, 4), small]
-    assert policy.decide(jobs, alike(6), 0.0) == {"a": 4, "b": 2}
-    jobs[1] = replace(small, most=9)
-    assert policy.decide(jobs, alike(6), 5.0) == {"a": 4, "b": 2}
-    assert policy.decide(jobs, alike(6), 29.9) == {"a": 4, "b": 2}
-    assert policy.decide(jobs, alike(6), 30.1) == {"a": 3, "b": 3}
-
-
-def test_a_worker_that_is_soon_replaced_moves_no_other_job():
-    policy = SharePolicy(RULES)
-    jobs = [after(A, 3), after(B, 3)]
-    policy.decide(jobs, alike(6), 0.0)
-    lost = [after(A, 2), after(B, 3)]
-    assert policy.decide(lost, alike(5), 100.0) == {"a": 3, "b": 3}
-    assert policy.decide(lost, alike(6), 101.0) == {"a": 3, "b": 3}
-    assert policy.decide(lost, alike(5), 200.0) == {"a": 3, "b": 3}
-    assert policy.decide(lost, alike(5), 202.0) == {"a": 2, "b": 3}, "it has not come back"
-
-
-def test_a_floor_is_restored_at_once():
-    policy = SharePolicy(RULES)
-    floor = replace(A, least=3)
-    policy.decide([after(floor, 3), after(B, 3)], alike(6), 0.0)
-    short = replace(floor, kept=2, has=2)
-    assert policy.decide([short, after(B, 3)], alike(5), 1.0) == {"a": 3, "b": 2}
+    assert [policy.decide(jobs, alike(size), now) for now, jobs, size, _ in steps] == [
+        shares for *_, shares in steps
+    ]
 
 
 def test_first_come_first_served_bounds_no_job():

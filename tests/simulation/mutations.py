@@ -73,11 +73,6 @@ def _versions_may_go_back(_: Any) -> Any:
     return note
 
 
-@_mutation(Machine, "_check_for_stalls", seed=122)
-def _nobody_watches_for_stalls(_: Any) -> Any:
-    return lambda self: None
-
-
 @_mutation(rules, "free_slots", seed=21)
 def _a_slot_may_be_given_to_two_ranks(_: Any) -> Any:
     def free(roster: Any) -> list[Any]:
@@ -85,11 +80,6 @@ def _a_slot_may_be_given_to_two_ranks(_: Any) -> Any:
         return [s for s in slots if s.id not in roster.departing and not roster.excluded(s)]
 
     return free
-
-
-@_mutation(Machine, "_on_slot_leaving", seed=2)
-def _workers_that_are_to_leave_are_planned(_: Any) -> Any:
-    return lambda self, event: None
 
 
 @_mutation(Machine, "_gather", seed=37)
@@ -119,16 +109,6 @@ def _each_rank_leaves_when_it_has_heard(_: Any) -> Any:
     return lambda self: self.change_flag()
 
 
-@_mutation(ObjectState, "align", seed=21)
-def _newcomers_get_no_state(_: Any) -> Any:
-    return lambda self, behind: None
-
-
-@_mutation(ObjectState, "restore", seed=35)
-def _a_failed_step_is_not_rolled_back(_: Any) -> Any:
-    return lambda self: None
-
-
 @_mutation(elastic_loop, "_leave", seed=209)
 def _leaving_saves_without_a_new_version(_: Any) -> Any:
     def leave(session: Any, state: Any) -> None:
@@ -136,16 +116,6 @@ def _leaving_saves_without_a_new_version(_: Any) -> Any:
         state.save()
 
     return leave
-
-
-@_mutation(ElasticPlugin, "_ended", seed=0)
-def _slots_are_never_given_back(_: Any) -> Any:
-    return lambda self, worker, message: None
-
-
-@_mutation(Driver, "_attach_again", seed=51)
-def _a_driver_that_was_away_goes_on_as_before(_: Any) -> Any:
-    return lambda self: None
 
 
 @_mutation(JobClient, "attach", seed=3)
@@ -164,20 +134,25 @@ def _samples_are_dealt_without_settling_what_was_done(original: Any) -> Any:
     return lambda self: original(self)._replace(done=self._deal.done)
 
 
-@_mutation(ShardSampler, "go_back", seed=168)
-def _samples_that_were_not_committed_stay_done(_: Any) -> Any:
-    return lambda self, to: None
-
-
 @_mutation(failure_policy, "REPEATED_COMMITS", seed=223)
 def _one_commit_more_is_progress(_: Any) -> Any:
     return 0
 
 
-@_mutation(rules, "waits_for_finished", seed=58)
-def _a_rank_whose_loop_has_ended_is_waited_for(_: Any) -> Any:
-    return lambda roster: None
+DO_NOTHING: dict[str, tuple[Any, str, int]] = {
+    "nobody watches for stalls": (Machine, "_check_for_stalls", 122),
+    "workers that are to leave are planned": (Machine, "_on_slot_leaving", 2),
+    "newcomers get no state": (ObjectState, "align", 21),
+    "a failed step is not rolled back": (ObjectState, "restore", 35),
+    "slots are never given back": (ElasticPlugin, "_ended", 0),
+    "a driver that was away goes on as before": (Driver, "_attach_again", 51),
+    "samples that were not committed stay done": (ShardSampler, "go_back", 168),
+    "a rank whose loop has ended is waited for": (rules, "waits_for_finished", 58),
+}
+"""Functions that do nothing any more, with the seeds that have shown it."""
 
+for name, (target, attribute, seed) in DO_NOTHING.items():
+    MUTATIONS[name] = (target, attribute, lambda _: lambda *_args: None, seed)
 
 SHOWN_BY_PLANNED_CHANGES = {"each rank leaves when it has heard"}
 """Those that only a schedule shows in which nothing should be rolled back."""

@@ -10,6 +10,7 @@ from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
 from nbelastic.cluster.worker.rank.program import RankProgram
 from nbelastic.cluster.worker.rank_process import ProcessExit
 from nbelastic.messages import LoopDone, RankEvent, RankReady
+from tests.membership.ranks import NOTICED
 
 from .fibers import Fiber
 from .loop import Process
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 
 HOP = 0.0002
 """Seconds that a message takes between a worker and its rank."""
-
-NOTICED = 0.003
-"""Seconds until a worker knows that its rank's process has ended."""
 
 
 class SimRank:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Communicator, Handle, Op, Rendezvous
 from nbelastic.errors import CollectiveError
+from tests.membership.ranks import NEIGHBOUR_NOTICES
 
 if TYPE_CHECKING:
     import torch
@@ -15,9 +17,6 @@ if TYPE_CHECKING:
     from .fibers import Fiber
     from .loop import Process
     from .network import Network
-
-NEIGHBOUR_NOTICES = 0.015
-"""Seconds after which a rank sees that the connection to a neighbour is broken."""
 
 
 class SimHandle:
@@ -297,12 +296,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def _reduce(parts: list[torch.Tensor], op: Op) -> torch.Tensor:
     import torch
 
-    total = parts[0].clone()
-    for part in parts[1:]:
-        if op in (Op.SUM, Op.AVERAGE):
-            total += part
-        elif op is Op.PRODUCT:
-            total *= part
-        else:
-            total = (torch.minimum if op is Op.MIN else torch.maximum)(total, part)
+    kinds = {Op.MIN: torch.minimum, Op.MAX: torch.maximum, Op.PRODUCT: torch.mul}
+    total = functools.reduce(kinds.get(op, torch.add), parts)
     return total / len(parts) if op is Op.AVERAGE else total
