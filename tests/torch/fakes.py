@@ -61,7 +61,7 @@ class LendingCommunicator(TwinCommunicator):
         return tensor.untyped_storage().data_ptr() in memory
 
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
-        if self.capabilities.devices:  # buffers there are torch's
+        if self.capabilities.devices or self.capabilities.coalesces:  # in memory of torch's
             self.made.append(tensor)
         assert any(tensor is made for made in self.made)
         self.ops.append(op)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
-from nbelastic.collectives import Capabilities, Communicator
+from nbelastic.collectives import Capabilities, Communicator, Op
+from nbelastic.collectives.communicator import _Handles
 from nbelastic.torch.gradients import groups, layout
 from tests.torch.fakes import NotedStaging
 
 # early: buckets are launched while backward runs; late: when they are waited for; staged: as if
-# gradients were on an accelerator; device: as if the communicator reduced there.
-MODES = ["early", "late", "staged", "device"]
+# gradients were on an accelerator; device: as if the communicator reduced there; in place: late, as
+# large buckets go where the communicator reduces many tensors at once.
+MODES = ["early", "late", "staged", "device", "in place"]
 
 
 def set_mode(
@@ -21,7 +24,11 @@ def set_mode(
     """Have buckets of so many bytes, and gradients go as `mode` says."""
     monkeypatch.setattr(layout, "FIRST_BUCKET_BYTES", first_bytes)
     monkeypatch.setattr(layout, "BUCKET_BYTES", bucket_bytes)
-    changes: dict[str, Any] = {"overlaps": "late" not in mode}
+    changes: dict[str, Any] = {"overlaps": mode not in ("late", "in place")}
+    if mode == "in place":
+        monkeypatch.setattr(groups, "MOST_SHARED_BYTES", -1)
+        monkeypatch.setattr(Communicator, "allreduce_coalesced_async", one_by_one)
+        changes["coalesces"] = True
     if "staged" in mode:
         monkeypatch.setattr(groups, "Staging", NotedStaging)
     if "staged" in mode or "device" in mode:
@@ -30,6 +37,10 @@ def set_mode(
     if "device" in mode:
         changes["devices"] = frozenset({"cpu"})
     monkeypatch.setattr(Communicator, "capabilities", Capabilities(**changes))
+
+
+def one_by_one(communicator: Communicator, tensors: list[torch.Tensor], op: Op) -> _Handles:
+    return _Handles([communicator.allreduce_async(each, op) for each in tensors])
 
 
 def only(mode: str) -> pytest.MarkDecorator:

@@ -73,7 +73,8 @@ class Bucket:
     The buffer is the communicator's, so that it is reduced where it is, and serves all steps. Where
     gradients travel as they are, ``parameter.grad`` becomes a *view* of it, and nothing is copied
     back. Others are copied to the buffer and back: those of another type, and those of parameters
-    that are not contiguous, since another rank's may be.
+    that are not contiguous, since another rank's may be. A large bucket on the host has no buffer
+    where the communicator reduces many tensors at once: its gradients are reduced where they are.
 
     In each step: :meth:`begin`, :meth:`arrive` for each gradient that backward computes,
     :meth:`launch`, :meth:`wait`, :meth:`deliver`. After a failure the bucket is dropped, because
@@ -109,6 +110,7 @@ class Bucket:
         tail = width * (trailer or int(starts[-1] == 0))
         count = width * starts[-1]
         self._staging: Staging | None = None
+        self._in_place = False
         if is_accelerator(self.device):
             wire = torch.empty(count, dtype=real, device=self.device)
             self._wires = [wire, communicator.empty(tail, real)] if tail else [wire]
@@ -119,17 +121,23 @@ class Bucket:
         else:
             is_small = count * real.itemsize <= MOST_SHARED_BYTES
             empty = communicator.empty if is_small else torch.empty
-            wire = empty(count + tail, dtype=real)
+            self._in_place = (
+                not is_small
+                and communicator.capabilities.coalesces
+                and not dtype.is_complex
+                and all(map(self._fits, parameters))
+            )
+            wire = empty(tail if self._in_place else count + tail, dtype=real)
             self._wires = [wire]
-            self._tail = self._shaped(wire)[starts[-1] :]
+            self._tail = self._shaped(wire)[0 if self._in_place else starts[-1] :]
         self._handles: list[Handle] = []
         # Each parameter, its part of the buffer, and whether its gradient is to be that part.
         self._places: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
         for parameter, (start, end) in zip(parameters, itertools.pairwise(starts), strict=True):
+            if self._in_place:
+                break  # each step has its own
             part = self._shaped(wire)[start:end].view(parameter.shape)
-            fits = parameter.is_contiguous() and parameter.dtype == dtype == getattr(
-                parameter, "grad_dtype", dtype
-            )
+            fits = self._fits(parameter)
             if fits:  # strides of dimensions of length 1 may be anything
                 part = part.as_strided(part.shape, parameter.stride(), part.storage_offset())
             self._places.append((parameter, part, fits))
@@ -141,6 +149,8 @@ class Bucket:
         # For each parameter 1 if this rank has a gradient, else 0 or SPARSE; from complete() on.
         self.present = [1.0] * len(self.parameters)
         self._complete = False
+        if self._in_place:  # else the last step's gradients would live on in this one
+            self._places = [(parameter, self._tail[:0], True) for parameter in self.parameters]
 
     def arrive(self) -> bool:
         """Count the final gradient of a parameter; return whether it was the last expected."""
@@ -162,6 +172,9 @@ class Bucket:
         for position, (parameter, part, _) in enumerate(self._places):
             arrival = noted.get(id(parameter))
             gradient = self._arrived.present(parameter) if arrival is None else arrival[1]
+            if self._in_place:
+                part = self._own_place(parameter, gradient)  # noqa: PLW2901
+                self._places[position] = parameter, part, True
             if gradient is None:
                 part.zero_()
                 self.present[position] = 0.0 if parameter.grad is None else SPARSE
@@ -188,7 +201,11 @@ class Bucket:
             self._staging.wait_fetched()
         if trailer:
             self._tail.copy_(torch.tensor([*map(float, trailer)], dtype=self.dtype))
-        self._handles = [communicator.allreduce_async(wire, self._op) for wire in self._wires]
+        if self._in_place:
+            values = [*(part for _, part, _ in self._places), self._tail]
+            self._handles = [communicator.allreduce_coalesced_async(values, self._op)]
+        else:
+            self._handles = [communicator.allreduce_async(wire, self._op) for wire in self._wires]
 
     def wait(self) -> None:
         """Wait until the reduced gradients are there."""
@@ -223,8 +240,28 @@ class Bucket:
     def leave(self, *, lost: bool) -> None:
         """Move gradients out of the buffer, or drop lost gradients."""
         for parameter, part, _ in self._places:
-            if _is_part(parameter.grad, part):
+            if _is_part(parameter.grad, part) and (lost or not self._in_place):
                 parameter.grad = None if lost else part.clone()
+
+    def _fits(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter's gradient can be what travels."""
+        kinds = parameter.dtype, getattr(parameter, "grad_dtype", self.dtype)
+        return parameter.is_contiguous() and kinds == (self.dtype, self.dtype)
+
+    def _own_place(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Return where to reduce a gradient of a bucket without a buffer: its own if possible.
+
+        The sample is compared with what it was, so it is copied.
+        """
+        if (
+            gradient is None
+            or gradient.requires_grad
+            or gradient.dtype != self.dtype
+            or not gradient.is_contiguous()
+            or parameter is self._arrived.sampled
+        ):
+            return torch.empty_like(parameter, requires_grad=False)
+        return gradient.data  # has a version of its own: the sum is no change by the user
 
     def _shaped(self, memory: torch.Tensor) -> torch.Tensor:
         """Return memory as elements of the type on the wire."""
