@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from .world import World
 
 
-EARLY = 3.5
-"""Seconds after which nobody waits any more for a rank whose loop has ended early."""
+EARLY = 4.0
+"""Seconds after which nobody waits any more for a rank whose loop has ended early.
+
+They are the wait that is called vain, and a heartbeat's interval before and after it.
+"""
 
 THOROUGH = 16
 """PeriodicCall so many seeds the invariants that need a copy of the machine are checked, too."""
@@ -83,7 +86,7 @@ def watch_early(world: World, start: int, generation: int) -> None:
         roster = world.machine.roster if world.machine is not None else None
         if roster is None or world.troubled or world.slow or any(world.busy):
             return
-        if any(fault.kind in ("hold", "stop", "slow") for fault in world.faults):
+        if any(fault.kind in ("hold", "stop", "stop_worker", "slow") for fault in world.faults):
             return  # what is late is not known to wait, or began to wait late
         if not world.scheduler.process.alive:
             return  # nothing is decided any more
