@@ -1532,7 +1532,10 @@ class JobHandover(Message, frozen=True):
 
 
 class AttachRefusal(Message, frozen=True):
-    """Answer to an attach: the job is ``unknown``, has ``ended``, or is ``taken`` by another."""
+    """Answer to an attach: the job is ``unknown``, has ``ended``, or is ``taken`` by another.
+
+    Or the asking client is ``gone``: its connection was lost, as the scheduler has just noticed.
+    """
 
     problem: str
     jobs: tuple[str, ...] = ()

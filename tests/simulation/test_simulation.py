@@ -24,6 +24,7 @@ KEPT = {
     "what a kernel was told before the scheduler knew that it was cut off was lost": 932,
     "all ranks that were known to have the state left as surplus": 5011552,
     "two of three ranks that were known to have the state left, and the third was to": 5033166,
+    "a kernel that asked for its job as its broken connection was noticed gave the job up": 9912,
 }
 """Seeds that once failed, and what they found."""
 

@@ -129,6 +129,8 @@ class JobClient:
         except (OSError, asyncio.TimeoutError, TimeoutError) as error:
             raise ClusterLost(f"job {self._job!r}: the scheduler does not answer") from error
         answer: JobHandover | AttachRefusal = unpack(packed, JobHandover | AttachRefusal)
+        if isinstance(answer, AttachRefusal) and answer.problem == "gone":
+            raise ClusterLost(f"job {self._job!r}: the connection to the scheduler was lost")
         if isinstance(answer, JobHandover):
             self.epoch, self._steps, self.uid = answer.epoch, 0, answer.uid
         else:

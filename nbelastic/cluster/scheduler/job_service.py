@@ -220,7 +220,9 @@ class JobService:
         """
         asked: AttachRequest = unpack(message, AttachRequest)
         record = self._jobs.get(asked.job)
-        if record is None or record.closing or self._is_gone(asked.client, asked.topic):
+        if self._is_gone(asked.client, asked.topic):
+            return pack(AttachRefusal("gone"))
+        if record is None or record.closing:
             return self._refusal(asked.job)
         if asked.again and record.topic != asked.topic:
             return pack(AttachRefusal("taken"))
