@@ -123,6 +123,7 @@ def test_gradients_with_a_graph_keep_it_until_they_are_reduced(context):
         assert curvature.any()
     optimizer.step()
     assert all(views_of(context, model))
+    assert not any(parameter.grad.requires_grad for parameter in model.parameters())
     optimizer.zero_grad()
 
 
