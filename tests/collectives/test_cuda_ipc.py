@@ -150,7 +150,7 @@ REFUSALS = [
     ({"refuses": "allocate"}, "the device refuses to allocate"),
     ({"refuses": "open"}, "it cannot open the memory of the GPU of rank {}: the device"),
     ({"refuses": "drain"}, "the device refuses to drain"),
-    ({"garbles": True}, "it reads something else in the memory of the GPU of rank {}"),
+    ({"garbles": True}, "the memory of the GPU of rank {}: it reads something else there"),
     (None, "has used no GPU"),
 ]
 

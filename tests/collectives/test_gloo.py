@@ -62,7 +62,7 @@ def test_abort_frees_who_connects_to_a_peer_that_does_not_answer(monkeypatch):
 
 
 def test_stuck_operations_time_out_if_connections_are_not_cut(monkeypatch):
-    monkeypatch.setattr(group_module, "endpoints_of", lambda addresses, rank: None)
+    monkeypatch.setattr(group_module, "addresses_of", lambda _: [])
     one = torch.ones(1)
     with World(MAKERS["gloo"], 2, timeout_s=2.0) as world:
         waiting = [
@@ -82,8 +82,9 @@ def test_severing_leaves_other_sockets_alone():
         socket.create_connection(server.getsockname()) as one,
         server.accept()[0] as other,
     ):
-        ends = sockets.endpoints_of(world[0]._owner._store.addresses, 0)
-        assert sockets.cut_connections(ends) in (1, 2)  # Gloo may be quick to close the other end
+        ends = sockets.addresses_of(world[0]._owner._store.addresses)
+        # Gloo may be quick to close the other end.
+        assert sockets.cut_connections(ends, 0) in (1, 2)
         with pytest.raises(CollectiveError):
             world.do(0, lambda c: c.barrier())
         one.sendall(b"whole")
@@ -92,7 +93,7 @@ def test_severing_leaves_other_sockets_alone():
             pass
         with World(MAKERS["gloo"], 2) as another:
             another.run(lambda c: c.barrier())
-            assert sockets.cut_connections(ends) == 0
+            assert sockets.cut_connections(ends, 0) == 0
             another.run(lambda c: c.barrier())
 
 
@@ -107,10 +108,10 @@ def test_severing_leaves_other_sockets_alone():
     ],
 )
 def test_addresses_of_an_unknown_kind_are_not_severed(value):
-    assert sockets.endpoints_of([gloo_address(BIND, 1), value], 0) is None
-    assert sockets.endpoints_of([], 0) is None
-    ends = sockets.endpoints_of([gloo_address(BIND, 1), gloo_address("127.0.0.2", 2)], 0)
-    assert ends == sockets.Endpoints((BIND, 1), frozenset({("127.0.0.2", 2)}))
+    assert sockets.addresses_of([gloo_address(BIND, 1), value]) == []
+    assert sockets.cut_connections([], 0) == 0
+    known = sockets.addresses_of([gloo_address(BIND, 1), gloo_address("127.0.0.2", 2)])
+    assert known == [(BIND, 1), ("127.0.0.2", 2)]
 
 
 def test_errors_are_told_without_where_in_gloo_they_arose():
@@ -142,7 +143,7 @@ def test_a_failed_operation_is_drained_like_one_under_way(monkeypatch):
         its = group_module.GlooGroupOwner(terms(), AbortSignal())
         operation = QueuedOperation()
         operation.end(error)
-        its.track(operation)
+        its.under_way.add(operation)
         before = next(now)
         its._drain()
         assert next(now) - before - 1 == looks

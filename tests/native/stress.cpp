@@ -16,7 +16,6 @@
 #include <string>
 #include <thread>
 
-#include "core/arena.hpp"
 #include "core/executor.hpp"
 #include "core/lifeline.hpp"
 #include "core/mail.hpp"
@@ -84,7 +83,7 @@ private:
 class Member {
 public:
     Member(std::shared_ptr<Segment> segment, std::uint32_t rank, std::uint64_t seed)
-        : team_(segment, rank, 60.0), lifeline_(team_, *segment),
+        : team_(segment, rank, 60.0), lifeline_(team_),
           arena_(std::move(segment), rank), executor_(team_), random_(seed) {
         lifeline_.start();
     }
