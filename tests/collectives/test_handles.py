@@ -44,6 +44,8 @@ def test_done_is_false_and_waiting_true_while_a_peer_is_missing(pair):
         assert not (handle.done() or pair[0].waiting)
         waiter = pair.start(0, lambda _, handle=handle: handle.wait())
         pair.wait_until_waiting([0])
+        threading.Event().wait(0.1)  # longer than the moment in which no abort is listened to
+        assert not handle.done()
         assert pair[0].completed == number
         assert not pair[1].waiting
         pair.do(1, operation)
