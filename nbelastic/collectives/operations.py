@@ -179,7 +179,9 @@ class OrderedExecutor:
     adds: ``torch.set_flush_denormal`` holds for a thread and those that it starts.
 
     The thread ends when no task is left, and a new one starts with the next task. The lock guards
-    that decision. The limit of a task counts from the end of the task before it.
+    that decision; it is held for a few instructions only. When a group's connections are cut, the
+    task under way fails, and so do all behind it: the group's owner joins the executors before it
+    drops the group. The limit of a task counts from the end of the task before it.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:

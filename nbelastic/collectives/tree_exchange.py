@@ -113,7 +113,8 @@ def _joined(vectors: Tensors, nothing: torch.Tensor) -> torch.Tensor:
 
 def _add_received(received: Tensors, blocks: Blocks, rank: int, total: torch.Tensor) -> None:
     """Add a chunk of all ranks' nodes to `total`, which may be one of this rank's own."""
-    values, kept = [], range(0)
+    values: list[torch.Tensor] = []
+    kept = range(0)
     for other, (nodes, cover) in enumerate(zip(received, blocks.covers, strict=True)):
         if other == rank:
             kept = range(len(values), len(values) + len(cover))

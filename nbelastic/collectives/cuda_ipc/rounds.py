@@ -73,7 +73,11 @@ def rounds(tensors: Tensors, capacity: int) -> Iterator[list[RoundPart]]:
         yield parts
 
 
-_PAIRWISE = {Op.PRODUCT: torch.mul, Op.MIN: torch.minimum, Op.MAX: torch.maximum}
+_PAIRWISE: dict[Op, Callable[..., torch.Tensor]] = {
+    Op.PRODUCT: torch.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+}
 
 
 def _combined(slices: Tensors, op: Op, out: torch.Tensor | None = None) -> torch.Tensor:

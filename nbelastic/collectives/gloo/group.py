@@ -182,8 +182,8 @@ class GlooGroupOwner(GroupOwner):
         return self._group is not None or self._abort_signal.reason is not None
 
     def operations(self) -> list[GlooOperation | QueuedOperation]:
-        """Return a copy of those under way: two threads may begin operations and messages."""
-        return list(self.under_way)
+        """Return those under way, or failed."""
+        return list(self.under_way)  # in one step: two threads may begin operations and messages
 
     def executor(self, direction: str) -> OrderedExecutor:
         """Return the executor for messages of a direction, such as ``to-3``."""

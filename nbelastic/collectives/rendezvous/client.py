@@ -42,7 +42,7 @@ class RendezvousClient:
         self._its = rendezvous
         self._subject = subject
         self._matches = subject == MATCHING
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # any thread sends, also before there is a channel
         self._socket: socket.socket | None = None
         self._channel: MessageChannel | None = None
         self._unsent: list[Message] = []

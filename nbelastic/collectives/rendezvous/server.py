@@ -61,10 +61,9 @@ class RendezvousServer:
 
 
 def _serve(listener: socket.socket, stop: socket.socket, secret: bytes) -> None:
-    serving = AuthenticatingListener(listener, secret, PURPOSE, stop=stop)
-    with listener, stop, serving as connections:
-        meetings = _Meetings(connections)
-        while (messages := connections.poll()) is not None:
+    with listener, stop, AuthenticatingListener(listener, secret, PURPOSE, stop=stop) as clients:
+        meetings = _Meetings(clients)
+        while (messages := clients.poll()) is not None:
             for connection, body in messages:
                 meetings.take(connection, body)
 
