@@ -49,7 +49,7 @@ def check_contiguous(*tensors: torch.Tensor) -> None:
 
 
 def check_together(tensors: Tensors, name: str, size: int | None = None) -> None:
-    """Refuse tensors that are not contiguous, of one type, and one for each rank of a `size`."""
+    """Refuse tensors not contiguous, of several types, or too few or many for the `size`."""
     if size not in (None, len(tensors)):
         raise ValueError(f"{name} must hold one tensor per rank, {size}; it holds {len(tensors)}")
     check_contiguous(*tensors)

@@ -96,6 +96,17 @@ def test_severing_leaves_other_sockets_alone():
             another.run(lambda c: c.barrier())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_connection_is_cut_by_either_rank_whoever_has_made_it(rank):
+    with (
+        socket.create_server((BIND, 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+        server.accept()[0] as other,
+    ):
+        assert sockets.cut_connections([server.getsockname(), ("127.0.0.9", 1)], rank) == 1
+        assert (one, other)[rank].recv(1) == b""
+
+
 @pytest.mark.parametrize(
     "value",
     [

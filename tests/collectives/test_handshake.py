@@ -13,6 +13,7 @@ import pytest
 from nbelastic.collectives.rendezvous.handshake import LENGTH, MAGIC, PROOF_BYTES
 from nbelastic.collectives.shm import handshake
 from nbelastic.collectives.shm.handshake import SegmentError, SegmentSocket
+from nbelastic.native import core
 from tests.collectives.clients import SECRET, approach, messages, turned_away
 from tests.collectives.worlds import PATIENCE_S, descriptors, eventually, needs_core, terms
 
@@ -128,6 +129,8 @@ def test_one_who_does_not_come_is_waited_for_a_while_only(sockets, threads, monk
     first = threads.submit(sockets[0].create, 3)
     second = sockets[1].join(sockets[0].name, 1, 3)
     assert "1 ranks of its host did not connect" in str(first.exception(PATIENCE_S))
+    with pytest.raises(core.Broken, match="has left"):  # it does not wait in that segment
+        second.wait(second.barrier_async())
     second.close()
 
 

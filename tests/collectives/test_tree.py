@@ -162,6 +162,16 @@ def test_many_nodes_need_no_more_memory_than_a_few(monkeypatch):
     assert tree_exchange.chunk_length(blocks, 4) * 4 * 2 * len(blocks.order) <= 1 << 20
 
 
+def test_nodes_stay_as_they_are_where_outputs_are_given():
+    def rank_main(communicator):
+        node, output = torch.full((64,), 1.0 + communicator.rank), torch.zeros(64)
+        communicator.allreduce_tree([[node]], Blocks((1, 1, 1, 1)), [output])
+        return node.unique().tolist(), output.unique().tolist()
+
+    with World(MAKERS["gloo"], 4) as world:
+        assert world.run(rank_main) == [([1.0 + rank], [10.0]) for rank in range(4)]
+
+
 @needs_core
 def test_ranks_with_other_blocks_raise_the_same_error():
     with World(MAKERS["shm"], 2) as world:

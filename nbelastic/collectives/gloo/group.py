@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class GlooStore(Store):
-    """A store for the constructor of one Gloo group, in the thread that constructs it.
+    """A store for Gloo's constructor of a group, in the owner's thread.
 
     The constructor sets one key, this rank's address, then waits for those of the other ranks.
     `addresses`, by rank in Gloo's encoding, is empty until all ranks have arrived. `failure` is why
@@ -178,11 +178,11 @@ class GlooGroupOwner(GroupOwner):
 
     @property
     def has_formed(self) -> bool:
-        """Whether there is a group, or was one."""
+        """Whether the group has formed, or never will."""
         return self._group is not None or self._abort_signal.reason is not None
 
     def operations(self) -> list[GlooOperation | QueuedOperation]:
-        """Return those under way, or failed."""
+        """Return the operations under way, or failed."""
         return list(self.under_way)  # in one step: two threads may begin operations and messages
 
     def executor(self, direction: str) -> OrderedExecutor:

@@ -25,7 +25,7 @@ _DESCRIPTORS = "/proc/self/fd"  # Gloo does not give its descriptors out
 
 
 def addresses_of(encoded: Sequence[bytes]) -> list[tuple[str, int]]:
-    """Return the addresses that the ranks of a group listen on, from what they have exchanged.
+    """Return the listening addresses of a group's ranks, from Gloo's encoding.
 
     There are none before the exchange, nor of an unknown form, as on another system or with another
     version of Gloo. Then no connection can be cut, and a stuck operation lasts until its timeout.
@@ -80,7 +80,7 @@ def cut_connections(addresses: Sequence[tuple[str, int]], rank: int) -> int:
 
 
 def _plain(address: Any) -> tuple[str, int] | None:
-    """Return an address without what IPv4 over an IPv6 socket adds; None of another family."""
+    """Return an address of IPv4 as such, also over an IPv6 socket; None of another family."""
     if not (isinstance(address, tuple) and isinstance(address[0], str)):
         return None
     return address[0].removeprefix("::ffff:"), address[1]
