@@ -119,7 +119,7 @@ def findings(facts: Facts) -> list[Finding]:
             _finding("clocks", off, f"within {CLOCK_TOLERANCE_S:g} s", ntp),
         ]
     if names := [name for side in sides for name in side.gpus]:
-        advice = "ranks can sum there: backend='cuda_ipc' on one host, 'nccl' on any (experimental)"
+        advice = "ranks sum there, by NCCL or CUDA IPC, if a trial shows that all can"
         found.append(Finding("GPUs", "ok", f"{len(sides)} processes see {names[0]}", advice))
     else:
         found.append(Finding("GPUs", "note", "none that torch can use", "ranks train on CPUs"))

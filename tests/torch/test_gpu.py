@@ -552,7 +552,13 @@ def work_apart(*arguments):
 
 @pytest.mark.parametrize(
     ("backend", "kind", "function"),
-    [("auto", "shm", work), ("cuda_ipc", "cuda_ipc", work), ("nccl", "nccl", work_apart)],
+    [
+        ("shm", "shm", work),
+        ("auto", "cuda_ipc", work),
+        ("cuda_ipc", "cuda_ipc", work),
+        ("auto", "nccl", work_apart),
+        ("nccl", "nccl", work_apart),
+    ],
 )
 def test_a_job_on_a_gpu_outlives_its_workers(crew, tmp_path, backend, kind, function):
     job = crew.fit(function, np=3, min_np=2, max_np=3, args=[tmp_path, 40, 12], backend=backend)
