@@ -108,7 +108,7 @@ def test_without_sums_on_gpus_the_reason_is_said(backend, hosts, kind, reason):
     [
         ("abc", "", "nccl", ""),
         ("abc", "refuses:1", "cuda_ipc", "GPUs do without NCCL: rank 1: ncclCommInitRankConfig"),
-        ("abc", "progress:2", "cuda_ipc", "NCCL has not formed its communicator"),
+        ("abc", "progress:2", "cuda_ipc", "within 0.5 s, half of heartbeat_timeout"),
         ("abb", "", "cuda_ipc", "ranks 1 and 2 share a GPU; NCCL needs one for each"),
         ("abB", "", "shm", "share a GPU; NCCL needs one for each; rank 2: it cannot open"),
         ("a-c", "", "shm", f"{negotiation.ON_HOST}: rank 1 has used no GPU"),
@@ -128,10 +128,10 @@ def test_the_fastest_transport_of_gpus_that_works_is_the_default(
         return made
 
     monkeypatch.setitem(DEVICES, "each", device_of)
-    monkeypatch.setattr(nccl_group, "FORMING_LIMIT_S", 0.5)
     monkeypatch.setattr(nccl_group, "_refusals", [])
     monkeypatch.setenv("FAKE_NCCL", fault)
-    with World(faked("auto", "each", fake_library), 3) as world:
+    make = faked("auto", "each", fake_library)
+    with World(lambda its: make(dataclasses.replace(its, forming_s=1.0)), 3) as world:
         monkeypatch.setenv("FAKE_NCCL", "")
         assert kinds(world) == {kind}
         for communicator in world.communicators:

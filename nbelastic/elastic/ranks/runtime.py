@@ -226,6 +226,7 @@ class RankSpec:
             rank=rank,
             size=len(plan.members),
             timeout_s=self.operation_timeout_s,
+            forming_s=self.heartbeat_timeout_s,
         )
 
 
