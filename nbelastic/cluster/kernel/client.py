@@ -14,32 +14,13 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import is_stalled, resume, runs_here, shorten_batching
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.cluster.scheduler.records import RANK_KEY
 from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
 from nbelastic.cluster.worker.agent import run_rank
 from nbelastic.errors import ClusterLost, NbelasticError, OptionError
-from nbelastic.messages import (
-    AttachRefusal,
-    AttachRequest,
-    Event,
-    FaultOrder,
-    GiveUp,
-    InjectRequest,
-    JobClosed,
-    JobHandover,
-    JobInfo,
-    JobTerms,
-    JobWish,
-    JournalStep,
-    LimitsChanged,
-    Message,
-    OpenRequest,
-    Slot,
-    StopRequested,
-    ToDriver,
-)
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -75,7 +56,7 @@ class JobClient:
     and never without limit.
     """
 
-    def __init__(self, client: Client, job: str, receive: Callable[[ToDriver], None]) -> None:
+    def __init__(self, client: Client, job: str, receive: Callable[[m.ToDriver], None]) -> None:
         self._client = client
         self._job = job
         self.uid = uuid.uuid4().hex[:8]
@@ -89,12 +70,12 @@ class JobClient:
         self.free_workers: frozenset[str] | None = None
         """Addresses of workers that were free when the job was closed; None if that is unknown."""
 
-    def open(self, terms: JobTerms) -> None:
+    def open(self, terms: m.JobTerms) -> None:
         """Publish the job on the cluster. From here on messages arrive.
 
         A job of this name is an OptionError, a lost connection ClusterLost.
         """
-        request = OpenRequest(self._job, self.uid, self._client.id, self._topic, terms)
+        request = m.OpenRequest(self._job, self.uid, self._client.id, self._topic, terms)
         with lost_while(self._client, "the job was opened"):
             self._subscribe()
             shorten_batching(getattr(self._client, "scheduler_comm", None))
@@ -110,14 +91,14 @@ class JobClient:
                 "attach to it, or choose another name"
             )
 
-    def attach(self) -> JobHandover | AttachRefusal:
+    def attach(self) -> m.JobHandover | m.AttachRefusal:
         """Take the job over: for the first time, or again after the connection was lost.
 
         After ClusterLost, try again, or :meth:`give_up`.
         """
         again = self.epoch > 0
         shorten_batching(getattr(self._client, "scheduler_comm", None))
-        request = AttachRequest(self._job, self._client.id, self._topic, again)
+        request = m.AttachRequest(self._job, self._client.id, self._topic, again)
         try:
             if not again:
                 self._subscribe()
@@ -128,10 +109,10 @@ class JobClient:
             )
         except (OSError, asyncio.TimeoutError, TimeoutError) as error:
             raise ClusterLost(f"job {self._job!r}: the scheduler does not answer") from error
-        answer: JobHandover | AttachRefusal = unpack(packed, JobHandover | AttachRefusal)
-        if isinstance(answer, AttachRefusal) and answer.problem == "gone":
+        answer: m.JobHandover | m.AttachRefusal = unpack(packed, m.JobHandover | m.AttachRefusal)
+        if isinstance(answer, m.AttachRefusal) and answer.problem == "gone":
             raise ClusterLost(f"job {self._job!r}: the connection to the scheduler was lost")
-        if isinstance(answer, JobHandover):
+        if isinstance(answer, m.JobHandover):
             self.epoch, self._steps, self.uid = answer.epoch, 0, answer.uid
         else:
             self.detach()
@@ -200,7 +181,7 @@ class JobClient:
         job is `over`, it is closed there as soon as this arrives.
         """
         if self._installed and self._client.status in ("running", "connecting"):
-            self._send(GiveUp(self._topic, over))
+            self._send(m.GiveUp(self._topic, over))
         self.detach()
 
     def detach(self) -> None:
@@ -220,8 +201,8 @@ class JobClient:
         self._client._event_handlers[self._topic] = self._take
 
     def _take(self, event: tuple[float, Any]) -> None:
-        message: ToDriver = unpack(event[1], ToDriver)
-        if not isinstance(message.message, JobClosed):
+        message: m.ToDriver = unpack(event[1], m.ToDriver)
+        if not isinstance(message.message, m.JobClosed):
             self._receive(message)
         elif self._over is not None:
             self._over.set()
@@ -259,20 +240,20 @@ class JobClient:
 
     # -- orders --------------------------------------------------------------------------------
 
-    def step(self, now: float, chance: float, seq: int, event: Event | None) -> None:
+    def step(self, now: float, chance: float, seq: int, event: m.Event | None) -> None:
         """Send a step of the journal, a :class:`JournalStep`."""
         self._steps += 1
         head = (self._job, self._topic, self.epoch, self._steps)
-        self._send(JournalStep(*head, now, chance, seq, event))
+        self._send(m.JournalStep(*head, now, chance, seq, event))
 
     def inject(
-        self, starts: Iterable[int], faults: Iterable[FaultOrder] = (), drop: Iterable[int] = ()
+        self, starts: Iterable[int], faults: Iterable[m.FaultOrder] = (), drop: Iterable[int] = ()
     ) -> None:
         """Send faults to ranks."""
         starts = tuple(sorted(starts))
-        self._send(InjectRequest(self._job, self.epoch, starts, tuple(faults), tuple(drop)))
+        self._send(m.InjectRequest(self._job, self.epoch, starts, tuple(faults), tuple(drop)))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: m.Message) -> None:
         if self._client.status in ("running", "connecting"):
             stream = getattr(self._client, "scheduler_comm", None)
             if is_stalled(stream):
@@ -280,7 +261,7 @@ class JobClient:
                 loop.add_callback(resume, stream)
             self._client._send_to_scheduler({"op": FROM_KERNELS, "message": pack(message)})
 
-    def submit(self, spec: RankSpec, slot: Slot, resources: dict[str, float]) -> None:
+    def submit(self, spec: RankSpec, slot: m.Slot, resources: dict[str, float]) -> None:
         """Start a rank on a slot that was granted: a task pinned to its worker."""
         self._futures[spec.start] = self._client.submit(
             run_rank,
@@ -301,26 +282,26 @@ class JobClient:
             future.release()
 
 
-def open_jobs(client: Client) -> tuple[JobInfo, ...]:
+def open_jobs(client: Client) -> tuple[m.JobInfo, ...]:
     """Return a summary of each job on a cluster."""
     packed = _ask(client, "its jobs were asked for", "jobs")
-    found: tuple[JobInfo, ...] = unpack(packed, tuple[JobInfo, ...])
+    found: tuple[m.JobInfo, ...] = unpack(packed, tuple[m.JobInfo, ...])
     return found
 
 
-def look_at_job(client: Client, job: str) -> JobHandover | AttachRefusal:
+def look_at_job(client: Client, job: str) -> m.JobHandover | m.AttachRefusal:
     """Return the scheduler's description of a job, without taking it over."""
     packed = _ask(client, "a job was looked at", "look", job=job)
-    found: JobHandover | AttachRefusal = unpack(packed, JobHandover | AttachRefusal)
+    found: m.JobHandover | m.AttachRefusal = unpack(packed, m.JobHandover | m.AttachRefusal)
     return found
 
 
 def send_wish(
-    client: Client, job: str, event: StopRequested | LimitsChanged
-) -> AttachRefusal | None:
+    client: Client, job: str, event: m.StopRequested | m.LimitsChanged
+) -> m.AttachRefusal | None:
     """Send a user's event to a job, without taking it over; return the refusal, if any."""
-    packed = _ask(client, "a job was asked to change", "wish", message=pack(JobWish(job, event)))
-    refusal: AttachRefusal | None = None if packed is None else unpack(packed, AttachRefusal)
+    packed = _ask(client, "a job was asked to change", "wish", message=pack(m.JobWish(job, event)))
+    refusal: m.AttachRefusal | None = None if packed is None else unpack(packed, m.AttachRefusal)
     return refusal
 
 

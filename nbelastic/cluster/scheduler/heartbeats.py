@@ -18,17 +18,10 @@ from distributed.protocol.pickle import dumps
 from distributed.protocol.serialize import Serialize, Serialized, deserialize
 from msgspec.structs import replace
 
+from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import PeriodicCall, resume
 from nbelastic.cluster.process_state import ProbeHistory, ProcessState, Verdict, read_state
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
-from nbelastic.messages import (
-    Beat,
-    Beats,
-    LossReason,
-    RankTelemetry,
-    SlotSilent,
-    TelemetryBatch,
-)
 
 if TYPE_CHECKING:
     from .job import ScheduledJob
@@ -79,7 +72,7 @@ class HeartbeatMonitor:
         if worker.nanny:
             await self._read_state(worker, worker.address, nanny=True)
 
-    def take(self, worker: WorkerRecord | None, beats: tuple[tuple[str, Beat], ...]) -> None:
+    def take(self, worker: WorkerRecord | None, beats: tuple[tuple[str, m.Beat], ...]) -> None:
         """Take the heartbeats of an agent."""
         if worker is not None:
             worker.has_beaten = True
@@ -89,7 +82,7 @@ class HeartbeatMonitor:
             if job in self._jobs:
                 self._jobs[job].beats[beat.start] = beat
 
-    def take_telemetry(self, worker: str, telemetry: RankTelemetry) -> None:
+    def take_telemetry(self, worker: str, telemetry: m.RankTelemetry) -> None:
         """Take the telemetry of a rank; it goes on with the next heartbeat."""
         job = self._jobs.get(telemetry.job)
         if job is not None:
@@ -104,7 +97,7 @@ class HeartbeatMonitor:
         if job.telemetry:
             ranks, job.telemetry = tuple(job.telemetry.values()), {}
             job.log.note_telemetry(ranks)
-            job.send(TelemetryBatch(ranks))
+            job.send(m.TelemetryBatch(ranks))
 
     def _pass_on(self) -> None:
         """Pass on what has come in since the last time."""
@@ -121,7 +114,7 @@ class HeartbeatMonitor:
         """Pass on the heartbeats of a job's ranks that have not been passed on."""
         if job.beats:
             beats, job.beats = tuple(job.beats.values()), {}
-            job.take_in(Beats(beats))
+            job.take_in(m.Beats(beats))
 
     def _count_silence(self) -> None:
         """Count the silence of workers with a rank.
@@ -143,7 +136,7 @@ class HeartbeatMonitor:
         least = min(PROBED_AFTER, limit / 2)
         # Before its first heartbeat, its task may wait for a thread.
         if worker.has_beaten and worker.silence >= limit:
-            self._report_silent(worker, LossReason.WORKER_SILENT)
+            self._report_silent(worker, m.LossReason.WORKER_SILENT)
         elif worker.silence >= least and address not in self._probes:
             probe = asyncio.ensure_future(self._probe(worker, least))
             self._probes[address] = probe
@@ -168,7 +161,7 @@ class HeartbeatMonitor:
                 return
             job, start = worker.holder
             if verdict is Verdict.STOPPED:
-                self._report_silent(worker, LossReason.PROCESS_STOPPED)
+                self._report_silent(worker, m.LossReason.PROCESS_STOPPED)
                 return
             if verdict is Verdict.BUSY:
                 worker.silence = least
@@ -208,7 +201,7 @@ class HeartbeatMonitor:
             result = result.data
         return result if isinstance(result, ProcessState) else None
 
-    def _report_silent(self, worker: WorkerRecord, reason: LossReason) -> None:
+    def _report_silent(self, worker: WorkerRecord, reason: m.LossReason) -> None:
         """Tell a driver, once, that a worker is frozen."""
         job = None if worker.holder is None else self._jobs.get(worker.holder[0])
         if job is not None and not worker.frozen:
@@ -221,7 +214,7 @@ class HeartbeatMonitor:
                 worker.silence,
                 job.terms.heartbeat_timeout,
             )
-            job.take_in(SlotSilent(worker.slot.id, reason, worker.silence))
+            job.take_in(m.SlotSilent(worker.slot.id, reason, worker.silence))
 
 
 def _now() -> float:

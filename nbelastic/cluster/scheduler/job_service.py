@@ -13,27 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import hold_keys, shorten_batching
 from nbelastic.cluster.journal import open_journal
 from nbelastic.cluster.wire import FROM_KERNELS, in_parts, pack, unpack
 from nbelastic.membership import unpack_machine, view
-from nbelastic.messages import (
-    AttachRefusal,
-    AttachRequest,
-    DriverReplaced,
-    EndRank,
-    GiveUp,
-    InjectFaults,
-    InjectRequest,
-    JobClosed,
-    JobInfo,
-    JobWish,
-    JournalStep,
-    OpenRequest,
-    SlotBusy,
-    Text,
-    encode,
-)
 
 from .job import ScheduledJob
 from .records import RANK_KEY
@@ -63,9 +47,13 @@ class JobService:
         self._scheduler = scheduler = plugin.scheduler
         self._jobs = plugin.jobs
         self._handlers: dict[type, Callable[[str, Any], None]]
-        self._handlers = {JournalStep: self.step, InjectRequest: self.inject, GiveUp: self.give_up}
+        self._handlers = {
+            m.JournalStep: self.step,
+            m.InjectRequest: self.inject,
+            m.GiveUp: self.give_up,
+        }
         self._given_up: deque[str] = deque(maxlen=100)
-        self._ended: dict[str, tuple[JobInfo, bytes]] = {}  # with the packed description
+        self._ended: dict[str, tuple[m.JobInfo, bytes]] = {}  # with the packed description
         for name in ("open", "attach", "drives", "close", "payload", "jobs", "look", "wish"):
             scheduler.handlers[f"nbelastic_{name}"] = getattr(self, name)
         scheduler.stream_handlers[FROM_KERNELS] = self._take
@@ -73,7 +61,7 @@ class JobService:
     def _take(self, client: str, message: Any = None, **_: Any) -> None:
         """Take a message of a kernel. Raises nothing: the stream would close."""
         try:
-            read = unpack(message, JournalStep | InjectRequest | GiveUp)
+            read = unpack(message, m.JournalStep | m.InjectRequest | m.GiveUp)
             self._handlers[type(read)](client, read)
         except Exception:  # whatever is in the message
             logger.exception("a message from the kernel %s cannot be read", client)
@@ -82,7 +70,7 @@ class JobService:
 
     async def open(self, message: Any) -> str:
         """Publish a job; return an empty string, or why that cannot be: ``gone`` or ``taken``."""
-        asked: OpenRequest = unpack(message, OpenRequest)
+        asked: m.OpenRequest = unpack(message, m.OpenRequest)
         terms = asked.terms
         if self._is_gone(asked.client, asked.topic):
             return "gone"  # this came later, on a connection of its own
@@ -133,10 +121,10 @@ class JobService:
         record.closing = True
         self._plugin.arbiter.schedule()
         await _until(lambda: record.steps >= steps)
-        over = EndRank(0, "evict", Text("the job has ended"))
+        over = m.EndRank(0, "evict", m.Text("the job has ended"))
         self._plugin.order(record, over, record.ranks)
         await _until(lambda: not record.ranks and not self._busy(record))
-        record.send(JobClosed())
+        record.send(m.JobClosed())
         self._plugin.drop(job)
         return self._plugin.free_workers()
 
@@ -153,7 +141,7 @@ class JobService:
         job.log.results.clear()
         info = dataclasses.replace(_info_of(job), attached=False, slots=0, ended=time.time())
         self._ended.pop(job.name, None)
-        self._ended[job.name] = info, encode(job.describe())
+        self._ended[job.name] = info, m.encode(job.describe())
         kept = sum(len(packed) for _, packed in self._ended.values())
         while len(self._ended) > MOST_ENDED or kept > ENDED_BYTES:
             kept -= len(self._ended.pop(next(iter(self._ended)))[1])
@@ -162,11 +150,11 @@ class JobService:
         """Return a summary of each job, and of the newest that have ended."""
         there = [_info_of(job) for job in self._jobs.values()]
         ended = [info for name, (info, _) in self._ended.items() if name not in self._jobs]
-        return in_parts(encode((*there, *ended)))
+        return in_parts(m.encode((*there, *ended)))
 
     def _refusal(self, job: str) -> dict[str, Any]:
         problem = "ended" if job in self._ended else "unknown"
-        return pack(AttachRefusal(problem, tuple(sorted(self._jobs))))
+        return pack(m.AttachRefusal(problem, tuple(sorted(self._jobs))))
 
     # -- for users who do not drive a job --------------------------------------------------------
 
@@ -181,7 +169,7 @@ class JobService:
 
     async def wish(self, message: Any) -> dict[str, Any] | None:
         """Pass a user's event to a job, as if its driver's user had sent it."""
-        asked: JobWish = unpack(message, JobWish)
+        asked: m.JobWish = unpack(message, m.JobWish)
         record = self._jobs.get(asked.job)
         if record is None or record.closing:
             return self._refusal(asked.job)
@@ -190,18 +178,18 @@ class JobService:
 
     # -- driving ---------------------------------------------------------------------------------
 
-    def step(self, client: str, step: JournalStep) -> None:
+    def step(self, client: str, step: m.JournalStep) -> None:
         """Take a step of a driver's journal, or tell the driver of its replacement."""
         record = self._jobs.get(step.job)
         mine = self._is_driver(record, client, step.epoch)
         if record is None or not mine or not record.step(step):
-            self._plugin.say(client, step.topic, step.epoch, DriverReplaced())
+            self._plugin.say(client, step.topic, step.epoch, m.DriverReplaced())
 
-    def inject(self, client: str, request: InjectRequest) -> None:
+    def inject(self, client: str, request: m.InjectRequest) -> None:
         """Pass faults on to ranks."""
         record = self._jobs.get(request.job)
         if record is not None and self._is_driver(record, client, request.epoch):
-            effect = InjectFaults(request.faults, request.drop)
+            effect = m.InjectFaults(request.faults, request.drop)
             self._plugin.order(record, effect, request.starts)
 
     async def drives(self, job: str, client: str, epoch: int) -> bool:
@@ -218,16 +206,16 @@ class JobService:
 
         Every driver has a topic of its own, so that is known by it.
         """
-        asked: AttachRequest = unpack(message, AttachRequest)
+        asked: m.AttachRequest = unpack(message, m.AttachRequest)
         record = self._jobs.get(asked.job)
         if self._is_gone(asked.client, asked.topic):
-            return pack(AttachRefusal("gone"))
+            return pack(m.AttachRefusal("gone"))
         if record is None or record.closing:
             return self._refusal(asked.job)
         if asked.again and record.topic != asked.topic:
-            return pack(AttachRefusal("taken"))
+            return pack(m.AttachRefusal("taken"))
         if record.client is not None and record.topic != asked.topic:
-            self._plugin.say(record.client, record.topic, record.epoch, DriverReplaced())
+            self._plugin.say(record.client, record.topic, record.epoch, m.DriverReplaced())
         self._shorten_batching(asked.client)
         handover = pack(record.take_over(asked.client, asked.topic))
         asyncio.get_running_loop().call_soon(self._resume, asked.job, record.epoch)
@@ -255,7 +243,7 @@ class JobService:
             if job.client == client:
                 self._abandon(job)
 
-    def give_up(self, client: str, message: GiveUp) -> None:
+    def give_up(self, client: str, message: m.GiveUp) -> None:
         """Cancel a pending open or attach; its request may arrive later."""
         self._given_up.append(message.topic)  # its request may come later than this
         for job in list(self._jobs.values()):
@@ -276,7 +264,7 @@ class JobService:
             if job.key(start) not in self._scheduler.tasks:
                 logger.info("job %r: start %d has no task: its slot is taken back", job.name, start)
                 self._plugin.free(job.name, start, host)
-                job.take_in(SlotBusy(host.slot.id))
+                job.take_in(m.SlotBusy(host.slot.id))
         job.abandon()
         self._plugin.arbiter.schedule()
 
@@ -300,10 +288,10 @@ class JobService:
             self._scheduler.client_releases_keys(keys=known, client=client)
 
 
-def _info_of(job: ScheduledJob) -> JobInfo:
+def _info_of(job: ScheduledJob) -> m.JobInfo:
     seen = view(job.machine, job.machine.roster.now)
     limits = job.machine.roster.limits
-    return JobInfo(
+    return m.JobInfo(
         name=job.name,
         state=seen.state,
         size=seen.size,

@@ -30,9 +30,6 @@ STANDING = "nbelastic-spot-notices"
 MOST = 86400.0
 """Most seconds that a notice is taken to leave."""
 
-SILENT = 3.0
-"""Seconds without a heartbeat of a rank after which another worker of the host watches."""
-
 POLL = 0.05
 
 RETRY = 5.0
@@ -206,5 +203,5 @@ class NoticeController:
 
 def _fitness(worker: WorkerRecord) -> tuple[bool, bool, str]:
     """Return how fit a worker is to watch for its host: the lowest value watches."""
-    unfit = worker.retiring or worker.silence >= SILENT
+    unfit = worker.retiring or worker.frozen
     return unfit, not worker.watch.host, worker.address
