@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import re
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -25,11 +25,7 @@ MOST_REPORTS = 20_000
 
 
 class JobLog:
-    """Log of one job.
-
-    Results and failures are kept whole until the job is closed, of the rest only the newest. Keys
-    are starts of the function.
-    """
+    """Log of one job: of all but results and failures only the newest; keys are starts."""
 
     def __init__(self) -> None:
         self.results: dict[int, bytes] = {}  # pickled
@@ -66,8 +62,7 @@ class JobLog:
     def note(self, record: m.Record) -> m.Record:
         """Add an entry to the history, with the latest known line of its rank."""
         latest = None if record.start is None else self._latest.get(record.start)
-        line = None if latest is None else latest.line
-        entry = replace(record, time=self._now(), line=line)
+        entry = replace(record, time=self._now(), line=None if latest is None else latest.line)
         self._add(entry)
         return entry
 
@@ -77,9 +72,8 @@ class JobLog:
 
     def _add(self, record: m.Record) -> None:
         if record.kind == "logged":  # how far a logger has come, once each
-            same = ("logged", str(record.reason))
-            kept = [each for each in self._records if (each.kind, str(each.reason)) != same]
-            self._records = kept
+            key = ("logged", str(record.reason))
+            self._records = [r for r in self._records if (r.kind, str(r.reason)) != key]
         self._records.append(record)
 
     def note_output(self, start: int, text: str) -> None:
@@ -93,15 +87,14 @@ class JobLog:
         """Keep the telemetry of ranks."""
         for each in ranks:
             self._latest[each.start] = replace(each, job="", reports=())
-            self._reports.extend(
-                (each.start, replace(report, time=self._now())) for report in each.reports
-            )
+            reports = [replace(report, time=self._now()) for report in each.reports]
+            self._reports.extend((each.start, report) for report in reports)
 
     def contents(self) -> m.LogContents:
         """Return all of it, for another kernel."""
-        reports: dict[int, list[m.MetricsReport]] = {}
+        reports: defaultdict[int, list[m.MetricsReport]] = defaultdict(list)
         for start, report in self._reports:
-            reports.setdefault(start, []).append(report)
+            reports[start].append(report)
         return m.LogContents(
             results=self.results,
             failures=self.failures,
@@ -109,7 +102,7 @@ class JobLog:
             ranks=self.ranks,
             output=tuple(self._output),
             telemetry=tuple(
-                replace(latest, reports=tuple(reports.get(start, ())))
+                replace(latest, reports=tuple(reports[start]))
                 for start, latest in self._latest.items()
             ),
         )
@@ -144,8 +137,8 @@ def describe_event(event: m.Event, ranks: Mapping[int, tuple[int, str]]) -> str:
         by = "the agent of " * isinstance(event, m.RankDied | m.RankExited)
         by += f"start {start}" if rank is None else f"rank {rank} on {worker}"
     what = re.sub("(?<!^)([A-Z])", r" \1", type(event).__name__).lower()
-    fields = msgspec.structs.asdict(event)
-    facts = [_fact(name, fields[name]) for name in fields if name not in ("start", "slot")]
+    fields = msgspec.structs.asdict(event).items()
+    facts = [_fact(name, value) for name, value in fields if name not in ("start", "slot")]
     return f"{by}: {', '.join([what, *filter(None, facts)])}"
 
 

@@ -39,18 +39,16 @@ class Failure:
 
     def where(self, label: Callable[[str], str | None] = lambda _: None) -> str:
         """Return the user's lines, as a traceback shows them; `label` has better names of files."""
-        lines = []
-        left_out = len(self.frames) - 2 * MOST_FRAMES
+        lines: list[str] = []
+        left_out = len(self.frames) - 2 * MOST_FRAMES  # a recursion has a thousand
         for number, frame in enumerate(self.frames):
-            if MOST_FRAMES <= number < MOST_FRAMES + left_out:  # a recursion has a thousand
-                if number == MOST_FRAMES:
-                    lines.append(f"  [{left_out} more frames]")
-                continue
-            place = label(frame.file) or f'File "{frame.file}"'
-            lines.append(f"  {place}, line {frame.line}, in {frame.function}")
-            text = frame.text or linecache.getline(frame.file, frame.line).strip()
-            if text:
-                lines.append(f"    {text}")
+            if number == MOST_FRAMES and left_out > 0:
+                lines.append(f"  [{left_out} more frames]")
+            if not MOST_FRAMES <= number < MOST_FRAMES + left_out:
+                place = label(frame.file) or f'File "{frame.file}"'
+                lines.append(f"  {place}, line {frame.line}, in {frame.function}")
+                text = frame.text or linecache.getline(frame.file, frame.line).strip()
+                lines += [f"    {text}"] if text else []
         return "\n".join(lines)
 
 
@@ -110,14 +108,10 @@ def _freeze(
 
 def unpack_error(packed: PackedError) -> Failure:
     """Unpack an error; runs the user's code."""
-    exception: BaseException | None = None
-    if packed.pickled:
-        try:
-            exception = cloudpickle.loads(packed.pickled)
-        except BaseException:  # its module may exit, its class not exist or not take its arguments
-            exception = None
-    return Failure(
-        summary=packed.summary,
-        frames=packed.frames,
-        exception=exception if issubclass(type(exception), BaseException) else None,
-    )
+    exception = None
+    try:
+        exception = cloudpickle.loads(packed.pickled)
+    except BaseException:  # its module may exit, its class not exist or not take its arguments
+        pass
+    is_error = issubclass(type(exception), BaseException)
+    return Failure(packed.summary, packed.frames, exception if is_error else None)

@@ -1,8 +1,4 @@
-"""Connect one job's driver to a cluster.
-
-Runs in the kernel. Messages arrive in the thread of the Dask client's event loop; the driver's and
-the user's threads call the rest.
-"""
+"""Connect one job's driver to a cluster."""
 
 from __future__ import annotations
 
@@ -45,15 +41,17 @@ POLL = 0.05
 RPC_TIMEOUT = 10.0
 """Seconds to wait for the scheduler's answer."""
 
+BROKEN = (OSError, asyncio.TimeoutError)
+"""What Dask raises where a connection breaks or nobody answers."""
+
 logger = logging.getLogger(__name__)
 
 
 class JobClient:
     """Connects one job's driver to a cluster.
 
-    Messages from the cluster arrive by ``receive(message)`` in the thread of the client's event
-    loop; all methods may be called from any other thread. Those that wait do so by ``client.sync``,
-    and never without limit.
+    Messages arrive by ``receive(message)`` in the thread of the client's event loop; all methods
+    may be called from any other thread, and wait by ``client.sync``, never without limit.
     """
 
     def __init__(self, client: Client, job: str, receive: Callable[[m.ToDriver], None]) -> None:
@@ -62,6 +60,7 @@ class JobClient:
         self.uid = uuid.uuid4().hex[:8]
         self._topic = f"nbelastic-{job}-{self.uid}"
         self._receive = receive
+        self._scheduler: Any = client.scheduler
         self._futures: dict[int, Future[None]] = {}
         self._over: asyncio.Event | None = None
         self._steps = 0
@@ -107,7 +106,7 @@ class JobClient:
                 message=pack(request),
                 callback_timeout=RPC_TIMEOUT,
             )
-        except (OSError, asyncio.TimeoutError, TimeoutError) as error:
+        except BROKEN as error:
             raise ClusterLost(f"job {self._job!r}: the scheduler does not answer") from error
         answer: m.JobHandover | m.AttachRefusal = unpack(packed, m.JobHandover | m.AttachRefusal)
         if isinstance(answer, m.AttachRefusal) and answer.problem == "gone":
@@ -120,29 +119,24 @@ class JobClient:
 
     def drives(self) -> bool:
         """Return whether the job is still this driver's, or that cannot be known."""
+        me = {"job": self._job, "client": self._client.id, "epoch": self.epoch}
+        ask = partial(self._scheduler.nbelastic_drives, **me)
         try:
-            me = {"job": self._job, "client": self._client.id, "epoch": self.epoch}
-            ask = partial(self._scheduler.nbelastic_drives, **me)
             return bool(self._client.sync(self._persist, ask, DRIVES_TIMEOUT))
-        except (OSError, asyncio.TimeoutError, TimeoutError):
+        except BROKEN:
             return True
 
     def close(self) -> None:
-        """Take the job off the cluster, and wait until its workers are free.
-
-        Ranks that are left there are ended. The wait is bounded, also while the connection is
-        lost: the client gives it up in time. The topic is given up last, after the message that no
-        further one follows.
-        """
+        """Take the job off the cluster, and wait, not without limit, until its workers are free."""
         if self._installed and self._client.status in ("running", "connecting"):
             try:
                 self._client.sync(self._persist, self._close, 2 * RPC_TIMEOUT)
                 self.detach()
                 return
-            except (asyncio.TimeoutError, TimeoutError):
-                logger.info("the cluster was slow to take note of the end of job %r", self._job)
-            except OSError:
-                logger.info("the connection was lost while job %r was closed", self._job)
+            except BROKEN as error:
+                logger.info(
+                    "the scheduler has not confirmed that job %r ended: %r", self._job, error
+                )
         self.give_up(over=True)
 
     async def _persist(self, call: Callable[[], Awaitable[Any]], limit: float) -> Any:
@@ -156,7 +150,7 @@ class JobClient:
                 raise OSError("the client has given its scheduler up")
             try:
                 return await asyncio.wait_for(call(), limit)
-            except (asyncio.TimeoutError, TimeoutError):  # an OSError too, from Python 3.11 on
+            except asyncio.TimeoutError:  # an OSError, too, from Python 3.11 on
                 raise
             except OSError:
                 if loop.time() > deadline:
@@ -175,11 +169,7 @@ class JobClient:
             logger.info("the last message of job %r has not come", self._job)
 
     def give_up(self, *, over: bool = False) -> None:
-        """Abandon an open or attach request whose outcome is unknown.
-
-        The scheduler may still be about to open it, or to hand it over: then it will not. If the
-        job is `over`, it is closed there as soon as this arrives.
-        """
+        """Abandon a pending open or attach request; if the job is `over`, close it there."""
         if self._installed and self._client.status in ("running", "connecting"):
             self._send(m.GiveUp(self._topic, over))
         self.detach()
@@ -191,13 +181,10 @@ class JobClient:
         self._client._event_handlers.pop(self._topic, None)
 
     def _subscribe(self) -> None:
-        """Subscribe :meth:`_take` to the topic.
-
-        The plugin sends them to this client. So the scheduler has no subscriber of the topic, which
-        it would keep for ever.
-        """
+        """Install the plugin, and take the messages that it sends to this client on the topic."""
         self._client.register_plugin(ElasticPlugin())
         self._installed = True
+        # Not by subscribe_topic: the scheduler would keep the subscriber for ever.
         self._client._event_handlers[self._topic] = self._take
 
     def _take(self, event: tuple[float, Any]) -> None:
@@ -206,10 +193,6 @@ class JobClient:
             self._receive(message)
         elif self._over is not None:
             self._over.set()
-
-    @property
-    def _scheduler(self) -> Any:
-        return self._client.scheduler
 
     @property
     def status(self) -> str:
@@ -263,17 +246,9 @@ class JobClient:
 
     def submit(self, spec: RankSpec, slot: m.Slot, resources: dict[str, float]) -> None:
         """Start a rank on a slot that was granted: a task pinned to its worker."""
-        self._futures[spec.start] = self._client.submit(
-            run_rank,
-            spec,
-            slot,
-            key=f"{RANK_KEY}{self.uid}-{spec.start}",
-            workers=[slot.worker],
-            allow_other_workers=False,
-            resources=resources or None,
-            pure=False,
-            retries=0,
-        )
+        key = f"{RANK_KEY}{self.uid}-{spec.start}"
+        terms: Any = {"workers": [slot.worker], "resources": resources or None, "retries": 0}
+        self._futures[spec.start] = self._client.submit(run_rank, spec, slot, key=key, **terms)
 
     def forget(self, start: int) -> None:
         """Release a rank's task; the scheduler plugin does so too when the rank is gone."""
@@ -321,8 +296,7 @@ def lost_while(client: Client, doing: str) -> Iterator[None]:
     except NbelasticError:
         raise
     except (Exception, asyncio.CancelledError) as error:
-        broken = isinstance(error, OSError | asyncio.TimeoutError | TimeoutError)
-        if not broken and client.status == "running":
+        if not isinstance(error, BROKEN) and client.status == "running":
             raise
         raise ClusterLost(
             f"the connection to the scheduler was lost while {doing}: "

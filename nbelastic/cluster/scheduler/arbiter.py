@@ -26,7 +26,15 @@ from dask.utils import parse_timedelta
 from nbelastic.errors import OptionError
 from nbelastic.membership import Phase, Stage, rules
 from nbelastic.messages import ShareSet, Sharing
-from nbelastic.sharing import SharedSlot, SharePolicy, SharingRules, SlotGroup, Want, assign
+from nbelastic.sharing import (
+    Assignment,
+    SharedSlot,
+    SharePolicy,
+    SharingRules,
+    SlotGroup,
+    Want,
+    assign,
+)
 
 from .job import ScheduledJob
 from .records import WorkerRecord, differing, fits
@@ -77,7 +85,7 @@ class _Entry:
     driver: tuple[int, int] = (0, 0)  # its epoch and newest step, seen at `stepped_at`
     admitted: bool = False
     waiting_since: float | None = None
-    sent: ShareSet | None = None
+    sent: ShareSet = field(default_factory=lambda: ShareSet(None))
     offered: set[str] = field(default_factory=set)
 
 
@@ -139,8 +147,8 @@ class Arbiter:
 
     def _share(self, job: ScheduledJob) -> int | None:
         entry = self._entries.get(job.name)
-        sent = None if entry is None else entry.sent
-        return None if sent is None or sent.sharing is None else sent.sharing.share
+        sharing = None if entry is None else entry.sent.sharing
+        return None if sharing is None else sharing.share
 
     # -- decisions -------------------------------------------------------------------------------
 
@@ -164,13 +172,12 @@ class Arbiter:
         given = policy.decide(wants, capacity, now)
         shares = {job: share for job, share in given.items() if share is not None}
         wants.sort(key=lambda want: (not want.running, -want.priority, want.since))
-        found = assign(wants, shares, slots) if shares and len(jobs) > 1 else None
-        self._reserved = {} if found is None else found.reserved
+        found = assign(wants, shares, slots) if shares and len(jobs) > 1 else Assignment()
+        self._reserved = found.reserved
         for name, job in jobs.items():
-            reclaimed = () if found is None else tuple(found.reclaimed.get(name, ()))
-            self._tell(job, given[name], wants, slots, reclaimed)
-        for name in shares:
-            self._offer(jobs[name])
+            self._tell(job, given[name], wants, slots, tuple(found.reclaimed.get(name, ())))
+            if name in shares:
+                self._offer(job)
 
     def _want(self, job: ScheduledJob, now: float) -> Want:
         roster, entry = job.machine.roster, self._entries[job.name]
@@ -247,34 +254,24 @@ class Arbiter:
         reclaimed: tuple[str, ...],
     ) -> None:
         """Send a job its share, if new to the job."""
-        entry, name = self._entries[job.name], job.name
-        if share is None:
-            if entry.sent is not None:
-                entry.sent = None
-                logger.info("job %r: no bound any more, the cluster is its own", name)
-                job.take_in(ShareSet(None))
-                self._plugin.announce(job, self._workers.values())
-            return
+        entry, name, sharing = self._entries[job.name], job.name, None
         others = [want.job for want in wants if want.job != name]
-        usable = sum(slot.jobs is None or name in slot.jobs for slot in slots)
-        names = tuple(others[:MOST_NAMES])
-        event = ShareSet(Sharing(share, usable, names, len(others)), reclaimed)
-        before = entry.sent
-        known = before is not None and before.sharing == event.sharing
-        if before is not None and known and set(reclaimed) <= set(before.reclaimed):
+        if share is not None:
+            usable = sum(slot.jobs is None or name in slot.jobs for slot in slots)
+            sharing = Sharing(share, usable, tuple(others[:MOST_NAMES]), len(others))
+        if entry.sent.sharing == sharing and set(reclaimed) <= set(entry.sent.reclaimed):
             return
-        entry.sent = event
+        entry.sent = ShareSet(sharing, reclaimed)
+        entry.offered.clear()
+        job.take_in(entry.sent)
+        if sharing is None:
+            logger.info("job %r: no bound any more, the cluster is its own", name)
+            self._plugin.announce(job, self._workers.values())
+            return
         logger.info(
             "job %r: share %d of %d slots with %d other jobs; it holds %d and gives %d back",
-            name,
-            share,
-            usable,
-            len(others),
-            len(_staying(job)),
-            len(reclaimed),
+            *(name, sharing.share, sharing.slots, len(others), len(_staying(job)), len(reclaimed)),
         )
-        entry.offered.clear()
-        job.take_in(event)
 
     def _offer(self, job: ScheduledJob) -> None:
         entry = self._entries[job.name]
@@ -282,9 +279,8 @@ class Arbiter:
         new = mine - entry.offered
         entry.offered = mine
         if new:
-            self._plugin.announce(
-                job, [each for each in self._workers.values() if each.slot.id in new]
-            )
+            hosts = [each for each in self._workers.values() if each.slot.id in new]
+            self._plugin.announce(job, hosts)
 
 
 def _staying(job: ScheduledJob) -> dict[int, str]:

@@ -129,10 +129,9 @@ class JobService:
         return self._plugin.free_workers()
 
     def _busy(self, job: ScheduledJob) -> bool:
-        starts = set(range(job.machine.roster.starts)) - job.never
-        keys = [job.key(start) for start in starts]
-        tasks = [self._scheduler.tasks[key] for key in keys if key in self._scheduler.tasks]
-        return any(task.state == "processing" for task in tasks)
+        keys = [job.key(n) for n in range(job.machine.roster.starts) if n not in job.never]
+        tasks = map(self._scheduler.tasks.get, keys)
+        return any(task is not None and task.state == "processing" for task in tasks)
 
     def remember(self, job: ScheduledJob) -> None:
         """Keep the history and the log of an ended job, for later questions."""
@@ -160,9 +159,8 @@ class JobService:
 
     async def look(self, job: str) -> dict[str, Any]:
         """Return the description of a job, open or ended, without a change of driver."""
-        record = self._jobs.get(job)
-        if record is not None:
-            return pack(record.describe())
+        if job in self._jobs:
+            return pack(self._jobs[job].describe())
         if job in self._ended:
             return in_parts(self._ended[job][1])
         return self._refusal(job)
@@ -180,24 +178,25 @@ class JobService:
 
     def step(self, client: str, step: m.JournalStep) -> None:
         """Take a step of a driver's journal, or tell the driver of its replacement."""
-        record = self._jobs.get(step.job)
-        mine = self._is_driver(record, client, step.epoch)
-        if record is None or not mine or not record.step(step):
+        record = self._driven(step.job, client, step.epoch)
+        if record is None or not record.step(step):
             self._plugin.say(client, step.topic, step.epoch, m.DriverReplaced())
 
     def inject(self, client: str, request: m.InjectRequest) -> None:
         """Pass faults on to ranks."""
-        record = self._jobs.get(request.job)
-        if record is not None and self._is_driver(record, client, request.epoch):
+        if (record := self._driven(request.job, client, request.epoch)) is not None:
             effect = m.InjectFaults(request.faults, request.drop)
             self._plugin.order(record, effect, request.starts)
 
     async def drives(self, job: str, client: str, epoch: int) -> bool:
         """Return whether a job is still a driver's."""
-        return self._is_driver(self._jobs.get(job), client, epoch)
+        return self._driven(job, client, epoch) is not None
 
-    def _is_driver(self, record: ScheduledJob | None, client: str, epoch: int) -> bool:
-        return record is not None and (record.client, record.epoch) == (client, epoch)
+    def _driven(self, job: str, client: str, epoch: int) -> ScheduledJob | None:
+        """Return a job if it is still the driver's."""
+        record = self._jobs.get(job)
+        mine = record is not None and (record.client, record.epoch) == (client, epoch)
+        return record if mine else None
 
     # -- kernels that go and come ----------------------------------------------------------------
 
@@ -245,7 +244,7 @@ class JobService:
 
     def give_up(self, client: str, message: m.GiveUp) -> None:
         """Cancel a pending open or attach; its request may arrive later."""
-        self._given_up.append(message.topic)  # its request may come later than this
+        self._given_up.append(message.topic)
         for job in list(self._jobs.values()):
             if job.topic == message.topic and message.over:
                 self._plugin.spawn(self.close(job.name, job.uid, job.epoch, job.steps))

@@ -47,8 +47,8 @@ class WorkerRecord:
     @property
     def notice(self) -> m.Notice | None:
         """The worker's most urgent notice; a notice of mere risk counts last."""
-        order = sorted(self.notices.values(), key=lambda each: (each.soft, each.seconds))
-        return order[0] if order else None
+        values = self.notices.values()
+        return min(values, key=lambda each: (each.soft, each.seconds), default=None)
 
     @property
     def ends(self) -> bool:
@@ -84,14 +84,11 @@ def misfit(job: ScheduledJob, worker: WorkerState) -> m.UnusedWorker | None:
         names = {worker.address, str(worker.name), get_address_host(worker.address)}
         if not names & job.workers:
             return m.UnusedWorker(worker.address, m.UnusedReason.NOT_IN_WORKERS)
-    lacking = [
-        f"{key} {worker.resources.get(key, 0):g} of {need:g}"
-        for key, need in job.terms.resources.items()
-        if worker.resources.get(key, 0) < need
-    ]
-    if lacking:
-        return m.UnusedWorker(worker.address, m.UnusedReason.LACKS_RESOURCES, ", ".join(lacking))
-    return None
+    needs = job.terms.resources.items()
+    has = {key: worker.resources.get(key, 0) for key, _ in needs}
+    lacking = ", ".join(f"{k} {has[k]:g} of {need:g}" for k, need in needs if has[k] < need)
+    reason = m.UnusedReason.LACKS_RESOURCES
+    return m.UnusedWorker(worker.address, reason, lacking) if lacking else None
 
 
 _STATUS = {
@@ -102,8 +99,7 @@ _STATUS = {
 
 def obstacle(job: ScheduledJob, worker: WorkerState, record: WorkerRecord) -> m.UnusedWorker | None:
     """Return why a worker with an agent and without a rank of a job is not offered to it."""
-    problem = misfit(job, worker)
-    if problem is None and record.holder is not None:
+    if (problem := misfit(job, worker)) is None and record.holder is not None:
         problem = m.UnusedWorker(worker.address, m.UnusedReason.TAKEN, record.holder[0])
     elif problem is None and record.leaving:
         problem = m.UnusedWorker(worker.address, m.UnusedReason.LEAVING)
