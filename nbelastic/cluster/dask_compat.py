@@ -35,8 +35,7 @@ INTERVAL_S = 0.001
 MESSAGES_KEPT = 10
 """Sent messages that a stream keeps: Dask's thousand may be a gigabyte of output and results."""
 
-CLOCK_SLACK_S = 0.1
-"""Seconds by which a clock that is adjusted goes back without any harm."""
+CLOCK_SLACK_S = 0.1  # seconds by which a clock that is adjusted goes back without any harm
 
 
 def shorten_batching(stream: Any) -> None:
@@ -74,8 +73,7 @@ def unsent_bytes(stream: Any) -> int:
 
 # -- connections -----------------------------------------------------------------------------------
 
-LIMIT_S = 10.0
-"""Seconds of unacknowledged data after which a worker counts as cut off."""
+LIMIT_S = 10.0  # seconds of unacknowledged data after which a worker counts as cut off
 
 # Linux's struct tcp_info: eight bytes, then numbers of four.
 _INFO = struct.Struct("=8x13I")
@@ -228,11 +226,8 @@ def release_keys(scheduler: Scheduler, holder: str) -> None:
 LOG_INTERVAL_S = 0.05
 """Seconds between two reads of the log: a nanny knows a little later than the scheduler."""
 
-LOG_READS = 20
-"""Reads of the log, at most."""
-
-LOG_MESSAGES = 50
-"""Messages of the log that are searched."""
+LOG_READS = 20  # reads of the log, at most
+LOG_MESSAGES = 50  # messages of the log that are searched
 
 _MEMORY = re.compile(r"\(pid=(\d+)\) exceeded (\d+ ?%) memory budget")
 _DEATH = re.compile(r"Worker process (\d+) (?:was killed by signal (\d+)|exited with status (\d+))")

@@ -17,11 +17,8 @@ from msgspec.structs import replace
 
 from nbelastic import messages as m
 
-MOST_OUTPUT = 2**20
-"""Characters printed by ranks that are kept; the oldest go first."""
-
-MOST_REPORTS = 20_000
-"""Reports of ranks that are kept; the oldest go first."""
+MOST_OUTPUT = 2**20  # characters printed by ranks that are kept; the oldest go first
+MOST_REPORTS = 20_000  # reports of ranks that are kept; the oldest go first
 
 
 class JobLog:

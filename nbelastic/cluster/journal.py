@@ -93,10 +93,8 @@ def open_journal(job: str, uid: str, machine: Machine) -> JournalFile | None:
 
 
 def own_directory(path: Path) -> None:
-    """Make a private directory of this user; raise PermissionError for another user's.
-
-    Its parents are not looked at: they belong to this user, or are sticky as ``/tmp`` is.
-    """
+    """Make a private directory of this user; raise PermissionError for another user's."""
+    # Its parents are not looked at: they belong to this user, or are sticky as /tmp is.
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):

@@ -94,11 +94,8 @@ class _SourceImporter(  # type: ignore[misc]  # typeshed: a static method in one
 
 
 def install(modules: Modules) -> None:
-    """Make imports find a job's modules from now on, before any on the worker's path.
-
-    What is imported already stays: it is what every rank needs, and none of it is the user's, even
-    if it lies in a folder of ``PYTHONPATH``.
-    """
+    """Make imports find a job's modules from now on, before any on the worker's path."""
+    # What is imported already stays: it is what every rank needs, and none of it is the user's.
     if modules.sources:
         sys.meta_path.insert(0, _SourceImporter(modules.sources))
         importlib.invalidate_caches()

@@ -22,8 +22,7 @@ BETWEEN_PROBES_S = 0.4
 BUSY_SHARE = 0.05
 """Share of a core from which on a process is busy; one that waits for its GIL uses 0.007."""
 
-SAME_START_S = 1.5
-"""Seconds by which two readings of a process's start may differ."""
+SAME_START_S = 1.5  # seconds by which two readings of a process's start may differ
 
 _STATES = {
     psutil.STATUS_STOPPED: "stopped",

@@ -18,8 +18,7 @@ import cloudpickle
 from nbelastic.errors import OptionError, summary_of
 from nbelastic.pickling import dumps
 
-LARGE = 1e9
-"""Bytes of a value from which its size is said."""
+LARGE = 1e9  # bytes of a value from which its size is said
 
 WHOLE = "whole"
 _WAYS = {"set_weights": "get_weights", "load_state_dict": "state_dict"}
@@ -160,7 +159,7 @@ def put(variables: MutableMapping[str, Any], name: str, pulled: Pulled) -> None:
     if pulled.problem:
         raise OptionError(f"pull={name!r}: {pulled.problem}")
     value = cloudpickle.loads(pulled.data)
-    there = variables.get(name)
+    there: Any = variables.get(name)
     if pulled.way != WHOLE:
         load = getattr(there, pulled.way, None)
         if not callable(load):

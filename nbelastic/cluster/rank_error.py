@@ -22,8 +22,7 @@ __all__ = ["Failure", "pack_error", "summary_of", "unpack_error"]
 
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MOST_FRAMES = 20
-"""Frames that are shown of the outermost, and as many of the innermost."""
+MOST_FRAMES = 20  # frames that are shown of the outermost, and as many of the innermost
 
 _NOT_USERS = (_PACKAGE, "<frozen ")
 """How names of files begin that are not the user's: this package's, and of Python's own imports."""

@@ -23,14 +23,9 @@ PROTOCOL = 10
 PLUGIN = "nbelastic"
 """Name of the scheduler plugin and of the agents; the scheduler's messages to agents have it."""
 
-FROM_AGENTS = "nbelastic-agent"
-"""Name of the agents' messages to the scheduler."""
-
-FROM_KERNELS = "nbelastic-kernel"
-"""Name of the kernels' messages to the scheduler."""
-
-HEARTBEAT_INTERVAL_S = 0.5
-"""Seconds between heartbeats."""
+FROM_AGENTS = "nbelastic-agent"  # name of the agents' messages to the scheduler
+FROM_KERNELS = "nbelastic-kernel"  # name of the kernels' messages to the scheduler
+HEARTBEAT_INTERVAL_S = 0.5  # seconds between heartbeats
 
 PART_BYTES = 2**30
 """Bytes that travel in one piece; a message may have all results of a job, Dask limits a piece."""

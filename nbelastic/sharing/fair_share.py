@@ -156,10 +156,9 @@ def assign(
 ) -> Assignment:
     """Return the slots for each job to claim, and for each to leave; first wants first."""
     everyone = {want.job for want in wants}
-    alike = all(want.per_host is None for want in wants) and all(
-        slot.jobs is None or everyone <= slot.jobs for slot in slots
-    )
-    return _in_order(wants, given, slots) if alike else _matched(wants, given, slots)
+    alike = all(slot.jobs is None or everyone <= slot.jobs for slot in slots)
+    capped = any(want.per_host is not None for want in wants)
+    return (_in_order if alike and not capped else _matched)(wants, given, slots)
 
 
 def _in_order(
@@ -194,9 +193,7 @@ def _matched(
         for number, slot in enumerate(slots):
             if slot.free and matched.count[want.job] < given[want.job]:
                 matched.give(want.job, number)
-        while matched.count[want.job] < given[want.job]:
-            if not matched.add(want.job):
-                break
+        _raise(matched, want, given[want.job])
     found = Assignment()
     for number, slot in enumerate(slots):
         owner = next((job for job, used in matched.used[number].items() if used), None)
@@ -210,19 +207,14 @@ def _matched(
 def shares(
     wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float, patience: float = math.inf
 ) -> dict[str, int]:
-    """Return how many slots each job should have.
+    """Return how many slots each job should have; asked again with its outcome, the same.
 
     First come the floors, each all or nothing: those of running jobs, then by priority, then by
     age. What is left goes to the jobs that have their floor: by priority, and within a priority by
     weight. Ties go to the job that has the slot, then to the older one. A job that gets no floor
-    has what it keeps; a new one has 0.
-
-    A preemptible job gives its floor, but not what it keeps, to a higher priority. A job that has
-    waited for `patience` seconds *closes the door*: no job that was submitted later starts before
-    it. A preemptible job closes no door.
-
-    Asked again with its outcome, it returns the same. `capacity` has the free slots and those that
-    jobs hold; `now` is on the clock of the wants.
+    has what it keeps. A preemptible job gives its floor, but not what it keeps, to a higher
+    priority. A job that has waited for `patience` seconds *closes the door*, unless it is
+    preemptible: no job that was submitted later starts before it.
     """
     allocation = Allocation(wants, capacity)
     for want in wants:

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from distributed.core import Status
-
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
-from nbelastic.cluster.wire import pack, unpack
+from nbelastic.cluster.wire import PLUGIN, pack, unpack
 from nbelastic.membership import Machine, Phase, Stage, pack_machine
 from nbelastic.messages import (
     FRESH,
@@ -42,6 +40,7 @@ from nbelastic.messages import (
     Tick,
     ToDriver,
 )
+from tests.simulation.dask import FakeScheduler, WorkerState
 from tests.support.records import some_terms
 
 VERSIONS = {"python": "3", "nbelastic": "1", "torch": "2"}
@@ -73,21 +72,15 @@ class Driven:
     own: list[Event] = field(default_factory=list)
 
 
-class SharedCluster:
+class SharedCluster(FakeScheduler):
     """A scheduler with the plugin, workers and jobs."""
 
     def __init__(self, seed: int = 0) -> None:
+        super().__init__()
         self.random = random.Random(seed)
-        self.workers: dict[str, Any] = {}
-        self.stream_comms: dict[str, Any] = {}
-        self.client_comms: dict[str, Any] = {}
-        self.clients: dict[str, Any] = {"fire-and-forget": None}
-        self.tasks: dict[str, Any] = {}
-        self.handlers: dict[str, Any] = {"retire_workers": None, "adaptive_target": None}
-        self.stream_handlers: dict[str, Any] = {}
         self.jobs: dict[str, Driven] = {}
         self.ranks: dict[tuple[str, int], FakeRank] = {}
-        self.plugin = ElasticPlugin()
+        self.plugin = self.plugins[PLUGIN] = ElasticPlugin()
         self.now = 0.0
         self._born = 0
 
@@ -99,17 +92,20 @@ class SharedCluster:
     # -- the scheduler's face --------------------------------------------------------------------
 
     def client_send(self, client: str, message: dict[str, Any]) -> None:
-        to_driver = unpack(message["event"][1], ToDriver)
-        if isinstance(to_driver.message, SlotGranted):
-            granted = to_driver.message
+        granted = (
+            unpack(message["event"][1], ToDriver).message if message["op"] == "event" else None
+        )
+        if isinstance(granted, SlotGranted):
             name = next(each.name for each in self.jobs.values() if each.client == client)
-            record = self.plugin.jobs[name]
-            self.tasks[record.key(granted.start)] = SimpleNamespace(state="processing")
-            key = name, granted.start
-            self.ranks.setdefault(key, FakeRank(name, granted.start, granted.slot.worker))
+            rank = FakeRank(name, granted.start, granted.slot.worker)
+            self.ranks.setdefault((name, granted.start), rank)
+            self._submit(client, self.plugin.jobs[name].key(granted.start), rank.worker, list)
 
     def worker_send(self, address: str, message: dict[str, Any]) -> None:
-        order = unpack(message["message"])
+        if message["op"] == PLUGIN:
+            self.take_order(address, unpack(message["message"]))
+
+    def take_order(self, address: str, order: Any) -> None:
         rank = self.ranks.get((getattr(order, "job", ""), getattr(order, "start", -1)))
         if rank is None or rank.worker != address:
             return
@@ -128,13 +124,6 @@ class SharedCluster:
             if effect.how != "leave":
                 rank.state = "over"
 
-    def client_desires_keys(self, **_: Any) -> None:
-        """Tasks stay anyway."""
-
-    def client_releases_keys(self, keys: list[str], client: str) -> None:
-        for key in keys:
-            self.tasks.pop(key, None)
-
     async def broadcast(self, **_: Any) -> dict[str, Any]:
         return {}
 
@@ -143,16 +132,7 @@ class SharedCluster:
     def hire(self, name: str, host: str = "h", **resources: float) -> str:
         self._born += 1
         address = f"tcp://{name}:{self._born}"
-        self.workers[address] = SimpleNamespace(
-            address=address,
-            name=name,
-            status=Status.running,
-            resources=resources,
-            nanny=None,
-            nthreads=1,
-            processing={},
-            long_running=set(),
-        )
+        self.workers[address] = WorkerState(address, name, resources=resources)
         self.stream_comms[address] = SimpleNamespace()
         contact = f"tcp://{host}.example:{self._born}"  # that the agent knows of
         slot = Slot(f"{name}#{self._born}", contact, name, host)
@@ -160,11 +140,9 @@ class SharedCluster:
         return address
 
     def kill_worker(self, address: str) -> None:
-        self.workers.pop(address)
-        self.stream_comms.pop(address)
         for key in [key for key, rank in self.ranks.items() if rank.worker == address]:
             self.ranks.pop(key)
-        self.plugin.remove_worker(self, address)  # type: ignore[arg-type]
+        self._remove(address)
 
     async def open(self, name: str, resources: Any = None, **limits: Any) -> str:
         job = self.jobs[name] = Driven(name, f"kernel of {name}")
@@ -188,9 +166,7 @@ class SharedCluster:
         self.jobs[name].own.append(event)
 
     def kill_kernel(self, name: str) -> None:
-        client = self.jobs[name].client
-        self.clients.pop(client, None)
-        self.plugin.remove_client(self, client)  # type: ignore[arg-type]
+        self.remove_client(self.jobs[name].client)
 
     async def attach(self, name: str) -> None:
         job = self.jobs[name]
@@ -274,7 +250,7 @@ class SharedCluster:
             self.plugin._ended(rank.worker, RankEnded(rank.job, rank.start))
         record = self.plugin.jobs.get(rank.job)
         if record is not None:
-            self.tasks.pop(record.key(rank.start), None)
+            self._task_finished(rank.worker, record.key(rank.start))
 
     def _say(self, rank: FakeRank, event: Event) -> None:
         self.plugin._report(rank.worker, RankEvent(rank.job, event))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from math import inf
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from nbelastic.cluster.scheduler import notices as desk
 from nbelastic.cluster.scheduler import scaling
 from nbelastic.cluster.scheduler.plugin import SpotNotices
-from nbelastic.cluster.wire import pack, unpack
+from nbelastic.cluster.wire import pack
 from nbelastic.membership import view
 from nbelastic.messages import (
     Notice,
@@ -35,11 +36,9 @@ class Cloud(SharedCluster):
         self.retired = []
         self.refused = 0  # of so many calls nothing comes, as the data has nowhere to go
         self.watching = {}
-        self.plugins = {}
         self.installed = []
-        self.handlers["retire_workers"] = self._retire
 
-    async def _retire(self, workers, **kwargs):
+    async def retire_workers(self, workers, **kwargs):
         assert kwargs == {"close_workers": True, "remove": True}
         if self.refused:
             self.refused -= 1
@@ -48,11 +47,10 @@ class Cloud(SharedCluster):
         for address in workers:
             self.kill_worker(address)
 
-    def worker_send(self, address, message):
-        order = unpack(message["message"])
+    def take_order(self, address, order):
         if isinstance(order, WatchOrder):
             self.watching[address] = order
-        super().worker_send(address, message)
+        super().take_order(address, order)
 
     async def broadcast(self, *, msg, workers, **_):
         self.installed += [self.workers[each].name for each in workers]
@@ -101,7 +99,7 @@ async def a_cloud(hosts, *, job=True, **limits):
 async def a_watched_cloud(hosts):
     """Yield a cloud without a job, on which the plugin is registered that watches."""
     async with a_cloud(hosts, job=False) as (cloud, first):
-        cloud.plugins[SpotNotices.name] = None
+        cloud.plugins[SpotNotices.name] = SpotNotices()
         cloud.plugin.review.start()
         cloud.plugin._review_all()
         yield cloud, first
@@ -296,7 +294,7 @@ async def test_a_recommendation_before_a_job_and_a_notice_after_it():
 
 async def test_workers_are_watched_and_retired_without_a_job():
     async with a_watched_cloud("aab") as (cloud, gone):
-        cloud.workers["tcp://w3:9"] = SimpleNamespace(**{**vars(cloud.workers[gone]), "name": "w3"})
+        cloud.workers["tcp://w3:9"] = dataclasses.replace(cloud.workers[gone], name="w3")
         cloud.plugin._review_all()
         await settle(cloud)
         assert cloud.installed == ["w3"], "it had no agent"

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from nbelastic.elastic.ranks.runtime import RankSpec
 
-CLOSE_TIMEOUT = 2.0
-"""Seconds to wait for the last message of a job, once it has been closed."""
+CLOSE_TIMEOUT = 2.0  # seconds to wait for the last message of a job, once it has been closed
 
 PATIENCE = 10.0
 """Seconds for which a call is made again when the connection was lost meanwhile.
@@ -35,11 +34,8 @@ The calls and the client's stream notice that at different times.
 DRIVES_TIMEOUT = 30.0
 """Seconds to wait for a scheduler that may merely stand still, before a job ends without it."""
 
-POLL = 0.05
-"""Seconds between two checks whether the connection is back."""
-
-RPC_TIMEOUT = 10.0
-"""Seconds to wait for the scheduler's answer."""
+POLL = 0.05  # seconds between two checks whether the connection is back
+RPC_TIMEOUT = 10.0  # seconds to wait for the scheduler's answer
 
 BROKEN = (OSError, asyncio.TimeoutError)
 """What Dask raises where a connection breaks or nobody answers."""
@@ -70,10 +66,7 @@ class JobClient:
         """Addresses of workers that were free when the job was closed; None if that is unknown."""
 
     def open(self, terms: m.JobTerms) -> None:
-        """Publish the job on the cluster. From here on messages arrive.
-
-        A job of this name is an OptionError, a lost connection ClusterLost.
-        """
+        """Publish the job on the cluster. From here on messages arrive."""
         request = m.OpenRequest(self._job, self.uid, self._client.id, self._topic, terms)
         with lost_while(self._client, "the job was opened"):
             self._subscribe()
@@ -91,10 +84,7 @@ class JobClient:
             )
 
     def attach(self) -> m.JobHandover | m.AttachRefusal:
-        """Take the job over: for the first time, or again after the connection was lost.
-
-        After ClusterLost, try again, or :meth:`give_up`.
-        """
+        """Take the job over, also again; after ClusterLost, try again, or :meth:`give_up`."""
         again = self.epoch > 0
         shorten_batching(getattr(self._client, "scheduler_comm", None))
         request = m.AttachRequest(self._job, self._client.id, self._topic, again)
@@ -200,10 +190,7 @@ class JobClient:
         return str(self._client.status)
 
     def closed_workers(self, seen: set[Any]) -> list[Any]:
-        """Return the names of `seen` workers that Dask's cluster does not start again.
-
-        It closes a worker that is away a while after an earlier loss. `seen` is updated.
-        """
+        """Return the names of `seen` workers that Dask's cluster does not start again."""
         cluster: Any = self._client.cluster
         there, wanted = (getattr(cluster, each, {}) for each in ("workers", "worker_spec"))
         if not isinstance(there, dict) or not isinstance(wanted, dict):

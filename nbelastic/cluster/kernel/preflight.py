@@ -27,14 +27,9 @@ logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 
-LARGE = 64 * 2**20
-"""Size of a captured variable, in bytes, from which on a warning names it."""
-
-ANSWER_TIMEOUT = 5.0
-"""Seconds that a worker has to answer with its versions."""
-
-MOST_ELEMENTS = 10_000
-"""Elements of a collection that are searched for what cannot be sent."""
+LARGE = 64 * 2**20  # size of a captured variable, in bytes, from which on a warning names it
+ANSWER_TIMEOUT = 5.0  # seconds that a worker has to answer with its versions
+MOST_ELEMENTS = 10_000  # elements of a collection that are searched for what cannot be sent
 
 _OF_ONE_PROCESS = {
     "accelerate.accelerator.Accelerator",
@@ -47,10 +42,8 @@ _OF_ONE_PROCESS = {
 
 
 def check_versions(client: Client) -> None:
-    """Compare the versions of kernel, scheduler and present workers; VersionMismatch names each.
-
-    It is a job's first call on the workers: from then on they ignore the kernel's interrupts.
-    """
+    """Compare the versions of kernel, scheduler and present workers; VersionMismatch names each."""
+    # A job's first call on the workers: from then on they ignore the kernel's interrupts.
     here = versions()
     probe = versions_reader()
     found = {"the scheduler": client.run_on_scheduler(probe)}
@@ -93,10 +86,7 @@ async def _ask_workers(
 def pack_function(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[JobPayload, Modules]:
-    """Pickle a function with its arguments and modules, and make a secret for the job.
-
-    NotPicklable names the variable, argument or attribute that cannot travel.
-    """
+    """Pickle a function and its modules; NotPicklable names the value that cannot travel."""
     # Objects that pickle, but of which a rank would get one that does not serve.
     for name, value in parts_of(function, args, kwargs):
         for where, inner in itertools.islice(_elements(value), MOST_ELEMENTS):

@@ -26,8 +26,7 @@ from nbelastic.errors import ClusterLost, OptionError
 CONNECT_WITHIN_S = 10.0
 """Seconds for a scheduler to answer; less where Dask's own limit for a connection is less."""
 
-FIRST_TRY_S = 1.0
-"""Seconds before the user sees what is waited for."""
+FIRST_TRY_S = 1.0  # seconds before the user sees what is waited for
 
 _KNOWN = ("tcp", "tls")
 _OTHERS = ("inproc", "ucx", "ucxx", "ws", "wss", "gateway")
@@ -75,10 +74,7 @@ def check_scheduler(address: str, security: Any, tell: Callable[[str], None]) ->
 
 
 def check_answers(client: Client, tell: Callable[[str], None]) -> None:
-    """Return once the scheduler of a connected client has answered; else raise ClusterLost.
-
-    It may be stopped, or busy: its connection does not show that.
-    """
+    """Return once the scheduler of a connected client has answered; else raise ClusterLost."""
     limit = float(parse_timedelta(dask.config.get("distributed.comm.timeouts.tcp"), "s"))
     first = min(FIRST_TRY_S, limit / 2)
     scheduler: Any = client.scheduler

@@ -31,14 +31,9 @@ from pathspec import GitIgnoreSpec
 from nbelastic.cluster.payload import Modules, Source
 from nbelastic.pickling import Pickler
 
-MOST_BYTES = 16 * 2**20
-"""Most bytes of source that travel with a job."""
-
-MOST_FILES = 5000
-"""Most files of a package; one with more is data, or an environment."""
-
-MOST_ENTRIES = 1000
-"""Most entries of a directory without ``__init__.py``; one with more holds data."""
+MOST_BYTES = 16 * 2**20  # most bytes of source that travel with a job
+MOST_FILES = 5000  # most files of a package; one with more is data, or an environment
+MOST_ENTRIES = 1000  # most entries of a directory without ``__init__.py``; one with more holds data
 
 _COMPILED = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 _IMPORT = re.compile(
@@ -66,10 +61,7 @@ class _Noting(Pickler):
 
 
 def dumps_noting(value: object) -> tuple[bytes, set[str]]:
-    """Pickle a value; return the pickle and the names of referenced modules.
-
-    An object of ``value`` may name more that it imports in an attribute ``imported``.
-    """
+    """Pickle a value; return the pickle and the names of referenced modules."""
     file = io.BytesIO()
     pickler = _Noting(file)
     pickler.dump(value)
@@ -108,10 +100,7 @@ def _imported_by_text(text: bytes) -> frozenset[str]:
 
 
 def collect(names: Iterable[str]) -> Modules:
-    """Return the user's own among some modules and among what they import.
-
-    Modules that are installed, or not to be found, are passed over.
-    """
+    """Return the user's own, not installed, among some modules and among what they import."""
     importlib.invalidate_caches()
     sources: dict[str, Source] = {}
     left_out: dict[str, str] = {}
@@ -304,10 +293,7 @@ _NEVER = {"__pycache__", ".git", ".hg", ".svn", ".mypy_cache", ".pytest_cache", 
 def walk(
     top: str, git: GitIgnore, ignored: list[str]
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk a folder as ``os.walk``, sorted, without caches, environments and ignored paths.
-
-    What git ignores is added to `ignored`.
-    """
+    """Walk a folder as ``os.walk`` does, sorted; add to `ignored` what git leaves out."""
     for folder, names, files in os.walk(top):
         names[:] = [
             name

@@ -44,11 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SILENCE = 10.0
-"""Seconds without a step of its driver after which a job gets no more slots."""
-
-MOST_NAMES = 3
-"""Jobs that a share names; of the others it has the number."""
+SILENCE = 10.0  # seconds without a step of its driver after which a job gets no more slots
+MOST_NAMES = 3  # jobs that a share names; of the others it has the number
 
 _FILE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "nbelastic.yaml").read_text())
 _DEFAULTS: dict[str, Any] = _FILE["nbelastic"]["sharing"]
@@ -60,9 +57,8 @@ def read_rules() -> SharingRules:
     policy = values["policy"]
     if policy not in ("fair", "first"):
         raise OptionError(f"nbelastic.sharing.policy={policy!r}: must be 'fair' or 'first'")
-    return SharingRules(
-        policy, *(_seconds(name, values[name]) for name in ("settle", "protect", "patience"))
-    )
+    times = [_seconds(name, values[name]) for name in ("settle", "protect", "patience")]
+    return SharingRules(policy, *times)
 
 
 def _seconds(name: str, value: Any) -> float:
@@ -97,7 +93,7 @@ class Arbiter:
         self._jobs, self._workers = plugin.jobs, plugin.workers
         self._policy: SharePolicy | None = None
         self._entries: dict[str, _Entry] = {}
-        self._reserved: dict[str, str] = {}  # jobs by slot
+        self.reserved: dict[str, str] = {}  # jobs by slot
         self._next: asyncio.Handle | None = None
 
     def open(self) -> None:
@@ -105,7 +101,7 @@ class Arbiter:
         if not self._jobs or self._policy is None:
             self._policy = SharePolicy(read_rules())
             self._entries.clear()
-            self._reserved.clear()
+            self.reserved.clear()
 
     def stop(self) -> None:
         """Decide nothing any more."""
@@ -122,11 +118,7 @@ class Arbiter:
 
     def offers(self, job: ScheduledJob, worker: WorkerRecord) -> bool:
         """Return whether a free slot is for a job."""
-        return self._share(job) is None or self.reserved_for(worker) == job.name
-
-    def reserved_for(self, worker: WorkerRecord) -> str | None:
-        """Return the job with the reservation of a slot, if any."""
-        return self._reserved.get(worker.slot.id)
+        return self._share(job) is None or self.reserved.get(worker.slot.id) == job.name
 
     def has_its_share(self, job: ScheduledJob) -> bool:
         """Return whether a job has all slots of its share."""
@@ -138,8 +130,8 @@ class Arbiter:
         share, slot = self._share(job), worker.slot.id
         if share is None:
             return True
-        if self._reserved.get(slot, job.name) == job.name and len(_staying(job)) < share:
-            self._reserved.pop(slot, None)
+        if self.reserved.get(slot, job.name) == job.name and len(_staying(job)) < share:
+            self.reserved.pop(slot, None)
             return True
         self._entries[job.name].offered.discard(slot)
         self.schedule()
@@ -173,7 +165,7 @@ class Arbiter:
         shares = {job: share for job, share in given.items() if share is not None}
         wants.sort(key=lambda want: (not want.running, -want.priority, want.since))
         found = assign(wants, shares, slots) if shares and len(jobs) > 1 else Assignment()
-        self._reserved = found.reserved
+        self.reserved = found.reserved
         for name, job in jobs.items():
             self._tell(job, given[name], wants, slots, tuple(found.reclaimed.get(name, ())))
             if name in shares:
@@ -275,7 +267,7 @@ class Arbiter:
 
     def _offer(self, job: ScheduledJob) -> None:
         entry = self._entries[job.name]
-        mine = {slot for slot, owner in self._reserved.items() if owner == job.name}
+        mine = {slot for slot, owner in self.reserved.items() if owner == job.name}
         new = mine - entry.offered
         entry.offered = mine
         if new:

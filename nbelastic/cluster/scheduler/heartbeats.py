@@ -1,9 +1,9 @@
 """Pass heartbeats on to the drivers, and detect workers whose heartbeats cease.
 
 A worker that misses two heartbeats is probed: its nanny, or else another worker of its host, reads
-the state of its process. If that is stopped, the driver is told at once. If it is busy, it is alive
-and merely cannot send (something holds the GIL), which is as good as a heartbeat. If its process
-cannot be read, the worker counts as frozen after its job's ``heartbeat_timeout``.
+the state of its process. Of a stopped one the driver is told at once; a busy one cannot send
+(something holds the GIL), which is as good as a heartbeat; any other counts as frozen after its
+job's ``heartbeat_timeout``. Who else asks whether a worker is alive reads its record.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LISTEN_INTERVAL = 0.25
-"""Seconds between two counts of silence, and between two probes of a process."""
+LISTEN_INTERVAL = 0.25  # seconds between two counts of silence, and between two probes of a process
 
 LONGEST_COUNT = 2 * LISTEN_INTERVAL
-"""Most seconds that one count adds: a late count means that the scheduler did not listen."""
+"""Most seconds that one count adds: after a pause of our own, messages wait to be read first."""
 
-PROBED_AFTER = 2 * HEARTBEAT_INTERVAL_S
-"""Seconds of silence after which a worker is probed."""
+PROBED_AFTER = 2 * HEARTBEAT_INTERVAL_S  # seconds of silence after which a worker is probed
 
 ANSWER_LIMIT = 1.0
 """Seconds that an observer has to read a process; one that takes longer is not asked again."""
@@ -87,9 +85,8 @@ class HeartbeatMonitor:
         job = self._jobs.get(telemetry.job)
         if job is not None:
             waiting = job.telemetry.get(telemetry.start)
-            if waiting is not None and waiting.reports:
-                reports = waiting.reports + telemetry.reports
-                telemetry = replace(telemetry, reports=reports)
+            if waiting is not None:
+                telemetry = replace(telemetry, reports=waiting.reports + telemetry.reports)
             job.telemetry[telemetry.start] = telemetry
 
     def send_telemetry(self, job: ScheduledJob) -> None:
@@ -117,11 +114,7 @@ class HeartbeatMonitor:
             job.take_in(m.Beats(beats))
 
     def _count_silence(self) -> None:
-        """Count the silence of workers with a rank.
-
-        Time counts as silence only as far as the scheduler was listening: after a pause of its
-        own, messages wait to be read first.
-        """
+        """Count the silence of workers with a rank, as far as the scheduler was listening."""
         now = _now()
         passed, self._counted_at = min(now - self._counted_at, LONGEST_COUNT), now
         for address, worker in list(self._workers.items()):
@@ -206,13 +199,10 @@ class HeartbeatMonitor:
         job = None if worker.holder is None else self._jobs.get(worker.holder[0])
         if job is not None and not worker.frozen:
             worker.frozen = True
+            where, limit = worker.address, job.terms.heartbeat_timeout
             logger.info(
                 "job %r: %s is frozen: %s, %.1f s without a heartbeat (heartbeat_timeout %g s)",
-                job.name,
-                worker.address,
-                reason.value,
-                worker.silence,
-                job.terms.heartbeat_timeout,
+                *(job.name, where, reason.value, worker.silence, limit),
             )
             job.take_in(m.SlotSilent(worker.slot.id, reason, worker.silence))
 

@@ -110,17 +110,13 @@ class JobService:
         return pack(self._jobs[job].terms.payload)
 
     async def close(self, job: str, uid: str, epoch: int, steps: int) -> list[str]:
-        """Forget a job, once its ranks have ended and Dask has noticed.
-
-        The last of the driver's steps may come later than this: they take another way. The return
-        value names the workers that are free then.
-        """
+        """Forget a job, once its ranks have ended; return the workers that are free then."""
         record = self._jobs.get(job)
         if record is None or (record.uid, record.epoch) != (uid, epoch):
             return self._plugin.free_workers()
         record.closing = True
         self._plugin.arbiter.schedule()
-        await _until(lambda: record.steps >= steps)
+        await _until(lambda: record.steps >= steps)  # they take another way, and may come later
         over = m.EndRank(0, "evict", m.Text("the job has ended"))
         self._plugin.order(record, over, record.ranks)
         await _until(lambda: not record.ranks and not self._busy(record))
@@ -201,10 +197,7 @@ class JobService:
     # -- kernels that go and come ----------------------------------------------------------------
 
     async def attach(self, message: Any) -> dict[str, Any]:
-        """Hand a job over to a new driver, or (`again`) back to its last driver.
-
-        Every driver has a topic of its own, so that is known by it.
-        """
+        """Hand a job over to a new driver, or (`again`) back to the one of its topic."""
         asked: m.AttachRequest = unpack(message, m.AttachRequest)
         record = self._jobs.get(asked.job)
         if self._is_gone(asked.client, asked.topic):
@@ -221,7 +214,7 @@ class JobService:
         return handover
 
     def _shorten_batching(self, client: str) -> None:
-        shorten_batching(getattr(self._scheduler, "client_comms", {}).get(client))
+        shorten_batching(self._scheduler.client_comms.get(client))
 
     def _resume(self, job: str, epoch: int) -> None:
         """Send a new driver the events that were not stepped, and its slots."""
@@ -270,14 +263,12 @@ class JobService:
     # -- tasks -----------------------------------------------------------------------------------
 
     def keep_tasks(self, keys: Any, client: str) -> None:
-        """Make Dask keep ranks' tasks after the loss of the submitting kernel.
-
-        One that comes when its kernel or its worker is gone already is not wanted any more.
-        """
+        """Make Dask keep ranks' tasks after the loss of the submitting kernel."""
         ours = {key for key in keys if isinstance(key, str) and key.startswith(RANK_KEY)}
         if ours:
             wanted = {rec.key(start) for rec in self._jobs.values() for start in rec.ranks}
             self._scheduler.client_desires_keys(keys=list(ours & wanted), client=KEEPER)
+            # Of a kernel, or for a worker, that is gone already.
             asyncio.get_running_loop().call_soon(self.forget_tasks, list(ours - wanted), client)
 
     def forget_tasks(self, keys: list[str], client: str = KEEPER) -> None:

@@ -27,13 +27,11 @@ logger = logging.getLogger(__name__)
 STANDING = "nbelastic-spot-notices"
 """Name of the scheduler plugin that has notices watched for without a job."""
 
-MOST = 86400.0
-"""Most seconds that a notice is taken to leave."""
+MOST = 86400.0  # most seconds that a notice is taken to leave
 
 POLL = 0.05
 
-RETRY = 5.0
-"""Seconds until workers that their data has kept are retired again; then twice as many."""
+RETRY = 5.0  # seconds until workers that their data has kept are retired again; then twice as many
 
 
 class NoticeController:

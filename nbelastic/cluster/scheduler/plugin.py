@@ -1,10 +1,7 @@
 """Find workers for jobs, assign each slot to a single job, and relay messages.
 
 The plugin decides nothing about membership; it carries facts to the drivers and orders to the
-agents.
-
-Installed once per cluster, whatever the number of jobs, it stays when they end, without state. An
-agent is put on a worker when the first job wants that worker, not before.
+agents. It stays when all jobs have ended, without state.
 """
 
 from __future__ import annotations
@@ -54,11 +51,8 @@ from .scaling import ScalingHooks
 
 logger = logging.getLogger(__name__)
 
-HELLO_TIMEOUT = 10.0
-"""Seconds that a worker may take for its hello once it has its agent."""
-
-REVIEW_INTERVAL = 0.5
-"""Seconds between two reviews of the workers that are not offered to a job."""
+HELLO_TIMEOUT = 10.0  # seconds that a worker may take for its hello once it has its agent
+REVIEW_INTERVAL = 0.5  # seconds between two reviews of the workers that are not offered to a job
 
 
 class ElasticPlugin(SchedulerPlugin):
@@ -138,10 +132,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._settle()
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
-        """Note the return of a kernel whose absence went unnoticed.
-
-        Messages to it in between are lost; the answer to its next step is to attach again.
-        """
+        """Part with a kernel whose absence went unnoticed: messages to it in between are lost."""
         self._job_service.leave(client)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
@@ -257,7 +248,7 @@ class ElasticPlugin(SchedulerPlugin):
             problem = obstacle(job, state, host)
             if problem is not None or self.arbiter.offers(job, host):
                 return problem
-            if other := self.arbiter.reserved_for(host):
+            if other := self.arbiter.reserved.get(host.slot.id):
                 return m.UnusedWorker(address, m.UnusedReason.RESERVED, other)
             excluded = job.machine.roster.excluded(host.slot)
             if self.arbiter.has_its_share(job) and not excluded:
@@ -305,7 +296,6 @@ class ElasticPlugin(SchedulerPlugin):
         self.arbiter.schedule()
 
     async def _tell_death(self, nanny: str, host: WorkerRecord, job: str, start: int) -> None:
-        """Report the cause of death of a rank's process, once it is known."""
         cause = await cause_of_death(self.scheduler, nanny, host.process.pid)
         if cause and job in self.jobs:
             detail = f"the process of {host.address} {cause}"
@@ -344,44 +334,27 @@ class ElasticPlugin(SchedulerPlugin):
 
     def free_workers(self) -> list[str]:
         """Return the addresses of workers that could take a rank now."""
-        workers = self.scheduler.workers
-        return [
-            host.address
-            for host in self.workers.values()
-            if host.holder is None
-            and not host.leaving
-            and host.address in workers
-            and workers[host.address].status is Status.running
-        ]
+        there = self.scheduler.workers.items()
+        running = {address for address, state in there if state.status is Status.running}
+        hosts = [h.address for h in self.workers.values() if h.holder is None and not h.leaving]
+        return [address for address in hosts if address in running]
 
     def demand(self) -> int:
-        """Return how many workers all jobs together would like to have.
-
-        Those that will soon go count on top, so that others are there in time.
-        """
+        """Return how many workers all jobs want, and as many more as will soon go."""
         wanted = sum(job.demand for job in self.jobs.values())
         return wanted + self._notices.going if wanted else 0
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
-        """Return the workers that Dask may close, workers with ranks included.
-
-        A rank is a long-running task, and Dask leaves workers with one out. It takes workers
-        without tasks first, then the last of this list: the youngest rank.
-        """
-        ranks = {
-            address: host.holder[1]
-            for address, host in self.workers.items()
-            if host.holder is not None
-        }
-        found = [worker for worker in workers if worker.address not in ranks]
-        return found + [
-            scheduler.workers[address]
-            for address in sorted(ranks, key=ranks.__getitem__)
-            if address in scheduler.workers
-            and all(
-                str(task.key).startswith(RANK_KEY)
-                for task in scheduler.workers[address].long_running
-            )
+        """Return the workers that Dask may close, with those whose long-running task is a rank."""
+        # Dask takes workers without tasks first, then the last of this list: the youngest rank.
+        held = [host for host in self.workers.values() if host.holder is not None]
+        addresses = {host.address for host in held}
+        held.sort(key=lambda host: host.holder[1] if host.holder else 0)
+        states = [scheduler.workers[h.address] for h in held if h.address in scheduler.workers]
+        return [worker for worker in workers if worker.address not in addresses] + [
+            state
+            for state in states
+            if all(str(task.key).startswith(RANK_KEY) for task in state.long_running)
         ]
 
     # -- for job controllers -----------------------------------------------------------------------
@@ -452,7 +425,6 @@ class ElasticPlugin(SchedulerPlugin):
             asyncio.get_running_loop().call_soon(self._note_task_end, uid, int(number), detail)
 
     def _note_task_end(self, uid: str, start: int, detail: str) -> None:
-        """Report a rank that has ended without a report."""
         for job in list(self.jobs.values()):
             if job.uid == uid and start in job.ranks:
                 job.take_in(m.RankRaised(start, detail))
@@ -461,11 +433,8 @@ class ElasticPlugin(SchedulerPlugin):
     # -- from the agents ---------------------------------------------------------------------------
 
     def _take(self, worker: str, message: Any = None, **_: Any) -> None:
-        """Take a message of an agent; an unreadable message costs only the rank of its worker.
-
-        Dask closes a stream when its handler raises, and a worker closes with its stream.
-        """
-        try:
+        """Take a message of an agent; an unreadable message costs only the rank of its worker."""
+        try:  # Dask closes a stream whose handler raises, and the worker closes with it
             read = unpack(message)
             self._handlers[type(read)](worker, read)
         except Exception as error:  # whatever is in the message
@@ -473,7 +442,6 @@ class ElasticPlugin(SchedulerPlugin):
             self._evict_sender(worker, error)
 
     def _evict_sender(self, worker: str, error: Exception) -> None:
-        """Evict the rank of a worker whose message cannot be read."""
         if isinstance(error, VersionMismatch):
             self._refuse(worker, str(error))
             self._installed(worker)
@@ -500,7 +468,7 @@ class ElasticPlugin(SchedulerPlugin):
     def _output(self, worker: str, message: m.RankOutput) -> None:
         if (job := self.jobs.get(message.job)) is not None:
             job.log.note_output(message.start, message.text)
-            stream = getattr(self.scheduler, "client_comms", {}).get(job.client)
+            stream = self.scheduler.client_comms.get(job.client)
             job.send_output(message, unsent_bytes(stream))
 
     def _fault(self, worker: str, message: m.FaultReport) -> None:
@@ -539,10 +507,7 @@ class ElasticPlugin(SchedulerPlugin):
             self.scheduler.worker_send(worker.address, {"op": PLUGIN, "message": message})
 
     def say(self, client: str, topic: str, epoch: int, message: m.Message) -> None:
-        """Send a message to a kernel, as an event of its subscribed topic.
-
-        It is not logged as an event, which would keep it in the scheduler's memory.
-        """
+        """Send a message to a kernel, as an event of its topic; a logged one would stay here."""
         packed = pack(m.ToDriver(epoch, message))
         self.scheduler.client_send(client, {"op": "event", "topic": topic, "event": (0.0, packed)})
 

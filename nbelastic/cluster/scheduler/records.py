@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
     from .job import ScheduledJob
 
-RANK_KEY = "nbelastic-rank-"
-"""How the keys of ranks' tasks begin."""
+RANK_KEY = "nbelastic-rank-"  # how the keys of ranks' tasks begin
 
 
 @dataclass(eq=False)
