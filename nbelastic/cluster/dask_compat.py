@@ -32,9 +32,7 @@ from distributed import Client, Future, Scheduler, Status, metrics, wait
 
 INTERVAL_S = 0.001
 
-MESSAGES_KEPT = 10
-"""Sent messages that a stream keeps: Dask's thousand may be a gigabyte of output and results."""
-
+MESSAGES_KEPT = 10  # sent ones, of a stream; Dask keeps a thousand, which may be a gigabyte
 CLOCK_SLACK_S = 0.1  # seconds by which a clock that is adjusted goes back without any harm
 
 
@@ -183,8 +181,7 @@ def key_of(text: str) -> Any:
     return tuple(key) if isinstance(key, list) else key
 
 
-FORGOTTEN_CHECK_S = 5.0
-"""Seconds between two questions whether the scheduler still knows a key that is waited for."""
+FORGOTTEN_CHECK_S = 5.0  # seconds between two questions whether a key is still known
 
 
 def value_of(client: Client, key: Any) -> Any:
@@ -223,9 +220,7 @@ def release_keys(scheduler: Scheduler, holder: str) -> None:
 
 # -- nannies ---------------------------------------------------------------------------------------
 
-LOG_INTERVAL_S = 0.05
-"""Seconds between two reads of the log: a nanny knows a little later than the scheduler."""
-
+LOG_INTERVAL_S = 0.05  # seconds between two reads: a nanny knows a little later
 LOG_READS = 20  # reads of the log, at most
 LOG_MESSAGES = 50  # messages of the log that are searched
 

@@ -30,8 +30,7 @@ from nbelastic.messages import AnyEvent, Effect, Event
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 32 * 2**20
-"""Size at which a file begins anew; the one before it is kept as ``NAME.old.jsonl``."""
+MOST_BYTES = 32 * 2**20  # of a file; then it begins anew, and the old is ``NAME.old.jsonl``
 
 
 class JournalFile:

@@ -101,9 +101,7 @@ def install(modules: Modules) -> None:
         importlib.invalidate_caches()
 
 
-def unpack_call(
-    payload: JobPayload,
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def unpack_call(payload: JobPayload) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return the function and its arguments; its modules must be importable."""
     function, args, kwargs = cloudpickle.loads(payload.call)
     return function, args, kwargs
@@ -125,12 +123,9 @@ def torch_settings() -> dict[str, str]:
     return {name: value for name, (value, default) in found.items() if value != default}
 
 
-KERAS = "KERAS_BACKEND"
-"""Variable of the environment that Keras reads when it is imported; and the name of a setting."""
-
-
+KERAS = "KERAS_BACKEND"  # Keras reads it when it is imported; and the name of a setting
+# Settings of Keras that travel; so does its policy of types, which depends on ``floatx``.
 KERAS_DEFAULTS = {"floatx": "float32", "epsilon": "1e-07", "image_data_format": "channels_last"}
-"""Settings of Keras that travel; so does its policy of types, which depends on ``floatx``."""
 
 
 def keras_settings() -> dict[str, str]:

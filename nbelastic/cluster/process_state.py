@@ -16,12 +16,8 @@ import psutil
 
 from nbelastic.messages import ProcessId
 
-BETWEEN_PROBES_S = 0.4
-"""Seconds for which a process must have been stopped before it counts as stopped."""
-
-BUSY_SHARE = 0.05
-"""Share of a core from which on a process is busy; one that waits for its GIL uses 0.007."""
-
+BETWEEN_PROBES_S = 0.4  # seconds for which a process must have been stopped
+BUSY_SHARE = 0.05  # of a core, above which a process is busy; waiting for the GIL takes 0.007
 SAME_START_S = 1.5  # seconds by which two readings of a process's start may differ
 
 _STATES = {

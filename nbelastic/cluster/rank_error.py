@@ -5,6 +5,7 @@ Packed in the thread of the rank, unpacked in the kernel, in the driver's thread
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import traceback
@@ -73,7 +74,8 @@ def _pickled(error: BaseException) -> bytes:
     """Return an error without its traceback, pickled; nothing where that cannot be done."""
     try:
         BaseException.with_traceback(error, None)
-        pickled = dumps(_Thawed(error) if _is_frozen(type(error)) else error)
+        thawed = functools.partial(_freeze, type(error), error.args, error.__dict__)
+        pickled = dumps(thawed if _is_frozen(type(error)) else error)
         return pickled if len(pickled) <= MOST_BYTES else b""
     except BaseException:  # pickling runs code of the user's class
         return b""
@@ -87,19 +89,10 @@ def _is_frozen(kind: type[BaseException]) -> bool:
     )
 
 
-class _Thawed:
-    """Pickles as an error with its attributes put in place past ``__setattr__``."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._parts = (type(error), error.args, error.__dict__)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _freeze, self._parts
-
-
 def _freeze(
     kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
 ) -> BaseException:
+    """Make an error with its attributes put in place past ``__setattr__``."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
@@ -110,6 +103,7 @@ def unpack_error(packed: PackedError) -> Failure:
     exception = None
     try:
         exception = cloudpickle.loads(packed.pickled)
+        exception = exception() if type(exception) is functools.partial else exception
     except BaseException:  # its module may exit, its class not exist or not take its arguments
         pass
     is_error = issubclass(type(exception), BaseException)

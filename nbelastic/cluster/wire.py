@@ -17,18 +17,12 @@ from msgspec import Raw
 from nbelastic import messages as m
 from nbelastic.errors import VersionMismatch
 
-PROTOCOL = 10
-"""Number of this protocol. To be raised with each change of a message."""
-
-PLUGIN = "nbelastic"
-"""Name of the scheduler plugin and of the agents; the scheduler's messages to agents have it."""
-
+PROTOCOL = 10  # number of this protocol; to be raised with each change of a message
+PLUGIN = "nbelastic"  # name of the scheduler plugin, the agents, and the messages to agents
 FROM_AGENTS = "nbelastic-agent"  # name of the agents' messages to the scheduler
 FROM_KERNELS = "nbelastic-kernel"  # name of the kernels' messages to the scheduler
 HEARTBEAT_INTERVAL_S = 0.5  # seconds between heartbeats
-
-PART_BYTES = 2**30
-"""Bytes that travel in one piece; a message may have all results of a job, Dask limits a piece."""
+PART_BYTES = 2**30  # bytes in one piece, which Dask limits: a message may have all results
 
 
 def pack(message: m.Message | m.ToDriver) -> dict[str, Any]:

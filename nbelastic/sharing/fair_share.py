@@ -102,7 +102,7 @@ class Allocation:
         return False
 
     def _edges(self, node: Node) -> Iterator[tuple[Node, Counter[Any], Any, int]]:
-        """Yield where a slot more could come from, or where one could go; what then counts."""
+        """Yield the next nodes on the way to a free slot, each with the change of a count."""
         if isinstance(node, int):
             used, host = self.used[node], self._given[node].host
             yield from (((job, host), used, job, -1) for job, number in used.items() if number)

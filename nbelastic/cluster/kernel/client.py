@@ -25,20 +25,13 @@ if TYPE_CHECKING:
 
 CLOSE_TIMEOUT = 2.0  # seconds to wait for the last message of a job, once it has been closed
 
-PATIENCE = 10.0
-"""Seconds for which a call is made again when the connection was lost meanwhile.
+# Calls and the client's stream notice a lost connection at different times.
+PATIENCE = 10.0  # seconds for which a call is made again when the connection was lost meanwhile
 
-The calls and the client's stream notice that at different times.
-"""
-
-DRIVES_TIMEOUT = 30.0
-"""Seconds to wait for a scheduler that may merely stand still, before a job ends without it."""
-
+DRIVES_TIMEOUT = 30.0  # the same, before a job ends without a scheduler that may just be stopped
 POLL = 0.05  # seconds between two checks whether the connection is back
 RPC_TIMEOUT = 10.0  # seconds to wait for the scheduler's answer
-
-BROKEN = (OSError, asyncio.TimeoutError)
-"""What Dask raises where a connection breaks or nobody answers."""
+BROKEN = (OSError, asyncio.TimeoutError)  # where a connection breaks, or no answer comes
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +55,8 @@ class JobClient:
         self._steps = 0
         self._installed = False
         self.epoch = 0
+        # Addresses of workers that were free when the job was closed; None if that is unknown.
         self.free_workers: frozenset[str] | None = None
-        """Addresses of workers that were free when the job was closed; None if that is unknown."""
 
     def open(self, terms: m.JobTerms) -> None:
         """Publish the job on the cluster. From here on messages arrive."""
@@ -91,11 +84,8 @@ class JobClient:
         try:
             if not again:
                 self._subscribe()
-            packed = self._client.sync(
-                self._scheduler.nbelastic_attach,
-                message=pack(request),
-                callback_timeout=RPC_TIMEOUT,
-            )
+            ask = partial(self._scheduler.nbelastic_attach, message=pack(request))
+            packed = self._client.sync(ask, callback_timeout=RPC_TIMEOUT)
         except BROKEN as error:
             raise ClusterLost(f"job {self._job!r}: the scheduler does not answer") from error
         answer: m.JobHandover | m.AttachRefusal = unpack(packed, m.JobHandover | m.AttachRefusal)
@@ -159,7 +149,7 @@ class JobClient:
             logger.info("the last message of job %r has not come", self._job)
 
     def give_up(self, *, over: bool = False) -> None:
-        """Abandon a pending open or attach request; if the job is `over`, close it there."""
+        """Abandon a pending open or attach request, and close a job that is `over`."""
         if self._installed and self._client.status in ("running", "connecting"):
             self._send(m.GiveUp(self._topic, over))
         self.detach()
@@ -171,7 +161,7 @@ class JobClient:
         self._client._event_handlers.pop(self._topic, None)
 
     def _subscribe(self) -> None:
-        """Install the plugin, and take the messages that it sends to this client on the topic."""
+        """Install the plugin, and take its messages on the topic."""
         self._client.register_plugin(ElasticPlugin())
         self._installed = True
         # Not by subscribe_topic: the scheduler would keep the subscriber for ever.
@@ -196,7 +186,7 @@ class JobClient:
         if not isinstance(there, dict) or not isinstance(wanted, dict):
             return []  # another kind of cluster
         seen.update(there)
-        return [name for name in seen.intersection(wanted) if name not in there]
+        return list((seen & wanted.keys()) - there.keys())
 
     @property
     def is_local(self) -> bool:

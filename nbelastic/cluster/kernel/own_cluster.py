@@ -22,11 +22,10 @@ from nbelastic.cluster.journal import create, own_directory
 
 logger = logging.getLogger(__name__)
 
+# Dask's HTTP servers ask for no proof.
 NO_PAGES: dict[str, Any] = {
-    "distributed.scheduler.http.routes": [],
-    "distributed.worker.http.routes": [],
+    f"distributed.{each}.http.routes": [] for each in ("scheduler", "worker")
 }
-"""Configuration of Dask without pages on HTTP servers."""
 
 
 def publish(address: str, security: Any) -> Callable[[], None]:

@@ -16,7 +16,7 @@ from .preflight import parts_of
 
 
 class HeldPartitions:
-    """Partitions that this kernel holds, until the scheduler holds them."""
+    """Partitions held by this kernel, until the scheduler holds them."""
 
     def __init__(self) -> None:
         self._futures: list[Future[Any]] = []
@@ -44,7 +44,7 @@ class HeldPartitions:
         self.keys = tuple(dict.fromkeys(keys))
 
     def release(self) -> None:
-        """Release them by hand: an error's traceback, which notebooks keep, refers to futures."""
+        """Release all by hand: an error's traceback, which notebooks keep, refers to futures."""
         for future in self._futures:
             future.release()
         self._futures.clear()

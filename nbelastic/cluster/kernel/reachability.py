@@ -23,9 +23,7 @@ from distributed.utils import LoopRunner
 
 from nbelastic.errors import ClusterLost, OptionError
 
-CONNECT_WITHIN_S = 10.0
-"""Seconds for a scheduler to answer; less where Dask's own limit for a connection is less."""
-
+CONNECT_WITHIN_S = 10.0  # seconds for a scheduler to answer, or Dask's own limit if that is less
 FIRST_TRY_S = 1.0  # seconds before the user sees what is waited for
 
 _KNOWN = ("tcp", "tls")

@@ -287,7 +287,6 @@ def why_missing(name: str, modules: Modules) -> str:
 
 
 _NEVER = {"__pycache__", ".git", ".hg", ".svn", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
-"""Directories without anything that a job needs."""
 
 
 def walk(

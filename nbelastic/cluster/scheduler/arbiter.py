@@ -15,12 +15,10 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import dask.config
-import yaml
 from dask.utils import parse_timedelta
 
 from nbelastic.errors import OptionError
@@ -47,13 +45,10 @@ logger = logging.getLogger(__name__)
 SILENCE = 10.0  # seconds without a step of its driver after which a job gets no more slots
 MOST_NAMES = 3  # jobs that a share names; of the others it has the number
 
-_FILE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "nbelastic.yaml").read_text())
-_DEFAULTS: dict[str, Any] = _FILE["nbelastic"]["sharing"]
-
 
 def read_rules() -> SharingRules:
     """Return the rules in Dask's configuration of this process; raise OptionError for odd ones."""
-    values = {**_DEFAULTS, **(dask.config.get("nbelastic.sharing", None) or {})}
+    values = {**asdict(SharingRules()), **(dask.config.get("nbelastic.sharing", None) or {})}
     policy = values["policy"]
     if policy not in ("fair", "first"):
         raise OptionError(f"nbelastic.sharing.policy={policy!r}: must be 'fair' or 'first'")

@@ -31,14 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LISTEN_INTERVAL = 0.25  # seconds between two counts of silence, and between two probes of a process
-
-LONGEST_COUNT = 2 * LISTEN_INTERVAL
-"""Most seconds that one count adds: after a pause of our own, messages wait to be read first."""
-
+LONGEST_COUNT = 2 * LISTEN_INTERVAL  # seconds in one count: after a pause, messages wait to be read
 PROBED_AFTER = 2 * HEARTBEAT_INTERVAL_S  # seconds of silence after which a worker is probed
-
-ANSWER_LIMIT = 1.0
-"""Seconds that an observer has to read a process; one that takes longer is not asked again."""
+ANSWER_LIMIT = 1.0  # seconds for an observer to read a process; a late one is not asked again
 
 
 class HeartbeatMonitor:
@@ -53,10 +48,9 @@ class HeartbeatMonitor:
 
     def start(self) -> None:
         """Start monitoring, unless it has started."""
-        if not self._listen.running:
-            self._counted_at = _now()
-            self._listen.start()
-            self._relay.start()
+        self._counted_at = _now()
+        self._listen.start()
+        self._relay.start()
 
     def stop(self) -> None:
         """Stop monitoring."""
@@ -118,22 +112,20 @@ class HeartbeatMonitor:
         now = _now()
         passed, self._counted_at = min(now - self._counted_at, LONGEST_COUNT), now
         for address, worker in list(self._workers.items()):
-            if worker.holder is not None:
-                worker.silence += passed
-                job = self._jobs.get(worker.holder[0])
-                if job is not None and not worker.frozen:
-                    self._note_silence(address, worker, job)
-
-    def _note_silence(self, address: str, worker: WorkerRecord, job: ScheduledJob) -> None:
-        limit = job.terms.heartbeat_timeout
-        least = min(PROBED_AFTER, limit / 2)
-        # Before its first heartbeat, its task may wait for a thread.
-        if worker.has_beaten and worker.silence >= limit:
-            self._report_silent(worker, m.LossReason.WORKER_SILENT)
-        elif worker.silence >= least and address not in self._probes:
-            probe = asyncio.ensure_future(self._probe(worker, least))
-            self._probes[address] = probe
-            probe.add_done_callback(lambda _: self._probes.pop(address))
+            if worker.holder is None:
+                continue
+            worker.silence += passed
+            job = self._jobs.get(worker.holder[0])
+            if job is None or worker.frozen:
+                continue
+            limit = job.terms.heartbeat_timeout
+            least = min(PROBED_AFTER, limit / 2)
+            # Before its first heartbeat, its task may wait for a thread.
+            if worker.has_beaten and worker.silence >= limit:
+                self._report_silent(worker, m.LossReason.WORKER_SILENT)
+            elif worker.silence >= least and address not in self._probes:
+                probe = self._probes[address] = asyncio.ensure_future(self._probe(worker, least))
+                probe.add_done_callback(lambda _, each=address: self._probes.pop(each))
 
     async def _probe(self, worker: WorkerRecord, least: float) -> None:
         """Probe a worker until it is silent no more, or for less than `least` seconds."""

@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CARETAKER_INTERVAL = 0.25  # seconds between two ticks of a caretaker
-
-MOST_BEHIND = 200
-"""Events that a driver may be behind; above, it gets no heartbeats, which the next replace."""
-
+MOST_BEHIND = 200  # events that wait for a driver; above, it gets no heartbeats
 MOST_WAITING = 64_000_000  # bytes that may wait for a kernel, about as many as it keeps
 FEW = MOST_WAITING // 4  # bytes at which output is sent again
 

@@ -27,16 +27,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CLOSE_GRACE = 5.0
-"""Seconds that ranks have to end when their job is closed, and that Dask has to see it."""
-
-MOST_ENDED, ENDED_BYTES = 20, 64 * 2**20
-"""Ended jobs that are remembered, and bytes of their histories and logs; the oldest go first."""
+CLOSE_GRACE = 5.0  # seconds for ranks of a closed job to end, and for Dask to see it
+MOST_ENDED, ENDED_BYTES = 20, 64 * 2**20  # ended jobs that are remembered, and bytes of them
 
 POLL = 0.005
 
-KEEPER = "fire-and-forget"
-"""Dask's own client for tasks without a waiting client; it releases a task when it is done."""
+KEEPER = "fire-and-forget"  # Dask's client that releases a task when it is done
 
 
 class JobService:
@@ -46,8 +42,7 @@ class JobService:
         self._plugin = plugin
         self._scheduler = scheduler = plugin.scheduler
         self._jobs = plugin.jobs
-        self._handlers: dict[type, Callable[[str, Any], None]]
-        self._handlers = {
+        self._handlers: dict[type, Callable[[str, Any], None]] = {
             m.JournalStep: self.step,
             m.InjectRequest: self.inject,
             m.GiveUp: self.give_up,
@@ -99,10 +94,9 @@ class JobService:
     def _resolved(self, workers: tuple[str, ...]) -> frozenset[str]:
         """Return workers' names and addresses, with the scheduler's form of each address."""
         found = set(workers)
-        for each in workers:
-            if "://" in each:
-                with contextlib.suppress(ValueError, OSError):  # no address, or an unknown host
-                    found.add(self._scheduler.coerce_address(each))
+        for each in (name for name in workers if "://" in name):
+            with contextlib.suppress(ValueError, OSError):  # no address, or an unknown host
+                found.add(self._scheduler.coerce_address(each))
         return frozenset(found)
 
     async def payload(self, job: str) -> dict[str, Any]:

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STANDING = "nbelastic-spot-notices"
-"""Name of the scheduler plugin that has notices watched for without a job."""
-
+STANDING = "nbelastic-spot-notices"  # the plugin that has notices watched for without a job
 MOST = 86400.0  # most seconds that a notice is taken to leave
 
 POLL = 0.05
@@ -164,7 +162,7 @@ class NoticeController:
             self._under_way.discard(host)
 
     async def _retire(self, workers: list[WorkerRecord]) -> None:
-        """Retire workers; those that Dask keeps for their data are offered again if revoked."""
+        """Retire workers; offer workers again that Dask has kept for their data, if revoked."""
         there = [worker for worker in workers if worker.address in self._scheduler.workers]
         for worker in there:
             logger.info("worker %s is retired: its machine will go", worker.address)

@@ -38,15 +38,7 @@ from .heartbeats import HeartbeatMonitor
 from .job import ScheduledJob
 from .job_service import JobService
 from .notices import STANDING, NoticeController
-from .records import (
-    RANK_KEY,
-    WorkerRecord,
-    differing,
-    fits,
-    is_busy,
-    misfit,
-    obstacle,
-)
+from .records import RANK_KEY, WorkerRecord, differing, fits, is_busy, misfit, obstacle
 from .scaling import ScalingHooks
 
 logger = logging.getLogger(__name__)
@@ -158,9 +150,10 @@ class ElasticPlugin(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Put an agent on a new worker if any job, or the watch for notices, wants it."""
         state, standing = scheduler.workers[worker], self._notices.standing
-        known = self.workers.keys() | self._refused.keys() | self._installing.keys()
+        if worker in self.workers or worker in self._refused or worker in self._installing:
+            return
         wanted = any(fits(job, state) for job in self.jobs.values())
-        if worker not in known and (wanted or (standing and state.status is Status.running)):
+        if wanted or (standing and state.status is Status.running):
             self.spawn(self._install_agent(worker))
 
     def _installed(self, address: str) -> None:
@@ -345,7 +338,7 @@ class ElasticPlugin(SchedulerPlugin):
         return wanted + self._notices.going if wanted else 0
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
-        """Return the workers that Dask may close, with those whose long-running task is a rank."""
+        """Return workers for Dask to close, also workers whose long-running task is a rank."""
         # Dask takes workers without tasks first, then the last of this list: the youngest rank.
         held = [host for host in self.workers.values() if host.holder is not None]
         addresses = {host.address for host in held}
@@ -446,7 +439,6 @@ class ElasticPlugin(SchedulerPlugin):
             self._refuse(worker, str(error))
             self._installed(worker)
         problem = str(error)[:500]
-        logger.info("worker %s has sent a message that cannot be read: %s", worker, problem)
         host = self.workers.get(worker)
         if host is not None and host.holder is not None:
             self._evict(host, *host.holder, f"unreadable message: {problem}")
@@ -468,7 +460,7 @@ class ElasticPlugin(SchedulerPlugin):
     def _output(self, worker: str, message: m.RankOutput) -> None:
         if (job := self.jobs.get(message.job)) is not None:
             job.log.note_output(message.start, message.text)
-            stream = self.scheduler.client_comms.get(job.client)
+            stream = self.scheduler.client_comms.get(job.client or "")
             job.send_output(message, unsent_bytes(stream))
 
     def _fault(self, worker: str, message: m.FaultReport) -> None:
@@ -520,7 +512,7 @@ class ElasticPlugin(SchedulerPlugin):
     def _finished(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # else asyncio logs that nobody has asked for it
+            task.exception()  # else asyncio logs that it was never retrieved
 
 
 class SpotNotices(SchedulerPlugin):

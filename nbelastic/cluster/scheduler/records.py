@@ -90,10 +90,7 @@ def misfit(job: ScheduledJob, worker: WorkerState) -> m.UnusedWorker | None:
     return m.UnusedWorker(worker.address, reason, lacking) if lacking else None
 
 
-_STATUS = {
-    Status.paused: m.UnusedReason.PAUSED,
-    Status.closing_gracefully: m.UnusedReason.LEAVING,
-}
+_STATUS = {Status.paused: m.UnusedReason.PAUSED, Status.closing_gracefully: m.UnusedReason.LEAVING}
 
 
 def obstacle(job: ScheduledJob, worker: WorkerState, record: WorkerRecord) -> m.UnusedWorker | None:

@@ -16,11 +16,8 @@ from nbelastic.membership import rules
 if TYPE_CHECKING:
     from .plugin import ElasticPlugin
 
-RETIRE_GRACE = 30.0
-"""Seconds that a retiring worker gives its rank to reach its next commit, once it was told."""
-
-LONGEST_RETIREMENT = rules.LONGEST_STAY + rules.MARGIN
-"""Seconds in all: the last rank with the state is told when another has it."""
+RETIRE_GRACE = 30.0  # seconds for a rank to reach its next commit, once it was told to leave
+LONGEST_RETIREMENT = rules.LONGEST_STAY + rules.MARGIN  # in all
 
 POLL = 0.01
 
