@@ -49,7 +49,6 @@ class JobClient:
         self.uid = uuid.uuid4().hex[:8]
         self._topic = f"nbelastic-{job}-{self.uid}"
         self._receive = receive
-        self._scheduler: Any = client.scheduler
         self._futures: dict[int, Future[None]] = {}
         self._over: asyncio.Event | None = None
         self._steps = 0
@@ -173,6 +172,10 @@ class JobClient:
             self._receive(message)
         elif self._over is not None:
             self._over.set()
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._client.scheduler
 
     @property
     def status(self) -> str:

@@ -112,20 +112,20 @@ class HeartbeatMonitor:
         now = _now()
         passed, self._counted_at = min(now - self._counted_at, LONGEST_COUNT), now
         for address, worker in list(self._workers.items()):
-            if worker.holder is None:
-                continue
-            worker.silence += passed
-            job = self._jobs.get(worker.holder[0])
-            if job is None or worker.frozen:
-                continue
-            limit = job.terms.heartbeat_timeout
-            least = min(PROBED_AFTER, limit / 2)
-            # Before its first heartbeat, its task may wait for a thread.
-            if worker.has_beaten and worker.silence >= limit:
-                self._report_silent(worker, m.LossReason.WORKER_SILENT)
-            elif worker.silence >= least and address not in self._probes:
-                probe = self._probes[address] = asyncio.ensure_future(self._probe(worker, least))
-                probe.add_done_callback(lambda _, each=address: self._probes.pop(each))
+            if worker.holder is not None:
+                worker.silence += passed
+                job = self._jobs.get(worker.holder[0])
+                if job is not None and not worker.frozen:
+                    self._note_silence(address, worker, job.terms.heartbeat_timeout)
+
+    def _note_silence(self, address: str, worker: WorkerRecord, limit: float) -> None:
+        least = min(PROBED_AFTER, limit / 2)
+        # Before its first heartbeat, its task may wait for a thread.
+        if worker.has_beaten and worker.silence >= limit:
+            self._report_silent(worker, m.LossReason.WORKER_SILENT)
+        elif worker.silence >= least and address not in self._probes:
+            probe = self._probes[address] = asyncio.ensure_future(self._probe(worker, least))
+            probe.add_done_callback(lambda _: self._probes.pop(address))
 
     async def _probe(self, worker: WorkerRecord, least: float) -> None:
         """Probe a worker until it is silent no more, or for less than `least` seconds."""
