@@ -6,7 +6,6 @@ import urllib.request
 
 import dask
 
-import nbelastic
 from nbelastic.collectives.topology import HOST_VARIABLE
 from tests.support.clusters import a_crew, a_worker, kinds, sizes, until
 from tests.support.metadata import aws_notice, metadata
@@ -121,29 +120,3 @@ def test_a_spot_machine_is_left_and_its_worker_ends(tmp_path):
         assert notice.detail.endswith(": AWS spot (terminate)")
         check_nothing_redone(results)
         assert not any("token" in path for path, _ in service.asked[1:]), "once"
-
-
-def catches(pid, signum):
-    """Return whether a process has a handler for a signal."""
-    with open(f"/proc/{pid}/status") as file:
-        caught = next(line for line in file if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
-
-
-def one():
-    return 1
-
-
-def test_a_signal_to_a_nanny_retires_its_worker_without_a_job(tmp_path):
-    with a_crew(n_workers=1) as crew:
-        crew.client.register_plugin(nbelastic.SpotNotices())
-        with a_worker(crew.client, tmp_path, "--name", "w3") as process:
-            data = crew.client.submit(one, workers=["w3"], allow_other_workers=True)
-            assert data.result(60) == 1
-            until(lambda: catches(process.pid, signal.SIGUSR1), "the nanny is prepared")
-            process.send_signal(signal.SIGUSR1)
-            until(lambda: process.poll() is not None, "it has ended")
-        assert process.returncode == 0
-        until(lambda: len(crew.workers()) == 1, "its worker is gone")
-        assert data.result(60) == 1
-        crew.client.unregister_scheduler_plugin(nbelastic.SpotNotices.name)

@@ -94,35 +94,6 @@ def test_a_group_does_not_wait_for_ranks_outside_of_it(crew, tmp_path, waits):
     assert job.results() == [2.0, 2.0, 0.0]
 
 
-def test_a_rank_that_formed_for_others_enters_its_loop(crew):
-    def train():
-        import time
-
-        import torch
-
-        import nbelastic.torch as hvd
-
-        hvd.init()
-        pair = hvd.add_process_set([0, 1])
-        total = torch.ones(1)
-        if hvd.rank() == 2:
-            time.sleep(0.5)
-        else:
-            total = hvd.allreduce(total, op=hvd.Sum, process_set=pair)
-        state = hvd.elastic.ObjectState(step=0)
-
-        @hvd.elastic.run
-        def loop(state):
-            while state.step < 5:
-                state.step += int(hvd.allreduce(torch.ones(1)).item())
-                state.commit()
-            return state.step
-
-        return total.item(), loop(state)
-
-    assert crew.fit(train, np=3).results() == [(2.0, 5), (2.0, 5), (1.0, 5)]
-
-
 def forks_and_goes_on(how):
     import os
     import warnings
