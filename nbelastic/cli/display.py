@@ -170,8 +170,7 @@ class JsonView(WaitView):
         )
 
 
-write_errors: list[str] = []
-"""Streams of this command that could not take what was written, with the error."""
+write_errors: list[str] = []  # streams that could not take what was written, with the error
 
 
 def _append(directory: str, output: Output) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import time
 from typing import TYPE_CHECKING
 
 import distributed.batched
 import distributed.metrics
-import pytest
 import tornado.ioloop
 
 from tests.support.clusters import a_crew, kinds, sizes, until
@@ -53,36 +50,14 @@ def test_a_stopped_rank_is_ended_by_its_worker_which_starts_another(crew, tmp_pa
     assert crew.workers() == before
 
 
-def test_a_worker_stopped_while_idle_is_seen_when_a_rank_is_to_start_there(crew, tmp_path):
-    work = Workload(tmp_path, epochs=1000, until_newcomers=2)
-    job = crew.fit(work, np=2, min_np=1, max_np=2, block=False)
-    until(lambda: job.status.state == "running", "training")
-    members = {rank.worker for rank in job.status.ranks}
-    idle = {worker: pid for worker, pid in crew.workers().items() if worker not in members}
-    victim = min(idle)
-    os.kill(idle[victim], signal.SIGSTOP)
-    job.scale(max_np=4)
-    check(job.results(), work)
-    assert [e.detail for e in job.history if e.worker == victim and e.kind == "lost"] == [STOPPED]
-    assert max(sizes(job)) == 4
-
-
-@pytest.mark.parametrize(
-    ("kind", "seconds", "heartbeat_timeout"),
-    [
-        ("pause", 0.4, 10),
-        ("hold", 4.0, 2),
-    ],
-)
-def test_one_that_comes_back_is_left_in_peace(crew, tmp_path, kind, seconds, heartbeat_timeout):
-    fault = Fault(rank=1, epoch=1, batch=1, kind=kind, seconds=seconds)
-    work = Workload(tmp_path, faults=(fault,))
-    job = crew.fit(work, np=4, min_np=2, heartbeat_timeout=heartbeat_timeout)
+def test_one_that_only_keeps_the_gil_busy_is_left_in_peace(crew, tmp_path):
+    work = Workload(tmp_path, faults=(Fault(rank=1, epoch=1, batch=1, kind="hold", seconds=4.0),))
+    job = crew.fit(work, np=4, min_np=2, heartbeat_timeout=2)
     check(job.results(), work)
     assert sizes(job) == [4]
     assert not {"lost", "left", "reset"} & set(kinds(job))
     stamps = [stamp for stamp, _ in job.results()[1]["times"]]
-    assert max(after - before for before, after in itertools.pairwise(stamps)) >= seconds
+    assert max(after - before for before, after in itertools.pairwise(stamps)) >= 4.0
 
 
 def test_N2_one_that_keeps_the_gil_busy_is_evicted_after_stall_timeout(crew, tmp_path):

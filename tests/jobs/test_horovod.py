@@ -1,13 +1,12 @@
-"""An elastic script of Horovod's with only its import changed; process sets through a reset."""
-
-import os
-import signal
+"""An elastic script of Horovod's with only its import changed."""
 
 import nbelastic.torch as hvd
 from tests.support.clusters import kinds, sizes
 
 
 def script(marks):
+    import os
+    import signal
 
     import torch
     from torch import nn, optim

@@ -16,9 +16,7 @@ TRAINERS = Path(__file__).parents[2] / "docs/trainers.md"
 README = Path(__file__).parents[2] / "README.md"
 
 
-def run(
-    program: str, folder: Path, *how: str, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run(program: str, folder: Path, *how: str, **variables: str) -> Any:
     """Run a program of a page as a script, which must succeed."""
     script = folder / "script.py"
     script.write_text(program)

@@ -1,6 +1,6 @@
-"""torch.distributed in jobs on real workers: DDP through a kill and a join, groups, FSDP2."""
+"""torch.distributed in jobs on real workers: variables, FSDP2, checkpoints by a second thread."""
 
-from tests.support.clusters import until
+from tests.support.clusters import sizes, until
 
 
 def test_variables_of_torchrun_are_there_before_the_function_and_follow_resets(crew):
@@ -74,3 +74,63 @@ def test_fsdp_works_on_a_fixed_world_and_is_refused_in_an_elastic_loop(crew):
     (text, one), (_, other) = crew.fit(train, np=2).results()
     assert "sharded over the ranks" in text
     assert one == other
+
+
+def test_async_save_in_a_loop_goes_on_after_a_kill(crew, tmp_path):
+    def train(path):
+        import os
+        import signal
+        import time
+        from pathlib import Path
+
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+
+        import nbelastic.torch as hvd
+        from nbelastic.errors import CollectiveError
+
+        dist.init_process_group("gloo")
+        model = torch.nn.Linear(3, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+        group = dist.new_group()
+        state = hvd.elastic.TorchState(model, optimizer, step=0, written=[])
+        killed = Path(path, "killed")
+
+        @hvd.elastic.run
+        def loop(state):
+            future, of = None, 0
+            while state.step < 40 or dist.get_world_size() < 2:
+                optimizer.zero_grad()
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                state.step += 1
+                time.sleep(0.01)
+                if future is None or future.done():
+                    if future is not None:
+                        try:
+                            future.result()
+                            state.written = [*state.written, of]
+                        except CollectiveError:
+                            pass
+                    future, of = None, state.step
+                    ready = torch.ones(1)
+                else:
+                    ready = torch.zeros(1)
+                dist.all_reduce(ready)
+                if ready.item() == dist.get_world_size():
+                    place = f"{path}/{state.step}-{dist.get_world_size()}"
+                    values = {"weight": model.weight.detach().clone()}
+                    future = dcp.async_save(values, checkpoint_id=place, process_group=group)
+                    if state.step > 20 and dist.get_rank() == 1 and not killed.exists():
+                        killed.touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                state.commit()
+            return state.step, len(state.written)
+
+        return loop(state)
+
+    job = crew.fit(train, args=(str(tmp_path),), np=2, min_np=1, max_np=2)
+    outcomes = job.results()
+    assert all(step >= 40 and written >= 3 for step, written in outcomes)
+    assert sizes(job) == [2, 1, 2]
