@@ -19,17 +19,26 @@ if getattr(_keras, "__version__", "2").startswith(("1.", "2")):
 from nbelastic.keras import callbacks, elastic, names
 from nbelastic.keras.feeds import ElasticDataset
 from nbelastic.keras.names import *  # noqa: F403
-from nbelastic.keras.ops import allgather, allreduce, broadcast, broadcast_variables, reducescatter
-from nbelastic.keras.optimizer import PartialDistributedOptimizer, load_model
+from nbelastic.keras.ops import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    broadcast_variables,
+    reducescatter,
+)
+from nbelastic.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from nbelastic.torch.compression import Compression
 
 __all__ = [
     "Compression",
+    "DistributedOptimizer",
     "ElasticDataset",
     "PartialDistributedOptimizer",
     "allgather",
     "allreduce",
     "broadcast",
+    "broadcast_global_variables",
     "broadcast_variables",
     "callbacks",
     "elastic",

@@ -80,21 +80,22 @@ def test_workers_that_are_threads_of_the_kernel_work():
         assert len({*processes, os.getpid()}) == 3
 
 
-def add_up():
-    import torch
-
-    import nbelastic.torch as hvd
-
-    hvd.init()
-    return hvd.allreduce(torch.ones(3), op=hvd.Sum).sum().item()
-
-
 def wait_for(path):
     import time
 
     while not os.path.exists(path):
         time.sleep(0.01)
     return os.getpid()
+
+
+def test_a_rank_that_waits_for_other_tasks_says_so(crew, tmp_path):
+    go = str(tmp_path / "go")
+    tasks = crew.client.map(wait_for, [go] * 8, pure=False)  # two for each worker
+    job = crew.fit(nothing, np=2, block=False)
+    until(lambda: "not used: 2 busy with other tasks" in job.status.reason, "the reason")
+    (tmp_path / "go").touch()
+    job.results(60)
+    crew.client.gather(tasks)
 
 
 def train(steps=3):
