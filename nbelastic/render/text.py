@@ -14,9 +14,7 @@ from .formatting import abbreviate, count, duration, limits, pace, worker
 
 MOST_POINTS = 500  # points of a curve, evenly chosen, the newest among them
 MOST_OUTPUT = 8_000  # characters at the end of rank 0's output that are looked at
-
-ENDED = frozenset({"finished", "failed", "stopped", "detached"})
-"""Final states of a job, and the kinds of event that announce them."""
+ENDED = frozenset({"finished", "failed", "stopped", "detached"})  # states, and kinds of event
 MAX_NAMED = 3
 
 HAPPENED = {

@@ -33,12 +33,9 @@ MARKS = {
 }
 """Marked kinds of event: noun, and shape around the current point. No two share a shape."""
 
-SIZED = frozenset({"formed", "reset", "lost", "left"})
-"""Kinds of event whose size is the world size. That of a refused worker is 0 while others train."""
-
+SIZED = frozenset({"formed", "reset", "lost", "left"})  # their size is the world size
 MOST_OF_PACE = 0.99  # share of values that set the scale: a spike would flatten all others
 _STROKE = 'fill="none" stroke="currentColor" vector-effect="non-scaling-stroke"'
-
 _WIDE = '<tspan class="nbe-wide">{}</tspan>'
 _TEXT = '<text fill="currentColor"'
 

@@ -116,3 +116,14 @@ def test_a_result_that_is_too_large_for_a_message_is_refused(crew):
     with pytest.raises(ValueError, match=r"\(a bytes\) cannot be sent: it takes 0\.2 GB"):
         crew.fit(limit, args=[100_000], np=1)
     assert set(crew.workers()) == before
+
+
+def test_a_long_message_is_cut_in_the_history(crew):
+    def fail():
+        raise ValueError("x" * 3_000_000)
+
+    job = crew.fit(fail, np=1, block=False)
+    error = job.exception(30)
+    assert len(error.__cause__.args[0]) == 3_000_000
+    assert "(3,000,012 characters)" in str(error)
+    assert max(len(event.detail) for event in job.history) < 30_000

@@ -101,11 +101,10 @@ def test_reports_are_means_by_place_each_once_though_a_rank_dies(crew, tmp_path)
 PHASES = ["aborted", "restored", "ready", "planned", "connected", "synchronised", "stepped"]
 
 
-def test_the_history_tells_where_the_time_of_a_recovery_went(crew, tmp_path):
-    work = Workload(
-        tmp_path, epochs=6, optimizer="adamw", faults=(Fault(rank=1, epoch=1, batch=1),)
-    )
-    job = crew.fit(work, np=4, min_np=2, block=False)
+def test_history_and_timeline_tell_where_the_time_of_a_recovery_went(crew, tmp_path):
+    path, faults = tmp_path / "timeline.json", (Fault(rank=1, epoch=2, batch=2),)
+    work = Workload(tmp_path, epochs=1000, optimizer="adamw", until_newcomers=1, faults=faults)
+    job = crew.fit(work, np=3, min_np=2, timeline=path, block=False)
     seen = []
     while not job.wait(0.05):
         seen.append(job.status)
@@ -123,6 +122,15 @@ def test_the_history_tells_where_the_time_of_a_recovery_went(crew, tmp_path):
     sizes = {rank.state_bytes for status in seen for rank in status.ranks} - {0}
     assert len(sizes) <= 2 and max(sizes) > 1000  # without and with the optimizer's state
     assert min(rank.resident_bytes for rank in job.status.ranks) > 5e7  # Python and torch
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert rows == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    of_rank_0 = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
+    assert {"REDUCE_GRADIENTS", "COMMIT", "STATE_TRANSFER"} <= {each["name"] for each in of_rank_0}
+    resets = [event["ts"] for event in events if event["name"] == "RESET"]
+    assert len(resets) >= 2 + 2 + 3
+    assert min(resets) < max(event["ts"] for event in events if event["ph"] == "X")
+    assert [each.name for each in tmp_path.glob("timeline.json*")] == ["timeline.json"]
 
 
 class Labels(DisplayService):
@@ -189,26 +197,6 @@ def test_output_can_be_followed_to_the_end(crew, tmp_path, capsys):
     job.logs(rank=1, follow=True)
     assert capsys.readouterr().out == "early\nlate\n"
     assert job.done()
-
-
-def test_a_timeline_has_a_row_for_each_rank_and_spans_resets(crew, tmp_path):
-    path = tmp_path / "timeline.json"
-    work = Workload(
-        tmp_path, epochs=1000, until_newcomers=1, faults=(Fault(rank=1, epoch=2, batch=2),)
-    )
-    job = crew.fit(work, np=3, min_np=2, timeline=path)
-    check(job.results(), work)
-    events = json.loads(path.read_text())["traceEvents"]
-    rows = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert rows == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
-    ended = max(event["ts"] for event in events if event["ph"] == "X")
-    of_rank_0 = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
-    names = [event["name"] for event in of_rank_0]
-    assert {"REDUCE_GRADIENTS", "COMMIT", "STATE_TRANSFER"} <= {*names}
-    assert len([e for e in events if e["name"] == "RESET"]) >= 2 + 2 + 3
-    first_reset = min(e["ts"] for e in events if e["name"] == "RESET")
-    assert first_reset < ended
-    assert [each.name for each in tmp_path.glob("timeline.json*")] == ["timeline.json"]
 
 
 def test_ranks_that_do_not_see_the_path_do_not_fail(crew, tmp_path):

@@ -44,7 +44,6 @@ class Training:
         return any(fault.kind == "stop" for fault in self.faults)
 
     def __call__(self) -> dict[str, Any]:
-        """Train. Runs on every rank."""
         return _train(self)
 
     def once(self, name: str) -> bool:

@@ -32,9 +32,8 @@ CLOSE_WITHIN_S = 5.0  # seconds for a connection to close
 DEATH_TIMEOUT = "60s"  # time after which a worker that cannot reach its scheduler ends
 KEEPALIVE_S = 10  # of silence before a host is asked; after three, it is gone
 CONFIG = "DASK_INTERNAL_INHERIT_CONFIG"
+# From stdin, because in a command every user of the host could read the configuration.
 READ_CONFIG = f'IFS= read -r {CONFIG} && export {CONFIG} && exec "$@"'
-"""Reads Dask's configuration from stdin: in a command, every user of the host could read it."""
-
 RETRY_S = 0.5  # half of the delay before a worker is started again for the first time
 LINES = 5  # last lines of a worker's log that are kept for a message
 
@@ -124,12 +123,10 @@ class SshWorker(Process):
         self._lines: deque[str] = deque(maxlen=LINES)
 
     async def start(self) -> None:
-        """Begin to start the worker."""
         self.status = Status.running
         self._task = asyncio.create_task(self._run(), name=f"nbelastic-ssh-{self.name}")
 
     async def close(self) -> None:
-        """End the worker and the connection."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
