@@ -65,7 +65,7 @@ class JobSnapshot:
 
     def offset(self, event: HistoryEvent) -> float:
         """Return the seconds from the start to an event."""
-        return max(event.time - self.started, 0.0)
+        return event.time - self.started
 
 
 def text(snapshot: JobSnapshot) -> str:

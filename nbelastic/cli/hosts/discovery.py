@@ -38,7 +38,7 @@ def _cut(text: str) -> str:
 
 
 def _problem(host: str, slots: int) -> str:
-    """Return why there can be no such host; empty for one that there can be."""
+    """Return why a host is impossible; empty for a possible host."""
     if not _HOST.fullmatch(host):
         return f"{_cut(host)} must be the name or the address of a host"
     if slots > MOST_SLOTS:
