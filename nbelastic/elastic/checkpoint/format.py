@@ -31,7 +31,7 @@ from nbelastic.errors import NbelasticError
 if TYPE_CHECKING:
     import torch
 
-FORMAT = 6
+FORMAT = 7
 CHECKSUM = "nbelastic.checksum"
 """Name of the tensor that holds the digest."""
 

@@ -305,12 +305,10 @@ class CheckpointManager:
 
     def committed(self) -> None:
         """Write the last commit, if it is due. All ranks call this together."""
-        if self._session.version % self._spec.every == 0:
-            progress = self._state._progress_at_commit()
-            if progress:
-                from nbelastic.elastic.sampler import agree_on_progress
+        from nbelastic.elastic.sampler import agree_on_progress
 
-                progress = agree_on_progress(progress, self._session)
+        if self._session.version % self._spec.every == 0:
+            progress = agree_on_progress(self._state._progress_at_commit(), self._session)
             self._state._complete_commit()
             if self._session.rank == 0 and not self._writer.busy:
                 self._begin(progress)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,8 +29,7 @@ from nbelastic.torch.state.flatten import (
     is_container,
     is_dense,
     is_flat,
-    leaves_in,
-    nested,
+    walk,
 )
 from nbelastic.torch.state.optimizer_adapter import (
     OptimizerAdapter,
@@ -39,7 +38,7 @@ from nbelastic.torch.state.optimizer_adapter import (
     same_lists,
     within,
 )
-from nbelastic.torch.state.settings import COMPILED, SentSettings, Settings, uncompiled
+from nbelastic.torch.state.settings import SentSettings, Settings, uncompiled
 from nbelastic.torch.state.structure import LAZY, Structure, word_for
 
 _all_of = itertools.chain.from_iterable
@@ -435,7 +434,7 @@ def _held_by(value: object) -> Iterable[tuple[str, object]]:
     return [
         (name, each)
         for name, part in parts
-        for each in nested(part)
+        for _, each in walk(part)
         if isinstance(each, (torch.nn.Module, torch.optim.Optimizer))
     ]
 
@@ -468,62 +467,8 @@ def _inside(value: object) -> Iterable[tuple[object, object]]:
     return ()
 
 
-def _kind_of(obj: object) -> str:
-    """Return the name of an object's class; of a compiled model that of the model itself."""
-    if type(obj).__module__.startswith("torch._dynamo."):  # whose import takes a second
-        obj = getattr(obj, COMPILED, obj)
-    return type(obj).__qualname__
-
-
-class CapturedState(NamedTuple):
-    """Objects of a state with their captured content, in the same order."""
-
-    objects: Sequence[object]
-    labels: Sequence[str]  # expressions for them
-    contents: Sequence[Any]
-
-    def names(self, values: Mapping[str, Any]) -> dict[int, str]:
-        """Return a name for each tensor, by its id: its path in these values."""
-        numbers = {id(obj): number for number, obj in enumerate(self.objects)}
-        parts = [part for label, value in values.items() for part in leaves_in(value, label)]
-        reached = {id(part) for _, part in parts}
-        pairs = zip(self.labels, self.objects, strict=True)
-        parts += [pair for pair in pairs if id(pair[1]) not in reached]
-        parts.sort(key=lambda part: not isinstance(part[1], torch.nn.Module))
-        found: dict[int, str] = {}  # models come first, because they name what others share
-        for label, part in parts:
-            if (number := numbers.get(id(part))) is not None:
-                part = adapter_for(part).state_dict(self.contents[number], whole=True)  # noqa: PLW2901
-            for name, tensor in tensors_in(part, label):
-                found.setdefault(id(tensor), name)
-        return found
-
-    def kinds(self) -> list[str]:
-        """Return names and types of the objects."""
-        pairs = zip(self.labels, self.objects, strict=True)
-        return [f"{label} ({_kind_of(obj)})" for label, obj in pairs]
-
-    def structure(self) -> Structure:
-        """Return the structure of the objects, to be compared with another one."""
-        names: dict[int, str] = {}
-        structure: Structure = {}
-        for obj, label, content in self.in_order():
-            structure.update(adapter_for(obj).parts(label, content, names))
-        return structure
-
-    def in_order(self) -> list[tuple[Any, str, Any]]:
-        """Return objects in the order of restoration: models first, optimizers after wrappers."""
-
-        def place(row: tuple[Any, str, Any]) -> tuple[bool, bool, int]:
-            if isinstance(row[0], torch.optim.Optimizer):
-                return True, True, -len(within(row[0]))
-            return not isinstance(row[0], torch.nn.Module), False, 0
-
-        return sorted(zip(self.objects, self.labels, self.contents, strict=True), key=place)
-
-
 def tensors_in(value: Any, label: str, form: str = "{}.{}") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the dense tensors in containers, each with a name."""
-    for name, part in leaves_in(value, label, form):
+    for name, part in walk(value, label, form):
         if isinstance(part, torch.Tensor) and is_dense(part):
             yield name, part

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,10 +23,9 @@ from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_so
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
-from nbelastic.elastic.state.state_payload import StatePayload
+from nbelastic.elastic.state.state_payload import StatePayload, dump, load
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError, NotInitialized, OptionError, StateMismatch
-from nbelastic.pickling import Pickler
 from nbelastic.torch.device import device, in_words, what_would_fit
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.identity import WhileAlive
@@ -39,12 +37,12 @@ from nbelastic.torch.state.adapters import (
     settings_of,
 )
 from nbelastic.torch.state.buffer_means import BufferMeans
-from nbelastic.torch.state.commit import Commit, Copies, make_commit, rebuild
+from nbelastic.torch.state.commit import Commit, Copies, make_commit
 from nbelastic.torch.state.flatten import Unflattener
 from nbelastic.torch.state.handlers import StateHandler, own_handler
 from nbelastic.torch.state.lazy_commit import LazyCommit
 from nbelastic.torch.state.settings import moving_values
-from nbelastic.torch.state.structure import Structure, changes, check_fit
+from nbelastic.torch.state.structure import changes, check_fit
 
 _ACCELERATES = (
     "what accelerate has prepared is in a TorchState\n"
@@ -145,11 +143,7 @@ class TorchState(ObjectState):
                 True  # a handler's values do not follow a step that replaces a commit
             )
         self._loaders = self._take_part_in_steps()
-        self._built = self._structure()  # before training changes it
-
-    def _structure(self) -> Structure:
-        """Return the structure of the last commit."""
-        return self._commit.state.structure()
+        self._built = self._commit.structure()  # before training changes it
 
     def _take_part_in_steps(self) -> list[Loader]:
         """Connect the loaders in this state with its epoch, and with the buffers of its models."""
@@ -245,7 +239,7 @@ class TorchState(ObjectState):
             if not isinstance(error, NbelasticError):
                 refuse_by_name(error, values, self._objects())
             raise
-        uncopied = self._lazy.commit(commit.state.objects, current_or_none(), copy=self.always_copy)
+        uncopied = self._lazy.commit(commit.objects, current_or_none(), copy=self.always_copy)
         self._copies.take(commit.tensors, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
@@ -426,7 +420,7 @@ class TorchState(ObjectState):
 
     def _pack_commit(self) -> StatePayload:
         self._materialize()
-        found = self._commit.state.names(self._commit.values)
+        found = self._commit.names()
         names = [found.get(id(t), f"tensor.{n}") for n, t in enumerate(self._commit.tensors)]
         return replace(self._payload(self._commit, self._copies.values), names=names)
 
@@ -439,17 +433,16 @@ class TorchState(ObjectState):
         trusted: bool = False,
     ) -> StatePayload:
         """Return a commit with its tensors' values, and the changes since the state was built."""
-        state = commit.state
-        before = changes(self._built, state.structure())
-        things = [*state.objects, *commit.tensors]
+        before = changes(self._built, commit.structure())
+        things = [*commit.objects, *commit.tensors]
         try:
-            content = _dump((state.contents, commit.values, trusted, self._more()), things)
+            content = dump((commit.contents, commit.values, trusted, self._more()), things)
         except Exception as error:  # pickling runs code of any class
             values = self._values()
-            refuse_by_name(error, values, state.objects, SENT, lambda each: _dump(each, things))
+            refuse_by_name(error, values, commit.objects, SENT, lambda each: dump(each, things))
             raise
-        adapters = [type(adapter_for(obj)) for obj in state.objects]
-        parts = (data, state.kinds(), list(commit.values), before, content, adapters)
+        adapters = [type(adapter_for(obj)) for obj in commit.objects]
+        parts = (data, commit.kinds(), list(commit.values), before, content, adapters)
         devices = [tensor.device.type for tensor in commit.tensors]
         return StatePayload(pickle.dumps(parts), tensors, devices)
 
@@ -457,7 +450,7 @@ class TorchState(ObjectState):
     def _as_dict(payload: StatePayload, samplers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         *_, content, adapters = pickle.loads(payload.head)
         objects: list[dict[str, Any]] = [{} for _ in adapters]
-        contents, values, *_ = _load(content, [*objects, *payload.tensors])
+        contents, values, *_ = load(content, [*objects, *payload.tensors])
         memo: dict[int, Any] = {id(tensor): tensor for tensor in payload.tensors}
         left = iter(samplers)
         for obj, adapter, captured in zip(objects, adapters, contents, strict=True):
@@ -473,10 +466,10 @@ class TorchState(ObjectState):
     def _unpack(self, payload: StatePayload) -> None:
         data, kinds, names, before, content, _ = pickle.loads(payload.head)
         check_names("the values", public(self._names), public(names))
-        mine = make_commit(self._values(), self._commit).state
+        mine = make_commit(self._values(), self._commit)
         check_names("the objects", mine.kinds(), kinds, in_order=True)
-        contents, values, trusted, more = _load(content, [*mine.objects, *payload.tensors])
-        theirs = mine._replace(contents=contents)
+        contents, values, trusted, more = load(content, [*mine.objects, *payload.tensors])
+        theirs = replace(mine, contents=contents, values=values)
         if not self._aligned:  # else it may be behind ranks that have changed it since
             check_fit(mine.structure(), theirs.structure(), before)
         if data:  # checkpoints have none
@@ -484,7 +477,7 @@ class TorchState(ObjectState):
         devices = dict(zip(map(id, payload.tensors), payload.devices, strict=True))
         keep = payload.buffer is not None
         unflattener = Unflattener(mine.objects, devices=devices, keep=keep)
-        self._take(*rebuild(unflattener, theirs, values), more)
+        self._take(*theirs.rebuild(unflattener), more)
         if trusted:  # else the first commit would copy everything, while other ranks wait
             self._lazy.trust()
         if payload.buffer is not None:
@@ -527,34 +520,3 @@ def _check_data(mine: Sequence[DataSample | None], theirs: Sequence[DataSample |
             context = current_or_none()
             ranks = "" if context is None else f" on ranks {context.source} and {context.rank}"
             raise StateMismatch(f"the datasets are not the same{ranks}: {found}. {USUAL_CAUSES}")
-
-
-# Values refer to objects of the state, which for the receiver are its own, and to tensors.
-
-
-class _Pickler(Pickler):
-    def __init__(self, file: io.BytesIO, things: Sequence[object]) -> None:
-        super().__init__(file)
-        self._numbers = {id(each): number for number, each in enumerate(things)}
-
-    def persistent_id(self, obj: object) -> int | None:
-        return self._numbers.get(id(obj))
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, things: Sequence[object]) -> None:
-        super().__init__(file)
-        self._things = things
-
-    def persistent_load(self, pid: Any) -> object:
-        return self._things[pid]
-
-
-def _dump(value: object, things: Sequence[object]) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, things).dump(value)
-    return file.getvalue()
-
-
-def _load(data: bytes, things: Sequence[object]) -> Any:
-    return _Unpickler(io.BytesIO(data), things).load()
