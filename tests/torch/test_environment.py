@@ -95,6 +95,6 @@ def test_the_threshold_of_rank_0_counts(monkeypatch):
         model, optimizer = distributed()
         loss_of(model, 0).backward()
         optimizer.step()
-        return optimizer._reducer._agreement.layout.manifest.bucket_bytes
+        return optimizer._reducer.agreement.layout.manifest.bucket_bytes
 
     assert run_ranks(2, rank_main) == [8, 8]

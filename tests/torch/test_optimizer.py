@@ -151,7 +151,7 @@ def test_what_all_do_does_not_depend_on_the_processors_of_one(late):
         model, optimizer = distributed()
         loss_of(model, 0).backward()
         optimizer.step()
-        return optimizer._reducer._agreement.layout.manifest.after_backward
+        return optimizer._reducer.agreement.layout.manifest.after_backward
 
     assert run_ranks(2, rank_main) == [late[0]] * 2
 

@@ -40,11 +40,8 @@ class Originals:
 
         `memo` has values that were restored before, by the ids of their copies.
         """
-
-        def original(_: Any, copied: Any) -> Any:
-            return self._originals.get(id(copied))
-
-        return _refill(memo, original, lambda each: copy.deepcopy(each, memo))(None, saved)
+        find = lambda _, copied: self._originals.get(id(copied))  # noqa: E731
+        return _refill(memo, find, lambda each: copy.deepcopy(each, memo))(None, saved)
 
 
 def adopt(live: Any, came: Any, memo: dict[int, Any]) -> Any:

@@ -328,10 +328,6 @@ class ObjectState(State):
         return function
 
     def commit(self) -> None:
-        """Save the state, check for changes, and call functions that are due.
-
-        See :meth:`State.commit`.
-        """
         if self._tasks:
             self._schedule[""] += 1
         super().commit()
@@ -474,13 +470,6 @@ class ObjectState(State):
         self.save()
 
     def align(self, behind: Sequence[int]) -> None:
-        """Bring all members of a new generation to the same state; see :meth:`State.align`.
-
-        Raises
-        ------
-        CollectiveError
-            A peer has failed. This rank's values have not changed.
-        """
         self._come_together(behind=behind, receivers=behind, resumed=True)
 
     def _complete_commit(self) -> None:

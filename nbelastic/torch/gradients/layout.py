@@ -65,10 +65,6 @@ class Layout:
             self.buckets.append(bucket)
             self.bucket_of.update((id(parameter), bucket) for parameter in members)
 
-    def trailer(self, change: float) -> list[float]:
-        """Return the trailer of complete buckets."""
-        return [change, *itertools.chain(*(bucket.present for bucket in self.buckets))]
-
     def deliver(self) -> tuple[float, list[torch.Tensor]]:
         """Wait for all buckets and deliver them.
 
@@ -84,11 +80,6 @@ class Layout:
             sparse += [p for p, count in zip(bucket.parameters, own, strict=True) if count < 0]
             bucket.deliver(own)
         return change, sparse
-
-    def leave(self, *, lost: bool) -> None:
-        """Move gradients out of the buffers, which are no longer used, or drop lost gradients."""
-        for bucket in self.buckets:
-            bucket.leave(lost=lost)
 
 
 def groups_of(
@@ -199,9 +190,9 @@ class LayoutAgreement:
 
     def release(self, *, lost: bool = False) -> None:
         """Free the memory of the layout; gradients in it move out, unless they are lost."""
-        if self.layout is not None:
-            self.layout.leave(lost=lost)
-            self.layout = None
+        for bucket in self.layout.buckets if self.layout is not None else ():
+            bucket.leave(lost=lost)
+        self.layout = None
 
     def fail(self, generation: int) -> None:
         """Give the memory away, with the gradients in it: the generation has failed here."""
@@ -227,25 +218,20 @@ class LayoutAgreement:
     def _exchange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Manifest:
         """Compare parameters and options; return the manifest of a generation, rank 0's."""
         options, names = self._options, self._names
-        kind = (
-            options.compression
-            if isinstance(options.compression, type)
-            else type(options.compression)
-        )
-        named = [(names.get(id(p), ""), description.kind(p.dtype, p.shape)) for p in parameters]
+        by = options.compression
         groups = groups_of(parameters, range(len(parameters)), options.groups)
-        communicator.agree(
-            "\n".join(
-                [
-                    "the first step of a DistributedOptimizer, which needs the same model and "
-                    "options on all ranks",
-                    f"op={options.op.value}, compression={kind.__name__}, "
-                    f"gradient_predivide_factor={options.predivide}, groups={groups}",
-                    f"it trains {len(parameters)} tensors",
-                    *(f"parameter {name!r} is {its}" for name, its in named),
-                ]
-            )
-        )
+        lines = [
+            "the first step of a DistributedOptimizer, which needs the same model and options on "
+            "all ranks",
+            f"op={options.op.value}, "
+            f"compression={(by if isinstance(by, type) else type(by)).__name__}, "
+            f"gradient_predivide_factor={options.predivide}, groups={groups}",
+            f"it trains {len(parameters)} tensors",
+        ]
+        for p in parameters:
+            kind = description.kind(p.dtype, p.shape)
+            lines.append(f"parameter {names.get(id(p), '')!r} is {kind}")
+        communicator.agree("\n".join(lines))
         turns = turns_of(communicator)
         if self._numbered_in != communicator.generation:
             self._numbered_in = communicator.generation

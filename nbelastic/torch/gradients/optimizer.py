@@ -263,7 +263,12 @@ class _Distributed(Base):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before gradients are reduced."""
-        self._reducer.set_passes(passes)
+        reducer = self._reducer
+        if reducer.step is not None:
+            raise RuntimeError(
+                "backward_passes_per_step can only change between step() and backward()"
+            )
+        reducer.options = dataclasses.replace(reducer.options, passes=passes)
 
     def reset(self) -> None:
         """Drop gradients, and reductions under way, before a state is restored."""
@@ -293,11 +298,7 @@ def _distributed(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimize
 
 def with_methods_of(first: type, base: type, **more: Any) -> type:
     """Return a class with other methods, and with the name of `base`: saved objects refer to it."""
-    names = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(base.__name__, (first, base), {**names, **more})
 
 
@@ -330,11 +331,10 @@ def _reduced(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
     optimizer.synchronize()
     if loss is None:
         return None
-    value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss)
-    reducer = optimizer._reducer
-    op = reducer.options.op if isinstance(reducer.options.op, Op) else Op.AVERAGE
-    process_set = reducer.process_set
+    op, process_set = optimizer._reducer.options.op, optimizer._reducer.process_set
     if not process_set.included():
         return loss
+    value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss)
+    op = op if isinstance(op, Op) else Op.AVERAGE
     reduced = allreduce(value, op=op, process_set=process_set)
     return reduced if isinstance(loss, torch.Tensor) else reduced.item()

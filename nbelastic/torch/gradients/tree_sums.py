@@ -24,14 +24,10 @@ from nbelastic.torch.ops.operation.tensor_operations import Allgather, Pending
 def _joined_in(first: int, second: int, leaves: int) -> Node:
     """Return the smallest node of a tree that has the leaves `first` and `second` > `first`."""
     node = Node(0, leaves)
-    while True:
-        middle = node.middle
-        if second < middle:
-            node = Node(node.begin, middle)
-        elif first >= middle:
-            node = Node(middle, node.end)
-        else:
-            return node
+    while not first < node.middle <= second:
+        halves = Node(node.begin, node.middle), Node(node.middle, node.end)
+        node = halves[first >= node.middle]
+    return node
 
 
 class MicroBatchSum:
@@ -112,14 +108,6 @@ def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.add_(right) if left.layout is torch.strided else add_rows(left, right)
 
 
-def nodes_of(share: StepShare) -> tuple[Node, ...]:
-    """Return the largest nodes of the tree that cover a rank's block."""
-    block = share.block
-    if not share.exact:
-        return (Node(block.start, block.stop),) if len(block) else ()
-    return cover(block.start, block.stop, share.micro_batches)
-
-
 def sum_sparse_over_ranks(
     communicator: Communicator,
     share: StepShare,
@@ -157,7 +145,11 @@ def sum_over_ranks(
 
 
 def _finished(share: StepShare, sums: Sequence[MicroBatchSum]) -> list[list[torch.Tensor | None]]:
-    nodes = nodes_of(share)
+    block = share.block
+    if share.exact:
+        nodes = cover(block.start, block.stop, share.micro_batches)
+    else:
+        nodes = (Node(block.start, block.stop),) if len(block) else ()
     return [each.finish(nodes) for each in sums]
 
 
@@ -178,10 +170,8 @@ def _sum_columns(
         by_type.setdefault((tensor.dtype, tensor.device), []).append(index)
     found: list[torch.Tensor] = [*like]
     for indices in by_type.values():
-        columns_of = [columns[index] for index in indices]
-        like_of = [like[index] for index in indices]
-        totals = _exchange(communicator, share, columns_of, like_of)
-        for index, total in zip(indices, totals, strict=True):
+        these = [columns[n] for n in indices], [like[n] for n in indices]
+        for index, total in zip(indices, _exchange(communicator, share, *these), strict=True):
             found[index] = total
     return found
 

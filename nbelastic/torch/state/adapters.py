@@ -87,7 +87,13 @@ class ModuleRow:
         parts = content.parts.values()
         found = (each for p in parts for each in (*p.parameters.values(), *p.buffers.values()))
         self.tensors = [each for each in found if each is not None]
-        self._row = self._look() if self._is_complete(content) else []
+        complete = (  # all but tensors' values; a scripted module has no dicts
+            not content.extras
+            and not content.custom
+            and all(isinstance(each, dict) for each in _all_of(map(_dicts_in, self._modules)))
+            and all(isinstance(each, torch.Tensor) and is_dense(each) for each in self.tensors)
+        )
+        self._row = self._look() if complete else []
 
     def holds(self) -> bool:
         """Return whether all is as it was."""
@@ -95,15 +101,6 @@ class ModuleRow:
             return bool(self._row) and same(self._look(), self._row)
         except KeyError:  # an attribute is gone
             return False
-
-    def _is_complete(self, content: ModuleContent) -> bool:
-        """Return whether the row has all but tensors' values. A scripted module has no dicts."""
-        return (
-            not content.extras
-            and not content.custom
-            and all(isinstance(each, dict) for each in _all_of(map(_dicts_in, self._modules)))
-            and all(isinstance(each, torch.Tensor) and is_dense(each) for each in self.tensors)
-        )
 
     def _look(self) -> list[object]:
         dicts = [*_all_of(map(_dicts_in, self._modules))]

@@ -139,43 +139,37 @@ class Copies:
         """Bytes that the copies take."""
         return sum(e.nbytes for n, e in enumerate(self.values) if n not in self._uncopied)
 
-    def take(
-        self, tensors: Sequence[torch.Tensor], uncopied: AbstractSet[int] = frozenset()
-    ) -> None:
+    @torch.no_grad()
+    def take(self, tensors: Sequence[torch.Tensor], uncopied: AbstractSet[int]) -> None:
         """Copy `tensors`, except those with ids in `uncopied`, in place of the copies before."""
         # An uncopied entry is the tensor itself, which no copy may overwrite.
         old = [None if n in self._uncopied else copied for n, copied in enumerate(self.values)]
         self.values, self._uncopied = [], set()
         targets, sources = [], []
-        with torch.no_grad():
-            for index, tensor in enumerate(tensors):
-                if id(tensor) in uncopied:
-                    self._uncopied.add(index)
-                    self.values.append(tensor)
-                    continue
-                copied = old[index] if index < len(old) else None
-                if copied is not None and self._suits(copied, tensor):
-                    targets.append(copied)
-                    sources.append(tensor)
-                else:
-                    copied = self._clone(tensor)
+        pairs = zip(tensors, [*old, *[None] * len(tensors)], strict=False)
+        for index, (tensor, copied) in enumerate(pairs):
+            if id(tensor) in uncopied:
+                self._uncopied.add(index)
+                self.values.append(tensor)
+            elif (
+                copied is not None
+                and (copied.shape, copied.dtype) == (tensor.shape, tensor.dtype)
+                and (copied.device == tensor.device or self._spilled)
+            ):
+                targets.append(copied)
+                sources.append(tensor)
                 self.values.append(copied)
-            if targets:
-                torch._foreach_copy_(targets, sources)  # one launch for hundreds of tensors
+            else:
+                self.values.append(self._clone(tensor))
+        if targets:
+            torch._foreach_copy_(targets, sources)  # one launch for hundreds of tensors
 
+    @torch.no_grad()
     def complete(self) -> None:
         """Copy the uncopied tensors, as they are now."""
-        with torch.no_grad():
-            for index in self._uncopied:
-                self.values[index] = self._clone(self.values[index])
+        for index in self._uncopied:
+            self.values[index] = self._clone(self.values[index])
         self._uncopied = set()
-
-    def _suits(self, copied: torch.Tensor, tensor: torch.Tensor) -> bool:
-        return (
-            copied.shape == tensor.shape
-            and copied.dtype == tensor.dtype
-            and (copied.device == tensor.device or self._spilled)
-        )
 
     def _clone(self, tensor: torch.Tensor) -> torch.Tensor:
         """Clone a tensor on its device, or to the host if the device is full."""

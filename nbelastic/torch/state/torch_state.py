@@ -139,9 +139,7 @@ class TorchState(ObjectState):
         super().__init__(**values)
         if handlers:  # only from here on, because a handler's first save is its constructor
             self._handlers = handlers
-            self.always_copy = (
-                True  # a handler's values do not follow a step that replaces a commit
-            )
+            self.always_copy = True  # theirs do not follow a step that replaces a commit
         self._loaders = self._take_part_in_steps()
         self._built = self._commit.structure()  # before training changes it
 
@@ -190,15 +188,14 @@ class TorchState(ObjectState):
         before = self._rates()
         super().on_reset()
         if scaled and self._rates() != before:
+            why = "it multiplies the rates by itself"
+            if isinstance(scaled[0], Loader):
+                why = (
+                    "its batch is the same for every number of ranks, so the rate is right as it is"
+                )
             raise OptionError(
                 "a reset callback changes a learning rate, and the state has a "
-                f"{type(scaled[0]).__name__}: "
-                + (
-                    "its batch is the same for every number of ranks, so the rate is right as it is"
-                    if isinstance(scaled[0], Loader)
-                    else "it multiplies the rates by itself"
-                )
-                + ". Remove the callback"
+                f"{type(scaled[0]).__name__}: {why}. Remove the callback"
             )
 
     def _batch(self) -> int:
@@ -207,10 +204,6 @@ class TorchState(ObjectState):
         return super()._batch()
 
     def commit(self) -> None:
-        """Save the state, check for changes, call functions that are due, and balance loaders.
-
-        See :meth:`State.commit`.
-        """
         super().commit()
         for loader in self._loaders:
             loader.committed()  # not if the generation ends with this commit
@@ -224,9 +217,7 @@ class TorchState(ObjectState):
             A step of a loader is under way, or some of the backward passes of a step are done. The
             commit would count them as done, without their gradients.
         """
-        if self._loaders:
-            self._check_between_steps("commit()")
-        self._check_between_passes("commit()")
+        self._refuse_within_a_step("commit()")
         for name, handler in self._handlers.items():
             if self.__dict__[name] is handler.value:
                 handler.save()
@@ -279,23 +270,18 @@ class TorchState(ObjectState):
         HostsUpdatedInterrupt
             As for :meth:`commit`.
         RuntimeError
-            A step of a loader, or of several backward passes, is under way. If the membership
-            changed here, it would count as done.
+            A step of a loader, or of several backward passes, is under way; see :meth:`save`.
         """
-        if self._loaders:
-            self._check_between_steps("check_host_updates()")
-        self._check_between_passes("check_host_updates()")
+        self._refuse_within_a_step("check_host_updates()")
         super().check_host_updates()
 
-    def _check_between_steps(self, call: str) -> None:
+    def _refuse_within_a_step(self, call: str) -> None:
         begun = any(loader.incomplete for loader in self._loaders)
-        if begun or any(map(is_pending, self._objects())):
+        if begun or (self._loaders and any(map(is_pending, self._objects()))):
             raise RuntimeError(
                 f"state.{call} was called in a step of the loader, before optimizer.step(): "
                 "training would go on without the rows of the step. Call it after optimizer.step()"
             )
-
-    def _check_between_passes(self, call: str) -> None:
         if any(map(accumulates, self._accumulating)):
             raise RuntimeError(
                 f"state.{call} was called between the backward passes of one step "
