@@ -48,10 +48,6 @@ class NotAFile(Exception):
     """A checkpoint's path has something other than a file."""
 
 
-class AmbiguousCheckpoints(NbelasticError):
-    """A directory holds several trainings; the training to resume is ambiguous."""
-
-
 class Entry(NamedTuple):
     """File of a run; entries sort by age."""
 
@@ -62,13 +58,10 @@ class Entry(NamedTuple):
 
 
 class CheckpointFiles:
-    """Checkpoints under a URL, from the point of view of one job.
-
-    `on_progress` is called for each directory, and for every few megabytes that are read.
-    """
+    """Checkpoints under a URL, from the point of view of one job."""
 
     def __init__(self, url: str, run: str, on_progress: Callable[[], None] = lambda: None) -> None:
-        self._on_progress = on_progress
+        self._on_progress = on_progress  # called for each directory, and every few megabytes
         self.url = url  # a directory: a local path, or a URL that fsspec knows
         self._run = run  # identifier of this job: letters and digits
         self._places: dict[str, str] = {}
@@ -153,7 +146,7 @@ class CheckpointFiles:
             said = ", ".join(
                 f"{posixpath.basename(place)} (commit {newest[place].version})" for place in last
             )
-            raise AmbiguousCheckpoints(
+            raise NbelasticError(
                 f"{self._storage[1]} holds {len(last)} trainings that do not continue each other: "
                 f"{said}. Move those that are not meant to another directory; a job that starts "
                 "anew needs a directory of its own"
@@ -161,10 +154,7 @@ class CheckpointFiles:
         return lineages[last[0]] if last else []
 
     def paths(self) -> Iterator[str]:
-        """Yield possible checkpoints of any job, in the order of preference.
-
-        Here the URL may also be that of one file, or of the directory of one run.
-        """
+        """Yield possible checkpoints, or the one file at the URL, in the order of preference."""
         system, root, _ = self._storage
         if not system.isdir(root):
             if system.exists(root):
@@ -194,11 +184,7 @@ class CheckpointFiles:
     def first_readable(
         self, paths: Iterator[str], pass_over: Callable[[str], None], *, patient: bool = False
     ) -> tuple[str, Checkpoint] | None:
-        """Return path and contents of the first complete checkpoint.
-
-        `pass_over` is called with what is before it, and why. If `patient`, errors of files and of
-        directories are such reasons, too; the first one is raised if nothing is found.
-        """
+        """Return path and contents of the first complete checkpoint."""
         found, errors = None, []
         for path in paths:
             reason = "it is not complete, or no checkpoint of nbelastic"
@@ -226,11 +212,7 @@ class CheckpointFiles:
     def write(
         self, header: Header, tensors: dict[str, StoredTensor], on_progress: Callable[[], None]
     ) -> str:
-        """Write a checkpoint, then delete older ones; return its path.
-
-        `on_progress` is called every few megabytes. If it raises, or the checkpoint cannot be
-        written, the file is removed, and earlier checkpoints are still there.
-        """
+        """Write a checkpoint, then delete older ones; return its path."""
         system, _, local = self._storage
         directory = self._directory()
         path = posixpath.join(directory, header.file)
@@ -359,9 +341,13 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     >>> loaded["epoch"]  # doctest: +SKIP
     3
     """
+    from nbelastic.elastic.sampler import state_dict_of
+
     url = os.fspath(path)
+    passed_over: list[str] = []
     try:
-        return _load(url)
+        files = CheckpointFiles(url, run="")
+        found = files.first_readable(files.paths(), passed_over.append)
     except NbelasticError:
         raise
     except Exception as error:  # file systems raise any type, and quote the URL
@@ -369,14 +355,6 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise
         shown = hide_secrets(repr(error), url)
         raise NbelasticError(f"{without_secrets(url)} cannot be read: {shown}") from None
-
-
-def _load(url: str) -> dict[str, Any]:
-    from nbelastic.elastic.sampler import state_dict_of
-
-    passed_over: list[str] = []
-    files = CheckpointFiles(url, run="")
-    found = files.first_readable(files.paths(), passed_over.append)
     if found is None:
         missing = f"no checkpoint in {without_secrets(url)}"
         if passed_over:

@@ -23,13 +23,10 @@ import pickle
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.errors import NbelasticError
-
-if TYPE_CHECKING:
-    import torch
 
 FORMAT = 7
 CHECKSUM = "nbelastic.checksum"
@@ -123,10 +120,7 @@ def _head(header: Header, tensors: dict[str, StoredTensor]) -> memoryview:
 
 
 def decode(file: Any, size: int, on_progress: Callable[[], None]) -> Checkpoint | None:
-    """Read a file of `size` bytes; None if it is not complete.
-
-    `on_progress` is called every few megabytes.
-    """
+    """Read a file of `size` bytes; None if it is not complete."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     left = size - _LENGTH.size - _DIGEST_BYTES
     try:
@@ -174,44 +168,37 @@ def _take(
 
 
 def stored(payload: StatePayload, more: object) -> dict[str, StoredTensor]:
-    """Return copies of a payload's tensors, and all else of it, in the order of the file.
+    """Return copies of a payload's tensors, and all else of it, in the order of the file."""
+    import torch
 
-    `more` is a further value to pickle.
-    """
     names = _distinct(payload.names)
     kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in payload.tensors]
     rest = pickle.dumps((more, payload.head, [*zip(names, kinds, payload.devices, strict=True)]))
     # No gap is allowed, so the largest elements come first: then all of them are aligned.
     pairs = zip(names, payload.tensors, strict=True)
-    ordered = sorted(pairs, key=lambda pair: -pair[1].element_size())
-    found = {name: _stored(tensor) for name, tensor in ordered}
+    found = {}
+    for name, tensor in sorted(pairs, key=lambda pair: -pair[1].element_size()):
+        # Contiguous, and without a conjugate bit: to() does neither.
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+        data = copied.view(-1).view(torch.uint8).numpy().data
+        kind = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
+        shape = copied.shape if kind else [len(data)]
+        found[name] = StoredTensor(kind or "U8", shape, data)
     found[PICKLE] = StoredTensor("U8", [len(rest)], memoryview(rest))
     return found
 
 
 def unstored(tensors: dict[str, StoredTensor]) -> tuple[StatePayload, Any]:
     """Return the arguments of :func:`stored`. Tensors keep the memory of the read."""
+    import torch
+
     more, head, described = pickle.loads(tensors[PICKLE].data)
-    values = [_tensor(tensors[name].data, *kind) for name, kind, _ in described]
+    values = []
+    for name, (shape, dtype), _ in described:
+        data = tensors[name].data  # a storage for each, because pickling takes whole storages
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        values.append(flat.view(shape))
     return StatePayload(head, values, [device for *_, device in described]), more
-
-
-def _stored(tensor: torch.Tensor) -> StoredTensor:
-    import torch
-
-    # Contiguous, and without a conjugate bit: to() does neither.
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
-    data = copied.view(-1).view(torch.uint8).numpy().data if copied.numel() else memoryview(b"")
-    name = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
-    return StoredTensor(name or "U8", copied.shape if name else [len(data)], data)
-
-
-def _tensor(data: memoryview, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor with a storage of its own, because pickling takes whole storages."""
-    import torch
-
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.view(shape)
 
 
 def _distinct(names: Iterable[str]) -> list[str]:

@@ -215,10 +215,7 @@ class CheckpointManager:
         return self._found is not None and self._found.size != self._session.size
 
     def behind(self, plan: Plan) -> Sequence[int]:
-        """Return the ranks that must receive the state; all ranks call this together.
-
-        These are all ranks but the source, if the source has loaded a checkpoint.
-        """
+        """Return the ranks that must receive the state; all ranks call this together."""
         self.commits = 0
         if not self._active or (self._loop == 1 and plan.version != FRESH):
             return plan.behind
@@ -325,10 +322,7 @@ class CheckpointManager:
             self._write_last(LAST_WAIT)
 
     def _leave(self) -> None:
-        """Write the last commit on the last rank that has the state.
-
-        That is also done after a failure: the samplers are then where this rank was.
-        """
+        """Write the last commit on the last rank that has the state."""
         version = self._session.version
         if version > 0:
             self._write_last(self._session.time_to_save)

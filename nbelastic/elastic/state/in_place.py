@@ -36,10 +36,7 @@ class Originals:
                 self._originals[id(copied)] = each
 
     def restored(self, saved: Any, memo: dict[int, Any]) -> Any:
-        """Return the value that `saved` is a copy of, with its content again.
-
-        `memo` has values that were restored before, by the ids of their copies.
-        """
+        """Return the value that `saved` is a copy of, with its content again."""
         find = lambda _, copied: self._originals.get(id(copied))  # noqa: E731
         return _refill(memo, find, lambda each: copy.deepcopy(each, memo))(None, saved)
 
@@ -56,11 +53,7 @@ def adopt(live: Any, came: Any, memo: dict[int, Any]) -> Any:
 def _refill(
     memo: dict[int, Any], find: Callable[[Any, Any], Any], replace: Callable[[Any], Any]
 ) -> Callable[[Any, Any], Any]:
-    """Return a function of a value and of what came for it.
-
-    It returns the value that `find` has for them, with the content of what came; where there is
-    none that can take it, the result of `replace`.
-    """
+    """Return a function that gives found values new content, and replaces all else."""
 
     def inner(mine: Any, came: Any) -> Any:
         if id(came) in memo:

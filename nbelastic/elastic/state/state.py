@@ -369,11 +369,7 @@ class ObjectState(State):
             raise
 
     def _more(self) -> tuple[list[str], dict[str, Any], Sequence[Position]]:
-        """Return what goes with the values: names of some, settings, and positions of samplers.
-
-        The names are of values that are still the objects that the state was made with. The
-        function may refer to these by other names, so other ranks fill their own.
-        """
+        """Return names of values that are still the first objects, settings, and positions."""
         first = self._first
         held = [n for n in self._names if n in first and getattr(self, n) is first[n]]
         context = current_or_none()
@@ -410,19 +406,13 @@ class ObjectState(State):
         return [snapshot.progress for _, snapshot in self._saved_samplers]
 
     def _unpack(self, payload: StatePayload) -> None:
-        """Take over values that another rank has packed.
-
-        If they do not fit, StateMismatch is raised, and nothing has changed.
-        """
+        """Take over values that another rank has packed."""
         values, more = load(payload.head, self._samplers())
         check_names("the values", public(self._names), public(values))
         self._take(values, {}, more)
 
     def _take(self, values: dict[str, Any], owned: dict[int, Any], more: Any) -> None:
-        """Take over values of another rank, with its result of :meth:`_more`.
-
-        Those `owned` by objects are these objects' own already.
-        """
+        """Take over values of another rank, except values owned by objects."""
         held, self._settings_there, positions = more
         current().samplers.go_back(positions)
         known = dict(owned)

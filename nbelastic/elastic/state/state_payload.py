@@ -60,7 +60,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump(value: object, things: Sequence[object]) -> bytes:
-    """Return a pickled value; `things` in it stand for those that the reader has in their place."""
+    """Return a pickled value in which `things` are numbers, for the reader's own things."""
     file = io.BytesIO()
     _Pickler(file, things).dump(value)
     return file.getvalue()
@@ -139,7 +139,7 @@ class ReceiveBuffer:
         return buffer
 
     def piece(self, start: int, count: int) -> torch.Tensor:
-        """Return some bytes as a tensor whose storage, all of which is pickled, has no others."""
+        """Return some bytes as a tensor with its own storage, because pickling takes storages."""
         import torch
 
         if not count:

@@ -45,10 +45,7 @@ _LENGTH_BYTES = 8
 
 
 def tree(members: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
-    """Return the rank that `rank` receives from, None for the root, and its children.
-
-    The root comes first in `members`; the child with the largest subtree first among children.
-    """
+    """Return the rank that `rank` receives from, None for the root, and its children."""
     position = members.index(rank)
     parent = members[position & (position - 1)] if position else None
     span = position & -position if position else 1 << len(members).bit_length()
@@ -66,11 +63,7 @@ def spread(
     payload: StatePayload | None = None,
     buffer: ReceiveBuffer | None = None,
 ) -> StatePayload:
-    """Send the payload of ``members[0]`` to all `members`; only they call this.
-
-    A receiver's tensors are in `buffer`, or in new memory if that is too small. If a peer fails,
-    nothing has changed.
-    """
+    """Send the payload of ``members[0]`` to all `members`; only they call this."""
     parent, children = tree(members, communicator.rank)
     if parent is not None:
         return _pass_on(communicator, parent, children, buffer)
@@ -86,10 +79,7 @@ def spread_everywhere(
     payload: StatePayload | None = None,
     buffer: ReceiveBuffer | None = None,
 ) -> StatePayload | None:
-    """Do what :func:`spread` does, and leave tensors on their devices; all ranks call this.
-
-    Returns None on a rank that is no member.
-    """
+    """Spread a payload, tensors on their devices; all ranks call this, others return None."""
     import torch
 
     devices = communicator.capabilities.devices
@@ -127,10 +117,7 @@ def spread_everywhere(
 
 
 def allgather_object(communicator: Communicator, value: object) -> list[Any]:
-    """Return the `value` of each rank, in their order.
-
-    Small values take one operation. If one is large, a second operation is large enough for it.
-    """
+    """Return the `value` of each rank, in their order."""
     data = dumps(value)
     space = _SLOT_BYTES - _LENGTH_BYTES
     slot = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:space]

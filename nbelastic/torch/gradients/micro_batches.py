@@ -259,11 +259,7 @@ class MicroBatchReduction(GradientStep):
 
 @dataclasses.dataclass
 class Trailer:
-    """Numbers that ranks sum in each step of micro-batches, along with the gradients.
-
-    Each number of one rank alone has a place of its own, with zeros from the other ranks. So its
-    sum is exact for every number of ranks.
-    """
+    """Numbers that ranks sum in each step of micro-batches, along with the gradients."""
 
     change: Sequence[float]  # see change_of()
     deviating: Sequence[float]  # whether the rank cannot promise the same bits
@@ -302,10 +298,7 @@ def parameter_digest(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def check_places(places: Sequence[tuple[float, float, float]]) -> None:
-    """Refuse to add up the gradients of different steps.
-
-    Each rank has epoch, step, and a digest of the order of rows and of the blocks of all ranks.
-    """
+    """Refuse to add up gradients of different steps; a place is epoch, step, and digest."""
     if len(set(places)) == 1:
         return
     if len({place[:2] for place in places}) == 1:
@@ -325,12 +318,7 @@ def check_places(places: Sequence[tuple[float, float, float]]) -> None:
 
 
 def check_witness(digests: Sequence[float], rank: int) -> None:
-    """Refuse ranks whose parameters are not those of most ranks.
-
-    A rank that differs has an NbelasticError, because its memory or its processor may be at fault.
-    The others have a CollectiveError, and go on without it. If no digest is that of most ranks, all
-    have RanksDisagree.
-    """
+    """Refuse ranks whose parameters are not those of most ranks."""
     counts = collections.Counter(digests)
     if len(counts) == 1:
         return
@@ -345,5 +333,5 @@ def check_witness(digests: Sequence[float], rank: int) -> None:
     differing = [number for number, digest in enumerate(digests) if digest != common]
     text = f"the parameters of rank {', '.join(map(str, differing))} are not those of most ({said})"
     if rank in differing:
-        raise NbelasticError(text)
-    raise CollectiveError(text)
+        raise NbelasticError(text)  # its memory or its processor may be at fault
+    raise CollectiveError(text)  # goes on without it

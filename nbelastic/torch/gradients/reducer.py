@@ -51,11 +51,7 @@ HOOK_IS_LATE = (
 
 
 class Reducer:
-    """Reduction of one optimizer's gradients over all ranks, step by step.
-
-    It covers the parameters in the optimizer's groups that require a gradient when a step begins.
-    They may be added, frozen and unfrozen between steps, on all ranks in the same step.
-    """
+    """Reduction of one optimizer's gradients over all ranks, step by step."""
 
     def __init__(
         self,
@@ -76,12 +72,12 @@ class Reducer:
         self.arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
         self._sparse: list[torch.Tensor] = []  # with sparse gradients, as far as all ranks know
         kind = type(optimizer).__name__
-        self.agreement = LayoutAgreement(kind, options, names, self.arrived)
+        self.agreement = LayoutAgreement(kind, options, self.arrived)
         self.step: GradientStep | None = None
         self.previous = PreviousSteps()
         self._failed_share: StepShare | None = None
         self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
-        self._yielded: set[int] = set()
+        self._yielded: set[int] = set()  # parameters that a newer optimizer has
         # Backward may run in several threads where parameters are on several devices.
         self._lock = threading.Lock()
         self._checked = False
@@ -119,10 +115,7 @@ class Reducer:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Launch what has not been launched, wait, and write the reduced gradients.
-
-        After an error the gradients are gone.
-        """
+        """Launch what has not been launched, wait, and write the reduced gradients."""
         with self._lock:
             try:
                 step = self._present_step()
@@ -221,32 +214,27 @@ class Reducer:
 
     @torch.no_grad()
     def step_with_nothing(self) -> None:
-        """Take part in the other ranks' step, as a joined rank.
-
-        Sums that go on during their backward are not waited for, because the other ranks may need
-        this one for something else first. :meth:`end_with_nothing` waits for them.
-        """
+        """Take part in the other ranks' step, as a joined rank."""
         self.end_with_nothing()
         self.forget()
         for parameter in self.trained(apart=True):
             parameter.grad = None  # one kept from an earlier step would be added
         with self._lock:
             apart = self._sparse or self.options.apart
-            self._deferred = not apart and self._present_step().launch_all()
-        if not self._deferred:
-            self._end_step()
+            # Sums of a backward are not waited for: others may need this rank before they end.
+            later = not apart and self._present_step().launch_all()
+        self._deferred = True
+        if not later:
+            self.end_with_nothing()
 
     def end_with_nothing(self) -> None:
         """Wait for a step of the other ranks in which this rank has taken part."""
         if self._deferred:
             self._deferred = False
-            self._end_step()
-
-    def _end_step(self) -> None:
-        self.synchronize()
-        for parameter in self.trained(apart=True):
-            parameter.grad = None
-        self.synchronized = False
+            self.synchronize()
+            for parameter in self.trained(apart=True):
+                parameter.grad = None
+            self.synchronized = False
 
     def _reduce_apart(self, step: GradientStep) -> None:
         """Reduce the gradients outside the layout: sparse and compressed gradients."""
@@ -331,23 +319,15 @@ class Reducer:
                 handle = register(self.arrived.streams.noting(parameter, hook))
                 self._hooks[key] = (parameter, handle)
 
-    def _yield(self, keys: set[int]) -> None:
-        """Leave the gradients of some parameters to a newer optimizer during backward."""
-        for key in [key for key in keys if key in self._hooks]:
-            self._hooks.pop(key)[1].remove()
-            self._yielded.add(key)
-
 
 def _take_over(reducer: Reducer) -> None:
-    """Hook the parameters of `reducer` for it alone.
-
-    An optimizer that was replaced may live on, in a scheduler or a notebook's history, and must not
-    take part in backward any more. If it is stepped all the same, it reduces then.
-    """
+    """Hook the parameters of `reducer` for it alone: a replaced optimizer may live on."""
     keys = {id(parameter) for parameter in reducer.trained(apart=True)}
     with _alive_lock:  # it must not change while it is iterated over
         for other in _alive:
-            other._yield(keys)
+            for key in keys & other._hooks.keys():
+                other._hooks.pop(key)[1].remove()
+                other._yielded.add(key)
         _alive[reducer] = None
     reducer._hook(reducer.trained())
 

@@ -92,10 +92,7 @@ class GradientStep:
 
 
 class ReductionStep(GradientStep):
-    """Progress of one step: passes counted, buckets launched.
-
-    A step of a process set, not `of_all`, concerns no rank that has joined, and carries no flags.
-    """
+    """Progress of one step: passes counted, buckets launched."""
 
     def __init__(self, reducer: Reducer, context: Context) -> None:
         super().__init__(reducer, context)
@@ -105,7 +102,7 @@ class ReductionStep(GradientStep):
         self._last_pass: dict[int, tuple[int, int]] = {}  # addresses of gradients, their versions
         self._launched = 0
         self._launch_other = reducer.launch_other
-        self._of_all = reducer.of_all
+        self._of_all = reducer.of_all  # else it concerns no joined rank, and carries no flags
         self._announced = False
         if self._agreement.holds(self.communicator, self.parameters):
             self._prepare()

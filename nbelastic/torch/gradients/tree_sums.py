@@ -34,10 +34,7 @@ class MicroBatchSum:
     """Sum of a tensor over the micro-batches of a rank, which arrive in order.
 
     Two values are added where the tree has a node for them, once both are complete: a binary
-    counter, which holds ``log2`` of the block's length and one tensors at most. A micro-batch
-    without a value is left out, as if it were not in the tree.
-
-    If the step is not exact, the sum is a plain one, in the order of arrival.
+    counter. If the step is not exact, the sum is a plain one, in the order of arrival.
     """
 
     __slots__ = ("_begin", "_leaves", "_stack")
@@ -62,11 +59,7 @@ class MicroBatchSum:
             self._stack[:] = [(leaf, as_dense(value)) for leaf, value in self._stack]
 
     def add(self, leaf: int, value: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
-        """Add the value of a leaf, or a part of the value; return the tensor now holding the sum.
-
-        Tensors belong to the sum from then on; earlier ones are changed in place. Sparse ones are
-        coalesced. Where dense and sparse ones meet, all are dense.
-        """
+        """Add the value of a leaf, or a part of the value, given away; return the sum so far."""
         stack = self._stack
         if stack and (stack[-1][1].layout is not value.layout):
             self.densify()
@@ -136,11 +129,7 @@ def sum_over_ranks(
     sums: Sequence[MicroBatchSum],
     like: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Return sums over all micro-batches of a step; all ranks call this together.
-
-    For each of this rank's sums, which are finished by this, `like` has a tensor of its type, shape
-    and device. A sum to which no rank has contributed is :data:`~reduction_tree.IDENTITY`.
-    """
+    """Return sums over all micro-batches, IDENTITY of none, as `like`; for all ranks."""
     return _sum_columns(communicator, share, _finished(share, sums), like)
 
 

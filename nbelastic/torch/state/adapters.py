@@ -165,13 +165,15 @@ class ModuleAdapter(Adapter):
         paths = [_join(label, uncompiled(path)) for path, _ in content.extras]
         found: Structure = {("extra state of", path): "" for path in paths}
         for path, part in content.parts.items():
-            for name, tensor in part.parameters.items():
-                full = _join(label, path, name)
-                frozen = not isinstance(tensor, str | None) and name not in part.trained
-                found["parameter", full] = _word(tensor, full, names) + " frozen" * frozen
-            for name, tensor in part.buffers.items():
-                full = _join(label, path, name)
-                found["buffer", full] = _word(tensor, full, names)
+            for kind, tensors in (("parameter", part.parameters), ("buffer", part.buffers)):
+                for name, tensor in tensors.items():
+                    full = _join(label, path, name)
+                    if isinstance(tensor, str | None):
+                        found[kind, full] = str(tensor)
+                        continue
+                    names.setdefault(id(tensor), full)
+                    frozen = kind == "parameter" and name not in part.trained
+                    found[kind, full] = word_for(tensor) + " frozen" * frozen
         described = content.settings.described.items()
         found.update({(kind, _join(label, path)): text for (kind, path), text in described})
         return found
@@ -190,13 +192,6 @@ class ModuleAdapter(Adapter):
             if isinstance(state_dict, dict):
                 found.update((_join(path, str(key)), each) for key, each in state_dict.items())
         return found
-
-
-def _word(tensor: Any, name: str, names: dict[int, str]) -> str:
-    if isinstance(tensor, str | None):
-        return str(tensor)
-    names.setdefault(id(tensor), name)
-    return word_for(tensor)
 
 
 def _is_in(path: str, outer: Iterable[str]) -> bool:
@@ -409,11 +404,12 @@ def objects_in(values: Mapping[str, object]) -> dict[str, object]:
             continue
         seen.add(id(value))
         form = "{}[{!r}]" if is_container(value) else "{}.{}"
-        if adapter_of(value) is not None:
+        adapter = adapter_of(value)
+        if adapter is not None:
             objects[label] = value
         elif not is_container(value) and not isinstance(value, _PLAIN):
             others.append(value)
-        stack.extend([(form.format(label, k), each) for k, each in _inside(value)][::-1])
+        stack.extend([(form.format(label, k), each) for k, each in _inside(value, adapter)][::-1])
     for other in others:
         for name, inner in _held_by(other):
             if id(inner) not in seen:
@@ -451,7 +447,7 @@ def _refuse(value: object, name: str, held: object) -> None:
     )
 
 
-def _inside(value: object) -> Iterable[tuple[object, object]]:
+def _inside(value: object, adapter: Adapter | None) -> Iterable[tuple[object, object]]:
     """Return keys and values in a container, an optimizer, or a wrapper of optimizers."""
     if is_container(value):
         if is_flat(value):
@@ -459,7 +455,7 @@ def _inside(value: object) -> Iterable[tuple[object, object]]:
         return value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
     if isinstance(value, torch.optim.Optimizer):
         return own_attributes(value).items()
-    if adapter_of(value) is _STATE_DICT:
+    if adapter is _STATE_DICT:
         return [(f"optimizer {n}", each) for n, each in enumerate(wrapped_in(value))]
     return ()
 

@@ -31,12 +31,7 @@ _MOST_NAMES = 5  # buffers that an error names
 
 
 class BufferMeans:
-    """Participant in the steps of a loader that averages buffers of models.
-
-    Calls `forgo_exactness` with a reason when a buffer changes that is no running mean. Further
-    running means, which are no buffers, are what `more` returns. For `functions` see
-    :class:`~nbelastic.data.Loader`.
-    """
+    """Participant in the steps of a loader that averages buffers of models."""
 
     def __init__(
         self,

@@ -71,15 +71,12 @@ def walk(value: Any, label: str = "", form: str = "{}.{}") -> Iterator[tuple[str
 
 
 class Flattener:
-    """Copies of values in which tensors, and the `objects` with adapters, stand for themselves.
-
-    `before` has the content of objects at an earlier commit, by their ids.
-    """
+    """Copies of values in which tensors, and the `objects` with adapters, stand for themselves."""
 
     def __init__(
         self, objects: Iterable[object], before: Mapping[int, Any] = MappingProxyType({})
     ) -> None:
-        self.before = before
+        self.before = before  # the content of objects at an earlier commit, by their ids
         self.tensors: list[torch.Tensor] = []  # dense ones, each once
         self.memo: dict[int, Any] = {id(obj): obj for obj in objects}  # of the deep copies
         # As deep copies do: an id means something only while its value lives.
@@ -145,10 +142,7 @@ class Unflattener:
         return copy.deepcopy(value, self.memo)
 
     def tensor(self, captured: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the tensor of this rank for a captured one: the same for the same.
-
-        On another rank, the tensor `live` takes the value, if there is one.
-        """
+        """Return the tensor of this rank for a captured one: the same for the same."""
         key = id(captured)
         if key in self.memo:
             return self.memo[key]  # type: ignore[no-any-return]

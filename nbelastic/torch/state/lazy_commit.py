@@ -103,10 +103,7 @@ class LazyCommit:
     def commit(
         self, objects: Sequence[object], context: Context | None, *, copy: bool
     ) -> frozenset[int]:
-        """Decide on a new commit, copied in any case if `copy`; return the tensors not to copy.
-
-        Operations of the `context`, if there is one yet, are seen before they begin.
-        """
+        """Decide on a new commit; return the tensors not to copy."""
         generation = 0 if context is None else context.generation
         unchanged = self.unchanged
         if generation == self._generation:

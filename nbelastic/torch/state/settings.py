@@ -115,10 +115,7 @@ class Settings:
 
 
 def moving_values(models: Iterable[torch.nn.Module]) -> dict[str, object]:
-    """Return tokens of values in users' modules that no ``state_dict`` has, by attribute.
-
-    A token is different if its value has probably changed. Values with a gradient belong to a step.
-    """
+    """Return a token of each value in users' modules that no ``state_dict`` has, by name."""
     found: dict[str, object] = {}
     for model in models:
         for path, module in model.named_modules():

@@ -190,9 +190,7 @@ class TorchState(ObjectState):
         if scaled and self._rates() != before:
             why = "it multiplies the rates by itself"
             if isinstance(scaled[0], Loader):
-                why = (
-                    "its batch is the same for every number of ranks, so the rate is right as it is"
-                )
+                why = "its batch is the same for any number of ranks, so the rate is right as it is"
             raise OptionError(
                 "a reset callback changes a learning rate, and the state has a "
                 f"{type(scaled[0]).__name__}: {why}. Remove the callback"
