@@ -1,6 +1,7 @@
 """Checkpoints as files: complete or passed over, whatever happens while one is written."""
 
 import os
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -142,43 +143,36 @@ def resumed_from(files):
     return None
 
 
-def test_a_later_run_that_had_started_anew_is_not_resumed_in_silence(tmp_path):
-    first, second, third = (CheckpointFiles(str(tmp_path), run) for run in "abc")
-    put(first, 300)
-    put(second, 10)
-    said = r"run-0002-b \(commit 10\), run-0001-a \(commit 300\)"
-    with pytest.raises(NbelasticError, match=said):
-        resumed_from(third)
+# Of runs, in their order, what they continue and the commit that they write; what is resumed then.
+RUNS = [
+    ("a300 b10", r"run-0002-b \(commit 10\), run-0001-a \(commit 300\)"),  # it started anew
+    ("a5 b<a b6 c<a c6", "holds 2 trainings"),
+    ("d300 c<d", ("run-0001-d", 300)),  # lost before its first checkpoint
+    ("d300 c<d b<d b10", ("run-0003-b", 10)),  # its commits count from its own start
+    ("d300 b<d b10 b!", ("run-0001-d", 300)),  # torn
+    ("a5 b. c.", ("run-0001-a", 5)),  # without a checkpoint
+]
 
 
-def test_the_last_run_of_one_training_is_resumed(tmp_path):
-    first, second, third, fourth = (CheckpointFiles(str(tmp_path), run) for run in "dcba")
-    path = put(first, 300)
-    second.record_parent(path)  # it was lost before its first checkpoint
-    assert resumed_from(third) == ("run-0001-d", 300)
-    third.record_parent(path)
-    path = put(third, 10)  # its commits count from its own start
-    assert resumed_from(fourth) == ("run-0003-b", 10)
-    Path(path).write_bytes(b"torn")
-    assert resumed_from(fourth) == ("run-0001-d", 300)
-
-
-def test_two_runs_that_go_on_from_one_are_two_trainings(tmp_path):
-    first, second, third, fourth = (CheckpointFiles(str(tmp_path), run) for run in "abcd")
-    path = put(first, 5)
-    for files in (second, third):
-        files.record_parent(path)
-        put(files, 6)
-    with pytest.raises(NbelasticError, match="holds 2 trainings"):
-        resumed_from(fourth)
-
-
-def test_a_run_without_a_checkpoint_is_no_training(tmp_path):
-    put(CheckpointFiles(str(tmp_path), "a"), 5)
-    (tmp_path / "run-0002-b").mkdir()
-    (tmp_path / "run-0003-c").mkdir()
-    (tmp_path / "run-0003-c" / "01-000001-0000000009.safetensors.tmp").write_bytes(b"")
-    assert resumed_from(CheckpointFiles(str(tmp_path), "d")) == ("run-0001-a", 5)
+@pytest.mark.parametrize(("runs", "expected"), RUNS)
+def test_the_last_run_of_the_only_training_is_resumed(tmp_path, runs, expected):
+    paths = {}
+    for run, what, more in (re.fullmatch(r"(.)(\d|.)(.*)", word).groups() for word in runs.split()):
+        files = CheckpointFiles(str(tmp_path), run)
+        if what == "<":
+            files.record_parent(paths[more])
+        elif what == "!":
+            Path(paths[run]).write_bytes(b"torn")
+        elif what == ".":
+            Path(files._directory(), "01-000001-0000000009.safetensors.tmp").touch()
+        else:
+            paths[run] = put(files, int(what + more))
+    resuming = CheckpointFiles(str(tmp_path), "x")
+    if isinstance(expected, tuple):
+        assert resumed_from(resuming) == expected
+    else:
+        with pytest.raises(NbelasticError, match=expected):
+            resumed_from(resuming)
 
 
 def test_a_directory_that_cannot_be_listed_is_passed_over(tmp_path, monkeypatch):

@@ -365,22 +365,7 @@ def test_a_lazy_module_that_is_made_by_its_first_batch() -> None:
     assert torch.equal(first(torch.ones(1, 4)), second(torch.ones(1, 4)))
 
 
-# -- compiled models ------------------------------------------------------------------------------
-
-compiles = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-
-
-@compiles
-def test_a_compiled_model_that_does_not_fit_is_refused_by_plain_names(tmp_path: Any) -> None:
-    job(tmp_path, usual, train_step)
-    message = "parameter model.body.weight: expected float32 [16, 3], came float32 [8, 3]"
-    with pytest.raises(StateMismatch, match=re.escape(message)):
-        resume_from(tmp_path, lambda: state_of(torch.compile(Net(hidden=16))))
-    with pytest.raises(StateMismatch, match=r"expected the objects model \(Linear\)"):
-        resume_from(tmp_path, lambda: state_of(torch.compile(nn.Linear(1, 1))))
-
-
-@compiles
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_scripted_models() -> None:
     model = torch.jit.script(nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5)))
     state = TorchState(model)
