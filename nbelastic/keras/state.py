@@ -164,7 +164,7 @@ class KerasState(TorchState):
             self._names += (name,)
         self.save()
         self._loaders = self._take_part_in_steps()
-        self._built = self._structure()
+        self._built = self._commit.structure()
 
     # -- a state whose model and optimizer are Keras' ----------------------------------------------
 
