@@ -271,10 +271,10 @@ def made(make: Callable[[int], Any]) -> dict[str, Any]:
     [
         (NULLS, {}, "record batch 0: column 'x' has 10 nulls"),
         ([[1.0], [1.0, 2.0]], {}, "column 'x' has lists of 1 to 2 values"),
-        ([1, None], {"fill": 0.5}, "whole numbers, and fill=0.5 is none"),
-        ([1, None], {"fill": "a"}, "column 'x': fill='a': Could not convert"),
-        ([True, None], {"fill": np.ones(2)}, "column 'x': fill=array"),
-        ([[1.0], None], {"fill": 0.0}, "1 nulls in the place of lists"),
+        ([1, None], {"fill": 0.5}, "which fill=0.5 cannot replace: Float value"),
+        ([1, None], {"fill": "a"}, "column 'x' has 1 nulls, which fill='a' cannot replace"),
+        ([True, None], {"fill": np.ones(2)}, "fill=array.* cannot replace"),
+        ([[1.0], None], {"fill": 0.0}, "fill=0.0 cannot replace"),
         # Values of which no tensor can be made.
         ([1, 2], made(lambda n: np.ones(n, "longdouble")), "returned (longdouble|float128) values"),
         ([1, 2], made(lambda n: np.ma.masked_array(np.ones(n), mask=[True] * n)), "masked values"),

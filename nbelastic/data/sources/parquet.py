@@ -131,7 +131,7 @@ class Parquet(ColumnSource):
             self._files = list(pool.map(self._footer, paths))
         first = self._files[0]
         schema = first.footer.schema.to_arrow_schema()
-        self._choice = self.choose(schema, first.name)
+        self._choice = self.choose_in(schema, first.name)
         for file in self._files:
             self._check(schema, first.name, file)
         with ThreadPoolExecutor(_AT_ONCE, "nbelastic-pages") as pool:
@@ -320,7 +320,7 @@ class Arrow(ColumnSource):
                     f"Arrow({type(table).__name__}): must be a pyarrow.Table, or record batches of "
                     f"one schema ({_reason(error)})"
                 ) from error
-        self._choice = self.choose(table.schema, "the table")
+        self._choice = self.choose_in(table.schema, "the table")
         self._batches = table.to_batches()
         self.sizes: Rows = np.array([each.num_rows for each in self._batches], dtype=np.int64)
         if not len(self):

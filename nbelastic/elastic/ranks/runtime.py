@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -79,12 +80,8 @@ def form_alone(rendezvous: Rendezvous) -> None:
     terms = replace(rendezvous, generation=1, size=2, timeout_s=LIMIT_S)
     if terms.backend in ("cuda_ipc", "nccl"):  # ranks of one process share a GPU
         terms = replace(terms, backend="auto")
-    other = threading.Thread(
-        target=_take_part, args=(replace(terms, rank=1),), name="nbelastic-warmup"
-    )
-    other.start()
-    _take_part(replace(terms, rank=0))
-    other.join()
+    with ThreadPoolExecutor(2, "nbelastic-warmup") as pool:
+        pool.map(_take_part, [replace(terms, rank=rank) for rank in range(2)])
 
 
 def _take_part(terms: Rendezvous) -> None:
