@@ -182,21 +182,15 @@ def test_batches_share_no_memory_with_windows(path: Path) -> None:
 
 def test_a_window_in_memory_is_kept_and_one_that_failed_is_read_again() -> None:
     windows = [Window(0, n, 5 * n, (RowRange(n, 0, 5),), None) for n in range(3)]
-    read: list[int] = []
-
-    def read_window(window: Window) -> RowBlock:
-        read.append(window.number)
-        if read.count(window.number) == 1 and window.number == 1:
-            raise MemoryError("the first time")
-        return RowBlock((np.arange(window.rows),))
-
-    reader = WindowReader(read_window, lambda window: 40, 1000)
+    source = Numbers([5] * 3, broken=1)
+    read, reader = source.read_units, WindowReader(source)
     reader.begin(windows)
     assert len(reader.take(windows[0])) == 5
     for _ in range(2):
-        with pytest.raises(MemoryError, match="the first time"):
+        with pytest.raises(DataError, match="unit 1 is broken"):
             reader.take(windows[1])
     assert read == [0, 1]
+    source.broken = -1
     reader.begin(windows)
     assert [len(reader.take(window)) for window in windows] == [5, 5, 5]
     assert sorted(read) == [0, 1, 1, 2]

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -37,8 +36,8 @@ _MOST_TEXTS = 100
 """Most files that are compared one by one; more are compared in groups."""
 
 
-_seen_same: weakref.WeakKeyDictionary[Parquet, dict[str, str]] = weakref.WeakKeyDictionary()
-"""The mark of each file that this process has found to hold the values that it had."""
+_compared: set[tuple[str, str, str]] = set()
+"""Paths of files, and marks of versions that this process has found to hold what content."""
 
 
 @dataclass(frozen=True)
@@ -202,11 +201,11 @@ class Parquet(ColumnSource):
             raise DataError("it was written again after it was found")
         # Times are too coarse to tell two writings that are milliseconds apart, and a copy may have
         # any time. So the values decide, once for each time that is seen.
-        same = _seen_same.setdefault(self, {})
-        if self._is_local and same.get(file.path) != stamp:
+        version = (file.path, stamp, file.content)
+        if self._is_local and version not in _compared:
             if self._content_of(file) != file.content:
                 raise DataError("its values are not those that it had when it was found")
-            same[file.path] = stamp
+            _compared.add(version)
 
     def _open(self, path: str) -> Any:
         """Open a file without read-ahead; Arrow reads its own files without Python's lock."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import itertools
 import json
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,39 +189,20 @@ class WindowedRows(RowSource):
 
     def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
         streams = self._streams(dealing, self.window_rows)
-        self._reader = self._reader or WindowReader(self._read, self._size_of, self._source.memory)
-        self._reader.begin(streams.needed(first, block))
-        return self._batches(self._reader, streams, range(first, dealing.steps), block)
+        self._reader = reader = self._reader or WindowReader(self._source)
+        reader.begin(streams.needed(first, block))
 
-    def _batches(
-        self, reader: WindowReader, streams: UnitStreams, steps: range, block: range
-    ) -> Iterator[Any]:
-        for step in steps:
-            for number in block:
+        def batches() -> Iterator[Any]:
+            for step, number in itertools.product(range(first, dealing.steps), block):
                 parts = []
-                for window, first, last in streams.pieces(step, number):
-                    parts.append(reader.take(window).between(first, last))
-                    if last == window.rows:
+                for window, begin, end in streams.pieces(step, number):
+                    parts.append(reader.take(window).between(begin, end))
+                    if end == window.rows:
                         reader.release(window)
                 if parts:
                     yield RowBlock.joined(parts, self._source.name).batch()
 
-    def _size_of(self, window: Window) -> int:
-        return int(window.rows * self._source.row_bytes)
-
-    def _read(self, window: Window) -> RowBlock:
-        blocks = []
-        for each in window.ranges:
-            block = self._source.read(each.unit)
-            if len(block) != self._source.sizes[each.unit]:
-                raise DataError(
-                    f"{self._source.name}: unit {each.unit} has {len(block)} rows, and had "
-                    f"{self._source.sizes[each.unit]} when the job began"
-                )
-            blocks.append(block.between(each.start, each.stop))
-        joined = RowBlock.joined(blocks, self._source.name)
-        del blocks, block
-        return joined.taken(window.order())
+        return batches()
 
     def requirements(self) -> dict[str, str]:
         return {"dataset": f"{len(self)} rows", **self._source.describe()}
@@ -269,16 +251,8 @@ class WindowReader:
     # again. So a reader that is given up without a word leaves no thread that waits for ever. One
     # lock guards all fields.
 
-    def __init__(
-        self,
-        read: Callable[[Window], RowBlock],
-        size_of: Callable[[Window], int],
-        memory: int,
-    ) -> None:
-        self._read = read  # the thread calls it
-        self._size_of = size_of  # bytes that a window will probably take
-        # Bytes for windows, those in use included. A window that is waited for is read regardless.
-        self._memory = memory
+    def __init__(self, source: UnitSource) -> None:
+        self._source = source
         self._changed = threading.Condition()
         self._needed: dict[Window, None] = {}  # those that are not read yet, in their order
         self._loaded: dict[Window, RowBlock | BaseException] = {}
@@ -317,12 +291,28 @@ class WindowReader:
         return sum(each.nbytes for each in self._loaded.values() if isinstance(each, RowBlock))
 
     def _next(self) -> Window | None:
-        """Return the window to read now, if there is memory for it."""
+        """Return the window to read now: the awaited one, or the next if there is memory for it."""
         if self._awaited in self._needed:
             return self._awaited
         window = next(iter(self._needed), None)
-        fits = window and self.held + COPIES * self._size_of(window) <= self._memory
-        return window if fits else None
+        if window is None:
+            return None
+        need = self.held + COPIES * int(window.rows * self._source.row_bytes)
+        return window if need <= self._source.memory else None
+
+    def _read(self, window: Window) -> RowBlock:
+        blocks = []
+        for each in window.ranges:
+            block = self._source.read(each.unit)
+            if len(block) != self._source.sizes[each.unit]:
+                raise DataError(
+                    f"{self._source.name}: unit {each.unit} has {len(block)} rows, and had "
+                    f"{self._source.sizes[each.unit]} when the job began"
+                )
+            blocks.append(block.between(each.start, each.stop))
+        joined = RowBlock.joined(blocks, self._source.name)
+        del blocks, block
+        return joined.taken(window.order())
 
     def _start(self) -> None:
         if not self._runs and self._next() is not None:
