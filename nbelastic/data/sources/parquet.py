@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _AT_ONCE = 16
 """Footers that are read at the same time."""
 
-_NO_SECRETS = Secrets([])
-
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """Most places of a local file that are looked at, evenly spread over its columns, and bytes."""
 
@@ -125,15 +123,15 @@ class Parquet(ColumnSource):
         self._secrets = Secrets(given, options)
         shown = self._secrets.hide(repr(urls))
         self._filesystem, paths = _find(given, options, shown, self._secrets)
+        self._is_local = type(self._filesystem) is fsspec.implementations.local.LocalFileSystem
         self._found_at = time.time()
         with ThreadPoolExecutor(_AT_ONCE, "nbelastic-footers") as pool:
             self._files = list(pool.map(self._footer, paths))
-        first = self._files[0]
-        schema = first.footer.schema.to_arrow_schema()
-        self._choice = self.choose_in(schema, first.name)
-        for file in self._files:
-            self._check(schema, first.name, file)
-        with ThreadPoolExecutor(_AT_ONCE, "nbelastic-pages") as pool:
+            first = self._files[0]
+            schema = first.footer.schema.to_arrow_schema()
+            self._choice = self.choose_in(schema, first.name)
+            for file in self._files:
+                self._check(schema, first.name, file)
             self._files = list(pool.map(self._with_content, self._files))
         self._groups = [
             (file, group) for file in self._files for group in range(file.footer.num_row_groups)
@@ -185,10 +183,6 @@ class Parquet(ColumnSource):
                 opened.seek(column.dictionary_page_offset or column.data_page_offset)
                 samples.append(opened.read(min(column.total_compressed_size, _SAMPLE_BYTES)))
         return digest_of(*samples)
-
-    @property
-    def _is_local(self) -> bool:
-        return type(self._filesystem) is fsspec.implementations.local.LocalFileSystem
 
     def _check_unchanged(self, file: _File) -> None:
         """Refuse a file changed since it was found; a copy on another host counts as the same."""
@@ -266,16 +260,14 @@ class Parquet(ColumnSource):
 
     def describe(self) -> dict[str, str]:
         count = min(len(self._files), _MOST_TEXTS)
-        bounds = [number * len(self._files) // count for number in range(count + 1)]
         found = {}
-        for first, last in itertools.pairwise(bounds):
-            files = self._files[first:last]
-            if len(files) == 1:
-                found[files[0].name] = files[0].text
-                continue
+        for part in range(count):
+            start, stop = (each * len(self._files) // count for each in (part, part + 1))
+            first, *more = files = self._files[start:stop]
             texts = "\n".join(f"{file.name} {file.text}" for file in files)
             digest = digest_of(texts.encode("utf-8", "surrogatepass"))
-            found[f"{files[0].name} to {files[-1].name}"] = f"{len(files)} files, {digest}"
+            name = f"{first.name} to {files[-1].name}" if more else first.name
+            found[name] = f"{len(files)} files, {digest}" if more else first.text
         return found
 
 
@@ -317,7 +309,7 @@ class Arrow(ColumnSource):
             except (TypeError, pa.ArrowException) as error:
                 raise OptionError(
                     f"Arrow({type(table).__name__}): must be a pyarrow.Table, or record batches of "
-                    f"one schema ({_reason(error)})"
+                    f"one schema ({error})"
                 ) from error
         self._choice = self.choose_in(table.schema, "the table")
         self._batches = table.to_batches()
@@ -350,8 +342,7 @@ def _find(
     urls: list[str], options: dict[str, Any], shown: str, secrets: Secrets
 ) -> tuple[Any, list[str]]:
     """Return a file system and the files that the URLs stand for."""
-    filesystems: list[Any] = []
-    paths: list[str] = []
+    filesystems, paths = list[Any](), list[str]()
     for url in urls:
         with _named(f"Parquet({secrets.hide(repr(url))})", OptionError, secrets):
             filesystem, path = fsspec.core.url_to_fs(url, **options)
@@ -413,10 +404,5 @@ def _named(what: str, kind: type[Exception], secrets: Secrets) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        raise kind(f"{what}: {_reason(error, secrets)}") from secrets.shown(error)
-
-
-def _reason(error: Exception, secrets: Secrets = _NO_SECRETS) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return secrets.hide(str(error)) or type(error).__name__
+        said = secrets.hide(getattr(error, "strerror", None) or str(error)) or type(error).__name__
+        raise kind(f"{what}: {said}") from secrets.shown(error)

@@ -97,18 +97,15 @@ class RowBlock:
 
 def _array(value: Any, where: str) -> np.ndarray[Any, Any]:
     """Return a value as an array of which PyTorch makes a tensor."""
-    found, kind = value, f"a {type(value).__name__}"
-    if hasattr(value, "dtype"):
-        kind = f"{value.dtype} values"
-    if isinstance(value, torch.Tensor):
-        kind = f"{kind}, {str(value.layout).removeprefix('torch.')}"
-        with contextlib.suppress(TypeError, RuntimeError):  # NumPy has neither type nor layout
-            found = value.detach().cpu().resolve_conj().resolve_neg().numpy()
-    if isinstance(found, np.ma.MaskedArray):
-        kind = "masked values, of which the masks would be lost"
-    elif isinstance(found, np.ndarray):
-        with contextlib.suppress(TypeError):  # PyTorch does not have its type
-            native = found.astype(found.dtype.newbyteorder("="), copy=False)
+    kind = f"{value.dtype} values" if hasattr(value, "dtype") else f"a {type(value).__name__}"
+    with contextlib.suppress(TypeError, RuntimeError):  # NumPy or PyTorch has no such type, layout
+        if isinstance(value, torch.Tensor):
+            kind = f"{kind}, {str(value.layout).removeprefix('torch.')}"
+            return value.detach().cpu().resolve_conj().resolve_neg().numpy()
+        if isinstance(value, np.ma.MaskedArray):
+            kind = "masked values, of which the masks would be lost"
+        elif isinstance(value, np.ndarray):
+            native = value.astype(value.dtype.newbyteorder("="), copy=False)
             torch.from_numpy(native[:0].copy())
             return native
     raise DataError(
