@@ -18,7 +18,7 @@ from nbelastic.data.balancer import Balancer
 from nbelastic.data.batch import Batch, kernel_fingerprint
 from nbelastic.data.plan.dealing import Dealing, Draws, mix
 from nbelastic.data.sources.map_source import MapSource
-from nbelastic.data.sources.row_source import DataSample, RowSource
+from nbelastic.data.sources.row_source import DataSample, RowSource, is_count
 from nbelastic.data.sources.streams import StreamRows, StreamSource
 from nbelastic.data.sources.units import UnitSource, WindowedRows
 from nbelastic.data.step import RowLedger, Step, StepParticipant
@@ -166,9 +166,9 @@ class Loader:
             )
         if why := _obstacle_to(dataset):
             raise OptionError(f"Loader({type(dataset).__name__}): {why}")
-        if not _is_whole(seed):
+        if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
             raise OptionError(f"Loader(seed={seed!r}): must be a whole number")
-        if steps is not None and not (_is_whole(steps) and steps >= 1):
+        if steps is not None and not is_count(steps):
             raise OptionError(f"Loader(steps={steps!r}): must be a whole number, at least 1")
         if buffers is not None and not isinstance(buffers, Mapping):
             raise OptionError(f"Loader(buffers={buffers!r}): must be a dict of functions by name")
@@ -601,10 +601,6 @@ class Loader:
         self._threads = int(state_dict["threads"])
         if self.batch.exact and self._threads != torch.get_num_threads():
             torch.set_num_threads(self._threads)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _obstacle_to(dataset: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import numbers
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -81,6 +82,11 @@ class RowSource(Protocol):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over an order; StateMismatch, and no change, for the order of other rows."""
         return
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value that a user has given is a whole number, at least 1."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1
 
 
 def seed_generators(seed: int) -> None:

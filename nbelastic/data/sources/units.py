@@ -19,7 +19,7 @@ import torch
 
 from nbelastic.data.plan.dealing import Dealing, Rows
 from nbelastic.data.plan.streams import UnitStreams, Window
-from nbelastic.data.sources.row_source import RowSource
+from nbelastic.data.sources.row_source import RowSource, is_count
 from nbelastic.errors import DataError, OptionError, StateMismatch
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -125,7 +125,7 @@ class UnitSource(abc.ABC):
 
     def __init__(self, name: str, shuffle_rows: int, memory: int | str) -> None:
         self.name = name
-        if isinstance(shuffle_rows, bool) or not isinstance(shuffle_rows, int) or shuffle_rows < 1:
+        if not is_count(shuffle_rows):
             raise OptionError(
                 f"{name}(shuffle_rows={shuffle_rows!r}): must be a whole number, at least 1"
             )
