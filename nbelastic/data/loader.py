@@ -166,7 +166,8 @@ class Loader:
             )
         if why := _obstacle_to(dataset):
             raise OptionError(f"Loader({type(dataset).__name__}): {why}")
-        if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
+        given: Any = seed
+        if isinstance(given, bool) or not isinstance(given, numbers.Integral):
             raise OptionError(f"Loader(seed={seed!r}): must be a whole number")
         if steps is not None and not is_count(steps):
             raise OptionError(f"Loader(steps={steps!r}): must be a whole number, at least 1")
@@ -185,8 +186,8 @@ class Loader:
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
         is_open = self._source.is_open
-        for name, given in (("drop_last", drop_last), ("steps", steps)):
-            if is_open and given:
+        for name, option in (("drop_last", drop_last), ("steps", steps)):
+            if is_open and option:
                 raise OptionError(
                     f"Loader({self._source.name}, {name}=…): its epoch lasts as long as its "
                     "streams, and which step is the last is not known before; leave it out"

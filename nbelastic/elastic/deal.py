@@ -1,4 +1,4 @@
-"""Deal of an epoch's samples to ranks, and of what is left of it after a reset; pure.
+"""Deal of an epoch's samples to ranks, and of the rest after a reset; pure.
 
 Rank ``r`` has the samples ``r``, ``r + size``, and so on, of those that are left. So ranks in
 lockstep have together done a beginning of the epoch's order, and one number says how far it is.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import queue
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -151,7 +150,8 @@ def test_no_garbage_is_searched_for_while_frames_are_looked_up(searches, monkeyp
             seen.append(gc.isenabled())
             raise ZeroDivisionError
 
-    monkeypatch.setattr(sys, "_current_frames", lambda: {1: Frame()})
+    frames = SimpleNamespace(_current_frames=lambda: {1: Frame()})
+    monkeypatch.setattr("nbelastic.elastic.ranks.telemetry.sys", frames)
     (gc.enable if searches else gc.disable)()
     try:
         with pytest.raises(ZeroDivisionError):

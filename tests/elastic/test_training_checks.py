@@ -8,7 +8,7 @@ import torch
 
 from nbelastic.elastic import ObjectState, run, training_checks
 from nbelastic.elastic.checkpoint.manager import CheckpointSpec
-from nbelastic.elastic.ranks.context import Context
+from nbelastic.elastic.ranks.context import Context, current
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.state import State
@@ -19,7 +19,7 @@ from nbelastic.elastic.training_checks import (
     note_step,
     watch,
 )
-from nbelastic.messages import AnyEvent, Place, RankNote, WeightsSampled, decode, encode
+from nbelastic.messages import AnyEvent, Place, RankNote, RankReady, WeightsSampled, decode, encode
 from tests.elastic.members import one_rank
 
 
@@ -52,18 +52,12 @@ def session():
 
 
 @pytest.mark.parametrize(("ahead", "version"), [(False, 7), (True, 7.5)])
-def test_a_rank_whose_state_is_newer_than_its_commit_says_so(session, monkeypatch, ahead, version):
-    class Reported(Exception):
-        pass
+def test_a_rank_whose_state_is_newer_than_its_commit_says_so(ahead, version):
+    def rank():
+        current().version, current().ahead = 7, ahead
+        current().form(1)
 
-    def report(event):
-        raise Reported(event.version)
-
-    monkeypatch.setattr(session.port, "report", report, raising=False)
-    session.version, session.ahead = 7, ahead
-    with pytest.raises(Reported) as said:
-        session.form(1, failure="")
-    assert said.value.args == (version,)
+    assert [each.version for each in one_rank(rank) if isinstance(each, RankReady)] == [version]
 
 
 def optimizer_of(value, kind=torch.nn.Parameter):

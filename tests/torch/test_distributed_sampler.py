@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -202,12 +203,20 @@ def test_an_iteration_that_was_over_begins_again_and_one_under_way_goes_on() -> 
         assert len(list(rank.loader)) == 3
 
 
-def test_one_made_in_each_generation_goes_on_with_the_epoch() -> None:
+class Restless(Wrapper):
+    """A sampler that draws anew each time, whatever the seeds are."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(np.random.default_rng().permutation(len(self.dataset)).tolist())
+
+
+@pytest.mark.parametrize("make", [DistributedSampler, Restless])
+def test_one_made_in_each_generation_goes_on_with_the_epoch_once(make: Any) -> None:
     context = world_of(0, 1)
     seen: list[int] = []
 
     def run(stop: int) -> None:
-        sampler: Any = DistributedSampler(range(9), context.size, context.rank)  # type: ignore
+        sampler = make(range(9), num_replicas=context.size, rank=context.rank)
         loader = DataLoader(range(9), 2, sampler=sampler)  # type: ignore
         for number, batch in enumerate(loader):
             if number == stop:
@@ -219,7 +228,8 @@ def test_one_made_in_each_generation_goes_on_with_the_epoch() -> None:
         run(2)
         context.samplers.formed()
         run(9)
-    assert sorted(seen) == list(range(9))
+        run(9)
+    assert sorted(seen) == sorted([*range(9)] * 2)
 
 
 def test_a_sampler_for_other_ranks_than_the_jobs_is_left_alone_until_they_change() -> None:

@@ -200,7 +200,7 @@ class LeaseTable:
         for stream in sorted(ended):
             finished += self.position(step, stream, micro) + ended[stream]
             leases[stream] = Lease(following, step + 1) if following < self.units else None
-            following = min(following + 1, self.units)
+            following += 1
         return dataclasses.replace(self, leases=tuple(leases), next=following, finished=finished)
 
     def position(self, step: int, stream: int, micro: int) -> int:

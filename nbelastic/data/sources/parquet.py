@@ -24,18 +24,16 @@ if TYPE_CHECKING:
     from nbelastic.data.plan.dealing import Rows
     from nbelastic.data.sources.units import RowBlock
 
-_AT_ONCE = 16
-"""Footers that are read at the same time."""
+_AT_ONCE = 16  # footers that are read at the same time
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """Most places of a local file that are looked at, evenly spread over its columns, and bytes."""
 
-_MOST_TEXTS = 100
-"""Most files that are compared one by one; more are compared in groups."""
+_MOST_TEXTS = 100  # most files that are compared one by one; more are compared in groups
 
 
 _compared: set[tuple[str, str, str]] = set()
-"""Paths of files, and marks of versions that this process has found to hold what content."""
+"""Path, mark and content of each version of a file that this process has compared."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ class Parquet(ColumnSource):
             with self._open(path) as file:
                 footer = pq.ParquetFile(file).metadata
         groups = map(footer.row_group, range(footer.num_row_groups))
-        digest = digest_of(*(repr(group.to_dict()).encode() for group in groups))
+        digest = digest_of(*(repr(group.to_dict()) for group in groups))
         return _File(path, name, info["size"], digest, footer, _stamp_of(info))
 
     def _with_content(self, file: _File) -> _File:
@@ -264,8 +262,7 @@ class Parquet(ColumnSource):
         for part in range(count):
             start, stop = (each * len(self._files) // count for each in (part, part + 1))
             first, *more = files = self._files[start:stop]
-            texts = "\n".join(f"{file.name} {file.text}" for file in files)
-            digest = digest_of(texts.encode("utf-8", "surrogatepass"))
+            digest = digest_of("\n".join(f"{file.name} {file.text}" for file in files))
             name = f"{first.name} to {files[-1].name}" if more else first.name
             found[name] = f"{len(files)} files, {digest}" if more else first.text
         return found

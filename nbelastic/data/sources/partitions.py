@@ -179,7 +179,7 @@ class Dask(ColumnSource):
         return RowBlock((array,), SINGLE)
 
     def describe(self) -> dict[str, str]:
-        digest = digest_of(f"{self._keys} {self.sizes.tolist()}".encode())
+        digest = digest_of(f"{self._keys} {self.sizes.tolist()}")
         return {"partitions": f"{len(self.sizes)}, their keys and rows {digest}"}
 
 

@@ -17,8 +17,7 @@ from nbelastic.errors import DataError, NbelasticError, summary_of
 
 SEED_LIMIT = 1 << 32
 
-COLLATING = -1
-"""Number that takes the place of a row in the seed of ``collate_fn``."""
+COLLATING = -1  # number that takes the place of a row in the seed of ``collate_fn``
 
 DataSample = dict[str, bytes]
 """Digests of a dataset's subsets and of some rows, by what is said where another rank's differ."""
@@ -114,9 +113,9 @@ def named(what: str, close: Callable[[], None] = lambda: None) -> Iterator[None]
         raise DataError(f"{what} {summary_of(error)}") from error
 
 
-def digest_of(*parts: bytes) -> str:
-    """Return a short digest of bytes, to be compared between ranks and with a state."""
+def digest_of(*parts: bytes | str) -> str:
+    """Return a short digest of bytes and texts, to be compared between ranks and with a state."""
     digest = hashlib.blake2b(digest_size=6)
-    for part in parts:
-        digest.update(part)
+    for part in parts:  # names of files need not be UTF-8
+        digest.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()

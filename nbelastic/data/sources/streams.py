@@ -209,8 +209,7 @@ class Shards(StreamSource):
             str(unit) if isinstance(unit, (str, int, PurePath)) else type(unit).__name__
             for unit in self._units
         )
-        # Names of files need not be UTF-8.
-        return f"{len(self._units)} units {digest_of(text.encode('utf-8', 'surrogatepass'))}"
+        return f"{len(self._units)} units {digest_of(text)}"
 
 
 class StreamRows(RowSource):

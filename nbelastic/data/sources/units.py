@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import itertools
 import json
 import math
 import re
@@ -24,8 +23,7 @@ from nbelastic.errors import DataError, OptionError, StateMismatch
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
-COPIES = 3
-"""Copies of a window that exist while it is read: as a table, joined, and permuted."""
+COPIES = 3  # copies of a window that exist while it is read: as a table, joined, and permuted
 
 SINGLE, _TUPLE = "a tensor", "a tuple"
 Form = str | tuple[Any, ...]
@@ -190,7 +188,8 @@ class WindowedRows(RowSource):
         reader.begin(streams.needed(first, block))
 
         def batches() -> Iterator[Any]:
-            for step, number in itertools.product(range(first, dealing.steps), block):
+            pairs = ((step, number) for step in range(first, dealing.steps) for number in block)
+            for step, number in pairs:
                 parts = []
                 for window, begin, end in streams.pieces(step, number):
                     parts.append(reader.take(window).between(begin, end))

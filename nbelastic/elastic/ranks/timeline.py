@@ -18,8 +18,7 @@ from typing import Any, TextIO
 
 from nbelastic.elastic.ranks.context import current_or_none
 
-APPEND_AFTER = 1e5
-"""Microseconds after which events are appended to a rank's part."""
+APPEND_AFTER = 1e5  # microseconds after which events are appended to a rank's part
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
