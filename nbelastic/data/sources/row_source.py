@@ -85,7 +85,7 @@ class RowSource(Protocol):
 
 def is_count(value: Any) -> bool:
     """Whether a value that a user has given is a whole number, at least 1."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def seed_generators(seed: int) -> None:
