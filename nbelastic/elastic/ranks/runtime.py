@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -79,8 +78,12 @@ def form_alone(rendezvous: Rendezvous) -> None:
     terms = replace(rendezvous, generation=1, size=2, timeout_s=LIMIT_S)
     if terms.backend in ("cuda_ipc", "nccl"):  # ranks of one process share a GPU
         terms = replace(terms, backend="auto")
-    with ThreadPoolExecutor(2, "nbelastic-warmup") as pool:
-        pool.map(_take_part, [replace(terms, rank=rank) for rank in range(2)])
+    other = threading.Thread(
+        target=_take_part, args=(replace(terms, rank=1),), name="nbelastic-warmup"
+    )
+    other.start()
+    _take_part(replace(terms, rank=0))
+    other.join()
 
 
 def _take_part(terms: Rendezvous) -> None:
