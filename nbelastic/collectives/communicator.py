@@ -55,6 +55,8 @@ class Rendezvous:
     store: tuple[str, int]  # address of the rendezvous server, which one of the ranks runs
     bind: str  # address of the interface that this rank listens on
     timeout_s: float = 1800.0  # for connecting and for each operation
+    # The driver breaks a generation that has not formed by then; trials of transports stay within.
+    forming_s: float = 10.0
     backend: str = "auto"  # the transport that the job asks for
     secret: bytes = field(default=b"", repr=False)  # peers that do not know it are refused
 

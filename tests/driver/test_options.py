@@ -104,6 +104,8 @@ class LaterCluster:
         ({"checkpoint": "ftpx://host/place"}, "no protocol 'ftpx'"),
         ({"checkpoint": 7}, "must be a path or a URL"),
         ({"checkpoint": ""}, "must be a path or a URL"),
+        ({"timeline": 3}, "must be a path in a directory that exists"),
+        ({"timeline": "/no/such/directory/t.json"}, "must be a path in a directory that exists"),
         ({"checkpoint": "here", "checkpoint_every": 0}, "checkpoint_every=0"),
         ({"checkpoint": "here", "checkpoint_every": 2.5}, r"checkpoint_every=2\.5"),
         ({"checkpoint": "here", "resume": "yes"}, "resume='yes'"),

@@ -58,7 +58,7 @@ REPLACED: list[tuple[Any, str, Any]] = [
     (preflight, "collect", lambda names: Modules()),
     (plugin, "Agent", SimAgent),
     (plugin, "start_processes_shielded", lambda: None),
-    (telemetry, "user_line", lambda thread: []),
+    (telemetry, "user_line", lambda thread: None),
 ]
 
 

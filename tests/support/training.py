@@ -17,9 +17,9 @@ class Fault:
     """What one rank does to itself, once, after the optimizer's step and before the commit.
 
     Kinds: ``kill`` (SIGKILL to its worker), ``crash`` (to itself), ``stop`` and ``stop_rank``
-    (SIGSTOP), ``raise`` (a ``ValueError``), ``hang`` (sleeps for ever in Python code); for some
-    seconds: ``pause`` (SIGSTOP, then SIGCONT), ``hold`` (computes and keeps the GIL). Ranks that do
-    the same in the same batch do it together.
+    (SIGSTOP), ``raise`` (a ``ValueError``), ``hang`` (sleeps for ever in Python code), ``hold``
+    (computes for some seconds and keeps the GIL). Ranks that do the same in the same batch do it
+    together.
     """
 
     rank: int
@@ -234,21 +234,15 @@ def worker_process() -> int:
 
 
 def _keep_busy(fault: Fault) -> None:
-    import subprocess
     import sys
     import time
 
-    if fault.kind == "pause":
-        resume = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
-        with subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; {resume}"]):
-            pass
-    elif fault.kind == "hold":
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e6)  # nobody asks for the GIL before that
-        end = time.monotonic() + fault.seconds
-        while time.monotonic() < end:
-            pass
-        sys.setswitchinterval(interval)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e6)  # nobody asks for the GIL before that
+    end = time.monotonic() + fault.seconds
+    while time.monotonic() < end:
+        pass
+    sys.setswitchinterval(interval)
 
 
 def check(results: list[dict[str, Any]], work: Workload) -> None:

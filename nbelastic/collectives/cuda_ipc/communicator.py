@@ -61,7 +61,7 @@ AT_ONCE_BYTES = 4 << 20
 """Bytes of all ranks together that each rank adds by itself: a meeting takes longer."""
 
 OPEN_LIMIT_S = 10.0
-"""Limit for what a GPU has still to do when its communicator is made."""
+"""Limit for what a GPU has still to do when its communicator is made; see ``forming_s``."""
 
 CLOSE_LIMIT_S = 2.0
 """The same when it is closed. Past it, memory of peers stays mapped until the process ends."""
@@ -111,9 +111,10 @@ def open_exchange(
     own: Memory | None = None
     memories: list[Memory] = []
     problem = ""
+    limit_s = min(OPEN_LIMIT_S, local._rendezvous.forming_s / 8)  # after a trial of NCCL
     with contextlib.ExitStack() as stack:
         try:
-            device.drain(OPEN_LIMIT_S)  # of what an earlier generation has left in its stream
+            device.drain(limit_s)  # of what an earlier generation has left in its stream
             own = device.allocate(BUFFER_BYTES)
             stack.callback(own.close)
         except (DeviceError, RuntimeError) as error:
@@ -126,7 +127,7 @@ def open_exchange(
                 with device.after(device.mark()):
                     mine = torch.frombuffer(bytearray(probes[local.rank]), dtype=torch.uint8)
                     own.tensor[:_PROBE_BYTES].copy_(mine)
-                device.drain(OPEN_LIMIT_S)  # peers' streams do not follow this one
+                device.drain(limit_s)  # peers' streams do not follow this one
             except (DeviceError, RuntimeError) as error:
                 problem = str(error)
             local.barrier()  # all have written before any reads
