@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from nbelastic.cluster.worker import rank_launcher
+from nbelastic.cluster.worker import rank_launcher, rank_process
 from nbelastic.messages import (
     EndRank,
     RankEvent,
@@ -236,28 +237,22 @@ def test_what_a_rank_prints_at_full_speed_comes_whole(host: Host) -> None:
     assert rank.output.splitlines() == [f"{number:099d}" for number in range(100_000)]
 
 
-def test_a_reader_that_pauses_holds_the_rank_up_and_loses_nothing(host: Host) -> None:
+def test_a_connection_that_is_crowded_holds_the_rank_up_and_loses_nothing(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_process, "PATIENCE_S", 60.0)
     rank = host.launch(print_much, 20_000)
-    host.do(until(lambda: len(rank.output) > 0))
-    rank.process.pause_output(True)
-    host.do(until(lambda: psutil.Process(rank.process.pid).status() != "running"))
-    assert not rank.process.ended
+    rank.crowded = True
+    pipe, number = rank.process._output._source, bytes(4)
 
-    def take(data: bytes) -> None:
-        rank.came.append(data)
-        select.select([rank.process._source], [], [], 30)  # it prints on meanwhile
+    def waiting() -> int:
+        return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, number), sys.byteorder)
 
-    before, rank.process._output = len(rank.output), take
-    rank.process._print()  # as for a message of the rank
-    assert len(rank.output) <= before + (1 << 16), "the loop of the worker goes on in between"
-    rank.process._output = rank.came.append
-    rank.process.pause_output(False)
+    host.do(until(lambda: waiting() >= 1 << 16))
+    assert not rank.process.ended and not rank.output
+    rank.crowded = False
     host.do(rank.end())
     assert rank.output.splitlines() == [f"{number:099d}" for number in range(20_000)]
-    rank = host.launch(print_much, 500)  # less than a pipe holds
-    rank.process.pause_output(True)
-    host.do(rank.end())
-    assert len(rank.output.splitlines()) == 500
 
 
 def test_a_child_that_keeps_the_pipe_does_not_hold_up_the_end(host: Host) -> None:

@@ -85,9 +85,6 @@ class SimRank:
             # Not from within the process that is ended.
             self._worker.world.god.call_soon(self.process.kill)
 
-    def pause_output(self, paused: bool) -> None:
-        pass
-
     def state(self) -> ProcessState:
         world = self._worker.world
         busy = self.process in world.busy

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, REQUEST_LIMIT_S, MachineWatch
+from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, REQUEST_LIMIT_S, watch_machine
 from nbelastic.cluster.worker.notices import Answer
 
 Reply = tuple[int, dict[str, str], bytes]
@@ -129,7 +129,7 @@ class Machine:
         self.dead = False
         self.requests: list[float] = []
         self.told: list[tuple[float, Any, Any]] = []
-        self.watch = MachineWatch(self._tell, self._find, self._ask, lambda: self.now)
+        self._steps = watch_machine(self._tell, self._find, self._ask, lambda: self.now)
 
     def _tell(self, risk: Any, notice: Any) -> None:
         assert notice.source.name.lower() == self.service.cloud
@@ -146,7 +146,8 @@ class Machine:
         """Have the watch do all that it does until then."""
         while self.next is not None and self.next <= until:
             self.pass_time(self.next)
-            self.next = self.now + POLL_INTERVAL if self.watch.step() else None
+            goes_on = next(self._steps, "end") is None
+            self.next = self.now + POLL_INTERVAL if goes_on else None
         self.pass_time(until)
         return self
 

@@ -56,7 +56,8 @@ class Launched:
     def __init__(self, launcher: RankLauncher, function: Callable[..., Any], *args: Any) -> None:
         self.came: list[Message | bytes] = []
         setup, take = setup_of(function, *args), self.came.append
-        self.process: RankProcess = launcher.launch(setup, take, take)
+        self.crowded = False
+        self.process: RankProcess = launcher.launch(setup, take, take, lambda: self.crowded)
 
     async def end(self) -> ProcessExit:
         return await asyncio.wait_for(self.process.wait(), PATIENCE_S)

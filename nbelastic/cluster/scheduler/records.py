@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from distributed.comm.addressing import get_address_host
 from distributed.core import Status
 
-from nbelastic.cluster.worker.environment import MUST_MATCH
+from nbelastic.cluster.wire import MUST_MATCH
 from nbelastic.messages import (
     Beat,
     Notice,

@@ -85,14 +85,19 @@ class RankLauncher:
         )
 
     def launch(
-        self, setup: RankSetup, take: Callable[[Message], None], output: Callable[[bytes], None]
+        self,
+        setup: RankSetup,
+        take: Callable[[Message], None],
+        output: Callable[[bytes], None],
+        crowded: Callable[[], bool] = bool,
     ) -> RankProcess:
         """Start the process of a rank, which gets its `setup` first.
 
-        `output` gets what it prints, `take` each message after all that it has printed before.
+        `output` gets what it prints, which waits while `crowded()`, and `take` each message, an
+        event after all that was printed before.
         """
         self._launched += 1
-        number, rank = self._launched, RankProcess(setup, take, output)
+        number, rank = self._launched, RankProcess(setup, take, output, crowded)
         self._ranks[number] = rank
         rank.gone.add_done_callback(lambda _: self._ranks.pop(number, None))
         try:
@@ -120,23 +125,20 @@ class RankLauncher:
 
     def _connect(self) -> socket.socket | None:
         """Return a line to the host's template; None if there is none."""
-        line = None
-        try:
-            self._name = rank_template.address(self._path)
-            line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            line.setblocking(False)
-            line.connect(f"\0{self._name}")
-            self.template = rank_template.peer(line)
-        except ConnectionRefusedError:
-            assert line is not None
-            line.close()
-            return None
-        except (OSError, ValueError) as error:
-            if line is not None:
-                line.close()
-            self._leave_others(f"the rank template of this host cannot be used: {error}")
-            return None
-        return line
+        with contextlib.ExitStack() as failed:
+            try:
+                self._name = rank_template.address(self._path)
+                line = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                line.setblocking(False)
+                line.connect(f"\0{self._name}")
+                self.template = rank_template.peer(line)
+            except ConnectionRefusedError:
+                return None
+            except (OSError, ValueError) as error:
+                self._leave_others(f"the rank template of this host cannot be used: {error}")
+                return None
+            failed.pop_all()
+            return line
 
     def _leave_others(self, why: str) -> None:
         self._alone = True
@@ -169,18 +171,13 @@ class RankLauncher:
 
     def _hear(self) -> None:
         assert self._line is not None
-        while self._line is not None:
-            try:
-                data = self._line.recv(rank_template.MESSAGE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._lose_line()
-                return
-            for message in rank_template.messages(data):
-                self._obey(message)
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            data = self._line.recv(rank_template.MESSAGE_BYTES)
+        if not data:
+            self._lose_line()
+        for message in rank_template.messages(data):
+            self._obey(message)
 
     def _obey(self, message: dict[str, Any]) -> None:
         if message["op"] == "bound":
@@ -239,7 +236,7 @@ class RankLauncher:
         if self._line is None or not waits():
             return
         for rank in self._ranks.values():
-            if rank.control is not None and rank.is_asked_by(rank.control):
+            if rank.is_asked_by(rank.control):
                 rank.withdraw()
         if self._alone:
             os.kill(self.template, signal.SIGKILL)  # no other worker has it
