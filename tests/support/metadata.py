@@ -191,19 +191,25 @@ def handler_of(service: FakeMetadata) -> type[BaseHTTPRequestHandler]:
 
 
 @contextlib.contextmanager
-def metadata(cloud: str) -> Iterator[FakeMetadata]:
-    """Serve a cloud's metadata until the end."""
-    service = FakeMetadata(cloud)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(service))
-    service.url = f"http://127.0.0.1:{server.server_address[1]}"
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve HTTP on loopback by a handler until the end; yield the URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield service
+        yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def metadata(cloud: str) -> Iterator[FakeMetadata]:
+    """Serve a cloud's metadata until the end."""
+    service = FakeMetadata(cloud)
+    with serving(handler_of(service)) as service.url:
+        yield service
 
 
 # -- notices ---------------------------------------------------------------------------------------

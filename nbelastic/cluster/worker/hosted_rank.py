@@ -12,7 +12,7 @@ import asyncio
 import codecs
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -86,8 +86,8 @@ class HostedRank:
         self._worker, self._send = worker, send
         self._loop = asyncio.get_running_loop()
         self._beat = Beat(key[1], 0, 0, False, -1)
-        self._began, self._heard = self._loop.time(), cast("float | None", None)
-        self._looked = self._began
+        self._heard = False
+        self._since = self._looked = self._loop.time()  # of its silence, and of the last look
         self._probes = ProbeHistory()
         self._plan: Plan | None = None
         self._over = self._returned = False
@@ -118,7 +118,7 @@ class HostedRank:
         """Take a message of the rank."""
         if isinstance(message, Heartbeats):
             self._beat = message.beats[0][1]
-            self._heard, self._probes = self._loop.time(), ProbeHistory()
+            self._heard, self._since, self._probes = True, self._loop.time(), ProbeHistory()
         elif isinstance(message, FaultDue):
             self._worker.loop.add_callback(inflict, self._worker, self._send, self.process, message)
         else:
@@ -174,20 +174,19 @@ class HostedRank:
         now = self._loop.time()
         # While its worker, or the machine, did not run, no heartbeat could be read.
         late, self._looked = max(now - self._looked - MOST_BETWEEN_S, 0.0), now
-        self._began = min(self._began + late, now)
-        self._heard = None if self._heard is None else min(self._heard + late, now)
-        if self._heard is None and self.process.waits:
-            self._began = now
+        self._since = min(self._since + late, now)
+        if self.process.waits:
+            self._since = now
             return replace(self._beat, operation=IMPORTING)
-        silence = now - (self._began if self._heard is None else self._heard)
+        silence = now - self._since
         if silence < SILENCE_S or self._over:
             return self._beat
         verdict = self._probes.add(self.process.state())
         if verdict is Verdict.BUSY:
-            self._heard = now if self._heard is not None else None
+            self._since = now
         elif verdict is Verdict.STOPPED:
             self.kill(f"its process was stopped for {silence:.0f} s")
-        elif self._heard is not None and silence >= self._spec.heartbeat_timeout_s:
+        elif self._heard and silence >= self._spec.heartbeat_timeout_s:
             self.kill(f"its process has sent no heartbeat for {silence:.0f} s and does nothing")
         # Kept: a rank that waits and does not in turns would seem to make progress.
         self._beat = replace(self._beat, waiting=False, operation="")

@@ -27,7 +27,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from nbelastic import rank_template
@@ -36,7 +35,7 @@ from nbelastic.messages import Message
 from nbelastic.system import LINUX
 
 from .rank.channel import RankSetup
-from .rank.children import GROUP_LIMIT_S
+from .rank.children import GROUP_LIMIT_S, signal_group
 from .rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,10 @@ IMPORT_S = 300.0
 """Seconds that a template may take to import torch, from a slow disk."""
 
 TRIES = 4
-"""Templates that may end before they are ready, one after the other, until ranks are given up."""
+"""Templates that may end before they are ready until the worker starts one for itself alone.
+
+After as many again, ranks that wait are given up.
+"""
 
 
 class RankLauncher:
@@ -67,8 +69,7 @@ class RankLauncher:
         self.template = 0  # its process, while there is one
         self._ready = False
         self._tries = 0
-        self._ranks: dict[int, RankProcess] = {}
-        self._launched = 0
+        self._ranks: set[RankProcess] = set()
 
     def start(self) -> None:
         """Find or start a template if there is none; return at once."""
@@ -96,10 +97,9 @@ class RankLauncher:
         `output` gets what it prints, which waits while `crowded()`, and `take` each message, an
         event after all that was printed before.
         """
-        self._launched += 1
-        number, rank = self._launched, RankProcess(setup, take, output, crowded)
-        self._ranks[number] = rank
-        rank.gone.add_done_callback(lambda _: self._ranks.pop(number, None))
+        rank = RankProcess(setup, take, output, crowded)
+        self._ranks.add(rank)
+        rank.gone.add_done_callback(lambda _: self._ranks.discard(rank))
         try:
             self.start()
         except OSError as error:
@@ -109,13 +109,13 @@ class RankLauncher:
 
     async def close(self) -> None:
         """End the remaining ranks and their processes; leave the template."""
-        for rank in self._ranks.values():
+        for rank in self._ranks:
             rank.send_signal(signal.SIGKILL, "its worker was closed")
-        if ends := [rank.gone for rank in self._ranks.values()]:
+        if ends := [rank.gone for rank in self._ranks]:
             await asyncio.wait(ends, timeout=2 * GROUP_LIMIT_S)
-        for rank in list(self._ranks.values()):
-            if rank.server is not None:  # it is there
-                os.kill(rank.server, signal.SIGKILL)
+        for rank in list(self._ranks):
+            if rank.server is not None:
+                signal_group(rank.server, signal.SIGKILL)
             rank.withdraw()
             rank.finish(reason="its worker was closed")
         self._ranks.clear()
@@ -188,8 +188,6 @@ class RankLauncher:
         elif message["op"] == "ready":
             self._ready, self._tries = True, 0
             self._ask()
-        elif message["op"] == "lost" and message["rank"] in self._ranks:
-            self._ranks[message["rank"]].server_lost(message["status"])
 
     def _close_line(self) -> None:
         if self._line is not None:
@@ -204,30 +202,25 @@ class RankLauncher:
 
     def _lose_line(self) -> None:
         """Find another template, because the last has ended, or was not the host's first."""
-        self._starter, starter = None, self._starter
         self._close_line()
-        taken = starter is not None and starter.wait() == rank_template.LOST
         self._tries += 1
-        if taken and self._tries >= TRIES:
-            self._leave_others("the address of this host's rank template is bound, and refuses")
-        if taken or self._tries < TRIES:
+        if self._tries == TRIES and not self._alone:
+            self._leave_others("the rank template of this host ends, or its address is bound")
+        if self._tries < 2 * TRIES:
             with contextlib.suppress(OSError):
                 self.start()
                 return
         self._tries = 0
-        for rank in list(self._ranks.values()):
+        for rank in self._ranks:
             if rank.waits:
                 rank.finish(reason="its rank template has ended before it was ready")
 
     def _ask(self) -> None:
         if self._ready and self._line is not None:
-            for number, rank in list(self._ranks.items()):
-                if rank.waits:
-                    with contextlib.suppress(OSError):  # it has ended, which is heard next
-                        control = rank.ask(self._line, number)
-                        self._loop.call_later(
-                            STUCK_S, self._leave_if, partial(rank.is_asked_by, control)
-                        )
+            for rank in filter(lambda each: each.waits, self._ranks):
+                with contextlib.suppress(OSError):  # it has ended, which is heard next
+                    rank.ask(self._line)
+                    self._loop.call_later(STUCK_S, self._leave_if, lambda rank=rank: rank.asked)
 
     # -- a template that does nothing --------------------------------------------------------------
 
@@ -235,8 +228,8 @@ class RankLauncher:
         """Leave a template that is stopped or stuck, if something still waits for it."""
         if self._line is None or not waits():
             return
-        for rank in self._ranks.values():
-            if rank.is_asked_by(rank.control):
+        for rank in self._ranks:
+            if rank.asked:
                 rank.withdraw()
         if self._alone:
             os.kill(self.template, signal.SIGKILL)  # no other worker has it

@@ -46,9 +46,6 @@ _STACK_BYTES = 1 << 16
 END_OF_CHANNEL_S = None if LINUX else 1.0
 """Seconds that reading what a process had sent may take when it has ended, where it has no end."""
 
-_WORD_OF_DEATH_S = 1.0
-"""Seconds that the template may take to say how a rank server has ended."""
-
 OUTPUT_INTERVAL_S = 0.1
 """Seconds that text may wait for more."""
 
@@ -191,7 +188,6 @@ class RankProcess:
         self._crash: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - until it has ended
         self._theirs = [theirs.detach(), prints, os.dup(self._crash.fileno())]
         self.control: socket.socket | None = None
-        self._lost: asyncio.Future[int] = self._loop.create_future()  # status of the server
         self.gone: asyncio.Future[None] = self._loop.create_future()  # the server, too
         self._kills = out_of_memory_kills()
         self._reason = ""
@@ -199,7 +195,7 @@ class RankProcess:
         self._ending = False
         self._writer: asyncio.StreamWriter | None = None
         self._serving = self._loop.create_task(self._serve())
-        self._tasks: list[asyncio.Task[None]] = []  # which the loop would forget
+        self._finishing: asyncio.Task[None] | None = None  # which the loop would forget
 
     @property
     def ended(self) -> bool:
@@ -261,16 +257,16 @@ class RankProcess:
         """Whether no server was asked for so far."""
         return self.control is None and self.pid is None and not self._ending
 
-    def is_asked_by(self, control: socket.socket | None) -> bool:
-        """Whether a server was asked for with this socket, and has not answered so far."""
-        asked = control is not None and self.control is control
-        return asked and self.pid is None and not self._ending
+    @property
+    def asked(self) -> bool:
+        """Whether a server was asked for, and has not answered so far."""
+        return self.control is not None and self.pid is None and not self._ending
 
-    def ask(self, line: socket.socket, number: int) -> socket.socket:
-        """Ask a template for a server, which gets the descriptors; return the control socket."""
+    def ask(self, line: socket.socket) -> None:
+        """Ask a template for a server, which gets the descriptors."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, KIND)
         ours.setblocking(False)
-        message = json.dumps({"worker": os.getpid(), "rank": number}).encode()
+        message = json.dumps({"worker": os.getpid()}).encode()
         with theirs, contextlib.ExitStack() as stack:
             descriptors = [theirs.fileno(), *self._theirs]
             if LINUX and hasattr(os, "pidfd_open"):
@@ -284,7 +280,6 @@ class RankProcess:
                 raise
         self.control = ours
         self._loop.add_reader(ours, self._hear)
-        return ours
 
     def withdraw(self) -> None:
         """Ask no more: a server that finds the control socket closed forks nothing."""
@@ -292,11 +287,6 @@ class RankProcess:
             self._loop.remove_reader(self.control)
             self.control.close()
             self.control = None
-
-    def server_lost(self, status: int) -> None:
-        """Note how its server has ended, as the template tells."""
-        if not self._lost.done():
-            self._lost.set_result(status)
 
     def _hear(self) -> None:
         assert self.control is not None
@@ -314,22 +304,13 @@ class RankProcess:
                 self.finish(reason=f"the system refused to start its process: {why}")
         if not data:
             self.withdraw()
-            if self._ending:
-                self._forget()
-            else:
-                self._tasks.append(self._loop.create_task(self._lose_server()))
-
-    async def _lose_server(self) -> None:
-        """End the processes left by an ended server, for lack of a template."""
-        if self.pid is not None:  # the kernel ends the rank itself
-            signal_group(self.pid, signal.SIGTERM)
-            self._loop.call_later(GROUP_LIMIT_S, signal_group, self.pid, signal.SIGKILL)
-        how = "its status is not known"
-        if (await asyncio.wait([self._lost], timeout=_WORD_OF_DEATH_S))[0]:
-            status = os.waitstatus_to_exitcode(self._lost.result())
-            how = f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        self.finish(reason=f"its rank server has ended ({how})")
-        self._forget()
+            if self.pid is not None and not self._ending:
+                # Its server was killed, and the kernel ends the rank itself. The template ends what
+                # that has started, if there is one.
+                signal_group(self.pid, signal.SIGTERM)
+                self._loop.call_later(GROUP_LIMIT_S, signal_group, self.pid, signal.SIGKILL)
+            self.finish(reason="its rank server has ended")
+            self._forget()
 
     def _forget(self) -> None:
         if not self.gone.done():
@@ -347,7 +328,7 @@ class RankProcess:
                 self.withdraw()
                 self._forget()
             self._close_theirs()
-            self._tasks.append(self._loop.create_task(self._finish(status, reason)))
+            self._finishing = self._loop.create_task(self._finish(status, reason))
 
     async def _finish(self, status: int | None, reason: str) -> None:
         with contextlib.suppress(OSError):
