@@ -47,7 +47,7 @@ Draws = Iterator[tuple[float, float, Fault]]
 
 
 def _drawn(draws: Draws, now: float) -> tuple[float, float, Fault]:
-    """Draw the next random fault: when it is due, whom it hits and the fault."""
+    """Draw the next random fault, with the time at which it is due."""
     wait, where, fault = next(draws)
     return now + wait, where, fault
 

@@ -95,9 +95,16 @@ class Report:
     def rows(self) -> tuple[Row, ...]:
         """A row for each kind, then a row for all faults."""
         done = [outcome for outcome in self.injections if not outcome.problem]
-        kinds = sorted({outcome.kind for outcome in done})
-        rows = [_row(kind, [i for i in done if i.kind == kind]) for kind in kinds]
-        return (*rows, _row("all", done))
+        found = []
+        for kind in (*sorted({outcome.kind for outcome in done}), "all"):
+            these = [each for each in done if kind in (each.kind, "all")]
+            spans = sorted(each.recovery for each in these if each.recovery is not None)
+            # The smallest value that is not below such a share of all.
+            p50, p99 = (
+                spans[math.ceil(share * len(spans)) - 1] if spans else None for share in (0.5, 0.99)
+            )
+            found.append(Row(kind, len(these), len(spans), p50, p99))
+        return tuple(found)
 
     @property
     def skipped(self) -> tuple[FaultOutcome, ...]:
@@ -136,16 +143,6 @@ class Report:
         for tag, cells in zip(("th", *["td"] * len(self.rows)), self._cells(), strict=True):
             rows += f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
         return f"<table>{rows}</table><p>{'<br>'.join(map(html.escape, self._notes()))}</p>"
-
-
-def _row(kind: str, injections: list[FaultOutcome]) -> Row:
-    spans = sorted(i.recovery for i in injections if i.recovery is not None)
-    return Row(kind, len(injections), len(spans), _share(spans, 0.5), _share(spans, 0.99))
-
-
-def _share(ordered: list[float], share: float) -> float | None:
-    """Return the smallest value that is not below `share` of all."""
-    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
 
 
 def _span(seconds: float | None) -> str:

@@ -30,38 +30,18 @@ REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 @dataclass
 class FakeMetadata:
-    """The service of one cloud: ``aws``, ``google`` or ``azure``.
-
-    Attributes
-    ----------
-    notice, advice : bytes or None
-        The notice in force, as the cloud writes it, and AWS's recommendation.
-    token : str
-        The token that AWS's wants.
-    broken : int
-        A status that all polls get; 0 for none.
-    body : bytes or None
-        What all answers say instead, with status 200, as a network's login page does.
-    slow : float
-        Seconds that each answer takes.
-    clock : float or None
-        The time that its answers are dated by, if they are.
-    skew : float
-        Seconds by which its clock is ahead of the machine's, in virtual time.
-    asked : list of (str, int)
-        Path and status of each request.
-    """
+    """The service of one cloud: ``aws``, ``google`` or ``azure``."""
 
     cloud: str
-    notice: bytes | None = None
-    advice: bytes | None = None
-    token: str = "first"
-    broken: int = 0
-    body: bytes | None = None
-    slow: float = 0.0
-    clock: float | None = None
-    skew: float = 0.0
-    asked: list[tuple[str, int]] = field(default_factory=list)
+    notice: bytes | None = None  # in force, as the cloud writes it
+    advice: bytes | None = None  # AWS's recommendation
+    token: str = "first"  # that AWS's wants
+    broken: int = 0  # a status that all polls get
+    body: bytes | None = None  # what all answers say instead, as a network's login page does
+    slow: float = 0.0  # seconds that each answer takes
+    clock: float | None = None  # the time that its answers are dated by
+    skew: float = 0.0  # seconds by which its clock is ahead of the machine's, in virtual time
+    asked: list[tuple[str, int]] = field(default_factory=list)  # path and status of each request
     url: str = ""
 
     def answer(self, method: str, target: str, headers: Any) -> Reply:
@@ -106,14 +86,7 @@ class FakeMetadata:
 class Machine:
     """A machine with the real watch, its cloud's service, and a time that a test lets pass.
 
-    Parameters
-    ----------
-    service : FakeMetadata
-        The service.
-    script : iterable of (float, callable)
-        What happens to the service, and when; ``callable(service)``.
-    start : float
-        The time at which the machine starts.
+    The script says when what happens to the service; ``callable(service)``.
     """
 
     def __init__(

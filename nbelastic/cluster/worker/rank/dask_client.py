@@ -22,11 +22,6 @@ from nbelastic.cluster.dask_compat import key_of, value_of
 if TYPE_CHECKING:
     from .channel import RankSetup
 
-NO_WORKER = (
-    "a rank is a process of its own, and has no access to its worker; get_client() returns "
-    "a client of its cluster"
-)
-
 
 class RankClient:
     """The client of a rank."""
@@ -84,7 +79,10 @@ class RankClient:
 
     def get_worker(self) -> NoReturn:
         """Refuse."""
-        raise ValueError(NO_WORKER)
+        raise ValueError(
+            "a rank is a process of its own, and has no access to its worker; get_client() returns "
+            "a client of its cluster"
+        )
 
     def secede(self) -> None:
         """Do nothing: a rank is in no pool of threads."""

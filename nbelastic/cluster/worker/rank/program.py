@@ -36,6 +36,7 @@ from nbelastic.messages import (
     Notify,
     PackedError,
     Publish,
+    RankEffect,
     RankEvent,
     RankLeft,
     RankOrder,
@@ -103,15 +104,14 @@ class RankProgram:
     def take(self, order: Message) -> None:
         """Take an order. Any thread but the rank's."""
         try:
-            self._take(order)
+            if not isinstance(order, RankOrder):
+                raise TypeError(f"a rank does not expect {type(order).__name__}")
+            self._obey(order.effect)
         except Exception as error:
             logger.exception("an order to start %d cannot be obeyed", self._spec.start)
             self.fail(error)
 
-    def _take(self, order: Message) -> None:
-        if not isinstance(order, RankOrder):
-            raise TypeError(f"a rank does not expect {type(order).__name__}")
-        effect = order.effect
+    def _obey(self, effect: RankEffect) -> None:
         if isinstance(effect, InjectFaults):
             self._injector().take(effect.faults, effect.drop)
         elif isinstance(effect, FaultDone):
