@@ -23,8 +23,10 @@ from nbelastic.messages import FaultOrder, FaultReport
 from .faults import Fault, RandomPlan
 from .report import FaultOutcome, Report, with_recovery
 
-TICK = 0.05
-"""Seconds between two looks at the job."""
+# In seconds.
+TICK = 0.05  # between two looks at the job
+LATE = 2.0  # that word of a commit may take
+LEAST_SPAN = 2.0  # over which a pace is measured
 
 LEAST_WELL = 2
 """Ranks that must be well, and hold the state, before one of them is hit at random."""
@@ -34,12 +36,6 @@ MUTE = frozenset({"kill", "close", "leave", "restart"})
 
 LASTING = MUTE | {"crash", "crash_server", "stop", "fail", "memory", "hang"}
 """Kinds after which a rank is not well any more; unless ``stop`` is for a while only."""
-
-LATE = 2.0
-"""Seconds that word of a commit may take."""
-
-LEAST_SPAN = 2.0
-"""Shortest span in seconds over which a pace is measured."""
 
 _numbers = itertools.count(1)
 

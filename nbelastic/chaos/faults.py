@@ -206,11 +206,7 @@ class RandomPlan:
     kinds: tuple[str, ...] = KINDS
 
     def draws(self) -> Iterator[tuple[float, float, Fault]]:
-        """Return what happens, in order: the same for the same seed.
-
-        Each is the wait before it, how far down the list of ranks it hits, from 0 to 1, and the
-        fault, of a rank still to be filled in.
-        """
+        """Yield faults in order: the wait before each, and where in the ranks it hits (0 to 1)."""
         source = dice.Random(self.seed)
         together = False
         while True:

@@ -111,6 +111,17 @@ def test_an_order_to_end_holds_for_the_job_that_gave_it(agent):
     assert list(made) == [("job", 3)]
 
 
+def test_the_largest_rank_ends_where_a_worker_has_more_memory_than_it_may(agent, monkeypatch):
+    monkeypatch.setattr(agents, "memory_limit", lambda worker: 1e6)
+    killed = []
+    for size in (1, 2):
+        process = SimpleNamespace(memory=lambda size=size: size)
+        rank = SimpleNamespace(process=process, kill=lambda why, size=size: killed.append(size))
+        agent._ranks["job", size] = rank
+    agent._check_memory()
+    assert killed == [2]
+
+
 # -- a rank whose process a test makes up ----------------------------------------------------------
 
 

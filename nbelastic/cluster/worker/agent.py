@@ -80,11 +80,8 @@ It goes back to its last commit and waits for the scheduler's next order, or for
 worker, which Dask gives up after ``distributed.comm.timeouts.tcp``.
 """
 
-LEAVE_GRACE = 5.0
-"""Seconds that a closing worker gives its ranks to reach their next commit."""
-
-ENDING_GRACE = 1.0
-"""Seconds that it then gives them to end after SIGTERM."""
+LEAVE_GRACE = 5.0  # that a closing worker gives its ranks to reach their next commit, in seconds
+ENDING_GRACE = 1.0  # that it then gives them to end after SIGTERM
 
 
 class Agent(WorkerPlugin):

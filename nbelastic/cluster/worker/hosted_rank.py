@@ -46,24 +46,18 @@ if TYPE_CHECKING:
     from .rank.channel import RankSetup
     from .rank_launcher import RankLauncher
 
+Key = tuple[str, int]
+
 CROWDED = 8 * 2**20
 """Bytes that wait for the connection, above which nothing is added that may wait."""
 
-Key = tuple[str, int]
-
-ENDING_S, EVICTION_S = 6.0, 2.0
-"""Seconds that a rank has to end by itself, when it is ordered to."""
-
-TERMINATION_S = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
-
 IMPORTING = "importing torch in the host's rank template"
 
-MOST_BETWEEN_S = 1.0
-"""Seconds between two looks at a rank that count as its silence; looks are half a second apart."""
-
-SILENCE_S = 1.2
-"""Seconds without a heartbeat after which the state of the process is read."""
+# Limits, in seconds.
+ENDING_S, EVICTION_S = 6.0, 2.0  # that a rank has to end by itself, when it is ordered to
+TERMINATION_S = 2.0  # between SIGTERM and SIGKILL
+MOST_BETWEEN_S = 1.0  # between two looks that count as a rank's silence; there are two a second
+SILENCE_S = 1.2  # without a heartbeat, after which the state of the process is read
 
 
 class HostedRank:

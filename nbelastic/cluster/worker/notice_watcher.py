@@ -41,29 +41,16 @@ HOSTS = ("169.254.169.254", "fd00:ec2::254", "fd20:ce::254")
 ``NBELASTIC_METADATA_URL`` names another service for tests.
 """
 
-CONNECT_LIMIT_S = 0.2
-"""Seconds for a connection: the service is next to the machine."""
+MOST_BYTES = 1 << 16  # of an answer that are read
+MOST_PROBES = 9  # of a service that takes connections and does not answer
 
-REQUEST_LIMIT_S = 2.0
-"""Seconds that the service may be silent within a request."""
-
-MOST_BYTES = 1 << 16
-"""Most bytes of an answer that are read."""
-
-MOST_PROBES = 9
-"""How often a service is looked for that takes connections and does not answer."""
-
-POLL_INTERVAL = 5.0
-"""Seconds from the answer of a service to the next request."""
-
-SAME = 2.0
-"""Seconds by which a deadline must come nearer to be news."""
-
-BATCH_SECONDS = 120.0
-"""Seconds before the end of a batch job's time at which its workers are left."""
-
-SIGNAL_SECONDS = 60.0
-"""Seconds from a signal until the end: what SLURM's ``--signal`` and SGE's ``-notify`` give."""
+# Limits, in seconds.
+CONNECT_LIMIT_S = 0.2  # for a connection: the service is next to the machine
+REQUEST_LIMIT_S = 2.0  # that the service may be silent within a request
+POLL_INTERVAL = 5.0  # from the answer of a service to the next request
+SAME = 2.0  # by which a deadline must come nearer to be news
+BATCH_SECONDS = 120.0  # before the end of a batch job's time, when its workers are left
+SIGNAL_SECONDS = 60.0  # to the end: what SLURM's ``--signal`` and SGE's ``-notify`` give
 
 
 def find_service() -> str | None:

@@ -21,20 +21,15 @@ import msgspec
 
 from nbelastic.messages import Notice, NoticeSource
 
-TOKEN_SECONDS = 21600
-"""Seconds for which AWS's token is good: the most that there are."""
-
-GOOGLE_SECONDS = 30.0
-"""Seconds between Google's notice and the end of the machine."""
+TOKEN_SECONDS = 21600  # for which AWS's token is good: the most that there are
+GOOGLE_SECONDS = 30.0  # between Google's notice and the end of the machine
+MOST_AHEAD = 86400.0  # from any notice to the end of the machine; a later time is an error
 
 AZURE_ENDS = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 """Events of Azure with which the processes of a machine end; the others only pause them."""
 
 AZURE_OVER = frozenset({"Completed", "Canceled"})
 """States of Azure's events in which nothing is to come any more."""
-
-MOST_AHEAD = 86400.0
-"""Most seconds from a notice to the end of the machine; a later time is an error."""
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z _-]{0,39}")
 
@@ -228,14 +223,10 @@ CLOUDS = (
 
 
 def batch_job_end(environ: Mapping[str, str], started: float) -> tuple[NoticeSource, float] | None:
-    """Return source and end time of this process's batch job, if known.
-
-    Both times are in seconds since the epoch; `started` is that of this process. PBS gives a length
-    only, which counts from somewhat earlier.
-    """
+    """Return source and end time of the batch job of a process that was started then, if known."""
     for name, source, since in (
         ("SLURM_JOB_END_TIME", NoticeSource.SLURM, 0.0),
-        ("PBS_WALLTIME", NoticeSource.PBS, started),
+        ("PBS_WALLTIME", NoticeSource.PBS, started),  # its length, from somewhat earlier
     ):
         with contextlib.suppress(ValueError):  # as of a job without a limit
             if 0.0 < (seconds := float(environ.get(name, ""))) < math.inf:

@@ -43,11 +43,8 @@ logger = logging.getLogger(__name__)
 METHOD = "fork" if LINUX else "spawn"
 """How ranks begin. Frameworks of macOS do not work in a fork."""
 
-STUCK_S = 15.0
-"""Seconds that a template may take to fork a server for a rank."""
-
-IMPORT_S = 300.0
-"""Seconds that a template may take to import torch, from a slow disk."""
+STUCK_S = 15.0  # that a template may take to fork a server for a rank
+IMPORT_S = 300.0  # that it may take to import torch, from a slow disk
 
 TRIES = 4
 """Templates that may end before they are ready until the worker starts one for itself alone.

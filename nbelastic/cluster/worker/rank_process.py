@@ -43,20 +43,14 @@ from .rank.children import GROUP_LIMIT_S, signal_group
 
 _LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 _STACK_BYTES = 1 << 16
-END_OF_CHANNEL_S = None if LINUX else 1.0
-"""Seconds that reading what a process had sent may take when it has ended, where it has no end."""
 
-OUTPUT_INTERVAL_S = 0.1
-"""Seconds that text may wait for more."""
+# Limits, in seconds.
+END_OF_CHANNEL_S = None if LINUX else 1.0  # to read what an ended process had sent
+OUTPUT_INTERVAL_S = 0.1  # that text may wait for more
+PATIENCE_S = 1.0  # that output is not read for the connection's sake, each time
+PAUSE_S = 0.02  # after which a crowded connection is checked again
 
-OUTPUT_BYTES = 2**20
-"""Bytes that are read at once at most, and that a rank can print meanwhile."""
-
-PATIENCE_S = 1.0
-"""Seconds that output is not read for the connection's sake, each time."""
-
-PAUSE_S = 0.02
-"""Seconds after which a crowded connection is checked again."""
+OUTPUT_BYTES = 2**20  # that are read at once at most, and that a rank can print meanwhile
 
 
 @dataclass(frozen=True)

@@ -91,10 +91,7 @@ def leave_on_termination(leave: Callable[[Callable[[], None]], None]) -> Undo:
 
 
 def leave_on_user_signals(leave: Callable[[str], None]) -> Undo:
-    """Make SIGUSR1 and SIGUSR2 call ``leave(name)`` in a worker's process; return the undoing.
-
-    It is called in the signal handler, in the main thread, with the name of the signal.
-    """
+    """Make SIGUSR1 and SIGUSR2 call ``leave(name)`` in their handler; return the undoing."""
     process = os.getpid()
 
     def handle(signum: int, _: Any) -> None:
@@ -138,11 +135,8 @@ def _pass_on(signum: int, _: Any) -> None:
 
 
 def _handle(numbers: Iterable[int], handler: Any) -> Undo:
-    """Set the handler of signals; return a function to undo this, except where another came.
-
-    Only a main thread can; elsewhere nothing is done.
-    """
-    ours = numbers if _in_main_thread() else ()
+    """Set the handler of signals; return a function to undo this, except where another came."""
+    ours = numbers if _in_main_thread() else ()  # no other thread can
     before = {number: signal.signal(number, handler) for number in ours}
 
     def undo() -> None:

@@ -51,10 +51,7 @@ class RankClient:
             client.close()
 
     def fetch_partition(self, text: str) -> Any:
-        """Return the partition of a Dask collection by its key, which is given as JSON. Any thread.
-
-        LookupError: the scheduler has forgotten it. What computing it again raises is raised here.
-        """
+        """Return the partition of a Dask collection by its key in JSON. Any thread."""
         return value_of(self.get_client(), key_of(text))
 
     # -- in place of Dask's ------------------------------------------------------------------------

@@ -43,10 +43,7 @@ if TYPE_CHECKING:
 
 
 def main(channel_fd: int, crash_fd: int) -> None:
-    """Run as a rank until its function is over.
-
-    The descriptors are the socket to the worker, and the file for Python's stack at a fatal signal.
-    """
+    """Run as a rank until its function is over."""
     for descriptor in (channel_fd, crash_fd):  # no program that it starts has them
         os.set_inheritable(descriptor, False)
     faulthandler.enable(crash_fd, all_threads=True)
