@@ -263,19 +263,20 @@ print(json.dumps([uid, host.launcher.template, server, template, host.run(functi
 
 def test_the_death_of_the_template_costs_no_rank(host, tmp_path):
     def function() -> int:
-        print("here")
+        print("pids", daemon(), "end")
         while not (tmp_path / "go").exists():
             time.sleep(0.01)
         return 7
 
     first = host.launcher.template
     rank = host.launch(function)
-    host.do(rank.printed("here"))
+    host.do(rank.printed("end"))
     os.kill(first, signal.SIGKILL)
     host.do(until(lambda: host.launcher.template not in (0, first)))
     (tmp_path / "go").touch()
     host.do(rank.end())
     assert rank.result == 7
+    host.do(until(lambda: not any(map(is_there, rank.pids))))
     assert host.run(lambda: 5)[0].result == 5
 
 

@@ -152,7 +152,7 @@ class HostedRank:
         self.process.send_signal(signal.SIGTERM, reason)
         self._limits.append(self._loop.call_later(patience, self.kill, reason))
 
-    def kill(self, reason: str = "") -> None:
+    def kill(self, reason: str) -> None:
         """End the process at once."""
         self.process.send_signal(signal.SIGKILL, reason)
 

@@ -72,7 +72,12 @@ class ProcessExit:
             return "its process was killed by the system: out of memory"
         with contextlib.suppress(ValueError):  # a real-time signal
             name = f" ({signal.Signals(number).name})"
-        return f"its process was killed by signal {number}{name}{self._place()}"
+        places = [
+            f", at {file}, line {line}, in {function}"
+            for file, line, function in _LINE.findall(self.crash)
+            if not file.startswith(NOT_THE_USERS)
+        ]
+        return f"its process was killed by signal {number}{name}{''.join(places[:1])}"
 
     @property
     def crash(self) -> str:
@@ -80,13 +85,6 @@ class ProcessExit:
         what, *blocks = self.stack.split("\n\n")
         current = [each for each in blocks if each.startswith("Current thread")]
         return "\n".join([what, *current, ""]) if current else ""
-
-    def _place(self) -> str:
-        """Return the innermost line of the user's code in the crash; empty without any."""
-        for file, line, function in _LINE.findall(self.crash):
-            if not file.startswith(NOT_THE_USERS):
-                return f", at {file}, line {line}, in {function}"
-        return ""
 
 
 def out_of_memory_kills() -> int:
