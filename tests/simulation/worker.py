@@ -43,7 +43,7 @@ class SimAgent(Agent):
     def _start_launcher(self) -> Any:
         return self
 
-    def launch(self, setup: Any, take: Any, _: Any) -> SimRank:
+    def launch(self, setup: Any, take: Any, *_: Any) -> SimRank:
         return SimRank(self._worker, setup.spec, setup.payload, take)  # type: ignore[arg-type]
 
     async def close(self) -> None:
