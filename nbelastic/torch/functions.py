@@ -15,14 +15,15 @@ from nbelastic.elastic.training_checks import watch
 from nbelastic.pickling import dumps
 from nbelastic.torch.ops.coordination.comparison import agree, begin
 from nbelastic.torch.ops.coordination.process_sets import group_of
-from nbelastic.torch.ops.operation import description
 from nbelastic.torch.ops.operation.fusion import plan
 from nbelastic.torch.ops.operation.tensor_operations import (
     Allgather,
     Broadcast,
     Pending,
     TensorOperation,
+    called,
     check_root,
+    kind_of,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def broadcast_parameters(
     if communicator.size == 1:
         return
     root = check_root(root_rank, group.ranks)
-    what = [f"{name!r} is {description.kind(it.dtype, it.shape)}" for name, it in named]
+    what = [f"{name!r} is {kind_of(it.dtype, it.shape)}" for name, it in named]
     text = "\n".join([f"broadcast_parameters from rank {root_rank}", *what])
     agree(communicator, text, what="broadcast_parameters" if group.is_global else None)
     tensors = [tensor for _, tensor in named]
@@ -159,7 +160,7 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[str]:
     return [
         f"an optimizer with groups of {', '.join(str(len(group)) for group in groups)} parameters",
         *(
-            f"group {number}, parameter {index} is {description.kind(it.dtype, it.shape)}"
+            f"group {number}, parameter {index} is {kind_of(it.dtype, it.shape)}"
             for number, group in enumerate(groups)
             for index, it in enumerate(group)
         ),
@@ -196,7 +197,7 @@ def broadcast_object(
     group.check_member()
     if group.size == 1:
         return obj
-    verb = f"{description.called('broadcast_object', name)} from rank {root_rank}"
+    verb = f"{called('broadcast_object', name)} from rank {root_rank}"
     received: T = begin(group, _ObjectBroadcast(obj, root, verb, group), name).wait()
     return received
 
@@ -214,7 +215,7 @@ def allgather_object(obj: T, name: str | None = None, process_set: object = None
     if group.size == 1:
         return [obj]
     gather = Allgather([_encode(obj)])
-    gather.verb, gather.pattern = "allgather_object", description.called("allgather_object", name)
+    gather.verb, gather.pattern = "allgather_object", called("allgather_object", name)
     (gathered,) = begin(group, gather, name).wait()
     (lengths,) = gather.lengths
     payloads = enumerate(torch.split(gathered, lengths))

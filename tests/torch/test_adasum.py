@@ -7,7 +7,7 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.torch.gradients import layout
-from nbelastic.torch.ops.operation.adasum import adasum_async, combine
+from nbelastic.torch.ops.operation.reduction import combine
 from tests.support.world import run_ranks
 from tests.torch.training import assert_equal, make_model, parameters_of
 
@@ -57,20 +57,14 @@ def test_zeros_add_nothing_and_what_is_infinite_spoils_all():
 
 
 def test_parts_are_combined_one_by_one():
-    def rank_main(context):
-        buffer = torch.cat(draw(2, 5, context.rank)).float()
-        handle = adasum_async(context.communicator(), buffer, [5, 0, 5])
-        handle.wait()
-        handle.wait()
-        assert handle.done()
-        return buffer
+    parts = [[part.float() for part in draw(2, 5, rank)] for rank in range(3)]
 
-    results = run_ranks(3, rank_main)
-    for result in results:
-        assert torch.equal(result, results[0])
-    for part in range(2):
-        vectors = [draw(2, 5, rank)[part].float() for rank in range(3)]
-        assert torch.equal(results[0][part * 5 : part * 5 + 5], combine(vectors).float())
+    def rank_main(context):
+        first, second = parts[context.rank]
+        return hvd.grouped_allreduce([first, torch.empty(0), second], op=hvd.Adasum)
+
+    for first, _, second in run_ranks(3, rank_main):
+        assert_equal([first, second], [combine(part).float() for part in zip(*parts, strict=True)])
 
 
 @pytest.mark.parametrize("size", [2, 3])

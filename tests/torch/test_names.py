@@ -187,7 +187,7 @@ def test_other_operations_raise_on_the_ranks_that_call_them(kind):
 def test_an_error_names_the_ranks_that_have_joined(texts, words):
     class Disagreeing(SoloCommunicator):
         def agree(self, text, number=0):
-            raise disagreement(texts)
+            raise disagreement(texts, numbers=[0] * len(texts))
 
     with pytest.raises(RanksDisagree) as error:
         agree(Disagreeing(generation=1), "allgather")

@@ -12,7 +12,7 @@ import torch
 import nbelastic.torch as hvd
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import CollectiveError, NotInitialized
-from nbelastic.torch.ops.operation.adasum import combine
+from nbelastic.torch.ops.operation.reduction import combine
 from tests.collectives.worlds import MAKERS, SOME_KINDS
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator
@@ -259,7 +259,7 @@ MISUSES = {
     r"not \[5, -1\]": lambda: hvd.alltoall(torch.ones(4), splits=[5, -1]),
     "must be integers": lambda: hvd.alltoall(torch.ones(2), splits=torch.ones(2)),
     "cannot be split evenly": lambda: hvd.alltoall(torch.ones(3)),
-    "takes a sparse_coo": lambda: hvd.sparse_allreduce_async(own(0)),
+    "takes sparse_coo": lambda: hvd.sparse_allreduce_async(own(0)),
     "Average or Sum, not": lambda: hvd.sparse_allreduce_async(own(0).to_sparse(), op=hvd.Min),
     "not strided": lambda: hvd.allreduce(own(0).to_sparse()),
     "on tensors, not on int": lambda: hvd.allgather_async(3),

@@ -16,7 +16,7 @@ from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.groups import Bucket, is_accelerator
 from nbelastic.torch.gradients.options import ReduceOptions
 from nbelastic.torch.identity import same
-from nbelastic.torch.ops.operation import description
+from nbelastic.torch.ops.operation.tensor_operations import kind_of
 
 BUCKET_BYTES = 25 << 20
 # The first of several is small, so that the network has something to do early.
@@ -232,7 +232,7 @@ class LayoutAgreement:
             if isinstance(options.compression, type)
             else type(options.compression)
         )
-        named = [(names.get(id(p), ""), description.kind(p.dtype, p.shape)) for p in parameters]
+        named = [(names.get(id(p), ""), kind_of(p.dtype, p.shape)) for p in parameters]
         groups = groups_of(parameters, range(len(parameters)), options.groups)
         communicator.agree(
             "\n".join(

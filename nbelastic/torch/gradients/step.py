@@ -329,7 +329,7 @@ class SeparateReduction:
                 gradient = gradient.to_sparse(1)
             gradients.append(gradient)
         total = SparseAllreduce(gradients, self._options.op)
-        total.pattern = f"sum of the sparse gradients of an optimizer\n{total.text}"
+        total.pattern = f"sum of the sparse gradients of an optimizer\n{total.pattern}"
         for parameter, gradient in zip(parameters, begin(group, total).wait(), strict=True):
             parameter.grad = gradient.coalesce()
 

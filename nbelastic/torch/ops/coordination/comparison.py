@@ -10,14 +10,13 @@ from nbelastic.collectives.consistency import check_consistency
 from nbelastic.elastic.ranks.timeline import now, timeline
 from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.coordination.coordination import (
-    JOINED_RANKS,
+    JOINED,
     announce,
     coordination_of,
     coordination_over,
     not_with_join,
 )
-from nbelastic.torch.ops.operation import description
-from nbelastic.torch.ops.operation.tensor_operations import Pending, TensorOperation
+from nbelastic.torch.ops.operation.tensor_operations import Pending, TensorOperation, in_words
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
@@ -86,15 +85,15 @@ def agree(
         elif history.foresees(pattern):
             history.add(pattern)
         else:
-            check_consistency(communicator, description.in_words(pattern), pattern=pattern)
+            check_consistency(communicator, in_words(pattern), pattern=pattern)
         return []
-    text = description.in_words(pattern)
+    text = in_words(pattern)
     try:
         # A single number rides on the comparison, and saves an exchange.
         firsts = communicator.agree(text, numbers[0] if len(numbers) == 1 else 0)
     except RanksDisagree as error:
-        if joined := JOINED_RANKS.search(str(error)):
-            raise not_with_join(text, joined[1]) from None
+        if joined := [rank for rank, (side, _) in enumerate(error.sides) if side == JOINED]:
+            raise not_with_join(text, joined) from None
         raise
     if len(numbers) <= 1:
         return [(first,) for first in firsts]

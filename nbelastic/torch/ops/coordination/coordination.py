@@ -19,30 +19,25 @@ they had begun before. The joined rank takes part in that, with zeros.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbelastic.collectives import Communicator
-from nbelastic.collectives.consistency import (
-    apart,
-    disagreement,
-    exchange,
-    listed,
-)
+from nbelastic.collectives.consistency import apart, disagreement, exchange, listed
 from nbelastic.elastic.ranks.context import is_ranks_thread, when_formed
 from nbelastic.errors import CollectiveError, NotTheRank, RanksDisagree
-from nbelastic.torch.ops.operation import description
 from nbelastic.torch.ops.operation.tensor_operations import (
     Allreduce,
     Pending,
     TensorOperation,
     Waitable,
+    in_words,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +49,6 @@ Message = dict[str, Any]
 
 # What a rank that has joined says it is about to do, in an operation that it cannot take part in.
 JOINED = "join()"
-JOINED_RANKS = re.compile(r"(ranks? [\d, ]+(?:and \d+ more)?): join\(\)(?:;|$)")
 
 # What a rank announces before ranks compare whether a change of members is due.
 CHECK: Message = {"kind": "check"}
@@ -67,6 +61,43 @@ KEPT = 64
 _POLL_S = 0.0005
 _TELL_AFTER_S = 1.0
 _TELL_EVERY_S = 0.5
+
+
+@dataclass(eq=False)
+class Comparison:
+    """What this rank compares, until all ranks have said theirs, or the matching has ended."""
+
+    members: Sequence[int]
+    ended: threading.Event = field(default_factory=threading.Event)
+    decision: Message | None = None
+
+
+# An operation that is launched when its comparison has ended; it keeps its own error.
+Deferred = tuple[Communicator, Comparison | None, Callable[[], None]]
+
+
+@dataclass(eq=False)
+class _Named:
+    """A named operation of this rank, until it has ended."""
+
+    coordination: Coordination
+    key: str
+    members: list[int]
+    name: str
+    operation: TensorOperation[Any]
+    ended: threading.Event = field(default_factory=threading.Event)
+    launched: bool = False
+    error: Exception | None = None
+
+    def done(self) -> bool:
+        """Return whether it has ended."""
+        return self.ended.is_set()
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self.coordination.await_named(self)
+        if self.error is not None:
+            raise self.error
 
 
 class Coordination:
@@ -82,10 +113,9 @@ class Coordination:
         self._tells = False
         self._comparing = ""  # what the rank's thread waits for in a comparison
         self._pending: dict[tuple[str, str], _Named] = {}
-        self._pongs: SimpleQueue[bool | None] = SimpleQueue()
+        self._answers: SimpleQueue[Message | None] = SimpleQueue()  # to what this rank has asked
         self._events: SimpleQueue[Message | None] = SimpleQueue()
         self._reason: str | None = None
-        self._missing: SimpleQueue[list[int] | None] = SimpleQueue()
         self._gone: set[int] = set()
         self._parts: dict[str, weakref.ref[Communicator]] = {"": self._communicator}
         self._comparisons: dict[tuple[str, int], Comparison] = {}
@@ -157,7 +187,7 @@ class Coordination:
             comparison = self._comparisons[place] = Comparison(members)
             if for_good:  # the rank begins more before this is decided
                 history.add(pattern)
-        text = description.in_words(pattern)
+        text = in_words(pattern)
         communicator.current_operation = text.partition("\n")[0]
         if self._reason is not None:
             comparison.ended.set()
@@ -213,20 +243,16 @@ class Coordination:
         """Launch operations that waited for their comparison, in order on each communicator."""
         waiting = []
         for each in list(self.deferred):
-            if each.communicator in waiting or not each.ready():
-                waiting.append(each.communicator)  # what is behind it keeps its order
+            communicator, comparison, launch = each
+            ready = comparison is None or comparison.ended.is_set()
+            if communicator in waiting or not ready:
+                waiting.append(communicator)  # what is behind it keeps its order
             else:
                 self.deferred.remove(each)
-                each.launch()
+                launch()
 
     def _say(
-        self,
-        place: tuple[str, int],
-        members: Sequence[int],
-        text: str,
-        value: int = 0,
-        *,
-        begun: bool,
+        self, place: tuple[str, int], members: Sequence[int], text: str, value: int, *, begun: bool
     ) -> None:
         its = {"set": place[0], "number": place[1], "members": members}
         self._client.send({"do": "compare", **its, "text": text, "value": value, "begun": begun})
@@ -249,7 +275,7 @@ class Coordination:
                 text = history.begins if number == history.number else ""
         if text:
             _, _, members = communicator.part_of or (None, "", [*range(communicator.size)])
-            self._say(place, members, description.in_words(text), begun=True)
+            self._say(place, members, in_words(text), 0, begun=True)
 
     def _on_compared(self, message: Message) -> None:
         place = message["set"], message["number"]
@@ -286,24 +312,16 @@ class Coordination:
             self._fail(self._reason)
         # Copied now, in the rank's thread: the listening thread may launch it much later.
         operation.load_on(members.index(group.context.rank), len(members))
-        self._client.send(
-            {
-                "do": "offer",
-                "set": key,
-                "name": name,
-                "members": named.members,
-                "text": operation.text,
-                "numbers": list(operation.numbers),
-                "spec": operation.spec,
-            }
-        )
+        its = {"set": key, "name": name, "members": members, "numbers": list(operation.numbers)}
+        text = in_words(operation.pattern)
+        self._client.send({"do": "offer", **its, "text": text, "spec": operation.spec})
         return Pending([named], operation.store)
 
     def flush(self) -> None:
         """Wait until all decisions on what was offered before have been carried out here."""
         if self._pending and self._reason is None:
             self._client.send({"do": "ping", "number": 0})  # its pong is behind all decisions
-            self._wait(lambda: _next(self._pongs))
+            self._wait(lambda: _next(self._answers))
 
     def await_named(self, named: _Named) -> None:
         """Wait for a named operation."""
@@ -317,22 +335,21 @@ class Coordination:
                 if not named.launched:
                     its = {"set": named.key, "name": named.name, "begun": self.number}
                     self._client.send({"do": "blocked", **its})
+                text = in_words(named.operation.pattern)
                 if gone := self._gone.intersection(named.members):
-                    self.over(f"rank {min(gone)} has left without {named.operation.text}")
+                    self.over(f"rank {min(gone)} has left without {text}")
                 if time.monotonic() - begun > self.timeout_s and not named.launched:
-                    self._give_up(named, communicator)
+                    self._client.send({"do": "missing", "set": named.key, "name": named.name})
+                    missing = _next(self._answers)
+                    # No rank, if all have begun it meanwhile.
+                    if communicator is not None and missing is not None and missing["ranks"]:
+                        communicator.abort(
+                            f"{text.partition(chr(10))[0]} was not begun by ranks "
+                            f"{missing['ranks']} within {self.timeout_s:g} s"
+                        )
 
         if not named.ended.is_set():
             self._wait(wait)
-
-    def _give_up(self, named: _Named, communicator: Communicator | None) -> None:
-        self._client.send({"do": "missing", "set": named.key, "name": named.name})
-        ranks = _next(self._missing)
-        if communicator is not None and ranks:  # none, if they have begun it meanwhile
-            communicator.abort(
-                f"{named.operation.text.partition(chr(10))[0]} was not begun by ranks {ranks} "
-                f"within {self.timeout_s:g} s"
-            )
 
     def _wait(self, wait: Callable[[], T]) -> T:
         """Wait, as heartbeats see."""
@@ -351,8 +368,10 @@ class Coordination:
     def handle(self, message: Message) -> None:
         """Handle a message of the matching."""
         kind = message["do"]
-        if kind in ("asked", "compared"):
-            (self._on_asked if kind == "asked" else self._on_compared)(message)
+        if kind == "asked":
+            self._on_asked(message)
+        elif kind == "compared":
+            self._on_compared(message)
         elif kind == "join":
             self._tell(message["done"])
         elif kind == "step":
@@ -370,10 +389,8 @@ class Coordination:
                 self.over(f"rank {message['rank']} has left without {what}")
             elif self.joined:
                 self.over(f"rank {message['rank']} has left while this rank had joined")
-        elif kind == "pong":
-            self._pongs.put(True)
-        elif kind == "missing":
-            self._missing.put(message["ranks"])
+        elif kind in ("pong", "missing"):
+            self._answers.put(message)
         elif kind == "stuck":
             self._end_stuck(message)
         elif kind == "ask":
@@ -404,8 +421,8 @@ class Coordination:
             raise CollectiveError("the generation is over")
         members, numbers = message["members"], message["numbers"]
         if None in numbers and message["spec"] is None:
-            gone = [m for m, n in zip(members, numbers, strict=True) if n is None]
-            raise not_with_join(message["text"], listed({JOINED: gone}).partition(":")[0])
+            joined = [m for m, n in zip(members, numbers, strict=True) if n is None]
+            raise not_with_join(message["text"], joined)
         if message["texts"] is not None:
             texts = message["texts"]
             raise disagreement(
@@ -481,8 +498,7 @@ class Coordination:
         for comparison in [*self._comparisons.values()]:
             comparison.ended.set()
         self._events.put(None)
-        self._pongs.put(None)
-        self._missing.put(None)
+        self._answers.put(None)
 
 
 def _next(queue: SimpleQueue[T | None]) -> T | None:
@@ -528,56 +544,6 @@ def _listen(alive: weakref.ref[Coordination], client: RendezvousClient) -> None:
             coordination.over(reason, closed=True)
 
 
-class Comparison:
-    """What this rank compares, until all ranks have said theirs, or the matching has ended."""
-
-    def __init__(self, members: Sequence[int]) -> None:
-        self.members = members
-        self.ended = threading.Event()
-        self.decision: Message | None = None
-
-
-class Deferred(Protocol):
-    """An operation that is launched when its comparison has ended."""
-
-    communicator: Communicator
-
-    def ready(self) -> bool:
-        """Return whether its comparison has ended."""
-
-    def launch(self) -> None:
-        """Begin to move data; an error is kept."""
-
-
-class _Named:
-    """A named operation of this rank, until it has ended."""
-
-    def __init__(
-        self,
-        coordination: Coordination,
-        key: str,
-        members: list[int],
-        name: str,
-        operation: TensorOperation[Any],
-    ) -> None:
-        self.key, self.members, self.name = key, members, name
-        self.operation = operation
-        self.ended = threading.Event()
-        self.launched = False
-        self.error: Exception | None = None
-        self._coordination = coordination
-
-    def done(self) -> bool:
-        """Return whether it has ended."""
-        return self.ended.is_set()
-
-    def wait(self) -> None:
-        """Wait for its end."""
-        self._coordination.await_named(self)
-        if self.error is not None:
-            raise self.error
-
-
 _coordinations: weakref.WeakKeyDictionary[Communicator, Coordination] = weakref.WeakKeyDictionary()
 
 
@@ -605,11 +571,11 @@ def announce(communicator: Communicator, what: Any) -> None:
         coordination.announce(what)
 
 
-def _compare_apart(communicator: Communicator, text: str, number: int) -> list[int]:
-    return coordination_over(communicator).compare(communicator, text, number, foresee=False)
-
-
-apart.append(_compare_apart)
+apart.append(
+    lambda communicator, text, number: coordination_over(communicator).compare(
+        communicator, text, number, foresee=False
+    )
+)
 
 
 def coordination_over(communicator: Communicator) -> Coordination:
@@ -633,9 +599,12 @@ def is_joined(communicator: Communicator) -> bool:
     return coordination is not None and coordination.joined
 
 
-def not_with_join(text: str, ranks: str) -> RanksDisagree:
+def not_with_join(text: str, ranks: list[int]) -> RanksDisagree:
     """Return the error for an operation that joined `ranks` cannot take part in."""
     head = text.partition("\n")[0]
     verb = head.partition(" ")[0].capitalize()
-    joined = f"{ranks} {'has' if ranks.startswith('rank ') else 'have'} joined"
-    return RanksDisagree(f"{verb} is not supported with Join at this time: {joined}; {head}")
+    joined = listed({JOINED: ranks}).partition(":")[0]
+    have = "has" if len(ranks) == 1 else "have"
+    return RanksDisagree(
+        f"{verb} is not supported with Join at this time: {joined} {have} joined; {head}"
+    )

@@ -4,6 +4,9 @@ A :class:`TensorOperation` knows what it is about to do on this rank. The ranks 
 then it is launched: Horovod's functions by :func:`nbelastic.torch.ops.coordination.begin`, the
 process group by its :class:`~nbelastic.torch.process_group.work.OperationWork`.
 
+A pattern is the head of a line, with the types and shapes of tensors: in words, a line for the head
+and one for each of several tensors (see :meth:`nbelastic.collectives.Communicator.agree`).
+
 A communicator may write to lent tensors even after a failure. So it is lent private buffers, and a
 failed operation leaves the caller's tensors as they were, unless the operation `lends` them.
 """
@@ -18,15 +21,14 @@ import torch
 
 from nbelastic.collectives import Communicator, Op
 from nbelastic.elastic.ranks.context import current
-from nbelastic.torch.ops.operation import description
-from nbelastic.torch.ops.operation.adasum import GradientOp
-from nbelastic.torch.ops.operation.fusion import Chunk, lend, pack
+from nbelastic.torch.ops.operation.fusion import Chunk, lend, plan
 from nbelastic.torch.ops.operation.reduction import (
     AnyOp,
+    GradientOp,
     as_real,
     is_direct,
     multiply,
-    reduce_async,
+    reduce_gathered,
     scale,
     wire_op,
 )
@@ -86,9 +88,7 @@ class TensorOperation(Generic[T]):
     """A collective operation, from its pattern to its result."""
 
     verb: str = ""
-    what: ClassVar[str] = "the operation"  # in errors
-    # What this rank is about to do, the same on all (see `description`); None if not compared.
-    pattern: Any = None
+    pattern: Any = None  # what this rank is about to do, the same on all; None if not compared
     numbers: tuple[int, ...] = ()  # may differ between ranks; equally many on all
     spec: dict[str, Any] | None = None  # for a rank that has joined; None if it cannot take part
     can_be_foreseen = False  # ranks need not meet before it, and one that has joined takes part
@@ -98,12 +98,6 @@ class TensorOperation(Generic[T]):
     _outputs: Sequence[torch.Tensor] = ()  # tensors of the caller that the chunks are stored in
     _op: AnyOp | None = None  # of a reduction
     _postscale = 1.0
-
-    @property
-    def text(self) -> str:
-        """The pattern in words: a line, and details, one a line."""
-        return description.in_words(self.pattern)
-
     rank, size = 0, 1  # among the ranks of its group; from the loading on
 
     def load_on(self, rank: int, size: int) -> None:
@@ -130,7 +124,9 @@ class TensorOperation(Generic[T]):
         return list(self._outputs)
 
     def _chunks_of(self, tensors: Sequence[torch.Tensor]) -> list[Chunk]:
-        return pack(tensors) if self.fuses else lend(tensors, private=not self.lends)
+        if self.fuses:
+            return [Chunk(tensors, indices) for indices in plan(tensors)]
+        return lend(tensors, private=not self.lends)
 
 
 class Barrier(TensorOperation[None]):
@@ -170,10 +166,8 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
                 raise ValueError(f"Adasum needs real floating point, not {tensor.dtype}")
         self._tensors, self._outputs = tensors, outputs
         self._op, self._prescale, self._postscale = op, float(prescale), float(postscale)
-        head = head or description.reduction(
-            description.called("allreduce", name), op.value, prescale, postscale
-        )
-        self.pattern = head, description.kinds(tensors)
+        head = head or reduction(called("allreduce", name), op.value, prescale, postscale)
+        self.pattern = head, kinds(tensors)
         self._name = name
         self.can_be_foreseen = op in (Op.SUM, Op.AVERAGE)  # a joined rank can follow with zeros
 
@@ -209,7 +203,7 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
         return [
-            reduce_async(communicator, chunk.buffer, self._op, chunk.counts)
+            _reduce_async(communicator, chunk.buffer, self._op, chunk.counts)
             for chunk in self._chunks
         ]
 
@@ -231,8 +225,7 @@ class Broadcast(TensorOperation[list[torch.Tensor]]):
         self._tensors, self._outputs = tensors, outputs
         self._position = root if ranks is None else check_root(root, ranks)
         self.is_root = False  # known from the loading on
-        head = f"{description.called('broadcast', name)} from rank {root}"
-        self.pattern = head, description.kinds(tensors)
+        self.pattern = f"{called('broadcast', name)} from rank {root}", kinds(tensors)
 
     def load(self) -> None:
         self.is_root = self.rank == self._position
@@ -261,8 +254,7 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
         check_dense(*tensors)
         plain = [tensor.detach() for tensor in tensors]
         self._sources = [each.reshape(1) if each.dim() == 0 else each for each in plain]
-        head = description.called("allgather", name)
-        self.pattern = head, description.kinds_of_rows(self._sources)
+        self.pattern = called("allgather", name), kinds_of_rows(self._sources)
         self.numbers = tuple(source.shape[0] for source in self._sources)
         self.lengths: list[list[int]] = []  # by rank, of each tensor; from the launch on
         self._gathered: list[list[torch.Tensor]] = []
@@ -301,15 +293,24 @@ class SparseAllreduce(Allgather):
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        op: Op,
+        op: AnyOp,
         name: str | None = None,
         outputs: Sequence[torch.Tensor] = (),
     ) -> None:
+        if not all(getattr(each, "layout", None) is torch.sparse_coo for each in tensors):
+            raise ValueError(
+                "a sparse allreduce takes sparse_coo tensors; use allreduce for others"
+            )
+        if op not in (Op.AVERAGE, Op.SUM):
+            raise ValueError(f"op of a sparse allreduce must be Average or Sum, not {op!r}")
         # Indices and values have equally many rows.
         parts = [(each._indices().transpose(0, 1).contiguous(), each._values()) for each in tensors]
         super().__init__([part for pair in parts for part in pair], name)
         self._shapes = [each.shape for each in tensors]
         self._op, self._outputs = op, outputs
+        # Sizes and reduction are in no part that travels, so only the pattern shows a difference.
+        sizes = [list(shape) for shape in self._shapes]
+        self.pattern = f"sparse {in_words(self.pattern)}\n{op.value} of tensors of sizes {sizes}"
 
     def store(self) -> list[torch.Tensor]:
         gathered = super().store()
@@ -337,7 +338,7 @@ class AllgatherInto(TensorOperation[None]):
     ) -> None:
         self._outputs, self._tensors = [*itertools.chain(*outputs)], tensors
         self._counts = [len(each) for each in outputs]
-        self.pattern = "all_gather", description.kinds(tensors)
+        self.pattern = "all_gather", kinds(tensors)
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
         self._chunks = lend(self._outputs, private=not self.lends)
@@ -379,8 +380,7 @@ class Alltoall(AlltoallInto):
         self, tensor: torch.Tensor, splits: Sequence[int], name: str | None = None
     ) -> None:
         check_dense(tensor)
-        head = description.called("alltoall", name)
-        super().__init__((), [tensor], (head, description.kinds_of_rows([tensor])))
+        super().__init__((), [tensor], (called("alltoall", name), kinds_of_rows([tensor])))
         self.numbers = tuple(splits)
         self.received: list[int] = []  # rows from each rank; from the launch on
 
@@ -441,7 +441,7 @@ class ReducescatterInto(TensorOperation[list[torch.Tensor]]):
                 handles.append(communicator.reduce_scatter_async(result, sent, op))
             else:
                 # Whole on all ranks, because transports do not reduce such types in parts.
-                handles += [reduce_async(communicator, part, self._op) for part in parts]
+                handles += [_reduce_async(communicator, part, self._op) for part in parts]
         return handles
 
 
@@ -459,9 +459,8 @@ class Reducescatter(ReducescatterInto):
         name: str | None = None,
     ) -> None:
         check_dense(*tensors)
-        verb = description.called("reducescatter", name)
-        head = description.reduction(verb, op.value, prescale, postscale)
-        super().__init__((), (), op, prescale, (head, description.kinds(tensors)))
+        head = reduction(called("reducescatter", name), op.value, prescale, postscale)
+        super().__init__((), (), op, prescale, (head, kinds(tensors)))
         self._tensors, self._postscale = tensors, float(postscale)
 
     def load(self) -> None:
@@ -472,6 +471,52 @@ class Reducescatter(ReducescatterInto):
             self._lists.append(parts)
             self._outputs.append(tensor.new_empty(parts[self.rank].shape))
         super().load()
+
+
+# -- descriptions ----------------------------------------------------------------------------------
+
+
+def in_words(pattern: Any) -> str:
+    """Return a pattern as text: what is text already, or a head and types with shapes."""
+    if isinstance(pattern, str):
+        return pattern
+    head, found = pattern
+    if len(found) == 1:
+        return f"{head} of {kind_of(*found[0])}"
+    details = "\n".join(f"tensor {index} is {kind_of(*each)}" for index, each in enumerate(found))
+    return f"{head} of {len(found)} tensors\n{details}"
+
+
+def kind_of(dtype: torch.dtype, shape: Sequence[object]) -> str:
+    """Return a type and a shape in words: ``float32[2, 3]``."""
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def kinds(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return types and shapes of tensors, for a pattern."""
+    return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+
+
+def kinds_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return types and shapes of tensors whose first dimension may differ between ranks."""
+    return tuple((tensor.dtype, ("*", *tensor.shape[1:])) for tensor in tensors)
+
+
+def reduction(verb: str, how: str, prescale: float, postscale: float) -> str:
+    """Return a reduction in words, with its factors if they are not 1."""
+    if prescale != 1.0:
+        how += f" of {float(prescale)} times each"
+    if postscale != 1.0:
+        how += f", times {float(postscale)}"
+    return f"{verb} ({how})"
+
+
+def called(verb: str, name: str | None) -> str:
+    """Return an operation with its name, if any."""
+    return verb if name is None else f"{verb} {name!r}"
+
+
+# -- checks and copies -----------------------------------------------------------------------------
 
 
 def check_dense(*tensors: torch.Tensor) -> None:
@@ -494,6 +539,17 @@ def check_root(root: int, ranks: Sequence[int]) -> int:
         named = f"from 0 to {len(ranks) - 1}" if [*ranks] == [*range(len(ranks))] else f"of {ranks}"
         raise ValueError(f"root_rank must be a rank {named}, not {root}")
     return ranks.index(root)
+
+
+def _reduce_async(
+    communicator: Communicator, buffer: torch.Tensor, op: AnyOp, lengths: Sequence[int] = ()
+) -> Waitable:
+    """Begin to reduce a flat buffer in place. Adasum is of each of the parts of these `lengths`."""
+    if is_direct(buffer.dtype, op):
+        return communicator.allreduce_async(as_real(buffer), wire_op(op, buffer.dtype))
+    everyone = [torch.empty_like(buffer) for _ in range(communicator.size)]
+    gathering = communicator.allgather_async(everyone, buffer)
+    return Pending([gathering], lambda: reduce_gathered(buffer, everyone, op, lengths))
 
 
 def _private(tensor: torch.Tensor) -> torch.Tensor:
