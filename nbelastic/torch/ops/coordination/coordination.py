@@ -154,8 +154,7 @@ class Coordination:
         """Wait for an operation of the others, or for the end of joining."""
         event = self._wait(lambda: _next(self._events))
         if event is None:
-            communicator = self._communicator()
-            if communicator is not None:
+            if (communicator := self._communicator()) is not None:
                 communicator.check()  # raises the abort's own reason, if there is one
             raise CollectiveError(self._reason or "the generation is over")
         return event
@@ -400,20 +399,17 @@ class Coordination:
         """Launch operations begun by all ranks, in order, and wait for them."""
         launched = []  # all begin before the first is waited for
         for message in decisions:
-            key = message["set"], message["name"]
-            named = self._pending.get(key)
+            named = self._pending.get((message["set"], message["name"]))
             try:
-                launched.append((key, named, self._launch(message, named)))
-            except CollectiveError as error:
-                self._end(key, named, error)
-                if not isinstance(error, RanksDisagree):  # after that, ranks can go on
-                    raise
+                launched.append((named, self._launch(message, named)))
             except Exception as error:  # the same on all ranks, or they would wait for this one
-                self._end(key, named, error)
-        for key, named, handles in launched:
+                self._end(named, error)
+                if isinstance(error, CollectiveError) and not isinstance(error, RanksDisagree):
+                    raise  # else ranks can go on
+        for named, handles in launched:
             for handle in handles:
                 handle.wait()
-            self._end(key, named, None)
+            self._end(named, None)
 
     def _launch(self, message: Message, named: _Named | None) -> Sequence[Waitable]:
         communicator = self._communicator()
@@ -423,36 +419,30 @@ class Coordination:
         if None in numbers and message["spec"] is None:
             joined = [m for m, n in zip(members, numbers, strict=True) if n is None]
             raise not_with_join(message["text"], joined)
-        if message["texts"] is not None:
-            texts = message["texts"]
-            raise disagreement(
-                [message["text"] if text is None else text for text in texts], members
-            )
-        operation: TensorOperation[Any]
+        if (texts := message["texts"]) is not None:
+            raise disagreement([message["text"] if t is None else t for t in texts], members)
         if named is None:  # this rank has joined
-            operation = Allreduce.of_zeros(message["spec"])
+            operation: TensorOperation[Any] = Allreduce.of_zeros(message["spec"])
             operation.load_on(0, len(members))  # the zeros of all ranks are alike
         else:
-            operation = named.operation
-            named.launched = True
+            operation, named.launched = named.operation, True
         # Of its own, because operations without a name go on meanwhile, in the rank's thread.
         group = communicator.subgroup(members, f"names-{message['set']}")
         return operation.launch(group, [each or [] for each in numbers])
 
-    def _end(self, key: tuple[str, str], named: _Named | None, error: Exception | None) -> None:
-        if named is not None:
+    def _end(self, named: _Named | None, error: Exception | None) -> None:
+        if named is not None:  # else this rank has joined
             with self._lock:
-                self._pending.pop(key, None)
+                self._pending.pop((named.key, named.name), None)
             named.error = error
             named.ended.set()
 
     def _end_stuck(self, message: Message) -> None:
-        key = message["set"], message["name"]
         sides: dict[str, list[int]] = {}
         for rank, text in message["sides"]:
             sides.setdefault(JOINED if text is None else text.partition("\n")[0], []).append(rank)
         error = RanksDisagree(f"ranks wait for different operations: {listed(sides)}")
-        self._end(key, self._pending.get(key), error)
+        self._end(self._pending.get((message["set"], message["name"])), error)
 
     def _position(self) -> Message:
         """Return this rank's unnamed operation under way, and its count of operations."""
@@ -493,8 +483,8 @@ class Coordination:
 
     def _fail(self, reason: str) -> None:
         self._reason = reason  # before the loops: `offer` adds, and then reads it
-        for key, named in list(self._pending.items()):
-            self._end(key, named, CollectiveError(reason))
+        for named in [*self._pending.values()]:
+            self._end(named, CollectiveError(reason))
         for comparison in [*self._comparisons.values()]:
             comparison.ended.set()
         self._events.put(None)
@@ -582,8 +572,7 @@ def coordination_over(communicator: Communicator) -> Coordination:
     """Return the coordination of a generation, by any of its communicators of several ranks."""
     part = communicator.part_of
     whole = communicator if part is None else part[0]()
-    coordination = None if whole is None else coordination_of(whole)
-    if coordination is None:
+    if whole is None or (coordination := coordination_of(whole)) is None:
         raise CollectiveError("the generation is over")
     return coordination
 
