@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,9 +28,6 @@ distributed_sampler.install()
 
 class Wrapper(DistributedSampler[Any]):
     """A sampler that deals what another draws, as Lightning's wrapper does."""
-
-    def __init__(self, data: Any, **options: Any) -> None:
-        super().__init__(data, **options)
 
     def __iter__(self) -> Iterator[Any]:
         drawn = torch.randperm(len(self.dataset)).tolist()
@@ -162,7 +160,12 @@ def test_an_epoch_without_a_reset_is_torchs_own() -> None:
                 assert [int(each) for each in loaded] == expected
 
 
-@pytest.mark.parametrize(("make", "each"), [(DistributedSampler, 4), (Unrepeated, 3)])
+DROPPING = functools.partial(DistributedSampler, drop_last=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "each"), [(DistributedSampler, 4), (DROPPING, 3), (Unrepeated, 3)]
+)
 def test_a_sampler_has_the_sizes_of_the_present_ranks(make: Any, each: int) -> None:
     rank = Rank(1, 2, make, 10, 2)
     rank.form(2, 3)
@@ -170,17 +173,6 @@ def test_a_sampler_has_the_sizes_of_the_present_ranks(make: Any, each: int) -> N
         assert (rank.sampler.num_replicas, rank.sampler.rank) == (3, 2)
         assert len(rank.sampler) == len(list(rank.sampler)) == each
         assert len(rank.loader) == 2
-
-
-def test_what_is_dropped_follows_the_ranks() -> None:
-    def make(data: Any, **options: Any) -> Any:
-        return DistributedSampler(data, drop_last=True, shuffle=False, **options)
-
-    ranks = [Rank(rank, 2, make, 11, 1) for rank in range(2)]
-    for number, each in enumerate(ranks):
-        each.form(number, 3)
-        with activate(each.context):
-            assert [int(row) for row in each.loader] == [number, number + 3, number + 6]
 
 
 def test_an_iteration_that_was_over_begins_again_and_one_under_way_goes_on() -> None:

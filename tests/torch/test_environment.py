@@ -5,7 +5,6 @@ import os
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.ranks.context import current
@@ -46,15 +45,13 @@ def test_variables_without_a_meaning_here_are_named_once(monkeypatch, caplog):
 
 
 def test_what_is_heeded_is_not_named(monkeypatch, caplog):
-    for name, value in [
-        ("HOROVOD_FUSION_THRESHOLD", "1048576"),
-        ("HOROVOD_TIMELINE_MARK_CYCLES", "1"),
-        ("HOROVOD_LOG_LEVEL", "ERROR"),
-    ]:
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1048576")
+    monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", "1")
+    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "ERROR")
     run_ranks(1, lambda context: hvd.init())
     assert named(caplog) == []
     assert logging.getLogger("nbelastic").level == logging.ERROR
+    assert layout.fusion_threshold() == 1 << 20
 
 
 @pytest.mark.parametrize("heeded", [(), ("HOROVOD_TIMELINE",)])
@@ -74,17 +71,6 @@ def test_a_threshold_that_is_no_number_has_no_effect(monkeypatch, caplog):
     run_ranks(1, lambda context: hvd.init())
     assert "HOROVOD_FUSION_THRESHOLD (must be a number of bytes)" in named(caplog)[0]
     assert layout.fusion_threshold() == layout.BUCKET_BYTES
-
-
-@pytest.mark.parametrize(
-    ("text", "buckets"), [("0", 4), ("8", 4), ("64", 2), ("1000000", 1), (None, 1)]
-)
-def test_a_bucket_has_as_many_bytes_as_the_threshold(monkeypatch, text, buckets):
-    if text is not None:
-        monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", text)
-    parameters = [torch.empty(8) for _ in range(4)]
-    manifest = layout.Manifest([3, 2, 1, 0], False, bucket_bytes=layout.fusion_threshold())
-    assert len(layout.plan_buckets(parameters, manifest, lambda dtype: dtype)) == buckets
 
 
 def test_the_threshold_of_rank_0_counts(monkeypatch):
