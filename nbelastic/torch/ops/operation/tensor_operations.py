@@ -34,6 +34,8 @@ from nbelastic.torch.ops.operation.reduction import (
 )
 
 T = TypeVar("T")
+Tensors = Sequence[torch.Tensor]
+Numbers = Sequence[Sequence[int]]  # of each rank
 
 
 class Waitable(Protocol):
@@ -95,7 +97,7 @@ class TensorOperation(Generic[T]):
     fuses = True  # several tensors travel in one buffer, on the CPU
     lends = False  # otherwise: whether the caller's own memory is lent, and spoiled by a failure
     _chunks: Sequence[Chunk] = ()  # what is lent, from the loading on
-    _outputs: Sequence[torch.Tensor] = ()  # tensors of the caller that the chunks are stored in
+    _outputs: Tensors = ()  # tensors of the caller that the chunks are stored in
     _op: AnyOp | None = None  # of a reduction
     _postscale = 1.0
     rank, size = 0, 1  # among the ranks of its group; from the loading on
@@ -108,9 +110,7 @@ class TensorOperation(Generic[T]):
     def load(self) -> None:
         """Copy the caller's tensors, in the rank's thread."""
 
-    def launch(
-        self, communicator: Communicator, numbers: Sequence[Sequence[int]]
-    ) -> Sequence[Waitable]:
+    def launch(self, communicator: Communicator, numbers: Numbers) -> Sequence[Waitable]:
         """Begin to move data; `numbers` are those of each rank. In any thread."""
         raise NotImplementedError
 
@@ -123,7 +123,7 @@ class TensorOperation(Generic[T]):
         self._chunks = ()
         return list(self._outputs)
 
-    def _chunks_of(self, tensors: Sequence[torch.Tensor]) -> list[Chunk]:
+    def _chunks_of(self, tensors: Tensors) -> list[Chunk]:
         if self.fuses:
             return [Chunk(tensors, indices) for indices in plan(tensors)]
         return lend(tensors, private=not self.lends)
@@ -152,8 +152,8 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        tensors: Tensors,
+        outputs: Tensors,
         op: AnyOp,
         prescale: float = 1.0,
         postscale: float = 1.0,
@@ -176,24 +176,17 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
         """Types and shapes, for Sum and Average; other reductions have no neutral zero."""
         if self._op not in (Op.SUM, Op.AVERAGE):
             return None
-        kinds = [[str(t.dtype).removeprefix("torch."), [*t.shape]] for t in self._tensors]
-        return {
-            "kind": "allreduce",
-            "tensors": kinds,
-            "op": self._op.value,
-            "prescale": self._prescale,
-            "postscale": self._postscale,
-            "name": self._name,
-        }
+        tensors = [[str(t.dtype).removeprefix("torch."), [*t.shape]] for t in self._tensors]
+        factors = {"prescale": self._prescale, "postscale": self._postscale}
+        its = {"tensors": tensors, "op": self._op.value, "name": self._name}
+        return {"kind": "allreduce", **its, **factors}
 
     @classmethod
     def of_zeros(cls, spec: dict[str, Any]) -> Allreduce:
         """Return the operation of zeros that a joined rank runs, to match the spec."""
-        zeros = [
-            torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in spec["tensors"]
-        ]
-        op, name = Op(spec["op"]), spec["name"]
-        return cls(zeros, zeros, op, spec["prescale"], spec["postscale"], name)
+        zeros = [torch.zeros(shape, dtype=getattr(torch, kind)) for kind, shape in spec["tensors"]]
+        factors = spec["prescale"], spec["postscale"]
+        return cls(zeros, zeros, Op(spec["op"]), *factors, spec["name"])
 
     def load(self) -> None:
         self._chunks = self._chunks_of(self._tensors)
@@ -215,8 +208,8 @@ class Broadcast(TensorOperation[list[torch.Tensor]]):
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        tensors: Tensors,
+        outputs: Tensors,
         root: int,
         ranks: Sequence[int] | None = None,
         name: str | None = None,
@@ -250,7 +243,7 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
 
     verb = "allgather"
 
-    def __init__(self, tensors: Sequence[torch.Tensor], name: str | None = None) -> None:
+    def __init__(self, tensors: Tensors, name: str | None = None) -> None:
         check_dense(*tensors)
         plain = [tensor.detach() for tensor in tensors]
         self._sources = [each.reshape(1) if each.dim() == 0 else each for each in plain]
@@ -262,9 +255,7 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
     def load(self) -> None:
         self._sources = [_private(source) for source in self._sources]  # callers may change theirs
 
-    def launch(
-        self, communicator: Communicator, numbers: Sequence[Sequence[int]]
-    ) -> Sequence[Waitable]:
+    def launch(self, communicator: Communicator, numbers: Numbers) -> Sequence[Waitable]:
         handles: list[Waitable] = []
         for index, source in enumerate(self._sources):
             lengths = [each[index] for each in numbers]
@@ -291,11 +282,7 @@ class SparseAllreduce(Allgather):
     """Sums or averages of sparse tensors: ranks gather as many indices and values as they have."""
 
     def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        op: AnyOp,
-        name: str | None = None,
-        outputs: Sequence[torch.Tensor] = (),
+        self, tensors: Tensors, op: AnyOp, name: str | None = None, outputs: Tensors = ()
     ) -> None:
         if not all(getattr(each, "layout", None) is torch.sparse_coo for each in tensors):
             raise ValueError(
@@ -314,14 +301,12 @@ class SparseAllreduce(Allgather):
 
     def store(self) -> list[torch.Tensor]:
         gathered = super().store()
-        totals = []
-        for indices, values, shape in zip(gathered[::2], gathered[1::2], self._shapes, strict=True):
-            mean = values / self.size if self._op is Op.AVERAGE else values
-            totals.append(
-                torch.sparse_coo_tensor(
-                    indices.transpose(0, 1), mean, shape, check_invariants=False
-                )
-            )
+        if self._op is Op.AVERAGE:
+            gathered[1::2] = [values / self.size for values in gathered[1::2]]
+        totals = [
+            torch.sparse_coo_tensor(rows.T, values, shape, check_invariants=False)
+            for rows, values, shape in zip(gathered[::2], gathered[1::2], self._shapes, strict=True)
+        ]
         with torch.no_grad():
             for output, total in zip(self._outputs, totals, strict=False):  # none, if not in place
                 output.copy_(total.coalesce())
@@ -333,9 +318,7 @@ class AllgatherInto(TensorOperation[None]):
 
     verb = "allgather"
 
-    def __init__(
-        self, outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, outputs: Sequence[Tensors], tensors: Tensors) -> None:
         self._outputs, self._tensors = [*itertools.chain(*outputs)], tensors
         self._counts = [len(each) for each in outputs]
         self.pattern = "all_gather", kinds(tensors)
@@ -355,14 +338,10 @@ class AlltoallInto(TensorOperation[Any]):
 
     verb = "alltoall"
 
-    def __init__(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], pattern: Any
-    ) -> None:
+    def __init__(self, outputs: Tensors, inputs: Tensors, pattern: Any) -> None:
         self._outputs, self._inputs, self.pattern = outputs, inputs, pattern
 
-    def launch(
-        self, communicator: Communicator, _numbers: Sequence[Sequence[int]]
-    ) -> Sequence[Waitable]:
+    def launch(self, communicator: Communicator, _numbers: Numbers) -> Sequence[Waitable]:
         self._chunks = lend(self._outputs, private=not self.lends)
         received = [chunk.buffer for chunk in self._chunks]
         sent = [_flat(each) for each in self._inputs]
@@ -388,9 +367,7 @@ class Alltoall(AlltoallInto):
         (tensor,) = self._inputs
         self._inputs = [_private(part) for part in torch.split(tensor, list(self.numbers))]
 
-    def launch(
-        self, communicator: Communicator, numbers: Sequence[Sequence[int]]
-    ) -> Sequence[Waitable]:
+    def launch(self, communicator: Communicator, numbers: Numbers) -> Sequence[Waitable]:
         self.received = [each[communicator.rank] for each in numbers]
         like = self._inputs[0]
         self._outputs = [like.new_empty((rows, *like.shape[1:])) for rows in self.received]
@@ -407,15 +384,9 @@ class ReducescatterInto(TensorOperation[list[torch.Tensor]]):
     _op: AnyOp
 
     def __init__(
-        self,
-        outputs: Sequence[torch.Tensor],
-        lists: Sequence[Sequence[torch.Tensor]],
-        op: AnyOp,
-        prescale: float,
-        pattern: Any,
+        self, outputs: Tensors, lists: Sequence[Tensors], op: AnyOp, prescale: float, pattern: Any
     ) -> None:
-        self._outputs, self._lists = list(outputs), list(lists)
-        self.pattern = pattern
+        self._outputs, self._lists, self.pattern = list(outputs), list(lists), pattern
         self._op, self._prescale = op, float(prescale)
 
     def load(self) -> None:
@@ -451,12 +422,7 @@ class Reducescatter(ReducescatterInto):
     lends = True  # the outputs, which are its own
 
     def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        op: Op,
-        prescale: float,
-        postscale: float,
-        name: str | None = None,
+        self, tensors: Tensors, op: Op, prescale: float, postscale: float, name: str | None = None
     ) -> None:
         check_dense(*tensors)
         head = reduction(called("reducescatter", name), op.value, prescale, postscale)
@@ -492,12 +458,12 @@ def kind_of(dtype: torch.dtype, shape: Sequence[object]) -> str:
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
-def kinds(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def kinds(tensors: Tensors) -> tuple[Any, ...]:
     """Return types and shapes of tensors, for a pattern."""
     return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
 
 
-def kinds_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+def kinds_of_rows(tensors: Tensors) -> tuple[Any, ...]:
     """Return types and shapes of tensors whose first dimension may differ between ranks."""
     return tuple((tensor.dtype, ("*", *tensor.shape[1:])) for tensor in tensors)
 
