@@ -12,10 +12,9 @@ import torch
 
 from nbelastic.collectives import Communicator
 from nbelastic.errors import CollectiveError, RanksDisagree
-from nbelastic.torch.gradients.arrived import ArrivedGradients
+from nbelastic.torch.gradients.arrived import ArrivedGradients, same
 from nbelastic.torch.gradients.groups import Bucket, is_accelerator
 from nbelastic.torch.gradients.options import ReduceOptions
-from nbelastic.torch.identity import same
 from nbelastic.torch.ops.operation.tensor_operations import kind_of
 
 BUCKET_BYTES = 25 << 20

@@ -16,7 +16,7 @@ from typing import Final
 from nbelastic.elastic.ranks.context import Context, at_shutdown, current
 from nbelastic.elastic.ranks.groups import EVERYONE, Group, Members
 from nbelastic.errors import NotInitialized
-from nbelastic.torch.ops.coordination.coordination import announce
+from nbelastic.torch.ops.coordination.comparison import agree
 
 
 class ProcessSet:
@@ -158,10 +158,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     registry = _registry(context)
     if process_set.process_set_id is not None:
         raise ValueError(f"{process_set!r} is added already")
-    communicator = context.communicator()
-    announce(communicator, "add_process_set")
-    wanted = process_set._members.named
-    ids = communicator.agree(f"add_process_set of ranks {wanted}", registry.next_id)
+    wanted, verb = process_set._members.named, "add_process_set"
+    text = f"{verb} of ranks {wanted}"
+    ids = agree(context.communicator(), text, [registry.next_id], what=verb)
     if registry.generation != context.generation:  # earlier sets are other members by now
         registry.made, registry.generation = set(), context.generation
     # Refused only after the comparison, so that all ranks refuse it together.
@@ -173,8 +172,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if tuple(wanted) in registry.made or len(wanted) == context.size:
         raise ValueError(f"there is a process set of ranks {wanted} already; use that one")
     registry.made.add(tuple(wanted))
-    process_set._become(max(ids), Members(wanted, context.starts()))  # newcomers have counted less
-    registry.next_id = max(ids) + 1
+    number = max(each for (each,) in ids)  # newcomers have counted less
+    process_set._become(number, Members(wanted, context.starts()))
+    registry.next_id = number + 1
     registry.sets.add(process_set)
     return process_set
 
@@ -184,9 +184,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if not process_set.process_set_id:  # that of all ranks stays
         return False
     context = current()
-    communicator = context.communicator()
-    announce(communicator, "remove_process_set")
-    communicator.agree(f"remove_process_set of {process_set._describe()}")
+    communicator, verb = context.communicator(), "remove_process_set"
+    agree(communicator, f"{verb} of {process_set._describe()}", what=verb)
     key = group_in(context, process_set).key
     for purpose in ("", "names-", "sync-batch-norm-"):
         communicator.close_subgroup(purpose + key)
