@@ -99,29 +99,15 @@ def test_gradients_of_each_parameter_are_combined(monkeypatch, size, compression
         )
 
 
-def test_what_only_some_use_is_added_and_what_nobody_uses_has_no_gradient():
+def test_what_only_some_use_is_added_and_complex_numbers_are_pairs():
     def rank_main(context):
-        weights = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in DTYPES]
+        kinds = (torch.float32, torch.complex64, torch.float32, torch.complex64)
+        weights = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in kinds]
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, 1.0), op=hvd.Adasum)
-        used = weights[context.rank]
-        (used.abs().sum() * 3).backward()
+        used, unused, by_all = weights[context.rank], *weights[2:]
+        (used.abs().sum() * 3 + by_all.real.sum() + 2 * by_all.imag.sum()).backward()
         optimizer.step()
-        assert weights[2].grad is None
-        return [weight.detach().real.tolist() for weight in weights[:2]]
+        assert unused.grad is None
+        return [weight.detach().real.tolist() for weight in weights[:2]], by_all.grad.tolist()
 
-    assert run_ranks(2, rank_main) == [[[-2.0, -2.0], [-2.0, -2.0]]] * 2
-
-
-DTYPES = [torch.float32, torch.complex64, torch.float32]
-
-
-def test_complex_gradients_are_combined_as_pairs():
-    def rank_main(context):
-        weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-        other = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([other, weight], 1.0), op=hvd.Adasum)
-        (weight.real.sum() + 2 * weight.imag.sum() + other.real.sum()).backward()
-        optimizer.step()
-        return weight.grad.tolist() + other.grad.tolist()
-
-    assert run_ranks(2, rank_main) == [[1 + 2j] * 3 + [1] * 2] * 2
+    assert run_ranks(2, rank_main) == [([[-2.0, -2.0], [-2.0, -2.0]], [1 + 2j] * 2)] * 2

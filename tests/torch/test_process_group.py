@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import pickle
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -257,6 +258,26 @@ def test_a_rank_may_begin_before_it_sends_what_another_needs_first(over):
                 work = group.allreduce([total], options(AllreduceOptions, asyncOp=False))
             work.wait()
             assert total.tolist() == [2.0] * (2 + step)
+
+    over(2, rank_main)
+
+
+def test_a_foreseen_operation_does_not_overtake_one_that_is_compared(over):
+    begun = threading.Event()
+
+    def rank_main(group):
+        for counts in ([1], [2], [3, 4], [1], [2], [5], [1], [2]):  # 4 follows 1, 2, 3, not 1, 2
+            for count in counts:
+                group.allreduce([whole(count=count)]).wait()
+        if group.rank() == 1:
+            assert begun.wait(30)
+            time.sleep(0.05)  # while rank 0 waits for the comparison
+        tensors = [whole(count=3), whole(count=4)]
+        works = [group.allreduce([each]) for each in tensors]
+        begun.set()
+        for work in works:
+            work.wait()
+        assert all(each.eq(2).all() for each in tensors)
 
     over(2, rank_main)
 

@@ -119,7 +119,7 @@ class _Source:
 
 
 class Transfer:
-    """A message under way; where it is waited for, all others of its mailbox advance."""
+    """A message under way. Waiting for the end advances its whole mailbox."""
 
     def __init__(self, mailbox: Mailbox, handles: list[Handle]) -> None:
         self._mailbox, self._handles = mailbox, handles

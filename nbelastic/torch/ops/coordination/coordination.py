@@ -339,12 +339,11 @@ class Coordination:
                     self.over(f"rank {min(gone)} has left without {text}")
                 if time.monotonic() - begun > self.timeout_s and not named.launched:
                     self._client.send({"do": "missing", "set": named.key, "name": named.name})
-                    missing = _next(self._answers)
-                    # No rank, if all have begun it meanwhile.
-                    if communicator is not None and missing is not None and missing["ranks"]:
+                    ranks = (_next(self._answers) or {}).get("ranks")
+                    if communicator is not None and ranks:  # none, if they have begun it meanwhile
                         communicator.abort(
-                            f"{text.partition(chr(10))[0]} was not begun by ranks "
-                            f"{missing['ranks']} within {self.timeout_s:g} s"
+                            f"{text.partition(chr(10))[0]} was not begun by ranks {ranks} "
+                            f"within {self.timeout_s:g} s"
                         )
 
         if not named.ended.is_set():

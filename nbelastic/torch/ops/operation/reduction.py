@@ -1,4 +1,4 @@
-"""Reductions of buffers of any type, by communicators or by each rank after an allgather.
+"""Reductions of buffers, by communicators or by each rank after an allgather.
 
 Adasum is a sum of orthogonal gradients, an average of parallel ones, from Maleki et al., "Scaling
 Distributed Training with Adaptive Summation", arXiv:2006.02924::
