@@ -269,14 +269,17 @@ def test_a_foreseen_operation_does_not_overtake_one_that_is_compared(over):
         for counts in ([1], [2], [3, 4], [1], [2], [5], [1], [2]):  # 4 follows 1, 2, 3, not 1, 2
             for count in counts:
                 group.allreduce([whole(count=count)]).wait()
+        tensors = [whole(count=3), whole(count=4)]
         if group.rank() == 1:
             assert begun.wait(30)
             time.sleep(0.05)  # while rank 0 waits for the comparison
-        tensors = [whole(count=3), whole(count=4)]
-        works = [group.allreduce([each]) for each in tensors]
-        begun.set()
-        for work in works:
-            work.wait()
+            for each in tensors:
+                group.allreduce([each]).wait()
+        else:
+            works = [group.allreduce([each]) for each in tensors]
+            begun.set()
+            for work in works:
+                work.wait()
         assert all(each.eq(2).all() for each in tensors)
 
     over(2, rank_main)

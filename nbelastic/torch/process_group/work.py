@@ -95,7 +95,7 @@ class OperationQueue:
 
 
 class OperationWork(dist.Work):
-    """An operation, from the call to the values in its outputs, which are those of its future."""
+    """An operation, from the call to the values of its outputs and its future."""
 
     def __init__(
         self, queue: OperationQueue, operation: TensorOperation[Any], outputs: Sequence[Any] = ()
