@@ -65,9 +65,9 @@ CASES = [
     (lambda it: hvd.allgather(f32(*it)), ((2, 3), (7, 4)), "float32[*, 3]|float32[*, 4]"),
     (lambda it: hvd.reducescatter(f32(it, 2)), (6, 5), "(average) of float32[6, 2]|float32[5, 2]"),
     (
-        lambda it: hvd.sparse_allreduce_async(torch.sparse_coo_tensor([[0]], [1.0], (it,)))(),
+        lambda it: hvd.sparse_allreduce_async(torch.eye(1, it).to_sparse())(),
         (3, 4),
-        "sizes [[3]]|sizes [[4]]",
+        "sizes [[1, 3]]|sizes [[1, 4]]",
     ),
     (call, (hvd.barrier, lambda: hvd.allreduce(f32(1))), "barrier|allreduce"),
     (
