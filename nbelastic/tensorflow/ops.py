@@ -25,7 +25,8 @@ from nbelastic.keras.backends.reduction import Operation
 from nbelastic.keras.backends.tensorflow import TensorFlowBackend, native
 from nbelastic.torch import compression as compressions
 from nbelastic.torch import functions as broadcasts
-from nbelastic.torch.ops import coordination, functions, reductions
+from nbelastic.torch.ops import functions, reductions
+from nbelastic.torch.ops.coordination import joined_rank, process_sets
 from nbelastic.torch.ops.operation import GradientOp
 from nbelastic.torch.ops.reductions import Average, Sum
 
@@ -187,7 +188,7 @@ def grouped_allgather(
 
     def starts(lengths: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return where this rank's rows begin in each result."""
-        group = coordination.group_of(process_set)
+        group = process_sets.group_of(process_set)
         gathered = functions.allgather(lengths[0], None, process_set)
         return [gathered[: group.ranks.index(group.context.rank)].sum(0, dtype=torch.int32)]
 
@@ -340,7 +341,7 @@ def grouped_reducescatter(
 
 def join() -> Any:
     """Take part in other ranks' operations until all ranks have joined; return the last rank."""
-    return _number(coordination.join)
+    return _number(joined_rank.join)
 
 
 def _number(read: Callable[[], Any]) -> Any:
@@ -349,19 +350,19 @@ def _number(read: Callable[[], Any]) -> Any:
 
 
 def _size(process_set: object) -> Any:
-    return _number(lambda: coordination.group_of(process_set).size)
+    return _number(lambda: process_sets.group_of(process_set).size)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Return the number of ranks in a process set, as of when a ``tf.function`` runs."""
     del name
-    return _number(lambda: coordination.set_of_id(process_set_id).size())
+    return _number(lambda: process_sets.set_of_id(process_set_id).size())
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Return 1 if the rank is in a process set when a ``tf.function`` runs, else 0."""
     del name
-    return _number(lambda: coordination.set_of_id(process_set_id).included())
+    return _number(lambda: process_sets.set_of_id(process_set_id).included())
 
 
 def local_size_op(name: str | None = None) -> Any:

@@ -67,7 +67,7 @@ from nbelastic.torch.ops.functions import (
     poll,
     synchronize,
 )
-from nbelastic.torch.ops.operation.adasum import Adasum
+from nbelastic.torch.ops.operation.reduction import Adasum
 from nbelastic.torch.ops.reductions import (
     Average,
     Max,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -20,10 +20,13 @@ class AnyCompressor(Protocol):
 class Compressor:
     """Compression by a change of the numbers' type only. Used as a class."""
 
-    @staticmethod
-    def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    wire: ClassVar[torch.dtype | None] = None  # of floating point that has more than 16 bits
+
+    @classmethod
+    def wire_dtype(cls, dtype: torch.dtype) -> torch.dtype:
         """Return the type that values of `dtype` have on the wire."""
-        return dtype
+        is_wide = dtype in (torch.float32, torch.float64)
+        return cls.wire if cls.wire is not None and is_wide else dtype
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -48,9 +51,7 @@ class FP16Compressor(Compressor):
     float32 and rounds once. bfloat16 stays what it is.
     """
 
-    @staticmethod
-    def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-        return torch.float16 if dtype in (torch.float32, torch.float64) else dtype
+    wire = torch.float16
 
 
 class BF16Compressor(Compressor):
@@ -61,9 +62,7 @@ class BF16Compressor(Compressor):
     stays what it is.
     """
 
-    @staticmethod
-    def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-        return torch.bfloat16 if dtype in (torch.float32, torch.float64) else dtype
+    wire = torch.bfloat16
 
 
 class Compression:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,14 +16,16 @@ from nbelastic.elastic.training_checks import watch
 from nbelastic.pickling import dumps
 from nbelastic.torch.ops.coordination.comparison import agree, begin
 from nbelastic.torch.ops.coordination.process_sets import group_of
-from nbelastic.torch.ops.operation import description
 from nbelastic.torch.ops.operation.fusion import plan
 from nbelastic.torch.ops.operation.tensor_operations import (
     Allgather,
     Broadcast,
+    Numbers,
     Pending,
     TensorOperation,
+    called,
     check_root,
+    kind_of,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +73,7 @@ def broadcast_parameters(
     if communicator.size == 1:
         return
     root = check_root(root_rank, group.ranks)
-    what = [f"{name!r} is {description.kind(it.dtype, it.shape)}" for name, it in named]
+    what = [f"{name!r} is {kind_of(it.dtype, it.shape)}" for name, it in named]
     text = "\n".join([f"broadcast_parameters from rank {root_rank}", *what])
     agree(communicator, text, what="broadcast_parameters" if group.is_global else None)
     tensors = [tensor for _, tensor in named]
@@ -117,7 +120,19 @@ def broadcast_optimizer_state(
         return
     root = check_root(root_rank, group.ranks)
     verb = f"broadcast_optimizer_state of {type(optimizer).__name__}"
-    text = "\n".join([f"{verb} from rank {root_rank}", *_groups_of(optimizer)])
+    groups = [options["params"] for options in optimizer.param_groups]
+    counts = ", ".join(str(len(parameters)) for parameters in groups)
+    text = "\n".join(
+        [
+            f"{verb} from rank {root_rank}",
+            f"an optimizer with groups of {counts} parameters",
+            *(
+                f"group {number}, parameter {index} is {kind_of(it.dtype, it.shape)}"
+                for number, parameters in enumerate(groups)
+                for index, it in enumerate(parameters)
+            ),
+        ]
+    )
     agree(communicator, text, what="broadcast_optimizer_state" if group.is_global else None)
     is_root = communicator.rank == root
     state: Any = optimizer.state_dict() if is_root else None
@@ -137,33 +152,14 @@ def broadcast_optimizer_state(
 
 def _give_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
     """Give parameters without a gradient zeros, which scripts of Horovod's read."""
-    modules = () if model is None else model.modules()
-    sparse = {
-        id(parameter)
-        for module in modules
-        if getattr(module, "sparse", False)
-        for parameter in module.parameters(recurse=False)
-    }
+    modules = [] if model is None else [m for m in model.modules() if getattr(m, "sparse", False)]
+    sparse = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     only_sparse = isinstance(optimizer, torch.optim.SparseAdam)
-    for options in optimizer.param_groups:
-        for parameter in options["params"]:
-            if parameter.requires_grad and parameter.grad is None:
-                zeros = torch.zeros_like(parameter, requires_grad=False)
-                is_sparse = only_sparse or id(parameter) in sparse
-                parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
-
-
-def _groups_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Describe an optimizer's groups and their parameters, each in a line."""
-    groups = [group["params"] for group in optimizer.param_groups]
-    return [
-        f"an optimizer with groups of {', '.join(str(len(group)) for group in groups)} parameters",
-        *(
-            f"group {number}, parameter {index} is {description.kind(it.dtype, it.shape)}"
-            for number, group in enumerate(groups)
-            for index, it in enumerate(group)
-        ),
-    ]
+    for parameter in itertools.chain(*(options["params"] for options in optimizer.param_groups)):
+        if parameter.requires_grad and parameter.grad is None:
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            is_sparse = only_sparse or id(parameter) in sparse
+            parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
 
 
 def broadcast_object(
@@ -196,7 +192,7 @@ def broadcast_object(
     group.check_member()
     if group.size == 1:
         return obj
-    verb = f"{description.called('broadcast_object', name)} from rank {root_rank}"
+    verb = f"{called('broadcast_object', name)} from rank {root_rank}"
     received: T = begin(group, _ObjectBroadcast(obj, root, verb, group), name).wait()
     return received
 
@@ -214,7 +210,7 @@ def allgather_object(obj: T, name: str | None = None, process_set: object = None
     if group.size == 1:
         return [obj]
     gather = Allgather([_encode(obj)])
-    gather.verb, gather.pattern = "allgather_object", description.called("allgather_object", name)
+    gather.verb, gather.pattern = "allgather_object", called("allgather_object", name)
     (gathered,) = begin(group, gather, name).wait()
     (lengths,) = gather.lengths
     payloads = enumerate(torch.split(gathered, lengths))
@@ -232,9 +228,7 @@ class _ObjectBroadcast(TensorOperation[Any]):
         self._payload = _encode(obj) if self._is_root else torch.empty(0, dtype=torch.uint8)
         self.numbers = (self._payload.numel(),)
 
-    def launch(
-        self, communicator: Communicator, numbers: Sequence[Sequence[int]]
-    ) -> Sequence[Handle]:
+    def launch(self, communicator: Communicator, numbers: Numbers) -> Sequence[Handle]:
         if not self._is_root:
             self._payload = torch.empty(numbers[self._root][0], dtype=torch.uint8)
         return [communicator.broadcast_async(self._payload, self._root)]
@@ -280,8 +274,7 @@ def _named(params: Any) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, Mapping):
         pairs = sorted(params.items())  # a state dict's order may differ by rank
     elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
-        items = [item if isinstance(item, tuple) else (None, item) for item in params]
-        pairs = [(str(i) if name is None else name, p) for i, (name, p) in enumerate(items)]
+        pairs = [it if isinstance(it, tuple) else (str(i), it) for i, it in enumerate(params)]
     else:
         raise ValueError(
             "params must be a state_dict, named parameters or parameters, not "

@@ -15,9 +15,22 @@ import torch
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import OptionError, StateMismatch
-from nbelastic.torch.identity import WhileAlive
 
 RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
+
+
+class WhileAlive:
+    """Call of a method as long as its object lives; a copy of the call does nothing."""
+
+    def __init__(self, method: Callable[[], Any] | None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, *_: object) -> Any:
+        method = None if self._method is None else self._method()
+        return None if method is None else method()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WhileAlive, (None,)
 
 
 class LRScaler:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nbelastic.elastic.ranks.context import Context, current_or_none
+from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.groups import Group
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.ops.autograd import apply
@@ -52,50 +52,39 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise `input`, of shape (samples, channels, …)."""
+    def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"SyncBatchNorm needs at least 2 dimensions, not {input.dim()}")
         if input.shape[1] != self.num_features:
             raise ValueError(
                 f"SyncBatchNorm has {self.num_features} features, the input {input.shape[1]}"
             )
-        uses_batch = self.training or not self.track_running_stats
-        tracks = self.training and self.track_running_stats
-        if tracks and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise `input`, of shape (samples, channels, …)."""
         group = None
-        if uses_batch and current_or_none() is not None:
+        if current_or_none() is not None and (self.training or not self.track_running_stats):
             group = group_of(self.process_set)
         if group is None or group.size == 1:
-            return torch.nn.functional.batch_norm(
-                input,
-                self.running_mean if not self.training or tracks else None,
-                self.running_var if not self.training or tracks else None,
-                self.weight,
-                self.bias,
-                uses_batch,
-                self._factor(),
-                self.eps,
-            )
+            alone: torch.Tensor = super().forward(input)
+            return alone
+        self._check_input_dim(input)
         output: torch.Tensor
         output, mean, variance, count = apply(
             _Normalise, group, self.eps, input, self.weight, self.bias
         )
-        if tracks:
+        if self.training and self.track_running_stats:
+            assert self.num_batches_tracked is not None
             assert self.running_mean is not None
             assert self.running_var is not None
-            factor = self._factor()
+            self.num_batches_tracked.add_(1)
+            weight = self.momentum
+            if weight is None:  # a mean over all batches
+                weight = 1.0 / float(self.num_batches_tracked)
             unbiased = variance * (count / (count - 1).clamp(min=1))  # as torch's layers keep it
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
         return output
-
-    def _factor(self) -> float:
-        """Return the weight of a batch in the running statistics."""
-        if self.momentum is not None:
-            return self.momentum
-        return 0.0 if self.num_batches_tracked is None else 1.0 / float(self.num_batches_tracked)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
@@ -228,10 +217,9 @@ def _along(vector: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return vector.view(1, -1, *(1 for _ in range(values.dim() - 2)))
 
 
-def _take_part(context: Context, what: dict[str, Any]) -> None:
-    """Give the other ranks statistics of no sample, as a rank that has joined."""
-    zeros = torch.zeros(what["count"], dtype=getattr(torch, what["dtype"]))
-    _gather(Group(context), context.generation, zeros)
-
-
-SERVICES["statistics"] = _take_part
+# A rank that has joined gives the others statistics of no sample.
+SERVICES["statistics"] = lambda context, what: _gather(
+    Group(context),
+    context.generation,
+    torch.zeros(what["count"], dtype=getattr(torch, what["dtype"])),
+)

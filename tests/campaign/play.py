@@ -6,7 +6,7 @@ import contextvars
 import time
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,8 +17,7 @@ from nbelastic.errors import CollectiveError, NotTheRank, RanksDisagree
 from tests.collectives.worlds import MAKERS, World
 from tests.support.world import StaticContext
 
-if TYPE_CHECKING:
-    from .programs import Program, Step
+from .programs import FIELDS, Program, Step
 
 LIMIT_S = 30.0
 """How long a program may take."""
@@ -102,31 +101,19 @@ def _tensor(step: Step, rank: int, number: int) -> torch.Tensor:
 
 def _call(step: Step, rank: int, number: int) -> Any:
     """Do an operation and return its result, or its handle."""
-    tensor, text = _tensor(step, rank, number), f"{rank}/{number}"
+    tensor, fields = _tensor(step, rank, number), FIELDS[step.kind]
+    first = {
+        "grouped_allreduce": [tensor, tensor],
+        "broadcast_object": f"{rank}/{number}",
+        "allgather_object": f"{rank}/{number}",
+        "broadcast_parameters": {"weight": tensor},
+    }.get(step.kind, tensor)
+    given = {"op": getattr(hvd, step.reduction), "root_rank": step.root, "name": step.name}
+    taken = {"op": "reduction", "root_rank": "root"}
+    options = {key: each for key, each in given.items() if taken.get(key, key) in fields}
     function = getattr(hvd, f"{step.kind}_async" if step.begun_only else step.kind)
-    reduction = {"op": getattr(hvd, step.reduction)}
-    match step.kind:
-        case "allreduce":
-            return function(tensor, name=step.name, **reduction)
-        case "grouped_allreduce":
-            return function([tensor, tensor], **reduction)
-        case "reducescatter":
-            return function(tensor, **reduction)
-        case "broadcast":
-            return function(tensor, step.root, name=step.name)
-        case "allgather":
-            return function(tensor, name=step.name)
-        case "alltoall":
-            return function(tensor)
-        case "barrier":
-            return function()
-        case "broadcast_object":
-            return function(text, step.root, name=step.name)
-        case "allgather_object":
-            return function(text)
-        case "broadcast_parameters":
-            return function({"weight": tensor}, step.root) or tensor
-    raise AssertionError(step.kind)
+    result = function(*() if step.kind == "barrier" else (first,), **options)
+    return tensor if step.kind == "broadcast_parameters" else result
 
 
 def _plain(result: Any) -> Any:
@@ -251,15 +238,9 @@ def _results(steps: tuple[Step, ...], numbers: tuple[int, ...]) -> list[Any]:
         case "alltoall":
             parts = [each.chunk(size) if len(each) else [each] * size for each in inputs]
             return [_plain(torch.cat(mine)) for mine in zip(*parts, strict=True)]
-    stacked = torch.stack(inputs)
-    whole: Any = {
-        "Sum": stacked.sum(0),
-        "Average": (stacked.sum(0) / size).floor()
-        if not stacked.is_floating_point()
-        else stacked.mean(0),
-        "Min": stacked.amin(0),
-        "Max": stacked.amax(0),
-    }[first.reduction].to(inputs[0].dtype)
+    stacked = torch.stack(inputs).double()
+    reductions = {"Sum": torch.sum, "Average": torch.mean, "Min": torch.amin, "Max": torch.amax}
+    whole = reductions[first.reduction](stacked, 0).to(inputs[0].dtype)  # whole numbers cut off
     if first.kind == "reducescatter":
         return [_plain(whole[: len(whole) // size])] * size  # all its rows are alike
     return [[_plain(whole)] * 2 if first.kind == "grouped_allreduce" else _plain(whole)] * size

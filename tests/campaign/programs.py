@@ -74,13 +74,6 @@ class Program:
         """Whether operations of any rank are matched by their names."""
         return any(step.is_named for steps in self.ranks for step in steps)
 
-    def __str__(self) -> str:
-        lines = [f"seed {self.seed}: ranks {'go on' if self.goes_on else 'end'} if they disagree"]
-        for rank, steps in enumerate(self.ranks):
-            lines.append(f"  rank {rank}")
-            lines.extend(f"    {step}" for step in steps)
-        return "\n".join(lines)
-
 
 def program(seed: int, names: bool = False) -> Program:
     """Return the program of a seed, with names or without."""

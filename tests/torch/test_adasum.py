@@ -7,7 +7,7 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.torch.gradients import layout
-from nbelastic.torch.ops.operation.adasum import adasum_async, combine
+from nbelastic.torch.ops.operation.reduction import combine
 from tests.support.world import run_ranks
 from tests.torch.training import assert_equal, make_model, parameters_of
 
@@ -57,20 +57,14 @@ def test_zeros_add_nothing_and_what_is_infinite_spoils_all():
 
 
 def test_parts_are_combined_one_by_one():
-    def rank_main(context):
-        buffer = torch.cat(draw(2, 5, context.rank)).float()
-        handle = adasum_async(context.communicator(), buffer, [5, 0, 5])
-        handle.wait()
-        handle.wait()
-        assert handle.done()
-        return buffer
+    parts = [[part.float() for part in draw(2, 5, rank)] for rank in range(3)]
 
-    results = run_ranks(3, rank_main)
-    for result in results:
-        assert torch.equal(result, results[0])
-    for part in range(2):
-        vectors = [draw(2, 5, rank)[part].float() for rank in range(3)]
-        assert torch.equal(results[0][part * 5 : part * 5 + 5], combine(vectors).float())
+    def rank_main(context):
+        first, second = parts[context.rank]
+        return hvd.grouped_allreduce([first, torch.empty(0), second], op=hvd.Adasum)
+
+    for first, _, second in run_ranks(3, rank_main):
+        assert_equal([first, second], [combine(part).float() for part in zip(*parts, strict=True)])
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -105,29 +99,15 @@ def test_gradients_of_each_parameter_are_combined(monkeypatch, size, compression
         )
 
 
-def test_what_only_some_use_is_added_and_what_nobody_uses_has_no_gradient():
+def test_what_only_some_use_is_added_and_complex_numbers_are_pairs():
     def rank_main(context):
-        weights = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in DTYPES]
+        kinds = (torch.float32, torch.complex64, torch.float32, torch.complex64)
+        weights = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in kinds]
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(weights, 1.0), op=hvd.Adasum)
-        used = weights[context.rank]
-        (used.abs().sum() * 3).backward()
+        used, unused, by_all = weights[context.rank], *weights[2:]
+        (used.abs().sum() * 3 + by_all.real.sum() + 2 * by_all.imag.sum()).backward()
         optimizer.step()
-        assert weights[2].grad is None
-        return [weight.detach().real.tolist() for weight in weights[:2]]
+        assert unused.grad is None
+        return [weight.detach().real.tolist() for weight in weights[:2]], by_all.grad.tolist()
 
-    assert run_ranks(2, rank_main) == [[[-2.0, -2.0], [-2.0, -2.0]]] * 2
-
-
-DTYPES = [torch.float32, torch.complex64, torch.float32]
-
-
-def test_complex_gradients_are_combined_as_pairs():
-    def rank_main(context):
-        weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-        other = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([other, weight], 1.0), op=hvd.Adasum)
-        (weight.real.sum() + 2 * weight.imag.sum() + other.real.sum()).backward()
-        optimizer.step()
-        return weight.grad.tolist() + other.grad.tolist()
-
-    assert run_ranks(2, rank_main) == [[1 + 2j] * 3 + [1] * 2] * 2
+    assert run_ranks(2, rank_main) == [([[-2.0, -2.0], [-2.0, -2.0]], [1 + 2j] * 2)] * 2

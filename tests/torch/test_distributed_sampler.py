@@ -30,9 +30,6 @@ distributed_sampler.install()
 class Wrapper(DistributedSampler[Any]):
     """A sampler that deals what another draws, as Lightning's wrapper does."""
 
-    def __init__(self, data: Any, **options: Any) -> None:
-        super().__init__(data, **options)
-
     def __iter__(self) -> Iterator[Any]:
         drawn = torch.randperm(len(self.dataset)).tolist()
         return (drawn[place] for place in super().__iter__())

@@ -37,24 +37,25 @@ def test_variables_without_a_meaning_here_are_named_once(monkeypatch, caplog):
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "30")
     monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
     monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "64MB")
     run_ranks(1, lambda context: [hvd.init(), hvd.init()])
     assert named(caplog) == [
         "these environment variables of Horovod's have no effect: HOROVOD_AUTOTUNE, "
-        "HOROVOD_CYCLE_TIME (operations begin at once), HOROVOD_STALL_CHECK_TIME_SECONDS (a rank "
-        "that stalls is replaced after stall_timeout)"
+        "HOROVOD_CYCLE_TIME (operations begin at once), HOROVOD_FUSION_THRESHOLD (must be a number "
+        "of bytes), HOROVOD_STALL_CHECK_TIME_SECONDS (a rank that stalls is replaced after "
+        "stall_timeout)"
     ]
+    assert layout.fusion_threshold() == layout.BUCKET_BYTES
 
 
 def test_what_is_heeded_is_not_named(monkeypatch, caplog):
-    for name, value in [
-        ("HOROVOD_FUSION_THRESHOLD", "1048576"),
-        ("HOROVOD_TIMELINE_MARK_CYCLES", "1"),
-        ("HOROVOD_LOG_LEVEL", "ERROR"),
-    ]:
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1048576")
+    monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", "1")
+    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "ERROR")
     run_ranks(1, lambda context: hvd.init())
     assert named(caplog) == []
     assert logging.getLogger("nbelastic").level == logging.ERROR
+    assert layout.fusion_threshold() == 1 << 20
 
 
 @pytest.mark.parametrize("heeded", [(), ("HOROVOD_TIMELINE",)])
@@ -67,24 +68,6 @@ def test_a_variable_of_the_kernel_is_named_unless_the_job_has_it(monkeypatch, ca
     monkeypatch.setattr(environment, "current", lambda: context)
     environment.heed_environment()
     assert len(named(caplog)) == (0 if heeded else 1)
-
-
-def test_a_threshold_that_is_no_number_has_no_effect(monkeypatch, caplog):
-    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "64MB")
-    run_ranks(1, lambda context: hvd.init())
-    assert "HOROVOD_FUSION_THRESHOLD (must be a number of bytes)" in named(caplog)[0]
-    assert layout.fusion_threshold() == layout.BUCKET_BYTES
-
-
-@pytest.mark.parametrize(
-    ("text", "buckets"), [("0", 4), ("8", 4), ("64", 2), ("1000000", 1), (None, 1)]
-)
-def test_a_bucket_has_as_many_bytes_as_the_threshold(monkeypatch, text, buckets):
-    if text is not None:
-        monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", text)
-    parameters = [torch.empty(8) for _ in range(4)]
-    manifest = layout.Manifest([3, 2, 1, 0], False, bucket_bytes=layout.fusion_threshold())
-    assert len(layout.plan_buckets(parameters, manifest, lambda dtype: dtype)) == buckets
 
 
 def test_the_threshold_of_rank_0_counts(monkeypatch):

@@ -9,14 +9,12 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.collectives import Capabilities, Communicator, SoloCommunicator
-from nbelastic.collectives.consistency import disagreement
+from nbelastic.collectives import Capabilities, Communicator
 from nbelastic.elastic.ranks.context import current, one_of_all
 from nbelastic.errors import CollectiveError, RanksDisagree
 from nbelastic.torch.ops.coordination import coordination
-from nbelastic.torch.ops.coordination.comparison import agree
 from tests.collectives.worlds import MAKERS, SOME_KINDS
-from tests.support.world import in_time, run_ranks
+from tests.support.world import run_ranks
 from tests.torch.training import loss_of, make_model, parameters_of
 
 of_kinds = pytest.mark.parametrize("kind", SOME_KINDS)
@@ -99,30 +97,6 @@ def test_a_death_ends_every_wait(kind, wait):
     run_ranks(2, rank_main, make=MAKERS[kind])
 
 
-def test_the_end_of_the_matching_is_the_end_of_all_waits_to_come():
-
-    class Client:
-        timeout_s, has_received, over = 30.0, False, threading.Event()
-
-        def connect(self):
-            self.over.wait(30)
-            raise CollectiveError("the matching is over")
-
-        def send(self, message):
-            pass
-
-        abort = close = send
-
-    communicator, client = SoloCommunicator(generation=1), Client()
-    client.abort = client.close = lambda: None
-    its = coordination.Coordination(communicator, client)
-    its.join()
-    client.over.set()
-    for _ in range(2):
-        with pytest.raises(CollectiveError, match="matching is over"):
-            in_time(its.next_event)
-
-
 # -- join ------------------------------------------------------------------------------------------
 
 
@@ -162,36 +136,15 @@ FORBIDDEN = {
 @of_kinds
 def test_other_operations_raise_on_the_ranks_that_call_them(kind):
     def rank_main(context):
-        if context.rank != 1:
-            for verb, call in FORBIDDEN.items():
-                with pytest.raises(RanksDisagree) as error:
+        joined = {1: "rank 1 has joined", 2: "ranks 1, 2 have joined"}
+        for last, words in joined.items():
+            for verb, call in FORBIDDEN.items() if context.rank not in range(1, last + 1) else ():
+                with pytest.raises(RanksDisagree, match=f"^{verb} .* with Join .*: {words}"):
                     call()
-                if verb != "Add_process_set":
-                    assert str(error.value).startswith(f"{verb} is not supported with Join"), verb
-                    assert "rank 1 has joined" in str(error.value)
-        hvd.join()
+            hvd.join()
         return hvd.allgather(torch.tensor([context.rank])).tolist()
 
     assert run_ranks(3, rank_main, make=MAKERS[kind]) == [[0, 1, 2]] * 3
-
-
-@pytest.mark.parametrize(
-    ("texts", "words"),
-    [
-        (["allgather", "join()"], "Allgather is not supported with Join at this time: rank 1 has"),
-        (["join()", "join()", "allgather"], "ranks 0, 1 have joined; allgather"),
-        (["join()"] * 10 + ["allgather"], "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more have joined"),
-        (["allgather 'join()'", "barrier"], "ranks called different operations"),
-    ],
-)
-def test_an_error_names_the_ranks_that_have_joined(texts, words):
-    class Disagreeing(SoloCommunicator):
-        def agree(self, text, number=0):
-            raise disagreement(texts)
-
-    with pytest.raises(RanksDisagree) as error:
-        agree(Disagreeing(generation=1), "allgather")
-    assert words in str(error.value)
 
 
 @of_kinds

@@ -12,7 +12,8 @@ import torch
 import nbelastic.torch as hvd
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import CollectiveError, NotInitialized
-from nbelastic.torch.ops.operation.adasum import combine
+from nbelastic.torch.ops.operation.reduction import combine
+from nbelastic.torch.ops.operation.tensor_operations import Allreduce
 from tests.collectives.worlds import MAKERS, SOME_KINDS
 from tests.support.world import run_ranks
 from tests.torch.fakes import ChangingContext, TwinCommunicator
@@ -259,7 +260,7 @@ MISUSES = {
     r"not \[5, -1\]": lambda: hvd.alltoall(torch.ones(4), splits=[5, -1]),
     "must be integers": lambda: hvd.alltoall(torch.ones(2), splits=torch.ones(2)),
     "cannot be split evenly": lambda: hvd.alltoall(torch.ones(3)),
-    "takes a sparse_coo": lambda: hvd.sparse_allreduce_async(own(0)),
+    "takes sparse_coo": lambda: hvd.sparse_allreduce_async(own(0)),
     "Average or Sum, not": lambda: hvd.sparse_allreduce_async(own(0).to_sparse(), op=hvd.Min),
     "not strided": lambda: hvd.allreduce(own(0).to_sparse()),
     "on tensors, not on int": lambda: hvd.allgather_async(3),
@@ -305,6 +306,17 @@ def test_groups_take_one_operation_per_type_and_a_failed_one_leaves_tensors_as_t
             with pytest.raises(CollectiveError, match="a peer is gone"):
                 hvd.synchronize(handle)
     assert tensor.tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_memory_of_the_caller_is_lent_only_where_a_failure_may_spoil_it(lends):
+    tensor, communicator = torch.zeros(2), TwinCommunicator(generation=1)
+    operation = Allreduce([tensor], [tensor], hvd.Sum)
+    operation.fuses, operation.lends = False, lends
+    operation.load_on(0, 2)
+    operation.launch(communicator, ())
+    communicator.lent[-1].fill_(-1.0)
+    assert tensor.eq(-1.0).all() == lends
 
 
 def test_outside_a_job_init_makes_a_world_of_one():

@@ -12,8 +12,13 @@ import nbelastic.torch as hvd
 from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.coordination.comparison import begin
 from nbelastic.torch.ops.coordination.process_sets import group_of
-from nbelastic.torch.ops.operation import description
-from nbelastic.torch.ops.operation.tensor_operations import Pending, TensorOperation, check_dense
+from nbelastic.torch.ops.operation.tensor_operations import (
+    Pending,
+    TensorOperation,
+    called,
+    check_dense,
+    kinds,
+)
 from tests.collectives.worlds import MAKERS, SOME_KINDS
 from tests.support.world import StaticContext, run_ranks
 
@@ -28,7 +33,7 @@ class PrefixSum(TensorOperation[torch.Tensor]):
         check_dense(tensor)
         self._tensor = tensor
         self._everyone: list[torch.Tensor] = []
-        self.pattern = description.called("prefix_sum", name), description.kinds([tensor])
+        self.pattern = called("prefix_sum", name), kinds([tensor])
 
     def load(self) -> None:
         self._tensor = self._tensor.detach().clone(memory_format=torch.contiguous_format)

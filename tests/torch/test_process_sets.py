@@ -115,6 +115,8 @@ def test_sets_that_cannot_be_made():
         assert not hvd.remove_process_set(everyone)
         assert (everyone.ranks, everyone.process_set_id) == ([0, 1], 0)
         assert (everyone.included(), everyone.rank(), everyone.size()) == (True, context.rank, 2)
+        context.generation += 1
+        assert hvd.add_process_set([0]).ranks == [0], "in another generation these are others"
 
     run_ranks(2, rank_main)
 

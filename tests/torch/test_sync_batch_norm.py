@@ -36,9 +36,8 @@ def test_uneven_batches_count_each_sample_once(kind, size, shape, momentum):
         for _ in range(2):
             output = layer(values)
             outputs.append(output.detach())
-            (
-                output * torch.arange(1.0, 5).view(1, 4, *[1] * (len(shape) - 1)).sin()
-            ).square().sum().backward()
+            weights = torch.arange(1.0, 5).view(1, 4, *[1] * (len(shape) - 1)).sin()
+            (output * weights).square().sum().backward()
         return outputs, values.grad
 
     def rank_main(context):
@@ -49,10 +48,8 @@ def test_uneven_batches_count_each_sample_once(kind, size, shape, momentum):
         evaluated = layer(rows_of(9, size, torch.float64, shape))
         return outputs, grad, parameters, [b.clone() for b in layer.buffers()], evaluated
 
-    plain = (torch.nn.BatchNorm1d if len(shape) == 1 else torch.nn.BatchNorm2d)(
-        4, momentum=momentum
-    )
-    plain = plain.double()
+    kinds = {1: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm2d}
+    plain = kinds[len(shape)](4, momentum=momentum).double()
     expected, grad = run(plain, rows_of(9, size, torch.float64, shape))
     results = run_ranks(size, rank_main, make=MAKERS[kind])
     for step in range(2):
@@ -60,10 +57,8 @@ def test_uneven_batches_count_each_sample_once(kind, size, shape, momentum):
     torch.testing.assert_close(torch.cat([r[1] for r in results]), grad)
     plain.eval()
     for _, _, parameters, buffers, evaluated in results:
-        for mine, theirs in zip(parameters, plain.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs.grad)
-        for mine, theirs in zip(buffers, plain.buffers(), strict=True):
-            torch.testing.assert_close(mine, theirs)
+        torch.testing.assert_close(parameters, [each.grad for each in plain.parameters()])
+        torch.testing.assert_close(buffers, [*plain.buffers()])
         torch.testing.assert_close(evaluated, plain(rows_of(9, size, torch.float64, shape)))
 
 
@@ -82,10 +77,10 @@ def test_it_trains_with_a_distributed_optimizer_and_joined_ranks():
         hvd.broadcast_parameters(net.state_dict(), root_rank=last)
         return last, [value.clone() for value in net.state_dict().values()]
 
-    results = run_ranks(3, rank_main)
-    assert [last for last, _ in results] == [2, 2, 2]
-    for _, values in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(values, results[0][1], strict=True))
+    (_, expected), *others = run_ranks(3, rank_main)
+    for last, values in others:
+        assert last == 2
+        assert all(map(torch.equal, values, expected))
 
 
 def test_modules_are_converted_in_place():

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-
-from nbelastic.torch.identity import same
 
 SAMPLE_VALUES = 16
 
 # A parameter and its gradient, with the gradient's version and address (0 if sparse) on arrival.
 Arrival = tuple[torch.Tensor, torch.Tensor, int, int]
+
+
+def same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Return whether two sequences are of the same objects; comparing tensors yields tensors."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 class Streams:

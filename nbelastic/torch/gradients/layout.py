@@ -12,11 +12,10 @@ import torch
 
 from nbelastic.collectives import Communicator
 from nbelastic.errors import CollectiveError, RanksDisagree
-from nbelastic.torch.gradients.arrived import ArrivedGradients
+from nbelastic.torch.gradients.arrived import ArrivedGradients, same
 from nbelastic.torch.gradients.groups import Bucket, is_accelerator
 from nbelastic.torch.gradients.options import ReduceOptions
-from nbelastic.torch.identity import same
-from nbelastic.torch.ops.operation import description
+from nbelastic.torch.ops.operation.tensor_operations import kind_of
 
 BUCKET_BYTES = 25 << 20
 # The first of several is small, so that the network has something to do early.
@@ -207,7 +206,7 @@ class LayoutAgreement:
             f"it trains {len(parameters)} tensors",
         ]
         for p in parameters:
-            lines.append(f"{self._arrived.name(p)} is {description.kind(p.dtype, p.shape)}")
+            lines.append(f"{self._arrived.name(p)} is {kind_of(p.dtype, p.shape)}")
         communicator.agree("\n".join(lines))
         turns = turns_of(communicator)
         if self._numbered_in != communicator.generation:

@@ -19,7 +19,7 @@ from nbelastic.torch.compression import AnyCompressor, Compression
 from nbelastic.torch.gradients.options import ReduceOptions, check_groups, names_of
 from nbelastic.torch.gradients.reducer import Reducer
 from nbelastic.torch.ops.coordination.process_sets import ProcessSet, added_set
-from nbelastic.torch.ops.operation.adasum import GradientOp
+from nbelastic.torch.ops.operation.reduction import GradientOp
 from nbelastic.torch.ops.reductions import allreduce
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
         count.
     op : default Average
         Average, Sum or Adasum, which adds up what differs between the ranks' gradients of a
-        parameter and averages what does not (:mod:`nbelastic.torch.ops.operation.adasum`). It
+        parameter and averages what does not (:mod:`nbelastic.torch.ops.operation.reduction`). It
         combines gradients; Horovod's combines what each rank's optimizer makes of them.
     gradient_predivide_factor : float, default 1.0
         With Average: gradients are divided by this before they are summed, and by

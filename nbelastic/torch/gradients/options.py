@@ -11,7 +11,7 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.torch.compression import AnyCompressor, Compressor
-from nbelastic.torch.ops.operation.adasum import Adasum, GradientOp
+from nbelastic.torch.ops.operation.reduction import Adasum, GradientOp
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -282,7 +282,7 @@ def gather_sparse(group: Group, parameters: Sequence[torch.Tensor], op: Op) -> N
             gradient = gradient.to_sparse(1)
         gradients.append(gradient)
     total = SparseAllreduce(gradients, op)
-    total.pattern = f"sum of the sparse gradients of an optimizer\n{total.text}"
+    total.pattern = f"sum of the sparse gradients of an optimizer\n{total.pattern}"
     for parameter, gradient in zip(parameters, begin(group, total).wait(), strict=True):
         parameter.grad = gradient.coalesce()
 

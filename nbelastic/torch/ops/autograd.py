@@ -17,7 +17,7 @@ from nbelastic.torch.ops.operation import tensor_operations as operations
 
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.groups import Group
-    from nbelastic.torch.ops.operation.adasum import GradientOp
+    from nbelastic.torch.ops.operation.reduction import GradientOp
     from nbelastic.torch.ops.operation.tensor_operations import TensorOperation
 
     Tensors = Sequence[torch.Tensor]

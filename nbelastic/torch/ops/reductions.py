@@ -16,7 +16,7 @@ from nbelastic.torch.ops import autograd
 from nbelastic.torch.ops.coordination.comparison import begin
 from nbelastic.torch.ops.coordination.process_sets import group_of
 from nbelastic.torch.ops.operation import tensor_operations as operations
-from nbelastic.torch.ops.operation.adasum import GradientOp
+from nbelastic.torch.ops.operation.reduction import GradientOp
 from nbelastic.torch.ops.operation.tensor_operations import Pending, only
 
 Average = Op.AVERAGE
@@ -306,15 +306,7 @@ def sparse_allreduce_async(
     Pending
         Call it, or pass it to ``hvd.synchronize``. The result is sparse and not coalesced.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
-        raise ValueError(
-            "sparse_allreduce_async takes a sparse_coo tensor; use allreduce for others"
-        )
-    if op not in (Op.AVERAGE, Op.SUM):
-        raise ValueError(f"op must be Average or Sum, not {op!r}")
     total = operations.SparseAllreduce([tensor], op, name)
-    # Size and reduction are in no part that travels, so only the pattern shows a difference.
-    total.pattern = f"sparse {total.text}\nof a tensor of size {list(tensor.shape)}, {op.value}"
     return only(begin(group_of(process_set), total, name))
 
 

@@ -74,7 +74,10 @@ def answer(
     original(NAME, None, timeout, world_size=context.size, rank=context.rank, store=store)
     group = default_group()
     assert group is not None
-    _follow(context)
+    # Caches of the world are up to date from generation to generation.
+    others = tuple(each for each in context.after_forming if each is not _refresh)
+    context.after_forming = (*others, _refresh)
+    _refresh()
     if not ours and names != {""}:
         named = ",".join(sorted(names))
         note(context, "remark", f"torch.distributed's back end {named!r} is the job's own here")
@@ -89,15 +92,6 @@ def _check_place(context: Context, rank: int, size: int) -> None:
             f"init_process_group(rank={rank}, world_size={size}): this is rank {context.rank} of "
             f"{context.size}, and both change with the ranks of the job; leave them out"
         )
-
-
-def _follow(context: Context) -> None:
-    """Keep caches of the world up to date from generation to generation."""
-    context.after_forming = (
-        *(each for each in context.after_forming if each is not _refresh),
-        _refresh,
-    )
-    _refresh()
 
 
 def _refresh() -> None:
@@ -122,11 +116,9 @@ def _refresh() -> None:
 
 def _create(options: Any, _: Any = None) -> ElasticProcessGroup:
     """Make a group when torch does not ask the default group for it."""
-    ranks = list(options.global_ranks_in_group)  # empty for the default group
-    if not ranks:
-        return ElasticProcessGroup(current(), options.timeout)
-    its = Group.of_ranks(current(), ranks, str(options.group_id))
-    return ElasticProcessGroup(current(), options.timeout, its)
+    context, ranks = current(), list(options.global_ranks_in_group)  # none for the default group
+    its = Group.of_ranks(context, ranks, str(options.group_id)) if ranks else None
+    return ElasticProcessGroup(context, options.timeout, its)
 
 
 def _monitored_barrier(
@@ -139,8 +131,8 @@ def _monitored_barrier(
     chosen = group or default_group()
     if isinstance(chosen, ElasticProcessGroup):
         chosen.monitored_barrier(timeout, wait_all_ranks)
-        return
-    original(group, timeout, wait_all_ranks)
+    else:
+        original(group, timeout, wait_all_ranks)
 
 
 with contextlib.suppress(RuntimeError):  # a build of torch without distributed

@@ -1,7 +1,7 @@
 """Calls of torch.distributed, as operations on a group's communicator.
 
 torch calls the methods by their names, from Python and from C++. Where these have two spellings,
-the methods have both.
+the methods have both. Its options say whether a call waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch._C._distributed_c10d import BarrierOptions
 from nbelastic.collectives import Op
 from nbelastic.torch.ops.coordination.coordination import coordination_over
 from nbelastic.torch.ops.functions import splits_of
-from nbelastic.torch.ops.operation import description
 from nbelastic.torch.ops.operation.reduction import BitwiseOp
 from nbelastic.torch.ops.operation.tensor_operations import (
     AllgatherInto,
@@ -25,9 +24,10 @@ from nbelastic.torch.ops.operation.tensor_operations import (
     Broadcast,
     ReducescatterInto,
     SparseAllreduce,
+    kinds,
 )
 from nbelastic.torch.process_group.messages import PointToPoint, monitored_barrier
-from nbelastic.torch.process_group.work import CoalescedWork, OperationQueue, OperationWork
+from nbelastic.torch.process_group.work import OperationQueue, OperationWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,13 +75,13 @@ class CollectiveCalls(Base):
     # -- reductions --------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
-        """Reduce tensors over all ranks, in place."""
         tensors, (op, factor, word) = _listed(tensors), _reduction(opts, tensors)
         head = f"all_reduce ({word})"
         operation: TensorOperation[Any]
         if any(each.layout is not torch.strided for each in tensors):
-            operation = _sparse(tensors, op)
-            operation.pattern = head, description.kinds(tensors)
+            sparse = [t.detach().coalesce() if t.is_sparse else t for t in tensors]
+            operation = SparseAllreduce(sparse, op, outputs=tensors)
+            operation.pattern = head, kinds(tensors)
         else:
             operation = Allreduce(tensors, tensors, op, factor, head=head)
         return self._begin(operation, tensors, opts)
@@ -91,7 +91,6 @@ class CollectiveCalls(Base):
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None
     ) -> OperationWork:
-        """Reduce a tensor over all ranks, on the root only."""
         (tensor,), root = _listed(tensors), _root(opts)
         how, factor, word = _reduction(op if isinstance(opts, int) else opts, tensors)
         head = f"reduce ({word}) to rank {root}"
@@ -102,14 +101,11 @@ class CollectiveCalls(Base):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> OperationWork:
-        """Reduce a list of tensors; each rank keeps its own."""
-        output, *_ = _listed(outputs)
-        return self._reduce_scatter([output], [_inner(inputs)], _inner(inputs), opts)
+        return self._reduce_scatter(_listed(outputs)[:1], [_inner(inputs)], _inner(inputs), opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None
     ) -> OperationWork:
-        """Reduce a tensor; each rank keeps its part along the first dimension."""
         return self.reduce_scatter([output], [self._parts(whole, output.shape)], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -117,7 +113,6 @@ class CollectiveCalls(Base):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, wholes: Tensors, opts: Any = None
     ) -> OperationWork:
-        """Reduce several tensors; each rank keeps its parts."""
         lists = [self._parts(w, o.shape) for o, w in zip(outputs, wholes, strict=True)]
         return self._reduce_scatter(outputs, lists, wholes, opts)
 
@@ -127,20 +122,18 @@ class CollectiveCalls(Base):
         self, outputs: Tensors, lists: list[Tensors], described: Tensors, opts: Any
     ) -> OperationWork:
         op, factor, word = _reduction(opts, outputs)
-        pattern = f"reduce_scatter ({word})", description.kinds(described)
+        pattern = f"reduce_scatter ({word})", kinds(described)
         return self._begin(ReducescatterInto(outputs, lists, op, factor, pattern), outputs, opts)
 
     # -- copies ------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> OperationWork:
-        """Copy tensors of the root to all others."""
         tensors, root = _listed(tensors), 0 if opts is None else _root(opts)
         return self._begin(Broadcast(tensors, tensors, root), tensors, opts)
 
     def allgather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> OperationWork:
-        """Collect tensors of all ranks."""
         lists = outputs if isinstance(outputs[0], (list, tuple)) else [outputs]
         filled = [lists[0] if len(lists) == 1 else lists]
         return self._begin(AllgatherInto(lists, _listed(inputs)), filled, opts)
@@ -148,13 +141,11 @@ class CollectiveCalls(Base):
     def allgather_coalesced(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> OperationWork:
-        """Collect several tensors of all ranks; `outputs` has a list for each rank."""
         return self.allgather([list(each) for each in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
     ) -> OperationWork:
-        """Collect tensors of all ranks in one."""
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
     _allgather_base = all_gather_single
@@ -162,7 +153,6 @@ class CollectiveCalls(Base):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> OperationWork:
-        """Collect several tensors of all ranks, each in one."""
         lists = [self._parts(o, t.shape) for o, t in zip(outputs, inputs, strict=True)]
         return self._begin(AllgatherInto(lists, inputs), outputs, opts)
 
@@ -171,9 +161,8 @@ class CollectiveCalls(Base):
     def gather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> OperationWork:
-        """Collect tensors of all ranks on the root."""
         (tensor,), root, into = _listed(inputs), _root(opts), _inner(outputs)
-        pattern = f"gather to rank {root}", description.kinds([tensor])
+        pattern = f"gather to rank {root}", kinds([tensor])
         nothing = [tensor.new_empty(0)] * self.size()  # transports have no gather of their own
         sent = [*nothing[:root], tensor, *nothing[root + 1 :]]
         received = into if self.rank() == root else nothing
@@ -182,9 +171,8 @@ class CollectiveCalls(Base):
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> OperationWork:
-        """Copy tensors of the root to the ranks, one to each."""
         (output,), root = _listed(outputs), _root(opts)
-        pattern = f"scatter from rank {root}", description.kinds([output])
+        pattern = f"scatter from rank {root}", kinds([output])
         nothing = [output.new_empty(0)] * self.size()
         sent = _inner(inputs) if self.rank() == root else nothing
         received = [*nothing[:root], output, *nothing[root + 1 :]]
@@ -193,7 +181,6 @@ class CollectiveCalls(Base):
     def alltoall(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None
     ) -> OperationWork:
-        """AlltoallInto tensors between all pairs of ranks."""
         pattern = "all_to_all", ((inputs[0].dtype, ("*",)),)  # lengths may differ by rank
         return self._begin(AlltoallInto(outputs, inputs, pattern), outputs, opts)
 
@@ -206,7 +193,6 @@ class CollectiveCalls(Base):
         opts: Any = None,
         timeout: Any = None,
     ) -> OperationWork:
-        """AlltoallInto rows between all pairs of ranks."""
         outputs, inputs = self._rows(output, output_splits), self._rows(tensor, input_splits)
         pattern = "all_to_all", ((tensor.dtype, ("*",)),)
         return self._begin(AlltoallInto(outputs, inputs, pattern), [output], opts)
@@ -216,28 +202,22 @@ class CollectiveCalls(Base):
     # -- barriers and messages ---------------------------------------------------------------------
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> OperationWork:
-        """Wait for all ranks."""
         options = opts if isinstance(opts, BarrierOptions) else None
         return self._begin(Barrier(foreseen=True), (), options)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; rank 0 names missing ranks."""
         monitored_barrier(self.here().communicator(), timeout, wait_all_ranks)
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> OperationWork:
-        """Send a tensor to another rank."""
         (tensor,) = _listed(tensors)
         return self._begin(PointToPoint(lambda mailbox: mailbox.send(tensor, to, tag)), [tensor])
 
     def recv(self, tensors: Any, source: int | None, tag: int = 0) -> OperationWork:
-        """Receive a tensor from another rank."""
         (tensor,) = _listed(tensors)
-        return self._begin(
-            PointToPoint(lambda mailbox: mailbox.receive(tensor, source, tag)), [tensor]
-        )
+        operation = PointToPoint(lambda mailbox: mailbox.receive(tensor, source, tag))
+        return self._begin(operation, [tensor])
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> OperationWork:
-        """Receive a tensor from any rank."""
         return self.recv(tensors, None, tag)
 
     # -- coalescing --------------------------------------------------------------------------------
@@ -248,7 +228,7 @@ class CollectiveCalls(Base):
     def _end_coalescing(self, device: torch.device | None = None) -> OperationWork:
         here = self.here()
         works, here._collected = here._collected or [], None
-        return CoalescedWork(here.queue, works)
+        return OperationWork.of_several(here.queue, works)
 
     def _set_sequence_number_for_group(self) -> None:
         self._sequence = 0
@@ -259,10 +239,7 @@ class CollectiveCalls(Base):
     # -- from call to communicator -----------------------------------------------------------------
 
     def _begin(
-        self,
-        operation: TensorOperation[Any],
-        outputs: Sequence[Any],
-        opts: Any = None,
+        self, operation: TensorOperation[Any], outputs: Sequence[Any], opts: Any = None
     ) -> OperationWork:
         """Begin an operation; ranks compare it first, unless foreseen."""
         here = self.here()
@@ -302,17 +279,18 @@ class CollectiveCalls(Base):
         if pattern is None or communicator.size == 1:
             return True
         coordination = queue.coordination = coordination_over(communicator)
+        comparison = None
         if waits:
             coordination.compare(communicator, pattern, limit_s=queue.timeout_s)
         else:
-            work.comparison = coordination.expect(communicator, pattern, for_good=True)
+            comparison = coordination.expect(communicator, pattern, for_good=True)
         deferred = coordination.deferred
         # In backward, sums that would not overlap with it are launched at its end.
         delays = queue.in_backward and not communicator.capabilities.overlaps
-        behind = communicator in [each.communicator for each in deferred]  # it must not overtake
-        if work.comparison is None and (waits or not delays) and not behind:
+        behind = communicator in [each for each, *_ in deferred]  # it must not overtake
+        if comparison is None and (waits or not delays) and not behind:
             return True
-        deferred.append(work)
+        deferred.append((communicator, comparison, work.launch))
         if self._settle not in context.before_exchange:  # Horovod's must not overtake deferred ones
             context.before_exchange += (self._settle,)
         return False
@@ -322,7 +300,7 @@ class CollectiveCalls(Base):
         its, context = self.queue.coordination, self.context
         if its is not None and its.deferred and not context.defers:
             self.queue.launch_deferred(
-                lambda: not any(each.communicator.part_of is None for each in its.deferred)
+                lambda: not any(each.part_of is None for each, *_ in its.deferred)
             )
         if its is None or not its.deferred:
             others = context.before_exchange
@@ -360,18 +338,6 @@ def _reduction(opts: Any, tensors: Sequence[torch.Tensor]) -> tuple[AnyOp, float
             if each.is_floating_point() or each.is_complex():
                 raise ValueError(f"{kind} is for whole numbers, not {each.dtype}")
     return op, how.__getstate__()[1] if word == "premul_sum" else 1.0, word
-
-
-def _sparse(tensors: Sequence[torch.Tensor], op: AnyOp) -> SparseAllreduce:
-    """Return the sum of sparse tensors, in place."""
-    for each in tensors:
-        if each.layout is not torch.sparse_coo or op not in (Op.SUM, Op.AVERAGE):
-            raise ValueError(
-                f"a tensor of layout {each.layout} cannot be reduced by {op}; sparse tensors are "
-                "added up (SUM, AVG) in the layout torch.sparse_coo"
-            )
-    assert isinstance(op, Op)
-    return SparseAllreduce([each.detach().coalesce() for each in tensors], op, outputs=tensors)
 
 
 def _root(opts: Any) -> int:

@@ -24,14 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.process_group.group import ElasticProcessGroup
 
-# What the reducer of each was made for: generation, failures, and whether it was set up alone.
+# The generation and failures that the reducer of each was made for; of none, if it was made alone.
 _marks: weakref.WeakKeyDictionary[Any, tuple[object, ...]] = weakref.WeakKeyDictionary()
 
 _built_in_hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 # States of the random generators of PowerSGD, as its hooks were registered, with the hooks' states.
 _generators: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
-
-_ALONE = "alone"
 
 
 def install() -> None:
@@ -54,7 +52,7 @@ def _around_init(original: Callable[..., Any], ddp: Any, *args: Any, **kwargs: A
         return
     with group.alone():
         original(ddp, *args, **kwargs)
-    _marks[ddp] = (_ALONE,)
+    _marks[ddp] = ()
 
 
 def _around_forward(original: Callable[..., Any], ddp: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +68,7 @@ def _around_forward(original: Callable[..., Any], ddp: Any, *args: Any, **kwargs
 
 
 def _enter_generation(ddp: Any, group: ElasticProcessGroup) -> None:
-    alone = _marks.get(ddp) == (_ALONE,)
+    alone = _marks.get(ddp) == ()
     if not group.generation:
         group.communicator()  # forms it
     if ddp in _marks:  # else it was made in this generation
@@ -98,8 +96,13 @@ def renew(ddp: Any) -> None:
         ddp.logger._set_static_graph()
     if ddp.mixed_precision is not None:
         ddp.reducer._set_mixed_precision_param_dtype(ddp.mixed_precision.param_dtype)
+    # PowerSGD begins again: its matrices belong to buckets, and must be the same on all ranks.
+    for state, generator in _generators.get(ddp, []):
+        state.rng.set_state(generator)
+        for each in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            each.clear()
+        state.iter = 0  # decides when compression begins, on all ranks in the same step
     for hook, state in ddp._comm_hooks:  # the new reducer has none yet
-        _renew_hook_state(ddp, state)
         dist._register_comm_hook(ddp.reducer, state, hook)  # type: ignore[attr-defined]
     if ddp in _built_in_hooks:
         dist._register_builtin_comm_hook(ddp.reducer, _built_in_hooks[ddp])  # type: ignore[attr-defined]
@@ -121,14 +124,3 @@ def _around_hook(
 def _around_built_in_hook(original: Callable[..., Any], ddp: Any, kind: Any) -> Any:
     _built_in_hooks[ddp] = kind  # DDP keeps no record of these
     return original(ddp, kind)
-
-
-def _renew_hook_state(ddp: Any, state: Any) -> None:
-    """Begin PowerSGD again: its matrices belong to buckets, and must be the same on all ranks."""
-    for its, generator in _generators.get(ddp, []):
-        if its is not state:
-            continue
-        state.rng.set_state(generator)
-        for each in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
-            each.clear()
-        state.iter = 0  # decides when compression begins, on all ranks in the same step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
 NAME = "nbelastic"
 
-_JOB_CHOOSES = (
-    "{}(): the ranks of this group are those of the job, which chooses them; train in "
-    "hvd.elastic.run, where the group follows each change by itself"
-)
-
 
 class ElasticProcessGroup(CollectiveCalls):
     """All ranks of the job at the time of each call, or some of them.
@@ -36,11 +31,9 @@ class ElasticProcessGroup(CollectiveCalls):
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
-    supports_tensor_alloc = False
-    # Who calls reconfigure() chooses the ranks, and here the job chooses them. The group follows by
-    # itself, in `hvd.elastic.run`.
-    supports_reconfigure = False
+    supports_tensor_alloc = supports_reconfigure = False
     group_name, group_desc = NAME, ""  # in place of the properties of torch's class
+    options = None  # of the back end: none but the timeout of the job
 
     def __init__(self, context: Context, timeout: Any = None, its: Group | None = None) -> None:
         super().__init__(context, _short(timeout))
@@ -61,12 +54,12 @@ class ElasticProcessGroup(CollectiveCalls):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the job that are in the group at present."""
+        """The ranks of the job that are in the group."""
         return self._its.ranks
 
     @property
     def generation(self) -> int:
-        """Number of the present generation; 0 before the first."""
+        """The number of the present generation; 0 before the first."""
         return self.context.generation
 
     @contextlib.contextmanager
@@ -99,6 +92,7 @@ class ElasticProcessGroup(CollectiveCalls):
         pg_options: Any = None,
         group_name: str = "",
         group_desc: str | None = None,
+        **_: Any,  # as split_group() names its options
     ) -> ElasticProcessGroup | None:
         """Return a group of some ranks; None if this rank is none of them."""
         # On all ranks, because they count their groups.
@@ -112,42 +106,25 @@ class ElasticProcessGroup(CollectiveCalls):
         group.setGroupDesc(group_desc or "undefined")
         return group
 
-    def split_group(
-        self,
-        ranks: Sequence[int],
-        timeout: Any = None,
-        opts: Any = None,
-        group_name: str = "",
-        group_desc: str | None = None,
-        device_types: Any = None,
-    ) -> ElasticProcessGroup | None:
-        """Return the group of some ranks of this one."""
-        return self.new_group(ranks, timeout, opts, group_name, group_desc)
-
-    splitGroup = split_group  # noqa: N815
+    split_group = splitGroup = new_group  # noqa: N815
 
     # -- names -------------------------------------------------------------------------------------
 
     def name(self) -> str:
-        """Return the name of the back end."""
         return NAME
 
     getBackendName = _get_backend_name = name  # noqa: N815
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Return the name of the group."""
         return self.group_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Set the name of the group."""
         self.group_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return the description of the group."""
         return self.group_desc
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Set the description of the group."""
         self.group_desc = desc
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
@@ -159,11 +136,6 @@ class ElasticProcessGroup(CollectiveCalls):
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
-
-    @property
-    def options(self) -> Any:
-        """Options of the back end: none but the timeout of the job."""
-        return None
 
     def __repr__(self) -> str:
         return f"<nbelastic process group {self.group_name!r}: rank {self.rank()} of {self.size()}>"
@@ -177,13 +149,12 @@ class ElasticProcessGroup(CollectiveCalls):
     # -- life --------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of each operation, if it is shorter than torch's own half hour."""
         self.queue.timeout_s = _short(timeout)
 
     _set_default_timeout = set_timeout
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """Do nothing: the ranks are connected as a generation forms."""
+        pass  # the ranks are connected as a generation forms
 
     def _has_hooks(self) -> bool:
         return False
@@ -197,39 +168,38 @@ class ElasticProcessGroup(CollectiveCalls):
 
     def abort(self) -> None:
         """End all operations under way on this rank, and with them the generation; any thread."""
-        latest = self._latest
-        if latest is not None and latest.generation == self.generation:
-            latest.abort("the process group was aborted")
+        if self._latest is not None and self._latest.generation == self.generation:
+            self._latest.abort("the process group was aborted")
 
     def get_error(self) -> Any:
         """Return whether the group works, in torch's words; any thread may ask."""
-        latest = self._latest
-        if latest is not None and latest.generation == self.generation:
-            try:
-                latest.check()
-            except CollectiveError:
-                return ErrorType.COMM_ERROR
+        try:
+            if self._latest is not None and self._latest.generation == self.generation:
+                self._latest.check()
+        except CollectiveError:
+            return ErrorType.COMM_ERROR
         return ErrorType.SUCCESS
 
-    def get_reconfigure_handle(self) -> str:
-        """Refuse: see :attr:`supports_reconfigure`."""
-        raise NbelasticError(_JOB_CHOOSES.format("get_reconfigure_handle"))
+    def reconfigure(self, opts: Any = None) -> NoReturn:
+        """Refuse ranks that the caller would choose."""
+        raise NbelasticError(
+            "reconfigure(): the ranks of this group are those of the job, which chooses them; "
+            "train in hvd.elastic.run, where the group follows each change by itself"
+        )
 
-    def reconfigure(self, opts: Any = None) -> None:
-        """Refuse: see :attr:`supports_reconfigure`."""
-        raise NbelasticError(_JOB_CHOOSES.format("reconfigure"))
+    get_reconfigure_handle = reconfigure
 
 
 def _short(timeout: Any) -> float:
     """Return a limit in seconds; 0 for torch's own and for longer ones."""
     short = isinstance(timeout, timedelta) and timeout < default_pg_timeout
-    return float(timeout.total_seconds()) if short else 0.0
+    return timeout.total_seconds() if short else 0.0
 
 
 def _group_of_this_process(name: str) -> Any:
     """Return the group of a name in this process, for an unpickled object."""
     if not dist.is_initialized():
         return None
-    world = dist.distributed_c10d._world
-    found = [group for group, each in world.pg_names.items() if each == name]
-    return found[0] if found else dist.distributed_c10d._get_default_group()
+    groups = dist.distributed_c10d._world.pg_names.items()
+    found = (group for group, each in groups if each == name)
+    return next(found, dist.group.WORLD)

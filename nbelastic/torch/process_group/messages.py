@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import struct
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nbelastic.errors import CollectiveError
-from nbelastic.torch.ops.operation.tensor_operations import TensorOperation, Waitable
+from nbelastic.torch.ops.operation.tensor_operations import TensorOperation
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Communicator, Handle
@@ -31,94 +32,79 @@ class Mailbox:
     """Messages of a rank in a generation; the communicator's own must not be mixed with these."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
         self._sources: dict[int, _Source] = defaultdict(_Source)
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Sending:
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
         """Begin to send `tensor` to rank `to`."""
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
-        header = _bytes_of(tag, data.numel())
-        handles = [self._communicator.send_async(header, to)]
-        if data.numel():
-            handles.append(self._communicator.send_async(data, to))
-        return Sending(self, handles)
+        header = torch.frombuffer(bytearray(_HEADER.pack(tag, data.numel())), dtype=torch.uint8)
+        parts = [header, data] if data.numel() else [header]
+        return Transfer(self, [self.communicator.send_async(part, to) for part in parts])
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Receiving:
         """Begin to receive into `tensor`, from rank `source` or from any."""
-        communicator = self._communicator
-        if source is not None:
-            sources = [source]
-        else:
-            sources = [rank for rank in range(communicator.size) if rank != communicator.rank]
-        receiving = Receiving(self, tensor, sources, tag)
+        others = [rank for rank in range(self.communicator.size) if rank != self.communicator.rank]
+        sources = others if source is None else [source]
+        receiving = Receiving(self, tensor, tag)
         for each in sources:
             self._sources[each].waiting.append(receiving)
-        self.advance(sources)
+        self.advance()
         return receiving
 
-    def advance(self, sources: Iterable[int] | None = None) -> None:
+    def advance(self) -> None:
         """Take messages that have arrived, and post the next receives."""
-        for rank in list(self._sources if sources is None else sources):
-            source = self._sources[rank]
+        for rank, source in [*self._sources.items()]:
             while self._step(rank, source):
                 pass
 
     def _step(self, rank: int, source: _Source) -> bool:
         """Advance a source; return whether it may advance again."""
         # A receive from any rank waits at all sources, and another may have served it.
-        source.waiting = deque(each for each in source.waiting if each.message is None)
+        source.waiting = [each for each in source.waiting if each.message is None]
         if source.match(rank):
             return True
         if source.handle is None:
             if not source.waiting:
                 return False
-            source.buffer = torch.empty(_HEADER.size, dtype=torch.uint8)
+            source.post(self.communicator, rank, _HEADER.size)
             source.tag = None
-            source.handle = self._communicator.receive_async(source.buffer, rank)
+        assert source.handle is not None
         if not source.handle.done():
             return False
         source.handle.wait()
-        buffer, source.handle = source.buffer, None
+        source.handle, message = None, source.buffer
         if source.tag is None:
-            source.tag, length = _HEADER.unpack(bytes(buffer.tolist()))
+            source.tag, length = _HEADER.unpack(bytes(message.tolist()))
             if length:
-                source.buffer = torch.empty(length, dtype=torch.uint8)
-                source.handle = self._communicator.receive_async(source.buffer, rank)
+                source.post(self.communicator, rank, length)
                 return True
-            buffer = torch.empty(0, dtype=torch.uint8)
-        source.kept.append((source.tag, buffer))
+            message = message[:0]
+        source.kept.append((source.tag, message))
         return True
-
-    def wait(self, ended: Callable[[], bool], timeout_s: float = 0.0) -> None:
-        """Advance until something has ended, within a time if it is not 0."""
-        begun, pause = time.monotonic(), 0.0
-        while not ended():
-            self._communicator.check()  # `ended` alone may not see that a peer is gone
-            if 0.0 < timeout_s < time.monotonic() - begun:
-                raise CollectiveError(f"a message did not end within {timeout_s:g} s")
-            time.sleep(pause)
-            pause = min(pause + _POLL_S / 8, _POLL_S)  # short at first, as most messages are near
 
 
 def mailbox_of(communicator: Communicator) -> Mailbox:
     """Return the mailbox of a communicator, with the same lifetime."""
     # A receive from any rank leaves receives of headers posted, for later groups to use.
-    attributes = vars(communicator)
-    if "_mailbox" not in attributes:
-        attributes["_mailbox"] = Mailbox(communicator)
-    found: Mailbox = attributes["_mailbox"]
+    found: Mailbox = vars(communicator).setdefault("_mailbox", Mailbox(communicator))
     return found
 
 
+@dataclass
 class _Source:
     """Messages from one rank."""
 
-    def __init__(self) -> None:
-        self.waiting: deque[Receiving] = deque()
-        self.kept: list[tuple[int, torch.Tensor]] = []
-        self.handle: Handle | None = None
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.tag: int | None = None  # of the message under way, once its header is here
+    waiting: list[Receiving] = field(default_factory=list)
+    kept: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    handle: Handle | None = None
+    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    tag: int | None = None  # of the message under way, once its header is here
+
+    def post(self, communicator: Communicator, rank: int, length: int) -> None:
+        """Begin to receive so many bytes."""
+        self.buffer = torch.empty(length, dtype=torch.uint8)
+        self.handle = communicator.receive_async(self.buffer, rank)
 
     def match(self, rank: int) -> bool:
         """Give the first awaited message to its receive."""
@@ -132,8 +118,8 @@ class _Source:
         return False
 
 
-class Sending:
-    """A message to another rank, under way."""
+class Transfer:
+    """A message under way. Waiting for the end advances its whole mailbox."""
 
     def __init__(self, mailbox: Mailbox, handles: list[Handle]) -> None:
         self._mailbox, self._handles = mailbox, handles
@@ -141,37 +127,41 @@ class Sending:
     def done(self) -> bool:
         """Return whether it has ended. The peer may wait for a message to this rank first."""
         self._mailbox.advance()
+        return self._has_ended()
+
+    def wait(self, timeout_s: float = 0.0) -> None:
+        """Wait for its end, within a time if it is not 0."""
+        begun, pause = time.monotonic(), 0.0
+        while not self.done():
+            self._mailbox.communicator.check()  # `done` alone may not see that a peer is gone
+            if 0.0 < timeout_s < time.monotonic() - begun:
+                raise CollectiveError(f"a message did not end within {timeout_s:g} s")
+            time.sleep(pause)
+            pause = min(pause + _POLL_S / 8, _POLL_S)  # short at first, as most messages are near
+        self._finish()
+
+    def _has_ended(self) -> bool:
         return all(handle.done() for handle in self._handles)
 
-    def wait(self, timeout_s: float = 0.0) -> None:
-        """Wait for its end, while others advance."""
-        self._mailbox.wait(self.done, timeout_s)
-        for handle in self._handles:
-            handle.wait()
-        self._handles = []
+    def _finish(self) -> None:
+        while self._handles:
+            self._handles.pop().wait()
 
 
-class Receiving:
-    """A receive under way."""
+class Receiving(Transfer):
+    """A message from another rank, which has ended once its bytes are here."""
 
-    def __init__(
-        self, mailbox: Mailbox, tensor: torch.Tensor, sources: list[int], tag: int
-    ) -> None:
-        self._mailbox = mailbox
+    def __init__(self, mailbox: Mailbox, tensor: torch.Tensor, tag: int) -> None:
+        super().__init__(mailbox, [])
         self._tensor: torch.Tensor | None = tensor
         self.tag = tag
-        self.message: torch.Tensor | None = None  # its bytes, once they are here
-        self.source = sources[0] if len(sources) == 1 else -1  # known at its end
+        self.message: torch.Tensor | None = None
+        self.source = -1  # known at its end
 
-    def done(self) -> bool:
-        """Return whether the message is here."""
-        if self.message is None:
-            self._mailbox.advance()
+    def _has_ended(self) -> bool:
         return self.message is not None
 
-    def wait(self, timeout_s: float = 0.0) -> None:
-        """Wait for the message, while other receives advance, and copy it to its tensor."""
-        self._mailbox.wait(self.done, timeout_s)
+    def _finish(self) -> None:
         tensor, self._tensor = self._tensor, None  # a second wait must not copy again
         if tensor is None:
             return
@@ -182,33 +172,24 @@ class Receiving:
                 f"{tensor.nbytes} were expected ({tensor.dtype}{list(tensor.shape)})"
             )
         if tensor.numel():
-            values = self.message.view(tensor.dtype).view(tensor.shape)
-            tensor.detach().copy_(values)
+            tensor.detach().copy_(self.message.view(tensor.dtype).view(tensor.shape))
 
 
 class PointToPoint(TensorOperation[None]):
     """A send or a receive by a mailbox, which ranks do not compare."""
 
-    what = "a message"
-
-    def __init__(self, post: Callable[[Mailbox], Waitable]) -> None:
+    def __init__(self, post: Callable[[Mailbox], Transfer]) -> None:
         self._post = post
 
-    def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
+    def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Transfer]:
         return [self._post(mailbox_of(communicator))]
-
-
-def _bytes_of(tag: int, length: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_HEADER.pack(tag, length)), dtype=torch.uint8)
 
 
 def monitored_barrier(communicator: Communicator, timeout: Any, wait_all_ranks: bool) -> None:
     """Wait for all ranks; rank 0 raises torch's error, with the missing ranks."""
-    if isinstance(timeout, (int, float)):
-        timeout = timedelta(seconds=timeout)
-    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else 0.0
+    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout or 0.0)
     mailbox, rank = mailbox_of(communicator), communicator.rank
-    if timeout == timedelta(0):
+    if timeout is not None and limit_s == 0.0:
         raise RuntimeError(f"Rank {rank} timed out in monitoredBarrier after 0 ms")
     token = torch.zeros(1, dtype=torch.uint8)
     if rank != 0:

@@ -23,7 +23,7 @@ from nbelastic.torch.ops.operation.tensor_operations import TensorOperation, Wai
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
-    from nbelastic.torch.ops.coordination.coordination import Comparison, Coordination
+    from nbelastic.torch.ops.coordination.coordination import Coordination
 
 _POLL_S = 0.0005
 _NOTHING: TensorOperation[Any] = TensorOperation()
@@ -38,7 +38,7 @@ class OperationQueue:
         self._awaited: list[OperationWork] = []  # their futures are out
         self._task = -1  # the backward pass that has the callback
         self._finishing = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None  # the first of a future's callback, in backward
         self.coordination: Coordination | None = None  # of the last operation
 
     def launch_deferred(self, until: Callable[[], bool], timeout_s: float = 0.0) -> None:
@@ -70,10 +70,6 @@ class OperationQueue:
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
 
-    def failed(self, error: BaseException) -> None:
-        """Keep the first error of a future's callback, for the end of the backward pass."""
-        self._error = self._error or error
-
     def fail(self) -> None:
         """Count a backward pass that has failed, and forget its operations."""
         self.failures += 1
@@ -81,7 +77,7 @@ class OperationQueue:
 
     def drop(self) -> None:
         """Forget operations of a generation that is over."""
-        self._awaited, self._error, self.coordination = [], None, None
+        self._awaited, self.error, self.coordination = [], None, None
 
     def _end_backward(self) -> None:
         self._task = -1
@@ -89,8 +85,8 @@ class OperationQueue:
         try:
             while self._awaited:
                 self._awaited.pop(0).complete()
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
         except BaseException:
             self.fail()
             raise
@@ -99,18 +95,14 @@ class OperationQueue:
 
 
 class OperationWork(dist.Work):
-    """An operation, from the call to the values in its outputs, which are those of its future."""
+    """An operation, from the call to the values of its outputs and its future."""
 
     def __init__(
-        self,
-        queue: OperationQueue,
-        operation: TensorOperation[Any],
-        outputs: Sequence[Any] = (),
+        self, queue: OperationQueue, operation: TensorOperation[Any], outputs: Sequence[Any] = ()
     ) -> None:
         super().__init__()
         self.operation = operation
         self.communicator: Communicator  # from the comparison on
-        self.comparison: Comparison | None = None  # that it waits for before its launch
         self._queue = queue
         self._handles: Sequence[Waitable] | None = None  # from the launch on
         self._outputs = list(outputs)
@@ -120,9 +112,14 @@ class OperationWork(dist.Work):
         self._completed = False
         self._source = -1
 
-    def ready(self) -> bool:
-        """Return whether its comparison has ended."""
-        return self.comparison is None or self.comparison.ended.is_set()
+    @classmethod
+    def of_several(cls, queue: OperationQueue, works: Sequence[OperationWork]) -> OperationWork:
+        """Return the work of several operations, awaited as one."""
+        work = cls(queue, _NOTHING)
+        work._handles = works
+        if works:
+            work.communicator = works[-1].communicator  # which `complete` aborts, if late
+        return work
 
     def launch(self) -> None:
         """Begin to move data; an error is kept for who waits."""
@@ -149,13 +146,28 @@ class OperationWork(dist.Work):
         timeout_s = timeout_s or self._queue.timeout_s
         try:
             self._queue.launch_deferred(self._has_ended, timeout_s)
-            self._wait(timeout_s)
+            self.check()  # a launch that was deferred
+            if self._handles is None:
+                raise CollectiveError("the operation was not begun by all ranks in time")
+            end = time.monotonic() + timeout_s
+            # Polled, because a communicator's own wait knows the job's limit only.
+            while timeout_s > 0.0 and not self._has_ended():
+                if time.monotonic() > end:
+                    limit = f"its timeout of {timeout_s:g} s"
+                    raise CollectiveError(f"the operation did not end within {limit}")
+                time.sleep(_POLL_S)
+            for handle in self._handles:
+                handle.wait()
+                self._source = getattr(handle, "source", -1)  # only receives have it
+            self.operation.store()
         except BaseException as error:
             late = isinstance(error, CollectiveError) and not self._has_ended()
             if late:  # others may have what this one has not
                 self.communicator.abort(str(error))
             self._error = error
             raise
+        self.operation = _NOTHING  # which holds no memory
+        self._completed, self._handles = True, ()
         if self._future is not None:
             self._future.set_result(self._outputs)
 
@@ -165,34 +177,13 @@ class OperationWork(dist.Work):
             return self._error is not None
         return all(handle.done() for handle in self._handles)
 
-    def _wait(self, timeout_s: float) -> None:
-        self.check()  # a launch that was deferred
-        handles, what = self._handles, self.operation.what
-        if handles is None:
-            raise CollectiveError(f"{what} was not begun by all ranks in time")
-        end = time.monotonic() + timeout_s
-        # Polled, because a communicator's own wait knows the job's limit only.
-        while timeout_s > 0.0 and not self._has_ended():
-            if time.monotonic() > end:
-                limit = f"its timeout of {timeout_s:g} s"
-                raise CollectiveError(f"{what} did not end within {limit}")
-            time.sleep(_POLL_S)
-        for handle in handles:
-            handle.wait()
-            self._source = getattr(handle, "source", -1)  # only receives have it
-        self.operation.store()
-        self.operation = _NOTHING  # which holds no memory
-        self._completed, self._handles = True, ()
-
     # -- what torch calls --------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the operation; return True."""
         self.complete(0.0 if timeout is None else timeout.total_seconds())
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the operation has ended; then its outputs are filled."""
         if self._completed or self._error is not None:
             return True
         if not self._has_ended():
@@ -206,33 +197,28 @@ class OperationWork(dist.Work):
     done = is_completed
 
     def is_success(self) -> bool:
-        """Return whether the operation has succeeded."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return the error of an operation that has failed."""
         return self._error
 
     def result(self) -> list[Any]:
-        """Return the outputs, after waiting for them."""
         self.complete()
         return list(self._outputs)
 
     def synchronize(self) -> None:
-        """Wait for the operation: its outputs are filled in the order of the current stream."""
         self.complete()
 
     block_current_stream = synchronize
 
     def source_rank(self) -> int:
-        """Return the sender of a receive from any rank."""
         self.complete()
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the outputs; outside of backward it is complete."""
+        # Outside of backward it is complete, because no callback would complete it later.
         if self._future is None:
             self._future = _Future(self)
             if self._completed:
@@ -240,18 +226,8 @@ class OperationWork(dist.Work):
             elif self._queue.in_backward:
                 self._queue.complete_later(self)
             else:
-                self.complete()  # no callback would complete it later
+                self.complete()
         return self._future
-
-
-class CoalescedWork(OperationWork):
-    """Several operations, awaited as one."""
-
-    def __init__(self, queue: OperationQueue, works: Sequence[OperationWork]) -> None:
-        super().__init__(queue, _NOTHING)
-        self._handles = works
-        if works:
-            self.communicator = works[-1].communicator  # which `complete` aborts, if late
 
 
 class _Future(torch.futures.Future[Any]):
@@ -276,14 +252,15 @@ class _Future(torch.futures.Future[Any]):
     def then(self, callback: Callable[[torch.futures.Future[Any]], Any]) -> Any:
         if self.done():
             return super().then(callback)
-        after = _Future(self._work)  # not torch's: an error would lose its type there
+        work = self._work
+        after = _Future(work)  # not torch's: an error would lose its type there
 
         def call(_: object) -> None:
             try:
                 outcome = callback(self)
             except BaseException as error:  # raised at the end of backward, with its type
-                self._work.callback_error = self._work.callback_error or error
-                self._work._queue.failed(error)
+                work.callback_error = work.callback_error or error
+                work._queue.error = work._queue.error or error
             else:
                 after.set_result(outcome)
 

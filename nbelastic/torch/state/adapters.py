@@ -20,7 +20,7 @@ from nbelastic.data import Loader
 from nbelastic.elastic.followed import resumes_itself
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NbelasticError, StateMismatch
-from nbelastic.torch.identity import same
+from nbelastic.torch.gradients.arrived import same
 from nbelastic.torch.state.flatten import (
     ATOMS,
     Adapter,

@@ -17,7 +17,8 @@ import torch
 
 from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import Context
-from nbelastic.torch.identity import WhileAlive, same
+from nbelastic.torch.gradients.arrived import same
+from nbelastic.torch.rates import WhileAlive
 from nbelastic.torch.state.adapters import wrapped_in
 from nbelastic.torch.state.optimizer_adapter import hooks_see_steps
 

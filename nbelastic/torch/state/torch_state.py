@@ -28,8 +28,7 @@ from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError, NotInitialized, OptionError, StateMismatch
 from nbelastic.torch.device import device, in_words, what_would_fit
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
-from nbelastic.torch.identity import WhileAlive
-from nbelastic.torch.rates import LRScaler, adjusts_to_size
+from nbelastic.torch.rates import LRScaler, WhileAlive, adjusts_to_size
 from nbelastic.torch.state.adapters import (
     SamplerAdapter,
     adapter_for,

@@ -10,14 +10,13 @@ from nbelastic.collectives.consistency import check_consistency
 from nbelastic.elastic.ranks.timeline import now, timeline
 from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.coordination.coordination import (
-    JOINED_RANKS,
+    JOINED,
     announce,
     coordination_of,
     coordination_over,
     not_with_join,
 )
-from nbelastic.torch.ops.operation import description
-from nbelastic.torch.ops.operation.tensor_operations import Pending, TensorOperation
+from nbelastic.torch.ops.operation.tensor_operations import Pending, TensorOperation, in_words
 
 if TYPE_CHECKING:
     from nbelastic.collectives import Communicator
@@ -30,33 +29,30 @@ def begin(group: Group, operation: TensorOperation[T], name: str | None = None) 
     """Begin an operation among a group's ranks, matched by its name or by the order of calls."""
     if timeline.marks_cycles:
         timeline.instant("CYCLE_START")
+    coordination = None
     with timeline.span(f"NEGOTIATE_{operation.verb.upper()}", name):
         if name is not None and group.size > 1:
             # One of all ranks counts as an operation of this rank, in whatever order it begins.
-            all_ranks = group.communicator() if group.is_global else group.parent()
-            coordination = coordination_of(all_ranks)
-            if coordination is not None:
-                if not group.is_global:
-                    group.check_member()
-                pending = coordination.offer(group, name, operation)
-                return _recorded(pending, operation.verb, name) if timeline.is_on else pending
-        communicator = group.communicator()
-        numbers = agree(
-            communicator,
-            operation.pattern,
-            operation.numbers,
-            what=(operation.spec or operation.verb) if group.is_global else None,
-            foreseen=operation.can_be_foreseen,
-        )
-    with timeline.span("MEMCPY_IN_FUSION_BUFFER", name):
-        operation.load_on(communicator.rank, communicator.size)
-    pending = Pending(operation.launch(communicator, numbers), operation.store)
-    return _recorded(pending, operation.verb, name) if timeline.is_on else pending
-
-
-def _recorded(pending: Pending[T], verb: str, name: str | None) -> Pending[T]:
-    """Return the pending operation; the timeline records its end."""
-    begun = now()
+            coordination = coordination_of(
+                group.communicator() if group.is_global else group.parent()
+            )
+        if name is not None and coordination is not None:
+            group.check_member()
+            pending = coordination.offer(group, name, operation)
+        else:
+            communicator = group.communicator()
+            what = (operation.spec or operation.verb) if group.is_global else None
+            foreseen = operation.can_be_foreseen
+            numbers = agree(
+                communicator, operation.pattern, operation.numbers, what=what, foreseen=foreseen
+            )
+    if coordination is None:
+        with timeline.span("MEMCPY_IN_FUSION_BUFFER", name):
+            operation.load_on(communicator.rank, communicator.size)
+        pending = Pending(operation.launch(communicator, numbers), operation.store)
+    if not timeline.is_on:
+        return pending
+    verb, begun = operation.verb, now()
 
     def finish() -> T:
         result = pending.wait()
@@ -86,15 +82,15 @@ def agree(
         elif history.foresees(pattern):
             history.add(pattern)
         else:
-            check_consistency(communicator, description.in_words(pattern), pattern=pattern)
+            check_consistency(communicator, in_words(pattern), pattern=pattern)
         return []
-    text = description.in_words(pattern)
+    text = in_words(pattern)
     try:
         # A single number rides on the comparison, and saves an exchange.
         firsts = communicator.agree(text, numbers[0] if len(numbers) == 1 else 0)
     except RanksDisagree as error:
-        if joined := JOINED_RANKS.search(str(error)):
-            raise not_with_join(text, joined[1]) from None
+        if joined := [rank for rank, (side, _) in enumerate(error.sides) if side == JOINED]:
+            raise not_with_join(text, joined) from None
         raise
     if len(numbers) <= 1:
         return [(first,) for first in firsts]

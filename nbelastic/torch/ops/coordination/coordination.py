@@ -19,30 +19,25 @@ they had begun before. The joined rank takes part in that, with zeros.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbelastic.collectives import Communicator
-from nbelastic.collectives.consistency import (
-    apart,
-    disagreement,
-    exchange,
-    listed,
-)
+from nbelastic.collectives.consistency import apart, disagreement, exchange, listed
 from nbelastic.elastic.ranks.context import is_ranks_thread, when_formed
 from nbelastic.errors import CollectiveError, NotTheRank, RanksDisagree
-from nbelastic.torch.ops.operation import description
 from nbelastic.torch.ops.operation.tensor_operations import (
     Allreduce,
     Pending,
     TensorOperation,
     Waitable,
+    in_words,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +49,6 @@ Message = dict[str, Any]
 
 # What a rank that has joined says it is about to do, in an operation that it cannot take part in.
 JOINED = "join()"
-JOINED_RANKS = re.compile(r"(ranks? [\d, ]+(?:and \d+ more)?): join\(\)(?:;|$)")
 
 # What a rank announces before ranks compare whether a change of members is due.
 CHECK: Message = {"kind": "check"}
@@ -67,6 +61,43 @@ KEPT = 64
 _POLL_S = 0.0005
 _TELL_AFTER_S = 1.0
 _TELL_EVERY_S = 0.5
+
+
+@dataclass(eq=False)
+class Comparison:
+    """What this rank compares, until all ranks have said theirs, or the matching has ended."""
+
+    members: Sequence[int]
+    ended: threading.Event = field(default_factory=threading.Event)
+    decision: Message | None = None
+
+
+# An operation that is launched when its comparison has ended; it keeps its own error.
+Deferred = tuple[Communicator, Comparison | None, Callable[[], None]]
+
+
+@dataclass(eq=False)
+class _Named:
+    """A named operation of this rank, until it has ended."""
+
+    coordination: Coordination
+    key: str
+    members: list[int]
+    name: str
+    operation: TensorOperation[Any]
+    ended: threading.Event = field(default_factory=threading.Event)
+    launched: bool = False
+    error: Exception | None = None
+
+    def done(self) -> bool:
+        """Return whether it has ended."""
+        return self.ended.is_set()
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self.coordination.await_named(self)
+        if self.error is not None:
+            raise self.error
 
 
 class Coordination:
@@ -82,10 +113,9 @@ class Coordination:
         self._tells = False
         self._comparing = ""  # what the rank's thread waits for in a comparison
         self._pending: dict[tuple[str, str], _Named] = {}
-        self._pongs: SimpleQueue[bool | None] = SimpleQueue()
+        self._answers: SimpleQueue[Message | None] = SimpleQueue()  # to what this rank has asked
         self._events: SimpleQueue[Message | None] = SimpleQueue()
         self._reason: str | None = None
-        self._missing: SimpleQueue[list[int] | None] = SimpleQueue()
         self._gone: set[int] = set()
         self._parts: dict[str, weakref.ref[Communicator]] = {"": self._communicator}
         self._comparisons: dict[tuple[str, int], Comparison] = {}
@@ -124,8 +154,7 @@ class Coordination:
         """Wait for an operation of the others, or for the end of joining."""
         event = self._wait(lambda: _next(self._events))
         if event is None:
-            communicator = self._communicator()
-            if communicator is not None:
+            if (communicator := self._communicator()) is not None:
                 communicator.check()  # raises the abort's own reason, if there is one
             raise CollectiveError(self._reason or "the generation is over")
         return event
@@ -157,7 +186,7 @@ class Coordination:
             comparison = self._comparisons[place] = Comparison(members)
             if for_good:  # the rank begins more before this is decided
                 history.add(pattern)
-        text = description.in_words(pattern)
+        text = in_words(pattern)
         communicator.current_operation = text.partition("\n")[0]
         if self._reason is not None:
             comparison.ended.set()
@@ -213,20 +242,16 @@ class Coordination:
         """Launch operations that waited for their comparison, in order on each communicator."""
         waiting = []
         for each in list(self.deferred):
-            if each.communicator in waiting or not each.ready():
-                waiting.append(each.communicator)  # what is behind it keeps its order
+            communicator, comparison, launch = each
+            ready = comparison is None or comparison.ended.is_set()
+            if communicator in waiting or not ready:
+                waiting.append(communicator)  # what is behind it keeps its order
             else:
                 self.deferred.remove(each)
-                each.launch()
+                launch()
 
     def _say(
-        self,
-        place: tuple[str, int],
-        members: Sequence[int],
-        text: str,
-        value: int = 0,
-        *,
-        begun: bool,
+        self, place: tuple[str, int], members: Sequence[int], text: str, value: int, *, begun: bool
     ) -> None:
         its = {"set": place[0], "number": place[1], "members": members}
         self._client.send({"do": "compare", **its, "text": text, "value": value, "begun": begun})
@@ -249,7 +274,7 @@ class Coordination:
                 text = history.begins if number == history.number else ""
         if text:
             _, _, members = communicator.part_of or (None, "", [*range(communicator.size)])
-            self._say(place, members, description.in_words(text), begun=True)
+            self._say(place, members, in_words(text), 0, begun=True)
 
     def _on_compared(self, message: Message) -> None:
         place = message["set"], message["number"]
@@ -286,24 +311,16 @@ class Coordination:
             self._fail(self._reason)
         # Copied now, in the rank's thread: the listening thread may launch it much later.
         operation.load_on(members.index(group.context.rank), len(members))
-        self._client.send(
-            {
-                "do": "offer",
-                "set": key,
-                "name": name,
-                "members": named.members,
-                "text": operation.text,
-                "numbers": list(operation.numbers),
-                "spec": operation.spec,
-            }
-        )
+        its = {"set": key, "name": name, "members": members, "numbers": list(operation.numbers)}
+        text = in_words(operation.pattern)
+        self._client.send({"do": "offer", **its, "text": text, "spec": operation.spec})
         return Pending([named], operation.store)
 
     def flush(self) -> None:
         """Wait until all decisions on what was offered before have been carried out here."""
         if self._pending and self._reason is None:
             self._client.send({"do": "ping", "number": 0})  # its pong is behind all decisions
-            self._wait(lambda: _next(self._pongs))
+            self._wait(lambda: _next(self._answers))
 
     def await_named(self, named: _Named) -> None:
         """Wait for a named operation."""
@@ -317,22 +334,20 @@ class Coordination:
                 if not named.launched:
                     its = {"set": named.key, "name": named.name, "begun": self.number}
                     self._client.send({"do": "blocked", **its})
+                text = in_words(named.operation.pattern)
                 if gone := self._gone.intersection(named.members):
-                    self.over(f"rank {min(gone)} has left without {named.operation.text}")
+                    self.over(f"rank {min(gone)} has left without {text}")
                 if time.monotonic() - begun > self.timeout_s and not named.launched:
-                    self._give_up(named, communicator)
+                    self._client.send({"do": "missing", "set": named.key, "name": named.name})
+                    ranks = (_next(self._answers) or {}).get("ranks")
+                    if communicator is not None and ranks:  # none, if they have begun it meanwhile
+                        communicator.abort(
+                            f"{text.partition(chr(10))[0]} was not begun by ranks {ranks} "
+                            f"within {self.timeout_s:g} s"
+                        )
 
         if not named.ended.is_set():
             self._wait(wait)
-
-    def _give_up(self, named: _Named, communicator: Communicator | None) -> None:
-        self._client.send({"do": "missing", "set": named.key, "name": named.name})
-        ranks = _next(self._missing)
-        if communicator is not None and ranks:  # none, if they have begun it meanwhile
-            communicator.abort(
-                f"{named.operation.text.partition(chr(10))[0]} was not begun by ranks {ranks} "
-                f"within {self.timeout_s:g} s"
-            )
 
     def _wait(self, wait: Callable[[], T]) -> T:
         """Wait, as heartbeats see."""
@@ -351,8 +366,10 @@ class Coordination:
     def handle(self, message: Message) -> None:
         """Handle a message of the matching."""
         kind = message["do"]
-        if kind in ("asked", "compared"):
-            (self._on_asked if kind == "asked" else self._on_compared)(message)
+        if kind == "asked":
+            self._on_asked(message)
+        elif kind == "compared":
+            self._on_compared(message)
         elif kind == "join":
             self._tell(message["done"])
         elif kind == "step":
@@ -370,10 +387,8 @@ class Coordination:
                 self.over(f"rank {message['rank']} has left without {what}")
             elif self.joined:
                 self.over(f"rank {message['rank']} has left while this rank had joined")
-        elif kind == "pong":
-            self._pongs.put(True)
-        elif kind == "missing":
-            self._missing.put(message["ranks"])
+        elif kind in ("pong", "missing"):
+            self._answers.put(message)
         elif kind == "stuck":
             self._end_stuck(message)
         elif kind == "ask":
@@ -383,20 +398,17 @@ class Coordination:
         """Launch operations begun by all ranks, in order, and wait for them."""
         launched = []  # all begin before the first is waited for
         for message in decisions:
-            key = message["set"], message["name"]
-            named = self._pending.get(key)
+            named = self._pending.get((message["set"], message["name"]))
             try:
-                launched.append((key, named, self._launch(message, named)))
-            except CollectiveError as error:
-                self._end(key, named, error)
-                if not isinstance(error, RanksDisagree):  # after that, ranks can go on
-                    raise
+                launched.append((named, self._launch(message, named)))
             except Exception as error:  # the same on all ranks, or they would wait for this one
-                self._end(key, named, error)
-        for key, named, handles in launched:
+                self._end(named, error)
+                if isinstance(error, CollectiveError) and not isinstance(error, RanksDisagree):
+                    raise  # else ranks can go on
+        for named, handles in launched:
             for handle in handles:
                 handle.wait()
-            self._end(key, named, None)
+            self._end(named, None)
 
     def _launch(self, message: Message, named: _Named | None) -> Sequence[Waitable]:
         communicator = self._communicator()
@@ -404,38 +416,32 @@ class Coordination:
             raise CollectiveError("the generation is over")
         members, numbers = message["members"], message["numbers"]
         if None in numbers and message["spec"] is None:
-            gone = [m for m, n in zip(members, numbers, strict=True) if n is None]
-            raise not_with_join(message["text"], listed({JOINED: gone}).partition(":")[0])
-        if message["texts"] is not None:
-            texts = message["texts"]
-            raise disagreement(
-                [message["text"] if text is None else text for text in texts], members
-            )
-        operation: TensorOperation[Any]
+            joined = [m for m, n in zip(members, numbers, strict=True) if n is None]
+            raise not_with_join(message["text"], joined)
+        if (texts := message["texts"]) is not None:
+            raise disagreement([message["text"] if t is None else t for t in texts], members)
         if named is None:  # this rank has joined
-            operation = Allreduce.of_zeros(message["spec"])
+            operation: TensorOperation[Any] = Allreduce.of_zeros(message["spec"])
             operation.load_on(0, len(members))  # the zeros of all ranks are alike
         else:
-            operation = named.operation
-            named.launched = True
+            operation, named.launched = named.operation, True
         # Of its own, because operations without a name go on meanwhile, in the rank's thread.
         group = communicator.subgroup(members, f"names-{message['set']}")
         return operation.launch(group, [each or [] for each in numbers])
 
-    def _end(self, key: tuple[str, str], named: _Named | None, error: Exception | None) -> None:
-        if named is not None:
+    def _end(self, named: _Named | None, error: Exception | None) -> None:
+        if named is not None:  # else this rank has joined
             with self._lock:
-                self._pending.pop(key, None)
+                self._pending.pop((named.key, named.name), None)
             named.error = error
             named.ended.set()
 
     def _end_stuck(self, message: Message) -> None:
-        key = message["set"], message["name"]
         sides: dict[str, list[int]] = {}
         for rank, text in message["sides"]:
             sides.setdefault(JOINED if text is None else text.partition("\n")[0], []).append(rank)
         error = RanksDisagree(f"ranks wait for different operations: {listed(sides)}")
-        self._end(key, self._pending.get(key), error)
+        self._end(self._pending.get((message["set"], message["name"])), error)
 
     def _position(self) -> Message:
         """Return this rank's unnamed operation under way, and its count of operations."""
@@ -476,13 +482,12 @@ class Coordination:
 
     def _fail(self, reason: str) -> None:
         self._reason = reason  # before the loops: `offer` adds, and then reads it
-        for key, named in list(self._pending.items()):
-            self._end(key, named, CollectiveError(reason))
+        for named in [*self._pending.values()]:
+            self._end(named, CollectiveError(reason))
         for comparison in [*self._comparisons.values()]:
             comparison.ended.set()
         self._events.put(None)
-        self._pongs.put(None)
-        self._missing.put(None)
+        self._answers.put(None)
 
 
 def _next(queue: SimpleQueue[T | None]) -> T | None:
@@ -528,56 +533,6 @@ def _listen(alive: weakref.ref[Coordination], client: RendezvousClient) -> None:
             coordination.over(reason, closed=True)
 
 
-class Comparison:
-    """What this rank compares, until all ranks have said theirs, or the matching has ended."""
-
-    def __init__(self, members: Sequence[int]) -> None:
-        self.members = members
-        self.ended = threading.Event()
-        self.decision: Message | None = None
-
-
-class Deferred(Protocol):
-    """An operation that is launched when its comparison has ended."""
-
-    communicator: Communicator
-
-    def ready(self) -> bool:
-        """Return whether its comparison has ended."""
-
-    def launch(self) -> None:
-        """Begin to move data; an error is kept."""
-
-
-class _Named:
-    """A named operation of this rank, until it has ended."""
-
-    def __init__(
-        self,
-        coordination: Coordination,
-        key: str,
-        members: list[int],
-        name: str,
-        operation: TensorOperation[Any],
-    ) -> None:
-        self.key, self.members, self.name = key, members, name
-        self.operation = operation
-        self.ended = threading.Event()
-        self.launched = False
-        self.error: Exception | None = None
-        self._coordination = coordination
-
-    def done(self) -> bool:
-        """Return whether it has ended."""
-        return self.ended.is_set()
-
-    def wait(self) -> None:
-        """Wait for its end."""
-        self._coordination.await_named(self)
-        if self.error is not None:
-            raise self.error
-
-
 _coordinations: weakref.WeakKeyDictionary[Communicator, Coordination] = weakref.WeakKeyDictionary()
 
 
@@ -605,19 +560,18 @@ def announce(communicator: Communicator, what: Any) -> None:
         coordination.announce(what)
 
 
-def _compare_apart(communicator: Communicator, text: str, number: int) -> list[int]:
-    return coordination_over(communicator).compare(communicator, text, number, foresee=False)
-
-
-apart.append(_compare_apart)
+apart.append(
+    lambda communicator, text, number: coordination_over(communicator).compare(
+        communicator, text, number, foresee=False
+    )
+)
 
 
 def coordination_over(communicator: Communicator) -> Coordination:
     """Return the coordination of a generation, by any of its communicators of several ranks."""
     part = communicator.part_of
     whole = communicator if part is None else part[0]()
-    coordination = None if whole is None else coordination_of(whole)
-    if coordination is None:
+    if whole is None or (coordination := coordination_of(whole)) is None:
         raise CollectiveError("the generation is over")
     return coordination
 
@@ -633,9 +587,12 @@ def is_joined(communicator: Communicator) -> bool:
     return coordination is not None and coordination.joined
 
 
-def not_with_join(text: str, ranks: str) -> RanksDisagree:
+def not_with_join(text: str, ranks: list[int]) -> RanksDisagree:
     """Return the error for an operation that joined `ranks` cannot take part in."""
     head = text.partition("\n")[0]
     verb = head.partition(" ")[0].capitalize()
-    joined = f"{ranks} {'has' if ranks.startswith('rank ') else 'have'} joined"
-    return RanksDisagree(f"{verb} is not supported with Join at this time: {joined}; {head}")
+    joined = listed({JOINED: ranks}).partition(":")[0]
+    have = "has" if len(ranks) == 1 else "have"
+    return RanksDisagree(
+        f"{verb} is not supported with Join at this time: {joined} {have} joined; {head}"
+    )

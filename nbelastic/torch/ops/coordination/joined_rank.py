@@ -18,7 +18,11 @@ from nbelastic.torch.ops.coordination.coordination import CHECK, JOINED, announc
 from nbelastic.torch.ops.operation.tensor_operations import Allreduce, Barrier
 
 # What a rank that has joined does in an operation, by its kind.
-SERVICES: dict[str, Callable[[Context, dict[str, Any]], None]] = {}
+SERVICES: dict[str, Callable[[Context, dict[str, Any]], object]] = {
+    "allreduce": lambda context, what: begin(Group(context), Allreduce.of_zeros(what)).wait(),
+    "barrier": lambda context, _: begin(Group(context), Barrier()).wait(),
+    "check": lambda context, _: context.check_membership(),
+}
 
 at_end: list[Callable[[Context], None]] = []  # called when all ranks have joined
 
@@ -90,17 +94,4 @@ def _serve(context: Context, what: Any) -> None:
         communicator.check()  # the others raise it, and go on
 
 
-def _reduce(context: Context, what: dict[str, Any]) -> None:
-    begin(Group(context), Allreduce.of_zeros(what)).wait()
-
-
-def _arrive(context: Context, _what: dict[str, Any]) -> None:
-    begin(Group(context), Barrier()).wait()
-
-
-def _check(context: Context, _what: dict[str, Any]) -> None:
-    context.check_membership()
-
-
-SERVICES.update(allreduce=_reduce, barrier=_arrive, check=_check)
 before_check.append(lambda communicator: announce(communicator, CHECK))

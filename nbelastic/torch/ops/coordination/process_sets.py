@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from nbelastic.elastic.ranks.context import Context, at_shutdown, current
 from nbelastic.elastic.ranks.groups import EVERYONE, Group, Members
 from nbelastic.errors import NotInitialized
-from nbelastic.torch.ops.coordination.coordination import announce
+from nbelastic.torch.ops.coordination.comparison import agree
 
 
 class ProcessSet:
@@ -38,7 +39,7 @@ class ProcessSet:
         if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
             raise ValueError(f"a ProcessSet takes a list of ranks, not {ranks!r}; there is no MPI")
         numbers = sorted(ranks)
-        if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in numbers):
+        if not all(type(rank) is int for rank in numbers):
             raise ValueError(f"a ProcessSet takes a list of ranks, not {ranks!r}")
         if len(set(numbers)) != len(numbers) or (numbers and numbers[0] < 0):
             raise ValueError(
@@ -48,61 +49,46 @@ class ProcessSet:
         self._members = Members(numbers)
 
     def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self._named})"
-
-    @property
-    def _named(self) -> list[int]:
-        return self._members.named
+        ranks = "all" if self.process_set_id == 0 else self._members.named
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"
 
     @property
     def ranks(self) -> list[int]:
         """The ranks of its members in the present generation."""
-        if self.process_set_id is None:
-            return list(self._named)
-        return self._members.ranks(current())
+        known = self.process_set_id is not None
+        return self._members.ranks(current()) if known else list(self._members.named)
 
     def included(self) -> bool | None:
         """Return whether the calling rank is a member; None if the set is not added."""
-        if self.process_set_id is None:
-            return None
-        return current().rank in self.ranks
+        return None if self.process_set_id is None else current().rank in self.ranks
 
     def rank(self) -> int | None:
         """Return the calling rank's position; None outside of the set, or before it is added."""
-        if not self.included():
-            return None
-        return self.ranks.index(current().rank)
+        return self.ranks.index(current().rank) if self.included() else None
 
     def size(self) -> int | None:
         """Return the number of members; None if the set is not added."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def _describe(self) -> str:
-        return f"process set {self.process_set_id} (made of ranks {self._named})"
+        return f"process set {self.process_set_id} (made of ranks {self._members.named})"
+
+    def _become(self, process_set_id: int | None, members: Members) -> None:
+        self.process_set_id, self._members = process_set_id, members
 
 
-class _GlobalProcessSet(ProcessSet):
-    """All ranks."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-        self.process_set_id = 0
-        self._members = EVERYONE
-
-    def __repr__(self) -> str:
-        return "ProcessSet(all ranks)"
+global_process_set: Final = ProcessSet([])
+global_process_set._become(0, EVERYONE)
 
 
-global_process_set: Final = _GlobalProcessSet()
-
-
+@dataclass
 class _Registry:
     """The process sets of one rank."""
 
-    def __init__(self) -> None:
-        self.sets: weakref.WeakSet[ProcessSet] = weakref.WeakSet()
-        self.next_id = 1  # 0 is the set of all ranks
-        self.made_in: dict[int, set[tuple[int, ...]]] = {}
+    sets: weakref.WeakSet[ProcessSet] = field(default_factory=weakref.WeakSet)
+    next_id: int = 1  # 0 is the set of all ranks
+    made: set[tuple[int, ...]] = field(default_factory=set)  # by ranks of a generation
+    generation: int = 0  # of these
 
 
 _registries: weakref.WeakKeyDictionary[Context, _Registry] = weakref.WeakKeyDictionary()
@@ -122,8 +108,7 @@ def group_in(context: Context, process_set: ProcessSet) -> Group:
 
 def set_of_id(process_set_id: int) -> ProcessSet:
     """Return the set with a ``process_set_id``; 0 is that of all ranks."""
-    known: list[ProcessSet] = [global_process_set, *_registry(current()).sets]
-    for each in known:
+    for each in (global_process_set, *_registry(current()).sets):
         if each.process_set_id == process_set_id:
             return each
     raise ValueError(f"there is no process set {process_set_id}; hvd.add_process_set() makes one")
@@ -173,46 +158,41 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     registry = _registry(context)
     if process_set.process_set_id is not None:
         raise ValueError(f"{process_set!r} is added already")
-    communicator = context.communicator()
-    announce(communicator, "add_process_set")
-    wanted = process_set._named
-    ids = communicator.agree(f"add_process_set of ranks {wanted}", registry.next_id)
-    made = registry.made_in.setdefault(context.generation, set())
+    wanted, verb = process_set._members.named, "add_process_set"
+    text = f"{verb} of ranks {wanted}"
+    ids = agree(context.communicator(), text, [registry.next_id], what=verb)
+    if registry.generation != context.generation:  # earlier sets are other members by now
+        registry.made, registry.generation = set(), context.generation
     # Refused only after the comparison, so that all ranks refuse it together.
     absent = [rank for rank in wanted if rank >= context.size]
     if absent or not wanted:
         raise ValueError(
             f"a process set of ranks {wanted} among {context.size} ranks is impossible"
         )
-    if tuple(wanted) in made or len(wanted) == context.size:
+    if tuple(wanted) in registry.made or len(wanted) == context.size:
         raise ValueError(f"there is a process set of ranks {wanted} already; use that one")
-    made.add(tuple(wanted))
-    registry.made_in = {context.generation: made}  # earlier sets are other members by now
-    process_set._members = Members(wanted, context.starts())
-    process_set.process_set_id = max(ids)  # newcomers have counted fewer sets
-    registry.next_id = max(ids) + 1
+    registry.made.add(tuple(wanted))
+    number = max(each for (each,) in ids)  # newcomers have counted less
+    process_set._become(number, Members(wanted, context.starts()))
+    registry.next_id = number + 1
     registry.sets.add(process_set)
     return process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a set, and return whether it was known. All ranks call this, members or not."""
-    number = process_set.process_set_id
-    if number is None or process_set is global_process_set:
+    if not process_set.process_set_id:  # that of all ranks stays
         return False
     context = current()
-    communicator = context.communicator()
-    announce(communicator, "remove_process_set")
-    communicator.agree(f"remove_process_set of {process_set._describe()}")
+    communicator, verb = context.communicator(), "remove_process_set"
+    agree(communicator, f"{verb} of {process_set._describe()}", what=verb)
     key = group_in(context, process_set).key
     for purpose in ("", "names-", "sync-batch-norm-"):
         communicator.close_subgroup(purpose + key)
     registry = _registry(context)
-    for made in registry.made_in.values():
-        made.discard(tuple(process_set._named))
+    registry.made.discard(tuple(process_set._members.named))
     registry.sets.discard(process_set)
-    process_set.process_set_id = None
-    process_set._members = Members(process_set._named)
+    process_set._become(None, Members(process_set._members.named))
     return True
 
 
@@ -220,9 +200,9 @@ def _remove_all(context: Context) -> None:
     """Remove the sets of a rank without a word to others; numbers are not used again."""
     registry = _registry(context)
     for each in registry.sets:
-        each.process_set_id, each._members = None, Members(each._named)
+        each._become(None, Members(each._members.named))
     registry.sets.clear()
-    registry.made_in = {}
+    registry.made.clear()
 
 
 at_shutdown.append(_remove_all)
@@ -231,12 +211,9 @@ at_shutdown.append(_remove_all)
 def add_first_sets(process_sets: Sequence[ProcessSet | Sequence[int]]) -> None:
     """Add the sets with which a job begins, unless they are known; nothing is exchanged."""
     made = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
-    context = current()
-    registry = _registry(context)
-    known = {tuple(each._named) for each in registry.sets}
+    registry = _registry(current())
     for each in made:
-        if each.process_set_id is not None or tuple(each._named) in known:
-            continue  # init() again, or a clone
-        known.add(tuple(each._named))
-        each.process_set_id, registry.next_id = registry.next_id, registry.next_id + 1
-        registry.sets.add(each)
+        known = [other._members.named for other in registry.sets]
+        if each.process_set_id is None and each._members.named not in known:  # not init() again
+            each.process_set_id, registry.next_id = registry.next_id, registry.next_id + 1
+            registry.sets.add(each)

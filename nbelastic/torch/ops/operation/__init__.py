@@ -1,5 +1,5 @@
 """One operation on a user's tensors: described, loaded, launched, stored."""
 
-from nbelastic.torch.ops.operation.adasum import Adasum, GradientOp
+from nbelastic.torch.ops.operation.reduction import Adasum, GradientOp
 
 __all__ = ["Adasum", "GradientOp"]

@@ -1,7 +1,7 @@
 """Fusion of many tensors in few buffers, for few operations.
 
-A communicator is lent the buffers (see :mod:`nbelastic.collectives.communicator`). Those of
-:func:`pack` are private. The caller's tensors are read when such a buffer is filled and written
+A communicator is lent the buffers (see :mod:`nbelastic.collectives.communicator`). Those of a
+:func:`plan` are private: the caller's tensors are read when such a buffer is filled and written
 when its operation has succeeded, never in between. They are on the CPU, so that ranks with tensors
 on different devices form the same ones. Those of :func:`lend` hold one tensor each, where it is.
 """
@@ -67,11 +67,6 @@ def plan(tensors: Sequence[torch.Tensor], limit_bytes: int = LIMIT_BYTES) -> lis
         chunk.append(index)
         open_chunks[tensor.dtype] = (chunk, used + nbytes)
     return chunks
-
-
-def pack(tensors: Sequence[torch.Tensor]) -> list[Chunk]:
-    """Return all chunks of a :func:`plan`; together they take as much memory as `tensors`."""
-    return [Chunk(tensors, indices) for indices in plan(tensors)]
 
 
 def lend(tensors: Sequence[torch.Tensor], *, private: bool) -> list[Chunk]:

@@ -1,15 +1,31 @@
-"""Reduction of a buffer of any type, by the communicator or after an allgather."""
+"""Reductions of buffers, by communicators or by each rank after an allgather.
+
+Adasum is a sum of orthogonal gradients, an average of parallel ones, from Maleki et al., "Scaling
+Distributed Training with Adaptive Summation", arXiv:2006.02924::
+
+    adasum(a, b) = (1 - a·b / (2 a·a)) a  +  (1 - a·b / (2 b·b)) b
+
+Neighbouring ranks are combined, then neighbouring pairs, and so on. Every rank gathers all
+gradients and computes the same in float64, by elementwise operations alone, so the result has the
+same bits on all ranks. Memory and communication grow with the number of ranks.
+"""
 
 from __future__ import annotations
 
 import enum
 import functools
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
 
-from nbelastic.collectives import Communicator, Handle, Op
-from nbelastic.torch.ops.operation.adasum import GatheredReduction, GradientOp, adasum_async
+from nbelastic.collectives import Op
+
+
+class GradientOp(enum.Enum):
+    """Reductions of gradients that communicators do not have."""
+
+    ADASUM = "adasum"
 
 
 class BitwiseOp(enum.Enum):
@@ -20,6 +36,7 @@ class BitwiseOp(enum.Enum):
     BXOR = "bxor"
 
 
+Adasum = GradientOp.ADASUM
 AnyOp = Op | GradientOp | BitwiseOp
 
 _PAIRWISE: dict[AnyOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -36,6 +53,9 @@ _PAIRWISE: dict[AnyOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 # Types that communicators do not reduce, as themselves or as pairs of real numbers.
 _GATHERED = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex32}
 
+# The square of a norm below which a vector counts as zero, as in Horovod.
+_NOTHING = sys.float_info.min**0.5
+
 
 def is_direct(dtype: torch.dtype, op: AnyOp) -> bool:
     """Return whether communicators reduce this type; what they know nothing of, they refuse."""
@@ -43,24 +63,6 @@ def is_direct(dtype: torch.dtype, op: AnyOp) -> bool:
     if dtype.is_complex and op not in (Op.SUM, Op.AVERAGE):
         return False
     return isinstance(op, Op) and dtype not in _GATHERED
-
-
-def reduce_async(
-    communicator: Communicator, buffer: torch.Tensor, op: AnyOp, lengths: Sequence[int] = ()
-) -> Handle:
-    """Begin to reduce a flat buffer in place. Adasum is of each of the parts of these `lengths`."""
-    if isinstance(op, GradientOp):
-        return adasum_async(communicator, buffer, lengths)
-    if is_direct(buffer.dtype, op):
-        return communicator.allreduce_async(as_real(buffer), wire_op(op, buffer.dtype))
-    combine = _PAIRWISE[op]
-
-    def reduce(everyone: Sequence[torch.Tensor]) -> None:
-        buffer.copy_(functools.reduce(combine, everyone))
-        if op is Op.AVERAGE and is_inexact(buffer.dtype):
-            buffer.div_(len(everyone))  # `scale` divides whole numbers
-
-    return GatheredReduction(communicator, buffer, reduce)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,6 +74,20 @@ def wire_op(op: AnyOp, dtype: torch.dtype) -> Op:
     """Return the operation to ask a communicator for: :func:`scale` divides whole numbers."""
     assert isinstance(op, Op)
     return Op.SUM if op is Op.AVERAGE and not is_inexact(dtype) else op
+
+
+def reduce_gathered(
+    buffer: torch.Tensor, everyone: Sequence[torch.Tensor], op: AnyOp, lengths: Sequence[int]
+) -> None:
+    """Reduce the buffers of all ranks; Adasum is of each of the parts of these `lengths`."""
+    if isinstance(op, GradientOp):
+        parts = [torch.split(each, list(lengths)) for each in (buffer, *everyone)]
+        for target, *vectors in zip(*parts, strict=True):
+            target.copy_(combine(vectors))
+        return
+    buffer.copy_(functools.reduce(_PAIRWISE[op], everyone))
+    if op is Op.AVERAGE and is_inexact(buffer.dtype):
+        buffer.div_(len(everyone))  # `scale` divides whole numbers
 
 
 def scale(tensor: torch.Tensor, op: AnyOp, size: int, factor: float) -> None:
@@ -96,3 +112,30 @@ def multiply(tensor: torch.Tensor, factor: float) -> None:
 def is_inexact(dtype: torch.dtype) -> bool:
     """Return whether numbers of a type are rounded."""
     return dtype.is_floating_point or dtype.is_complex
+
+
+def combine(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the Adasum of vectors in their order, in float64."""
+    level = [vector.double() for vector in vectors]  # squares overflow in float16
+    while len(level) > 1:
+        pairs = zip(level[::2], level[1::2], strict=False)
+        level = [_combined(a, b) for a, b in pairs] + level[len(level) // 2 * 2 :]
+    return level[0]
+
+
+def _combined(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def factor(square: float) -> float:
+        return 1.0 if square < _NOTHING else 1.0 - ab / square / 2  # NaN makes NaN
+
+    aa, ab, bb = _sums(torch.stack([a * a, a * b, b * b]))  # BLAS's dot() has an order of its own
+    return a * factor(aa) + b * factor(bb)
+
+
+def _sums(rows: torch.Tensor) -> list[float]:
+    """Add up each row by halves: an order that depends on nothing but its length."""
+    while rows.shape[1] > 1:
+        half = (rows.shape[1] + 1) // 2
+        rest = rows[:, half:]
+        rows = rows[:, :half].clone()
+        rows[:, : rest.shape[1]] += rest
+    return rows[:, 0].tolist() if rows.shape[1] else [0.0] * len(rows)

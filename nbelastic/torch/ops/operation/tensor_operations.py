@@ -4,6 +4,9 @@ A :class:`TensorOperation` knows what it is about to do on this rank. The ranks 
 then it is launched: Horovod's functions by :func:`nbelastic.torch.ops.coordination.begin`, the
 process group by its :class:`~nbelastic.torch.process_group.work.OperationWork`.
 
+A pattern is the head of a line, with the types and shapes of tensors: in words, a line for the head
+and one for each of several tensors (see :meth:`nbelastic.collectives.Communicator.agree`).
+
 A communicator may write to lent tensors even after a failure. So it is lent private buffers, and a
 failed operation leaves the caller's tensors as they were, unless the operation `lends` them.
 """
@@ -18,20 +21,21 @@ import torch
 
 from nbelastic.collectives import Communicator, Op
 from nbelastic.elastic.ranks.context import current
-from nbelastic.torch.ops.operation import description
-from nbelastic.torch.ops.operation.adasum import GradientOp
-from nbelastic.torch.ops.operation.fusion import Chunk, lend, pack
+from nbelastic.torch.ops.operation.fusion import Chunk, lend, plan
 from nbelastic.torch.ops.operation.reduction import (
     AnyOp,
+    GradientOp,
     as_real,
     is_direct,
     multiply,
-    reduce_async,
+    reduce_gathered,
     scale,
     wire_op,
 )
 
 T = TypeVar("T")
+Tensors = Sequence[torch.Tensor]
+Numbers = Sequence[Sequence[int]]  # of each rank
 
 
 class Waitable(Protocol):
@@ -86,24 +90,16 @@ class TensorOperation(Generic[T]):
     """A collective operation, from its pattern to its result."""
 
     verb: str = ""
-    what: ClassVar[str] = "the operation"  # in errors
-    # What this rank is about to do, the same on all (see `description`); None if not compared.
-    pattern: Any = None
+    pattern: Any = None  # what this rank is about to do, the same on all; None if not compared
     numbers: tuple[int, ...] = ()  # may differ between ranks; equally many on all
     spec: dict[str, Any] | None = None  # for a rank that has joined; None if it cannot take part
     can_be_foreseen = False  # ranks need not meet before it, and one that has joined takes part
     fuses = True  # several tensors travel in one buffer, on the CPU
     lends = False  # otherwise: whether the caller's own memory is lent, and spoiled by a failure
     _chunks: Sequence[Chunk] = ()  # what is lent, from the loading on
-    _outputs: Sequence[torch.Tensor] = ()  # tensors of the caller that the chunks are stored in
+    _outputs: Tensors = ()  # tensors of the caller that the chunks are stored in
     _op: AnyOp | None = None  # of a reduction
     _postscale = 1.0
-
-    @property
-    def text(self) -> str:
-        """The pattern in words: a line, and details, one a line."""
-        return description.in_words(self.pattern)
-
     rank, size = 0, 1  # among the ranks of its group; from the loading on
 
     def load_on(self, rank: int, size: int) -> None:
@@ -114,9 +110,7 @@ class TensorOperation(Generic[T]):
     def load(self) -> None:
         """Copy the caller's tensors, in the rank's thread."""
 
-    def launch(
-        self, communicator: Communicator, numbers: Sequence[Sequence[int]]
-    ) -> Sequence[Waitable]:
+    def launch(self, communicator: Communicator, numbers: Numbers) -> Sequence[Waitable]:
         """Begin to move data; `numbers` are those of each rank. In any thread."""
         raise NotImplementedError
 
@@ -129,8 +123,10 @@ class TensorOperation(Generic[T]):
         self._chunks = ()
         return list(self._outputs)
 
-    def _chunks_of(self, tensors: Sequence[torch.Tensor]) -> list[Chunk]:
-        return pack(tensors) if self.fuses else lend(tensors, private=not self.lends)
+    def _chunks_of(self, tensors: Tensors) -> list[Chunk]:
+        if self.fuses:
+            return [Chunk(tensors, indices) for indices in plan(tensors)]
+        return lend(tensors, private=not self.lends)
 
 
 class Barrier(TensorOperation[None]):
@@ -156,8 +152,8 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        tensors: Tensors,
+        outputs: Tensors,
         op: AnyOp,
         prescale: float = 1.0,
         postscale: float = 1.0,
@@ -170,10 +166,8 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
                 raise ValueError(f"Adasum needs real floating point, not {tensor.dtype}")
         self._tensors, self._outputs = tensors, outputs
         self._op, self._prescale, self._postscale = op, float(prescale), float(postscale)
-        head = head or description.reduction(
-            description.called("allreduce", name), op.value, prescale, postscale
-        )
-        self.pattern = head, description.kinds(tensors)
+        head = head or reduction(called("allreduce", name), op.value, prescale, postscale)
+        self.pattern = head, kinds(tensors)
         self._name = name
         self.can_be_foreseen = op in (Op.SUM, Op.AVERAGE)  # a joined rank can follow with zeros
 
@@ -182,24 +176,17 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
         """Types and shapes, for Sum and Average; other reductions have no neutral zero."""
         if self._op not in (Op.SUM, Op.AVERAGE):
             return None
-        kinds = [[str(t.dtype).removeprefix("torch."), [*t.shape]] for t in self._tensors]
-        return {
-            "kind": "allreduce",
-            "tensors": kinds,
-            "op": self._op.value,
-            "prescale": self._prescale,
-            "postscale": self._postscale,
-            "name": self._name,
-        }
+        tensors = [[str(t.dtype).removeprefix("torch."), [*t.shape]] for t in self._tensors]
+        factors = {"prescale": self._prescale, "postscale": self._postscale}
+        its = {"tensors": tensors, "op": self._op.value, "name": self._name}
+        return {"kind": "allreduce", **its, **factors}
 
     @classmethod
     def of_zeros(cls, spec: dict[str, Any]) -> Allreduce:
         """Return the operation of zeros that a joined rank runs, to match the spec."""
-        zeros = [
-            torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in spec["tensors"]
-        ]
-        op, name = Op(spec["op"]), spec["name"]
-        return cls(zeros, zeros, op, spec["prescale"], spec["postscale"], name)
+        zeros = [torch.zeros(shape, dtype=getattr(torch, kind)) for kind, shape in spec["tensors"]]
+        factors = spec["prescale"], spec["postscale"]
+        return cls(zeros, zeros, Op(spec["op"]), *factors, spec["name"])
 
     def load(self) -> None:
         self._chunks = self._chunks_of(self._tensors)
@@ -209,7 +196,7 @@ class Allreduce(TensorOperation[list[torch.Tensor]]):
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
         return [
-            reduce_async(communicator, chunk.buffer, self._op, chunk.counts)
+            _reduce_async(communicator, chunk.buffer, self._op, chunk.counts)
             for chunk in self._chunks
         ]
 
@@ -221,8 +208,8 @@ class Broadcast(TensorOperation[list[torch.Tensor]]):
 
     def __init__(
         self,
-        tensors: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        tensors: Tensors,
+        outputs: Tensors,
         root: int,
         ranks: Sequence[int] | None = None,
         name: str | None = None,
@@ -231,8 +218,7 @@ class Broadcast(TensorOperation[list[torch.Tensor]]):
         self._tensors, self._outputs = tensors, outputs
         self._position = root if ranks is None else check_root(root, ranks)
         self.is_root = False  # known from the loading on
-        head = f"{description.called('broadcast', name)} from rank {root}"
-        self.pattern = head, description.kinds(tensors)
+        self.pattern = f"{called('broadcast', name)} from rank {root}", kinds(tensors)
 
     def load(self) -> None:
         self.is_root = self.rank == self._position
@@ -257,12 +243,11 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
 
     verb = "allgather"
 
-    def __init__(self, tensors: Sequence[torch.Tensor], name: str | None = None) -> None:
+    def __init__(self, tensors: Tensors, name: str | None = None) -> None:
         check_dense(*tensors)
         plain = [tensor.detach() for tensor in tensors]
         self._sources = [each.reshape(1) if each.dim() == 0 else each for each in plain]
-        head = description.called("allgather", name)
-        self.pattern = head, description.kinds_of_rows(self._sources)
+        self.pattern = called("allgather", name), kinds_of_rows(self._sources)
         self.numbers = tuple(source.shape[0] for source in self._sources)
         self.lengths: list[list[int]] = []  # by rank, of each tensor; from the launch on
         self._gathered: list[list[torch.Tensor]] = []
@@ -270,9 +255,7 @@ class Allgather(TensorOperation[list[torch.Tensor]]):
     def load(self) -> None:
         self._sources = [_private(source) for source in self._sources]  # callers may change theirs
 
-    def launch(
-        self, communicator: Communicator, numbers: Sequence[Sequence[int]]
-    ) -> Sequence[Waitable]:
+    def launch(self, communicator: Communicator, numbers: Numbers) -> Sequence[Waitable]:
         handles: list[Waitable] = []
         for index, source in enumerate(self._sources):
             lengths = [each[index] for each in numbers]
@@ -299,28 +282,31 @@ class SparseAllreduce(Allgather):
     """Sums or averages of sparse tensors: ranks gather as many indices and values as they have."""
 
     def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        op: Op,
-        name: str | None = None,
-        outputs: Sequence[torch.Tensor] = (),
+        self, tensors: Tensors, op: AnyOp, name: str | None = None, outputs: Tensors = ()
     ) -> None:
+        if not all(getattr(each, "layout", None) is torch.sparse_coo for each in tensors):
+            raise ValueError(
+                "a sparse allreduce takes sparse_coo tensors; use allreduce for others"
+            )
+        if op not in (Op.AVERAGE, Op.SUM):
+            raise ValueError(f"op of a sparse allreduce must be Average or Sum, not {op!r}")
         # Indices and values have equally many rows.
         parts = [(each._indices().transpose(0, 1).contiguous(), each._values()) for each in tensors]
         super().__init__([part for pair in parts for part in pair], name)
         self._shapes = [each.shape for each in tensors]
         self._op, self._outputs = op, outputs
+        # Sizes and reduction are in no part that travels, so only the pattern shows a difference.
+        sizes = [list(shape) for shape in self._shapes]
+        self.pattern = f"sparse {in_words(self.pattern)}\n{op.value} of tensors of sizes {sizes}"
 
     def store(self) -> list[torch.Tensor]:
         gathered = super().store()
-        totals = []
-        for indices, values, shape in zip(gathered[::2], gathered[1::2], self._shapes, strict=True):
-            mean = values / self.size if self._op is Op.AVERAGE else values
-            totals.append(
-                torch.sparse_coo_tensor(
-                    indices.transpose(0, 1), mean, shape, check_invariants=False
-                )
-            )
+        if self._op is Op.AVERAGE:
+            gathered[1::2] = [values / self.size for values in gathered[1::2]]
+        totals = [
+            torch.sparse_coo_tensor(rows.T, values, shape, check_invariants=False)
+            for rows, values, shape in zip(gathered[::2], gathered[1::2], self._shapes, strict=True)
+        ]
         with torch.no_grad():
             for output, total in zip(self._outputs, totals, strict=False):  # none, if not in place
                 output.copy_(total.coalesce())
@@ -332,12 +318,10 @@ class AllgatherInto(TensorOperation[None]):
 
     verb = "allgather"
 
-    def __init__(
-        self, outputs: Sequence[Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, outputs: Sequence[Tensors], tensors: Tensors) -> None:
         self._outputs, self._tensors = [*itertools.chain(*outputs)], tensors
         self._counts = [len(each) for each in outputs]
-        self.pattern = "all_gather", description.kinds(tensors)
+        self.pattern = "all_gather", kinds(tensors)
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Waitable]:
         self._chunks = lend(self._outputs, private=not self.lends)
@@ -354,14 +338,10 @@ class AlltoallInto(TensorOperation[Any]):
 
     verb = "alltoall"
 
-    def __init__(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], pattern: Any
-    ) -> None:
+    def __init__(self, outputs: Tensors, inputs: Tensors, pattern: Any) -> None:
         self._outputs, self._inputs, self.pattern = outputs, inputs, pattern
 
-    def launch(
-        self, communicator: Communicator, _numbers: Sequence[Sequence[int]]
-    ) -> Sequence[Waitable]:
+    def launch(self, communicator: Communicator, _numbers: Numbers) -> Sequence[Waitable]:
         self._chunks = lend(self._outputs, private=not self.lends)
         received = [chunk.buffer for chunk in self._chunks]
         sent = [_flat(each) for each in self._inputs]
@@ -379,8 +359,7 @@ class Alltoall(AlltoallInto):
         self, tensor: torch.Tensor, splits: Sequence[int], name: str | None = None
     ) -> None:
         check_dense(tensor)
-        head = description.called("alltoall", name)
-        super().__init__((), [tensor], (head, description.kinds_of_rows([tensor])))
+        super().__init__((), [tensor], (called("alltoall", name), kinds_of_rows([tensor])))
         self.numbers = tuple(splits)
         self.received: list[int] = []  # rows from each rank; from the launch on
 
@@ -388,9 +367,7 @@ class Alltoall(AlltoallInto):
         (tensor,) = self._inputs
         self._inputs = [_private(part) for part in torch.split(tensor, list(self.numbers))]
 
-    def launch(
-        self, communicator: Communicator, numbers: Sequence[Sequence[int]]
-    ) -> Sequence[Waitable]:
+    def launch(self, communicator: Communicator, numbers: Numbers) -> Sequence[Waitable]:
         self.received = [each[communicator.rank] for each in numbers]
         like = self._inputs[0]
         self._outputs = [like.new_empty((rows, *like.shape[1:])) for rows in self.received]
@@ -407,15 +384,9 @@ class ReducescatterInto(TensorOperation[list[torch.Tensor]]):
     _op: AnyOp
 
     def __init__(
-        self,
-        outputs: Sequence[torch.Tensor],
-        lists: Sequence[Sequence[torch.Tensor]],
-        op: AnyOp,
-        prescale: float,
-        pattern: Any,
+        self, outputs: Tensors, lists: Sequence[Tensors], op: AnyOp, prescale: float, pattern: Any
     ) -> None:
-        self._outputs, self._lists = list(outputs), list(lists)
-        self.pattern = pattern
+        self._outputs, self._lists, self.pattern = list(outputs), list(lists), pattern
         self._op, self._prescale = op, float(prescale)
 
     def load(self) -> None:
@@ -441,7 +412,7 @@ class ReducescatterInto(TensorOperation[list[torch.Tensor]]):
                 handles.append(communicator.reduce_scatter_async(result, sent, op))
             else:
                 # Whole on all ranks, because transports do not reduce such types in parts.
-                handles += [reduce_async(communicator, part, self._op) for part in parts]
+                handles += [_reduce_async(communicator, part, self._op) for part in parts]
         return handles
 
 
@@ -451,17 +422,11 @@ class Reducescatter(ReducescatterInto):
     lends = True  # the outputs, which are its own
 
     def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        op: Op,
-        prescale: float,
-        postscale: float,
-        name: str | None = None,
+        self, tensors: Tensors, op: Op, prescale: float, postscale: float, name: str | None = None
     ) -> None:
         check_dense(*tensors)
-        verb = description.called("reducescatter", name)
-        head = description.reduction(verb, op.value, prescale, postscale)
-        super().__init__((), (), op, prescale, (head, description.kinds(tensors)))
+        head = reduction(called("reducescatter", name), op.value, prescale, postscale)
+        super().__init__((), (), op, prescale, (head, kinds(tensors)))
         self._tensors, self._postscale = tensors, float(postscale)
 
     def load(self) -> None:
@@ -472,6 +437,52 @@ class Reducescatter(ReducescatterInto):
             self._lists.append(parts)
             self._outputs.append(tensor.new_empty(parts[self.rank].shape))
         super().load()
+
+
+# -- descriptions ----------------------------------------------------------------------------------
+
+
+def in_words(pattern: Any) -> str:
+    """Return a pattern as text: what is text already, or a head and types with shapes."""
+    if isinstance(pattern, str):
+        return pattern
+    head, found = pattern
+    if len(found) == 1:
+        return f"{head} of {kind_of(*found[0])}"
+    details = "\n".join(f"tensor {index} is {kind_of(*each)}" for index, each in enumerate(found))
+    return f"{head} of {len(found)} tensors\n{details}"
+
+
+def kind_of(dtype: torch.dtype, shape: Sequence[object]) -> str:
+    """Return a type and a shape in words: ``float32[2, 3]``."""
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+
+
+def kinds(tensors: Tensors) -> tuple[Any, ...]:
+    """Return types and shapes of tensors, for a pattern."""
+    return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+
+
+def kinds_of_rows(tensors: Tensors) -> tuple[Any, ...]:
+    """Return types and shapes of tensors whose first dimension may differ between ranks."""
+    return tuple((tensor.dtype, ("*", *tensor.shape[1:])) for tensor in tensors)
+
+
+def reduction(verb: str, how: str, prescale: float, postscale: float) -> str:
+    """Return a reduction in words, with its factors if they are not 1."""
+    if prescale != 1.0:
+        how += f" of {float(prescale)} times each"
+    if postscale != 1.0:
+        how += f", times {float(postscale)}"
+    return f"{verb} ({how})"
+
+
+def called(verb: str, name: str | None) -> str:
+    """Return an operation with its name, if any."""
+    return verb if name is None else f"{verb} {name!r}"
+
+
+# -- checks and copies -----------------------------------------------------------------------------
 
 
 def check_dense(*tensors: torch.Tensor) -> None:
@@ -494,6 +505,17 @@ def check_root(root: int, ranks: Sequence[int]) -> int:
         named = f"from 0 to {len(ranks) - 1}" if [*ranks] == [*range(len(ranks))] else f"of {ranks}"
         raise ValueError(f"root_rank must be a rank {named}, not {root}")
     return ranks.index(root)
+
+
+def _reduce_async(
+    communicator: Communicator, buffer: torch.Tensor, op: AnyOp, lengths: Sequence[int] = ()
+) -> Waitable:
+    """Begin to reduce a flat buffer in place. Adasum is of each of the parts of these `lengths`."""
+    if is_direct(buffer.dtype, op):
+        return communicator.allreduce_async(as_real(buffer), wire_op(op, buffer.dtype))
+    everyone = [torch.empty_like(buffer) for _ in range(communicator.size)]
+    gathering = communicator.allgather_async(everyone, buffer)
+    return Pending([gathering], lambda: reduce_gathered(buffer, everyone, op, lengths))
 
 
 def _private(tensor: torch.Tensor) -> torch.Tensor:
