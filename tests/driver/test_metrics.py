@@ -6,25 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 
+from nbelastic import messages as ev
 from nbelastic.cluster.job_log import JobLog
 from nbelastic.driver.job import Job
 from nbelastic.driver.metrics import MOST_POINTS, MetricsAggregator
 from nbelastic.driver.options import Options
 from nbelastic.driver.thread import Driver
 from nbelastic.membership import RankView
-from nbelastic.messages import (
-    DataProgress,
-    LogContents,
-    MetricsReport,
-    RankTelemetry,
-    Record,
-)
 
 
 def rank(start, *rows, **figures):
     """Return the telemetry of a rank; a row is the arguments of a report."""
-    reports = tuple(MetricsReport(*row) for row in rows)
-    return RankTelemetry("job", start, **figures, reports=reports)
+    reports = tuple(ev.MetricsReport(*row) for row in rows)
+    return ev.RankTelemetry("job", start, **figures, reports=reports)
 
 
 def test_a_metric_is_the_mean_over_the_ranks_that_report_it():
@@ -136,7 +130,7 @@ def test_the_pace_is_thinned_evenly():
 
 
 def rows(seen, *, redone=0, length=100):
-    return (DataProgress("Parquet", 1, length, seen - 100, seen, redone, 0),)
+    return (ev.DataProgress("Parquet", 1, length, seen - 100, seen, redone, 0),)
 
 
 def test_rows_are_those_of_the_rank_that_is_furthest():
@@ -155,15 +149,15 @@ def test_rows_are_those_of_the_rank_that_is_furthest():
 def test_a_clock_that_is_set_back_makes_no_job_younger(monkeypatch):
     job = Job(Driver("digits", Options(), lambda: None))
     log = job._driver.log
-    log.note(Record("joined"))
+    log.note(ev.Record("joined"))
     earlier = SimpleNamespace(**vars(time) | {"time": lambda: log.started - 3600.0})
     monkeypatch.setattr("nbelastic.cluster.job_log.time", earlier)
     monkeypatch.setattr("nbelastic.driver.kernel_log.time", earlier)
-    log.note(Record("reset"))
+    log.note(ev.Record("reset"))
     assert 0 <= job.status.elapsed < 3600
     first, second = job.history
     assert log.started <= first.time <= second.time
     log.adopt(
-        log.started + 7200.0, LogContents({}, {}, (), {}, (), ())
+        log.started + 7200.0, ev.LogContents({}, {}, (), {}, (), ())
     )  # the scheduler's clock is ahead
     assert 0 <= job.status.elapsed < 3600

@@ -19,6 +19,7 @@ import pytest
 from distributed import LocalCluster
 
 import nbelastic
+from nbelastic import messages as ev
 from nbelastic.cluster.wire import pack, unpack
 from nbelastic.driver import Job, ask, look
 from nbelastic.driver.fit import terms_of
@@ -26,15 +27,6 @@ from nbelastic.driver.options import DEFAULTS, MOST_SECONDS, TABLE, Options
 from nbelastic.driver.parser import ELSEWHERE, call_arguments
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import ClusterLost, NotPicklable, OptionError
-from nbelastic.messages import (
-    JobPayload,
-    OpenRequest,
-    Place,
-    Slot,
-    StartRank,
-    StopRequested,
-    Tick,
-)
 
 ROOT = Path(__file__).parents[2]
 NONE_GIVEN = {row.name: None for row in TABLE}
@@ -191,7 +183,7 @@ def test_hints_name_options_that_exist():
 @pytest.mark.parametrize("name", [5, None, "", "a b", "a\udce9", "x" * 5000, b"x", Unshowable()])
 def test_a_name_that_no_job_has_is_refused_before_a_cluster_is_asked(name):
     asked = {"cluster": "tcp://127.0.0.1:1"}
-    for call in (nbelastic.attach, look, functools.partial(ask, event=StopRequested())):
+    for call in (nbelastic.attach, look, functools.partial(ask, event=ev.StopRequested())):
         with pytest.raises(OptionError, match=r"^name=.{1,220}: must be (text|the name of a job)"):
             call(name, **asked)
 
@@ -204,10 +196,10 @@ def test_a_protocol_that_is_not_installed_is_no_traceback_of_dasks():
 def test_durations_without_end_are_sent_as_long_ones():
     names = ("elastic_timeout", "stall_timeout", "heartbeat_timeout", "lease")
     options = Options(**dict.fromkeys(names, math.inf), resources={"GPU": Fraction(1, 2)})
-    terms = terms_of(JobPayload(b"", b"", b""), options)
-    request = OpenRequest("job", "uid", "client", "topic", terms)
+    terms = terms_of(ev.JobPayload(b"", b"", b""), options)
+    request = ev.OpenRequest("job", "uid", "client", "topic", terms)
     assert unpack(pack(request)) == request
-    spec = options.rank_spec("job", "run", 1, Place(0, 1, 0, 1, 0, 1), None)
+    spec = options.rank_spec("job", "run", 1, ev.Place(0, 1, 0, 1, 0, 1), None)
     assert time.gmtime(time.time() + spec.operation_timeout_s)
 
 
@@ -290,9 +282,9 @@ def test_the_logs_of_a_rank_that_never_was_are_an_error(rank, message):
     job = Job(driver)
     assert job.logs(7) == ""  # nothing has started: it may yet
     for start in range(2):
-        slot = Slot(f"s{start}", f"tcp://w{start}:1", f"w{start}", "h")
-        place = Place(start, 2, start, 2, 0, 1)
-        driver.log.note_effect(StartRank(start=start, slot=slot, place=place), 2, Tick())
+        slot = ev.Slot(f"s{start}", f"tcp://w{start}:1", f"w{start}", "h")
+        place = ev.Place(start, 2, start, 2, 0, 1)
+        driver.log.note_effect(ev.StartRank(start=start, slot=slot, place=place), 2, ev.Tick())
     driver.log.note_output(1, "one\n")
     assert (job.logs(0), job.logs(1)) == ("", "one\n")
     with pytest.raises(OptionError, match=message):
@@ -348,5 +340,5 @@ def test_variables_of_horovods_are_defaults(monkeypatch, variable, text, option,
         assert getattr(Options.given({**NONE_GIVEN, option: 5}), option) == 5
         with dask.config.set({f"nbelastic.{option}": "7 s"}):
             assert getattr(Options.given(NONE_GIVEN), option) == 7
-    place = Place(0, 1, 0, 1, 0, 1)
+    place = ev.Place(0, 1, 0, 1, 0, 1)
     assert options.rank_spec("job", "run", 0, place, None).heeded == (variable,)

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from nbelastic import messages as ev
 from nbelastic.cluster.rank_error import MOST_FRAMES, pack_error, unpack_error
 from nbelastic.cluster.worker.rank.program import NO_CONSOLE
 from nbelastic.driver.kernel_log import KernelLog
@@ -18,22 +19,12 @@ from nbelastic.driver.options import Options
 from nbelastic.driver.outcome import settle
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import JobError, JobStopped, NotEnoughWorkers, RankFailed
-from nbelastic.messages import (
-    CodeLine,
-    FailureKind,
-    NotReady,
-    Outcome,
-    RankId,
-    RankTelemetry,
-    StopReason,
-    StopRequested,
-)
 from nbelastic.pickling import dumps
 
 KINDS = [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError]
 
-FAILED = Outcome("failed", error=FailureKind.RANK_FAILED, starts=(0,))
-FINISHED = Outcome("finished", starts=(0,))
+FAILED = ev.Outcome("failed", error=ev.FailureKind.RANK_FAILED, starts=(0,))
+FINISHED = ev.Outcome("finished", starts=(0,))
 
 
 def explode(kind):
@@ -42,10 +33,10 @@ def explode(kind):
 
 def test_ranks_that_set_up_for_too_long_are_named_with_their_lines():
     log, future = KernelLog(), Future()
-    line = CodeLine("/x/train.py", 8, "load")
-    log.note_telemetry([RankTelemetry("job", 1, line=line)])
-    ranks = tuple(RankId(start, None, f"tcp://{start}") for start in (0, 1))
-    outcome = Outcome("failed", FailureKind.NOT_ENOUGH_WORKERS, NotReady(ranks, 8.0))
+    line = ev.CodeLine("/x/train.py", 8, "load")
+    log.note_telemetry([ev.RankTelemetry("job", 1, line=line)])
+    ranks = tuple(ev.RankId(start, None, f"tcp://{start}") for start in (0, 1))
+    outcome = ev.Outcome("failed", ev.FailureKind.NOT_ENOUGH_WORKERS, ev.NotReady(ranks, 8.0))
     settle(future, "job", log, outcome, None, detached=False)
     words = "start 0 on tcp://0; start 1 on tcp://1, which is at /x/train.py, line 8, in load. R"
     assert isinstance(future.exception(), NotEnoughWorkers) and words in str(future.exception())
@@ -214,7 +205,7 @@ def test_cancel_ends_a_job_whose_result_takes_for_ever_to_read():
     thread.start()
     try:
         assert read.wait(30)
-        driver.tell(StopRequested(now=True, reason=StopReason.CANCELLED))
+        driver.tell(ev.StopRequested(now=True, reason=ev.StopReason.CANCELLED))
         with pytest.raises(JobStopped, match=r"'digits' was cancelled by its user while"):
             driver.future.result(0)
     finally:

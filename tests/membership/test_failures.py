@@ -4,21 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from nbelastic import messages as ev
 from nbelastic.membership import Phase
 from nbelastic.membership.failure_policy import SAME_KIND
-from nbelastic.messages import (
-    Abort,
-    Counted,
-    EndRank,
-    LossReason,
-    Lost,
-    RankId,
-    RankRaised,
-    Reset,
-    RestartWorker,
-    Tally,
-    UserErrors,
-)
 
 from .ranks import Script
 from .stories import job, reached, starts_on, trained, workers
@@ -42,7 +30,7 @@ def test_before_the_first_commit_it_fails_the_job(where: str) -> None:
     assert world.outcome.reason.rank.worker == "tcp://B0"
     assert world.outcome.reason.detail == "ZeroDivisionError: by zero"
     assert world.outcome.starts == (1,)
-    assert [(effect.start, effect.how) for effect in world.of(EndRank)] == [(0, "cancel")]
+    assert [(effect.start, effect.how) for effect in world.of(ev.EndRank)] == [(0, "cancel")]
 
 
 def test_errors_of_others_while_the_job_ends_are_kept_too() -> None:
@@ -59,15 +47,15 @@ def test_after_a_commit_the_rank_counts_as_failed() -> None:
     world.run()
     assert world.outcome.kind == "finished"
     assert workers(world.plans[-1]) == ["A0", "C0"]
-    lost = Lost(RankId(1, 1, "tcp://B0"), LossReason.RAISED, "ValueError: sample 7")
+    lost = ev.Lost(ev.RankId(1, 1, "tcp://B0"), ev.LossReason.RAISED, "ValueError: sample 7")
     assert world.records("lost")[0].reason == lost
-    once = Tally(Counted.SAME_WORKER, 1, SAME_KIND, 20)
-    assert world.records("reset")[0].reason == Reset((lost,), 2, once)
+    once = ev.Tally(ev.Counted.SAME_WORKER, 1, SAME_KIND, 20)
+    assert world.records("reset")[0].reason == ev.Reset((lost,), 2, once)
 
 
 def test_an_error_of_all_ranks_at_one_point_ends_the_job() -> None:
     world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 20)
-    world.tell(RankRaised(1, "RanksDisagree: a, b", version=20, on_all_ranks=True))
+    world.tell(ev.RankRaised(1, "RanksDisagree: a, b", version=20, on_all_ranks=True))
     world.run()
     assert world.outcome.error == "rank_failed"
     assert world.outcome.reason.detail == "RanksDisagree: a, b"
@@ -79,7 +67,7 @@ def test_the_only_rank_raises_after_commits() -> None:
     world.rank_on("A0").raise_error("ValueError: x")
     world.run()
     assert world.outcome.error == "rank_failed"
-    assert world.outcome.reason == UserErrors(("ValueError: x",))
+    assert world.outcome.reason == ev.UserErrors(("ValueError: x",))
 
 
 def test_after_the_loop_it_fails_the_job() -> None:
@@ -103,8 +91,8 @@ def test_a_collective_that_fails_without_a_loop_is_a_consequence() -> None:
 def test_a_cause_that_is_heard_after_its_consequence_is_the_cause() -> None:
     world = trained(job("A0", "B0", np=2, script=Script(loops=0, before=100)), 5)
     cause, other = (world.rank_on(name).start for name in ("A0", "B0"))
-    world.tell(RankRaised(other, "rank 0 has left", collective=True))
-    world.tell(RankRaised(cause, "ValueError: bad"))
+    world.tell(ev.RankRaised(other, "rank 0 has left", collective=True))
+    world.tell(ev.RankRaised(cause, "ValueError: bad"))
     world.run()
     assert world.outcome.error == "rank_failed"
     assert world.outcome.reason.detail == "ValueError: bad"
@@ -119,12 +107,12 @@ def test_survivors_are_aborted_at_once_and_only_once() -> None:
     killed = world.now
     world.kill("B0")
     world.run(until=lambda: len(world.plans) == 2)
-    assert [effect.starts for effect in world.of(Abort)] == [(0, 2, 3)]
+    assert [effect.starts for effect in world.of(ev.Abort)] == [(0, 2, 3)]
     assert world.now - killed < 0.05
-    cause = Lost(RankId(1, 1, "tcp://B0"), LossReason.WORKER_GONE)
-    once = Tally(Counted.SAME_WORKER, 1, SAME_KIND, 10)
-    assert [record.reason for record in world.records("reset")] == [Reset((cause,), 3, once)]
-    assert not world.of(RestartWorker)
+    cause = ev.Lost(ev.RankId(1, 1, "tcp://B0"), ev.LossReason.WORKER_GONE)
+    once = ev.Tally(ev.Counted.SAME_WORKER, 1, SAME_KIND, 10)
+    assert [record.reason for record in world.records("reset")] == [ev.Reset((cause,), 3, once)]
+    assert not world.of(ev.RestartWorker)
 
 
 def test_all_are_lost_after_the_loop_and_workers_return() -> None:
@@ -149,7 +137,7 @@ def join(world: World, *names: str) -> None:
     plans = len(world.plans)
     world.run(until=lambda: len(world.plans) > plans)
     for rank in map(world.rank_on, names):
-        rank.end(RankRaised(rank.start, MISFIT, state_mismatch=True))
+        rank.end(ev.RankRaised(rank.start, MISFIT, state_mismatch=True))
 
 
 def test_a_worker_whose_state_differed_is_tried_again_later() -> None:

@@ -6,60 +6,45 @@ from typing import Any
 
 import pytest
 
+from nbelastic import messages as ev
 from nbelastic.membership import view
-from nbelastic.messages import (
-    STOP_PENDING,
-    NotUsed,
-    Presence,
-    Reason,
-    RestartWorker,
-    Stopping,
-    StopReason,
-    StopRequested,
-    UnusedGroup,
-    UnusedReason,
-    UnusedWorker,
-    Waiting,
-    WaitingForRanks,
-    WorkersUnused,
-)
 
 from .ranks import Script
 from .stories import job, trained
 from .world import World
 
-TAKEN = [UnusedWorker(f"tcp://D{n}", UnusedReason.TAKEN, "other") for n in range(5)]
-CHOSEN = UnusedWorker("tcp://E0", UnusedReason.NOT_IN_WORKERS)
-ONE_TAKEN = UnusedGroup(UnusedReason.TAKEN, "other", 1, ("tcp://D0",))
+TAKEN = [ev.UnusedWorker(f"tcp://D{n}", ev.UnusedReason.TAKEN, "other") for n in range(5)]
+CHOSEN = ev.UnusedWorker("tcp://E0", ev.UnusedReason.NOT_IN_WORKERS)
+ONE_TAKEN = ev.UnusedGroup(ev.UnusedReason.TAKEN, "other", 1, ("tcp://D0",))
 
 
-def reason(world: World) -> Reason | None:
+def reason(world: World) -> ev.Reason | None:
     return view(world.machine.machine, world.now).reason
 
 
 def test_each_reason_is_named_with_its_workers() -> None:
     world = job("A0", np=2, elastic_timeout=100.0)
-    world.tell(WorkersUnused((*TAKEN, CHOSEN)))
-    taken = UnusedGroup(UnusedReason.TAKEN, "other", 5, ("tcp://D0", "tcp://D1", "tcp://D2"))
-    chosen = UnusedGroup(UnusedReason.NOT_IN_WORKERS, "", 1, ("tcp://E0",))
-    assert reason(world) == Waiting(Presence(1, 2, unused=(taken, chosen)), 0.0, 100.0)
-    world.tell(WorkersUnused(()))
-    assert reason(world) == Waiting(Presence(1, 2), 0.0, 100.0)
+    world.tell(ev.WorkersUnused((*TAKEN, CHOSEN)))
+    taken = ev.UnusedGroup(ev.UnusedReason.TAKEN, "other", 5, ("tcp://D0", "tcp://D1", "tcp://D2"))
+    chosen = ev.UnusedGroup(ev.UnusedReason.NOT_IN_WORKERS, "", 1, ("tcp://E0",))
+    assert reason(world) == ev.Waiting(ev.Presence(1, 2, unused=(taken, chosen)), 0.0, 100.0)
+    world.tell(ev.WorkersUnused(()))
+    assert reason(world) == ev.Waiting(ev.Presence(1, 2), 0.0, 100.0)
 
 
 def test_a_host_that_is_full_is_a_reason() -> None:
     world = job("A0", "A1", "A2", np=2, slots_per_host=1)
     world.run_for(0.1)
     (group,) = reason(world).presence.unused
-    assert (group.reason, group.detail, group.number) == (UnusedReason.HOST_FULL, "1", 2)
+    assert (group.reason, group.detail, group.number) == (ev.UnusedReason.HOST_FULL, "1", 2)
 
 
 def test_a_job_that_trains_names_them_while_it_may_have_more() -> None:
     world = trained(job("A0", np=1, min_np=1, max_np=2, script=Script(batches=100)))
-    world.tell(WorkersUnused((TAKEN[0], CHOSEN)))
-    assert reason(world) == NotUsed((ONE_TAKEN,)), "the user knows the other"
-    world.tell(StopRequested())
-    assert reason(world) == STOP_PENDING
+    world.tell(ev.WorkersUnused((TAKEN[0], CHOSEN)))
+    assert reason(world) == ev.NotUsed((ONE_TAKEN,)), "the user knows the other"
+    world.tell(ev.StopRequested())
+    assert reason(world) == ev.STOP_PENDING
 
 
 # -- workers with tasks of others: the job starts without them, and does not restart them ---------
@@ -69,12 +54,12 @@ def held(world: World, *names: str) -> None:
     """Have ranks wait for other tasks of these workers."""
     for name in names:
         world.occupy(name)
-    busy = [UnusedWorker(world.worker(name).slot.worker, UnusedReason.BUSY) for name in names]
-    world.tell(WorkersUnused(tuple(busy)))
+    busy = [ev.UnusedWorker(world.worker(name).slot.worker, ev.UnusedReason.BUSY) for name in names]
+    world.tell(ev.WorkersUnused(tuple(busy)))
 
 
 def free(world: World, *names: str) -> None:
-    world.tell(WorkersUnused(()))
+    world.tell(ev.WorkersUnused(()))
     for name in names:
         world.thaw(name)
 
@@ -91,16 +76,16 @@ def test_a_job_starts_with_what_is_free_once_min_np_is_met() -> None:
     world.run_for(5.0)
     assert world.sizes() == [1]
     world.run()
-    assert (world.outcome.kind, world.of(RestartWorker)) == ("finished", [])
+    assert (world.outcome.kind, world.of(ev.RestartWorker)) == ("finished", [])
 
 
 def test_a_rank_that_was_held_up_for_long_joins_when_its_worker_is_free() -> None:
     world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=1, max_np=2, elastic_timeout=5.0)
     world.run_for(12.0)
-    assert (world.sizes(), world.of(RestartWorker)) == ([1], [])
+    assert (world.sizes(), world.of(ev.RestartWorker)) == ([1], [])
     free(world, "A1")
     world.run_for(3.0)
-    assert (world.sizes(), world.of(RestartWorker)) == ([1, 2], [])
+    assert (world.sizes(), world.of(ev.RestartWorker)) == ([1, 2], [])
 
 
 @pytest.mark.parametrize("names", [("A0", "A1"), ("A1",)], ids=["one is busy", "all are"])
@@ -109,8 +94,8 @@ def test_a_job_that_needs_busy_workers_fails_in_time_and_names_them(names) -> No
     world = busy_job(*names, busy=("A1",), np=size, min_np=size, elastic_timeout=20.0).run()
     assert world.outcome.error == "not_enough_workers"
     (group,) = world.outcome.reason.presence.unused
-    assert (group.reason, group.number) == (UnusedReason.BUSY, 1)
-    assert world.of(RestartWorker) == []
+    assert (group.reason, group.number) == (ev.UnusedReason.BUSY, 1)
+    assert world.of(ev.RestartWorker) == []
     assert 20.0 <= world.now < 25.0
 
 
@@ -118,11 +103,11 @@ def test_a_rank_that_does_not_begin_though_its_worker_is_free_is_evicted_as_ever
     world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=1, max_np=2, elastic_timeout=5.0)
     world.run_for(12.0)
     world.freeze("A1")
-    world.tell(WorkersUnused(()))  # and yet its rank does not begin
+    world.tell(ev.WorkersUnused(()))  # and yet its rank does not begin
     world.run_for(10.0)
     assert [slot.name for slot in world.evicted()] == ["A1"]
     world.run_for(10.0)
-    assert [effect.slot.name for effect in world.of(RestartWorker)] == ["A1"]
+    assert [effect.slot.name for effect in world.of(ev.RestartWorker)] == ["A1"]
 
 
 # -- the view of a job in its course ---------------------------------------------------------------
@@ -137,10 +122,10 @@ def test_the_view_of_a_job_in_its_course() -> None:
     world.run_for(10.0)
     first = view(world.machine.machine, world.now)
     assert (first.state, first.size, first.generation) == ("waiting", 0, 0)
-    assert first.reason == Waiting(Presence(1, 2), pytest.approx(10.0), 100.0)
+    assert first.reason == ev.Waiting(ev.Presence(1, 2), pytest.approx(10.0), 100.0)
     world.add("B0")
     world.run_for(0.1)
-    assert view(world.machine.machine, world.now).reason == WaitingForRanks(2, generation=0)
+    assert view(world.machine.machine, world.now).reason == ev.WaitingForRanks(2, generation=0)
     trained(world, 20)
     running = view(world.machine.machine, world.now)
     assert (running.state, running.size, running.min_np, running.max_np) == ("running", 2, 2, 3)
@@ -153,9 +138,9 @@ def test_the_view_of_a_job_in_its_course() -> None:
     world.run_for(0.1)
     newcomer = view(world.machine.machine, world.now).ranks[-1]
     assert (newcomer.rank, newcomer.state) == (None, "starting")
-    world.tell(StopRequested())
-    assert view(world.machine.machine, world.now).reason == STOP_PENDING
+    world.tell(ev.StopRequested())
+    assert view(world.machine.machine, world.now).reason == ev.STOP_PENDING
     world.run()
     last = view(world.machine.machine, world.now)
     assert last.state == "stopped"
-    assert last.reason == Stopping(StopReason.STOPPED, at_commit=True)
+    assert last.reason == ev.Stopping(ev.StopReason.STOPPED, at_commit=True)

@@ -14,32 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from nbelastic import messages as ev
 from nbelastic.membership import TICK, Phase
-from nbelastic.messages import (
-    Abort,
-    Beats,
-    Effect,
-    End,
-    EndRank,
-    Event,
-    Limits,
-    Notify,
-    Outcome,
-    Plan,
-    Publish,
-    Record,
-    Release,
-    RestartWorker,
-    SaveCommit,
-    Slot,
-    SlotBusy,
-    SlotGone,
-    SlotLeaving,
-    SlotsFound,
-    SlotSilent,
-    StartRank,
-    Tick,
-)
 
 from .invariants import Checked
 from .ranks import FakeRank, Ring, Script
@@ -56,7 +32,7 @@ RESPAWN = 1.0
 class Worker:
     """A worker process with one slot."""
 
-    slot: Slot
+    slot: ev.Slot
     nanny: bool = False
     alive: bool = True
     frozen: bool = False
@@ -72,11 +48,11 @@ class World:
     """A machine, and everything around it; and a tick now and then."""
 
     def __init__(
-        self, limits: Limits, script: Script | None = None, *, seed: int = 0, jitter: float = 0.0
+        self, limits: ev.Limits, script: Script | None = None, *, seed: int = 0, jitter: float = 0.0
     ) -> None:
         self.machine = Checked(limits)
         self.now = 0.0  # simulated: it jumps from one event to the next
-        self.outcome: Outcome | None = None
+        self.outcome: ev.Outcome | None = None
         self.milestones: dict[int, list[Callable[[], None]]] = {}
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -87,8 +63,8 @@ class World:
         self.workers: dict[str, Worker] = {}
         self.ranks: dict[int, FakeRank] = {}
         self.rings: dict[int, Ring] = {}
-        self.plans: list[Plan] = []
-        self.effects: list[Effect] = []
+        self.plans: list[ev.Plan] = []
+        self.effects: list[ev.Effect] = []
         self.trail: list[tuple[int, int]] = []
         self.honest = True  # until a message is forged, or time passes without heartbeats
         self.later(BEAT, self._beat)
@@ -132,7 +108,7 @@ class World:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def tell(self, event: Event, chance: float | None = None) -> None:
+    def tell(self, event: ev.Event, chance: float | None = None) -> None:
         """Hand an event to the machine and carry out its effects."""
         chance = self.random.random() if chance is None else chance
         effects = self.machine.handle(event, self.now, chance)
@@ -140,7 +116,7 @@ class World:
         for effect in effects:
             getattr(self, f"_do_{type(effect).__name__}")(effect)
 
-    def send(self, worker: Worker, event: Event) -> None:
+    def send(self, worker: Worker, event: ev.Event) -> None:
         """Send an event from a worker to the machine."""
         if not worker.cut:
             self.later(LATENCY + self.jitter * self.random.random(), lambda: self.tell(event))
@@ -165,7 +141,7 @@ class World:
         self.later(LATENCY + self.jitter * self.random.random(), deliver)
 
     def _tick(self) -> None:
-        self.tell(Tick(), 0.5)  # without a random number: those of others do not depend on it
+        self.tell(ev.Tick(), 0.5)  # without a random number: those of others do not depend on it
         self.later(TICK, self._tick)
 
     def _beat(self) -> None:
@@ -180,52 +156,52 @@ class World:
                 continue
             worker.silence += BEAT
             if self.heartbeat_timeout <= worker.silence < self.heartbeat_timeout + BEAT:
-                self.tell(SlotSilent(worker.slot.id))
+                self.tell(ev.SlotSilent(worker.slot.id))
         if beats:
-            self.tell(Beats(tuple(beats)))
+            self.tell(ev.Beats(tuple(beats)))
         self.later(BEAT, self._beat)
 
     # -- effects -------------------------------------------------------------------------------
 
-    def _do_StartRank(self, effect: StartRank) -> None:
+    def _do_StartRank(self, effect: ev.StartRank) -> None:
         self.later(LATENCY, lambda: self._claim(effect))
 
-    def _claim(self, effect: StartRank) -> None:
+    def _claim(self, effect: ev.StartRank) -> None:
         worker = self.workers.get(effect.slot.id)
         if worker is None or not worker.alive:
-            self.tell(SlotGone(effect.slot.id))
+            self.tell(ev.SlotGone(effect.slot.id))
         elif worker.holder is not None or worker.leaving:
-            self.tell(SlotBusy(effect.slot.id))
+            self.tell(ev.SlotBusy(effect.slot.id))
         elif not worker.cut:
             worker.holder = effect.start
             self.ranks[effect.start] = FakeRank(self, effect.start, worker, effect.place)
 
-    def _do_Publish(self, effect: Publish) -> None:
+    def _do_Publish(self, effect: ev.Publish) -> None:
         self.plans.append(effect.plan)
         self.rings[effect.plan.generation] = Ring(self, effect.plan)
         for member in effect.plan.members:
             self._to_rank(member.start, "on_plan", effect.plan)
 
-    def _do_Abort(self, effect: Abort) -> None:
+    def _do_Abort(self, effect: ev.Abort) -> None:
         for start in effect.starts:
             self._to_rank(start, "on_abort", effect.generation)
 
-    def _do_Notify(self, effect: Notify) -> None:
+    def _do_Notify(self, effect: ev.Notify) -> None:
         for start in effect.starts:
             self._to_rank(start, "on_notice", effect.generation)
 
-    def _do_Release(self, effect: Release) -> None:
+    def _do_Release(self, effect: ev.Release) -> None:
         for start in effect.starts:
             self._to_rank(start, "on_release", effect.generation)
 
-    def _do_SaveCommit(self, effect: SaveCommit) -> None:
+    def _do_SaveCommit(self, effect: ev.SaveCommit) -> None:
         rank = self.ranks[effect.start]
         assert rank.where == "waiting", "only there it writes"
 
-    def _do_EndRank(self, effect: EndRank) -> None:
+    def _do_EndRank(self, effect: ev.EndRank) -> None:
         self._to_rank(effect.start, "on_end", effect.how)
 
-    def _do_RestartWorker(self, effect: RestartWorker) -> None:
+    def _do_RestartWorker(self, effect: ev.RestartWorker) -> None:
         worker = self.workers.get(effect.slot.id)
         if worker is None:
             return
@@ -234,10 +210,10 @@ class World:
         assert faulty or not worker.alive or not self.honest, f"{effect}: there is no fault"
         self.later(0.1, lambda: self.kill(worker.slot.id))
 
-    def _do_Record(self, effect: Record) -> None:
+    def _do_Record(self, effect: ev.Record) -> None:
         """History is looked at afterwards, in ``effects``."""
 
-    def _do_End(self, effect: End) -> None:
+    def _do_End(self, effect: ev.End) -> None:
         self.outcome = effect.outcome
 
     # -- what happens to workers ---------------------------------------------------------------
@@ -247,10 +223,10 @@ class World:
         slots = []
         for name in names:
             number = next(self._numbers)
-            slot = Slot(id=f"{name}#{number}", worker=f"tcp://{name}", name=name, host=name[0])
+            slot = ev.Slot(id=f"{name}#{number}", worker=f"tcp://{name}", name=name, host=name[0])
             self.workers[slot.id] = Worker(slot, nanny)
             slots.append(slot)
-        self.tell(SlotsFound(tuple(slots)))
+        self.tell(ev.SlotsFound(tuple(slots)))
 
     def worker(self, name: str) -> Worker:
         """Return the newest worker of that name or slot."""
@@ -265,7 +241,7 @@ class World:
         if worker.holder in self.ranks:
             self.ranks[worker.holder].die()
         if not worker.cut:
-            self.later(2 * LATENCY, lambda: self.tell(SlotGone(worker.slot.id)))
+            self.later(2 * LATENCY, lambda: self.tell(ev.SlotGone(worker.slot.id)))
         if worker.nanny:
             self.later(RESPAWN, lambda: self.add(worker.slot.name, nanny=True))
 
@@ -277,7 +253,7 @@ class World:
         """Ask a worker to leave; it is gone after `grace` seconds."""
         worker = self.worker(name)
         worker.leaving, worker.nanny = True, False
-        self.tell(SlotLeaving(worker.slot.id))
+        self.tell(ev.SlotLeaving(worker.slot.id))
         self.later(grace, lambda: self.kill(worker.slot.id))
 
     def freeze(self, name: str) -> None:
@@ -302,14 +278,14 @@ class World:
         """Take a worker off the network: nothing reaches it, and it is given up after a while."""
         worker = self.worker(name)
         worker.cut = True
-        self.later(after, lambda: self.tell(SlotGone(worker.slot.id)))
+        self.later(after, lambda: self.tell(ev.SlotGone(worker.slot.id)))
 
     def freed(self, worker: Worker, start: int) -> None:
         """Announce the slot of a rank that has ended."""
         if worker.holder == start:
             worker.holder = None
             if worker.alive and not worker.leaving:
-                self.send(worker, SlotsFound((worker.slot,)))
+                self.send(worker, ev.SlotsFound((worker.slot,)))
 
     # -- what came out -------------------------------------------------------------------------
 
@@ -332,13 +308,13 @@ class World:
         plans = {plan.generation: plan for plan in self.plans}
         return [[m.start for m in plans[g].members] for g in generations]
 
-    def records(self, kind: str) -> list[Record]:
-        return [e for e in self.effects if isinstance(e, Record) and e.kind == kind]
+    def records(self, kind: str) -> list[ev.Record]:
+        return [e for e in self.effects if isinstance(e, ev.Record) and e.kind == kind]
 
     def evicted(self) -> list:
         """Return the slots of ranks that were evicted."""
-        slots = {effect.start: effect.slot for effect in self.of(StartRank)}
-        return [slots[effect.start] for effect in self.of(EndRank) if effect.how == "evict"]
+        slots = {effect.start: effect.slot for effect in self.of(ev.StartRank)}
+        return [slots[effect.start] for effect in self.of(ev.EndRank) if effect.how == "evict"]
 
     def of(self, kind: type) -> list:
         return [effect for effect in self.effects if isinstance(effect, kind)]

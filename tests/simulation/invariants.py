@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nbelastic import messages as ev
 from nbelastic.errors import JobError, JobStopped
 from nbelastic.membership import Machine, Phase, Stage
 from nbelastic.membership.failure_policy import SAME_KIND
-from nbelastic.messages import (
-    FRESH,
-    Effect,
-    EndRank,
-    Event,
-    LoopDone,
-    Publish,
-    RankReady,
-    Release,
-    RestartWorker,
-)
 from tests.membership.invariants import Checked
 
 from .calm import check_end
@@ -56,16 +46,16 @@ class Progress:
         self.before: tuple[str, float] | None = None
         self.vain = 0
 
-    def take(self, event: Event, roster: Any) -> None:
+    def take(self, event: ev.Event, roster: Any) -> None:
         """Note what ranks have ended their generation with by themselves."""
-        if isinstance(event, RankReady) and event.own and not self.cause:
+        if isinstance(event, ev.RankReady) and event.own and not self.cause:
             rank = roster.ranks.get(event.start)
             if rank is not None and rank.stage == Stage.MEMBER and event.left >= rank.planned:
                 self.cause = event.detail
 
-    def check(self, effects: list[Effect]) -> None:
+    def check(self, effects: list[ev.Effect]) -> None:
         """The same cause is met once at a place, and any that leads nowhere a few times."""
-        for plan in [effect.plan for effect in effects if isinstance(effect, Publish)]:
+        for plan in [effect.plan for effect in effects if isinstance(effect, ev.Publish)]:
             cause, self.cause = self.cause, ""
             members = {member.start for member in plan.members}
             if not members >= self.members:
@@ -132,7 +122,7 @@ class WatchedMachine(Checked):
         self.generation = self.trained = 0
         self.progress = Progress()
 
-    def handle(self, event: Event, now: float, chance: float = 0.0) -> list[Effect]:
+    def handle(self, event: ev.Event, now: float, chance: float = 0.0) -> list[ev.Effect]:
         ending = [rank.start for rank in self.roster.in_stage(Stage.ENDING)]
         self.generation = self.roster.generation
         if self.roster.phase == Phase.RUNNING:
@@ -151,15 +141,15 @@ class WatchedMachine(Checked):
             self._write(event, effects)
         return effects
 
-    def check_fenced(self, ending: list[int], effects: list[Effect]) -> None:
+    def check_fenced(self, ending: list[int], effects: list[ev.Effect]) -> None:
         """Who was told to end never takes part again, and nobody is left in an old generation."""
         ranks = self.roster.ranks
         back = [start for start in ending if start in ranks and ranks[start].stage != Stage.ENDING]
         assert not back, f"{back} were told to end, and are back"
         for effect in effects:
-            if isinstance(effect, EndRank):
+            if isinstance(effect, ev.EndRank):
                 self.fenced.add(effect.start)
-            elif isinstance(effect, Publish):
+            elif isinstance(effect, ev.Publish):
                 back = [m.start for m in effect.plan.members if m.start in self.fenced]
                 assert not back, f"{back} were told to end, and are planned"
                 self.check_let_go(effect.plan.generation)
@@ -174,25 +164,25 @@ class WatchedMachine(Checked):
                 free = held is None or held.generation >= generation or is_broken(held)
                 assert free, f"start {start} is still in generation {held and held.generation}"
 
-    def check_release(self, event: Event, effects: list[Effect]) -> None:
+    def check_release(self, event: ev.Event, effects: list[ev.Effect]) -> None:
         """The elastic loop is over for all members at once, when all have come to its end."""
-        if isinstance(event, LoopDone):
+        if isinstance(event, ev.LoopDone):
             self.done.add((event.start, event.generation))
         for effect in effects:
-            if isinstance(effect, Release):
+            if isinstance(effect, ev.Release):
                 early = [s for s in effect.starts if (s, effect.generation) not in self.done]
                 assert not early, f"{early} are still in their loop"
 
-    def check_costs(self, event: Event, effects: list[Effect]) -> None:
+    def check_costs(self, event: ev.Event, effects: list[ev.Effect]) -> None:
         """A fault on one worker costs no other its process; a planned change costs nothing."""
         world = self.world
         trained = self.trained and self.trained == self.generation
-        if world.only_planned and trained and isinstance(event, RankReady):
-            assert event.version == FRESH or not event.failed, (
+        if world.only_planned and trained and isinstance(event, ev.RankReady):
+            assert event.version == ev.FRESH or not event.failed, (
                 "a planned change has rolled somebody back"
             )
         for effect in effects:
-            if isinstance(effect, RestartWorker) and world.script.harmless:
+            if isinstance(effect, ev.RestartWorker) and world.script.harmless:
                 assert world.touched(effect.slot.id), f"{effect.slot.id} had no fault: {effect}"
 
     def copy(self) -> Any:
@@ -206,7 +196,7 @@ class WatchedMachine(Checked):
         if machine is not None:
             super().check_8_fault_isolated(event, machine, *args)
 
-    def _write(self, event: Event, effects: list[Effect]) -> None:
+    def _write(self, event: ev.Event, effects: list[ev.Effect]) -> None:
         kind = type(event).__name__
         if effects or kind not in ("Tick", "Beats"):
             self.world.hub.say("machine", f"{event}")
