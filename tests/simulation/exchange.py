@@ -21,18 +21,10 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """All stores and rooms; also the record of who exchanged what with whom.
+    """All stores and rooms; also the record of who exchanged what with whom."""
 
-    Parameters
-    ----------
-    network : Network
-        What messages travel on.
-    kind : type, optional
-        Of the communicators.
-    """
-
-    def __init__(self, network: Network, kind: type[SimCommunicator] = SimCommunicator) -> None:
-        self.network, self.hub, self.kind = network, network.hub, kind
+    def __init__(self, network: Network) -> None:
+        self.network, self.hub = network, network.hub
         self.stores: dict[tuple[str, int], SimStore] = {}
         self.groups: dict[tuple[str, int, tuple[str, int]], Group] = {}
         self.open: dict[Fiber, Communicator] = {}
@@ -49,7 +41,7 @@ class Exchange:
         if rendezvous.size == 1:
             communicator: Communicator = SoloCommunicator(rendezvous.generation)
         else:
-            communicator = self.kind(self, rendezvous)
+            communicator = SimCommunicator(self, rendezvous)
         self._one_generation(communicator)
         return communicator
 

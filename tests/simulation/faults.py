@@ -166,7 +166,6 @@ class Fault:
     def _scale(self, world: World) -> None:
         low, high = (1, self.which % 4 + 1) if self.which % 2 else (2, 5)
         world.driver.tell(LimitsChanged(min_np=low, max_np=high))
-        world.scaled = True
 
     def _stop_job(self, world: World) -> None:
         world.driver.tell(StopRequested())

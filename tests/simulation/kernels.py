@@ -30,24 +30,14 @@ BOUND = 15.0
 
 
 class Kernels:
-    """Who drives the job.
-
-    Attributes
-    ----------
-    client, driver
-        Those of the newest kernel.
-    former : list of (SimClient, Driver)
-        Those that were replaced.
-    gone : bool
-        Whether there is no job that a kernel could have.
-    """
+    """Who drives the job: the client and the driver of the newest kernel, and former ones."""
 
     def __init__(self, world: World, options: Options) -> None:
         self.world, self.options = world, options
         self.client = SimClient(world, "kernel")
         self.driver = self._make_driver(options)
         self.former: list[tuple[SimClient, Driver]] = []
-        self.gone = False
+        self.gone = False  # there is no job that a kernel could have
         self._number = 0
         self._epoch = 1
 

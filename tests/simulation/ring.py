@@ -219,14 +219,6 @@ class SimCommunicator(Communicator):
 
         return self._begin(f"allgather of {tuple(tensor.shape)}", tensor.clone(), fill)
 
-    def begin_reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
-    ) -> Handle:
-        def fill(operation: Operation) -> None:
-            output.copy_(_reduce([part[self.rank] for part in operation.parts.values()], op))
-
-        return self._begin(f"reduce_scatter {op.value}", [t.clone() for t in inputs], fill)
-
     def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
