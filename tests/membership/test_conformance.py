@@ -12,7 +12,8 @@ from nbelastic import messages as ev
 from nbelastic.membership import TICK, Phase
 
 from .ranks import Script
-from .stories import (
+from .world import (
+    World,
     batches,
     hosts,
     job,
@@ -24,7 +25,6 @@ from .stories import (
     when,
     workers,
 )
-from .world import World
 
 LONG = Script(batches=200)
 FAILURES = ["exception", "kill"]
@@ -218,7 +218,7 @@ def test_C4_waits_for_slots_enough_then_starts_once() -> None:
     world.add("B0")
     world.run_for(1.0)
     assert not world.of(ev.StartRank)
-    assert [record.reason for record in world.records("waiting")] == [ev.Presence(2, 4)]
+    assert world.reasons("waiting") == [ev.Presence(2, 4)]
     world.add("B1")
     trained(world)
     assert len(world.of(ev.StartRank)) == 4

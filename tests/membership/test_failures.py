@@ -9,8 +9,7 @@ from nbelastic.membership import Phase
 from nbelastic.membership.failure_policy import SAME_KIND
 
 from .ranks import Script
-from .stories import job, reached, starts_on, trained, workers
-from .world import World
+from .world import World, job, reached, starts_on, trained, workers
 
 LONG = Script(batches=1000)
 
@@ -48,9 +47,9 @@ def test_after_a_commit_the_rank_counts_as_failed() -> None:
     assert world.outcome.kind == "finished"
     assert workers(world.plans[-1]) == ["A0", "C0"]
     lost = ev.Lost(ev.RankId(1, 1, "tcp://B0"), ev.LossReason.RAISED, "ValueError: sample 7")
-    assert world.records("lost")[0].reason == lost
+    assert world.reasons("lost")[0] == lost
     once = ev.Tally(ev.Counted.SAME_WORKER, 1, SAME_KIND, 20)
-    assert world.records("reset")[0].reason == ev.Reset((lost,), 2, once)
+    assert world.reasons("reset")[0] == ev.Reset((lost,), 2, once)
 
 
 def test_an_error_of_all_ranks_at_one_point_ends_the_job() -> None:
@@ -111,7 +110,7 @@ def test_survivors_are_aborted_at_once_and_only_once() -> None:
     assert world.now - killed < 0.05
     cause = ev.Lost(ev.RankId(1, 1, "tcp://B0"), ev.LossReason.WORKER_GONE)
     once = ev.Tally(ev.Counted.SAME_WORKER, 1, SAME_KIND, 10)
-    assert [record.reason for record in world.records("reset")] == [ev.Reset((cause,), 3, once)]
+    assert world.reasons("reset") == [ev.Reset((cause,), 3, once)]
     assert not world.of(ev.RestartWorker)
 
 

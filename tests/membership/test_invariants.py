@@ -40,16 +40,34 @@ HARM += ["crash", "crash", "hang", "deafen", "stick"]
 names = st.builds("{}{}".format, st.sampled_from("ABC"), st.integers(0, 2))
 
 
+def limits_of(least: int, more: int | None, **others: Any) -> ev.Limits:
+    return ev.Limits(
+        np=least,
+        min_np=least,
+        max_np=None if more is None else least + more,
+        elastic_timeout=60.0,
+        stall_timeout=8.0,
+        forming_timeout=6.0,
+        ending_timeout=3.0,
+        **others,
+    )
+
+
 class FaultyWorld(RuleBasedStateMachine):
     """A job, its world, and whatever may happen to them."""
 
     @initialize(
-        least=st.integers(1, 3),
-        more=st.none() | st.integers(0, 3),
-        cooldown=st.none() | st.sampled_from([(1.0, 8.0), (5.0, 5.0)]),
-        per_host=st.none() | st.integers(1, 2),
-        reset_limit=st.none() | st.integers(0, 4),
-        check_every=st.sampled_from([1, 1, 4, 1000]),
+        limits=st.builds(
+            limits_of,
+            st.integers(1, 3),
+            st.none() | st.integers(0, 3),
+            cooldown=st.none() | st.sampled_from([(1.0, 8.0), (5.0, 5.0)]),
+            slots_per_host=st.none() | st.integers(1, 2),
+            reset_limit=st.none() | st.integers(0, 4),
+            check_every=st.sampled_from([1, 1, 4, 1000]),
+            preemptible=flags,
+            checkpoint=flags,
+        ),
         script=st.builds(
             Script,
             setup=st.sampled_from([0.0, 0.2, 3.0]),
@@ -60,8 +78,6 @@ class FaultyWorld(RuleBasedStateMachine):
             after=st.sampled_from([0.0, 0.3, 3.0]),
             ahead=st.sampled_from([0.0, 0.0, 0.5]),
         ),
-        preemptible=flags,
-        checkpoint=flags,
         slow=st.sampled_from([False, False, False, True]),
         jitter=st.sampled_from([0.0, 0.0, 0.05]),
         seed=numbers,
@@ -70,36 +86,14 @@ class FaultyWorld(RuleBasedStateMachine):
     )
     def open(
         self,
-        least: int,
-        more: int | None,
-        cooldown: tuple[float, float] | None,
-        per_host: int | None,
-        reset_limit: int | None,
-        check_every: int,
+        limits: ev.Limits,
         script: Script,
-        preemptible: bool,
-        checkpoint: bool,
         slow: bool,
         jitter: float,
         seed: int,
         early: int,
         hosts: list[str],
     ) -> None:
-        limits = ev.Limits(
-            np=least,
-            min_np=least,
-            max_np=None if more is None else least + more,
-            elastic_timeout=60.0,
-            stall_timeout=8.0,
-            forming_timeout=6.0,
-            ending_timeout=3.0,
-            reset_limit=reset_limit,
-            check_every=check_every,
-            cooldown=cooldown,
-            slots_per_host=per_host,
-            preemptible=preemptible,
-            checkpoint=checkpoint,
-        )
         if slow:
             script.step, script.batches = 10.0, 5
         self.world = World(limits, script, seed=seed, jitter=jitter)

@@ -10,8 +10,8 @@ from nbelastic import messages as ev
 from nbelastic.membership import Machine, Phase
 
 from .ranks import Script
-from .stories import batches, job, reached, starts, trained, when, workers
 from .test_time_limits import stopped_beats
+from .world import batches, job, reached, starts, trained, when, workers
 
 LONG = Script(batches=2000)
 

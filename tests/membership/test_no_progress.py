@@ -13,9 +13,8 @@ from nbelastic.membership import Phase
 from nbelastic.membership.failure_policy import ANY_KIND, SAME_ERROR, SAME_KIND
 
 from .ranks import Script
-from .stories import job, trained
 from .test_time_limits import stopped_beats
-from .world import World
+from .world import World, job, trained
 
 LONG = Script(batches=2000)
 MOST = 25
@@ -291,7 +290,7 @@ def test_the_commit_that_is_lost_is_the_newest_that_was_heard_of() -> None:
     assert known >= 30
     world.kill("A0")
     world.run(until=lambda: bool(world.records("restarted")))
-    assert world.records("restarted")[0].reason == ev.StateLost(known)
+    assert world.reasons("restarted")[0] == ev.StateLost(known)
 
 
 # -- ranks that wait for each other in different operations ----------------------------------------

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from nbelastic import messages as ev
-from nbelastic.membership import Phase, rules, view
+from nbelastic.membership import Phase, rules
 from nbelastic.membership.rules import LONGEST_STAY, STAY
 
 from .invariants import contents
 from .ranks import Script
-from .stories import batches, job, trained, workers
-from .world import World
+from .world import World, batches, job, trained, workers
 
 LONG = Script(batches=20_000)
 
@@ -62,12 +61,12 @@ def test_the_status_counts_down_until_the_worker_is_gone() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
     world.tell(noticed(world, "B0"))
     world.run_for(20.0)
-    (shown,) = view(world.machine.machine, world.now).reason.notices
+    (shown,) = world.view().reason.notices
     assert shown.name == "B0"
     assert 99.0 < shown.seconds <= 101.0
     world.kill("B0")
     world.run_for(1.0)
-    assert not isinstance(view(world.machine.machine, world.now).reason, ev.Noticed)
+    assert not isinstance(world.view().reason, ev.Noticed)
 
 
 def test_a_rank_that_was_not_sent_away_yet_stays_when_the_notice_is_revoked() -> None:
@@ -159,7 +158,7 @@ def test_that_nothing_keeps_the_state_is_said_in_time_and_once() -> None:
     assert not world.records("warning")
     world.tell(noticed(world, "B0"))
     world.tell(noticed(world, "B0", 60.0))
-    assert [record.reason for record in world.records("warning")] == [ev.NONE_STAYS]
+    assert world.reasons("warning") == [ev.NONE_STAYS]
 
 
 @pytest.mark.parametrize("seconds", [20.0, 0.0], ids=["in time", "it dies as it is asked"])
@@ -170,7 +169,7 @@ def test_a_rank_that_comes_to_no_commit_in_time_is_a_warning(seconds: float) -> 
     world.run_for(seconds)
     world.kill("B0")
     world.run_for(1.0)
-    reasons = [record.reason for record in world.records("warning")]
+    reasons = world.reasons("warning")
     assert [(type(each), each.name) for each in reasons] == [(ev.GoneBeforeCommit, "B0")] * (
         seconds > 0
     )

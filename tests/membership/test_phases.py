@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from nbelastic import messages as ev
-from nbelastic.membership import Phase, view
+from nbelastic.membership import Phase
 
 from .invariants import Checked
 from .ranks import Script
-from .stories import batches, job, reached, starts, trained
-from .world import World
+from .world import World, batches, job, reached, starts, trained
 
 LONG = Script(batches=200)
 
@@ -74,17 +73,17 @@ def test_stop(phase: Callable[[], World], now: bool) -> None:
 
 def test_the_last_members_are_in_the_view_after_the_end() -> None:
     world = running()
-    before = view(world.machine.machine, world.now).ranks
+    before = world.view().ranks
     world.tell(ev.StopRequested())
     world.run()
-    after = view(world.machine.machine, world.now)
+    after = world.view()
     assert (after.state, after.size) == ("stopped", 0)
     assert [(r.rank, r.worker, r.name) for r in after.ranks] == [
         (r.rank, r.worker, r.name) for r in before
     ]
     assert {rank.state for rank in after.ranks} <= {"ending", "ended"}
     world.run_for(1.0)
-    assert {rank.state for rank in view(world.machine.machine, world.now).ranks} == {"ended"}
+    assert {rank.state for rank in world.view().ranks} == {"ended"}
 
 
 def test_stop_at_commit_waits_for_the_commit() -> None:
@@ -165,7 +164,7 @@ def test_a_worker_that_is_back_in_a_later_loop_is_an_event(comes: bool) -> None:
     world.run()
     assert world.outcome.kind == "finished"
     assert len(world.of(ev.StartRank)) == 2, "newcomers cannot join it"
-    said = [record.reason for record in world.records("warning")]
+    said = world.reasons("warning")
     assert said == [ev.PastFirstLoop(2)] * comes
 
 

@@ -11,8 +11,7 @@ from nbelastic.membership.failure_policy import SAME_KIND
 
 from .invariants import Checked
 from .ranks import KILLED_AFTER, Script
-from .stories import batches, job, trained, workers
-from .world import World
+from .world import World, batches, job, trained, workers
 
 LONG = Script(batches=2000)
 CAUSE = "its process was killed by signal 11 (SIGSEGV)"

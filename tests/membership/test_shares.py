@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from nbelastic import messages as ev
-from nbelastic.membership import Stage, view
+from nbelastic.membership import Stage
 
 from .ranks import Script
-from .stories import batches, job, trained
+from .world import batches, job, trained
 
 LONG = Script(batches=2000)
 
@@ -69,7 +69,7 @@ def test_a_preemptible_job_waits_with_one_rank_and_its_time_stands_still() -> No
     share(world, 1)
     world.run_for(100.0)
     assert world.outcome is None
-    seen = view(world.machine.machine, world.now)
+    seen = world.view()
     assert seen.state == "waiting"
     assert seen.sharing == ev.Sharing(1, 4, ("bert",), 1, suspended=True)
     commits = seen.commits
@@ -79,7 +79,7 @@ def test_a_preemptible_job_waits_with_one_rank_and_its_time_stands_still() -> No
     world.run_for(5.0)
     assert (world.sizes()[0], world.sizes()[-1]) == (3, 3)
     assert batches(world) == sorted(set(batches(world))), "nothing is redone"
-    assert view(world.machine.machine, world.now).commits > commits
+    assert world.view().commits > commits
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -145,7 +145,7 @@ def test_a_suspended_job_that_yields_saves_its_state_and_starts_again() -> None:
     saving = [effect for effect in world.of(ev.EndRank) if effect.save > 0]
     assert [effect.how for effect in saving] == ["leave"]
     assert not world.machine.roster.ranks
-    seen = view(world.machine.machine, world.now)
+    seen = world.view()
     assert (seen.state, seen.sharing) == ("waiting", ev.Sharing(0, 4, ("bert",), 1, suspended=True))
     share(world, 2)
     offer(world, "A0", "B0")
@@ -177,10 +177,8 @@ def test_history_and_view_have_the_share() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
     share(world, 1)
     share(world, 1)
-    assert [record.reason for record in world.records("share")] == [
-        ev.ShareChanged(None, ev.Sharing(1, 4, ("bert",), 1))
-    ]
-    seen = view(world.machine.machine, world.now)
+    assert world.reasons("share") == [ev.ShareChanged(None, ev.Sharing(1, 4, ("bert",), 1))]
+    seen = world.view()
     assert (seen.share, seen.sharing) == (1, ev.Sharing(1, 4, ("bert",), 1))
     world.tell(ev.LimitsChanged(max_np=1))
-    assert view(world.machine.machine, world.now).sharing is None, "it wants no more"
+    assert world.view().sharing is None, "it wants no more"

@@ -6,11 +6,10 @@ import pytest
 from msgspec import structs
 
 from nbelastic import messages as ev
-from nbelastic.membership import Phase, view
+from nbelastic.membership import Phase
 
 from .ranks import Script
-from .stories import batches, job, reached, trained, workers
-from .world import World
+from .world import World, batches, job, reached, trained, workers
 
 LONG = Script(batches=2000)
 
@@ -41,8 +40,8 @@ def test_only_the_rank_that_hangs_is_evicted(culprit: str) -> None:
     assert not restarted(world)
     assert culprit not in workers(world.plans[1])
     assert 19.0 < world.now - begun < 22.0
-    assert world.records("lost")[0].reason.reason == ev.LossReason.STALLED
-    assert world.records("lost")[0].reason.seconds == 20.0
+    assert world.reasons("lost")[0].reason == ev.LossReason.STALLED
+    assert world.reasons("lost")[0].seconds == 20.0
 
 
 def test_slow_steps_are_no_stall() -> None:
@@ -57,7 +56,7 @@ def test_all_waiting_for_each_other_is_a_reset_without_a_culprit() -> None:
     world.rings[1].broken = True
     world.run(until=lambda: len(world.plans) == 2)
     assert restarted(world) == []
-    assert world.records("reset")[0].reason.causes == (ev.AllWaited(20.0),)
+    assert world.reasons("reset")[0].causes == (ev.AllWaited(20.0),)
     assert len(world.plans[1].members) == 2
 
 
@@ -124,7 +123,7 @@ def test_a_frozen_newcomer_does_not_take_the_others_with_it() -> None:
     world.run(until=lambda: len(world.plans) == 3)
     assert evicted(world) == ["C0"]
     assert workers(world.plans[2]) == ["A0", "B0"]
-    (cause,) = world.records("reset")[-1].reason.causes
+    (cause,) = world.reasons("reset")[-1].causes
     assert cause == ev.Lost(ev.RankId(2, 2, "tcp://C0"), ev.LossReason.NOT_CONNECTED, seconds=8.0)
 
 
@@ -201,8 +200,8 @@ def returned(**limits: float) -> World:
 
 def test_a_job_ends_after_what_its_ranks_still_do() -> None:
     world = returned()
-    assert world.outcome is None and view(world.machine, world.now).state == "running"
-    assert "of 1 rank still run" in str(view(world.machine, world.now).reason)
+    assert world.outcome is None and world.view().state == "running"
+    assert "of 1 rank still run" in str(world.view().reason)
     world.tell(ev.RankExited(0))
     assert world.outcome.kind == "finished" and not world.machine.roster.warnings
 
@@ -221,7 +220,7 @@ def test_what_was_cut_off_after_a_function_is_said(event: ev.Event) -> None:
     world.tell(event)
     assert world.outcome.kind == "finished"
     (warning,) = world.machine.roster.warnings
-    assert isinstance(warning, ev.CutOff) and view(world.machine, world.now).errors == 1
+    assert isinstance(warning, ev.CutOff) and world.view().errors == 1
 
 
 def test_whoever_cancels_does_not_wait_for_exit_handlers() -> None:

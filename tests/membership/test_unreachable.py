@@ -12,8 +12,7 @@ from nbelastic.membership.placement import choose_removed
 from nbelastic.messages import RankId, RankReady, Unreachable
 
 from .ranks import FakeRank, Script
-from .stories import job, trained, workers
-from .world import World
+from .world import World, job, trained, workers
 
 LONG = Script(batches=400)
 BROKEN = Unreachable(RankId(1, 1, "tcp://B0"), RankId(2, 2, "tcp://C0"))
@@ -79,7 +78,7 @@ def test_a_job_goes_on_with_those_who_reach_each_other() -> None:
     world.run(until=lambda: len(world.plans) == 4)
     assert workers(world.plans[3]) == ["A0", "B0"]
     assert [slot.worker for slot in world.evicted()] == ["tcp://C0"]
-    assert BROKEN in world.records("reset")[-1].reason.causes
+    assert BROKEN in world.reasons("reset")[-1].causes
 
 
 def test_of_two_the_newcomer_without_a_commit_is_removed() -> None:

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from nbelastic import messages as ev
-from nbelastic.membership import view
 
 from .ranks import Script
-from .stories import job, trained
-from .world import World
+from .world import World, job, trained
 
 TAKEN = [ev.UnusedWorker(f"tcp://D{n}", ev.UnusedReason.TAKEN, "other") for n in range(5)]
 CHOSEN = ev.UnusedWorker("tcp://E0", ev.UnusedReason.NOT_IN_WORKERS)
@@ -19,7 +17,7 @@ ONE_TAKEN = ev.UnusedGroup(ev.UnusedReason.TAKEN, "other", 1, ("tcp://D0",))
 
 
 def reason(world: World) -> ev.Reason | None:
-    return view(world.machine.machine, world.now).reason
+    return world.view().reason
 
 
 def test_each_reason_is_named_with_its_workers() -> None:
@@ -120,14 +118,14 @@ def test_the_view_of_a_job_in_its_course() -> None:
     world = job(np=2, min_np=2, max_np=3, elastic_timeout=100.0, script=LONG)
     world.add("A0")
     world.run_for(10.0)
-    first = view(world.machine.machine, world.now)
+    first = world.view()
     assert (first.state, first.size, first.generation) == ("waiting", 0, 0)
     assert first.reason == ev.Waiting(ev.Presence(1, 2), pytest.approx(10.0), 100.0)
     world.add("B0")
     world.run_for(0.1)
-    assert view(world.machine.machine, world.now).reason == ev.WaitingForRanks(2, generation=0)
+    assert world.view().reason == ev.WaitingForRanks(2, generation=0)
     trained(world, 20)
-    running = view(world.machine.machine, world.now)
+    running = world.view()
     assert (running.state, running.size, running.min_np, running.max_np) == ("running", 2, 2, 3)
     assert [(r.rank, r.worker, r.state) for r in running.ranks] == [
         (0, "tcp://A0", "running"),
@@ -136,11 +134,11 @@ def test_the_view_of_a_job_in_its_course() -> None:
     assert running.commits > 5
     world.add("C0")
     world.run_for(0.1)
-    newcomer = view(world.machine.machine, world.now).ranks[-1]
+    newcomer = world.view().ranks[-1]
     assert (newcomer.rank, newcomer.state) == (None, "starting")
     world.tell(ev.StopRequested())
-    assert view(world.machine.machine, world.now).reason == ev.STOP_PENDING
+    assert world.view().reason == ev.STOP_PENDING
     world.run()
-    last = view(world.machine.machine, world.now)
+    last = world.view()
     assert last.state == "stopped"
     assert last.reason == ev.Stopping(ev.StopReason.STOPPED, at_commit=True)

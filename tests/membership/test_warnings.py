@@ -10,7 +10,7 @@ from nbelastic.membership.roster import Roster
 from nbelastic.membership.rules import compare, differ
 
 from .ranks import Script
-from .stories import job, trained
+from .world import job, trained
 
 VALUES = (1.0, -2.0, 0.0, 1e-9)
 OTHERS = (1.1, -2.2, 0.3, 2e-9)

@@ -12,10 +12,10 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbelastic import messages as ev
-from nbelastic.membership import TICK, Phase
+from nbelastic.membership import TICK, JobView, Phase, places_of, view
 
 from .invariants import Checked
 from .ranks import FakeRank, Ring, Script
@@ -311,6 +311,12 @@ class World:
     def records(self, kind: str) -> list[ev.Record]:
         return [e for e in self.effects if isinstance(e, ev.Record) and e.kind == kind]
 
+    def reasons(self, kind: str) -> list:
+        return [record.reason for record in self.records(kind)]
+
+    def view(self) -> JobView:
+        return view(self.machine.machine, self.now)
+
     def evicted(self) -> list:
         """Return the slots of ranks that were evicted."""
         slots = {effect.start: effect.slot for effect in self.of(ev.StartRank)}
@@ -318,3 +324,62 @@ class World:
 
     def of(self, kind: type) -> list:
         return [effect for effect in self.effects if isinstance(effect, kind)]
+
+
+# -- stories ---------------------------------------------------------------------------------------
+
+
+def job(*workers: str, script: Script | None = None, nanny: bool = False, **limits: Any) -> World:
+    """Return a job on workers that are there from the beginning; ``A0`` is one on host ``A``."""
+    world = World(ev.Limits(**limits), script)
+    world.add(*workers, nanny=nanny)
+    return world
+
+
+def reached(phase: Phase, world: World) -> World:
+    """Let a job run until it has come to a phase."""
+    return world.run(until=lambda: world.phase() == phase)
+
+
+def trained(world: World, batch: int = 2) -> World:
+    """Let a job run until it has trained that many batches."""
+    done: list[bool] = []
+    world.at(batch, lambda: done.append(True))
+    return world.run(until=lambda: bool(done))
+
+
+def hosts(plan: ev.Plan) -> list[str]:
+    return list(dict.fromkeys(member.slot.host for member in plan.members))
+
+
+def starts(plan: ev.Plan) -> list[int]:
+    return [member.start for member in plan.members]
+
+
+def workers(plan: ev.Plan) -> list[str]:
+    return [member.slot.name for member in plan.members]
+
+
+def places(plan: ev.Plan) -> list[ev.Place]:
+    slots = [member.slot for member in plan.members]
+    return places_of(slots)
+
+
+def when(world: World, what: Callable[[ev.Effect], bool]) -> list[float]:
+    """Return the times of the effects that `what` is true of."""
+    return [now for _, now, _, effects in world.machine.log for effect in effects if what(effect)]
+
+
+def starts_on(world: World, name: str) -> list[float]:
+    """Return the times at which ranks were started on a worker."""
+    return when(world, lambda e: isinstance(e, ev.StartRank) and e.slot.name == name)
+
+
+def times(world: World, what: Callable[[ev.Event], bool]) -> list[float]:
+    """Return the times of the events that `what` is true of."""
+    return [now for event, now, _, _ in world.machine.log if what(event)]
+
+
+def batches(world: World) -> list[int]:
+    """Return the numbers of the batches in the order in which they were trained."""
+    return [batch for batch, _ in world.trail]
