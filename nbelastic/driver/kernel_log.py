@@ -222,29 +222,26 @@ class OutputLog:
     """Output of a job's ranks: the newest in memory, all of it in files if so set."""
 
     def __init__(self, job: str) -> None:
-        self.dropped = 0
         self._most = _most()
         self._place = _place(job)
         self._pieces: deque[Output] = deque()
-        self._bytes = self._gone = 0
+        self._bytes = self._gone = 0  # of the kept pieces, and number of the dropped ones
         self.written = False  # whether anything has gone to a file
         self._problem = ""
 
     def add(self, piece: Output, *, write: bool = True) -> str:
         """Keep a piece and drop the oldest; return a warning for the user, each one once."""
-        told, problem = self.dropped > 0, self._problem
+        told, problem = self._gone > 0, self._problem
         if write:
             self._write(piece)
         self._pieces.append(piece)
         self._bytes += _size(piece)
         while self._bytes > self._most and self._pieces:
-            oldest = self._pieces.popleft()
-            self._bytes -= _size(oldest)
-            self.dropped += len(oldest.text)
+            self._bytes -= _size(self._pieces.popleft())
             self._gone += 1
         if self._problem != problem:
             return self._problem
-        return "" if told or not self.dropped else self.remark()
+        return "" if told else self.remark()
 
     def since(self, cursor: int) -> tuple[int, tuple[Output, ...]]:
         """Return the next cursor, and the kept pieces since the given cursor."""
@@ -265,11 +262,11 @@ class OutputLog:
     def clear(self) -> None:
         """Forget all that is in memory, and count anew."""
         self._pieces.clear()
-        self._bytes = self._gone = self.dropped = 0
+        self._bytes = self._gone = 0
 
     def remark(self) -> str:
         """Return a line on dropped output and its place on disk; empty if nothing was dropped."""
-        if not self.dropped:
+        if not self._gone:
             return ""
         kept = self._most
         most = f"{kept / 1e6:,.0f} MB" if kept >= 1_000_000 else f"{kept:,} bytes"

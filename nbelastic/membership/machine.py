@@ -110,11 +110,10 @@ class Machine:
         for rank in self.roster.on_slot(event.slot):
             urgent = event.soon or rank.leave_reason == why.EndReason.SHARED
             asked = rank.leaving and not (urgent and not rank.leave_sent)
+            stay, gone = self._time_of(event)
             if not asked and rank.stage not in (Stage.ENDING, Stage.RETURNED):
-                stay, gone = self._time_of(event)
                 self._ask_to_leave(rank, why.EndReason.WORKER_LEAVING, stay=stay, gone=gone)
-            elif rank.leaving:
-                stay, gone = self._time_of(event)  # it may have less time than it had
+            elif rank.leaving:  # it may have less time than it had
                 rank.leave_deadline = min(rank.leave_deadline, self._now + stay)
                 rank.gone_at = min(rank.gone_at, self._now + gone)
         there = self.roster.counted.staying or self.roster.limits.checkpoint or self.roster.stopping
@@ -399,7 +398,7 @@ class Machine:
             time=self._now,
             error=error,
         )
-        chain = policy.errors.note(report)
+        chain = policy.note_error(report)
         for_good = policy.workers.bounds is None
         short = for_good and rules.within_reach(roster) < roster.limits.min_np
         reason = policy.repeated_error(chain, roster.hosts(), short=short)
@@ -585,13 +584,26 @@ class Machine:
         self._fail(ev.FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(roster))
 
     def _start_ranks(self) -> None:
-        """Start ranks on free slots, as many as the job may have."""
+        """Start ranks on free slots, as many as the job may have, each with a foreseen place."""
         roster, slots = self.roster, rules.slots_to_start(self.roster)
-        if slots:
-            if not roster.counted.staying and not rules.last_holders(roster):
-                roster.first_starts, roster.closed = roster.starts + len(slots), False
-            roster.launched = True
-            self._start_on(slots)
+        if not slots:
+            return
+        if not roster.counted.staying and not rules.last_holders(roster):
+            roster.first_starts, roster.closed = roster.starts + len(slots), False
+        roster.launched = True
+        newcomers = [
+            Rank(start, slot, since=self._now, by_share=roster.shared)
+            for start, slot in enumerate(slots, roster.starts)
+        ]
+        for rank in newcomers:
+            roster.ranks[rank.start] = rank
+        roster.starts += len(newcomers)
+        members = [rank for rank in roster.members() if not rank.leaving]
+        known = {rank.start for rank in members}
+        order = arrange(members, [rank for rank in roster.staying() if rank.start not in known])
+        places = dict(zip(order, places_of([rank.slot for rank in order]), strict=True))
+        for rank in newcomers:
+            self._emit(ev.StartRank(start=rank.start, slot=rank.slot, place=places[rank]))
 
     def _announce_changes(self) -> None:
         """Notify the members of a planned change, once per generation."""
@@ -881,23 +893,6 @@ class Machine:
             self._break(why.AllWaited(limit))
 
     # -- steps: ranks --------------------------------------------------------------------------
-
-    def _start_on(self, slots: Sequence[ev.Slot]) -> None:
-        """Start the function on `slots`, with the place foreseen for each."""
-        roster = self.roster
-        newcomers = []
-        for slot in slots:
-            rank = Rank(start=roster.starts, slot=slot, since=self._now, by_share=roster.shared)
-            roster.starts += 1
-            roster.ranks[rank.start] = rank
-            newcomers.append(rank)
-        members = [rank for rank in roster.members() if not rank.leaving]
-        known = {rank.start for rank in members}
-        others = [rank for rank in roster.staying() if rank.start not in known]
-        order = arrange(members, others)
-        places = dict(zip(order, places_of([rank.slot for rank in order]), strict=True))
-        for rank in newcomers:
-            self._emit(ev.StartRank(start=rank.start, slot=rank.slot, place=places[rank]))
 
     def _end_rank(self, rank: Rank, how: str, reason: why.Reason, save: float = 0.0) -> None:
         """Order a rank to end. From now on it does not count."""

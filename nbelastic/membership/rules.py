@@ -257,7 +257,7 @@ def shortage(roster: Roster) -> ev.Shortage:
         waited=roster.now - since,
         timeout=limits.elastic_timeout,
         excluded=tuple(slot.worker for slot in roster.slots.values() if roster.excluded(slot)),
-        last_error=roster.policy.errors.last,
+        last_error=roster.policy.last_error,
         last_death=roster.last_death,
     )
 

@@ -60,15 +60,6 @@ class NoHeirsError(Exception):
         raise SystemExit("no subclasses")
 
 
-class MadeByItselfError(Exception):
-    made = False
-
-    def __new__(cls, *args):
-        if cls is not MadeByItselfError:
-            raise KeyboardInterrupt
-        return super().__new__(cls, *args)
-
-
 class Strange(type):
     def __call__(cls, *args):
         if cls.__name__ != "StrangeError":
@@ -78,19 +69,6 @@ class Strange(type):
 
 class StrangeError(Exception, metaclass=Strange):
     pass
-
-
-class OwnLayoutError(UnicodeDecodeError):
-    def __init__(self, *args):
-        super().__init__("utf-8", b"x", 0, 1, "odd")
-
-    def __reduce__(self):
-        return OwnLayoutError, ()
-
-    def __new__(cls, *args):
-        if cls is not OwnLayoutError:
-            raise TypeError
-        return super().__new__(cls, "utf-8", b"x", 0, 1, "odd")
 
 
 class MuteError(Exception):
@@ -136,9 +114,7 @@ def test_a_result_that_raises_when_read_is_an_error(kind):
 UNCOMBINED = [
     *map(ExplosiveError, KINDS),
     NoHeirsError("m"),
-    MadeByItselfError("m"),
     StrangeError("m"),
-    OwnLayoutError(),
     SystemExit("m"),
     KeyboardInterrupt("m"),
     bdb.BdbQuit(NO_CONSOLE),  # of which IPython shows nothing

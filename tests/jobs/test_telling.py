@@ -156,9 +156,9 @@ class Recorder:
 
 
 @pytest.fixture
-def set_display(monkeypatch):
+def set_display():
     before = display._display
-    monkeypatch.setattr(display, "_complained", False)
+    display._complain.cache_clear()
     yield display.set_display
     display.set_display(before)
 

@@ -31,7 +31,7 @@ They are the wait that is called vain, and a heartbeat's interval before and aft
 """
 
 THOROUGH = 16
-"""PeriodicCall so many seeds the invariants that need a copy of the machine are checked, too."""
+"""Every so many seeds the invariants that need a copy of the machine are checked, too."""
 
 KNOWN_ERRORS = (
     "tests.simulation.user.Trouble",
