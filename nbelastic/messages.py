@@ -26,8 +26,7 @@ _MOST = sys.float_info.max
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-_MOST, le=_MOST)] | int
 """A finite number; a plain float of a message may be NaN or infinite."""
 
-FRESH = -1
-"""Version of a rank that has never synchronised with the job's state."""
+FRESH = -1  # version of a rank that has never synchronised with the job's state
 
 
 class Data(Struct, frozen=True, forbid_unknown_fields=True):
@@ -1050,8 +1049,7 @@ class WeightsSampled(RankReport, frozen=True):
     besides: bool = False  # these parameters are neither in the state nor in the broadcast
 
 
-KERNEL = -1
-"""Stands for a start in a note of the kernel's."""
+KERNEL = -1  # stands for a start in a note of the kernel's
 
 
 class RankNote(RankReport, frozen=True):
@@ -1669,8 +1667,7 @@ else:  # decoding needs to know all classes
         for base in (Reason, Event, Message, RankEffect, RankReport)
     )
 
-MOST_BYTES = 2**32 - 1
-"""Bytes that travel as one value; msgpack writes no more."""
+MOST_BYTES = 2**32 - 1  # bytes that travel as one value; msgpack writes no more
 
 LEAST, LARGEST = -(2**63), 2**64 - 1
 """The integers that msgpack writes; a greater or smaller one becomes the nearest of them."""

@@ -55,11 +55,8 @@ KIND = socket.SOCK_SEQPACKET if LINUX else socket.SOCK_STREAM
 MESSAGE_BYTES = 4096
 """Longest message on a line, or between a worker and a rank server; no reader is so far behind."""
 
-LOST = 3
-"""Exit status of a template that has found another one at its address."""
-
-IDLE_S = 10.0
-"""Seconds after its last line and server after which a template ends."""
+LOST = 3  # exit status of a template that has found another one at its address
+IDLE_S = 10.0  # seconds after its last line and server after which a template ends
 
 CONDEMNED_S = 4.0
 """Seconds that a rank server may take to end after its worker; more than it needs by itself."""

@@ -57,8 +57,7 @@ class _NotebookDisplay:
 
 _display: Any = _NotebookDisplay()
 
-_NOTHING = object()
-"""Result of a call without a display, or of a call that has failed."""
+_NOTHING = object()  # result of a call without a display, or of a call that has failed
 
 
 def set_display(display: Display | None) -> None:

@@ -214,8 +214,7 @@ BYTES = "NBELASTIC_LOG_BYTES"
 DIRECTORY = "NBELASTIC_LOG_DIR"
 DEFAULT = "64 MB"
 
-PIECE_BYTES = 200
-"""Bytes of a piece, without its text."""
+PIECE_BYTES = 200  # bytes of a piece, without its text
 
 
 class OutputLog:

@@ -39,8 +39,7 @@ SETTLE_S = 2.0
 """Seconds after a commit in which the reports before it arrive; they travel with heartbeats."""
 
 LAST_S = 60.0
-TRIES = 20
-"""How often in a row a logger may raise; then it gets nothing any more."""
+TRIES = 20  # how often in a row a logger may raise; then it gets nothing any more
 
 Send: TypeAlias = "Callable[[int | float, dict[str, float]], object]"
 """``send(step, values)`` logs the metrics of one step."""

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from .job import Job
     from .options import Options
 
-MOST_OUTPUT = 1_000_000
-"""Characters of output in a report: the newest."""
+MOST_OUTPUT = 1_000_000  # characters of output in a report: the newest
 
 PACKAGES = (
     "nbelastic torch dask distributed cloudpickle fsspec msgpack msgspec numpy tornado "

@@ -27,8 +27,7 @@ from nbelastic.membership import TICK, JobView, Machine, Phase, Stage, unpack_ma
 
 logger = logging.getLogger(__name__)
 
-SETTLING_S = 5.0
-"""Seconds in which a driver has carried out what it has adopted."""
+SETTLING_S = 5.0  # seconds in which a driver has carried out what it has adopted
 
 MOST_COUNTED = 2.0
 """Most seconds that count between two looks at the clock.

@@ -17,14 +17,12 @@ from dataclasses import dataclass, field, replace
 
 from nbelastic.messages import Counted, Exclusion, Limits, RepeatedError, Slot, Tally
 
-SAME_ERROR = 2
-"""Times that ranks themselves end a generation with one error at one commit."""
+SAME_ERROR = 2  # times that ranks themselves end a generation with one error at one commit
 
 SAME_KIND = 4
 """Times in a row, without progress, of one kind of setback: see :class:`Counted`."""
 
-ANY_KIND = 20
-"""Resets in a row after faults of any kind, without a commit."""
+ANY_KIND = 20  # resets in a row after faults of any kind, without a commit
 
 REPEATED_COMMITS = 1
 """Commits that a generation may make although it only repeats earlier work.
@@ -32,11 +30,8 @@ REPEATED_COMMITS = 1
 A function that repeats the step before its commit reaches one commit more in each generation.
 """
 
-ERROR_WORKERS = 3
-"""Workers on which the same error is raised before the job fails."""
-
-NEAR_SECONDS = 60.0
-"""Errors at most this far apart belong together, whatever the number of commits."""
+ERROR_WORKERS = 3  # workers on which the same error is raised before the job fails
+NEAR_SECONDS = 60.0  # errors at most this far apart belong together, whatever the number of commits
 
 FAILURE_THRESHOLD = 3
 """Failures in a row that exclude a host, or a worker that is restarted each time.
@@ -50,8 +45,7 @@ FAILURE_WINDOW = 2.0
 EXCLUSION_RANGE = (10.0, 600.0)
 """Shortest and longest exclusion of a host, in seconds, if the owner sets none."""
 
-JITTER = 0.1
-"""Largest random part of an exclusion, as a fraction of it."""
+JITTER = 0.1  # largest random part of an exclusion, as a fraction of it
 
 _NUMBER = re.compile(r"\b0x[0-9a-fA-F]+|[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
 _CHANGING = re.compile(r"\b0x[0-9a-fA-F]+|\bgeneration \d+")

@@ -23,8 +23,7 @@ from .placement import arrange, broken_pairs, choose_removed, places_of
 from .ranks import Phase, Rank, Stage
 from .roster import Roster
 
-TICK = 0.25
-"""Seconds after which a ``Tick`` is handed in, if nothing else happens."""
+TICK = 0.25  # seconds after which a `Tick` is handed in, if nothing else happens
 
 _HANDLERS = {
     kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in ev.leaves(ev.Event)

@@ -15,8 +15,7 @@ from .ranks import Phase, Rank, Stage
 if TYPE_CHECKING:
     from .roster import Roster
 
-JOIN_WINDOW = 1.0
-"""Seconds that a newcomer waits for others that start, to join in one reset."""
+JOIN_WINDOW = 1.0  # seconds that a newcomer waits for others that start, to join in one reset
 
 STAY = 20.0
 """Seconds that last holders of the state, asked to leave, stay for a successor.
@@ -24,23 +23,12 @@ STAY = 20.0
 Dask's workers are given longer, by MARGIN, so that they reach their next commit then.
 """
 
-LONGEST_STAY = 110.0
-"""Seconds that they stay on a retired worker while others are being prepared."""
-
-MARGIN = 10.0
-"""Seconds before a machine's end at which its workers are retired in any case."""
-
-SOON = 5.0
-"""Seconds that ranks have in any case when their worker or machine ends."""
-
-VAIN_WAIT = 1.0
-"""Seconds after which a wait for an operation that can never finish counts."""
-
-QUIET = 5.0
-"""Seconds without a heartbeat after which a rank is silent, if others are not."""
-
-MOST_NAMES = 3
-"""Unused workers that a reason names; of the others it has the number."""
+LONGEST_STAY = 110.0  # seconds that they stay on a retired worker while others are being prepared
+MARGIN = 10.0  # seconds before a machine's end at which its workers are retired in any case
+SOON = 5.0  # seconds that ranks have in any case when their worker or machine ends
+VAIN_WAIT = 1.0  # seconds after which a wait for an operation that can never finish counts
+QUIET = 5.0  # seconds without a heartbeat after which a rank is silent, if others are not
+MOST_NAMES = 3  # unused workers that a reason names; of the others it has the number
 
 
 # -- starting ranks ------------------------------------------------------------------------------

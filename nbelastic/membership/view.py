@@ -23,8 +23,7 @@ _STATES = {
     Phase.FINISHING: "running",
 }
 
-MOST_NOTICES = 3
-"""Most workers that the status names as about to go."""
+MOST_NOTICES = 3  # most workers that the status names as about to go
 
 
 @dataclass(frozen=True)

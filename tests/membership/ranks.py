@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 CONNECT = 0.005
 NEIGHBOUR_NOTICES = 0.015
-NOTICED = 0.003
-"""Seconds until a worker knows that its rank's process has ended."""
+NOTICED = 0.003  # seconds until a worker knows that its rank's process has ended
 
 KILLED_AFTER = {"evict": 4.0}
 """Seconds after which a worker kills a rank that does not end; eight for other orders."""

@@ -32,14 +32,6 @@ def test_before_the_first_commit_it_fails_the_job(where: str) -> None:
     assert [(effect.start, effect.how) for effect in world.of(ev.EndRank)] == [(0, "cancel")]
 
 
-def test_errors_of_others_while_the_job_ends_are_kept_too() -> None:
-    world = job("A0", "B0", "C0", np=3, script=LONG).run_for(0.1)
-    for name in ("B0", "A0"):
-        world.rank_on(name).raise_error("KeyError: 1")
-    world.run()
-    assert sorted(world.outcome.starts) == [0, 1]
-
-
 def test_after_a_commit_the_rank_counts_as_failed() -> None:
     world = trained(job("A0", "B0", "C0", np=3, min_np=2, script=LONG), 20)
     world.rank_on("B0").raise_error("ValueError: sample 7")
@@ -139,25 +131,15 @@ def join(world: World, *names: str) -> None:
         rank.end(ev.RankRaised(rank.start, MISFIT, state_mismatch=True))
 
 
-def test_a_worker_whose_state_differed_is_tried_again_later() -> None:
+def test_workers_whose_states_differed_end_nothing_and_are_tried_again_later() -> None:
     world = trained(job("A0", "B0", min_np=2, script=LONG))
-    world.add("C0")
-    join(world, "C0")
+    newcomers = ("C0", "D0", "E0", "F0")
+    world.add(*newcomers)
+    join(world, *newcomers)
     world.run_for(5.0)
-    assert len(starts_on(world, "C0")) == 1
-    assert world.sizes()[-1] == 2
-    world.run(until=lambda: world.sizes()[-1] == 3)
-    assert len(starts_on(world, "C0")) == 2
-    assert world.outcome is None
-
-
-def test_several_of_them_do_not_end_the_job() -> None:
-    world = trained(job("A0", "B0", min_np=2, script=LONG))
-    world.add("C0", "D0", "E0", "F0")
-    join(world, "C0", "D0", "E0", "F0")
-    world.run_for(2.0)
-    assert world.outcome is None
-    assert world.sizes()[-1] == 2
+    assert [len(starts_on(world, name)) for name in newcomers] == [1] * 4
+    assert world.outcome is None and world.sizes()[-1] == 2
+    world.run(until=lambda: world.sizes()[-1] == 6)
 
 
 def test_where_the_job_needs_them_it_ends_with_what_does_not_fit() -> None:

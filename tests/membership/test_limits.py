@@ -28,17 +28,6 @@ def test_a_job_waits_for_np_and_then_starts_with_min_np() -> None:
     assert when(world, lambda e: isinstance(e, ev.StartRank)) == [30.0] * 3
 
 
-def test_once_started_a_loss_is_waited_out_anew() -> None:
-    world = job("A0", "B0", np=3, min_np=2, elastic_timeout=30.0, script=LONG)
-    world.run_for(30.1)
-    world.kill("B0")
-    world.run_for(20.0)
-    assert world.outcome is None
-    world.add("C0")
-    trained(world)
-    assert workers(world.plans[0]) == ["A0", "C0"]
-
-
 def test_a_shortage_is_counted_from_the_last_training_on() -> None:
     world = job("A0", "B0", np=2, min_np=2, elastic_timeout=30.0, script=Script(batches=400))
     for number in range(3):

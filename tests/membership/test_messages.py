@@ -63,15 +63,6 @@ def test_a_rank_that_was_ready_before_an_abort_overtook_its_plan() -> None:
     assert [member.start for member in plan.members] == [0]
 
 
-def test_formed_means_that_all_have_formed() -> None:
-    world = reached(Phase.FORMING, job("A0", "B0", np=2))
-    world.machine.handle(ev.RankFormed(0, 1), world.now, 0.0)
-    world.machine.handle(ev.RankFormed(0, 1), world.now, 0.0)
-    assert world.phase() == Phase.FORMING
-    world.machine.handle(ev.RankFormed(1, 1), world.now, 0.0)
-    assert world.phase() == Phase.RUNNING
-
-
 @pytest.mark.parametrize("reports", [True, False])
 def test_a_rank_may_come_to_its_next_loop_before_all_have_reported(reports: bool) -> None:
     world = reached(Phase.FORMING, job("A0", "B0", np=2))
@@ -114,16 +105,6 @@ def test_why_there_is_nothing_faster_is_said_once() -> None:
     assert world.reasons("backend") == [ev.Connected(2, "gloo", "no native part on 1 of 2 ranks")]
     world.tell(ev.RankFormed(0, 1, "gloo", "no native part on 2 of 2 ranks"))
     assert len(world.records("backend")) == 2
-
-
-def test_heartbeats_out_of_order_take_nothing_back() -> None:
-    _, machine = running()
-    for version in (30, 28):
-        machine.handle(
-            ev.Beats(tuple(ev.Beat(s, 1, version, False, version) for s in (0, 1, 2))), 3.0, 0.0
-        )
-    assert machine.roster.version == 30
-    assert [rank.version for rank in machine.roster.ranks.values()] == [30, 30, 30]
 
 
 # -- ends in an unusual order ----------------------------------------------------------------------
@@ -203,12 +184,6 @@ def test_a_note_of_a_rank_is_recorded_and_decides_nothing() -> None:
 
 
 # -- after the end -------------------------------------------------------------------------------
-
-
-def test_nothing_happens_after_the_end() -> None:
-    world = job("A0", "B0", np=2).run()
-    for event, *_ in list(world.machine.log):
-        assert world.machine.handle(event, world.now + 1.0, 0.0) == []
 
 
 def test_a_rank_that_dies_while_the_job_ends() -> None:

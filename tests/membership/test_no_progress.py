@@ -231,20 +231,6 @@ def test_processes_that_die_before_the_first_generation(np: int, deaths: int) ->
     assert world.outcome.reason.count.commit == ev.FRESH
 
 
-def test_what_it_has_died_of_is_said_where_a_nanny_knows() -> None:
-    world = restarting(2)
-
-    def die(_: int) -> None:
-        slot = world.worker("B0").slot
-        world.kill("B0")
-        world.later(
-            0.1, lambda: world.tell(ev.SlotDied(slot, 0, "B0 was killed by signal 11 (SIGSEGV)"))
-        )
-
-    in_each_generation(world, die, lambda _: 1)
-    assert world.outcome.reason.last_death == "B0 was killed by signal 11 (SIGSEGV)"
-
-
 def test_a_job_that_lacks_workers_says_what_the_last_has_died_of() -> None:
     world = trained(job("A0", "B0", np=2, min_np=2, elastic_timeout=30.0, script=LONG))
     slot = world.worker("B0").slot

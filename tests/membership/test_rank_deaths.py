@@ -9,7 +9,6 @@ from nbelastic import messages as ev
 from nbelastic.membership import Phase
 from nbelastic.membership.failure_policy import SAME_KIND
 
-from .invariants import Checked
 from .ranks import KILLED_AFTER, Script
 from .world import World, batches, job, trained, workers
 
@@ -121,56 +120,9 @@ def test_an_evicted_rank_whose_worker_goes_is_no_second_loss() -> None:
     assert len(world.plans) == 2
 
 
-# -- reports of ranks that a neighbour's process has ended, as the system says --------------------
-
-
-def slot(name: str) -> ev.Slot:
-    return ev.Slot(id=name, worker=f"tcp://{name}", name=name, host=name)
-
-
-def ready(start: int, generation: int, *gone: int) -> ev.RankReady:
-    version = 0 if generation else ev.FRESH
-    return ev.RankReady(start, generation, version, 1, ("", 0), failed=generation > 0, gone=gone)
-
-
-@pytest.fixture
-def three() -> Checked:
-    """A generation of three ranks, which has formed."""
-    machine = Checked(ev.Limits(np=3, min_np=2))
-    machine.handle(ev.SlotsFound(tuple(map(slot, ("A0", "B0", "C0")))), 1.0, 0.5)
-    for start in range(3):
-        machine.handle(ready(start, 0), 2.0, 0.5)
-    for start in range(3):
-        machine.handle(ev.RankFormed(start, 1), 3.0, 0.5)
-    return machine
-
-
-def records(effects: list[ev.Effect]) -> list[tuple[str, int | None]]:
-    return [(e.kind, e.rank) for e in effects if isinstance(e, ev.Record)]
-
-
-def test_the_others_go_on_before_the_scheduler_knows(three: Checked) -> None:
-    effects = three.handle(ready(0, 1, 1), 4.0, 0.5)
-    assert ("lost", 1) in records(effects)
-    (abort,) = [effect for effect in effects if isinstance(effect, ev.Abort)]
-    assert abort.reason == ev.Lost(ev.RankId(1, 1, "tcp://B0"), ev.LossReason.PROCESS_ENDED)
-    effects = three.handle(ready(2, 1, 1), 4.1, 0.5)
-    (publish,) = [effect for effect in effects if isinstance(effect, ev.Publish)]
-    assert [member.start for member in publish.plan.members] == [0, 2]
-    three.replay()
-
-
-def test_a_rank_is_started_there_once_the_worker_says_that_it_lives(three: Checked) -> None:
-    effects = three.handle(ready(0, 1, 1), 4.0, 0.5)
-    assert not any(isinstance(effect, ev.StartRank) for effect in effects)
-    assert records(three.handle(ev.RankDied(1, "was killed"), 4.1, 0.5)) == [("died", 1)]
-    effects = three.handle(ev.SlotsFound((slot("B0"),)), 4.2, 0.5)
-    assert [effect.slot.id for effect in effects if isinstance(effect, ev.StartRank)] == ["B0"]
-    three.replay()
-
-
-def test_reports_of_oneself_or_of_a_ready_rank_are_ignored(three: Checked) -> None:
-    three.handle(ready(0, 1, 0, 7), 4.0, 0.5)
-    assert {rank.start for rank in three.machine.roster.ranks.values()} == {0, 1, 2}
-    three.handle(replace(ready(1, 1), gone=(0,)), 4.1, 0.5)
-    assert {rank.start for rank in three.machine.roster.ranks.values()} == {0, 1, 2}
+def test_reports_of_oneself_or_of_a_ready_rank_are_ignored() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, script=LONG), 10)
+    report = ev.RankReady(0, 1, 10, 1, ("", 0), failed=True, gone=(0, 7))
+    world.tell(report)
+    world.tell(replace(report, start=1, gone=(0,)))
+    assert set(world.machine.roster.ranks) == {0, 1, 2}

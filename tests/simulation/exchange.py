@@ -14,8 +14,6 @@ from nbelastic.collectives import Communicator, Rendezvous, SoloCommunicator
 from .ring import SimCommunicator, SimHandle
 
 if TYPE_CHECKING:
-    import torch
-
     from .fibers import Fiber
     from .network import Network
 
@@ -96,7 +94,6 @@ class Group:
         self.generation = rendezvous.generation
         self.members: dict[int, SimCommunicator] = {}
         self.operations: dict[int, Operation] = {}
-        self.mail: dict[tuple[int, int, int], dict[int, torch.Tensor]] = {}
 
     def enter(self, member: SimCommunicator) -> None:
         """A member has come to the store; with the last of them, all are connected."""

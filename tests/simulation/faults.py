@@ -40,8 +40,7 @@ KINDS = (
     ("kill_scheduler", 1),
 )
 
-PLANNED = ("add", "retire", "scale")
-"""Changes that everybody is told of before."""
+PLANNED = ("add", "retire", "scale")  # changes that everybody is told of before
 
 LENGTHS = (0.05, 0.4, 1.2, 3.0, 8.0, 25.0)
 

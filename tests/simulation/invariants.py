@@ -30,8 +30,7 @@ EARLY = 4.0
 They are the wait that is called vain, and a heartbeat's interval before and after it.
 """
 
-THOROUGH = 16
-"""Every so many seeds the invariants that need a copy of the machine are checked, too."""
+THOROUGH = 16  # every so many seeds the invariants that need a copy of the machine are checked, too
 
 KNOWN_ERRORS = (
     "tests.simulation.user.Trouble",
@@ -292,8 +291,7 @@ def _left_at_scheduler(world: World) -> list[str]:
 
 # -- when all was well, a job has to finish -------------------------------------------------------
 
-INTERVAL = 0.25
-"""Seconds between two looks."""
+INTERVAL = 0.25  # seconds between two looks
 
 RECOVERY = 2.0
 """Seconds, beyond its timeouts, that a job needs to come back from what has happened to it."""

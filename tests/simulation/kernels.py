@@ -25,8 +25,7 @@ UNREACHABLE = (OSError, asyncio.TimeoutError, TimeoutError, ClusterLost)
 """What Dask and the job_client raise where the scheduler does not answer."""
 
 
-BOUND = 15.0
-"""Half of the seconds within which a driver ends that has lost its cluster."""
+BOUND = 15.0  # half of the seconds within which a driver ends that has lost its cluster
 
 
 class Kernels:

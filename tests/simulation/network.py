@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .loop import Hub, Process
 
-APART = 1e-9
-"""Seconds between two messages of a stream: a difference that survives rounding."""
+APART = 1e-9  # seconds between two messages of a stream: a difference that survives rounding
 
 
 class Broken(OSError):

@@ -76,8 +76,10 @@ class SimCommunicator(Communicator):
         self.orderly = True
         self._ready = self._waiting = False
         self._completed = self._begun = 0
-        self._sent: dict[tuple[int, int], int] = {}
-        self._received: dict[tuple[int, int], int] = {}
+        self._sent: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+        self.mail: dict[tuple[int, int], torch.Tensor] = {}  # by source and number
+        self.awaited: dict[tuple[int, int], SimHandle] = {}
         self.process.mourners.append(self._die)
 
     # -- connecting ---------------------------------------------------------------------------
@@ -238,12 +240,12 @@ class SimCommunicator(Communicator):
         assert self._group is not None
         receiver = self._group.members[to]
         copy = torch.cat(list(parts))
-        box = self._group.mail.setdefault((self.rank, to), {})
         number = self._sent[to] = self._sent.get(to, -1) + 1
 
         def arrive() -> None:
-            box[number] = copy
-            receiver.wake()
+            receiver.mail[self.rank, number] = copy
+            if (self.rank, number) in receiver.awaited:
+                receiver.awaited.pop((self.rank, number)).finish()
 
         self._network.post(self.process, receiver.process, arrive)
         handle = SimHandle(self, lambda: None)
@@ -253,31 +255,14 @@ class SimCommunicator(Communicator):
 
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
         self.check()
-        assert self._group is not None
         number = self._received[source] = self._received.get(source, -1) + 1
-        box = self._group.mail.setdefault((source, self.rank), {})
-        return _Receipt(self, tensor, box, number)
-
-
-class _Receipt:
-    """A message to be received."""
-
-    def __init__(
-        self,
-        member: SimCommunicator,
-        tensor: torch.Tensor,
-        box: dict[int, torch.Tensor],
-        number: int,
-    ) -> None:
-        self._member, self._tensor, self._box, self._number = member, tensor, box, number
-
-    def done(self) -> bool:
-        return self._number in self._box or self._member.broken is not None
-
-    def wait(self) -> None:
-        self._member.wait_for(lambda: self._number in self._box)
-        self._tensor.view(-1).copy_(self._box[self._number].view(-1))
-        self._member._completed += 1
+        message = (source, number)
+        handle = SimHandle(self, lambda: tensor.view(-1).copy_(self.mail.pop(message).view(-1)))
+        if message in self.mail:
+            handle.finish()
+        else:
+            self.awaited[message] = handle
+        return handle
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

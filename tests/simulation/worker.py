@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from .world import World
 
 
-HOP = 0.0002
-"""Seconds that a message takes between a worker and its rank."""
+HOP = 0.0002  # seconds that a message takes between a worker and its rank
 
 
 class SimRank:

@@ -78,14 +78,9 @@ REPLACED: list[tuple[Any, str, Any]] = [  # what only a real process has
     (telemetry, "user_line", lambda thread: []),
 ]
 
-LONGEST = 240.0
-"""Seconds of virtual time after the last fault in which a job must have ended."""
-
-SETTLING = 45.0
-"""Seconds of virtual time after the end in which all that was left must be gone."""
-
-MOST_SHARED = 4
-"""Slots of a cluster that the job shares with others, which it knows by its share."""
+LONGEST = 240.0  # seconds of virtual time after the last fault in which a job must have ended
+SETTLING = 45.0  # seconds of virtual time after the end in which all that was left must be gone
+MOST_SHARED = 4  # slots of a cluster that the job shares with others, which it knows by its share
 
 
 class World:
