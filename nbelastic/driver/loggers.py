@@ -53,9 +53,12 @@ def sender(target: Any) -> tuple[str, Send]:
     info: Any = getattr(target, "info", None)
     if getattr(info, "run_id", None) is not None:  # a run of MLflow
         client = sys.modules["mlflow"].tracking.MlflowClient()
-        return f"MLflow run {info.run_id}", _to_mlflow(client, info.run_id)
+        return f"MLflow run {info.run_id}", _each(
+            lambda name, value, step: client.log_metric(info.run_id, name, value, step=step)
+        )
     if hasattr(target, "add_scalar") and hasattr(target, "flush"):  # a SummaryWriter
-        return f"TensorBoard {getattr(target, 'log_dir', '')}", _to_tensorboard(target)
+        name = f"TensorBoard {getattr(target, 'log_dir', '')}"
+        return name, _each(target.add_scalar, then=target.flush)
     if callable(getattr(target, "log", None)) and hasattr(target, "id"):  # a run of wandb
         return f"wandb run {target.id}", lambda step, values: target.log(values, step=int(step))
     if callable(target) and not isinstance(target, type):
@@ -66,19 +69,15 @@ def sender(target: Any) -> tuple[str, Send]:
     )
 
 
-def _to_mlflow(client: Any, run: str) -> Send:
+def _each(
+    log: Callable[[str, float, int], object], then: Callable[[], object] = lambda: None
+) -> Send:
+    """Return how a row is sent metric by metric."""
+
     def send(step: float, values: dict[str, float]) -> None:
         for name, value in values.items():
-            client.log_metric(run, name, value, step=int(step))
-
-    return send
-
-
-def _to_tensorboard(writer: Any) -> Send:
-    def send(step: float, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, int(step))
-        writer.flush()
+            log(name, value, int(step))
+        then()
 
     return send
 

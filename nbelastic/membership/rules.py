@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import MutableMapping
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from nbelastic import messages as ev
 
-from .placement import arrange, choose, choose_released, count_by_host
+from .placement import arrange, choose, choose_released
 from .ranks import Phase, Rank, Stage
 
 if TYPE_CHECKING:
@@ -107,13 +108,12 @@ def free_slots(roster: Roster) -> list[ev.Slot]:
     cap = roster.limits.slots_per_host
     if cap is None:
         return vacant
-    counts = count_by_host([rank.slot for rank in roster.staying()])
+    counts = Counter(rank.slot.host for rank in roster.staying())
     free = []
     for slot in vacant:
-        count = counts.get(slot.host, 0)
-        if count < cap:
+        if counts[slot.host] < cap:
             free.append(slot)
-            counts[slot.host] = count + 1
+            counts[slot.host] += 1
     return free
 
 

@@ -228,7 +228,7 @@ class FakeRank:
         elif self.where == "waiting" and self.heard != self.reported:
             self.report_ready()
 
-    def on_notice(self, generation: int) -> None:
+    def on_notify(self, generation: int) -> None:
         self.noticed = max(self.noticed, generation)
 
     def on_release(self, generation: int) -> None:

@@ -1,17 +1,23 @@
-"""Errors of user code, losses of some ranks, and the loss of all."""
+"""Errors of user code, losses of some ranks or all, and exclusions of workers and hosts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
 
 from nbelastic import messages as ev
-from nbelastic.membership import Phase
-from nbelastic.membership.failure_policy import SAME_KIND
+from nbelastic.membership import Machine, Phase
+from nbelastic.membership.failure_policy import JITTER, SAME_KIND, Exclusions
+from nbelastic.membership.ranks import Rank
 
 from .ranks import Script
 from .world import World, job, reached, starts_on, trained, workers
 
-LONG = Script(batches=1000)
+LONG = Script(batches=2000)
 
 
 # -- user code raises ----------------------------------------------------------------------------
@@ -151,3 +157,130 @@ def test_where_the_job_needs_them_it_ends_with_what_does_not_fit() -> None:
     world.run()
     assert world.outcome.kind == "failed"
     assert MISFIT in str(world.outcome.reason)
+
+
+# -- exclusions: their length, and their use by the machine ----------------------------------------
+
+
+@given(
+    low=st.floats(0.001, 1e4),
+    factor=st.floats(1.0, 1e3),
+    failures=st.integers(1, 200),
+    chance=st.floats(0.0, 1.0),
+)
+def test_an_exclusion_ends_on_time_with_a_jitter_of_at_most_a_tenth(
+    low: float, factor: float, failures: int, chance: float
+) -> None:
+    high = low * factor
+    exclusions = Exclusions(bounds=(low, high), times={"w": failures - 1})
+    seconds = exclusions.exclude("w", 0.0, chance)
+    plain = min(low * 2.0 ** (failures - 1), high)
+    assert plain <= seconds <= min(plain * (1 + JITTER), high) * (1 + 1e-12)
+    assert exclusions.excludes("w", 0.999 * seconds) and not exclusions.excludes("w", seconds)
+
+
+def excluded(world: World) -> list[tuple[str, str, int]]:
+    """Return what was excluded, and for how many whole seconds."""
+    reasons = world.reasons("cooldown")
+    return [(each.kind, each.name, int(each.seconds)) for each in reasons]
+
+
+def test_a_failed_process_is_excluded_for_good_its_successor_not() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
+    world.rank_on("B0").raise_error()
+    world.run_for(60.0)
+    assert len(starts_on(world, "B0")) == 1
+    assert world.reasons("cooldown")[0] == ev.Exclusion("worker", "tcp://B0", None)
+    world.kill("B0")
+    world.add("B0")
+    world.run_for(1.0)
+    assert len(starts_on(world, "B0")) == 2
+
+
+def test_a_newcomer_ends_when_its_worker_is_excluded() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, cooldown=(5.0, 60.0), script=LONG))
+    old = world.worker("B0")
+    old.alive = False
+    world.add("B0")  # word of the new process comes before word of the end of the old one
+    world.run_for(0.1)
+    assert len(starts_on(world, "B0")) == 2
+    old.alive = True
+    world.kill(old.slot.id)
+    world.run_for(1.0)
+    assert [workers(plan) for plan in world.plans] == [["A0", "B0"], ["A0"]]
+    world.run_for(6.0)
+    assert workers(world.plans[-1]) == ["A0", "B0"]
+
+
+def test_the_exclusion_of_the_only_host_does_not_end_the_job() -> None:
+    script = Script(batches=100, setup=5.0)
+    world = job("A0", "A1", "A2", np=3, min_np=3, script=script, nanny=True)
+    for name in ("A0", "A1", "A2"):
+        world.run_for(2.2)  # before any training, so without progress in between
+        world.kill(name)
+    world.run()
+    assert excluded(world) == [("host", "A", 10)]
+    assert world.outcome.kind == "finished"
+
+
+def test_exclusions_of_a_host_double_until_it_makes_progress() -> None:
+    machine = Machine(ev.Limits())
+    rank = Rank(0, ev.Slot("B0#1", "tcp://B0", "B0", "B"), since=0.0)
+    rests = []
+    for failure in range(27):
+        slot = structs.replace(rank.slot, name=f"B{failure}")
+        machine.roster.now += 5.0
+        machine._note_failure(replace(rank, slot=slot), None, process_gone=True)
+        if failure % 3 == 2:
+            rests.append(machine.roster.policy.repeated.until["B"] - machine.roster.now)
+    assert rests == pytest.approx([10, 20, 40, 80, 160, 320, 600, 600, 600])
+    machine.roster.note_version(rank, 1)
+    for failure in range(3):
+        machine.roster.now += 5.0
+        slot = structs.replace(rank.slot, name=f"C{failure}")
+        machine._note_failure(replace(rank, slot=slot, version=0), None, process_gone=True)
+    assert machine.roster.policy.repeated.until["B"] - machine.roster.now == pytest.approx(10)
+
+
+def test_a_worker_that_always_fails_cannot_starve_the_job() -> None:
+    world = trained(
+        job("A0", "B0", np=2, min_np=1, script=replace(LONG, batches=100_000, setup=4.0))
+    )
+    world.add("B9", nanny=True)
+
+    def die_in_set_up() -> None:
+        if world.worker("B9").holder is not None:
+            world.kill("B9")
+        world.later(2.5, die_in_set_up)
+
+    world.later(2.5, die_in_set_up)
+    world.kill("B0")  # no rank on its host makes progress
+    world.run(until=lambda: bool(world.records("cooldown")))
+    assert excluded(world)[0] == ("worker", "B/B9", 10)
+    assert len(world.plans) == 2, "those who train are not disturbed"
+    asked = world.now
+    world.add("B1")
+    world.run_for(6.0)
+    assert starts_on(world, "B1")[0] == asked, "its host has no part in it"
+    assert workers(world.plans[-1]) == ["A0", "B1"]
+    world.run_for(600.0)
+    assert 6 <= len(starts_on(world, "B9")) <= 9, "it is tried at longer and longer intervals"
+    assert len(world.plans) == 3
+
+
+def test_an_error_that_others_have_excludes_nobody_and_is_said() -> None:
+    world = trained(job("A0", "A1", "A2", np=3, min_np=1, script=LONG), 20)
+    world.rank_on("A1").raise_error("ValueError: bad row 7")
+    world.run_for(1.0)
+    assert workers(world.plans[-1]) == ["A0", "A2"], "it may be the worker"
+    world.rank_on("A2").raise_error("ValueError: bad row 8")
+    world.run_for(3.0)
+    assert sorted(workers(world.plans[-1])) == ["A0", "A1", "A2"], "it is not"
+    first, second = world.machine.roster.warnings
+    assert "rank 1 raised ValueError: bad row 7\n" in str(first) and "row 8" in str(second)
+    assert world.view().errors == 2
+    world.rank_on("A1").raise_error("ValueError: bad row 9")
+    world.run_for(1.0)
+    assert world.outcome.reason == ev.RepeatedError(
+        "ValueError: bad row 9", 2, one_generation=False
+    )

@@ -114,7 +114,7 @@ class World:
         effects = self.machine.handle(event, self.now, chance)
         self.effects += effects
         for effect in effects:
-            getattr(self, f"_do_{type(effect).__name__}")(effect)
+            self._carry_out(effect)
 
     def send(self, worker: Worker, event: ev.Event) -> None:
         """Send an event from a worker to the machine."""
@@ -147,7 +147,7 @@ class World:
     def _beat(self) -> None:
         beats = []
         for worker in self.workers.values():
-            rank = self.ranks.get(-1 if worker.holder is None else worker.holder)
+            rank = self.ranks.get(worker.holder)
             if not worker.alive or worker.cut or rank is None or rank.where == "ended":
                 continue
             if not worker.frozen:
@@ -163,8 +163,26 @@ class World:
 
     # -- effects -------------------------------------------------------------------------------
 
-    def _do_StartRank(self, effect: ev.StartRank) -> None:
-        self.later(LATENCY, lambda: self._claim(effect))
+    def _carry_out(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.StartRank():
+                self.later(LATENCY, lambda: self._claim(effect))
+            case ev.Publish(plan=plan):
+                self.plans.append(plan)
+                self.rings[plan.generation] = Ring(self, plan)
+                for member in plan.members:
+                    self._to_rank(member.start, "on_plan", plan)
+            case ev.Abort() | ev.Notify() | ev.Release():
+                for start in effect.starts:
+                    self._to_rank(start, f"on_{type(effect).__name__.lower()}", effect.generation)
+            case ev.SaveCommit(start=start):
+                assert self.ranks[start].where == "waiting", "only there it writes"
+            case ev.EndRank(start=start, how=how):
+                self._to_rank(start, "on_end", how)
+            case ev.RestartWorker():
+                self._restart(effect)
+            case ev.End(outcome=outcome):
+                self.outcome = outcome
 
     def _claim(self, effect: ev.StartRank) -> None:
         worker = self.workers.get(effect.slot.id)
@@ -176,45 +194,14 @@ class World:
             worker.holder = effect.start
             self.ranks[effect.start] = FakeRank(self, effect.start, worker, effect.place)
 
-    def _do_Publish(self, effect: ev.Publish) -> None:
-        self.plans.append(effect.plan)
-        self.rings[effect.plan.generation] = Ring(self, effect.plan)
-        for member in effect.plan.members:
-            self._to_rank(member.start, "on_plan", effect.plan)
-
-    def _do_Abort(self, effect: ev.Abort) -> None:
-        for start in effect.starts:
-            self._to_rank(start, "on_abort", effect.generation)
-
-    def _do_Notify(self, effect: ev.Notify) -> None:
-        for start in effect.starts:
-            self._to_rank(start, "on_notice", effect.generation)
-
-    def _do_Release(self, effect: ev.Release) -> None:
-        for start in effect.starts:
-            self._to_rank(start, "on_release", effect.generation)
-
-    def _do_SaveCommit(self, effect: ev.SaveCommit) -> None:
-        rank = self.ranks[effect.start]
-        assert rank.where == "waiting", "only there it writes"
-
-    def _do_EndRank(self, effect: ev.EndRank) -> None:
-        self._to_rank(effect.start, "on_end", effect.how)
-
-    def _do_RestartWorker(self, effect: ev.RestartWorker) -> None:
+    def _restart(self, effect: ev.RestartWorker) -> None:
         worker = self.workers.get(effect.slot.id)
         if worker is None:
             return
-        rank = self.ranks.get(-1 if worker.holder is None else worker.holder)
+        rank = self.ranks.get(worker.holder)
         faulty = worker.frozen or worker.cut or rank is None or rank.deaf
         assert faulty or not worker.alive or not self.honest, f"{effect}: there is no fault"
         self.later(0.1, lambda: self.kill(worker.slot.id))
-
-    def _do_Record(self, effect: ev.Record) -> None:
-        """History is looked at afterwards, in ``effects``."""
-
-    def _do_End(self, effect: ev.End) -> None:
-        self.outcome = effect.outcome
 
     # -- what happens to workers ---------------------------------------------------------------
 

@@ -35,7 +35,6 @@ class Exchange:
 
     def connect(self, rendezvous: Rendezvous) -> Communicator:
         """Return a communicator for the calling fiber, not yet connected."""
-        assert self.hub.current is not None
         if rendezvous.size == 1:
             communicator: Communicator = SoloCommunicator(rendezvous.generation)
         else:
@@ -46,7 +45,6 @@ class Exchange:
     def _one_generation(self, communicator: Communicator) -> None:
         """A rank never has two communicators that work."""
         fiber = self.hub.current
-        assert fiber is not None
         other = self.open.get(fiber)
         self.hub.require(
             other is None or is_broken(other),
@@ -75,7 +73,6 @@ class SimStore:
 
     def __init__(self, exchange: Exchange, address: tuple[str, int]) -> None:
         fiber = exchange.hub.current
-        assert fiber is not None
         self.address, self.process = address, fiber.process
         self.closed = False
         self._exchange = exchange

@@ -157,7 +157,6 @@ class Inbox:
 
     def get(self, *, timeout: float) -> Any:
         fiber = self._hub.current
-        assert fiber is not None
         if not self._items:
             self._reader = fiber
             try:  # even the shortest wait takes time

@@ -62,7 +62,6 @@ class SimCommunicator(Communicator):
 
     def __init__(self, exchange: Exchange, rendezvous: Rendezvous) -> None:
         fiber = exchange.hub.current
-        assert fiber is not None
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.generation = rendezvous.generation
         self.who = fiber.name
@@ -91,7 +90,6 @@ class SimCommunicator(Communicator):
             self._fiber.sleep(self._network.delay())
             self.abort("connection refused")
             self.check()
-        assert store is not None
         self._network.post(self.process, store.process, lambda: self._come(store))
         self.wait_for(lambda: self._ready, counts=False)
         return self
@@ -187,7 +185,6 @@ class SimCommunicator(Communicator):
         self.check()
         assert self._ready, "an operation before the group has connected"
         group = self._group
-        assert group is not None
         number, self._begun = self._begun, self._begun + 1
         operation = group.operation(number, kind)
         handle = SimHandle(self, lambda: fill(operation))
@@ -237,7 +234,6 @@ class SimCommunicator(Communicator):
         import torch
 
         self.check()
-        assert self._group is not None
         receiver = self._group.members[to]
         copy = torch.cat(list(parts))
         number = self._sent[to] = self._sent.get(to, -1) + 1

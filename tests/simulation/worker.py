@@ -61,7 +61,6 @@ class SimRank:
         self.process.call_later(HOP, self.process.kill)
 
     def _beat(self) -> None:
-        assert self._program is not None
         self._program.beat()
         self.process.call_later(HEARTBEAT_INTERVAL_S, self._beat)
 
@@ -217,7 +216,6 @@ class SimWorker:
 
     def _tell_nanny(self) -> None:
         nanny = self.nanny
-        assert nanny is not None
         if nanny.worker is self and not nanny.closing:
             delay = 0.7 + self.world.hub.random.random() * 0.6
             nanny.process.call_later(delay, self.world.restart, nanny, self)
