@@ -24,13 +24,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from nbelastic.errors import OptionError, summary_of
 from nbelastic.messages import Record
 
-if TYPE_CHECKING:
-    from .thread import Driver
+from .thread import Driver
 
 logger = logging.getLogger(__name__)
 

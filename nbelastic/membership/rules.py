@@ -6,15 +6,12 @@ import math
 from collections import Counter
 from collections.abc import MutableMapping
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from nbelastic import messages as ev
 
 from .placement import arrange, choose, choose_released
 from .ranks import Phase, Rank, Stage
-
-if TYPE_CHECKING:
-    from .roster import Roster
+from .roster import Roster
 
 JOIN_WINDOW = 1.0  # seconds that a newcomer waits for others that start, to join in one reset
 

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from nbelastic import messages as ev
 
 from . import rules
+from .machine import Machine
 from .ranks import Phase, Rank, Stage
 from .roster import Roster
-
-if TYPE_CHECKING:
-    from .machine import Machine
-
-_STATES = {
-    Phase.FORMING: "forming",
-    Phase.RUNNING: "running",
-    Phase.FINISHING: "running",
-}
 
 MOST_NOTICES = 3  # most workers that the status names as about to go
 
@@ -97,9 +88,10 @@ def _state(roster: Roster) -> str:
     if roster.outcome is not None:
         return roster.outcome.kind if roster.phase == Phase.ENDED else "running"
     gathering = roster.phase == Phase.GATHERING and roster.plan is not None
-    if gathering and roster.short_since is None and not rules.suspended(roster):
+    waits = roster.short_since is not None or rules.suspended(roster)
+    if roster.phase == Phase.FORMING or (gathering and not waits):
         return "forming"
-    return _STATES.get(roster.phase, "waiting")
+    return "running" if roster.phase in (Phase.RUNNING, Phase.FINISHING) else "waiting"
 
 
 def _rank_view(roster: Roster, rank: Rank, number: int | None) -> RankView:
