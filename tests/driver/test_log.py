@@ -18,7 +18,7 @@ from nbelastic.driver.thread import Driver
 from nbelastic.driver.why import MOST, explain, explain_journal
 from nbelastic.errors import OptionError
 from nbelastic.membership import Machine
-from nbelastic.messages import Limits, LogContents, Slot, SlotsFound, SlotSilent
+from nbelastic.messages import Limits, LogContents, Record, Slot, SlotsFound, SlotSilent
 from tests.membership.test_reasons import GONE, RAISED, STALLED
 
 LINE = "x" * 999 + "\n"
@@ -80,8 +80,10 @@ def test_a_driver_that_is_back_does_not_write_again(monkeypatch, tmp_path):
     contents = LogContents({}, {}, (), {}, ((0, "one\n"),), ())
     first, other = KernelLog("digits"), KernelLog("other")
     first.note_output(0, "one\n")
+    first.note(Record("joined"))
     for log in (first, other):
         log.adopt(0.0, contents)
+        assert log.history() == (), "it is the scheduler's"
         log.note_output(0, "two\n")
     texts = [path.read_text() for path in sorted(tmp_path.glob("*/start-0.log"))]
     assert texts == ["one\ntwo\n", "one\ntwo\n"]

@@ -27,9 +27,8 @@ from tests.support.exact_training import (
 )
 
 from . import user
-from .faults import LENGTHS, Fault
 from .loop import Hub
-from .script import Script
+from .schedule import LENGTHS, Fault, Script
 from .world import World, play
 
 STORM = (

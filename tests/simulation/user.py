@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .fibers import Fiber
     from .loop import Hub
-    from .script import Script
+    from .schedule import Script
     from .world import World
 
 _stage: list[World] = []

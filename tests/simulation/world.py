@@ -27,14 +27,13 @@ from nbelastic.messages import ProcessId, ShareSet, Sharing, StopRequested
 from . import user
 from .dask import SimScheduler
 from .exchange import Exchange
-from .faults import PLANNED, Fault, make_faults
 from .fibers import Condition
 from .invariants import Calm, WatchedMachine, check_outcome, is_endless, leftovers
 from .kernels import Kernels
 from .loop import Hub, Process, Stuck
 from .network import Network
 from .remote import block_on
-from .script import Script, make_script
+from .schedule import PLANNED, Fault, Script, make_faults, make_script
 from .worker import SimAgent, SimNanny, SimWorker
 
 if TYPE_CHECKING:
