@@ -136,21 +136,9 @@ class AccelerateState(TorchState):
     Make it after ``accelerator.prepare(…)``, before the elastic loop. A rank that becomes the main
     process calls ``accelerator.init_trackers(…)`` as it was called before.
 
-    Parameters
-    ----------
-    accelerator : accelerate.Accelerator
-        The accelerator.
-    loaders : sequence of loaders, optional
-        Those to deal the samples of, as their samplers or batch samplers have them; by default all
-        prepared ones that shuffle or draw at random.
-    seed : int, default 0
-        Of their order.
-    **values
-        Further values, as of :class:`~nbelastic.torch.elastic.TorchState`.
-
-    Examples
-    --------
-    >>> state = nbelastic.accelerate.AccelerateState(accelerator, epoch=0)  # doctest: +SKIP
+    `loaders` are those to deal the samples of, as their samplers or batch samplers have them; by
+    default all prepared ones that shuffle or draw at random. `seed` is that of their order. Further
+    values are as of :class:`~nbelastic.torch.elastic.TorchState`.
     """
 
     def __init__(

@@ -19,11 +19,8 @@ from .hosts.discovery import DiscoveryFailed, Source, parse_hostfile, parse_host
 from .hosts.sources import named_source, script_source
 from .hosts.worker import SshOptions, is_local
 
-HOST_OPTIONS = ("hosts", "hostfile", "host_discovery_script", "hosts_from")
-"""Options of which one at most names the hosts."""
-
-NAMING = ("scheduler", "scheduler_file", "cluster", *HOST_OPTIONS)
-"""Options of which one at most names the machines."""
+HOST_OPTIONS = ("hosts", "hostfile", "host_discovery_script", "hosts_from")  # one at most
+NAMING = ("scheduler", "scheduler_file", "cluster", *HOST_OPTIONS)  # one at most
 
 
 def existing(options: Mapping[str, Any]) -> str | None:

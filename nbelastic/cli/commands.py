@@ -39,9 +39,7 @@ def _own(flags: str, metavar: str, group: str, meaning: str, **settings: Any) ->
     return LineOption(flags.split(), **how | settings)
 
 
-LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
-"""Horovod's levels."""
-
+LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")  # Horovod's levels
 _FILE = click.Path(exists=True, dir_okay=False)
 
 TERMINAL: tuple[LineOption, ...] = (

@@ -158,20 +158,12 @@ class JsonView(WaitView):
 
     def write_end(self) -> None:
         status = self.job.status
-        _write_json(
-            "end",
-            name=status.name,
-            state=status.state,
-            size=status.size,
-            resets=status.resets,
-            commits=status.commits,
-            elapsed=status.elapsed,
-            data=[dataclasses.asdict(each) for each in status.data],
-        )
+        names = ("name", "state", "size", "resets", "commits", "elapsed")
+        facts = {name: getattr(status, name) for name in names}
+        _write_json("end", **facts, data=[dataclasses.asdict(each) for each in status.data])
 
 
-write_errors: list[str] = []
-"""Streams of this command that could not take what was written, with the error."""
+write_errors: list[str] = []  # streams that could not take what was written, with the error
 
 
 def _append(directory: str, output: Output) -> None:
@@ -203,9 +195,7 @@ def _write(stream: Any, line: str) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
-        if not isinstance(
-            error, BrokenPipeError
-        ):  # a disk that is full, or a terminal that is gone
+        if not isinstance(error, BrokenPipeError):  # a full disk, or a terminal that is gone
             problem = f"{stream.name} takes no more: {error.strerror or error}"
             write_errors.append(problem)
             _say(f"{problem}; the job goes on")

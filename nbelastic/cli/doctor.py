@@ -17,17 +17,11 @@ from nbelastic import driver
 from nbelastic.cluster import own_versions
 from nbelastic.collectives import RendezvousServer, missing_native_part
 
-SHM_ENOUGH = 256 * 2**20
-"""Bytes of ``/dev/shm`` below which data loaders with processes of their own may fail."""
-
-CLOCK_TOLERANCE_S = 1.0
-"""Seconds by which clocks may differ, besides what asking takes."""
-
+SHM_ENOUGH = 256 * 2**20  # bytes of /dev/shm; with less, data loaders' processes may fail
+CLOCK_TOLERANCE_S = 1.0  # seconds by which clocks may differ, besides what asking takes
 CONNECT_WITHIN_S = 2.0
 METADATA_WITHIN_S = 0.3
-METADATA = ("169.254.169.254", 80)
-"""The address at which clouds announce that a machine is about to be taken away."""
-
+METADATA = ("169.254.169.254", 80)  # where clouds announce that a machine is about to be taken away
 _SYMBOLS = {"ok": "✓", "note": "·", "bad": "✗"}
 _listeners: list[RendezvousServer] = []
 
@@ -119,7 +113,7 @@ def findings(facts: Facts) -> list[Finding]:
             _finding("clocks", off, f"within {CLOCK_TOLERANCE_S:g} s", ntp),
         ]
     if names := [name for side in sides for name in side.gpus]:
-        advice = "ranks can sum there: backend='cuda_ipc' on one host, 'nccl' on any (experimental)"
+        advice = "ranks sum there, by NCCL or CUDA IPC, if a trial shows that all can"
         found.append(Finding("GPUs", "ok", f"{len(sides)} processes see {names[0]}", advice))
     else:
         found.append(Finding("GPUs", "note", "none that torch can use", "ranks train on CPUs"))

@@ -25,8 +25,7 @@ from nbelastic.render import (
     sentence,
 )
 
-BETWEEN_FRAMES_S = 0.25
-"""Seconds between two frames."""
+BETWEEN_FRAMES_S = 0.25  # seconds between two frames
 
 
 class LiveView(WaitView):

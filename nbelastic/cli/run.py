@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -46,13 +45,8 @@ def run(options: dict[str, Any]) -> int:
 
     def start() -> Job:
         with clusters.opened(options, display.tell) as cluster:
-            return fit(
-                run_script,
-                args=[call],
-                cluster=cluster,
-                name=options["name"],
-                **_of_job(options),
-            )
+            given = _of_job(options)
+            return fit(run_script, args=[call], cluster=cluster, name=options["name"], **given)
 
     with _ended_by_signals():
         return exit_code(start, display)
@@ -70,11 +64,9 @@ def exit_code(start: Callable[[], Job], display: CommandDisplay) -> int:
     except KeyboardInterrupt:
         display.say("interrupted before the job began; what was started for it is closed")
         return INTERRUPTED
-    except JobStopped as error:
-        display.say(str(error))
-        return FAILED
     except NbelasticError as error:
-        display.say(f"{type(error).__name__}: {error}")
+        kind = "" if isinstance(error, JobStopped) else f"{type(error).__name__}: "
+        display.say(f"{kind}{error}")
         return FAILED
     finally:
         display.flush()
@@ -138,13 +130,9 @@ def _ended_by_signals() -> Iterator[None]:
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = [
         (number, signal.signal(number, interrupt))
-        for number in numbers
+        for number in (signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) not in (signal.SIG_IGN, None)  # as nohup has it
     ]
     try:

@@ -14,7 +14,7 @@ from .kernel.reachability import check_answers, check_scheduler
 from .kernel.sources import GitIgnore, walk, why_missing
 from .payload import Modules
 from .pulled import LARGE, Returned, check_pulled, put, variables_of
-from .rank_error import Failure, summary_of, unpack_error
+from .rank_error import Failure, unpack_error
 from .scheduler.plugin import ElasticPlugin
 from .worker.environment import versions as own_versions
 from .worker.rank.fault_injector import InjectedFault
@@ -46,7 +46,6 @@ __all__ = [
     "replay",
     "security_of",
     "send_wish",
-    "summary_of",
     "unpack_error",
     "variables_of",
     "walk",

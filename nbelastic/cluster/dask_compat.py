@@ -32,19 +32,12 @@ from distributed import Client, Future, Scheduler, Status, metrics, wait
 
 INTERVAL_S = 0.001
 
-MESSAGES_KEPT = 10
-"""Messages that a stream keeps once they are sent."""
-
-CLOCK_SLACK_S = 0.1
-"""Seconds by which a clock that is adjusted goes back without any harm."""
+MESSAGES_KEPT = 10  # sent ones, of a stream; Dask keeps a thousand, which may be a gigabyte
+CLOCK_SLACK_S = 0.1  # seconds by which a clock that is adjusted goes back without any harm
 
 
 def shorten_batching(stream: Any) -> None:
-    """Make a stream hold messages back for a millisecond at most, and keep few of them.
-
-    Dask keeps the last thousand messages below 1 MB of each stream, for debugging. With output and
-    results in them that is up to a gigabyte.
-    """
+    """Make a stream hold messages back for a millisecond at most, and keep few of them."""
     interval = getattr(stream, "interval", None)
     if isinstance(interval, float | int) and interval > INTERVAL_S:
         stream.interval = INTERVAL_S
@@ -69,12 +62,8 @@ def resume(stream: Any) -> None:
 
 
 def unsent_bytes(stream: Any) -> int:
-    """Return how many bytes of a stream wait in this process for the other end to read.
-
-    Dask writes without waiting for what it wrote before. So they wait in the buffer of the
-    connection, not in the stream's own. It is 0 where that cannot be known: over other connections
-    than TCP and TLS.
-    """
+    """Return how many bytes wait here for the other end to read; 0 for other kinds than TCP."""
+    # Dask writes without waiting, so that they are in the connection's buffer, not the stream's.
     connection = getattr(getattr(stream, "comm", None), "stream", None)
     buffer = getattr(connection, "_write_buffer", None)
     return 0 if buffer is None else len(buffer)
@@ -82,8 +71,7 @@ def unsent_bytes(stream: Any) -> int:
 
 # -- connections -----------------------------------------------------------------------------------
 
-LIMIT_S = 10.0
-"""Seconds of unacknowledged data after which a worker counts as cut off."""
+LIMIT_S = 10.0  # seconds of unacknowledged data after which a worker counts as cut off
 
 # Linux's struct tcp_info: eight bytes, then numbers of four.
 _INFO = struct.Struct("=8x13I")
@@ -93,29 +81,22 @@ _UNACKED, _LAST_ACK_MS = 4, 12
 class ConnectionCheck:
     """Detect a dead link to the scheduler from unacknowledged TCP data, at each heartbeat.
 
-    A worker that is cut off receives nothing, but neither does any worker while the scheduler is
-    busy, and in a notebook's ``LocalCluster`` it is busy whenever a cell is. Acknowledgments tell
-    the two apart: the kernel of the scheduler's machine sends them, whatever its processes do.
+    A worker receives nothing from a busy scheduler, either. Acknowledgments tell the two apart: the
+    kernel of the scheduler's machine sends them, whatever its processes do.
     """
 
     def __init__(self) -> None:
         self._silent = False
 
     def lost(self, comm: Any) -> bool:
-        """Return whether data has been unacknowledged for too long.
-
-        It takes two calls in a row: at the first, the data may have been sent just now, after a
-        pause.
-        """
+        """Return whether data has been unacknowledged for too long."""
+        # In two calls in a row: at the first, it may have been sent just now, after a pause.
         before, self._silent = self._silent, unacknowledged_s(comm) >= LIMIT_S
         return before and self._silent
 
 
 def unacknowledged_s(comm: Any) -> float:
-    """Return the seconds since the last acknowledgment, if data waits for one.
-
-    It is 0 where that cannot be known: on other systems, over other connections than TCP.
-    """
+    """Return the seconds since the last acknowledgment, if data waits for one and TCP shows it."""
     connection = getattr(getattr(comm, "stream", None), "socket", None)
     if not isinstance(connection, socket.socket) or not hasattr(socket, "TCP_INFO"):
         return 0.0
@@ -200,16 +181,12 @@ def key_of(text: str) -> Any:
     return tuple(key) if isinstance(key, list) else key
 
 
-FORGOTTEN_CHECK_S = 5.0
-"""Seconds between two questions whether the scheduler still knows a key that is waited for."""
+FORGOTTEN_CHECK_S = 5.0  # seconds between two questions whether a key is still known
 
 
 def value_of(client: Client, key: Any) -> Any:
-    """Return the value of a key, held or recomputed by any worker.
-
-    A new future waits for messages on its key, which the scheduler sends to clients that want it.
-    Of a key that it does not know, it sends none: that is a LookupError.
-    """
+    """Return the value of a key, held or recomputed by any worker; LookupError if forgotten."""
+    # A future waits for messages on its key; of a key that the scheduler does not know none comes.
     future: Future[Any] = Future(key, client)
     wish = {"op": "client-desires-keys", "keys": [key], "client": client.id}
     client._send_to_scheduler(wish)
@@ -243,24 +220,16 @@ def release_keys(scheduler: Scheduler, holder: str) -> None:
 
 # -- nannies ---------------------------------------------------------------------------------------
 
-LOG_INTERVAL_S = 0.05
-"""Seconds between two reads of the log: a nanny knows a little later than the scheduler."""
-
-LOG_READS = 20
-"""Reads of the log, at most."""
-
-LOG_MESSAGES = 50
-"""Messages of the log that are searched."""
+LOG_INTERVAL_S = 0.05  # seconds between two reads: a nanny knows a little later
+LOG_READS = 20  # reads of the log, at most
+LOG_MESSAGES = 50  # messages of the log that are searched
 
 _MEMORY = re.compile(r"\(pid=(\d+)\) exceeded (\d+ ?%) memory budget")
 _DEATH = re.compile(r"Worker process (\d+) (?:was killed by signal (\d+)|exited with status (\d+))")
 
 
 async def cause_of_death(scheduler: Scheduler, nanny: str, pid: int) -> str:
-    """Return in words what a worker's process has died of, from its nanny's log; else nothing.
-
-    That message is the only trace: the process is gone, and its exit status with it.
-    """
+    """Return in words what a worker's process has died of, from its nanny's log; else nothing."""
     for _ in range(LOG_READS):
         await asyncio.sleep(LOG_INTERVAL_S)
         lines = [line for _, line in await scheduler.rpc(nanny).get_logs(n=LOG_MESSAGES)]

@@ -9,73 +9,46 @@ from __future__ import annotations
 import enum
 import re
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 
 import msgspec
 from msgspec.structs import replace
 
-from nbelastic.messages import (
-    ClusterGone,
-    Effect,
-    Event,
-    LimitsChanged,
-    LogContents,
-    MetricsReport,
-    PackedError,
-    Publish,
-    RankDied,
-    RankExited,
-    RankLeft,
-    RankRaised,
-    RankReturned,
-    RankTelemetry,
-    Record,
-    StartRank,
-    StopReason,
-    StopRequested,
-    Tick,
-)
+from nbelastic import messages as m
 
-MOST_OUTPUT = 2**20
-"""Characters printed by ranks that are kept; the oldest go first."""
-
-MOST_REPORTS = 20_000
-"""Reports of ranks that are kept; the oldest go first."""
+MOST_OUTPUT = 2**20  # characters printed by ranks that are kept; the oldest go first
+MOST_REPORTS = 20_000  # reports of ranks that are kept; the oldest go first
 
 
 class JobLog:
-    """Log of one job.
-
-    Results and failures are kept whole until the job is closed, of the rest only the newest. Keys
-    are starts of the function.
-    """
+    """Log of one job: of all but results and failures only the newest; keys are starts."""
 
     def __init__(self) -> None:
         self.results: dict[int, bytes] = {}  # pickled
-        self.failures: dict[int, PackedError] = {}  # packed: unpacking runs the user's code
+        self.failures: dict[int, m.PackedError] = {}  # packed: unpacking runs the user's code
         self.ranks: dict[int, tuple[int, str]] = {}  # the last rank and the worker
-        self._latest: dict[int, RankTelemetry] = {}
-        self._records: list[Record] = []
+        self._latest: dict[int, m.RankTelemetry] = {}
+        self._records: list[m.Record] = []
         self._output: deque[tuple[int, str]] = deque()
         self._length = 0
-        self._reports: deque[tuple[int, MetricsReport]] = deque(maxlen=MOST_REPORTS)
+        self._reports: deque[tuple[int, m.MetricsReport]] = deque(maxlen=MOST_REPORTS)
 
-    def note_event(self, event: Event, result: bytes | None, error: PackedError | None) -> None:
+    def note_event(self, event: m.Event, result: bytes | None, error: m.PackedError | None) -> None:
         """Keep the result or the error that belongs to an event."""
-        if isinstance(event, RankReturned | RankLeft) and result is not None:
+        if isinstance(event, m.RankReturned | m.RankLeft) and result is not None:
             self.results[event.start] = result
-        elif isinstance(event, RankRaised) and error is not None:
+        elif isinstance(event, m.RankRaised) and error is not None:
             self.failures[event.start] = error
 
-    def note_effect(self, effect: Effect, size: int, seen: Event) -> Record | None:
+    def note_effect(self, effect: m.Effect, size: int, seen: m.Event) -> m.Record | None:
         """Note an effect's ranks, or add its entry to the history with the causing event."""
-        if isinstance(effect, StartRank):
+        if isinstance(effect, m.StartRank):
             self._note_rank(effect.start, effect.place.rank, effect.slot.worker)
-        elif isinstance(effect, Publish):
+        elif isinstance(effect, m.Publish):
             for rank, member in enumerate(effect.plan.members):
                 self._note_rank(member.start, rank, member.slot.worker)
-        elif isinstance(effect, Record):
+        elif isinstance(effect, m.Record):
             seen_by = describe_event(seen, self.ranks)
             return self.note(replace(effect, size=size, seen=seen_by))
         return None
@@ -83,11 +56,10 @@ class JobLog:
     def _note_rank(self, start: int, rank: int, worker: str) -> None:
         self.ranks[start] = rank, worker
 
-    def note(self, record: Record) -> Record:
+    def note(self, record: m.Record) -> m.Record:
         """Add an entry to the history, with the latest known line of its rank."""
         latest = None if record.start is None else self._latest.get(record.start)
-        line = None if latest is None else latest.line
-        entry = replace(record, time=self._now(), line=line)
+        entry = replace(record, time=self._now(), line=None if latest is None else latest.line)
         self._add(entry)
         return entry
 
@@ -95,11 +67,10 @@ class JobLog:
         """Return the time of a record, in seconds since the epoch."""
         return time.time()
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: m.Record) -> None:
         if record.kind == "logged":  # how far a logger has come, once each
-            same = ("logged", str(record.reason))
-            kept = [each for each in self._records if (each.kind, str(each.reason)) != same]
-            self._records = kept
+            key = ("logged", str(record.reason))
+            self._records = [r for r in self._records if (r.kind, str(r.reason)) != key]
         self._records.append(record)
 
     def note_output(self, start: int, text: str) -> None:
@@ -109,33 +80,32 @@ class JobLog:
         while self._length > MOST_OUTPUT and len(self._output) > 1:
             self._length -= len(self._output.popleft()[1])
 
-    def note_telemetry(self, ranks: Iterable[RankTelemetry]) -> None:
+    def note_telemetry(self, ranks: Iterable[m.RankTelemetry]) -> None:
         """Keep the telemetry of ranks."""
         for each in ranks:
             self._latest[each.start] = replace(each, job="", reports=())
-            self._reports.extend(
-                (each.start, replace(report, time=self._now())) for report in each.reports
-            )
+            reports = [replace(report, time=self._now()) for report in each.reports]
+            self._reports.extend((each.start, report) for report in reports)
 
-    def contents(self) -> LogContents:
+    def contents(self) -> m.LogContents:
         """Return all of it, for another kernel."""
-        reports: dict[int, list[MetricsReport]] = {}
+        reports: defaultdict[int, list[m.MetricsReport]] = defaultdict(list)
         for start, report in self._reports:
-            reports.setdefault(start, []).append(report)
-        return LogContents(
+            reports[start].append(report)
+        return m.LogContents(
             results=self.results,
             failures=self.failures,
             history=tuple(self._records),
             ranks=self.ranks,
             output=tuple(self._output),
             telemetry=tuple(
-                replace(latest, reports=tuple(reports.get(start, ())))
+                replace(latest, reports=tuple(reports[start]))
                 for start, latest in self._latest.items()
             ),
         )
 
 
-def in_one_line(entry: Record) -> str:
+def in_one_line(entry: m.Record) -> str:
     """Return an entry of the history for a logger, with its numbers."""
     words = [f"{entry.kind} in generation {entry.generation} of {entry.size} ranks"]
     if entry.worker is not None:
@@ -148,25 +118,24 @@ def in_one_line(entry: Record) -> str:
     return "; ".join(filter(None, [*words, f"seen by {entry.seen}" * bool(entry.seen)]))
 
 
-def describe_event(event: Event, ranks: Mapping[int, tuple[int, str]]) -> str:
+def describe_event(event: m.Event, ranks: Mapping[int, tuple[int, str]]) -> str:
     """Return a line on an event and its source."""
-    if isinstance(event, Tick):
+    if isinstance(event, m.Tick):
         return "the clock: a time limit was reached"
     by = "the scheduler"
     start: int | None = getattr(event, "start", None)
-    if isinstance(event, LimitsChanged | StopRequested):
-        unattended = getattr(event, "reason", None) == StopReason.UNATTENDED
+    if isinstance(event, m.LimitsChanged | m.StopRequested):
+        unattended = getattr(event, "reason", None) == m.StopReason.UNATTENDED
         by = "the scheduler" if unattended else "a user"
-    elif isinstance(event, ClusterGone):
+    elif isinstance(event, m.ClusterGone):
         by = "the driver in the kernel"
-    elif start is not None and start in ranks:
-        rank, worker = ranks[start]
-        by = f"{'the agent of ' * isinstance(event, RankDied | RankExited)}rank {rank} on {worker}"
     elif start is not None:
-        by = f"{'the agent of ' * isinstance(event, RankDied | RankExited)}start {start}"
+        rank, worker = ranks.get(start, (None, ""))
+        by = "the agent of " * isinstance(event, m.RankDied | m.RankExited)
+        by += f"start {start}" if rank is None else f"rank {rank} on {worker}"
     what = re.sub("(?<!^)([A-Z])", r" \1", type(event).__name__).lower()
-    fields = msgspec.structs.asdict(event)
-    facts = [_fact(name, fields[name]) for name in fields if name not in ("start", "slot")]
+    fields = msgspec.structs.asdict(event).items()
+    facts = [_fact(name, value) for name, value in fields if name not in ("start", "slot")]
     return f"{by}: {', '.join([what, *filter(None, facts)])}"
 
 

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import getpass
 import json
 import logging
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import dask.config
 import msgspec
 
-from nbelastic.cluster.own_files import create, own_directory
 from nbelastic.errors import OptionError
 from nbelastic.membership import Machine, pack_machine, unpack_machine
 from nbelastic.messages import AnyEvent, Effect, Event
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 32 * 2**20
-"""Size at which a file begins anew; the one before it is kept as ``NAME.old.jsonl``."""
+MOST_BYTES = 32 * 2**20  # of a file; then it begins anew, and the old is ``NAME.old.jsonl``
 
 
 class JournalFile:
@@ -45,7 +45,7 @@ class JournalFile:
 
     def _begin(self, machine: Machine) -> None:
         # Users' errors are in it, as in the scheduler's log: only its own user may read them.
-        self._file = os.fdopen(create(self.path), "w", buffering=1, encoding="utf-8")
+        self._file = create(self.path)
         self._write({"job": self._job, "machine": base64.b64encode(pack_machine(machine)).decode()})
 
     def write(
@@ -69,22 +69,45 @@ class JournalFile:
 
 def open_journal(job: str, uid: str, machine: Machine) -> JournalFile | None:
     """Begin the journal of a job, if Dask's configuration of this process asks for one."""
-    where = asked = dask.config.get("nbelastic.debug.journal", None)
+    where = dask.config.get("nbelastic.debug.journal", None)
     if not where:
         return None
-    if not isinstance(where, str):
-        parent = dask.config.get("temporary-directory", None) or tempfile.gettempdir()
-        where = os.path.join(parent, f"nbelastic-journals-{getpass.getuser()}")
+    name = re.sub(r"[^\w.-]", "_", f"{job}-{uid}.jsonl")
     try:
-        if where is not asked:  # in a directory of all users
-            own_directory(Path(where))
-        name = re.sub(r"[^\w.-]", "_", f"{job}-{uid}.jsonl")
+        if not isinstance(where, str):
+            parent = dask.config.get("temporary-directory", None) or tempfile.gettempdir()
+            where = os.path.join(parent, f"nbelastic-journals-{getpass.getuser()}")
+            own_directory(Path(where))  # in a directory of all users
         journal = JournalFile(Path(where) / name, job, machine)
     except OSError as error:
         logger.warning("job %r has no journal: %s", job, error)
         return None
     logger.info("the journal of job %r is written to %s", job, journal.path)
     return journal
+
+
+# -- files readable by this user alone -------------------------------------------------------------
+#
+# Another user may have made a directory there first, or put a link in a file's place.
+
+
+def own_directory(path: Path) -> None:
+    """Make a private directory of this user; raise PermissionError for another user's."""
+    # Its parents are not looked at: they belong to this user, or are sticky as /tmp is.
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(f"{path} is a link or a file, and must be a directory")
+    if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to another user (number {found.st_uid})")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        path.chmod(0o700)
+
+
+def create(path: Path) -> TextIO:
+    """Create a new file for this user alone; FileExistsError for a link, too."""
+    opener = functools.partial(os.open, mode=0o600)
+    return open(path, "x", buffering=1, encoding="utf-8", opener=opener)
 
 
 @dataclasses.dataclass(frozen=True)

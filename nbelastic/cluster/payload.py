@@ -40,20 +40,17 @@ class Modules:
 
     def describe(self) -> str:
         """Return a line on the modules that travel, and a line on each module left out."""
-        found: dict[str, list[Source]] = {}
+        found: dict[str, list[int]] = {}
         for name, source in self.sources.items():
             if source.text is not None:
-                found.setdefault(name.partition(".")[0], []).append(source)
-        what = [f"{name} ({_size(sources)})" for name, sources in sorted(found.items())]
+                found.setdefault(name.partition(".")[0], []).append(len(source.text))
+        what = [
+            f"{name} ({len(sizes)} file{'s' * (len(sizes) > 1)}, {sum(sizes) / 1024:,.1f} KiB)"
+            for name, sizes in sorted(found.items())
+        ]
         lines = [f"modules that travel: {', '.join(what) or 'none'}\n"]
         lines += [f"left out: {name}, {why}\n" for name, why in sorted(self.left_out.items())]
         return "".join(lines)
-
-
-def _size(sources: list[Source]) -> str:
-    size = sum(len(source.text or b"") for source in sources)
-    files = "1 file" if len(sources) == 1 else f"{len(sources)} files"
-    return f"{files}, {size / 1024:,.1f} KiB"
 
 
 def unpack_modules(payload: JobPayload) -> Modules:
@@ -97,19 +94,14 @@ class _SourceImporter(  # type: ignore[misc]  # typeshed: a static method in one
 
 
 def install(modules: Modules) -> None:
-    """Make imports find a job's modules from now on, before any on the worker's path.
-
-    What is imported already stays: it is what every rank needs, and none of it is the user's, even
-    if it lies in a folder of ``PYTHONPATH``.
-    """
+    """Make imports find a job's modules from now on, before any on the worker's path."""
+    # What is imported already stays: it is what every rank needs, and none of it is the user's.
     if modules.sources:
         sys.meta_path.insert(0, _SourceImporter(modules.sources))
         importlib.invalidate_caches()
 
 
-def unpack_call(
-    payload: JobPayload,
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def unpack_call(payload: JobPayload) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return the function and its arguments; its modules must be importable."""
     function, args, kwargs = cloudpickle.loads(payload.call)
     return function, args, kwargs
@@ -117,29 +109,23 @@ def unpack_call(
 
 def torch_settings() -> dict[str, str]:
     """Return torch's settings of this process that training depends on, without its defaults."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "get_default_device"):  # not imported, or an older one
         return {}
-    assert torch is not None
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = "warn" if only_warns else "yes"
     found = {
-        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "device": str(torch.get_default_device().type),
-        "precision": str(torch.get_float32_matmul_precision()),
-        "deterministic": "no",
+        "dtype": (str(torch.get_default_dtype()).removeprefix("torch."), "float32"),
+        "device": (str(torch.get_default_device().type), "cpu"),
+        "precision": (str(torch.get_float32_matmul_precision()), "highest"),
+        "deterministic": (deterministic * torch.are_deterministic_algorithms_enabled(), ""),
     }
-    if torch.are_deterministic_algorithms_enabled():
-        only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        found["deterministic"] = "warn" if only_warns else "yes"
-    defaults = {"dtype": "float32", "device": "cpu", "precision": "highest", "deterministic": "no"}
-    return {name: value for name, value in found.items() if value != defaults[name]}
+    return {name: value for name, (value, default) in found.items() if value != default}
 
 
-KERAS = "KERAS_BACKEND"
-"""Variable of the environment that Keras reads when it is imported; and the name of a setting."""
-
-
+KERAS = "KERAS_BACKEND"  # Keras reads it when it is imported; and the name of a setting
+# Settings of Keras that travel; so does its policy of types, which depends on ``floatx``.
 KERAS_DEFAULTS = {"floatx": "float32", "epsilon": "1e-07", "image_data_format": "channels_last"}
-"""Settings of Keras that travel; so does its policy of types, which depends on ``floatx``."""
 
 
 def keras_settings() -> dict[str, str]:
@@ -155,31 +141,27 @@ def keras_settings() -> dict[str, str]:
 
 
 def take_settings(settings: Mapping[str, str]) -> None:
-    """Apply another process's settings, before Keras is imported here."""
+    """Apply another process's settings, before Keras is imported here, but no device missing."""
     if name := settings.get(KERAS):
         os.environ[KERAS] = name
-    own = {n.removeprefix("keras "): v for n, v in settings.items() if n.startswith("keras ")}
-    if own:
-        import keras
+    for name, value in settings.items():
+        if name.startswith("keras "):
+            import keras
 
-        for name, value in own.items():
-            set_value = getattr(keras.config, f"set_{name}")
-            set_value(float(value) if name == "epsilon" else value)
-    _take_torch_settings({n: v for n, v in settings.items() if not n.startswith(("keras ", KERAS))})
+            set_value = getattr(keras.config, name.replace("keras ", "set_"))
+            set_value(float(value) if name == "keras epsilon" else value)
+        elif name != KERAS:
+            _take_torch_setting(name, value)
 
 
-def _take_torch_settings(settings: Mapping[str, str]) -> None:
-    """Apply another process's settings of torch, but no device missing here."""
-    if not settings:
-        return
+def _take_torch_setting(name: str, value: str) -> None:
     import torch
 
-    if dtype := settings.get("dtype"):
-        torch.set_default_dtype(getattr(torch, dtype))
-    if precision := settings.get("precision"):
-        torch.set_float32_matmul_precision(precision)
-    if deterministic := settings.get("deterministic"):
-        torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
-    device = settings.get("device")
-    if device is not None and (device != "cuda" or torch.cuda.is_available()):
-        torch.set_default_device(device)
+    if name == "dtype":
+        torch.set_default_dtype(getattr(torch, value))
+    elif name == "precision":
+        torch.set_float32_matmul_precision(value)
+    elif name == "deterministic":
+        torch.use_deterministic_algorithms(True, warn_only=value == "warn")
+    elif value != "cuda" or torch.cuda.is_available():
+        torch.set_default_device(value)

@@ -1,8 +1,8 @@
 """Read the state of another process, and judge whether it is stopped.
 
 Runs in a nanny or in another worker of the host (:func:`read_state`), and in the scheduler's event
-loop (:class:`ProbeHistory`). A process that is stopped sends no heartbeats, and neither does one
-that holds the GIL. Another process can tell them apart.
+loop (:class:`ProbeHistory`). A process that holds the GIL sends no heartbeats, either; another
+process can tell it from one that is stopped.
 """
 
 from __future__ import annotations
@@ -16,14 +16,9 @@ import psutil
 
 from nbelastic.messages import ProcessId
 
-BETWEEN_PROBES_S = 0.4
-"""Seconds for which a process must have been stopped before it counts as stopped."""
-
-BUSY_SHARE = 0.05
-"""Share of a core from which on a process is busy; one that waits for its GIL uses 0.007."""
-
-SAME_START_S = 1.5
-"""Seconds by which two readings of a process's start may differ."""
+BETWEEN_PROBES_S = 0.4  # seconds for which a process must have been stopped
+BUSY_SHARE = 0.05  # of a core, above which a process is busy; waiting for the GIL takes 0.007
+SAME_START_S = 1.5  # seconds by which two readings of a process's start may differ
 
 _STATES = {
     psutil.STATUS_STOPPED: "stopped",
@@ -35,12 +30,10 @@ _STATES = {
 
 @dataclass(frozen=True)
 class ProcessState:
-    """State of a process at one moment.
+    """State of a process at one moment."""
 
-    It is ``stopped`` by a signal (not by a debugger), ``disk`` while it waits for one, ``gone``,
-    ``unknown``, or else ``alive``.
-    """
-
+    # ``stopped`` by a signal (not a debugger), ``disk``: waits for it, ``gone``, ``unknown``, or
+    # else ``alive``
     state: str
     cpu: float = 0.0  # seconds of processor time that it has used
     at: float = 0.0  # in seconds, on a clock that all processes of the host share
@@ -101,24 +94,18 @@ class ProbeHistory:
     _stopped_since: float | None = field(default=None, init=False)
 
     def add(self, state: ProcessState) -> Verdict | None:
-        """Add a state; return a verdict on the process, None if that is unclear.
-
-        A process is stopped that was stopped in all probes of some time, and did nothing in
-        between. One that is stopped and resumed in turns, to slow it down, is not. That it runs at
-        the moment shows nothing: one that sleeps with the GIL has a thread that asks for it all the
-        time, and on a machine with much to do that thread is often about to run.
-        """
-        last = self._last
-        if state.state in ("unknown", "gone") or (last is not None and state.at < last.at):
+        """Add a state; return a verdict on the process, None if that is unclear."""
+        last = self._last or state
+        if state.state in ("unknown", "gone") or state.at < last.at:
             return None
         self._last = state
-        used, passed = 0.0, 0.0
-        if last is not None:
-            used, passed = state.cpu - last.cpu, state.at - last.at
+        used, passed = state.cpu - last.cpu, state.at - last.at
+        # That it runs at the moment shows nothing: one that sleeps with the GIL has a thread that
+        # asks for it all the time, and on a busy machine that thread is often about to run.
         if state.state != "stopped":
             self._stopped_since = None
             busy = state.state == "disk" or used > BUSY_SHARE * passed
             return Verdict.BUSY if busy else None
-        if self._stopped_since is None or used > 0:
+        if self._stopped_since is None or used > 0:  # stopped and resumed in turns is slowed down
             self._stopped_since = state.at
         return Verdict.STOPPED if state.at >= self._stopped_since + BETWEEN_PROBES_S else None

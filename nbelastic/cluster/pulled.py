@@ -18,8 +18,7 @@ import cloudpickle
 from nbelastic.errors import OptionError, summary_of
 from nbelastic.pickling import dumps
 
-LARGE = 1e9
-"""Bytes of a value from which its size is said."""
+LARGE = 1e9  # bytes of a value from which its size is said
 
 WHOLE = "whole"
 _WAYS = {"set_weights": "get_weights", "load_state_dict": "state_dict"}
@@ -40,21 +39,15 @@ class Pulled:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a function returned, with variables to bring back.
-
-    `trained` names models of the notebook whose copies were trained.
-    """
+    """What a function returned, with variables to bring back."""
 
     value: Any
     pulled: Mapping[str, Pulled]
-    trained: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()  # names of the notebook's models whose copies were trained
 
 
 def variables_of(function: Callable[..., Any]) -> MutableMapping[str, Any]:
-    """Return the variables that a function has from outside.
-
-    A cell has them itself: its namespace on a rank, the notebook's in the kernel.
-    """
+    """Return the variables that a function has from outside; a cell has them itself."""
     own = getattr(type(function), "variables", None)
     if own is not None:
         return own(function)  # type: ignore[no-any-return]
@@ -166,23 +159,18 @@ def put(variables: MutableMapping[str, Any], name: str, pulled: Pulled) -> None:
     if pulled.problem:
         raise OptionError(f"pull={name!r}: {pulled.problem}")
     value = cloudpickle.loads(pulled.data)
-    there = variables.get(name)
-    if pulled.way == WHOLE:
-        _put_whole(variables, name, there, value)
-    elif callable(getattr(there, pulled.way, None)):
-        getattr(there, pulled.way)(value)
-    else:
-        raise OptionError(
-            f"pull={name!r}: what is {name!r} here now ({type(there).__name__}) has no {pulled.way}"
-        )
-
-
-def _put_whole(variables: MutableMapping[str, Any], name: str, there: Any, value: Any) -> None:
-    if type(there) is not type(value):
-        variables[name] = value
-    elif isinstance(there, list):
+    there: Any = variables.get(name)
+    if pulled.way != WHOLE:
+        load = getattr(there, pulled.way, None)
+        if not callable(load):
+            kind = type(there).__name__
+            raise OptionError(
+                f"pull={name!r}: what is {name!r} here now ({kind}) has no {pulled.way}"
+            )
+        load(value)
+    elif type(there) is type(value) and isinstance(there, list):
         there[:] = value
-    elif isinstance(there, dict | set):
+    elif type(there) is type(value) and isinstance(there, dict | set):
         there.clear()
         there.update(value)
     else:

@@ -5,6 +5,7 @@ Packed in the thread of the rank, unpacked in the kernel, in the driver's thread
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import traceback
@@ -22,8 +23,7 @@ __all__ = ["Failure", "pack_error", "summary_of", "unpack_error"]
 
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MOST_FRAMES = 20
-"""Frames that are shown of the outermost, and as many of the innermost."""
+MOST_FRAMES = 20  # frames that are shown of the outermost, and as many of the innermost
 
 _NOT_USERS = (_PACKAGE, "<frozen ")
 """How names of files begin that are not the user's: this package's, and of Python's own imports."""
@@ -39,18 +39,16 @@ class Failure:
 
     def where(self, label: Callable[[str], str | None] = lambda _: None) -> str:
         """Return the user's lines, as a traceback shows them; `label` has better names of files."""
-        lines = []
-        left_out = len(self.frames) - 2 * MOST_FRAMES
+        lines: list[str] = []
+        left_out = len(self.frames) - 2 * MOST_FRAMES  # a recursion has a thousand
         for number, frame in enumerate(self.frames):
-            if MOST_FRAMES <= number < MOST_FRAMES + left_out:  # a recursion has a thousand
-                if number == MOST_FRAMES:
-                    lines.append(f"  [{left_out} more frames]")
-                continue
-            place = label(frame.file) or f'File "{frame.file}"'
-            lines.append(f"  {place}, line {frame.line}, in {frame.function}")
-            text = frame.text or linecache.getline(frame.file, frame.line).strip()
-            if text:
-                lines.append(f"    {text}")
+            if number == MOST_FRAMES and left_out > 0:
+                lines.append(f"  [{left_out} more frames]")
+            if not MOST_FRAMES <= number < MOST_FRAMES + left_out:
+                place = label(frame.file) or f'File "{frame.file}"'
+                lines.append(f"  {place}, line {frame.line}, in {frame.function}")
+                text = frame.text or linecache.getline(frame.file, frame.line).strip()
+                lines += [f"    {text}"] if text else []
         return "\n".join(lines)
 
 
@@ -76,7 +74,8 @@ def _pickled(error: BaseException) -> bytes:
     """Return an error without its traceback, pickled; nothing where that cannot be done."""
     try:
         BaseException.with_traceback(error, None)
-        pickled = dumps(_Thawed(error) if _is_frozen(type(error)) else error)
+        thawed = functools.partial(_freeze, type(error), error.args, error.__dict__)
+        pickled = dumps(thawed if _is_frozen(type(error)) else error)
         return pickled if len(pickled) <= MOST_BYTES else b""
     except BaseException:  # pickling runs code of the user's class
         return b""
@@ -90,19 +89,10 @@ def _is_frozen(kind: type[BaseException]) -> bool:
     )
 
 
-class _Thawed:
-    """Pickles as an error with its attributes put in place past ``__setattr__``."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._parts = (type(error), error.args, error.__dict__)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _freeze, self._parts
-
-
 def _freeze(
     kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
 ) -> BaseException:
+    """Make an error with its attributes put in place past ``__setattr__``."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
@@ -110,14 +100,11 @@ def _freeze(
 
 def unpack_error(packed: PackedError) -> Failure:
     """Unpack an error; runs the user's code."""
-    exception: BaseException | None = None
-    if packed.pickled:
-        try:
-            exception = cloudpickle.loads(packed.pickled)
-        except BaseException:  # its module may exit, its class not exist or not take its arguments
-            exception = None
-    return Failure(
-        summary=packed.summary,
-        frames=packed.frames,
-        exception=exception if issubclass(type(exception), BaseException) else None,
-    )
+    exception = None
+    try:
+        exception = cloudpickle.loads(packed.pickled)
+        exception = exception() if type(exception) is functools.partial else exception
+    except BaseException:  # its module may exit, its class not exist or not take its arguments
+        pass
+    is_error = issubclass(type(exception), BaseException)
+    return Failure(packed.summary, packed.frames, exception if is_error else None)

@@ -14,39 +14,20 @@ from typing import Any
 
 from msgspec import Raw
 
+from nbelastic import messages as m
 from nbelastic.errors import VersionMismatch
-from nbelastic.messages import (
-    AnyMessage,
-    Message,
-    RankEffect,
-    RankOrder,
-    ToDriver,
-    decode,
-    encode,
-)
 
-PROTOCOL = 10
-"""Number of this protocol. To be raised with each change of a message."""
-
-PLUGIN = "nbelastic"
-"""Name of the scheduler plugin and of the agents; the scheduler's messages to agents have it."""
-
-FROM_AGENTS = "nbelastic-agent"
-"""Name of the agents' messages to the scheduler."""
-
-FROM_KERNELS = "nbelastic-kernel"
-"""Name of the kernels' messages to the scheduler."""
-
-HEARTBEAT_INTERVAL_S = 0.5
-"""Seconds between heartbeats."""
-
-PART_BYTES = 2**30
-"""Bytes that travel in one piece; a message may have all results of a job, Dask limits a piece."""
+PROTOCOL = 10  # number of this protocol; to be raised with each change of a message
+PLUGIN = "nbelastic"  # name of the scheduler plugin, the agents, and the messages to agents
+FROM_AGENTS = "nbelastic-agent"  # name of the agents' messages to the scheduler
+FROM_KERNELS = "nbelastic-kernel"  # name of the kernels' messages to the scheduler
+HEARTBEAT_INTERVAL_S = 0.5  # seconds between heartbeats
+PART_BYTES = 2**30  # bytes in one piece, which Dask limits: a message may have all results
 
 
-def pack(message: Message | ToDriver) -> dict[str, Any]:
+def pack(message: m.Message | m.ToDriver) -> dict[str, Any]:
     """Write a message as Dask can carry it."""
-    return in_parts(encode(message))
+    return in_parts(m.encode(message))
 
 
 def in_parts(data: bytes) -> dict[str, Any]:
@@ -55,13 +36,13 @@ def in_parts(data: bytes) -> dict[str, Any]:
     return {"protocol": PROTOCOL, "body": parts}
 
 
-def pack_for_ranks(job: str, effect: RankEffect) -> Callable[[int], dict[str, Any]]:
+def pack_for_ranks(job: str, effect: m.RankEffect) -> Callable[[int], dict[str, Any]]:
     """Return a function that writes an order to a rank; the effect is written once for all."""
-    written: Any = Raw(encode(effect))  # a plan is large
-    return lambda start: pack(RankOrder(job, start, written))
+    written: Any = Raw(m.encode(effect))  # a plan is large
+    return lambda start: pack(m.RankOrder(job, start, written))
 
 
-def unpack(data: Any, kind: Any = AnyMessage) -> Any:
+def unpack(data: Any, kind: Any = m.AnyMessage) -> Any:
     """Read :func:`pack`'s dict as a `kind` of message; raise VersionMismatch or ValueError."""
     if not isinstance(data, dict) or "body" not in data:
         raise ValueError(f"not a message: {data!r:.200}")
@@ -72,6 +53,6 @@ def unpack(data: Any, kind: Any = AnyMessage) -> Any:
             "in the kernel, on the scheduler and on all workers"
         )
     try:
-        return decode(b"".join(data["body"]), kind)
+        return m.decode(b"".join(data["body"]), kind)
     except (TypeError, ValueError) as error:
         raise ValueError(f"not a message: {error}") from error

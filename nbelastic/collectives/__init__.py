@@ -35,7 +35,7 @@ __all__ = [
 
 GROUP = "nbelastic.backends"
 BACKENDS = ("auto", "gloo", "shm", "cuda_ipc", "nccl", "pygloo")
-_NEGOTIATED = ("auto", "shm", "cuda_ipc", "nccl")
+_NEGOTIATED = ("auto", "shm", "cuda_ipc", "nccl", "host")  # the last is "auto" without GPUs
 _OWN = (
     EntryPoint("gloo", "nbelastic.collectives.gloo.communicator:GlooCommunicator", GROUP),
     EntryPoint("pygloo", "nbelastic.collectives.gloo.with_pygloo:PyglooCommunicator", GROUP),

@@ -66,6 +66,9 @@ class Rendezvous:
         Address of the interface that this rank listens on.
     timeout_s : float
         Limit for connecting and for each operation.
+    forming_s : float
+        Time after which the driver breaks a generation that has not formed. Trials of transports
+        stay within it.
     backend : str
         The transport that the job asks for: one of ``backend_names()``.
     secret : bytes
@@ -79,6 +82,7 @@ class Rendezvous:
     store: tuple[str, int]
     bind: str
     timeout_s: float = 1800.0
+    forming_s: float = 10.0
     backend: str = "auto"
     secret: bytes = field(default=b"", repr=False)
 

@@ -8,10 +8,14 @@ All ranks see the same capabilities and results, and draw the same conclusion: s
 are on one host, both transports if some are, else Gloo. Where something is in the way, all fall
 back to Gloo, unless the job demands shared memory.
 
-If the job asks for it, ranks of one host then open each other's memory on GPUs, over the segment,
-or ranks on any hosts form a communicator of NCCL in front of the one that was chosen. On several
-hosts with GPUs of which some are shared, each host opens its memory, and the ranks with one slice
-negotiate what is between the hosts: NCCL, or Gloo.
+If all ranks have used a GPU, they then try the transports of GPUs, the fastest first, and take the
+first that a trial proves on all ranks; else they reduce on the hosts:
+
+- NCCL, for ranks with a card each, on any hosts: its communicator forms, and adds up ones;
+- CUDA IPC, for ranks that share a host: they open each other's memory, and read a mark there. On
+  several hosts the ranks with one slice negotiate what is between them: NCCL, or Gloo.
+
+A job may ask for one of these by name, or for none.
 """
 
 from __future__ import annotations
@@ -50,6 +54,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ON_HOST = "tensors of GPUs are reduced in the memory of the host"
+ON_GPUS = {"auto": ("nccl", "cuda_ipc"), "nccl": ("nccl",), "cuda_ipc": ("cuda_ipc",)}
+"""Transports of GPUs to try, in order, by the backend that the job asks for."""
 
 _MOST_SAID = 1000
 
@@ -79,10 +85,10 @@ class NegotiatingCommunicator(AsyncCommunicator):
         self._begun = False
         self._device: Device | None = None
         self._library: NcclLibrary | None = None
-        self._uses_gpus = rendezvous.backend in ("cuda_ipc", "nccl")
+        self._tries = ON_GPUS.get(rendezvous.backend, ())
         self._on_host = rendezvous
-        if rendezvous.backend == "nccl":  # subgroups of the host's communicator do without NCCL
-            self._on_host = dataclasses.replace(rendezvous, backend="auto")
+        if "nccl" in self._tries:  # subgroups of the host's communicator do without NCCL
+            self._on_host = dataclasses.replace(rendezvous, backend="host")
 
     def connect(self) -> Communicator:
         self._abort_signal.check()
@@ -121,8 +127,10 @@ class NegotiatingCommunicator(AsyncCommunicator):
         capabilities = [RankCapabilities.decode(value, rank) for rank, value in enumerate(values)]
         topology = Topology.of(capabilities)
         host = self._choose_host(topology, segment_socket, capabilities)
-        if not self._uses_gpus:
+        if not self._tries:
             return host
+        if self._rendezvous.backend == "auto" and not any(each.gpu for each in capabilities):
+            return host  # nothing is missing on ranks without GPUs
         try:
             return self._with_devices(host, topology, capabilities)
         except BaseException:
@@ -182,11 +190,11 @@ class NegotiatingCommunicator(AsyncCommunicator):
     # -- GPUs ------------------------------------------------------------------------------------
 
     def _own_gpu(self) -> tuple[str, str, str, str]:
-        """Return the GPU's part of this rank's capabilities, if the job asks for GPUs."""
-        self._device = device = self._own_device() if self._uses_gpus else None
+        """Return the GPU's part of this rank's capabilities, unless the job does without GPUs."""
+        self._device = device = self._own_device() if self._tries else None
         if device is None:
             return "", "", "", ""
-        if self._rendezvous.backend != "nccl":
+        if "nccl" not in self._tries:
             return device.kind, "", "", ""
         from nbelastic.collectives.nccl.group import obstacle
 
@@ -200,15 +208,20 @@ class NegotiatingCommunicator(AsyncCommunicator):
     def _with_devices(
         self, host: Host, topology: Topology, capabilities: Sequence[RankCapabilities]
     ) -> Communicator:
-        """Return a communicator that reduces on GPUs, if all ranks can, else the host's."""
-        if self._rendezvous.backend == "nccl":
-            communicator, reason = self._over_nccl(host, capabilities)
-        else:
-            communicator, reason = self._over_cuda_ipc(host, topology, capabilities)
-        if communicator is not None:
-            return communicator
+        """Return the fastest communicator that reduces on GPUs and works, else the host's."""
+        reasons: list[str] = []
+        for transport in self._tries:
+            if transport == "nccl":
+                communicator, reason = self._over_nccl(host, capabilities)
+            else:
+                communicator, reason = self._over_cuda_ipc(host, topology, capabilities)
+            if communicator is not None:
+                if reasons and not communicator.fallback_reason:
+                    communicator.fallback_reason = f"GPUs do without NCCL: {reasons[0]}"
+                return communicator
+            reasons.append(reason)
         if not host.fallback_reason:
-            host.fallback_reason = f"{ON_HOST}: {reason}"
+            host.fallback_reason = f"{ON_HOST}: {'; '.join(dict.fromkeys(reasons))}"
         return host
 
     def _over_cuda_ipc(
@@ -238,7 +251,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
         between = ""
         with contextlib.ExitStack() as stack:
             if several:
-                local = self._part(host, f"host-{topology.hosts.index(ranks)}", ranks, "auto")
+                local = self._part(host, f"host-{topology.hosts.index(ranks)}", ranks, "host")
                 stack.callback(local.close)
             exchange, reason = open_exchange(
                 local, device, lambda said: _padded_exchange(host, said), ranks

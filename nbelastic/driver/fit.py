@@ -156,10 +156,9 @@ def fit(
     backend : str, default "auto"
         How tensors travel between ranks: ``shm`` through shared memory within a host and Gloo
         across hosts, or not at all; ``gloo`` by Gloo alone; ``auto`` the best of both that all
-        ranks can do; ``cuda_ipc`` the same, but the ranks of a host sum tensors of GPUs there;
-        ``nccl`` the same, but ranks with a GPU each sum tensors of GPUs by NCCL, on any hosts
-        (both are experimental); ``pygloo`` by the package of that name. :attr:`JobStatus.backend`
-        says what it has become.
+        ranks can do, and tensors of GPUs by NCCL or CUDA IPC where a trial shows that all can
+        (experimental); ``nccl`` and ``cuda_ipc`` the same with one of these; ``pygloo`` by the
+        package of that name. :attr:`JobStatus.backend` says what it has become.
     env : mapping of str to str, optional
         Environment variables of the ranks' processes, such as ``{"NCCL_DEBUG": "INFO"}``, added
         to those of their workers. They are set before the function runs, and too late for what

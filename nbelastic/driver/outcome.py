@@ -11,7 +11,7 @@ from typing import Any
 import cloudpickle
 
 from nbelastic import errors
-from nbelastic.cluster import Failure, Returned, summary_of, unpack_error, why_missing
+from nbelastic.cluster import Failure, Returned, unpack_error, why_missing
 from nbelastic.messages import FailureKind, Outcome, Stopping, StopRequested
 
 from . import display
@@ -47,7 +47,9 @@ def settle(
     try:
         ending = _ending(name, log, outcome, bug, detached)
     except BaseException as error:  # the future must end, or its waiters hang
-        ending = _caused(f"job {name!r}: its outcome cannot be read: {summary_of(error)}", error)
+        ending = _caused(
+            f"job {name!r}: its outcome cannot be read: {errors.summary_of(error)}", error
+        )
     log.results.clear()
     with contextlib.suppress(InvalidStateError):  # abandoned meanwhile
         if isinstance(ending, list):
@@ -70,7 +72,7 @@ def _ending(
     if detached:
         return errors.Detached(f"job {name!r} was taken over by another kernel; it goes on there")
     if bug is not None or outcome is None:
-        problem = "its driver ended early" if bug is None else summary_of(bug)
+        problem = "its driver ended early" if bug is None else errors.summary_of(bug)
         return _caused(f"job {name!r}: the driver failed: {problem}", bug)
     if outcome.kind != "finished":
         for packed in log.results.values():  # of rank 0, if the job was stopped
@@ -85,7 +87,7 @@ def _ending(
             values[0] = log.returned.value
         return values
     except BaseException as error:  # unpickling runs code of any class, and imports modules
-        problem = f"a result of job {name!r} cannot be read here: {summary_of(error)}"
+        problem = f"a result of job {name!r} cannot be read here: {errors.summary_of(error)}"
         return _caused(problem, error)
 
 

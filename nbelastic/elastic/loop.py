@@ -102,7 +102,7 @@ def _train_on(
                 state.align(checkpoints.behind(plan))
             state.save()
             session.synchronized(plan, checkpoints.commits)
-            checkpoints.begun()
+            checkpoints.begun = True
             checks.begun(resumed=checkpoints.resumed)
             try:
                 state._run_due()
@@ -118,7 +118,7 @@ def _train_on(
             _begin_reset(session)
             failure = _leave(session, state) if session.leaves else CollectiveError(UNASKED)
             if failure is None:
-                checkpoints.left()
+                checkpoints.left = True
         except RanksDisagree:
             raise  # on all ranks, because the program is at fault and would fail again
         except CollectiveError as error:

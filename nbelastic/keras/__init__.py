@@ -23,19 +23,22 @@ from nbelastic.keras.ops import (
     allgather,
     allreduce,
     broadcast,
+    broadcast_global_variables,
     broadcast_variables,
     reducescatter,
 )
-from nbelastic.keras.optimizer import PartialDistributedOptimizer, load_model
+from nbelastic.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from nbelastic.torch.compression import Compression
 
 __all__ = [
     "Compression",
+    "DistributedOptimizer",
     "ElasticDataset",
     "PartialDistributedOptimizer",
     "allgather",
     "allreduce",
     "broadcast",
+    "broadcast_global_variables",
     "broadcast_variables",
     "callbacks",
     "elastic",

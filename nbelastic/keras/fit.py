@@ -123,12 +123,7 @@ def fit(
         data, y, sample_weight, rest = split_off(validation_split, data, y, sample_weight)
         validation_data = rest if validation_data is None else validation_data
     feed = feed_of(
-        data,
-        y,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        sample_weight=sample_weight,
+        data, y, batch_size=batch_size, shuffle=shuffle, seed=seed, sample_weight=sample_weight
     )
     if steps_per_epoch is not None:
         whole("elastic.fit", "steps_per_epoch", steps_per_epoch)
@@ -158,11 +153,7 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        state: KerasState,
-        feed: Feed,
-        callbacks: list[Any],
-        options: SimpleNamespace,
+        self, state: KerasState, feed: Feed, callbacks: list[Any], options: SimpleNamespace
     ) -> None:
         if not isinstance(state, KerasState):
             raise OptionError(

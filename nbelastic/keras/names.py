@@ -1,45 +1,12 @@
-"""Names that Horovod's Keras and TensorFlow interfaces have alike."""
+"""Names of PyTorch that Horovod's Keras and TensorFlow interfaces have alike."""
 
-from nbelastic.keras.ops import broadcast_global_variables
-from nbelastic.keras.optimizer import DistributedOptimizer
-from nbelastic.torch import (
-    Adasum,
-    Average,
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather_object,
-    barrier,
-    broadcast_object,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-)
+# ruff: noqa: F405
+
+from nbelastic.torch import *  # noqa: F403
 
 __all__ = [
     "Adasum",
     "Average",
-    "DistributedOptimizer",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "Max",
@@ -48,7 +15,6 @@ __all__ = [
     "Sum",
     "allgather_object",
     "barrier",
-    "broadcast_global_variables",
     "broadcast_object",
     "ccl_built",
     "cross_rank",

@@ -7,19 +7,17 @@ returns what kind of value it was given.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from nbelastic.collectives import Op
 from nbelastic.keras.backends import backend
 from nbelastic.torch import functions as broadcasts
 from nbelastic.torch.compression import Compression, Compressor
 from nbelastic.torch.ops import functions, reductions
-
-if TYPE_CHECKING:
-    from nbelastic.collectives import Op
-    from nbelastic.torch.ops.operation import GradientOp
+from nbelastic.torch.ops.operation import GradientOp
 
 
 def _applied(value: Any, operation: Callable[..., torch.Tensor], *more: Any) -> Any:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import keras
 
+from nbelastic.collectives import Op
 from nbelastic.keras.backends import KerasOptions, Reduction, backend
 from nbelastic.torch.compression import Compression, Compressor
 from nbelastic.torch.gradients.optimizer import with_methods_of
+from nbelastic.torch.ops.operation import GradientOp
 from nbelastic.torch.ops.reductions import Average
-
-if TYPE_CHECKING:
-    from nbelastic.collectives import Op
-    from nbelastic.torch.ops.operation import GradientOp
-
 
 Optimizer = TypeVar("Optimizer", bound=Any)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import keras
 import torch
@@ -14,6 +14,7 @@ from nbelastic.elastic import loop
 from nbelastic.elastic.parameter_samples import sampler_of
 from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.elastic.ranks.session import warn
+from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.keras import backends
 from nbelastic.keras.backends.reduction import raised
@@ -22,18 +23,12 @@ from nbelastic.keras.callbacks.fit_callbacks import FitProgress
 from nbelastic.keras.optimizer import distribution_of, is_distributed, settle_scaling
 from nbelastic.torch.ops.reductions import Average, grouped_allreduce
 from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
-from nbelastic.torch.state.structure import word_for
+from nbelastic.torch.state.structure import Structure, word_for
 from nbelastic.torch.state.torch_state import TorchState
-
-if TYPE_CHECKING:
-    from nbelastic.elastic.state.state_payload import StatePayload
-    from nbelastic.torch.state.structure import Structure
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-SEED = "seed_generator_state"
-"""Name that Keras gives to the state of a seed generator."""
+SEED = "seed_generator_state"  # name that Keras gives to the state of a seed generator
 
 
 class VariablesAdapter(Adapter):
@@ -169,7 +164,7 @@ class KerasState(TorchState):
             self._names += (name,)
         self.save()
         self._loaders = self._take_part_in_steps()
-        self._built = self._structure()
+        self._built = self._commit.structure()
 
     # -- a state whose model and optimizer are Keras' ----------------------------------------------
 

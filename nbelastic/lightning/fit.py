@@ -34,24 +34,8 @@ from nbelastic.trainers.callbacks import by_itself
 def fit(trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     """Train a module on ranks that join, leave and fail: ``trainer.fit(module, …)``.
 
-    Parameters
-    ----------
-    trainer : lightning.Trainer
-        With ``strategy="nbelastic"``.
-    module : lightning.LightningModule
-        What to train.
-    *args, **kwargs
-        As of ``trainer.fit``: loaders, ``datamodule``, ``ckpt_path``.
-
-    Raises
-    ------
-    OptionError
-        The trainer has another strategy.
-
-    Examples
-    --------
-    >>> trainer = L.Trainer(strategy="nbelastic", max_epochs=3)  # doctest: +SKIP
-    >>> nbelastic.lightning.fit(trainer, module, datamodule=data)  # doctest: +SKIP
+    The trainer has ``strategy="nbelastic"``; with another one there is an OptionError. Further
+    arguments are those of ``trainer.fit``: loaders, ``datamodule``, ``ckpt_path``.
     """
     if not isinstance(trainer.strategy, ElasticStrategy):
         raise OptionError(

@@ -8,11 +8,9 @@ share that namespace, so they read what the cell assigns.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import io
 import itertools
 import linecache
-import marshal
 import re
 import reprlib
 import sys
@@ -32,13 +30,8 @@ from nbelastic.pickling import dumps
 from .names import imported_names, needed_names
 
 _RESULT = "__nbelastic_result__"
-
-_IPYTHONS = re.compile(r"^\s*[%!?]|^[\w\s.,\[\]]*=\s*[%!]|\?\s*$")
-"""A line that only IPython understands: a magic, a shell command, a help request."""
-
-LARGE = 16 * 2**20
-"""Bytes from which the user is warned of a variable."""
-
+_IPYTHONS = re.compile(r"^\s*[%!?]|^[\w\s.,\[\]]*=\s*[%!]|\?\s*$")  # for IPython alone
+LARGE = 16 * 2**20  # bytes from which the user is warned of a variable
 MOST_ITEMS = 1_000
 DEEPEST = 4
 
@@ -65,11 +58,10 @@ class CellFunction:
         self._body = body if body.endswith("\n") else body + "\n"
         self._flags = flags
         self._home = home
-        self._shared: dict[str, Any] | None = None
         self._ran: dict[str, Any] | None = None
         self._anchor: types.FunctionType | None = None
         self._remember_lines()
-        self._code: types.CodeType | None = self._compile()
+        self._compile()  # an error of syntax is raised here
         names = needed_names(self._parse(), self._padded)
         self.imported = set(imported_names(self._parse()))
         self.captured = {name: namespace[name] for name in sorted(names) if name in namespace}
@@ -78,11 +70,7 @@ class CellFunction:
         return f"<CellFunction {self.filename}: {', '.join(self.captured) or 'no variables'}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        # Send compiled code: a rank that parses may fail while another thread of its worker parses
-        # as well, because CPython 3.11 has one recursion counter for both.
-        code = importlib.util.MAGIC_NUMBER, marshal.dumps(self._code)
-        state = {**self.__dict__, "_home": None, "_shared": None, "_code": code}
-        state["_ran"] = None
+        state = {**self.__dict__, "_home": None, "_ran": None}
         if self._home is not None:
             # Functions of one namespace that are pickled together share one again on the rank.
             # This one keeps it, whether or not the cell uses another.
@@ -90,17 +78,13 @@ class CellFunction:
         state["_submodules"] = _submodules(self._compile(), self.captured.values())
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        magic, code = state["_code"]
-        same = magic == importlib.util.MAGIC_NUMBER
-        self._code = marshal.loads(code) if same else None  # None: compiled when called
-
     def __call__(self) -> Any:
         """Run the cell; return the value of its last expression on rank 0, None on others."""
         self._remember_lines()
-        namespace = self._ran = self._namespace()
-        exec(self._code or self._compile(), namespace)
+        namespace: dict[str, Any] = {} if self._anchor is None else self._anchor.__globals__
+        namespace.update(self.captured, __name__="__main__", __doc__=None)
+        self._ran = namespace
+        exec(self._compile(), namespace)
         value = namespace.pop(_RESULT, None)
         context = current_or_none()
         if context is None:
@@ -155,20 +139,6 @@ class CellFunction:
             error.text = error.text or linecache.getline(self.filename, error.lineno or 0)
             raise
         return code
-
-    # -- namespace -----------------------------------------------------------------------------
-
-    def _namespace(self) -> dict[str, Any]:
-        """Return a fresh namespace with the captured variables."""
-        namespace: dict[str, Any] = {}
-        if self._anchor is not None:
-            namespace = self._anchor.__globals__
-            if self._shared is None:
-                self._shared = dict(namespace)
-            namespace.clear()
-            namespace.update(self._shared)
-        namespace.update(self.captured, __name__="__main__", __doc__=None)
-        return namespace
 
 
 def _submodules(code: types.CodeType, values: Iterable[Any]) -> list[types.ModuleType]:
@@ -238,8 +208,7 @@ def estimated_size(value: Any, depth: int = DEEPEST, seen: set[int] | None = Non
 # A job that has trained for hours must not fail because its last line is an open file, or a tensor
 # on a GPU that the machine of the notebook does not have.
 
-LONGEST = 4_000
-"""Maximum length of a placeholder's text."""
+LONGEST = 4_000  # maximum length of a placeholder's text
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -15,10 +15,7 @@ from nbelastic.render import rank_line
 from .options import MagicCommand, MagicOptionError, parse_setting, split
 
 MAGIC = "%elastic"
-
-REMEMBERED = 5
-"""Ended jobs that are kept although no variable holds them. Each keeps its results in memory."""
-
+REMEMBERED = 5  # ended jobs kept although no variable holds them, with their results
 _JOB = LineOption(["--job"], Kind(str, "text", "NAME"))
 _RANK = LineOption(["--rank"], count(0))
 
@@ -34,8 +31,7 @@ OPTIONS: dict[str, list[LineOption]] = {
 }
 """The options of each command. Settings of ``config`` are none."""
 
-CHANGES = frozenset({"stop", "cancel", "scale"})
-"""Commands that change a job; one that has ended is left alone."""
+CHANGES = frozenset({"stop", "cancel", "scale"})  # a job that has ended is left alone
 
 
 class Commands:

@@ -17,18 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbelastic.render import STYLE, JobSnapshot, page, text
 from nbelastic.render.formatting import duration
-from nbelastic.render.job_snapshot import ENDED
+from nbelastic.render.text import ENDED
 
 if TYPE_CHECKING:
     from .panel import Panel
 
-AFTER = "-after"
-"""End of the display id of the line under a widget, which shows while the widget is not there."""
-
+AFTER = "-after"  # end of the display id of the line that shows where a widget is not there
 WIDGET = "application/vnd.jupyter.widget-view+json"
-
-BETWEEN_PAGES = 5.0
-"""Minimum of seconds between two updates of the static HTML while a job runs."""
+BETWEEN_PAGES = 5.0  # minimum of seconds between two updates of the static HTML while a job runs
 
 # JupyterLab draws an error in the place of a widget whose kernel is gone, and no other part of its
 # bundle. Until it knows that, or has the live widget after a reload, it says "Loading".
@@ -42,14 +38,12 @@ _AFTERLIFE = """<style>
 @keyframes nbe-after-{0}{{0%,99%{{visibility:hidden}}}}
 </style><div class="nbe nbe-card nbe-after-{0}">{1}</div>"""
 
-POLL_INTERVAL = 0.1
-"""Seconds between two updates by the thread."""
+POLL_INTERVAL = 0.1  # seconds between two updates by the thread
 
 logger = logging.getLogger(__name__)
 
 
-Publisher: TypeAlias = Callable[..., None]
-"""Function as :func:`publish`, for any thread."""
+Publisher: TypeAlias = Callable[..., None]  # as `publish`, for any thread
 
 
 def publish(data: dict[str, Any], display_id: str, *, update: bool = False) -> None:

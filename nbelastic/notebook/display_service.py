@@ -17,22 +17,15 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from nbelastic.render import JobSnapshot, Mode, Streamer, line, text
 
 from .display_group import DisplayGroup, Publisher, bundle, publish
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-PANEL_DELAY = 2.0
-"""Seconds of waiting before a panel appears."""
-
-BETWEEN_LINES = 0.25
-"""Minimum of seconds between two updates of the progress line."""
-
+PANEL_DELAY = 2.0  # seconds of waiting before a panel appears
+BETWEEN_LINES = 0.25  # minimum of seconds between two updates of the progress line
 _CLEAR = "\r\x1b[K"
 
 
@@ -151,7 +144,7 @@ class OutputDisplay:
         self._bare = quiet or self._silent  # nothing is shown besides the output
         self._clock = clock
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> OutputDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -273,5 +266,4 @@ def write(words: str) -> None:
         sys.stdout.flush()
 
 
-display = DisplayService()
-"""The display of this process, which the driver imports by this name."""
+display = DisplayService()  # imported by the driver by this name

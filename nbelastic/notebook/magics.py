@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 MAGIC = "%%elastic_train"
-
-_FUTURES = __future__.annotations.compiler_flag
-"""Compiler flags that ``from __future__ import …`` in an earlier cell may have set."""
+_FUTURES = __future__.annotations.compiler_flag  # may be set by an earlier cell
 
 NOTHING_HERE = (
     "The error was raised in a rank, which has ended; %debug can only inspect the kernel.\n"

@@ -15,9 +15,7 @@ from nbelastic.driver.parser import LineCommand, LineOption, did_you_mean
 from nbelastic.errors import OptionError
 
 STREAMS = ("rank0", "all", "none")
-
-PER_CELL = frozenset({"out", "name"})
-"""Options of one cell only; no default can be set for them."""
+PER_CELL = frozenset({"out", "name"})  # options of one cell only; no default can be set for them
 
 
 class MagicOptionError(OptionError):

@@ -21,18 +21,12 @@ from nbelastic.errors import OptionError
 from nbelastic.render import OUTPUT_TITLE, PARTS, STYLE, JobSnapshot
 from nbelastic.render.formatting import escape
 
-BETWEEN_UPDATES = 0.25
-"""Minimum of seconds between two updates without an event."""
-
-BETWEEN_DRAWINGS = 1.0
-"""Minimum of seconds between two drawings without an event: a new one closes an open tooltip."""
-
+BETWEEN_UPDATES = 0.25  # seconds at least between two updates without an event
+BETWEEN_DRAWINGS = 1.0  # seconds at least between drawings: a new one closes an open tooltip
 DRAWINGS = frozenset({"timeline", "curves"})
 
 MOST_RANKS = 1_000_000
-
-SHOWN_REFUSAL = 15.0
-"""Seconds for which the panel says why limits were refused."""
+SHOWN_REFUSAL = 15.0  # seconds for which the panel says why limits were refused
 
 STALE = (
     '<p class="nbe-stale">No news for 15 s: the kernel is busy, was restarted or is gone. {}</p>'

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from .figures import FIGURES, rank_line
 from .formatting import abbreviate, count, duration, number, pace, printable
-from .job_snapshot import JobSnapshot
 from .output import Mode, RankLines, Streamer
 from .page import OUTPUT_TITLE, PARTS, STYLE, page
-from .text import line, sentence, text
+from .text import JobSnapshot, line, sentence, text
 from .timeline import timeline
 
 __all__ = [

@@ -18,22 +18,12 @@ from nbelastic.driver import Output
 
 Mode = Literal["rank0", "all", "none"]
 
-TOGETHER_S = 0.25
-"""Equal lines within this time are shown as one."""
-
-MAX_LINE = 4_000
-"""Characters shown of one line."""
-
-MAX_UNFINISHED = 1_000_000
-"""Characters after which an unfinished line counts as finished."""
-
-BURST = 1_000
-"""Lines shown at once; in the long run ``LINES_PER_S``."""
-
+TOGETHER_S = 0.25  # equal lines within this time are shown as one
+MAX_LINE = 4_000  # characters shown of one line
+MAX_UNFINISHED = 1_000_000  # characters after which an unfinished line counts as finished
+BURST = 1_000  # lines shown at once; in the long run `LINES_PER_S`
 LINES_PER_S = 200.0
-
-TAIL = 10
-"""Lines shown from the end of a cut."""
+TAIL = 10  # lines shown from the end of a cut
 
 
 @dataclass

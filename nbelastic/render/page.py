@@ -29,9 +29,8 @@ from .formatting import (
     some_lines,
     worker,
 )
-from .job_snapshot import JobSnapshot
 from .output import MAX_LINE, visible
-from .text import advice, in_micro_batches, newest_event, recent_changes, rows_in_words
+from .text import JobSnapshot, advice, in_micro_batches, newest_event, recent_changes, rows_in_words
 from .timeline import legend, thin, timeline, world_sizes
 
 MAX_ROWS = 20
@@ -39,8 +38,7 @@ MAX_CHANGES = 6
 MAX_AWAY = 3
 MAX_LINES = 20
 OUTPUT_TITLE = "The last lines of rank 0; all output: job.logs()"
-AWAY_S = 120.0
-"""Seconds after its loss for which a worker that has not come back is shown among the ranks."""
+AWAY_S = 120.0  # seconds for which a lost worker is shown among the ranks
 
 SYMBOLS = {
     "waiting": "○",
@@ -85,22 +83,18 @@ STYLE = (
 """The style of every part, scoped to class ``nbe``. No part needs a script or another file."""
 
 
-def _load() -> Any:
-    environment = Environment(autoescape=True, finalize=printable, undefined=StrictUndefined)
-    environment.filters |= {
-        "duration": duration,
-        "some_lines": some_lines,
-        "rate": rate,
-        "abbreviate": abbreviate,
-        "thousands": "{:,}".format,
-        "worker": worker,
-        "advice": advice,
-    }
-    source = Path(__file__).with_name("job.html").read_text(encoding="utf-8")
-    return environment.from_string("".join(map(str.strip, source.splitlines()))).module
-
-
-_template = _load()
+_environment = Environment(autoescape=True, finalize=printable, undefined=StrictUndefined)
+_environment.filters |= {
+    "duration": duration,
+    "some_lines": some_lines,
+    "rate": rate,
+    "abbreviate": abbreviate,
+    "thousands": "{:,}".format,
+    "worker": worker,
+    "advice": advice,
+}
+_source = Path(__file__).with_name("job.html").read_text(encoding="utf-8")
+_template: Any = _environment.from_string("".join(map(str.strip, _source.splitlines()))).module
 
 
 def page(snapshot: JobSnapshot, note: str = "") -> str:
@@ -123,10 +117,9 @@ def head(snapshot: JobSnapshot) -> str:
 
 def progress(snapshot: JobSnapshot) -> str:
     """Return a progress bar with the remaining time, if the job's state has a total."""
-    now = snapshot.status.progress
-    return (
-        "" if now is None else str(_template.progress(now, f"{now.fraction:.0%}", snapshot.ended))
-    )
+    if (now := snapshot.status.progress) is None:
+        return ""
+    return str(_template.progress(now, f"{now.fraction:.0%}", snapshot.ended))
 
 
 def data(snapshot: JobSnapshot) -> str:
@@ -204,11 +197,8 @@ CURVE_WIDTH, CURVE_HEIGHT = 160, 32
 COLUMNS = 40
 
 
-LOGARITHMIC = 100.0
-"""Ratio of the largest to the smallest value from which the scale is logarithmic."""
-
-HOVERED = 24
-"""Places of a curve at which the pointer shows a value."""
+LOGARITHMIC = 100.0  # ratio of the largest to the smallest value that makes a scale logarithmic
+HOVERED = 24  # places of a curve at which the pointer shows a value
 
 
 def _curve(name: str, points: Sequence[tuple[float, float]]) -> dict[str, str]:

@@ -1,16 +1,20 @@
-"""A job in words: its state in a line, and changes with their causes and costs."""
+"""A job at a moment, and in words: a line on its state, changes with their costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from nbelastic.driver.status import DataStatus, HistoryEvent
+from nbelastic.driver import driver_of
+from nbelastic.driver.status import DataStatus, HistoryEvent, JobStatus
 from nbelastic.messages import over
 
 from .formatting import abbreviate, count, duration, limits, pace, worker
-from .job_snapshot import ENDED, JobSnapshot
 
+MOST_POINTS = 500  # points of a curve, evenly chosen, the newest among them
+MOST_OUTPUT = 8_000  # characters at the end of rank 0's output that are looked at
+ENDED = frozenset({"finished", "failed", "stopped", "detached"})  # states, and kinds of event
 MAX_NAMED = 3
 
 HAPPENED = {
@@ -31,6 +35,37 @@ HAPPENED = {
 """Kinds of event that are changes by themselves, and how a sentence on one begins."""
 
 _ANNOUNCED = frozenset({"joined", "lost", "left", *HAPPENED}) | ENDED
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """A job at one moment, with its past."""
+
+    status: JobStatus
+    history: Sequence[HistoryEvent] = ()  # oldest first
+    started: float = 0.0  # seconds since the epoch, like the times of the history
+    curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    pace: Sequence[tuple[float, float]] = ()  # seconds since the start, and samples/s
+    output: str = ""  # the last that rank 0 has printed
+    error: str = ""  # what the job's result raises
+
+    @classmethod
+    def of(cls, job: Any) -> JobSnapshot:
+        """Return a snapshot of a job."""
+        log, status = driver_of(job).log, job.status
+        curves = log.metrics.curves(MOST_POINTS)
+        error = str(job.exception()) if status.state == "failed" else ""
+        pace, output = log.metrics.pace(), log.last_output(MOST_OUTPUT)
+        return cls(status, job.history, job.started, curves, pace, output, error)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has ended."""
+        return self.status.state in ENDED
+
+    def offset(self, event: HistoryEvent) -> float:
+        """Return the seconds from the start to an event."""
+        return event.time - self.started
 
 
 def text(snapshot: JobSnapshot) -> str:

@@ -15,22 +15,16 @@ from dataclasses import dataclass
 from nbelastic.driver.status import HistoryEvent
 
 from .formatting import abbreviate, count, duration, escape, rate, worker
-from .job_snapshot import JobSnapshot
+from .text import JobSnapshot
 
-WIDTH = 1000
-"""Units across the drawing: a tenth of a percent each."""
+WIDTH = 1000  # units across the drawing: a tenth of a percent each
 
 TOP, STEP_HEIGHT = 22, 88
 PACE_HEIGHT, GAP = 34, 20
 FOOT = 22
-MAX_SIZE = 19_000
-"""Maximum of characters of SVG."""
-
-COLUMNS = 180
-"""Number of columns of the drawing in which marks of a kind are one; fewer if it gets too large."""
-
-MAX_TICKS = 4
-"""Maximum of times under the drawing: they must not touch at a width of 180 pixels."""
+MAX_SIZE = 19_000  # maximum of characters of SVG
+COLUMNS = 180  # in which marks of a kind are one; fewer if the drawing gets too large
+MAX_TICKS = 4  # they must not touch at a width of 180 pixels
 
 MARKS = {
     "lost": ("rank lost", "m-4-4l8 8m0-8l-8 8"),
@@ -39,14 +33,9 @@ MARKS = {
 }
 """Marked kinds of event: noun, and shape around the current point. No two share a shape."""
 
-SIZED = frozenset({"formed", "reset", "lost", "left"})
-"""Kinds of event whose size is the world size. That of a refused worker is 0 while others train."""
-
-MOST_OF_PACE = 0.99
-"""Share of the throughput's values that set its scale: a single spike would flatten all others."""
-
+SIZED = frozenset({"formed", "reset", "lost", "left"})  # their size is the world size
+MOST_OF_PACE = 0.99  # share of values that set the scale: a spike would flatten all others
 _STROKE = 'fill="none" stroke="currentColor" vector-effect="non-scaling-stroke"'
-
 _WIDE = '<tspan class="nbe-wide">{}</tspan>'
 _TEXT = '<text fill="currentColor"'
 

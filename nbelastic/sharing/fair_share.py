@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SlotGroup:
     jobs: frozenset[str] | None = None  # that can use them; None: all
 
 
-Node: TypeAlias = "tuple[str, str] | tuple[str, str, str] | int"
+Node: TypeAlias = "str | tuple[str, str] | int"
 """A job, a job on a host, or a group of slots."""
 
 
@@ -53,109 +53,80 @@ class Allocation:
 
     def __init__(self, wants: Sequence[Want], groups: Sequence[SlotGroup]) -> None:
         self.count = {want.job: 0 for want in wants}
-        self.used: list[dict[str, int]] = [{} for _ in groups]  # slots of each job, by group
+        self.used: list[Counter[str]] = [Counter() for _ in groups]  # slots of each job, by group
+        self._given = groups
         self._free = [group.size for group in groups]
-        self._hosts = [group.host for group in groups]
         self._cap = {want.job: want.per_host for want in wants}
-        self._on_host: dict[tuple[str, str], int] = {}
-        able = [len(groups) if g.jobs is None else len(g.jobs) for g in groups]
-        scarce_first = sorted(range(len(groups)), key=lambda number: (able[number], number))
-        self._groups: dict[tuple[str, str], list[int]] = {}
-        self._of_job: dict[str, list[str]] = {want.job: [] for want in wants}
-        for number in scarce_first:
+        self._on_host: Counter[tuple[str, str]] = Counter()
+        # Groups that a job can use, by host, the scarce ones first.
+        self._groups: dict[str, dict[str, list[int]]] = {want.job: {} for want in wants}
+        able = [math.inf if group.jobs is None else len(group.jobs) for group in groups]
+        for number in sorted(range(len(groups)), key=able.__getitem__):
             allowed, host = groups[number].jobs, groups[number].host
-            for job in self.count if allowed is None else sorted(allowed & self.count.keys()):
-                if (job, host) not in self._groups:
-                    self._of_job[job].append(host)
-                self._groups.setdefault((job, host), []).append(number)
+            for job in self.count if allowed is None else allowed & self.count.keys():
+                self._groups[job].setdefault(host, []).append(number)
 
     def give(self, job: str, group: int) -> bool:
         """Give a job a free slot of a group; return False if impossible."""
-        host = self._hosts[group]
-        if group not in self._groups.get((job, host), ()):
+        allowed, host = self._given[group].jobs, self._given[group].host
+        able = (allowed is None or job in allowed) and self._may_have(job, host)
+        if not self._free[group] or not able:
             return False
-        return self._may_have(job, host) and self._give(job, host, (group,))
-
-    def _give(self, job: str, host: str, groups: Iterable[int]) -> bool:
-        """Give a job a free slot from groups of a host; return False without any."""
-        for group in groups:
-            if self._free[group]:
-                self._free[group] -= 1
-                self._change(job, group, 1)
-                self._on_host[job, host] = self._on_host.get((job, host), 0) + 1
-                self.count[job] += 1
-                return True
-        return False
+        self._free[group] -= 1
+        self.used[group][job] += 1
+        self._on_host[job, host] += 1
+        self.count[job] += 1
+        return True
 
     def add(self, job: str) -> bool:
         """Give a job another slot; return False if no slot can be freed."""
         if not any(self._free):
             return False
-        for host in self._of_job[job]:
-            if self._may_have(job, host) and self._give(job, host, self._groups[job, host]):
-                return True  # no other job has to make way
-        before: dict[Node, Node] = {}
-        queue: deque[Node] = deque([("job", job)])
+        if any(self.give(job, group) for groups in self._groups[job].values() for group in groups):
+            return True  # no other job has to make way
+        before: dict[Node, tuple[Node, Counter[Any], Any, int] | None] = {job: None}
+        queue: deque[Node] = deque([job])
         while queue:
             node = queue.popleft()
             if isinstance(node, int) and self._free[node]:
-                self._follow(before, node)
+                self._free[node] -= 1
                 self.count[job] += 1
+                while (step := before[node]) is not None:
+                    node, counts, key, by = step
+                    counts[key] += by
                 return True
-            for following in self._edges(node):
-                if following not in before and following != ("job", job):
-                    before[following] = node
+            for following, counts, key, by in self._edges(node):
+                if following not in before:
+                    before[following] = node, counts, key, by
                     queue.append(following)
         return False
 
-    def _edges(self, node: Node) -> Iterator[Node]:
-        """Yield where a slot more could come from, or where one could go instead."""
+    def _edges(self, node: Node) -> Iterator[tuple[Node, Counter[Any], Any, int]]:
+        """Yield the next nodes on the way to a free slot, each with the change of a count."""
         if isinstance(node, int):
-            for job, number in self.used[node].items():
-                if number:
-                    yield ("on", job, self._hosts[node])
-        elif len(node) == 2:
-            for host in self._of_job[node[1]]:
-                if self._may_have(node[1], host):
-                    yield ("on", node[1], host)
+            used, host = self.used[node], self._given[node].host
+            yield from (((job, host), used, job, -1) for job, number in used.items() if number)
+        elif isinstance(node, str):
+            for host in self._groups[node]:
+                if self._may_have(node, host):
+                    yield (node, host), self._on_host, (node, host), 1
         else:
-            yield from self._groups[node[1], node[2]]
-            if self._on_host.get((node[1], node[2]), 0):
-                yield ("job", node[1])
+            job, host = node
+            yield from ((each, self.used[each], job, 1) for each in self._groups[job][host])
+            if self._on_host[node]:
+                yield job, self._on_host, node, -1
 
     def _may_have(self, job: str, host: str) -> bool:
         cap = self._cap[job]
-        return cap is None or self._on_host.get((job, host), 0) < cap
-
-    def _follow(self, before: dict[Node, Node], end: int) -> None:
-        """Move slots along a path to a group with a free slot."""
-        self._free[end] -= 1
-        node: Node = end
-        while node in before:
-            earlier = before[node]
-            if isinstance(node, int) and not isinstance(earlier, int):
-                self._change(earlier[1], node, 1)
-            elif isinstance(earlier, int) and not isinstance(node, int):
-                self._change(node[1], earlier, -1)
-            elif not isinstance(node, int) and not isinstance(earlier, int):
-                on, by = (node, 1) if len(node) == 3 else (earlier, -1)
-                if len(on) == 3:
-                    key = on[1], on[2]
-                    self._on_host[key] = self._on_host.get(key, 0) + by
-            node = earlier
-
-    def _change(self, job: str, group: int, by: int) -> None:
-        used = self.used[group]
-        used[job] = used.get(job, 0) + by
+        return cap is None or self._on_host[job, host] < cap
 
     def remove(self, job: str, number: int) -> None:
         """Take so many slots back from a job."""
         for group, used in enumerate(self.used):
-            taken = min(number, used.get(job, 0))
-            if taken:
-                self._change(job, group, -taken)
+            if taken := min(number, used[job]):
+                used[job] -= taken
                 self._free[group] += taken
-                self._on_host[job, self._hosts[group]] -= taken
+                self._on_host[job, self._given[group].host] -= taken
                 self.count[job] -= taken
                 number -= taken
 
@@ -185,10 +156,9 @@ def assign(
 ) -> Assignment:
     """Return the slots for each job to claim, and for each to leave; first wants first."""
     everyone = {want.job for want in wants}
-    alike = all(want.per_host is None for want in wants) and all(
-        slot.jobs is None or everyone <= slot.jobs for slot in slots
-    )
-    return _in_order(wants, given, slots) if alike else _matched(wants, given, slots)
+    alike = all(slot.jobs is None or everyone <= slot.jobs for slot in slots)
+    capped = any(want.per_host is not None for want in wants)
+    return (_in_order if alike and not capped else _matched)(wants, given, slots)
 
 
 def _in_order(
@@ -223,9 +193,7 @@ def _matched(
         for number, slot in enumerate(slots):
             if slot.free and matched.count[want.job] < given[want.job]:
                 matched.give(want.job, number)
-        while matched.count[want.job] < given[want.job]:
-            if not matched.add(want.job):
-                break
+        _raise(matched, want, given[want.job])
     found = Assignment()
     for number, slot in enumerate(slots):
         owner = next((job for job, used in matched.used[number].items() if used), None)
@@ -239,19 +207,14 @@ def _matched(
 def shares(
     wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float, patience: float = math.inf
 ) -> dict[str, int]:
-    """Return how many slots each job should have.
+    """Return how many slots each job should have; asked again with its outcome, the same.
 
     First come the floors, each all or nothing: those of running jobs, then by priority, then by
     age. What is left goes to the jobs that have their floor: by priority, and within a priority by
     weight. Ties go to the job that has the slot, then to the older one. A job that gets no floor
-    has what it keeps; a new one has 0.
-
-    A preemptible job gives its floor, but not what it keeps, to a higher priority. A job that has
-    waited for `patience` seconds *closes the door*: no job that was submitted later starts before
-    it. A preemptible job closes no door.
-
-    Asked again with its outcome, it returns the same. `capacity` has the free slots and those that
-    jobs hold; `now` is on the clock of the wants.
+    has what it keeps. A preemptible job gives its floor, but not what it keeps, to a higher
+    priority. A job that has waited for `patience` seconds *closes the door*, unless it is
+    preemptible: no job that was submitted later starts before it.
     """
     allocation = Allocation(wants, capacity)
     for want in wants:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .fair_share import SlotGroup, Want, shares
 
@@ -22,13 +22,11 @@ class SharingRules:
 
 @dataclass
 class _Memory:
-    """A job's share, the time of its change, and since when its aim is larger or smaller."""
+    """A job's share, the time of its change, and since when it is to grow, shrink or yield."""
 
     share: int | None = None
     changed: float = -math.inf
-    growing_since: float | None = None
-    shrinking_since: float | None = None
-    yielding_since: float | None = None
+    since: dict[str, float] = field(default_factory=dict)
 
 
 class SharePolicy:
@@ -36,8 +34,7 @@ class SharePolicy:
 
     A job is admitted, and others shrink for that, at once. All other changes wait for `settle`
     seconds, and a job shrinks only to be fair no sooner than `protect` seconds after its last
-    change. A job that is alone has no share: it may have all slots. Suspended jobs that keep each
-    other from their floors for `patience` yield what they keep, as :func:`jobs_to_yield` says.
+    change. Suspended jobs that keep each other from their floors for `patience` yield.
     """
 
     def __init__(self, rules: SharingRules) -> None:
@@ -65,7 +62,8 @@ class SharePolicy:
 
     def _alone(self, want: Want, now: float) -> int | None:
         memory = self._jobs[want.job]
-        if memory.share is not None and want.has >= want.least and not self._may_grow(memory, now):
+        bounded = memory.share is not None and want.has >= want.least
+        if bounded and not self._may(memory, "grow", now):
             return memory.share
         return self._note(want.job, None, now)
 
@@ -77,11 +75,9 @@ class SharePolicy:
         yielding = jobs_to_yield(wants, capacity, now, patience)
         for job, memory in self._jobs.items():
             if job not in yielding:
-                memory.yielding_since = None
-            elif memory.yielding_since is None:
-                memory.yielding_since = now
-        since = [self._jobs[job].yielding_since for job in yielding]
-        if any(time is None or now < time + patience for time in since):
+                memory.since.pop("yield", None)
+        since = [self._jobs[job].since.setdefault("yield", now) for job in yielding]
+        if any(now < time + patience for time in since):
             return wants
         return [replace(want, kept=0) if want.job in yielding else want for want in wants]
 
@@ -89,9 +85,11 @@ class SharePolicy:
         """Return the share kept by a job, because shrinking would be too soon; 0 for none."""
         memory = self._jobs[want.job]
         if memory.share is None or aim >= memory.share:
-            memory.shrinking_since = None
+            memory.since.pop("shrink", None)
             return 0
-        return 0 if admitting or self._may_shrink(memory, now) else memory.share
+        protected = now < memory.changed + self.rules.protect
+        stays = not admitting and (not self._may(memory, "shrink", now) or protected)
+        return memory.share if stays else 0
 
     def _bounded(self, want: Want, aim: int, now: float, keeps: int) -> Want:
         """Return a want with the slots that must stay now, and without premature growth."""
@@ -100,27 +98,20 @@ class SharePolicy:
             return want
         kept, most = max(want.kept, min(want.has, keeps)), max(aim, memory.share)
         if aim <= memory.share:
-            memory.growing_since = None
-        elif memory.share >= want.least and not self._may_grow(memory, now):
+            memory.since.pop("grow", None)
+        elif memory.share >= want.least and not self._may(memory, "grow", now):
             most = memory.share
         return replace(want, kept=kept, most=max(min(want.most, most), want.least, kept))
 
-    def _may_shrink(self, memory: _Memory, now: float) -> bool:
-        if memory.shrinking_since is None:
-            memory.shrinking_since = now
-        settled = now >= memory.shrinking_since + self.rules.settle
-        return settled and now >= memory.changed + self.rules.protect
-
-    def _may_grow(self, memory: _Memory, now: float) -> bool:
-        if memory.growing_since is None:
-            memory.growing_since = now
-        return now >= memory.growing_since + self.rules.settle
+    def _may(self, memory: _Memory, change: str, now: float) -> bool:
+        return now >= memory.since.setdefault(change, now) + self.rules.settle
 
     def _note(self, job: str, share: int | None, now: float) -> int | None:
         memory = self._jobs[job]
         if share != memory.share:
             memory.share, memory.changed = share, now
-            memory.growing_since = memory.shrinking_since = None
+            memory.since.pop("grow", None)
+            memory.since.pop("shrink", None)
         return share
 
 
@@ -133,14 +124,11 @@ class SharePolicy:
 def jobs_to_yield(
     wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float, patience: float = math.inf
 ) -> frozenset[str]:
-    """Return the suspended jobs to yield their kept slots, for another job's floor.
+    """Return the suspended jobs to yield their kept slots, no more than another's floor takes.
 
     While a job trains, a suspended job that is resumable yields to one that comes before it: of a
     higher priority, or older. If no job trains and none can start, suspended jobs yield to any
     job: first those that are resumable, then those of the lowest priority, then the youngest.
-
-    They are no more than it takes; none if nothing is gained, or if a job is about to start.
-    `capacity` has all slots; `now` and `patience` are as for :func:`~nbelastic.sharing.shares`.
     """
     suspended = [want for want in wants if want.preemptible and 0 < want.kept < want.least]
     suspended = [want for want in suspended if want.running and want.has < want.least]

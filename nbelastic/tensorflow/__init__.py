@@ -14,6 +14,8 @@ if _util.find_spec("tensorflow") is None:
 
 from nbelastic.keras import names as _names
 from nbelastic.keras.names import *  # noqa: F403
+from nbelastic.keras.ops import broadcast_global_variables
+from nbelastic.keras.optimizer import DistributedOptimizer
 from nbelastic.tensorflow import elastic, keras
 from nbelastic.tensorflow.ops import (
     Compression,
@@ -48,6 +50,7 @@ from nbelastic.torch import (
 __all__ = [
     "Compression",
     "DistributedGradientTape",
+    "DistributedOptimizer",
     "PartialDistributedGradientTape",
     "ProcessSet",
     "SyncBatchNormalization",
@@ -57,6 +60,7 @@ __all__ = [
     "alltoall",
     "broadcast",
     "broadcast_",
+    "broadcast_global_variables",
     "broadcast_variables",
     "elastic",
     "grouped_allgather",

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import tensorflow as tf
 import torch
 
+from nbelastic.collectives import Op
 from nbelastic.elastic.ranks import context
+from nbelastic.keras.backends.reduction import Operation
 from nbelastic.keras.backends.tensorflow import TensorFlowBackend, native
 from nbelastic.torch import compression as compressions
 from nbelastic.torch import functions as broadcasts
 from nbelastic.torch.ops import coordination, functions, reductions
+from nbelastic.torch.ops.operation import GradientOp
 from nbelastic.torch.ops.reductions import Average, Sum
-
-if TYPE_CHECKING:
-    from nbelastic.collectives import Op
-    from nbelastic.keras.backends.reduction import Operation
-    from nbelastic.torch.ops.operation import GradientOp
 
 call_back = TensorFlowBackend().call_back
 
@@ -253,10 +251,7 @@ def broadcast_(
 
 
 def broadcast_variables(
-    variables: Sequence[Any],
-    root_rank: int = 0,
-    process_set: object = None,
-    inplace: bool = False,
+    variables: Sequence[Any], root_rank: int = 0, process_set: object = None, inplace: bool = False
 ) -> None:
     """Broadcast the values of variables from `root_rank`, as :func:`broadcast_`."""
     del inplace

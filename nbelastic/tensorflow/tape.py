@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
+from nbelastic.collectives import Op
 from nbelastic.keras.backends import KerasOptions, Reduction
 from nbelastic.keras.backends.tensorflow import TensorFlowBackend, densified, native
 from nbelastic.tensorflow.ops import Compression, allreduce, size_op
+from nbelastic.torch.compression import Compressor
 from nbelastic.torch.gradients.optimizer import with_methods_of
+from nbelastic.torch.ops.operation import GradientOp
 from nbelastic.torch.ops.reductions import Average
-
-if TYPE_CHECKING:
-    from nbelastic.collectives import Op
-    from nbelastic.torch.compression import Compressor
-    from nbelastic.torch.ops.operation import GradientOp
 
 
 def DistributedGradientTape(  # noqa: N802 - Horovod's name

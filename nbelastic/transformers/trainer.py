@@ -43,35 +43,16 @@ _COUNTS = (
 
 
 def elastic(trainer: type[Any]) -> type[Any]:
-    """Return a kind of Trainer whose training survives changes of membership.
+    """Return a class derived from a Trainer's, whose training survives changes of membership.
 
-    Parameters
-    ----------
-    trainer : type
-        ``transformers.Trainer``, or a class derived from it.
+    `trainer` is ``transformers.Trainer`` or derived from it; one with a training loop of another
+    version is an NbelasticError. Outside of a job the result does what `trainer` does.
 
-    Returns
-    -------
-    type
-        A class derived from `trainer`. Outside of a job it does what `trainer` does.
-
-    Raises
-    ------
-    NbelasticError
-        The class has a training loop of another version of transformers.
-
-    Notes
-    -----
     Each sample is trained once an epoch, whatever happens to the ranks, if the dataset has a length
     and an index. Ranks that join or leave change the number of steps in an epoch;
     ``state.max_steps`` follows, and the schedule of the learning rate ends with the last step.
     Optimizer, schedule, ``TrainerState``, the control and plain attributes of callbacks, and the
     logs are rolled back and sent to newcomers. Logs go to the notebook's panel, too.
-
-    Examples
-    --------
-    >>> Trainer = nbelastic.transformers.elastic(transformers.Trainer)  # doctest: +SKIP
-    >>> Trainer(model=model, args=args, train_dataset=data).train()  # doctest: +SKIP
     """
     if not isinstance(trainer, type):
         kind = type(trainer).__name__
@@ -206,13 +187,7 @@ class TrainerLoop:
     ignored_keys: Sequence[str] | None = None
     samples = 0.0
 
-    def __init__(
-        self,
-        trainer: Any,
-        model: Any,
-        loader: DataLoader[Any],
-        max_steps: int,
-    ) -> None:
+    def __init__(self, trainer: Any, model: Any, loader: DataLoader[Any], max_steps: int) -> None:
         self.trainer = trainer
         self.model = model
         self.loader = loader

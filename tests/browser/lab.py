@@ -82,7 +82,6 @@ class Lab:
         self.menu("Run", "Run Selected Cell and Do not Advance")
 
     def restart(self) -> None:
-        """Restart the kernel, from the menu."""
         self.menu("Kernel", "Restart Kernel…")
         self.page.locator(".jp-Dialog .jp-mod-accept").click()
         self.wait_until_idle()
@@ -95,7 +94,6 @@ class Lab:
         items.filter(has=self.page.get_by_text(item, exact=True)).click()
 
     def interrupt(self) -> None:
-        """Interrupt the kernel, from the menu."""
         self.menu("Kernel", "Interrupt Kernel")
 
     def wait_until_idle(self) -> None:
@@ -113,11 +111,9 @@ class Lab:
     # -- reading -------------------------------------------------------------------------------
 
     def cell(self, index: int) -> Locator:
-        """Return a cell by its place in the notebook."""
         return self.page.locator(".jp-Notebook .jp-Cell").nth(index)
 
     def output(self, index: int) -> Locator:
-        """Return the output area of a cell."""
         return self.cell(index).locator(".jp-Cell-outputArea")
 
     def wait_for_text(self, index: int, text: Any, timeout_s: float = PATIENCE_S) -> None:
@@ -135,7 +131,6 @@ class PanelView:
         self.rows = table.get_by_role("rowheader").filter(has_text=re.compile(r"^\d+$"))
 
     def wait_for_state(self, state: str) -> None:
-        """Wait until the panel says this word."""
         badge = self.area.locator(".nbe-badge").get_by_text(state, exact=False)
         expect(badge).to_be_visible(timeout=ENOUGH_S * 1000)
 
@@ -151,11 +146,9 @@ class PanelView:
         self.page.evaluate(WATCH)
 
     def worlds(self) -> list[int]:
-        """Return the sizes that the page has shown."""
         return [size for size, _ in itertools.groupby(self.page.evaluate("window.worlds"))]
 
     def press_stop(self) -> None:
-        """Press the Stop button."""
         self.area.get_by_role("button", name="Stop").click()
 
     def lower_the_most(self) -> None:

@@ -84,7 +84,6 @@ class LabServer:
             )
 
     def answers(self) -> bool:
-        """Return whether the server has started."""
         assert self._process.poll() is None, f"JupyterLab did not start:\n{self._log.read_text()}"
         try:
             self.request("GET", "/api/status")
@@ -93,14 +92,12 @@ class LabServer:
         return True
 
     def request(self, method: str, path: str) -> Any:
-        """Call the server's API; return what it says."""
         headers = {"Authorization": f"token {self.token}"}
         request = urllib.request.Request(self.url + path, method=method, headers=headers)
         with urllib.request.urlopen(request, timeout=30) as response:
             return json.loads(response.read() or "null")
 
     def end_kernels(self) -> None:
-        """End the kernels of all notebooks."""
         for session in self.request("GET", "/api/sessions"):
             self.request("DELETE", f"/api/sessions/{session['id']}")
 
@@ -118,7 +115,6 @@ class LabServer:
 
 
 def started(home: Path) -> LabServer:
-    """Return a server that answers."""
     server = LabServer(home)
     try:
         until(server.answers, "JupyterLab answers")

@@ -83,18 +83,6 @@ def test_nothing_is_cut_off_or_stretched(
     assert blank.get_by_role("rowheader").count() == 5
 
 
-@pytest.mark.parametrize("width", [200, 250, 960])
-def test_it_can_be_read_in_a_narrow_column(blank: Page, width: int) -> None:
-    blank.set_viewport_size({"width": width, "height": 900})
-    blank.set_content(f'<body style="margin:0">{page(snapshot())}</body>')
-    assert blank.evaluate("document.documentElement.scrollWidth") <= width
-    assert blank.evaluate(SMALL_TEXT) == blank.evaluate(OVERLAPS) == []
-    head = blank.get_by_role("columnheader", name="State")
-    for words in (head, blank.get_by_text("not back yet"), blank.locator("caption span")):
-        box: Any = words.bounding_box()
-        assert box["x"] + box["width"] <= width
-
-
 def test_without_its_style_drawings_are_small_and_words_have_the_pages_color(blank: Page) -> None:
     bare = re.sub("<style>.*?</style>", "", page(snapshot()), flags=re.DOTALL)
     blank.set_content(f'<body style="background:#111;color:rgb(221, 221, 221)">{bare}</body>')

@@ -6,7 +6,6 @@ import re
 
 import nbformat
 import pytest
-from nbconvert import HTMLExporter
 from playwright.sync_api import expect
 
 from tests.browser.lab import ENOUGH_S, Lab, PanelView
@@ -63,9 +62,6 @@ loop(state)
 state.step
 """
 
-BUSY = "print('busy:', sum(len(tasks) > 0 for tasks in client.processing().values()))"
-LATER = "print('later')"
-
 
 def setup(crew: Crew, steps: int = ENDLESS) -> str:
     return SETUP.format(address=crew.cluster.scheduler_address, steps=steps).strip()
@@ -96,25 +92,6 @@ def test_the_quickstart_survives_a_kill_and_obeys_slider_and_stop(lab: Lab) -> N
     lab.wait_for_prompt(len(code) - 1, re.compile(r"\[\d+\]"))
 
 
-@pytest.mark.parametrize(("state", "options"), [("waiting", "--np 9"), ("running", "--np 2")])
-def test_an_interrupt_frees_the_workers_and_stops_run_all(
-    lab: Lab, crew: Crew, state: str, options: str
-) -> None:
-    lab.write("interrupt.ipynb", [setup(crew), train(options), LATER, BUSY])
-    lab.menu("Run", "Run All Cells")
-    panel = PanelView(lab, 1)
-    panel.wait_for_state(state)
-    if state == "running":
-        expect(panel.area.get_by_role("progressbar")).to_be_visible()
-    lab.interrupt()
-    lab.wait_for_text(1, "JobInterrupted")
-    lab.wait_until_idle()
-    PanelView(lab, 1).wait_for_state("stopped")
-    lab.wait_for_prompt(2, "[ ]:")
-    lab.run_cell(3)
-    lab.wait_for_text(3, "busy: 0")
-
-
 def test_the_panel_of_a_kernel_that_is_gone_says_how_to_attach(lab: Lab, crew: Crew) -> None:
     attach = 'nbelastic.attach("night-run", cluster=client)'
     training = train("--np 2 --noblock --name night-run")
@@ -140,15 +117,3 @@ def test_the_panel_of_a_kernel_that_is_gone_says_how_to_attach(lab: Lab, crew: C
     panel.press_stop()
     panel.wait_for_state("stopped")
     expect(lab.output(2).locator(".nbe-card")).to_have_count(1)
-
-
-def test_a_saved_notebook_shows_the_final_state(lab: Lab, crew: Crew) -> None:
-    lab.write("saved.ipynb", [setup(crew, steps=100), train("--np 3 -o job"), "print('end')"])
-    lab.menu("Run", "Run All Cells")
-    lab.wait_for_text(2, "end", timeout_s=60)
-    panel = PanelView(lab, 1)
-    panel.wait_for_state("finished")
-    assert panel.rows.count() == 3
-    lab.wait_for_text(1, re.compile(r"\b100\b"))
-    page, _ = HTMLExporter(template_name="basic").from_notebook_node(lab.save())
-    assert "✓</i> finished" in page and "Ranks: 3 " in page

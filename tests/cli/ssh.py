@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 class SshHosts:
     """asyncssh's own server, in a thread, on several addresses with one port.
 
-    Parameters
-    ----------
-    home : Path
-        Gets the keys and the known hosts, as a user's home directory has them.
-    hosts : tuple of str
-        Addresses of the hosts.
-    silent : tuple of str
-        Addresses that accept a connection and never answer.
+    `home` gets the keys and the known hosts; `silent` addresses accept and never answer.
     """
 
     def __init__(self, home: Path, hosts: tuple[str, ...], silent: tuple[str, ...] = ()) -> None:
@@ -75,19 +68,12 @@ class SshHosts:
         user_key.write_public_key(str(authorized))
         (self._home / ".ssh").mkdir()
         public = host_key.export_public_key().decode().strip()
-        known = "".join(
-            f"[{host}]:{self.port} {public}\n" for host in (*self._hosts, *self._silent)
-        )
-        (self._home / ".ssh" / "known_hosts").write_text(known)
+        known = [f"[{host}]:{self.port} {public}\n" for host in (*self._hosts, *self._silent)]
+        (self._home / ".ssh" / "known_hosts").write_text("".join(known))
         async with contextlib.AsyncExitStack() as stack:
             for host in self._hosts:
-                server = await asyncssh.listen(
-                    host,
-                    self.port,
-                    server_host_keys=[host_key],
-                    authorized_client_keys=str(authorized),
-                    process_factory=self._run,
-                )
+                keys = {"server_host_keys": [host_key], "authorized_client_keys": str(authorized)}
+                server = await asyncssh.listen(host, self.port, process_factory=self._run, **keys)
                 await stack.enter_async_context(server)
             for host in self._silent:
                 silent = await asyncio.start_server(_never_answer, host, self.port)

@@ -64,7 +64,6 @@ class Ended:
 
     @property
     def sizes(self) -> list[int]:
-        """Size of each generation that has formed."""
         return [each["size"] for each in self.events("formed")]
 
     @property
@@ -107,11 +106,9 @@ class Stage:
         return ("--host-discovery-script", str(script), "--discovery-interval", "0.2")
 
     def epochs(self) -> list[int]:
-        """Return the size at the end of each epoch."""
         return [json.loads(line)["size"] for line in self.log.read_text().splitlines()]
 
 
 @pytest.fixture
 def stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Stage:
-    """A stage for commands."""
     return Stage(tmp_path, capsys)

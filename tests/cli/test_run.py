@@ -40,13 +40,6 @@ def test_A2_A8_a_rank_dies_and_its_worker_comes_back_after_its_cooldown(stage: S
     assert "is excluded for" in ended.events("cooldown")[0]["detail"]
 
 
-def test_A2_a_rank_is_killed_and_the_others_go_on(stage: Stage):
-    options = ("-H", f"{A}:2", "-np", "2", "--min-np", "1")
-    ended = stage.run(*options, sizes="2,1", more=("--die", "kill:1"))
-    assert ended.code == 0
-    assert ended.sizes[:2] == [2, 1]
-
-
 @pytest.mark.parametrize(
     ("options", "hosts", "more", "says"),
     [

@@ -7,41 +7,17 @@ drivers, and actions of ranks. So any order can be tried.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from distributed.core import Status
-
+from nbelastic import messages as m
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
-from nbelastic.cluster.wire import pack, unpack
+from nbelastic.cluster.wire import PLUGIN, pack, unpack
 from nbelastic.membership import Machine, Phase, Stage, pack_machine
-from nbelastic.messages import (
-    FRESH,
-    Abort,
-    AttachRequest,
-    Beat,
-    Beats,
-    EndRank,
-    Event,
-    Hello,
-    JournalStep,
-    Limits,
-    Notify,
-    OpenRequest,
-    ProcessId,
-    Publish,
-    RankEnded,
-    RankEvent,
-    RankFormed,
-    RankLeft,
-    RankReady,
-    Slot,
-    SlotGranted,
-    StopRequested,
-    Tick,
-    ToDriver,
-)
+from tests.simulation.dask import FakeScheduler, WorkerState
 from tests.support.records import some_terms
 
 VERSIONS = {"python": "3", "nbelastic": "1", "torch": "2"}
@@ -57,7 +33,7 @@ class FakeRank:
     state: str = "starting"
     generation: int = 0
     heard: int = 0
-    version: int = FRESH
+    version: int = m.FRESH
     leaving: bool = False
     noticed: int = 0
     aborted: int = 0
@@ -69,25 +45,18 @@ class Driven:
 
     name: str
     client: str
-    number: int = 0
-    own: list[Event] = field(default_factory=list)
+    own: list[m.Event] = field(default_factory=list)
 
 
-class SharedCluster:
+class SharedCluster(FakeScheduler):
     """A scheduler with the plugin, workers and jobs."""
 
     def __init__(self, seed: int = 0) -> None:
+        super().__init__()
         self.random = random.Random(seed)
-        self.workers: dict[str, Any] = {}
-        self.stream_comms: dict[str, Any] = {}
-        self.client_comms: dict[str, Any] = {}
-        self.clients: dict[str, Any] = {"fire-and-forget": None}
-        self.tasks: dict[str, Any] = {}
-        self.handlers: dict[str, Any] = {"retire_workers": None, "adaptive_target": None}
-        self.stream_handlers: dict[str, Any] = {}
         self.jobs: dict[str, Driven] = {}
         self.ranks: dict[tuple[str, int], FakeRank] = {}
-        self.plugin = ElasticPlugin()
+        self.plugin = self.plugins[PLUGIN] = ElasticPlugin()
         self.now = 0.0
         self._born = 0
 
@@ -99,41 +68,36 @@ class SharedCluster:
     # -- the scheduler's face --------------------------------------------------------------------
 
     def client_send(self, client: str, message: dict[str, Any]) -> None:
-        to_driver = unpack(message["event"][1], ToDriver)
-        if isinstance(to_driver.message, SlotGranted):
-            granted = to_driver.message
+        packed = message.get("event", (0.0, None))[1]
+        granted = packed and unpack(packed, m.ToDriver).message
+        if isinstance(granted, m.SlotGranted):
             name = next(each.name for each in self.jobs.values() if each.client == client)
-            record = self.plugin.jobs[name]
-            self.tasks[record.key(granted.start)] = SimpleNamespace(state="processing")
-            key = name, granted.start
-            self.ranks.setdefault(key, FakeRank(name, granted.start, granted.slot.worker))
+            rank = FakeRank(name, granted.start, granted.slot.worker)
+            self.ranks.setdefault((name, granted.start), rank)
+            self._submit(client, self.plugin.jobs[name].key(granted.start), rank.worker, list)
 
     def worker_send(self, address: str, message: dict[str, Any]) -> None:
-        order = unpack(message["message"])
+        if message["op"] == PLUGIN:
+            self.take_order(address, unpack(message["message"]))
+
+    def take_order(self, address: str, order: Any) -> None:
         rank = self.ranks.get((getattr(order, "job", ""), getattr(order, "start", -1)))
         if rank is None or rank.worker != address:
             return
         effect = order.effect
-        if isinstance(effect, Publish):
+        if isinstance(effect, m.Publish):
             rank.heard = effect.plan.generation
             if rank.state == "ready":
                 rank.state, rank.generation = "forming", effect.plan.generation
                 rank.version = max(effect.plan.version, 0)
-        elif isinstance(effect, Notify):
+        elif isinstance(effect, m.Notify):
             rank.noticed = effect.generation
-        elif isinstance(effect, Abort):
+        elif isinstance(effect, m.Abort):
             rank.aborted = effect.generation
-        elif isinstance(effect, EndRank):
+        elif isinstance(effect, m.EndRank):
             rank.leaving = True
             if effect.how != "leave":
                 rank.state = "over"
-
-    def client_desires_keys(self, **_: Any) -> None:
-        """Tasks stay anyway."""
-
-    def client_releases_keys(self, keys: list[str], client: str) -> None:
-        for key in keys:
-            self.tasks.pop(key, None)
 
     async def broadcast(self, **_: Any) -> dict[str, Any]:
         return {}
@@ -143,34 +107,23 @@ class SharedCluster:
     def hire(self, name: str, host: str = "h", **resources: float) -> str:
         self._born += 1
         address = f"tcp://{name}:{self._born}"
-        self.workers[address] = SimpleNamespace(
-            address=address,
-            name=name,
-            status=Status.running,
-            resources=resources,
-            nanny=None,
-            nthreads=1,
-            processing={},
-            long_running=set(),
-        )
+        self.workers[address] = WorkerState(address, name, resources=resources)
         self.stream_comms[address] = SimpleNamespace()
         contact = f"tcp://{host}.example:{self._born}"  # that the agent knows of
-        slot = Slot(f"{name}#{self._born}", contact, name, host)
-        self.plugin._hello(address, Hello(slot, VERSIONS, ProcessId(self._born, 0.0, "")))
+        slot = m.Slot(f"{name}#{self._born}", contact, name, host)
+        self.plugin._hello(address, m.Hello(slot, VERSIONS, m.ProcessId(self._born, 0.0, "")))
         return address
 
     def kill_worker(self, address: str) -> None:
-        self.workers.pop(address)
-        self.stream_comms.pop(address)
         for key in [key for key, rank in self.ranks.items() if rank.worker == address]:
             self.ranks.pop(key)
-        self.plugin.remove_worker(self, address)  # type: ignore[arg-type]
+        self._remove(address)
 
     async def open(self, name: str, resources: Any = None, **limits: Any) -> str:
         job = self.jobs[name] = Driven(name, f"kernel of {name}")
         self.clients[job.client] = None
         self.now += 1.0
-        machine = Machine(Limits(elastic_timeout=1e9, stall_timeout=1e9, **limits))
+        machine = Machine(m.Limits(elastic_timeout=1e9, stall_timeout=1e9, **limits))
         terms = some_terms(
             resources=resources or {},
             versions=VERSIONS,
@@ -178,27 +131,25 @@ class SharedCluster:
             lease=1e9,
             machine=pack_machine(machine),
         )
-        request = OpenRequest(name, name, job.client, f"topic {name}", terms)
+        request = m.OpenRequest(name, name, job.client, f"topic {name}", terms)
         problem = await self.handlers["nbelastic_open"](message=pack(request))
         self.plugin.jobs[name].started = self.now
         return str(problem)
 
-    def tell(self, name: str, event: Event) -> None:
+    def tell(self, name: str, event: m.Event) -> None:
         """Have the owner of a job say something."""
         self.jobs[name].own.append(event)
 
     def kill_kernel(self, name: str) -> None:
-        client = self.jobs[name].client
-        self.clients.pop(client, None)
-        self.plugin.remove_client(self, client)  # type: ignore[arg-type]
+        self.remove_client(self.jobs[name].client)
 
     async def attach(self, name: str) -> None:
         job = self.jobs[name]
-        job.client, job.number = f"{job.client}'", 0
+        job.client += "'"
         job.own.clear()
         self.clients[job.client] = None
         await self.handlers["nbelastic_attach"](
-            message=pack(AttachRequest(name, job.client, f"topic {job.client}", again=False))
+            message=pack(m.AttachRequest(name, job.client, f"topic {job.client}", again=False))
         )
 
     # -- one thing after the other ---------------------------------------------------------------
@@ -211,12 +162,8 @@ class SharedCluster:
             driven = record is not None and record.client == job.client
             if driven and (record.backlog or job.own):
                 found.append(lambda job=job: self._step(job))
-        found += [
-            lambda rank=rank: self._act(rank)
-            for rank in list(self.ranks.values())
-            if self._can_act(rank)
-        ]
-        return found
+        acts = [(rank, self._next(rank)) for rank in self.ranks.values()]
+        return found + [partial(act, rank) for rank, act in acts if act is not None]
 
     def step_all(self) -> None:
         """Have all drivers do all that they have to do, and look at the clock."""
@@ -226,7 +173,7 @@ class SharedCluster:
                 continue
             while record.backlog:
                 self._step(job)
-            job.own.append(Tick())
+            job.own.append(m.Tick())
             self._step(job)
 
     def _step(self, job: Driven) -> None:
@@ -235,56 +182,52 @@ class SharedCluster:
         own = job.own.pop(0) if job.own else None
         seq = 0 if own is not None else next(iter(record.backlog))
         head = (job.name, record.topic, record.epoch, record.steps + 1)
-        assert record.step(JournalStep(*head, self.now, 0.5, seq, own))
+        assert record.step(m.JournalStep(*head, self.now, 0.5, seq, own))
 
-    def _can_act(self, rank: FakeRank) -> bool:
-        planned = rank.state == "member" and rank.noticed == rank.generation
-        broken = rank.state in ("member", "forming") and rank.aborted >= rank.generation
-        waiting = rank.state == "ready" and not rank.leaving
-        return not waiting and (rank.state != "member" or planned or broken)
-
-    def _act(self, rank: FakeRank) -> None:
-        key = (rank.job, rank.start)
+    def _next(self, rank: FakeRank) -> Callable[[FakeRank], None] | None:
+        """Return what a rank does next, if there is something to do."""
         member = rank.state in ("member", "forming")
         if rank.state == "over" or (rank.leaving and not member):
-            self._end(rank)
-        elif rank.state == "starting":
-            rank.state = "ready"
-            self._say(rank, RankReady(*key[1:], 0, FRESH, 1, ("h", 1)))
-        elif member and rank.aborted >= rank.generation:
-            self._leave(rank, failed=True)
-        elif rank.state == "forming":
-            rank.state = "member"
-            self._say(rank, RankFormed(rank.start, rank.generation))
-        elif rank.leaving:
-            self._end(rank)
-        else:
-            rank.version = rank.generation
-            self._leave(rank, failed=False)
+            return self._end
+        if rank.state == "starting":
+            return self._leave
+        if member and rank.aborted >= rank.generation:
+            return partial(self._leave, failed=True)
+        if rank.state == "member" and rank.noticed == rank.generation:
+            return self._end if rank.leaving else self._commit
+        return self._form if rank.state == "forming" else None
 
-    def _leave(self, rank: FakeRank, *, failed: bool) -> None:
+    def _form(self, rank: FakeRank) -> None:
+        rank.state = "member"
+        self._say(rank, m.RankFormed(rank.start, rank.generation))
+
+    def _commit(self, rank: FakeRank) -> None:
+        rank.version = rank.generation
+        self._leave(rank)
+
+    def _leave(self, rank: FakeRank, failed: bool = False) -> None:
         rank.state = "ready"
-        version = float(max(rank.version, FRESH))
-        self._say(rank, RankReady(rank.start, rank.generation, version, 1, ("h", 1), failed))
+        version = float(max(rank.version, m.FRESH))
+        self._say(rank, m.RankReady(rank.start, rank.generation, version, 1, ("h", 1), failed))
 
     def _end(self, rank: FakeRank) -> None:
         self.ranks.pop((rank.job, rank.start))
-        self._say(rank, RankLeft(rank.start))
+        self._say(rank, m.RankLeft(rank.start))
         if rank.worker in self.workers:
-            self.plugin._ended(rank.worker, RankEnded(rank.job, rank.start))
+            self.plugin._ended(rank.worker, m.RankEnded(rank.job, rank.start))
         record = self.plugin.jobs.get(rank.job)
         if record is not None:
-            self.tasks.pop(record.key(rank.start), None)
+            self._task_finished(rank.worker, record.key(rank.start))
 
-    def _say(self, rank: FakeRank, event: Event) -> None:
-        self.plugin._report(rank.worker, RankEvent(rank.job, event))
+    def _say(self, rank: FakeRank, event: m.Event) -> None:
+        self.plugin._report(rank.worker, m.RankEvent(rank.job, event))
 
     def beat(self) -> None:
         """Have all members send a heartbeat."""
         for rank in self.ranks.values():
             if rank.state == "member" and rank.job in self.plugin.jobs:
-                beat = Beat(rank.start, 1, 0, waiting=False, version=int(rank.version))
-                self.plugin.jobs[rank.job].take_in(Beats((beat,)))
+                beat = m.Beat(rank.start, 1, 0, waiting=False, version=int(rank.version))
+                self.plugin.jobs[rank.job].take_in(m.Beats((beat,)))
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -297,12 +240,11 @@ class SharedCluster:
 
     def sizes(self) -> dict[str, int]:
         """Return with how many ranks each job trains."""
+        rosters = {name: record.machine.roster for name, record in self.plugin.jobs.items()}
         return {
-            name: len(self.roster(name).in_stage(Stage.MEMBER))
-            if self.roster(name).phase == Phase.RUNNING
-            else 0
-            for name in self.plugin.jobs
+            name: len(roster.in_stage(Stage.MEMBER)) * (roster.phase == Phase.RUNNING)
+            for name, roster in rosters.items()
         }
 
     def stop(self, name: str) -> None:
-        self.tell(name, StopRequested(now=True))
+        self.tell(name, m.StopRequested(now=True))

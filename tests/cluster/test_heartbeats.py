@@ -14,6 +14,7 @@ from nbelastic.cluster.process_state import ProcessState
 from nbelastic.cluster.scheduler.heartbeats import HeartbeatMonitor
 from nbelastic.cluster.scheduler.records import WorkerRecord
 from nbelastic.messages import Beat, Beats, LossReason, ProcessId, Slot, SlotSilent
+from tests.support.records import a_record
 from tests.support.virtual_time import run  # noqa: F401 - conftest runs the tests by it
 
 
@@ -29,31 +30,19 @@ class Scheduler:
             workers={}, stream_comms={}, client_comms={}, broadcast=self.broadcast
         )
         self.workers: dict[str, WorkerRecord] = {}
-        self.hosts = self.workers
         self.told: list[tuple[float, Any]] = []
         self.asked: list[str] = []
         self.states: dict[int, Callable[[], ProcessState]] = {}
         self.deaf: set[str] = set()
         self.delay = 0.0
-        self.jobs = {}
-        self.jobs["job"] = SimpleNamespace(
-            name="job",
-            terms=SimpleNamespace(heartbeat_timeout=10.0),
-            beats={},
-            telemetry={},
-            client=None,
-            take_in=self.tell,
-            send=self.tell,
-        )
+        self.jobs = {"job": a_record()}
+        self.jobs["job"].take_in = self.tell
         self.monitor = HeartbeatMonitor(self)
 
     def add(self, name: str, *, nanny: bool, host: str = "A", namespace: str = "pid:[1]") -> None:
-        number = len(self.hosts)
-        slot = Slot(name, name, name, host)
-        process = ProcessId(number, 1.0, namespace)
-        self.hosts[name] = WorkerRecord(
-            slot, {}, process, "nanny" if nanny else None, holder=("job", number)
-        )
+        number = len(self.workers)
+        known = Slot(name, name, name, host), {}, ProcessId(number, 1.0, namespace)
+        self.workers[name] = WorkerRecord(*known, "nanny" * nanny, holder=("job", number))
         self.scheduler.workers[name] = SimpleNamespace()
         self.states[number] = lambda: ProcessState("alive", 0.0, now())
 
@@ -76,25 +65,29 @@ class Scheduler:
     async def beat(self, name: str, seconds: float, *, waiting: bool = False) -> None:
         """Send heartbeats every half second."""
         doing = "an operation" if waiting else ""
-        beat = ("job", Beat(self.hosts[name].holder[1], 1, 7, waiting, 3, 4, doing))
+        beat = ("job", Beat(self.workers[name].holder[1], 1, 7, waiting, 3, 4, doing))
         for _ in range(int(seconds / 0.5)):
-            self.monitor.take(self.hosts[name], (beat,))
+            self.monitor.take(self.workers[name], (beat,))
             await asyncio.sleep(0.5)
 
     async def all_beat(self, seconds: float, *but: str) -> None:
         self.monitor.start()
-        await asyncio.gather(*(self.beat(name, seconds) for name in self.hosts if name not in but))
+        await asyncio.gather(
+            *(self.beat(name, seconds) for name in self.workers if name not in but)
+        )
 
     def blamed(self) -> list[tuple[float, str, LossReason]]:
         return [(t, e.slot, e.reason) for t, e in self.told if isinstance(e, SlotSilent)]
 
     def stop(self, name: str) -> None:
         """Have others see from now on that a process is stopped."""
-        self.states[self.hosts[name].process.pid] = lambda: ProcessState("stopped", 1.0, now())
+        self.states[self.workers[name].process.pid] = lambda: ProcessState("stopped", 1.0, now())
 
     def keep_busy(self, name: str) -> None:
         """Have others see from now on that a process uses the processor."""
-        self.states[self.hosts[name].process.pid] = lambda: ProcessState("alive", now() / 2, now())
+        self.states[self.workers[name].process.pid] = lambda: ProcessState(
+            "alive", now() / 2, now()
+        )
 
 
 @pytest.fixture

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from math import inf
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
 
+from nbelastic import messages as m
 from nbelastic.cluster.scheduler import notices as desk
 from nbelastic.cluster.scheduler import scaling
 from nbelastic.cluster.scheduler.plugin import SpotNotices
-from nbelastic.cluster.wire import pack, unpack
+from nbelastic.cluster.wire import pack
 from nbelastic.membership import view
-from nbelastic.messages import (
-    Notice,
-    Noticed,
-    NoticeReport,
-    NoticeSource,
-    WatchOrder,
-)
 
 from .shared_cluster import SharedCluster
 from .test_arbiter import settle
@@ -35,11 +31,9 @@ class Cloud(SharedCluster):
         self.retired = []
         self.refused = 0  # of so many calls nothing comes, as the data has nowhere to go
         self.watching = {}
-        self.plugins = {}
         self.installed = []
-        self.handlers["retire_workers"] = self._retire
 
-    async def _retire(self, workers, **kwargs):
+    async def retire_workers(self, workers, **kwargs):
         assert kwargs == {"close_workers": True, "remove": True}
         if self.refused:
             self.refused -= 1
@@ -48,19 +42,18 @@ class Cloud(SharedCluster):
         for address in workers:
             self.kill_worker(address)
 
-    def worker_send(self, address, message):
-        order = unpack(message["message"])
-        if isinstance(order, WatchOrder):
+    def take_order(self, address, order):
+        if isinstance(order, m.WatchOrder):
             self.watching[address] = order
-        super().worker_send(address, message)
+        super().take_order(address, order)
 
     async def broadcast(self, *, msg, workers, **_):
         self.installed += [self.workers[each].name for each in workers]
         return {}
 
-    def report(self, address, source=NoticeSource.AWS, **fields):
+    def report(self, address, source=m.NoticeSource.AWS, **fields):
         fields = {"action": "terminate", "seconds": 120.0, "host": True, **fields}
-        report = NoticeReport(Notice(source, **fields))
+        report = m.NoticeReport(m.Notice(source, **fields))
         self.stream_handlers["nbelastic-agent"](worker=address, message=pack(report))
 
     def places(self):
@@ -101,7 +94,7 @@ async def a_cloud(hosts, *, job=True, **limits):
 async def a_watched_cloud(hosts):
     """Yield a cloud without a job, on which the plugin is registered that watches."""
     async with a_cloud(hosts, job=False) as (cloud, first):
-        cloud.plugins[SpotNotices.name] = None
+        cloud.plugins[SpotNotices.name] = Mock()
         cloud.plugin.review.start()
         cloud.plugin._review_all()
         yield cloud, first
@@ -149,7 +142,7 @@ async def test_a_host_is_left_its_workers_retired_and_others_asked_for():
         assert cloud.plugin.demand() == 6, "two more, from this moment on"
         cloud.step_all()
         reason = view(cloud.plugin.jobs["one"].machine, cloud.now).reason
-        assert isinstance(reason, Noticed) and reason.number == 2
+        assert isinstance(reason, m.Noticed) and reason.number == 2
         cloud.hire("w4", "a")
         await settle(cloud)
         assert "w4" not in cloud.places(), "it comes to such a host"
@@ -172,7 +165,7 @@ async def test_a_revoked_notice_offers_the_slots_again():
         assert cloud.retired == []
         assert cloud.sizes() == {"one": 2}
         said = [record.reason for record in cloud.plugin.jobs["one"].log.contents().history]
-        assert [each.revoked for each in said if isinstance(each, Notice)] == [False, True]
+        assert [each.revoked for each in said if isinstance(each, m.Notice)] == [False, True]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -600.0, 1e12])
@@ -199,13 +192,13 @@ async def test_one_notice_revoked_leaves_the_other_in_force():
         assert cloud.watchers() == {"w0"}
         second = list(cloud.workers)[1]
         records = cloud.plugin.workers
-        cloud.report(first, NoticeSource.SLURM, action="end", host=False)
+        cloud.report(first, m.NoticeSource.SLURM, action="end", host=False)
         cloud.report(first, seconds=60.0)
         cloud.report(second, revoked=True)
         assert records[first].leaving and records[second].leaving
         cloud.report(first, revoked=True)
         assert records[first].leaving and not records[second].leaving
-        cloud.report(first, NoticeSource.SLURM, host=False, revoked=True)
+        cloud.report(first, m.NoticeSource.SLURM, host=False, revoked=True)
         assert not records[first].leaving
         cloud.report(first)
         cloud.plugin.mark_leaving(first)
@@ -296,7 +289,7 @@ async def test_a_recommendation_before_a_job_and_a_notice_after_it():
 
 async def test_workers_are_watched_and_retired_without_a_job():
     async with a_watched_cloud("aab") as (cloud, gone):
-        cloud.workers["tcp://w3:9"] = SimpleNamespace(**{**vars(cloud.workers[gone]), "name": "w3"})
+        cloud.workers["tcp://w3:9"] = dataclasses.replace(cloud.workers[gone], name="w3")
         cloud.plugin._review_all()
         await settle(cloud)
         assert cloud.installed == ["w3"], "it had no agent"

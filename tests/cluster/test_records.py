@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from distributed.comm import connect, listen
 from distributed.core import Status
 
 from nbelastic.cluster.dask_compat import unsent_bytes
-from nbelastic.cluster.scheduler.job import FEW_WAITING, MOST_WAITING, OutputValve
+from nbelastic.cluster.scheduler.job import FEW, MOST_WAITING
 from nbelastic.cluster.scheduler.records import WorkerRecord, fits, is_busy, obstacle
 from nbelastic.cluster.worker.environment import own_interface
 from nbelastic.messages import RankOutput, UnusedReason, UnusedWorker
@@ -119,11 +120,15 @@ GAP = RankOutput("job", 0, "", gap=True)
 
 
 def test_a_kernel_that_does_not_read_gets_the_mark_of_a_gap_until_it_has_read_most():
-    full, few = MOST_WAITING + 1, FEW_WAITING
-    waiting = [0, MOST_WAITING, full, full, MOST_WAITING, few + 1, few, MOST_WAITING, full]
-    valve = OutputValve()
-    passed = [valve.take(TEXT, each) for each in waiting]
-    assert passed == [TEXT, TEXT, GAP, None, None, None, TEXT, TEXT, GAP]
+    full, job = MOST_WAITING + 1, a_record()
+    waiting = [0, MOST_WAITING, full, full, MOST_WAITING, FEW + 1, FEW, MOST_WAITING, full]
+    sent = job.send = Mock()
+    passed = []
+    for each in waiting:
+        job.send_output(TEXT, each)
+        passed.append([call.args[0] for call in sent.call_args_list])
+        sent.reset_mock()
+    assert passed == [[TEXT], [TEXT], [GAP], [], [], [], [TEXT], [TEXT], [GAP]]
 
 
 def test_bytes_that_wait_for_the_other_end_are_counted():

@@ -160,16 +160,16 @@ def test_a_directory_of_data_is_no_package(folder, monkeypatch):
 
 def test_what_cannot_travel_is_left_out_with_its_reason(folder, monkeypatch):
     write(folder, hidden="x = 1", pkg__INIT="", pkg__secret="", pkg__open="", big="x = 1\n" * 99)
-    write(folder, fast__INIT="", big="x = 1\n" * 99)
+    write(folder, fast__INIT="", also="x = 1\n" * 10, more="x = 1\n" * 10)
     (folder / "fast" / f"core{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(b"")
     (folder / ".gitignore").write_text("hidden.py\nsecret.py\n")
     monkeypatch.setattr(sources, "MOST_BYTES", 100)
-    found = collect({"hidden", "pkg", "fast", "big"})
-    assert set(found.sources) == {"pkg", "pkg.open"}
+    found = collect({"hidden", "pkg", "fast", "big", "also", "more"})
+    assert set(found.sources) == {"also", "pkg", "pkg.open"}
     assert "gitignore" in found.left_out["hidden"]
     assert "gitignore" in found.left_out["pkg.secret"]
     assert "compiled" in found.left_out["fast"]
-    assert "MiB" in found.left_out["big"]
+    assert "MiB" in found.left_out["big"] and "MiB" in found.left_out["more"]
     assert "gitignore" in why_missing("pkg.secret", found)
     assert "would travel" in why_missing("pkg.open", Modules())
     assert "install it on the workers" in why_missing("torch", Modules())

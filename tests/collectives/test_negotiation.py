@@ -9,11 +9,23 @@ import pytest
 import torch
 
 from nbelastic.collectives import negotiation
+from nbelastic.collectives.nccl import group as nccl_group
 from nbelastic.collectives.negotiation import NegotiatingCommunicator
 from nbelastic.collectives.shm import handshake
 from nbelastic.elastic.ranks.stack import innermost
 from nbelastic.errors import CollectiveError
-from tests.collectives.worlds import MAKERS, PATIENCE_S, World, descriptors, eventually, needs_core
+from tests.collectives.fake_nccl import LateNcclDevice, fake_library
+from tests.collectives.worlds import (
+    DEVICES,
+    MAKERS,
+    PATIENCE_S,
+    World,
+    descriptors,
+    eventually,
+    faked,
+    needs_compiler,
+    needs_core,
+)
 from tests.support.logs import own_records
 
 pytestmark = needs_core
@@ -88,6 +100,43 @@ def test_without_sums_on_gpus_the_reason_is_said(backend, hosts, kind, reason):
         assert kinds(world) == {kind}
         for communicator in world.communicators:
             assert communicator.fallback_reason == f"{negotiation.ON_HOST}: {reason}"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("cards", "fault", "kind", "reason"),
+    [
+        ("abc", "", "nccl", ""),
+        ("abc", "refuses:1", "cuda_ipc", "GPUs do without NCCL: rank 1: ncclCommInitRankConfig"),
+        ("abc", "progress:2", "cuda_ipc", "within 0.5 s, half of heartbeat_timeout"),
+        ("abb", "", "cuda_ipc", "ranks 1 and 2 share a GPU; NCCL needs one for each"),
+        ("abB", "", "shm", "share a GPU; NCCL needs one for each; rank 2: it cannot open"),
+        ("a-c", "", "shm", f"{negotiation.ON_HOST}: rank 1 has used no GPU"),
+        ("---", "", "shm", ""),
+    ],
+)
+def test_the_fastest_transport_of_gpus_that_works_is_the_default(
+    monkeypatch, cards, fault, kind, reason
+):
+    """A rank without one is "-"; one in capitals opens no other's memory."""
+
+    def device_of(rank):
+        if cards[rank] == "-":
+            return None
+        made = LateNcclDevice("open" if cards[rank].isupper() else "")
+        made.identity = cards[rank].lower()
+        return made
+
+    monkeypatch.setitem(DEVICES, "each", device_of)
+    monkeypatch.setattr(nccl_group, "_refusals", [])
+    monkeypatch.setenv("FAKE_NCCL", fault)
+    make = faked("auto", "each", fake_library)
+    with World(lambda its: make(dataclasses.replace(its, forming_s=1.0)), 3) as world:
+        monkeypatch.setenv("FAKE_NCCL", "")
+        assert kinds(world) == {kind}
+        for communicator in world.communicators:
+            assert reason in communicator.fallback_reason
+            assert bool(reason) == bool(communicator.fallback_reason)
 
 
 def test_on_one_host_there_is_no_gloo_at_all(monkeypatch):

@@ -87,6 +87,8 @@ class LaterCluster:
         ({"resume": True}, "needs checkpoint="),
         ({"checkpoint": "ftpx://host/place"}, "no protocol 'ftpx'"),
         ({"checkpoint": 7}, "must be a path or a URL"),
+        ({"timeline": 3}, "must be a path in a directory that exists"),
+        ({"timeline": "/no/such/directory/t.json"}, "must be a path in a directory that exists"),
     ],
 )
 def test_a_wrong_option_is_named(options, message):

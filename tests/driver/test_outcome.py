@@ -266,6 +266,7 @@ def test_no_interrupt_leaves_a_job_to_itself(monkeypatch, interrupted, asked):
     with pytest.raises(KeyboardInterrupt) as raised:
         wait_interruptibly(job)
     assert raised.type is JobInterrupted, job.calls
+    assert "the cluster that was started for it is closed" in str(raised.value)
     assert [call for call in job.calls if call in ("stop", "cancel")] == asked
 
 

@@ -48,7 +48,7 @@ def begin(context, state, checkpoints, plan):
     state.align(checkpoints.behind(plan))
     state.save()
     context.version = max(plan.version, checkpoints.commits)
-    checkpoints.begun()
+    checkpoints.begun = True
     return resized
 
 

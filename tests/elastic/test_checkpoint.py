@@ -160,7 +160,7 @@ def test_checkpoints_are_left_out_while_one_is_written(tmp_path, monkeypatch):
             gate.open.set()
             written(checkpoints)
             assert gate.versions == [1]
-            ((_, _, _, _, path),) = CheckpointFiles(str(tmp_path), "a").candidates(1, others=False)
+            ((*_, path),) = CheckpointFiles(str(tmp_path), "a").candidates(1, others=False)
             checkpoints.finish()
             assert gate.versions == [1, 5]
         return path
@@ -213,7 +213,7 @@ def test_who_ends_with_a_state_that_others_lack_writes_its_last_commit(
             state.save()
             context.committed()
             if left:
-                checkpoints.left()
+                checkpoints.left = True
             state.count = 6  # not committed
             context.time_to_save = seconds
             raise order("at a commit")

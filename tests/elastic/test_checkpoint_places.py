@@ -70,7 +70,7 @@ def test_what_is_no_file_is_passed_over_and_does_not_hold_up_writing(
         make(tmp_path / "run-0002-b" / f"resumed-from-{directory.name}")
     found, notes = run(tmp_path, "b", resume=True)
     assert found == 2
-    assert f"passed over {directory}/{last}: it is no file ({kind})" in notes
+    assert any(f"passed over {directory}/{last}: it is no file" in note for note in notes)
     assert any(note.startswith("goes on from") for note in notes)
     if kind != "a directory":
         make(Path("01-000001-0000000002.safetensors.tmp"))

@@ -162,19 +162,6 @@ def test_an_alias_of_a_part_goes_back_too(kind: Any) -> None:
     assert record.best == 0.0
 
 
-def test_containers_that_refer_to_themselves(kind: Any) -> None:
-    ring: dict[str, Any] = {"log": []}
-    ring["ring"] = ring
-    state = kind(ring=ring)
-    ring["log"].append(1)
-    ring["more"] = 1
-    state.restore()
-    assert state.ring is ring
-    assert ring["ring"] is ring
-    assert ring["log"] == []
-    assert "more" not in ring
-
-
 def test_a_value_that_was_assigned_leaves_what_it_was_before_alone(kind: Any) -> None:
     """A row of the user's data in the state is not overwritten by another row."""
     data = [[0], [1], [2]]

@@ -72,31 +72,6 @@ def test_names_that_a_state_needs_itself_are_refused(name: str) -> None:
         ObjectState(**{name: 1})
 
 
-def test_N3_only_those_behind_receive_and_all_know_who_from_the_plan() -> None:
-    def main(context: StaticContext) -> object:
-        state = ObjectState(rank=context.rank, losses=[context.rank])
-        state.align(behind=[0, 3])
-        return state.rank, state.losses, context.communicator().completed > 0
-
-    assert run_ranks(4, main, source=2) == [
-        (2, [2], True),
-        (1, [1], False),
-        (2, [2], True),
-        (2, [2], True),
-    ]
-
-
-def test_align_does_not_save() -> None:
-    def main(context: StaticContext) -> None:
-        state = ObjectState(rank=context.rank)
-        state.align(behind=[1])
-        assert state.rank == 0
-        state.restore()
-        assert state.rank == context.rank
-
-    run_ranks(2, main)
-
-
 def test_reset_callbacks_run_in_order_after_reset() -> None:
     calls: list[str] = []
 

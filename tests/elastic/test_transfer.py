@@ -70,12 +70,18 @@ def test_a_parcel_arrives_whole_at_members_and_nobody_else_takes_part(
     run_ranks(5, main)
 
 
-def test_memory_is_copied_for_a_communicator_that_keeps_it() -> None:
+def test_memory_is_copied_for_a_communicator_that_keeps_it(monkeypatch: Any) -> None:
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
     lent: list[torch.Tensor] = []
+    under_way: list[int] = []
 
     class Done:
+        def __init__(self, address: int) -> None:
+            assert address not in under_way
+            under_way.append(address)
+
         def wait(self) -> None:
-            pass
+            under_way.pop(0)
 
     class Spy:
         rank = 0
@@ -83,7 +89,7 @@ def test_memory_is_copied_for_a_communicator_that_keeps_it() -> None:
 
         def send_parts_async(self, parts: list[torch.Tensor], to: int) -> Done:
             lent.extend(parts)
-            return Done()
+            return Done(parts[0].data_ptr())
 
     mine = [torch.ones(1000), torch.ones(1000, dtype=torch.uint8)]
     spread(Spy(), [0, 1], StatePayload(b"x" * 1000, mine))  # type: ignore[arg-type]

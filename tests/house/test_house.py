@@ -19,6 +19,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "nbelastic", ROOT / "tests"
 MODULES = 14
 """Most modules of a folder, without its door; a room that has more gets sub-rooms."""
+LINES = 60
+"""Fewest of a module that is no door; a smaller one belongs into its user."""
+HOROVODS = {"tensorflow/elastic.py", "torch/elastic/sampler.py"}
+"""Doors under Horovod's names."""
 
 
 def test_a_folder_has_few_modules():
@@ -28,6 +32,17 @@ def test_a_folder_has_few_modules():
         if path.name != "__init__.py"
     )
     assert not {room: n for room, n in count.items() if n > MODULES}
+
+
+def test_a_module_holds_an_idea():
+    made = (ast.FunctionDef, ast.ClassDef)
+    small = {
+        path
+        for path, tree in trees().items()
+        if (PACKAGE / path).read_bytes().count(b"\n") < LINES
+        and any(isinstance(node, made) for node in tree.body)
+    }
+    assert not {path for path in small - HOROVODS if not path.endswith("__init__.py")}
 
 
 @pytest.mark.slow
@@ -95,7 +110,7 @@ def test_only_doors_say_what_they_export():
         }
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         imported = {alias.asname or alias.name for node in imports for alias in node.names}
-        is_door = path.endswith("__init__.py") or exported & imported
+        is_door = path.endswith("__init__.py") or exported & imported or "*" in imported
         assert is_door or not exported, f"{path}: only a door has __all__"
 
 

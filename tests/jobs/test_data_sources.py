@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nbelastic.data import Batch, Dask, Loader, Parquet
-from nbelastic.errors import DataError, OptionError
+from nbelastic.errors import OptionError
 from tests.support.clusters import until
 
 pytestmark = pytest.mark.timeout(100)
@@ -98,7 +98,25 @@ def marks(tmp_path: Path) -> Path:
     return tmp_path / "marks"
 
 
-def seen_once_in_a_storm(job: Any, source: Any, marks: Path) -> None:
+def keys_of_jobs(dask_scheduler: Any) -> dict[str, int]:
+    """Return how many keys the scheduler holds for jobs, by holder."""
+    found = dask_scheduler.clients.items()
+    return {name: len(c.wants_what) for name, c in found if name.startswith("nbelastic-")}
+
+
+@pytest.mark.parametrize("kind", ["Parquet", "Dask"])
+def test_rows_are_seen_once_in_a_storm(crew, tmp_path, marks, kind):
+    import dask.dataframe as dd
+
+    source: Any = Dask(dd.from_pandas(table(), npartitions=24), ["id", "x*"], shuffle_rows=300)
+    if kind == "Parquet":
+        for number in range(3):
+            part = table()[number * 320 : (number + 1) * 320]
+            part.to_parquet(tmp_path / f"{number}.parquet", row_group_size=40)
+        source = Parquet(str(tmp_path), ["id", "x*"], shuffle_rows=300)
+    job = crew.fit(train, args=(source, marks, 2), np=3, min_np=2, max_np=3, block=False)
+    if kind == "Dask":
+        until(lambda: job.done() or crew.client.run_on_scheduler(keys_of_jobs), "it holds them")
     assert {result["seen"] for result in job.results()} == {2 * ROWS}
     assert len({str(result["digest"]) for result in job.results()}) == 1
     seen = ledger(marks)
@@ -107,44 +125,18 @@ def seen_once_in_a_storm(job: Any, source: Any, marks: Path) -> None:
         rows = [row for key, texts in seen.items() if key[0] == epoch for row in eval(min(texts))]
         assert sorted(rows) == list(range(ROWS))
     assert (marks / "killed 1").exists()
-
-
-def test_rows_of_parquet_files_are_seen_once_in_a_storm(crew, tmp_path, marks):
-    for number in range(3):
-        part = table()[number * 320 : (number + 1) * 320]
-        part.to_parquet(tmp_path / f"{number}.parquet", row_group_size=40)
-    source = Parquet(str(tmp_path), ["id", "x*"], shuffle_rows=300)
-    job = crew.fit(train, args=(source, marks, 2), np=3, min_np=2, max_np=3)
-    seen_once_in_a_storm(job, source, marks)
     (data,) = job.status.data
-    assert (data.source, data.epoch, data.done, data.left) == ("Parquet", 1, ROWS, 0)
+    assert (data.source, data.epoch, data.done, data.left) == (kind, 1, ROWS, 0)
     assert (data.seen, data.lost) == (2 * ROWS, 0)
     assert data.redone in (0, 48, 96)  # a step for each kill, unless it came between two steps
     crew.wait_until_whole(4)
+    assert crew.client.run_on_scheduler(keys_of_jobs) == {}
+    until(lambda: not crew.client.run_on_scheduler(data_keys), "no partition is left")
 
     alone = tmp_path / "alone"
     alone.mkdir()
     undisturbed = crew.fit(train, args=(source, alone, 0), np=1)
     assert undisturbed.results()[0] == job.results()[0]
-
-
-def keys_of_jobs(dask_scheduler: Any) -> dict[str, int]:
-    """Return how many keys the scheduler holds for jobs, by holder."""
-    found = dask_scheduler.clients.items()
-    return {name: len(c.wants_what) for name, c in found if name.startswith("nbelastic-")}
-
-
-def test_rows_of_a_dask_dataframe_are_seen_once_in_a_storm(crew, marks):
-    import dask.dataframe as dd
-
-    frame = dd.from_pandas(table(), npartitions=24)
-    source = Dask(frame, ["id", "x*"], shuffle_rows=300)
-    job = crew.fit(train, args=(source, marks, 2), np=3, min_np=2, max_np=3, block=False)
-    until(lambda: job.done() or crew.client.run_on_scheduler(keys_of_jobs), "partitions are held")
-    seen_once_in_a_storm(job, source, marks)
-    crew.wait_until_whole(4)
-    assert crew.client.run_on_scheduler(keys_of_jobs) == {}
-    until(lambda: not crew.client.run_on_scheduler(data_keys), "no partition is left")
 
 
 def data_keys(dask_scheduler: Any) -> list[str]:
@@ -209,15 +201,3 @@ def test_an_error_in_a_partition_comes_before_the_job(crew):
 
 def tasks(dask_scheduler: Any) -> list[Any]:
     return list(dask_scheduler.tasks)
-
-
-def test_a_row_group_that_cannot_be_read_ends_the_job_by_name(crew, tmp_path):
-    path = tmp_path / "a.parquet"
-    table().to_parquet(path, row_group_size=120)
-    damaged = bytearray(path.read_bytes())
-    at = Parquet(str(path), ["id"])._files[0].footer.row_group(2).column(0).dictionary_page_offset
-    damaged[at : at + 40] = b"x" * 40
-    path.write_bytes(damaged)
-    source = Parquet(str(path), ["id"])  # found as it is; its footer is whole
-    with pytest.raises(DataError, match=r"a\.parquet, row group 2 cannot be read"):
-        crew.fit(sum_up, args=(source, 1.0), np=2)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import re
 import signal
 
 import dask
 import pytest
 
-from nbelastic.errors import RankFailed
 from tests.support.clusters import a_crew, kinds, sizes, until
 from tests.support.training import Fault, Workload, check
 
@@ -88,17 +86,6 @@ def test_N20_a_newcomer_warms_up_beside_the_others(crew, tmp_path):
     assert gap < work.slow_start / 2, f"the others waited {gap:.2f} s for a newcomer"
 
 
-def test_all_ranks_killed_at_once_start_over_and_say_so(crew, tmp_path):
-    work = Workload(tmp_path, epochs=40)
-    processes = crew.workers().values()
-    job = crew.fit(work, np=4, min_np=2, elastic_timeout=60, block=False)
-    until(lambda: job.status.commits > 0 or job.done(), "a commit")
-    for process in processes:  # from outside: each would survive hearing of the first in time
-        os.kill(process, signal.SIGKILL)
-    check(job.results(120), work)
-    assert "restarted" in kinds(job)
-
-
 def test_a_rank_that_hangs_in_user_code_is_evicted(crew, tmp_path):
     work = Workload(tmp_path, epochs=4, faults=(Fault(rank=2, epoch=1, batch=1, kind="hang"),))
     job = crew.fit(work, np=4, min_np=2, stall_timeout=2.0)
@@ -106,37 +93,6 @@ def test_a_rank_that_hangs_in_user_code_is_evicted(crew, tmp_path):
     assert sizes(job)[:2] == [4, 3]
     lost = next(event for event in job.history if event.kind == "lost")
     assert re.search(r"it was executing .*training\.py, line \d+, in _do_harm$", lost.detail)
-
-
-GOAL = 50
-
-
-@pytest.mark.nightly  # for `make test`, a random plan of `tests/chaos`
-@pytest.mark.timeout(600)
-def test_kills_at_random_moments(crew, tmp_path):
-    dice = random.Random(20261121)
-    kills = number = 0
-    while kills < GOAL:
-        number += 1
-        marks = tmp_path / str(number)
-        marks.mkdir()
-        work = Workload(marks, epochs=40, seconds=0.01)
-        job = crew.fit(work, np=3, min_np=1, max_np=4, block=False, name=f"kills-{number}")
-        killed: set[str] = set()
-        while not job.wait(dice.uniform(0.0, 0.4)):
-            ranks = job.status.ranks
-            members = [r.worker for r in ranks if r.rank is not None and r.worker not in killed]
-            holders = [r.worker for r in ranks if r.commits and r.worker not in killed]
-            target = dice.choice(members) if members else None
-            if set(holders) - {target} and target and kills < GOAL:  # one with the state is left
-                kills += crew.kill(target)
-                killed.add(target)
-        assert "restarted" not in kinds(job)
-        problem = job.exception()
-        if isinstance(problem, RankFailed):  # killed when others had returned: nobody can go back
-            assert "ended before they returned" in str(problem)
-        else:
-            check(job.results(), work)
 
 
 def how_it_began():

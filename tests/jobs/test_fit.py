@@ -40,15 +40,9 @@ def test_N11_an_error_arrives_as_what_it_is_with_the_users_line_rank_and_worker(
     assert "rank 1 on tcp://" in message
     assert "nbelastic/elastic" not in message
     assert job.status.state == "failed"
-
-
-def test_equal_errors_of_several_ranks_are_told_once(crew):
-    def fail():
-        raise ZeroDivisionError("all of us")
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        crew.fit(fail, np=4)
-    assert str(caught.value).count("all of us") == 2  # the message and the user's line
+    with pytest.raises(ZeroDivisionError) as caught:  # one of several ranks is told of
+        crew.fit(lambda: 1 / 0, np=4)
+    assert str(caught.value).count("division by zero") == 1
 
 
 def test_a_result_that_cannot_travel_is_an_error_that_says_so(crew):
@@ -110,6 +104,9 @@ def test_a_job_can_be_awaited_and_giving_up_leaves_it_alone(crew):
         return 7
 
     job, ended = crew.fit(slow, np=1, block=False), []
+    with pytest.raises(TimeoutError, match="it goes on"):
+        job.result(0.01)
+    assert not job.wait(0.01)
     job.add_done_callback(ended.append)
     assert asyncio.run(main(job)) == 7
     assert not job.running() and not job.cancelled()
@@ -120,20 +117,6 @@ def test_a_job_can_be_awaited_and_giving_up_leaves_it_alone(crew):
 
     with pytest.raises(ZeroDivisionError):
         asyncio.run(failing())
-
-
-def test_a_timeout_leaves_the_job_alone(crew):
-    def nap():
-        import time
-
-        time.sleep(0.5)
-        return "awake"
-
-    job = crew.fit(nap, np=1, block=False)
-    with pytest.raises(TimeoutError, match="it goes on"):
-        job.result(0.01)
-    assert not job.wait(0.01)
-    assert job.result(30) == "awake"
 
 
 def test_N13_a_job_can_be_run_from_any_thread(crew):

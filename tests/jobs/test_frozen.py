@@ -1,15 +1,16 @@
-"""Real processes that freeze, and others that only look as if they had."""
+"""Real processes that freeze, others that only look as if they had, and clocks set back."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import signal
+import time
 from typing import TYPE_CHECKING
 
-import pytest
+import distributed.batched
+import distributed.metrics
+import tornado.ioloop
 
-from tests.support.clusters import kinds, sizes, until
+from tests.support.clusters import a_crew, kinds, sizes, until
 from tests.support.training import Fault, Workload, check
 
 if TYPE_CHECKING:
@@ -49,36 +50,14 @@ def test_a_stopped_rank_is_ended_by_its_worker_which_starts_another(crew, tmp_pa
     assert crew.workers() == before
 
 
-def test_a_worker_stopped_while_idle_is_seen_when_a_rank_is_to_start_there(crew, tmp_path):
-    work = Workload(tmp_path, epochs=1000, until_newcomers=2)
-    job = crew.fit(work, np=2, min_np=1, max_np=2, block=False)
-    until(lambda: job.status.state == "running", "training")
-    members = {rank.worker for rank in job.status.ranks}
-    idle = {worker: pid for worker, pid in crew.workers().items() if worker not in members}
-    victim = min(idle)
-    os.kill(idle[victim], signal.SIGSTOP)
-    job.scale(max_np=4)
-    check(job.results(), work)
-    assert [e.detail for e in job.history if e.worker == victim and e.kind == "lost"] == [STOPPED]
-    assert max(sizes(job)) == 4
-
-
-@pytest.mark.parametrize(
-    ("kind", "seconds", "heartbeat_timeout"),
-    [
-        ("pause", 0.4, 10),
-        ("hold", 4.0, 2),
-    ],
-)
-def test_one_that_comes_back_is_left_in_peace(crew, tmp_path, kind, seconds, heartbeat_timeout):
-    fault = Fault(rank=1, epoch=1, batch=1, kind=kind, seconds=seconds)
-    work = Workload(tmp_path, faults=(fault,))
-    job = crew.fit(work, np=4, min_np=2, heartbeat_timeout=heartbeat_timeout)
+def test_one_that_only_keeps_the_gil_busy_is_left_in_peace(crew, tmp_path):
+    work = Workload(tmp_path, faults=(Fault(rank=1, epoch=1, batch=1, kind="hold", seconds=4.0),))
+    job = crew.fit(work, np=4, min_np=2, heartbeat_timeout=2)
     check(job.results(), work)
     assert sizes(job) == [4]
     assert not {"lost", "left", "reset"} & set(kinds(job))
     stamps = [stamp for stamp, _ in job.results()[1]["times"]]
-    assert max(after - before for before, after in itertools.pairwise(stamps)) >= seconds
+    assert max(after - before for before, after in itertools.pairwise(stamps)) >= 4.0
 
 
 def test_N2_one_that_keeps_the_gil_busy_is_evicted_after_stall_timeout(crew, tmp_path):
@@ -87,3 +66,34 @@ def test_N2_one_that_keeps_the_gil_busy_is_evicted_after_stall_timeout(crew, tmp
     check(job.results(), work)
     (detail,) = losses(job)
     assert "3 s (stall_timeout)" in detail  # it holds up the others, or does not leave them
+
+
+CLOCKS = (distributed.batched, distributed.metrics, tornado.ioloop.IOLoop)
+
+
+def set_back(seconds, set_clock=setattr):
+    """Have a process, in which Dask runs, see the wall clock go back once; as NTP may do it."""
+    for place in CLOCKS:
+        set_clock(place, "time", lambda *_: time.time() - seconds)
+
+
+def test_a_clock_that_is_set_back_costs_no_rank(tmp_path, monkeypatch):
+    work = Workload(tmp_path, epochs=500, seconds=0.05, until_told=True)
+    with a_crew(n_workers=2) as crew:
+        job = crew.fit(work, np=2, block=False, heartbeat_timeout=2)
+
+        def trains_on():
+            seen = job.status.commits
+            until(lambda: job.status.commits > seen + 60 or job.done(), "it trains on", 60)
+            assert job.status.state == "running"
+
+        until(lambda: job.status.commits or job.done(), "it trains")
+        crew.client.run(set_back, 60, workers=[next(iter(crew.workers()))])
+        trains_on()
+        set_back(60, monkeypatch.setattr)  # in this process: the kernel, and the scheduler with it
+        trains_on()
+        (tmp_path / "enough").touch()
+        assert len({result["weights"] for result in job.results(30)}) == 1
+        monkeypatch.undo()
+        assert "lost" not in kinds(job)
+        assert job.status.resets == 0

@@ -8,8 +8,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 BEGINNING = """
 import faulthandler, os, signal, sys, threading, time, traceback
 from pathlib import Path
@@ -83,27 +81,6 @@ if __name__ == "__main__":
     main()
 """
 
-EMBEDDED = """
-def main():
-    def starting():
-        return any("watch message queue" in thread.name for thread in threading.enumerate())
-    interrupt_when(starting)
-    interrupted(lambda: nbelastic.fit(Workload(marks, epochs=1000), np=2))
-    print("left:", [thread.name for thread in threading.enumerate() if "IO loop" in thread.name])
-
-    job = nbelastic.fit(Workload(marks, epochs=1000), np=2, block=False)
-    interrupt_when(lambda: job.status.commits > 3)
-    interrupted(threading.Event().wait)
-    seen = job.status.commits
-    until(lambda: job.status.commits > seen + 10 or job.done(), "it trains on")
-    print(job.status.state, job.status.size)
-    interrupt_when(lambda: is_main_thread_in("exception"))
-    interrupted(lambda: wait_interruptibly(job))
-
-if __name__ == "__main__":
-    main()
-"""
-
 
 def kernel(tmp_path, script):
     path = tmp_path / "script.py"
@@ -133,16 +110,4 @@ def test_N12_an_interrupt_frees_the_workers_of_the_kernels_cluster_and_ends_none
         "handler kept: True",
         *["KeyboardInterrupt "] * 5,
         "the new one: True",
-    ], errors
-
-
-@pytest.mark.nightly
-def test_an_interrupt_ends_no_worker_of_an_embedded_cluster(tmp_path):
-    lines, errors = kernel(tmp_path, EMBEDDED)
-    assert lines == [
-        "KeyboardInterrupt ",
-        "left: []",
-        "KeyboardInterrupt ",
-        "running 2",
-        "JobInterrupted the cluster that was started for it is closed",
     ], errors

@@ -19,23 +19,18 @@ def descriptors(ports):
     Dask keeps a pool of them, which grows with what happens to go on at the same time.
     """
     import os
-    from pathlib import Path
 
-    dask, ends = set(), {}
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            local, remote = (int(words[column].split(":")[1], 16) for column in (1, 2))
-            ends[f"socket:[{words[9]}]"] = f"TCP from port {local} to {remote}, state {words[3]}"
-            if {local, remote} & set(ports):
-                dask.add(f"socket:[{words[9]}]")
-    targets = []
+    import psutil
+
+    ends = {}
+    for each in psutil.Process().net_connections("tcp"):
+        ends[each.fd] = [end.port for end in (each.laddr, each.raddr) if end]
+    found = []
     for name in os.listdir("/proc/self/fd"):
-        try:
-            targets.append(os.readlink(f"/proc/self/fd/{name}"))
-        except FileNotFoundError:
-            pass  # the one that listed them
-    return [ends.get(target, target) for target in targets if target not in dask]
+        place, its = f"/proc/self/fd/{name}", ends.get(int(name), [])
+        if os.path.lexists(place) and not {*its} & {*ports}:  # not that of the list
+            found.append(f"TCP between ports {its}" if its else os.readlink(place))
+    return found
 
 
 def footprint(ports):

@@ -16,50 +16,47 @@ TRAINERS = Path(__file__).parents[2] / "docs/trainers.md"
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_the_first_program_of_the_readme_runs_as_a_script(tmp_path):
-    program = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert program is not None
-    script = tmp_path / "first.py"
-    script.write_text(program[1])
-    forked = {"DASK_DISTRIBUTED__NANNY__PRELOAD": "['tests.support.forking']"}
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": str(README.parent), **forked},
+def run(program: str, folder: Path, *how: str, **variables: str) -> Any:
+    """Run a program of a page as a script, which must succeed."""
+    script = folder / "script.py"
+    script.write_text(program)
+    ended = subprocess.run(
+        [sys.executable, *how, str(script)],
+        env={**os.environ, "PYTHONPATH": str(README.parent), **variables},
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=150,
         check=False,
     )
-    assert run.returncode == 0, run.stderr
-    assert float(run.stdout) < 0.01
-    assert "finished · 4 ranks" in run.stderr
+    assert ended.returncode == 0, ended.stderr
+    return ended
+
+
+def first_program(page: Path, begins: str = "") -> str:
+    found = re.search(rf"```python\n({begins}.*?)```", page.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def test_the_first_program_of_the_readme_runs_as_a_script(tmp_path):
+    forked = {"DASK_DISTRIBUTED__NANNY__PRELOAD": "['tests.support.forking']"}
+    ended = run(first_program(README), tmp_path, **forked)
+    assert float(ended.stdout) < 0.01
+    assert "finished · 4 ranks" in ended.stderr
 
 
 @pytest.mark.nightly
 def test_the_script_of_the_page_on_trainers_goes_on_after_a_kill(tmp_path):
-    program = re.search(r"```python\n(import torch\n.*?)```", TRAINERS.read_text(), re.DOTALL)
-    assert program is not None
-    script = tmp_path / "train.py"
-    killed = "pathlib.Path('killed')"
     kill = (
-        f"if state.epoch == 1 and dist.get_rank() == 0 and not {killed}.exists():\n"
-        f"                {killed}.touch(), os.kill(os.getpid(), 9)\n"
+        "state.commit()\n            killed = pathlib.Path('killed')\n"
+        "            if state.epoch == 1 and dist.get_rank() == 0 and not killed.exists():\n"
+        "                killed.touch(), os.kill(os.getpid(), 9)\n"
     )
-    script.write_text(
-        "import os, pathlib\n"
-        + program[1].replace("state.commit()", f"state.commit()\n            {kill}")
-    )
-    words = [sys.executable, "-m", "nbelastic.cli", "run", "-np", "2", "--min-np", "1"]
-    run = subprocess.run(
-        [*words, sys.executable, str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    losses = dict(re.findall(r"epoch (\d): loss (\d\.\d+)", run.stdout))
+    program = first_program(TRAINERS, "import torch\n").replace("state.commit()", kill)
+    how = ["-m", "nbelastic.cli", "run", "-np", "2", "--min-np", "1", sys.executable]
+    ended = run(f"import os, pathlib\n{program}", tmp_path, *how)
+    losses = dict(re.findall(r"epoch (\d): loss (\d\.\d+)", ended.stdout))
     assert [0.5 < float(losses[str(epoch)]) < 2.0 for epoch in range(3)] == [True] * 3
     assert (tmp_path / "model.pt").exists()
 

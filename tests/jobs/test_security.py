@@ -9,7 +9,6 @@ import os
 import socket
 import ssl
 import stat
-import sys
 
 import psutil
 import pytest
@@ -27,10 +26,6 @@ from tests.support.clusters import a_crew
 
 def listen_and_be_asked():
     """Form a group, then say where this process listens, and what a stranger is told there."""
-    import os
-    import socket
-    import stat
-
     import msgspec
     import torch
 
@@ -39,26 +34,10 @@ def listen_and_be_asked():
     from nbelastic.collectives.rendezvous.server import PURPOSE
     from nbelastic.elastic.ranks.context import current
 
-    def listeners():
-        inodes = set()
-        for number in os.listdir("/proc/self/fd"):
-            try:
-                status = os.stat(f"/proc/self/fd/{number}")
-            except OSError:
-                continue  # the listing's own, closed since
-            if stat.S_ISSOCK(status.st_mode):
-                inodes.add(str(status.st_ino))
-        found = set()
-        for family in ("tcp", "tcp6"):
-            with open(f"/proc/self/net/{family}") as table:
-                rows = [line.split() for line in list(table)[1:]]
-            found |= {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
-        return found
-
     hvd.init()
-    before = listeners()
+    before = listening_in(psutil.Process())
     hvd.allreduce(torch.ones(1))
-    ours = [address.split(":")[0] for address in listeners() - before]
+    ours = [host for host, _ in listening_in(psutil.Process()) - before]
     session = current()
     with socket.create_connection(session._store.address, 10) as connection:
         key = f"{session.spec.job}/{session.generation + 1}"
@@ -67,16 +46,20 @@ def listen_and_be_asked():
     return ours, answer, session.secret
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's table of sockets")
+def listening_in(process) -> set[tuple[str, int]]:
+    """Return the addresses and ports on which a process listens."""
+    connections = process.net_connections("tcp")
+    return {(each.laddr.ip, each.laddr.port) for each in connections if each.status == "LISTEN"}
+
+
 def test_a_job_listens_where_dask_does_and_answers_no_stranger():
     with a_crew(host="127.0.0.2") as crew:
         first = crew.fit(listen_and_be_asked, np=2, backend="gloo").results()
         second = crew.fit(listen_and_be_asked, np=2).results()
-    dasks = socket.inet_aton("127.0.0.2")[::-1].hex().upper()  # in the table's byte order
     assert all(len(ours) >= 2 for ours, _, _ in first), "the store and Gloo"
     for ours, answer, secret in first + second:
         assert ours, "the store; shared memory needs no more"
-        assert set(ours) == {dasks}
+        assert set(ours) == {"127.0.0.2"}
         assert answer == b"", "without the job's secret there is no answer"
         assert len(secret) == 32
     assert first[0][2] == first[1][2], "all ranks of a job know its secret"
@@ -165,9 +148,7 @@ def _listening() -> set[tuple[str, int]]:
     found = set()
     for process in (own, *own.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            connections = process.net_connections("tcp")
-            listening = [each for each in connections if each.status == psutil.CONN_LISTEN]
-            found |= {(each.laddr.ip, each.laddr.port) for each in listening}
+            found |= listening_in(process)
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 import nbelastic
 from nbelastic.cluster import pack_function
 from nbelastic.cluster.worker.rank import program
+from nbelastic.elastic.ranks import telemetry
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.errors import JobStopped
 from nbelastic.messages import Place, RankEvent, RankRaised
@@ -37,6 +38,7 @@ def test_a_rank_that_raises_outside_its_function_says_so(monkeypatch, name):
         raise SystemError(f"{name} is broken")
 
     monkeypatch.setattr(program, name, boom)
+    monkeypatch.setattr(telemetry.Telemetry, "take", boom)  # nothing waits for figures
     port, place = Port(), Place(0, 1, 0, 1, 0, 1)
     payload, _ = pack_function(fail if name == "pack_error" else nbelastic.size, (), {})
     rank = program.RankProgram(RankSpec(job="job", start=3, place=place), payload, port)

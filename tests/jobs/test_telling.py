@@ -1,8 +1,10 @@
 """What ranks report and print reaches their owner, and what is displayed never harms a job."""
 
 import contextlib
+import json
 import re
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +13,8 @@ import nbelastic
 from nbelastic import render
 from nbelastic.cli.run import exit_code
 from nbelastic.driver import display, driver_of
+from nbelastic.notebook.display_service import DisplayService
 from tests.support.clusters import kinds, until
-from tests.support.logs import own_records
 from tests.support.training import Fault, Workload, check
 
 
@@ -99,11 +101,10 @@ def test_reports_are_means_by_place_each_once_though_a_rank_dies(crew, tmp_path)
 PHASES = ["aborted", "restored", "ready", "planned", "connected", "synchronised", "stepped"]
 
 
-def test_the_history_tells_where_the_time_of_a_recovery_went(crew, tmp_path):
-    work = Workload(
-        tmp_path, epochs=6, optimizer="adamw", faults=(Fault(rank=1, epoch=1, batch=1),)
-    )
-    job = crew.fit(work, np=4, min_np=2, block=False)
+def test_history_and_timeline_tell_where_the_time_of_a_recovery_went(crew, tmp_path):
+    path, faults = tmp_path / "timeline.json", (Fault(rank=1, epoch=2, batch=2),)
+    work = Workload(tmp_path, epochs=1000, optimizer="adamw", until_newcomers=1, faults=faults)
+    job = crew.fit(work, np=3, min_np=2, timeline=path, block=False)
     seen = []
     while not job.wait(0.05):
         seen.append(job.status)
@@ -121,67 +122,22 @@ def test_the_history_tells_where_the_time_of_a_recovery_went(crew, tmp_path):
     sizes = {rank.state_bytes for status in seen for rank in status.ranks} - {0}
     assert len(sizes) <= 2 and max(sizes) > 1000  # without and with the optimizer's state
     assert min(rank.resident_bytes for rank in job.status.ranks) > 5e7  # Python and torch
+    events = json.loads(path.read_text())["traceEvents"]
+    rows = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert rows == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
+    of_rank_0 = [event for event in events if event["ph"] == "X" and event["pid"] == 0]
+    assert {"REDUCE_GRADIENTS", "COMMIT", "STATE_TRANSFER"} <= {each["name"] for each in of_rank_0}
+    resets = [event["ts"] for event in events if event["name"] == "RESET"]
+    assert len(resets) >= 2 + 2 + 3
+    assert min(resets) < max(event["ts"] for event in events if event["ph"] == "X")
+    assert [each.name for each in tmp_path.glob("timeline.json*")] == ["timeline.json"]
 
 
-class Recorder:
-    """A display that notes how it is used, and can be made to fail."""
-
-    def __init__(self, *, broken=False):
-        self.calls = []
-        self.broken = broken
-
-    def _note(self, call):
-        self.calls.append(call)
-        if self.broken:
-            raise RuntimeError("a fault of the display")
-
-    def show(self, job):
-        self._note(f"show {job.name}")
+class Labels(DisplayService):
+    """A display that calls this file a cell."""
 
     def label(self, file):
-        self._note("label")
         return "The cell" if file == __file__ else None
-
-    @contextlib.contextmanager
-    def watching(self, job):
-        self._note(f"watching {job.name}")
-        yield self
-        self._note("left")
-
-    def tick(self):
-        self._note("tick")
-
-    def say(self, text):
-        self._note(text)
-
-
-@pytest.fixture
-def set_display():
-    before = display._display
-    display._complain.cache_clear()
-    yield display.set_display
-    display.set_display(before)
-
-
-def test_a_display_is_told_of_every_job_and_ticks_while_somebody_waits(crew, set_display):
-    import time
-
-    recorder = Recorder()
-    set_display(recorder)
-    job = nbelastic.fit(time.sleep, args=[0.5], cluster=crew.client, np=2, name="shown")
-    assert recorder.calls[0] == "watching shown"
-    assert recorder.calls.count("tick") >= 2
-    assert recorder.calls[-1] == "left"
-    job._ipython_display_()
-    assert recorder.calls[-1] == "show shown"
-
-
-def test_a_broken_display_is_complained_of_once_and_harms_nothing(crew, set_display, caplog):
-    set_display(Recorder(broken=True))
-    work = nbelastic.fit(nbelastic.size, cluster=crew.client, np=2)
-    assert work.results() == [2, 2]
-    assert nbelastic.fit(nbelastic.size, cluster=crew.client, np=2).results() == [2, 2]
-    assert len([r for r in own_records(caplog) if "display" in r.message]) == 1
 
 
 def fails_later_on_rank_1(steps):
@@ -200,8 +156,8 @@ def fails_later_on_rank_1(steps):
     train(state)
 
 
-def test_the_loss_of_a_rank_by_an_error_says_in_which_line(crew, set_display):
-    set_display(Recorder())
+def test_the_loss_of_a_rank_by_an_error_says_in_which_line(crew, monkeypatch, capsys):
+    monkeypatch.setattr(display, "_display", Labels())
     job = crew.fit(fails_later_on_rank_1, args=[30], np=2, min_np=1)
     lost = next(event for event in job.history if event.kind == "lost")
     assert re.search(
@@ -212,32 +168,11 @@ def test_the_loss_of_a_rank_by_an_error_says_in_which_line(crew, set_display):
     assert (job.status.state, job.status.errors) == ("finished", 1)
     line = render.text(render.JobSnapshot.of(job))
     assert "finished with 1 error · 1 rank" in line and f"warning: {headline[:100]}" in line
-    display = SimpleNamespace(say=str, flush=list)
-    assert exit_code(lambda: job, display) == 3
+    job._ipython_display_()
+    assert line in capsys.readouterr().out
+    assert exit_code(lambda: job, SimpleNamespace(say=str, flush=list)) == 3
     with pytest.raises(ZeroDivisionError, match="The cell, line"):
         crew.fit(lambda: 1 / 0, np=1)
-
-
-def without_figures():
-    import nbelastic.torch as hvd
-    from nbelastic.elastic.ranks import telemetry
-
-    def broken(_):
-        raise RuntimeError("no figures")
-
-    take, telemetry.Telemetry.take = telemetry.Telemetry.take, broken
-    try:
-        hvd.init()
-        hvd.barrier()
-        return hvd.size()
-    finally:
-        telemetry.Telemetry.take = take
-
-
-def test_what_others_wait_for_is_said_though_there_are_no_figures(crew):
-    job = crew.fit(without_figures, np=2)
-    assert job.results() == [2, 2]
-    assert "formed" in kinds(job)
 
 
 def talk_slowly(marks):
@@ -262,3 +197,14 @@ def test_output_can_be_followed_to_the_end(crew, tmp_path, capsys):
     job.logs(rank=1, follow=True)
     assert capsys.readouterr().out == "early\nlate\n"
     assert job.done()
+
+
+def test_ranks_that_do_not_see_the_path_do_not_fail(crew, tmp_path):
+    def hide():
+        for path in Path(tmp_path).glob("sub"):
+            path.rename(tmp_path / "hidden")
+
+    (tmp_path / "sub").mkdir()
+    job = crew.fit(hide, np=1, timeline=tmp_path / "sub" / "t.json")
+    assert kinds(job).count("warning") == 1
+    assert "there is no timeline at" in next(e.detail for e in job.history if e.kind == "warning")

@@ -1,79 +1,6 @@
-"""torch.distributed in jobs on real workers: DDP through a kill and a join, groups, FSDP2."""
-
-from collections import Counter
+"""torch.distributed in jobs on real workers: variables, FSDP2, checkpoints by a second thread."""
 
 from tests.support.clusters import sizes, until
-
-ROWS = 96
-
-
-def test_ddp_as_everyone_writes_it_goes_on_through_a_kill_and_a_join(crew, tmp_path):
-    def train(flag):
-        import hashlib
-        import os
-        import signal
-        import time
-        from pathlib import Path
-
-        import torch
-        import torch.distributed as dist
-        from torch.nn.parallel import DistributedDataParallel
-
-        import nbelastic.torch as hvd
-
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        torch.manual_seed(dist.get_rank())
-        model = torch.nn.Sequential(
-            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)
-        )
-        ddp = DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
-        sampler = hvd.elastic.ElasticSampler(range(ROWS))
-        state = hvd.elastic.TorchState(ddp, optimizer, sampler=sampler, epoch=0, seen=[], was=[])
-
-        @hvd.elastic.run
-        def loop(state):
-            while state.epoch < 3 or dist.get_world_size() < 2:
-                indices = list(sampler)
-                for number in range(0, len(indices), 4):
-                    rows = indices[number : number + 4]
-                    inputs = torch.tensor(rows).float().view(-1, 1).expand(-1, 4) / ROWS
-                    optimizer.zero_grad()
-                    ddp(inputs).pow(2).mean().backward()
-                    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-                    optimizer.step()
-                    last = dist.get_rank() == dist.get_world_size() - 1
-                    if state.epoch == 1 and number == 16 and last and not Path(flag).exists():
-                        Path(flag).touch()
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    everyone = [None] * dist.get_world_size()
-                    dist.all_gather_object(everyone, rows)
-                    state.seen = [
-                        *state.seen,
-                        (state.epoch, [row for rows in everyone for row in rows]),
-                    ]
-                    state.was = [*state.was, len(everyone)]
-                    sampler.record_batch(number // 4, 4)
-                    time.sleep(0.01)
-                    state.commit()
-                state.epoch += 1
-                sampler.set_epoch(state.epoch)
-            parameters = b"".join(each.detach().numpy().tobytes() for each in ddp.parameters())
-            return hashlib.sha1(parameters).hexdigest(), state.seen, state.was
-
-        return loop(state)
-
-    job = crew.fit(train, args=(str(tmp_path / "killed"),), np=2, min_np=1, max_np=2)
-    outcomes = job.results()
-    assert len(outcomes) == 2
-    assert outcomes[0] == outcomes[1]
-    _, seen, was = outcomes[0]
-    assert sizes(job) == [2, 1, 2]
-    assert set(was) == {1, 2}
-    for epoch in range(3):
-        counts = Counter(row for number, rows in seen if number == epoch for row in rows)
-        assert set(counts) == set(range(ROWS))
-        assert sum(counts.values()) <= ROWS + 2  # shares are padded by one at most, at each deal
 
 
 def test_variables_of_torchrun_are_there_before_the_function_and_follow_resets(crew):
@@ -147,3 +74,63 @@ def test_fsdp_works_on_a_fixed_world_and_is_refused_in_an_elastic_loop(crew):
     (text, one), (_, other) = crew.fit(train, np=2).results()
     assert "sharded over the ranks" in text
     assert one == other
+
+
+def test_async_save_in_a_loop_goes_on_after_a_kill(crew, tmp_path):
+    def train(path):
+        import os
+        import signal
+        import time
+        from pathlib import Path
+
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+
+        import nbelastic.torch as hvd
+        from nbelastic.errors import CollectiveError
+
+        dist.init_process_group("gloo")
+        model = torch.nn.Linear(3, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+        group = dist.new_group()
+        state = hvd.elastic.TorchState(model, optimizer, step=0, written=[])
+        killed = Path(path, "killed")
+
+        @hvd.elastic.run
+        def loop(state):
+            future, of = None, 0
+            while state.step < 40 or dist.get_world_size() < 2:
+                optimizer.zero_grad()
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                state.step += 1
+                time.sleep(0.01)
+                if future is None or future.done():
+                    if future is not None:
+                        try:
+                            future.result()
+                            state.written = [*state.written, of]
+                        except CollectiveError:
+                            pass
+                    future, of = None, state.step
+                    ready = torch.ones(1)
+                else:
+                    ready = torch.zeros(1)
+                dist.all_reduce(ready)
+                if ready.item() == dist.get_world_size():
+                    place = f"{path}/{state.step}-{dist.get_world_size()}"
+                    values = {"weight": model.weight.detach().clone()}
+                    future = dcp.async_save(values, checkpoint_id=place, process_group=group)
+                    if state.step > 20 and dist.get_rank() == 1 and not killed.exists():
+                        killed.touch()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                state.commit()
+            return state.step, len(state.written)
+
+        return loop(state)
+
+    job = crew.fit(train, args=(str(tmp_path),), np=2, min_np=1, max_np=2)
+    outcomes = job.results()
+    assert all(step >= 40 and written >= 3 for step, written in outcomes)
+    assert sizes(job) == [2, 1, 2]

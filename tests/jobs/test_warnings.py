@@ -86,27 +86,6 @@ def test_a_wrong_loop_is_warned_of_while_it_trains(crew, tmp_path, commits, wrap
     assert f"warning: {headline}" in text(JobSnapshot.of(job))
 
 
-def test_it_is_warned_of_without_an_elastic_loop_too(crew):
-    def work():
-        import torch
-
-        import nbelastic.torch as hvd
-
-        hvd.init()
-        model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        hvd.broadcast_parameters(model.state_dict(), 0)
-        hvd.broadcast_optimizer_state(optimizer, 0)
-        for _ in range(12):
-            optimizer.zero_grad()
-            loss = (model(torch.randn(8, 4)) - hvd.rank()).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            hvd.allreduce(loss.detach())
-
-    assert crew.fit(work, np=2).status.headlines == ("ranks train different parameters",)
-
-
 def over_a_loader(kind):
     import torch
     from torch.utils.data import TensorDataset

@@ -146,7 +146,7 @@ def test_arguments_of_keras_fit(one_rank):
     # Two data epochs of five batches, in epochs of two batches.
     one_after_other = {"steps_per_epoch": 2, "shuffle": False}
     assert fit(x, y, epochs=5, **one_after_other) == [
-        *((0, 1.5, None), (1, 5.5, None), (2, 4.5, None), (3, 3.5, None), (4, 7.5, None)),
+        *((0, 1.5, None), (1, 5.5, None), (2, 4.5, None), (3, 3.5, None), (4, 7.5, None))
     ]
     assert fit(x, y, initial_epoch=3, epochs=4, validation_data=(x, y), validation_steps=3) == [
         (3, 4.5, 2.5)

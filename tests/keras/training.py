@@ -12,14 +12,9 @@ from typing import Any
 class Fault:
     """What one rank does to itself, once, before or after a batch.
 
-    Attributes
-    ----------
-    rank, epoch, batch : int
-        Who, and when.
-    kind : str
-        ``kill``, ``raise``, ``wait`` (for a change of the membership, after the batch), ``whole``
-        (the same, unless there are three ranks), ``stop`` (the training, after the batch) or
-        ``end`` (killed at the end of the epoch).
+    It is killed, or raises; after the batch it may ``stop`` the training, ``wait`` for a change of
+    the membership, or wait until that is ``whole``, of three ranks; at the ``end`` of the epoch it
+    is killed.
     """
 
     rank: int
@@ -30,25 +25,17 @@ class Fault:
 
 @dataclass(frozen=True)
 class Training:
-    """A training.
+    """A training."""
 
-    Attributes
-    ----------
-    marks : Path
-        An empty directory that all workers see.
-    loader, loads : bool
-        Whether the data are a Loader with an exact batch, or a DataLoader.
-    """
-
-    marks: Path
+    marks: Path  # an empty directory that all workers see
     faults: tuple[Fault, ...] = ()
     samples: int = 96
     batch: int = 8
     epochs: int = 4
-    loader: bool = False
+    loader: bool = False  # the data are a Loader with an exact batch
     patience: int = 2
     own_step: bool = False
-    loads: bool = False
+    loads: bool = False  # they are a DataLoader
     steps: int | None = None
 
     @property
@@ -57,7 +44,6 @@ class Training:
         return any(fault.kind == "stop" for fault in self.faults)
 
     def __call__(self) -> dict[str, Any]:
-        """Train. Runs on every rank."""
         return _train(self)
 
     def once(self, name: str) -> bool:
@@ -163,9 +149,7 @@ def _train(work: Training) -> dict[str, Any]:
     kind = Careful if work.own_step else keras.Model
     model = kind(inputs, dense(1)(hidden))
     model.compile(
-        hvd.DistributedOptimizer(keras.optimizers.Adam(0.02)),
-        loss=loss,
-        metrics=[Seen("seen")],
+        hvd.DistributedOptimizer(keras.optimizers.Adam(0.02)), loss=loss, metrics=[Seen("seen")]
     )
     stopping = keras.callbacks.EarlyStopping(
         "val_loss", patience=work.patience, restore_best_weights=True

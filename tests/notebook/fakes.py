@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ from nbelastic.driver.status import HistoryEvent, JobStatus, Output, RankStatus
 from nbelastic.errors import RankFailed
 from nbelastic.notebook.display_group import AFTER, DisplayGroup
 from nbelastic.notebook.display_service import DisplayService
+from tests.support import clusters
 
 STARTED = 1_000_000.0
 
@@ -230,9 +230,5 @@ class Stage:
         return [each.group for each in self.display._shown.values() if each.group is not None]
 
 
-def until(condition, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline
-        pause.wait(0.005)
+def until(condition) -> None:
+    clusters.until(condition, "what is displayed", 10)

@@ -48,49 +48,32 @@ EVERYTHING = dict.fromkeys(("a", "b", "x", "lr", "batch", "loader", "Net", "help
 @pytest.mark.parametrize(
     ("body", "names"),
     [
-        ("lr", {"lr"}),
         ("lr = 1\nlr", set()),
         ("lr = lr * 2", {"lr"}),
         ("lr += 1", {"lr"}),
-        ("import a.c\na", set()),
         ("from a import b as x\nx", set()),
         ("def f():\n    return x\nf()\nx = 7", {"x"}),
         ("def f():\n    return x\nx = 7\nf()", set()),
-        ("def f():\n    return x\nlist(map(f, [1]))\nx = 7", {"x"}),
         ("def f():\n    return x\ndef g():\n    return f()\ng()\nx = 7", {"x"}),
         ("class Run:\n    def go(self):\n        return x\nRun().go()\nx = 7", {"x"}),
-        ("f = lambda: x\nf()\nx = 7", {"x"}),
         ("@helper\ndef f():\n    return x\nx = 7\nf()", {"helper"}),
         ("def f():\n    return x\nif a:\n    x = 7\nf()", {"a", "x"}),
-        ("def train(n=lr):\n    lr = n", {"lr"}),
-        ("def train():\n    lr = 1\n    def inner():\n        return lr", set()),
-        ("def train():\n    return helper()\ndef helper(): return 1\ntrain()", set()),
         ("def train():\n    global lr\n    lr += 1\ntrain()", {"lr"}),
-        ("[x for x in loader]", {"loader"}),
         ("[x for x in loader]\nx", {"loader", "x"}),
-        ("{a: b for a, b in loader if x}", {"loader", "x"}),
         ("[batch := x for x in loader]\nbatch", {"loader"}),
         ("class A(Net):\n    lr = lr\n    def f(self): return a(lr)", {"Net", "lr", "a"}),
-        ("class A:\n    x = 1\nx", {"x"}),
         ("@helper\ndef f() -> Net: ...", {"helper", "Net"}),
         ("for batch in loader:\n    x = batch\nx", {"loader"}),
-        ("with helper() as x:\n    a = x\na", {"helper"}),
-        ("if a:\n    x = 1\nx", {"a", "x"}),
-        ("if a:\n    x = 1\nelse:\n    x = 2\nx", {"a"}),
         ("if a:\n    x = 1\nelse:\n    raise ValueError\nx", {"a"}),
         ("try:\n    import x\nexcept ImportError:\n    x = None\nx", set()),
         ("try:\n    x = 1\nexcept ImportError:\n    pass\nx", {"x"}),
-        ("try:\n    x = 1\nfinally:\n    print(x)", set()),
         ("try:\n    pass\nexcept ValueError as x:\n    print(x)\nx", {"x"}),
         ("match a:\n    case [x, *b]:\n        x\n    case {'k': lr, **b}:\n        lr, b", {"a"}),
         ("match a:\n    case 1:\n        x = 1\n    case _:\n        x = 2\nx", {"a"}),
         ("match a:\n    case 1:\n        x = 1\nx", {"a", "x"}),
         ("x = 1\ndel x\nx", {"x"}),
         ("print(f'{lr:.{a}f}')", {"lr", "a"}),
-        ("while (x := a) and lr:\n    x", {"a", "lr"}),
         ("from nowhere import *\nlr", {"lr"}),
-        ("async def f():\n    async for x in loader:\n        await a(x)", {"loader", "a"}),
-        ("'''only a text about lr'''", set()),
     ],
 )  # fmt: skip
 def test_it_takes_the_names_that_it_reads_before_it_binds_them(body, names):
@@ -152,19 +135,13 @@ def test_its_value_is_the_last_expression_without_a_semicolon(body, value):
     assert cell(body)() == value
 
 
-def test_a_run_begins_afresh_and_changes_nothing_in_the_notebook():
+def test_a_run_changes_nothing_in_the_notebook_whose_functions_see_what_the_cell_assigns():
     notebook = {"__name__": "__main__", "x": 1}
     function = cell("seen = 'y' in globals()\nx, y = x + 1, 1\nseen", notebook, home=notebook)
-    travelled = sent(function)
-    assert [each() for each in (function, function, travelled, travelled)] == [False] * 4
+    assert [each() for each in (function, function, sent(function))] == [False] * 3
     assert notebook["x"] == 1
-
-
-def test_functions_of_the_notebook_see_what_the_cell_assigns():
-    notebook = {"__name__": "__main__"}
     exec("lr = 0.1\ndef rate():\n    return lr", notebook)
     function = sent(cell("before = rate()\nlr = 0.2\n(before, rate())", notebook, home=notebook))
-    assert function() == (0.1, 0.2)
     assert function() == (0.1, 0.2)
 
 
@@ -312,24 +289,3 @@ def test_arrays_tensors_models_and_containers_are_weighed():
 def test_only_heavy_variables_are_listed_the_heaviest_first():
     values = {"a": np.zeros(10**7), "b": np.zeros(3 * 10**6), "c": 1, "d": np.zeros(10**6)}
     assert large_variables(values) == [("a", 8 * 10**7), ("b", 24 * 10**6)]
-
-
-# -- its code ------------------------------------------------------------------------------------
-
-
-def no_parser(self):
-    raise SystemError("AST constructor recursion depth mismatch (before=30, after=31)")
-
-
-def test_a_rank_runs_what_was_compiled_here_and_parses_nothing(monkeypatch):
-    function = sent(sent(cell("x = 20\ndef f():\n    return x + 1\nf()")))
-    monkeypatch.setattr(CellFunction, "_parse", no_parser)
-    assert function() == 21
-
-
-def test_code_of_another_python_is_compiled_where_it_runs(monkeypatch):
-    function = cell("a = 6\na * 7")
-    monkeypatch.setattr("importlib.util.MAGIC_NUMBER", b"other")
-    data = cloudpickle.dumps(function)
-    monkeypatch.undo()
-    assert cloudpickle.loads(data)() == 42

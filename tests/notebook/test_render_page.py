@@ -8,9 +8,8 @@ import pytest
 
 from nbelastic.driver.status import DataStatus, Progress, RankStatus
 from nbelastic.render import PARTS, STYLE, JobSnapshot, page, rank_line
-from nbelastic.render.job_snapshot import ENDED
 from nbelastic.render.page import _COLOURS, SYMBOLS
-from nbelastic.render.text import HAPPENED
+from nbelastic.render.text import ENDED, HAPPENED
 
 from .fakes import STARTED, FakeJob, event, job_status, rank_status
 

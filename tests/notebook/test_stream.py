@@ -99,11 +99,7 @@ def test_a_flood_costs_only_so_many_lines_in_the_long_run(clock):
 
 # A line has a letter per rank it may come from, so that equal lines of several ranks occur.
 _pieces = st.lists(
-    st.tuples(
-        st.integers(0, 3),
-        st.text("ab\n", max_size=6),
-        st.sampled_from([0.0, 0.1, 0.5]),
-    ),
+    st.tuples(st.integers(0, 3), st.text("ab\n", max_size=6), st.sampled_from([0.0, 0.1, 0.5])),
     max_size=30,
 )
 _PREFIX = re.compile(r"\[ranks? ([\d, -]+)\] ")

@@ -2,13 +2,15 @@
 
 Behaves as the design's measured facts say: a killed worker's connection breaks and the scheduler
 removes it after some milliseconds; one that is stopped is not noticed; a pinned task runs when its
-worker has a thread free. Workers and nannies are in :mod:`.worker`, clients in :mod:`.client`.
+worker has a thread free. Workers and nannies are in :mod:`.worker`, clients in :mod:`.client`; in
+``tests/cluster/shared_cluster.py`` the same books stand without processes between.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
@@ -21,52 +23,148 @@ if TYPE_CHECKING:
     from .worker import SimWorker
     from .world import World
 
+KEEPER = "fire-and-forget"
+"""Dask's own client of tasks that nobody waits for."""
 
+
+@dataclass(eq=False)
 class WorkerState:
     """What the scheduler knows of a worker."""
 
-    def __init__(self, worker: SimWorker) -> None:
-        self.address, self.name, self.server_id = worker.address, worker.name, worker.id
-        self.nanny = worker.nanny.name if worker.nanny is not None else None
-        self.status = Status.running
-        self.resources: dict[str, float] = {}
-        self.nthreads = worker.nthreads
-        self.processing: dict[SimTask, float] = {}
-        self.long_running: set[SimTask] = set()
-        self.worker = worker
+    address: str
+    name: str
+    server_id: str = ""
+    nanny: str | None = None
+    nthreads: int = 1
+    resources: dict[str, float] = field(default_factory=dict)
+    worker: Any = None
+    status: Status = Status.running
+    processing: dict[SimTask, float] = field(default_factory=dict)
+    long_running: set[SimTask] = field(default_factory=set)
 
 
+@dataclass(eq=False)
 class SimTask:
     """A task pinned to an address."""
 
-    def __init__(self, key: str, address: str, call: Callable[[], object]) -> None:
-        self.key, self.address, self.call = key, address, call
-        self.state = "no-worker"
-        self.wanted: set[str] = set()
-        self.who_wants = self.wanted
+    key: str
+    address: str
+    call: Callable[[], object]
+    state: str = "no-worker"
+    wanted: set[str] = field(default_factory=set)
 
 
-class SimScheduler:
-    """The scheduler: books, streams, and the handlers that plugins use."""
+class FakeScheduler:
+    """Books of workers, tasks and clients; a subclass says how messages travel."""
 
-    def __init__(self, world: World) -> None:
-        self.world, self.network = world, world.network
-        self.process = self.loop = Process(world.hub, "scheduler", "S")
+    loop: Any
+    worker_send: Any
+    client_send: Any
+    retire_workers: Any = None
+
+    def __init__(self) -> None:
         self.workers: dict[str, WorkerState] = {}
-        self.stream_comms: dict[str, Pipe] = {}
-        self.client_comms: dict[str, Pipe] = {}
+        self.stream_comms: dict[str, Any] = {}
+        self.client_comms: dict[str, Any] = {}
         self.tasks: dict[str, SimTask] = {}
-        self.clients: dict[str, Any] = {"fire-and-forget": None}  # as Dask has it
-        self.everybody: list[Any] = []
+        self.clients: dict[str, Any] = {KEEPER: None}  # as Dask has it
         self.plugins: dict[str, Any] = {}
-        self._client_pipes: dict[str, Pipe] = {}
         self.handlers: dict[str, Any] = {
             "retire_workers": self.retire_workers,
             "adaptive_target": lambda target_duration=None: len(self.workers),
+        }
+        self.stream_handlers: dict[str, Any] = {}
+
+    def workers_to_close(self, **_: Any) -> list[str]:
+        return []
+
+    def _hook(self, name: str, **kwargs: Any) -> None:
+        for plugin in list(self.plugins.values()):
+            result = getattr(plugin, name)(scheduler=self, **kwargs)
+            if hasattr(result, "__await__"):
+                self.loop.create_task(result)
+
+    def _remove(self, address: str) -> None:
+        state = self.workers.pop(address)
+        state.status = Status.closed
+        self.stream_comms.pop(address, None)
+        for task in list(state.processing):
+            task.state = "no-worker"
+        state.processing.clear()
+        self._hook("remove_worker", worker=address, stimulus_id="simulated")
+
+    def remove_client(self, client: str) -> None:
+        if client in self.clients:
+            del self.clients[client]
+            for task in list(self.tasks.values()):
+                if client in task.wanted:
+                    self.client_releases_keys([task.key], client)
+            self._hook("remove_client", client=client)
+
+    # -- tasks --------------------------------------------------------------------------------
+
+    def _submit(self, client: str, key: str, address: str, call: Callable[[], object]) -> None:
+        new = key not in self.tasks
+        task = self.tasks.setdefault(key, SimTask(key, address, call))
+        task.wanted.add(client)
+        if new:
+            if address in self.workers:
+                self._assign(task, self.workers[address])
+            self._hook("update_graph", client=client, tasks=[key], keys={key})
+
+    def _assign(self, task: SimTask, state: WorkerState) -> None:
+        task.state = "processing"
+        state.processing[task] = 0.5
+        self.worker_send(state.address, {"op": "compute-task", "task": task})
+
+    def _task_finished(self, worker: str, key: str) -> None:
+        task = self.tasks.get(key)
+        state = self.workers.get(worker)
+        if task is None or state is None or task not in state.processing:
+            return
+        del state.processing[task]
+        task.state = "memory"
+        for client in list(task.wanted):
+            if client == KEEPER:
+                task.wanted.discard(client)
+            else:
+                self.client_send(client, {"op": "key-in-memory", "key": key})
+        self._forget_unwanted(task)
+
+    def client_desires_keys(self, keys: Any, client: str) -> None:
+        for key in keys:
+            if key in self.tasks:
+                self.tasks[key].wanted.add(client)
+
+    def client_releases_keys(self, keys: Any, client: str) -> None:
+        for key in keys:
+            if key in self.tasks:
+                self.tasks[key].wanted.discard(client)
+                self._forget_unwanted(self.tasks[key])
+
+    def _forget_unwanted(self, task: SimTask) -> None:
+        if not task.wanted and self.tasks.get(task.key) is task:
+            del self.tasks[task.key]
+            state = self.workers.get(task.address)
+            if state is not None and state.processing.pop(task, None) is not None:
+                self.worker_send(task.address, {"op": "free-keys", "key": task.key})
+            task.state = "forgotten"
+
+
+class SimScheduler(FakeScheduler):
+    """The scheduler in its process, with streams to workers and clients."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world, self.network = world, world.network
+        self.process = self.loop = Process(world.hub, "scheduler", "S")
+        self.everybody: list[Any] = []
+        self._client_pipes: dict[str, Pipe] = {}
+        self.handlers |= {
             "restart_workers": self.restart_workers,
             "register_plugin": self.register_plugin,
         }
-        self.stream_handlers: dict[str, Any] = {
+        self.stream_handlers |= {
             "task-finished": self._task_finished,
             "submit": self._submit,
             "client-releases-keys": self.client_releases_keys,
@@ -79,12 +177,6 @@ class SimScheduler:
             plugin.chance = self.world.random.random
             await plugin.start(self)
 
-    def _hook(self, name: str, **kwargs: Any) -> None:
-        for plugin in list(self.plugins.values()):
-            result = getattr(plugin, name)(scheduler=self, **kwargs)
-            if hasattr(result, "__await__"):
-                self.loop.create_task(result)
-
     # -- workers ------------------------------------------------------------------------------
 
     def add_worker(self, worker: SimWorker) -> None:
@@ -94,8 +186,10 @@ class SimScheduler:
         if worker.address in self.workers:  # not noticed yet that its predecessor is gone
             self.loop.call_later(0.2, self.add_worker, worker)
             return
-        state = WorkerState(worker)
-        self.workers[worker.address] = state
+        nanny = worker.nanny.name if worker.nanny is not None else None
+        state = self.workers[worker.address] = WorkerState(
+            worker.address, worker.name, worker.id, nanny, worker.nthreads, worker=worker
+        )
         self.stream_comms[worker.address] = worker.inbound
         worker.process.mourners.append(lambda: self._hear_of(worker))
         for task in self.tasks.values():
@@ -115,15 +209,6 @@ class SimScheduler:
         state = self.workers.get(worker.address)
         if state is not None and state.worker is worker:
             self._remove(worker.address)
-
-    def _remove(self, address: str) -> None:
-        state = self.workers.pop(address)
-        state.status = Status.closed
-        self.stream_comms.pop(address, None)
-        for task in list(state.processing):
-            task.state = "no-worker"
-        state.processing.clear()
-        self._hook("remove_worker", worker=address, stimulus_id="simulated")
 
     async def remove_worker(self, address: str, *, stimulus_id: str, **_: Any) -> str:
         if address not in self.workers:
@@ -161,9 +246,6 @@ class SimScheduler:
         for address in addresses:
             await self.remove_worker(address, stimulus_id="retire")
 
-    def workers_to_close(self, **_: Any) -> list[str]:
-        return []
-
     async def broadcast(
         self, *, msg: Any, workers: Any, nanny: bool = False, on_error: str = "raise", **_: Any
     ) -> dict[str, Any]:
@@ -200,57 +282,6 @@ class SimScheduler:
             fields = {key: value for key, value in message.items() if key != "op"}
             self.stream_handlers[op](worker=worker.address, **fields)
 
-    # -- tasks --------------------------------------------------------------------------------
-
-    def _submit(self, client: str, key: str, address: str, call: Callable[[], object]) -> None:
-        task = self.tasks.get(key)
-        if task is None:
-            task = self.tasks[key] = SimTask(key, address, call)
-            task.wanted.add(client)
-            state = self.workers.get(address)
-            if state is not None:
-                self._assign(task, state)
-            self._hook("update_graph", client=client, tasks=[key], keys={key})
-        task.wanted.add(client)
-
-    def _assign(self, task: SimTask, state: WorkerState) -> None:
-        task.state = "processing"
-        state.processing[task] = 0.5
-        self.worker_send(state.address, {"op": "compute-task", "task": task})
-
-    def _task_finished(self, worker: str, key: str) -> None:
-        task = self.tasks.get(key)
-        state = self.workers.get(worker)
-        if task is None or state is None or task not in state.processing:
-            return
-        del state.processing[task]
-        task.state = "memory"
-        for client in list(task.wanted):
-            if client == "fire-and-forget":
-                task.wanted.discard(client)
-            else:
-                self.client_send(client, {"op": "key-in-memory", "key": key})
-        self._forget_unwanted(task)
-
-    def client_desires_keys(self, keys: Any, client: str) -> None:
-        for key in keys:
-            if key in self.tasks:
-                self.tasks[key].wanted.add(client)
-
-    def client_releases_keys(self, keys: Any, client: str) -> None:
-        for key in keys:
-            if key in self.tasks:
-                self.tasks[key].wanted.discard(client)
-                self._forget_unwanted(self.tasks[key])
-
-    def _forget_unwanted(self, task: SimTask) -> None:
-        if not task.wanted and self.tasks.get(task.key) is task:
-            del self.tasks[task.key]
-            state = self.workers.get(task.address)
-            if state is not None and state.processing.pop(task, None) is not None:
-                self.worker_send(task.address, {"op": "free-keys", "key": task.key})
-            task.state = "forgotten"
-
     # -- clients ------------------------------------------------------------------------------
 
     def add_client(self, client: Any) -> None:
@@ -285,10 +316,6 @@ class SimScheduler:
                 self.loop.create_task(result)
 
     def remove_client(self, client: str) -> None:
-        if self.clients.pop(client, None) is None:
-            return
-        self._client_pipes.pop(client).close()
-        for task in list(self.tasks.values()):
-            if client in task.wanted:
-                self.client_releases_keys([task.key], client)
-        self._hook("remove_client", client=client)
+        if client in self.clients:
+            self._client_pipes.pop(client).close()
+        super().remove_client(client)

@@ -16,7 +16,7 @@ from distributed import Client, LocalCluster
 
 import nbelastic
 from nbelastic.errors import OptionError
-from nbelastic.render.job_snapshot import ENDED
+from nbelastic.render.text import ENDED
 
 
 def until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:

@@ -23,8 +23,7 @@ class Fault:
         same in the same batch do it together.
     kind : str
         ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``raise`` (a ``ValueError``), ``hang`` (sleeps for
-        ever in Python code); for some seconds: ``pause`` (SIGSTOP, then SIGCONT), ``hold``
-        (computes and keeps the GIL).
+        ever in Python code), ``hold`` (computes for some seconds and keeps the GIL).
     seconds : float
         How long.
     """
@@ -271,21 +270,15 @@ def worker_process() -> int:
 
 
 def _keep_busy(fault: Fault) -> None:
-    import subprocess
     import sys
     import time
 
-    if fault.kind == "pause":
-        resume = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
-        with subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; {resume}"]):
-            pass
-    elif fault.kind == "hold":
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e6)  # nobody asks for the GIL before that
-        end = time.monotonic() + fault.seconds
-        while time.monotonic() < end:
-            pass
-        sys.setswitchinterval(interval)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e6)  # nobody asks for the GIL before that
+    end = time.monotonic() + fault.seconds
+    while time.monotonic() < end:
+        pass
+    sys.setswitchinterval(interval)
 
 
 def check(results: list[dict[str, Any]], work: Workload) -> None:

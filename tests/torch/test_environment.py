@@ -95,6 +95,43 @@ def test_the_threshold_of_rank_0_counts(monkeypatch):
         model, optimizer = distributed()
         loss_of(model, 0).backward()
         optimizer.step()
-        return optimizer._reducer._agreement.layout.manifest.bucket_bytes
+        return optimizer._reducer.agreement.layout.manifest.bucket_bytes
 
     assert run_ranks(2, rank_main) == [8, 8]
+
+
+# -- buckets ---------------------------------------------------------------------------------------
+
+MEGA = 1 << 20
+ORDER = [6, 5, 4, 3, 2, 1, 0]
+
+
+def tensors(*megabytes, dtype=torch.float32):
+    return [torch.empty(int(size * MEGA) // dtype.itemsize, dtype=dtype) for size in megabytes]
+
+
+MIXED = [*tensors(1, 1), *tensors(1, 1, dtype=torch.float64)]
+LATE = [*tensors(0.1, dtype=torch.float64), *tensors(20, 20)]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "order", "groups", "compression", "expected"),
+    [
+        # Of several, the first is small.
+        (tensors(10, 10, 10, 10, *[0.5] * 3), ORDER, [], "none", [[6, 5], [4, 3, 2, 1], [0]]),
+        # A bucket has one type on the wire.
+        (MIXED, [0, 2, 1, 3], [], "none", [[0, 1], [2, 3]]),
+        (MIXED, [0, 2, 1, 3], [], "fp16", [[0, 2, 1, 3]]),
+        # Buckets are in the order in which they are full.
+        (LATE, [0, 1, 2], [], "none", [[0], [1], [2]]),
+        (LATE, [1, 0, 2], [[0, 2]], "none", [[1], [0], [2]]),
+        (tensors(0.1, 20, 20), [0, 1, 2], [[0, 2]], "none", [[1], [0, 2]]),
+        # The trailer of no parameter needs one, too.
+        ([], [], [], "none", [[]]),
+    ],
+)
+def test_parameters_in_buckets(parameters, order, groups, compression, expected):
+    assert (layout.FIRST_BUCKET_BYTES, layout.BUCKET_BYTES) == (MEGA, 25 * MEGA)
+    manifest = layout.Manifest(order, after_backward=False)
+    wire_dtype = getattr(hvd.Compression, compression).wire_dtype
+    assert layout.plan_buckets(parameters, manifest, wire_dtype, groups) == expected

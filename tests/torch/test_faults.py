@@ -73,31 +73,6 @@ def test_a_peer_that_dies_in_backward_costs_the_step_and_no_more():
     assert_close(results[0], train_alone(SGD, steps=3))
 
 
-@only("early")
-def test_a_failed_launch_leaves_backward_as_what_it_is():
-    communicator = TwinCommunicator(generation=1)
-    context = ChangingContext(communicator)
-    trainer = Trainer(context)
-    reached = []
-    with activate(context):
-        trainer.step(context, 0)
-        trainer.model[0].weight.register_hook(lambda gradient: reached.append("first layer"))
-        trainer.optimizer.zero_grad()
-        communicator.fail_at = len(communicator.lent) + 1
-        with pytest.raises(CollectiveError, match="a peer is gone"):
-            loss_of(trainer.model, 0).backward()
-        assert reached == []  # the rest would be for nothing
-        context.enter(TwinCommunicator(generation=2))
-        trainer.step(context, 0)
-    alone = make_model()
-    optimizer = SGD(alone.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss_of(alone, 0, 0, 2).backward()
-        optimizer.step()
-    assert_equal(parameters_of(alone), parameters_of(trainer.model))
-
-
 def storages(communicator):
     return {tensor.untyped_storage().data_ptr() for tensor in communicator.lent}
 
@@ -236,19 +211,3 @@ def test_misuse_is_noticed_in_the_second_backward(twin, last):
         model(torch.ones(1, 6).double()).sum().backward()
         optimizer.step()
     assert all(parameter.grad is None for parameter in model[2:].parameters())
-
-
-@pytest.mark.usefixtures("one_bucket")
-def test_what_a_backward_that_failed_has_noted_is_forgotten(twin):
-    model, optimizer = trained()
-
-    def fail(_gradient):
-        raise ZeroDivisionError
-
-    hook = model[0].bias.register_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        loss_of(model, 0).backward()
-    hook.remove()
-    optimizer.reset()
-    optimizer.zero_grad()
-    assert not optimizer._reducer.pending

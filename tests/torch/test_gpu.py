@@ -417,11 +417,11 @@ def test_gradients_stay_where_they_are_and_visit_the_host_only_if_that_reduces(r
         for step in range(STEPS):
             loss_of(model, step, context, GPU).backward()
             if step == STEPS - 1 and kind == "gpu":
-                assert optimizer._reducer._step._launched > 0
+                assert optimizer._reducer.step._launched > 0
             optimizer.step()
             places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
             optimizer.zero_grad(set_to_none=False)
-        for bucket in optimizer._reducer._agreement.layout.buckets:
+        for bucket in optimizer._reducer.agreement.layout.buckets:
             if kind == "shm":
                 assert bucket._staging.host.is_pinned()
             else:
@@ -552,7 +552,13 @@ def work_apart(*arguments):
 
 @pytest.mark.parametrize(
     ("backend", "kind", "function"),
-    [("auto", "shm", work), ("cuda_ipc", "cuda_ipc", work), ("nccl", "nccl", work_apart)],
+    [
+        ("shm", "shm", work),
+        ("auto", "cuda_ipc", work),
+        ("cuda_ipc", "cuda_ipc", work),
+        ("auto", "nccl", work_apart),
+        ("nccl", "nccl", work_apart),
+    ],
 )
 def test_a_job_on_a_gpu_outlives_its_workers(crew, tmp_path, backend, kind, function):
     job = crew.fit(function, np=3, min_np=2, max_np=3, args=[tmp_path, 40, 12], backend=backend)

@@ -173,15 +173,6 @@ def regular_commits(training: Watched, count: int) -> None:
         training.happen(what, 1)
 
 
-def test_nothing_is_copied_once_the_pattern_is_trusted() -> None:
-    training = Watched("sgd")
-    before = training.state._copies.nbytes
-    regular_commits(training, LEARNED + 1)
-    small = sum(b.numel() * b.element_size() for b in training.net.buffers())
-    assert training.state._copies.nbytes < before
-    assert training.state._copies.nbytes < small + 20_000  # generators
-
-
 def test_of_a_large_state_no_more_than_the_parameters_is_ever_copied(monkeypatch) -> None:
     monkeypatch.setattr(lazy_commit, "LARGE", 1)
     training = Watched("adam")
@@ -271,11 +262,6 @@ def test_a_failure_does_not_apply_them_twice(
 ) -> None:
     monkeypatch.setattr(lazy_commit, "LARGE", 1 if large else lazy_commit.LARGE)
     assert train_and_fail(14, change, fail_at)[0] == train_and_fail(14, change)[0]
-
-
-def test_without_them_commits_copy_nothing() -> None:
-    assert train_and_fail(6, lambda net: None)[1]
-    assert not train_and_fail(6, _decay)[1]
 
 
 def test_changes_that_begin_later_are_noticed_sometime() -> None:

@@ -151,38 +151,26 @@ def test_what_all_do_does_not_depend_on_the_processors_of_one(late):
         model, optimizer = distributed()
         loss_of(model, 0).backward()
         optimizer.step()
-        return optimizer._reducer._agreement.layout.manifest.after_backward
+        return optimizer._reducer.agreement.layout.manifest.after_backward
 
     assert run_ranks(2, rank_main) == [late[0]] * 2
 
 
 @only("early")
-def test_buckets_follow_the_order_in_which_gradients_arrive(twin):
-    class Backwards(torch.nn.Module):
-        """Uses its layers in the opposite order of their definition."""
-
-        def __init__(self):
-            super().__init__()
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(10, 10) for _ in range(4))
-
-        def forward(self, inputs):
-            for layer in reversed(self.layers):
-                inputs = layer(inputs)
-            return inputs
-
+@pytest.mark.parametrize("order", [1, -1])
+def test_buckets_follow_the_order_in_which_gradients_arrive(twin, order):
     communicator = twin.communicator()
-    model = Backwards()
-    model.layers[3].weight.register_hook(lambda gradient: communicator.events.append("last"))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    model = torch.nn.Sequential(*(torch.nn.Linear(10, 10) for _ in range(4)))
+    model[0].weight.register_hook(lambda gradient: communicator.events.append("last"))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([*model.parameters()][::order], 0.1))
     before_last = []
     for _ in range(3):
         communicator.events.clear()
         model(torch.ones(1, 10)).sum().backward()
         before_last.append(communicator.events.index("last"))
-        before_last[-1] -= communicator.events[: before_last[-1]].count("broadcast")
         optimizer.step()
         optimizer.zero_grad()
-    assert before_last[0] == 0  # the bucket expected first is the last to be full
+    assert before_last[0] == 0  # in the first, ranks agree once backward has ended
     assert before_last[1] == before_last[2] >= 2
 
 

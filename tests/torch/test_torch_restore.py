@@ -4,7 +4,6 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from nbelastic.torch.state.commit import generator_states
 from nbelastic.torch.state.torch_state import TorchState
 from tests.torch.nets import Net, adam, bits, generator_bits
 
@@ -199,41 +197,3 @@ def test_N7_restore_is_exact_whatever_happened_since(kind: str, extra: bool, eve
             assert all(p.grad is None for p in training.net.parameters())
         else:
             training.happen(what, how)
-
-
-# -- generators of random numbers ------------------------------------------------------------------
-
-
-@pytest.fixture
-def kept_generators() -> Iterator[None]:
-    states = generator_states()
-    yield
-    put_back(states)
-
-
-def put_back(states: list[Any]) -> None:
-    for put, state in states:
-        put(state)
-
-
-def drawn() -> list[float]:
-    some = [
-        random.gauss(0, 1),
-        random.gauss(0, 1),
-        random.random(),
-        float(np.random.randn()),
-        float(np.random.randn()),
-    ]
-    return [*some, float(np.random.rand()), float(torch.rand(1))]
-
-
-@pytest.mark.usefixtures("kept_generators")
-@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.MT19937])
-def test_another_generator_is_not_taken_for_the_one_before(kind: type) -> None:
-    own = np.random.get_bit_generator()
-    for generator in (kind(3), own):
-        np.random.set_bit_generator(generator)
-        states = generator_states()
-        expected = drawn()
-        put_back(states)
-        assert drawn() == expected

@@ -1,8 +1,8 @@
 """A Dask cluster with a worker for each slot of the hosts of a source.
 
 Runs in the command's process. The cluster's event loop starts and ends workers. A thread,
-``nbelastic-hosts``, asks the source; it is started by :meth:`HostCluster.follow` and ends with the
-cluster. A source may take its time, so it is never asked in the event loop or under a lock.
+``nbelastic-hosts``, asks the source. That may take its time, so it is never asked in the event loop
+or under a lock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,9 +27,7 @@ from nbelastic.render import count
 from .discovery import DiscoveryFailed, Hosts, Source, checked, delay
 from .worker import SlotNanny, SshOptions, SshWorker, is_local
 
-JOIN_WITHIN_S = 2.0
-"""Seconds to wait for the thread at the end; a source may take longer, and is then left alone."""
-
+JOIN_WITHIN_S = 2.0  # for the thread to end; a source may take longer, and is left alone
 LOOPBACK = "127.0.0.1"
 
 
@@ -70,18 +68,13 @@ class HostCluster(SpecCluster):
         scheduler = {"cls": Scheduler, "options": {"port": 0, **options}}
         with dask.config.set(NO_PAGES):
             super().__init__(
-                workers={},
-                scheduler=scheduler,
-                name="HostCluster",
-                silence_logs=logging.ERROR,
-                security=security,
+                workers={}, scheduler=scheduler, silence_logs=logging.ERROR, security=security
             )
         self._withdraw = publish(self.scheduler_address, security)
         self._take(first)
         self._thread.start()
 
     def close(self, timeout: float | None = None) -> Awaitable[None] | None:
-        """Stop following the hosts, and end all workers and the scheduler."""
         self._over.set()
         self._withdraw()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -182,15 +175,10 @@ class HostCluster(SpecCluster):
     def _spec(self, host: str) -> dict[str, Any]:
         slots = self._hosts.get(host, 1)
         if is_local(host):
-            quiet = {"silence_logs": logging.WARNING}
-            return {"cls": SlotNanny, "options": {"slots": slots, **quiet, **self._bind}}
-        options: Mapping[str, Any] = {
-            "host": host,
-            "slots": slots,
-            "options": self._ssh,
-            "configuration": self._configuration,
-            "tell": self._tell,
-        }
+            options = {"slots": slots, "silence_logs": logging.WARNING, **self._bind}
+            return {"cls": SlotNanny, "options": options}
+        options = {"host": host, "slots": slots, "options": self._ssh, "tell": self._tell}
+        options["configuration"] = self._configuration
         return {"cls": SshWorker, "options": options}
 
 

@@ -13,24 +13,18 @@ from typing import TypeAlias
 
 from nbelastic.errors import NbelasticError, OptionError
 
-Hosts: TypeAlias = Mapping[str, int]
-"""Slots by host."""
+Hosts: TypeAlias = Mapping[str, int]  # slots by host
 
 Source: TypeAlias = Callable[[], Hosts]
 
-LONGEST_DELAY = 30.0
-"""Most seconds between two looks while a source fails."""
-
-MOST_SLOTS = 4096
-"""Most slots of a host: more is a mistake, and every slot is a process."""
+LONGEST_DELAY = 30.0  # most seconds between two looks while a source fails
+MOST_SLOTS = 4096  # most slots of a host: more is a mistake, and every slot is a process
 
 _LINE = re.compile(
     r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:]+|\S+(?=\s+slots))"
     r"((:|\s+slots\s*=\s*)(?P<slots>\d{1,10}))?"
 )
-_HOST = re.compile(r"([\w.+][\w.+-]*@)?[\w:][\w.:-]{0,254}")
-"""A host's name or address. OpenSSH, too, takes no name that an option or a shell could be."""
-
+_HOST = re.compile(r"([\w.+][\w.+-]*@)?[\w:][\w.:-]{0,254}")  # no option, and nothing for a shell
 LONGEST_SHOWN = 100
 
 
@@ -44,7 +38,7 @@ def _cut(text: str) -> str:
 
 
 def _problem(host: str, slots: int) -> str:
-    """Return why there can be no such host; empty for one that there can be."""
+    """Return why a host is impossible; empty for a possible host."""
     if not _HOST.fullmatch(host):
         return f"{_cut(host)} must be the name or the address of a host"
     if slots > MOST_SLOTS:

@@ -23,18 +23,10 @@ from nbelastic.errors import OptionError
 
 from .discovery import DiscoveryFailed, Hosts, Source, parse_output
 
-GROUP = "nbelastic.hosts"
-"""Entry points that make sources."""
-
-TIME_LIMIT = 30.0
-"""Seconds that a program has to print the hosts."""
-
-MOST_BYTES = 2**20
-"""Most bytes that a program may print."""
-
-POLL = 0.05
-"""Seconds between two looks whether a program has ended."""
-
+GROUP = "nbelastic.hosts"  # entry points that make sources
+TIME_LIMIT = 30.0  # seconds that a program has to print the hosts
+MOST_BYTES = 2**20  # most bytes that a program may print
+POLL = 0.05  # seconds between two looks whether a program has ended
 LONGEST_ERROR = 200
 
 

@@ -27,27 +27,15 @@ from nbelastic.driver.attachment import LOOPBACK_HTTP
 
 from .discovery import delay
 
-START_WITHIN_S = 60.0
-"""Seconds for a host to accept the connection, and for its worker to start."""
-
-CLOSE_WITHIN_S = 5.0
-"""Seconds for a connection to close."""
-
-DEATH_TIMEOUT = "60s"
-"""Time after which a worker that cannot reach its scheduler ends."""
-
-KEEPALIVE_S = 10
-"""Seconds of silence after which a host is asked for an answer; after three, it is gone."""
-
+START_WITHIN_S = 60.0  # seconds for a host to accept the connection, and for its worker to start
+CLOSE_WITHIN_S = 5.0  # seconds for a connection to close
+DEATH_TIMEOUT = "60s"  # time after which a worker that cannot reach its scheduler ends
+KEEPALIVE_S = 10  # of silence before a host is asked; after three, it is gone
 CONFIG = "DASK_INTERNAL_INHERIT_CONFIG"
+# From stdin, because in a command every user of the host could read the configuration.
 READ_CONFIG = f'IFS= read -r {CONFIG} && export {CONFIG} && exec "$@"'
-"""Reads Dask's configuration from stdin: in a command, every user of the host could read it."""
-
-RETRY_S = 0.5
-"""Half of the seconds after which a worker is started again for the first time."""
-
-LINES = 5
-"""Last lines of a worker's log that are kept for a message."""
+RETRY_S = 0.5  # half of the delay before a worker is started again for the first time
+LINES = 5  # last lines of a worker's log that are kept for a message
 
 
 @functools.cache
@@ -135,12 +123,10 @@ class SshWorker(Process):
         self._lines: deque[str] = deque(maxlen=LINES)
 
     async def start(self) -> None:
-        """Begin to start the worker."""
         self.status = Status.running
         self._task = asyncio.create_task(self._run(), name=f"nbelastic-ssh-{self.name}")
 
     async def close(self) -> None:
-        """End the worker and the connection."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

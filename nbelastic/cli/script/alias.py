@@ -24,9 +24,7 @@ from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.session import note
 from nbelastic.errors import NbelasticError
 
-FOLDER = str(Path(__file__).parents[1] / "alias")
-"""The folder with a package ``horovod``."""
-
+FOLDER = str(Path(__file__).parents[1] / "alias")  # the folder with a package `horovod`
 NOTE = "import horovod → nbelastic (--no-alias turns it off)"
 
 _ELSEWHERE = {
@@ -41,8 +39,7 @@ _ELSEWHERE = {
 }
 """Modules of Horovod whose names are elsewhere in nbelastic."""
 
-_MISSING = ("mxnet", "ray", "spark")
-"""Modules of Horovod that nbelastic has not: importing one is an error."""
+_MISSING = ("mxnet", "ray", "spark")  # importing one of these is an error
 
 
 def alias_horovod(wanted: bool | None) -> None:

@@ -14,8 +14,7 @@ from nbelastic.cluster import GitIgnore, walk
 from nbelastic.errors import OptionError
 
 _PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*)?(\.exe)?", re.IGNORECASE)
-_HARMLESS = {"-u", "-B", "-s", "-E", "-I"}
-"""Options of Python that do not change what a script does in a rank."""
+_HARMLESS = {"-u", "-B", "-s", "-E", "-I"}  # do not change what a script does in a rank
 
 
 @dataclass(frozen=True)
@@ -88,11 +87,8 @@ def _is_python(script: str) -> bool:
     return first.startswith(b"#!") and b"python" in first
 
 
-MOST_BYTES = 10 * 2**20
-"""Most bytes of files that travel with a job, before they are packed."""
-
-MOST_FILES = 5000
-"""Most files that travel with a job."""
+MOST_BYTES = 10 * 2**20  # most bytes of files that travel with a job, before they are packed
+MOST_FILES = 5000  # most files that travel with a job
 
 
 def bundle_of(folder: str, script: str = "") -> tuple[bytes, str]:

@@ -12,15 +12,12 @@ import types
 import zipfile
 from dataclasses import dataclass
 from types import CodeType, TracebackType
-from typing import TYPE_CHECKING
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import NbelasticError
 
 from .alias import alias_horovod
-
-if TYPE_CHECKING:
-    from .bundle import ScriptCommand
+from .bundle import ScriptCommand
 
 
 class ScriptExit(NbelasticError):

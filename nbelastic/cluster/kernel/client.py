@@ -1,8 +1,4 @@
-"""Connect one job's driver to a cluster.
-
-Runs in the kernel. Messages arrive in the thread of the Dask client's event loop; the driver's and
-the user's threads call the rest.
-"""
+"""Connect one job's driver to a cluster."""
 
 from __future__ import annotations
 
@@ -14,55 +10,28 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import is_stalled, resume, runs_here, shorten_batching
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.cluster.scheduler.records import RANK_KEY
 from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
 from nbelastic.cluster.worker.agent import run_rank
 from nbelastic.errors import ClusterLost, NbelasticError, OptionError
-from nbelastic.messages import (
-    AttachRefusal,
-    AttachRequest,
-    Event,
-    FaultOrder,
-    GiveUp,
-    InjectRequest,
-    JobClosed,
-    JobHandover,
-    JobInfo,
-    JobTerms,
-    JobWish,
-    JournalStep,
-    LimitsChanged,
-    Message,
-    OpenRequest,
-    Slot,
-    StopRequested,
-    ToDriver,
-)
 
 if TYPE_CHECKING:
     from distributed import Client, Future
 
     from nbelastic.elastic.ranks.runtime import RankSpec
 
-CLOSE_TIMEOUT = 2.0
-"""Seconds to wait for the last message of a job, once it has been closed."""
+CLOSE_TIMEOUT = 2.0  # seconds to wait for the last message of a job, once it has been closed
 
-PATIENCE = 10.0
-"""Seconds for which a call is made again when the connection was lost meanwhile.
+# Calls and the client's stream notice a lost connection at different times.
+PATIENCE = 10.0  # seconds for which a call is made again when the connection was lost meanwhile
 
-The calls and the client's stream notice that at different times.
-"""
-
-DRIVES_TIMEOUT = 30.0
-"""Seconds to wait for a scheduler that may merely stand still, before a job ends without it."""
-
-POLL = 0.05
-"""Seconds between two checks whether the connection is back."""
-
-RPC_TIMEOUT = 10.0
-"""Seconds to wait for the scheduler's answer."""
+DRIVES_TIMEOUT = 30.0  # the same, before a job ends without a scheduler that may just be stopped
+POLL = 0.05  # seconds between two checks whether the connection is back
+RPC_TIMEOUT = 10.0  # seconds to wait for the scheduler's answer
+BROKEN = (OSError, asyncio.TimeoutError)  # where a connection breaks, or no answer comes
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +39,11 @@ logger = logging.getLogger(__name__)
 class JobClient:
     """Connects one job's driver to a cluster.
 
-    Messages from the cluster arrive by ``receive(message)`` in the thread of the client's event
-    loop; all methods may be called from any other thread. Those that wait do so by ``client.sync``,
-    and never without limit.
+    Messages arrive by ``receive(message)`` in the thread of the client's event loop; all methods
+    may be called from any other thread, and wait by ``client.sync``, never without limit.
     """
 
-    def __init__(self, client: Client, job: str, receive: Callable[[ToDriver], None]) -> None:
+    def __init__(self, client: Client, job: str, receive: Callable[[m.ToDriver], None]) -> None:
         self._client = client
         self._job = job
         self.uid = uuid.uuid4().hex[:8]
@@ -86,15 +54,12 @@ class JobClient:
         self._steps = 0
         self._installed = False
         self.epoch = 0
+        # Addresses of workers that were free when the job was closed; None if that is unknown.
         self.free_workers: frozenset[str] | None = None
-        """Addresses of workers that were free when the job was closed; None if that is unknown."""
 
-    def open(self, terms: JobTerms) -> None:
-        """Publish the job on the cluster. From here on messages arrive.
-
-        A job of this name is an OptionError, a lost connection ClusterLost.
-        """
-        request = OpenRequest(self._job, self.uid, self._client.id, self._topic, terms)
+    def open(self, terms: m.JobTerms) -> None:
+        """Publish the job on the cluster. From here on messages arrive."""
+        request = m.OpenRequest(self._job, self.uid, self._client.id, self._topic, terms)
         with lost_while(self._client, "the job was opened"):
             self._subscribe()
             shorten_batching(getattr(self._client, "scheduler_comm", None))
@@ -110,28 +75,22 @@ class JobClient:
                 "attach to it, or choose another name"
             )
 
-    def attach(self) -> JobHandover | AttachRefusal:
-        """Take the job over: for the first time, or again after the connection was lost.
-
-        After ClusterLost, try again, or :meth:`give_up`.
-        """
+    def attach(self) -> m.JobHandover | m.AttachRefusal:
+        """Take the job over, also again; after ClusterLost, try again, or :meth:`give_up`."""
         again = self.epoch > 0
         shorten_batching(getattr(self._client, "scheduler_comm", None))
-        request = AttachRequest(self._job, self._client.id, self._topic, again)
+        request = m.AttachRequest(self._job, self._client.id, self._topic, again)
         try:
             if not again:
                 self._subscribe()
-            packed = self._client.sync(
-                self._scheduler.nbelastic_attach,
-                message=pack(request),
-                callback_timeout=RPC_TIMEOUT,
-            )
-        except (OSError, asyncio.TimeoutError, TimeoutError) as error:
+            ask = partial(self._scheduler.nbelastic_attach, message=pack(request))
+            packed = self._client.sync(ask, callback_timeout=RPC_TIMEOUT)
+        except BROKEN as error:
             raise ClusterLost(f"job {self._job!r}: the scheduler does not answer") from error
-        answer: JobHandover | AttachRefusal = unpack(packed, JobHandover | AttachRefusal)
-        if isinstance(answer, AttachRefusal) and answer.problem == "gone":
+        answer: m.JobHandover | m.AttachRefusal = unpack(packed, m.JobHandover | m.AttachRefusal)
+        if isinstance(answer, m.AttachRefusal) and answer.problem == "gone":
             raise ClusterLost(f"job {self._job!r}: the connection to the scheduler was lost")
-        if isinstance(answer, JobHandover):
+        if isinstance(answer, m.JobHandover):
             self.epoch, self._steps, self.uid = answer.epoch, 0, answer.uid
         else:
             self.detach()
@@ -139,29 +98,24 @@ class JobClient:
 
     def drives(self) -> bool:
         """Return whether the job is still this driver's, or that cannot be known."""
+        me = {"job": self._job, "client": self._client.id, "epoch": self.epoch}
+        ask = partial(self._scheduler.nbelastic_drives, **me)
         try:
-            me = {"job": self._job, "client": self._client.id, "epoch": self.epoch}
-            ask = partial(self._scheduler.nbelastic_drives, **me)
             return bool(self._client.sync(self._persist, ask, DRIVES_TIMEOUT))
-        except (OSError, asyncio.TimeoutError, TimeoutError):
+        except BROKEN:
             return True
 
     def close(self) -> None:
-        """Take the job off the cluster, and wait until its workers are free.
-
-        Ranks that are left there are ended. The wait is bounded, also while the connection is
-        lost: the client gives it up in time. The topic is given up last, after the message that no
-        further one follows.
-        """
+        """Take the job off the cluster, and wait, not without limit, until its workers are free."""
         if self._installed and self._client.status in ("running", "connecting"):
             try:
                 self._client.sync(self._persist, self._close, 2 * RPC_TIMEOUT)
                 self.detach()
                 return
-            except (asyncio.TimeoutError, TimeoutError):
-                logger.info("the cluster was slow to take note of the end of job %r", self._job)
-            except OSError:
-                logger.info("the connection was lost while job %r was closed", self._job)
+            except BROKEN as error:
+                logger.info(
+                    "the scheduler has not confirmed that job %r ended: %r", self._job, error
+                )
         self.give_up(over=True)
 
     async def _persist(self, call: Callable[[], Awaitable[Any]], limit: float) -> Any:
@@ -175,7 +129,7 @@ class JobClient:
                 raise OSError("the client has given its scheduler up")
             try:
                 return await asyncio.wait_for(call(), limit)
-            except (asyncio.TimeoutError, TimeoutError):  # an OSError too, from Python 3.11 on
+            except asyncio.TimeoutError:  # an OSError, too, from Python 3.11 on
                 raise
             except OSError:
                 if loop.time() > deadline:
@@ -194,13 +148,9 @@ class JobClient:
             logger.info("the last message of job %r has not come", self._job)
 
     def give_up(self, *, over: bool = False) -> None:
-        """Abandon an open or attach request whose outcome is unknown.
-
-        The scheduler may still be about to open it, or to hand it over: then it will not. If the
-        job is `over`, it is closed there as soon as this arrives.
-        """
+        """Abandon a pending open or attach request, and close a job that is `over`."""
         if self._installed and self._client.status in ("running", "connecting"):
-            self._send(GiveUp(self._topic, over))
+            self._send(m.GiveUp(self._topic, over))
         self.detach()
 
     def detach(self) -> None:
@@ -210,18 +160,15 @@ class JobClient:
         self._client._event_handlers.pop(self._topic, None)
 
     def _subscribe(self) -> None:
-        """Subscribe :meth:`_take` to the topic.
-
-        The plugin sends them to this client. So the scheduler has no subscriber of the topic, which
-        it would keep for ever.
-        """
+        """Install the plugin, and take its messages on the topic."""
         self._client.register_plugin(ElasticPlugin())
         self._installed = True
+        # Not by subscribe_topic: the scheduler would keep the subscriber for ever.
         self._client._event_handlers[self._topic] = self._take
 
     def _take(self, event: tuple[float, Any]) -> None:
-        message: ToDriver = unpack(event[1], ToDriver)
-        if not isinstance(message.message, JobClosed):
+        message: m.ToDriver = unpack(event[1], m.ToDriver)
+        if not isinstance(message.message, m.JobClosed):
             self._receive(message)
         elif self._over is not None:
             self._over.set()
@@ -236,16 +183,13 @@ class JobClient:
         return str(self._client.status)
 
     def closed_workers(self, seen: set[Any]) -> list[Any]:
-        """Return the names of `seen` workers that Dask's cluster does not start again.
-
-        It closes a worker that is away a while after an earlier loss. `seen` is updated.
-        """
+        """Return the names of `seen` workers that Dask's cluster does not start again."""
         cluster: Any = self._client.cluster
         there, wanted = (getattr(cluster, each, {}) for each in ("workers", "worker_spec"))
         if not isinstance(there, dict) or not isinstance(wanted, dict):
             return []  # another kind of cluster
         seen.update(there)
-        return [name for name in seen.intersection(wanted) if name not in there]
+        return list((seen & wanted.keys()) - there.keys())
 
     @property
     def is_local(self) -> bool:
@@ -259,20 +203,20 @@ class JobClient:
 
     # -- orders --------------------------------------------------------------------------------
 
-    def step(self, now: float, chance: float, seq: int, event: Event | None) -> None:
+    def step(self, now: float, chance: float, seq: int, event: m.Event | None) -> None:
         """Send a step of the journal, a :class:`JournalStep`."""
         self._steps += 1
         head = (self._job, self._topic, self.epoch, self._steps)
-        self._send(JournalStep(*head, now, chance, seq, event))
+        self._send(m.JournalStep(*head, now, chance, seq, event))
 
     def inject(
-        self, starts: Iterable[int], faults: Iterable[FaultOrder] = (), drop: Iterable[int] = ()
+        self, starts: Iterable[int], faults: Iterable[m.FaultOrder] = (), drop: Iterable[int] = ()
     ) -> None:
         """Send faults to ranks."""
         starts = tuple(sorted(starts))
-        self._send(InjectRequest(self._job, self.epoch, starts, tuple(faults), tuple(drop)))
+        self._send(m.InjectRequest(self._job, self.epoch, starts, tuple(faults), tuple(drop)))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: m.Message) -> None:
         if self._client.status in ("running", "connecting"):
             stream = getattr(self._client, "scheduler_comm", None)
             if is_stalled(stream):
@@ -280,19 +224,11 @@ class JobClient:
                 loop.add_callback(resume, stream)
             self._client._send_to_scheduler({"op": FROM_KERNELS, "message": pack(message)})
 
-    def submit(self, spec: RankSpec, slot: Slot, resources: dict[str, float]) -> None:
+    def submit(self, spec: RankSpec, slot: m.Slot, resources: dict[str, float]) -> None:
         """Start a rank on a slot that was granted: a task pinned to its worker."""
-        self._futures[spec.start] = self._client.submit(
-            run_rank,
-            spec,
-            slot,
-            key=f"{RANK_KEY}{self.uid}-{spec.start}",
-            workers=[slot.worker],
-            allow_other_workers=False,
-            resources=resources or None,
-            pure=False,
-            retries=0,
-        )
+        key = f"{RANK_KEY}{self.uid}-{spec.start}"
+        terms: Any = {"workers": [slot.worker], "resources": resources or None, "retries": 0}
+        self._futures[spec.start] = self._client.submit(run_rank, spec, slot, key=key, **terms)
 
     def forget(self, start: int) -> None:
         """Release a rank's task; the scheduler plugin does so too when the rank is gone."""
@@ -301,26 +237,26 @@ class JobClient:
             future.release()
 
 
-def open_jobs(client: Client) -> tuple[JobInfo, ...]:
+def open_jobs(client: Client) -> tuple[m.JobInfo, ...]:
     """Return a summary of each job on a cluster."""
     packed = _ask(client, "its jobs were asked for", "jobs")
-    found: tuple[JobInfo, ...] = unpack(packed, tuple[JobInfo, ...])
+    found: tuple[m.JobInfo, ...] = unpack(packed, tuple[m.JobInfo, ...])
     return found
 
 
-def look_at_job(client: Client, job: str) -> JobHandover | AttachRefusal:
+def look_at_job(client: Client, job: str) -> m.JobHandover | m.AttachRefusal:
     """Return the scheduler's description of a job, without taking it over."""
     packed = _ask(client, "a job was looked at", "look", job=job)
-    found: JobHandover | AttachRefusal = unpack(packed, JobHandover | AttachRefusal)
+    found: m.JobHandover | m.AttachRefusal = unpack(packed, m.JobHandover | m.AttachRefusal)
     return found
 
 
 def send_wish(
-    client: Client, job: str, event: StopRequested | LimitsChanged
-) -> AttachRefusal | None:
+    client: Client, job: str, event: m.StopRequested | m.LimitsChanged
+) -> m.AttachRefusal | None:
     """Send a user's event to a job, without taking it over; return the refusal, if any."""
-    packed = _ask(client, "a job was asked to change", "wish", message=pack(JobWish(job, event)))
-    refusal: AttachRefusal | None = None if packed is None else unpack(packed, AttachRefusal)
+    packed = _ask(client, "a job was asked to change", "wish", message=pack(m.JobWish(job, event)))
+    refusal: m.AttachRefusal | None = None if packed is None else unpack(packed, m.AttachRefusal)
     return refusal
 
 
@@ -340,8 +276,7 @@ def lost_while(client: Client, doing: str) -> Iterator[None]:
     except NbelasticError:
         raise
     except (Exception, asyncio.CancelledError) as error:
-        broken = isinstance(error, OSError | asyncio.TimeoutError | TimeoutError)
-        if not broken and client.status == "running":
+        if not isinstance(error, BROKEN) and client.status == "running":
             raise
         raise ClusterLost(
             f"the connection to the scheduler was lost while {doing}: "

@@ -1,9 +1,7 @@
 """Clusters that this process starts, closed to other users of the machine.
 
-Any user can connect to a port of the loopback, and who connects to a scheduler or a worker can run
-code there. So each such cluster has a certificate of its own, which all that connect must show. It
-is in memory, and in a file for this user's other processes, which find it by the scheduler's
-address. Dask's HTTP servers ask for no proof, and have no pages there.
+Any user can connect to a port of the loopback, and run code there. So all that connect must show
+the cluster's own certificate: it is in memory, and in a file for this user's other processes.
 """
 
 from __future__ import annotations
@@ -20,15 +18,14 @@ from typing import Any
 import dask.config
 from distributed.security import Security
 
-from nbelastic.cluster.own_files import create, own_directory
+from nbelastic.cluster.journal import create, own_directory
 
 logger = logging.getLogger(__name__)
 
+# Dask's HTTP servers ask for no proof.
 NO_PAGES: dict[str, Any] = {
-    "distributed.scheduler.http.routes": [],
-    "distributed.worker.http.routes": [],
+    f"distributed.{each}.http.routes": [] for each in ("scheduler", "worker")
 }
-"""Configuration of Dask without pages on HTTP servers."""
 
 
 def publish(address: str, security: Any) -> Callable[[], None]:
@@ -38,7 +35,7 @@ def publish(address: str, security: Any) -> Callable[[], None]:
     try:
         own_directory(path.parent)
         path.unlink(missing_ok=True)  # of a cluster that was killed and had the same port
-        with os.fdopen(create(path), "w", encoding="utf-8") as file:
+        with create(path) as file:
             json.dump(fields, file)
     except OSError as error:
         logger.warning("other processes of yours cannot connect to %s: %s", address, error)

@@ -16,7 +16,7 @@ from .preflight import parts_of
 
 
 class HeldPartitions:
-    """Partitions that this kernel holds, until the scheduler holds them."""
+    """Partitions held by this kernel, until the scheduler holds them."""
 
     def __init__(self) -> None:
         self._futures: list[Future[Any]] = []
@@ -33,20 +33,18 @@ class HeldPartitions:
             # places.
             columns = [sorted(futures, key=lambda future: future.key[1:]) for futures in computed]
             parts = list(zip(*columns, strict=True))
-            sizes = client.map(_measure, [future for part in parts for future in part], pure=False)
+            sizes = client.map(_measure, list(itertools.chain(*parts)), pure=False)
             self._futures += sizes
             found = client.gather(sizes)
-            rows = [
-                tuple(count for count, _ in found[first : first + len(columns)])
-                for first in range(0, len(found), len(columns))
-            ]
+            counts = iter([count for count, _ in found])
+            rows = [tuple(itertools.islice(counts, len(part))) for part in parts]
             texts = [tuple(json.dumps(future.key) for future in part) for part in parts]
             source.hold(texts, rows, sum(size for _, size in found))
             keys += itertools.chain(*texts)
         self.keys = tuple(dict.fromkeys(keys))
 
     def release(self) -> None:
-        """Release them by hand: an error's traceback, which notebooks keep, refers to futures."""
+        """Release all by hand: an error's traceback, which notebooks keep, refers to futures."""
         for future in self._futures:
             future.release()
         self._futures.clear()
@@ -55,11 +53,7 @@ class HeldPartitions:
 def with_sources(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
-    """Make sources of the collections among the arguments of a function.
-
-    Returned are the arguments, with a :class:`nbelastic.data.Dask` in place of each dataframe or
-    array, and of each tuple of them; and all sources that the function uses.
-    """
+    """Return arguments with sources in place of collections, and all sources of the function."""
     args = tuple(map(_source_of, args))
     kwargs = {name: _source_of(value) for name, value in kwargs.items()}
     module = sys.modules.get("nbelastic.data.sources.partitions")  # which imports torch

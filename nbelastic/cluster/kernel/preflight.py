@@ -27,14 +27,9 @@ logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 
-LARGE = 64 * 2**20
-"""Size of a captured variable, in bytes, from which on a warning names it."""
-
-ANSWER_TIMEOUT = 5.0
-"""Seconds that a worker has to answer with its versions."""
-
-MOST_ELEMENTS = 10_000
-"""Elements of a collection that are searched for what cannot be sent."""
+LARGE = 64 * 2**20  # size of a captured variable, in bytes, from which on a warning names it
+ANSWER_TIMEOUT = 5.0  # seconds that a worker has to answer with its versions
+MOST_ELEMENTS = 10_000  # elements of a collection that are searched for what cannot be sent
 
 _OF_ONE_PROCESS = {
     "accelerate.accelerator.Accelerator",
@@ -47,18 +42,22 @@ _OF_ONE_PROCESS = {
 
 
 def check_versions(client: Client) -> None:
-    """Compare the versions of kernel, scheduler and present workers.
-
-    VersionMismatch has a line for each difference. It is a job's first call on the workers: from
-    then on they ignore the kernel's interrupts.
-    """
+    """Compare the versions of kernel, scheduler and present workers; VersionMismatch names each."""
+    # A job's first call on the workers: from then on they ignore the kernel's interrupts.
     here = versions()
     probe = versions_reader()
-    scheduler = {"the scheduler": client.run_on_scheduler(probe)}
+    found = {"the scheduler": client.run_on_scheduler(probe)}
     addresses = client.run_on_scheduler(lambda dask_scheduler: list(dask_scheduler.workers))
-    workers = client.sync(_ask_workers, client, after_shielding(probe), addresses)
-    problems = list(_differences(here, scheduler, ("python", "nbelastic")))
-    problems += _differences(here, workers, MUST_MATCH)
+    found |= client.sync(_ask_workers, client, after_shielding(probe), addresses)
+    problems = []
+    for where, there in found.items():
+        names = ("python", "nbelastic") if where == "the scheduler" else MUST_MATCH
+        if isinstance(there, BaseException):
+            problems.append(f"{where} could not be asked: {there!r}")
+            continue
+        for name in names:
+            if there.get(name) != here[name]:
+                problems.append(f"{where} has {name} {there.get(name)}, the kernel {here[name]}")
     if problems:
         raise VersionMismatch(
             "kernel and cluster differ:\n  "
@@ -72,12 +71,8 @@ def check_versions(client: Client) -> None:
 async def _ask_workers(
     client: Client, probe: Callable[[], dict[str, str]], addresses: list[str]
 ) -> dict[str, Any]:
-    """Run `probe` on all workers; a worker without an answer in time is left out.
-
-    So is a worker to which the connection breaks: it may just be dying. Neither is used until it
-    has sent its versions, and it is refused if they differ.
-    """
-    found: dict[str, Any] = {}
+    """Run `probe` on all workers; one without an answer in time, or about to die, is left out."""
+    found: dict[str, Any] = {}  # the others are refused when they send their versions
 
     async def ask(address: str) -> None:
         call = client._run(probe, workers=[address], on_error="return")
@@ -88,25 +83,10 @@ async def _ask_workers(
     return {where: each for where, each in found.items() if not isinstance(each, OSError)}
 
 
-def _differences(
-    here: dict[str, str], there: dict[str, Any], names: tuple[str, ...]
-) -> Iterator[str]:
-    for where, found in there.items():
-        if isinstance(found, BaseException):
-            yield f"{where} could not be asked: {found!r}"
-            continue
-        for name in names:
-            if found.get(name) != here[name]:
-                yield f"{where} has {name} {found.get(name)}, the kernel {here[name]}"
-
-
 def pack_function(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[JobPayload, Modules]:
-    """Pickle a function with its arguments and modules, and make a secret for the job.
-
-    NotPicklable names the variable, argument or attribute that cannot travel.
-    """
+    """Pickle a function and its modules; NotPicklable names the value that cannot travel."""
     # Objects that pickle, but of which a rank would get one that does not serve.
     for name, value in parts_of(function, args, kwargs):
         for where, inner in itertools.islice(_elements(value), MOST_ELEMENTS):
@@ -124,14 +104,12 @@ def pack_function(
     sources = pickle.dumps(modules)
     if len(call) + len(sources) > LARGE:
         sizes = sorted(_sizes(function, args, kwargs), reverse=True)[:3]
-        largest = ", ".join(
-            f"{name} {size / 2**20:.0f} MiB" for size, name in sizes if size >= 2**20
-        )
+        large = [f"{name} {size / 2**20:.0f} MiB" for size, name in sizes if size >= 2**20]
         logger.warning(
             "the function takes %.0f MiB to each worker (%s); load large data on the workers, and "
             "clone() tensors that are views of a larger one, which goes with them",
             (len(call) + len(sources)) / 2**20,
-            largest,
+            ", ".join(large),
         )
     settings = {**torch_settings(), **keras_settings()}
     return JobPayload(secrets.token_bytes(SECRET_BYTES), sources, call, settings), modules
@@ -149,21 +127,13 @@ def parts_of(
         yield f"the variable {name!r}", value
     inner = inspect.unwrap(function)
     if inspect.isfunction(inner):
-        for name, value in _captured(inner).items():
-            yield f"the variable {name!r} that {inner.__name__}() uses", value
-        for name, value in zip(
-            inspect.signature(inner).parameters, inner.__defaults__ or (), strict=False
-        ):
+        with contextlib.suppress(ValueError):  # an outer variable has no value yet
+            captured = inspect.getclosurevars(inner)
+            for name, value in {**captured.globals, **captured.nonlocals}.items():
+                yield f"the variable {name!r} that {inner.__name__}() uses", value
+        names, defaults = inspect.signature(inner).parameters, inner.__defaults__ or ()
+        for name, value in zip(names, defaults, strict=False):
             yield f"the default of {name!r}", value
-
-
-def _captured(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the global and outer variables that a function uses."""
-    try:
-        captured = inspect.getclosurevars(function)
-    except ValueError:  # an outer variable has no value yet
-        return {}
-    return {**captured.globals, **captured.nonlocals}
 
 
 def _problem(value: Any) -> str:
@@ -209,7 +179,6 @@ def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _variables(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a function uses."""
     if inspect.isfunction(value):
         yield from ((f", {name}", part) for name, part in parts_of(value, (), {}))
 

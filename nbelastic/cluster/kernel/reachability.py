@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,11 +23,8 @@ from distributed.utils import LoopRunner
 
 from nbelastic.errors import ClusterLost, OptionError
 
-CONNECT_WITHIN_S = 10.0
-"""Seconds for a scheduler to answer; less where Dask's own limit for a connection is less."""
-
-FIRST_TRY_S = 1.0
-"""Seconds before the user sees what is waited for."""
+CONNECT_WITHIN_S = 10.0  # seconds for a scheduler to answer, or Dask's own limit if that is less
+FIRST_TRY_S = 1.0  # seconds before the user sees what is waited for
 
 _KNOWN = ("tcp", "tls")
 _OTHERS = ("inproc", "ucx", "ucxx", "ws", "wss", "gateway")
@@ -45,25 +41,38 @@ def check_scheduler(address: str, security: Any, tell: Callable[[str], None]) ->
         return
     try:
         terms: dict[str, Any] = (security or Security()).get_connection_args("client")
-        if scheme == "tls" and terms.get("ssl_context") is None:
-            raise OptionError(
-                f"cluster={address!r}: tls:// needs certificates; pass "
-                "Client(address, security=Security(...)), or set them in Dask's configuration. "
-                "A cluster that nbelastic has started is open to processes of its own user, on its "
-                "own host"
-            )
     except OSError as error:  # a file of the configuration is not there
         raise OptionError(
             f"cluster={address!r}: its certificates cannot be read: {error}"
         ) from None
-    _check_answer(address, terms, tell)
+    if scheme == "tls" and terms.get("ssl_context") is None:
+        raise OptionError(
+            f"cluster={address!r}: tls:// needs certificates; pass Client(address, "
+            "security=Security(...)), or set them in Dask's configuration. A cluster that "
+            "nbelastic has started is open to processes of its own user, on its own host"
+        )
+    configured = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"), "s")
+    limit = min(float(configured), CONNECT_WITHIN_S)
+    first = min(FIRST_TRY_S, limit)
+    kind, problem, waits = _try(address, terms, first)
+    if waits:
+        tell(f"connecting to {address}: {problem} so far; trying for {limit:g} s")
+        kind, problem, waits = _try(address, terms, max(limit - first, 0.1))
+    if problem:
+        after = f" for {limit:g} s" if waits else ""
+        raise ClusterLost(
+            f"cluster={address!r}: no scheduler answers there: {problem}{after}; "
+            "check host and port, and that the scheduler runs"
+        )
+    if kind != "Scheduler":
+        raise OptionError(
+            f"cluster={address!r}: this is the address of a {kind.lower()}; "
+            "must be that of the scheduler"
+        )
 
 
 def check_answers(client: Client, tell: Callable[[str], None]) -> None:
-    """Return once the scheduler of a connected client has answered; else raise ClusterLost.
-
-    It may be stopped, or busy: its connection does not show that.
-    """
+    """Return once the scheduler of a connected client has answered; else raise ClusterLost."""
     limit = float(parse_timedelta(dask.config.get("distributed.comm.timeouts.tcp"), "s"))
     first = min(FIRST_TRY_S, limit / 2)
     scheduler: Any = client.scheduler
@@ -81,7 +90,7 @@ def check_answers(client: Client, tell: Callable[[str], None]) -> None:
 async def _echoes(scheduler: Any, limit: float) -> bool:
     try:
         await asyncio.wait_for(scheduler.echo(), limit)
-    except (asyncio.TimeoutError, TimeoutError):
+    except asyncio.TimeoutError:
         return False
     return True
 
@@ -106,40 +115,8 @@ def _check_form(address: str) -> str:
     return scheme
 
 
-def _check_answer(address: str, terms: dict[str, Any], tell: Callable[[str], None]) -> None:
-    configured = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"), "s")
-    limit = min(float(configured), CONNECT_WITHIN_S)
-    deadline = time.monotonic() + limit
-    found, problem, waits = _try(address, terms, min(FIRST_TRY_S, limit))
-    if waits:
-        tell(f"connecting to {address}: {problem} so far; trying for {limit:g} s")
-        found, problem, waits = _try(address, terms, max(deadline - time.monotonic(), 0.1))
-    if problem:
-        after = f" for {limit:g} s" if waits else ""
-        raise ClusterLost(
-            f"cluster={address!r}: no scheduler answers there: {problem}{after}; "
-            "check host and port, and that the scheduler runs"
-        )
-    if found != "Scheduler":
-        raise OptionError(
-            f"cluster={address!r}: this is the address of a {found.lower()}; "
-            "must be that of the scheduler"
-        )
-
-
 def _try(address: str, terms: dict[str, Any], limit: float) -> tuple[str, str, bool]:
     """Return the type of server at an address, or why none answers and whether to retry."""
-    runner: Any = LoopRunner
-    try:
-        found = runner().run_sync(_identity, address, terms, limit)
-    except Exception as error:  # whatever Dask makes of what has answered
-        return "", *_why(address, error)
-    kind = found.get("type") if isinstance(found, dict) else None
-    return str(kind), "", False
-
-
-async def _identity(address: str, terms: dict[str, Any], limit: float) -> Any:
-    """Return the identity of the process at an address."""
 
     async def ask() -> Any:
         connecting: Any = connect(address, timeout=limit, **terms)
@@ -149,18 +126,19 @@ async def _identity(address: str, terms: dict[str, Any], limit: float) -> Any:
         finally:
             comm.abort()
 
-    return await asyncio.wait_for(ask(), limit + 0.1)  # connecting alone ends with its own reason
-
-
-def _why(address: str, error: BaseException) -> tuple[str, bool]:
-    """Return in words why nothing has answered, and whether something may if it is tried again."""
-    if isinstance(error, OSError) and "Timed out trying to connect" in str(error):
-        return _why_not_connected(address), True  # Dask's error is that of its last, short try
-    if isinstance(error, asyncio.TimeoutError | TimeoutError):
-        return "the connection is accepted, but nothing is answered", True
-    if isinstance(error, OSError):
-        return f"it closed the connection (a scheduler with TLS needs tls://): {error}", False
-    return f"what answers is no scheduler ({type(error).__name__})", False
+    runner: Any = LoopRunner()
+    try:  # connecting alone ends with its own reason
+        found = runner.run_sync(asyncio.wait_for, ask(), limit + 0.1)
+    except (asyncio.TimeoutError, TimeoutError):
+        return "", "the connection is accepted, but nothing is answered", True
+    except OSError as error:
+        if "Timed out trying to connect" in str(error):  # Dask's reason is its last, short try's
+            return "", _why_not_connected(address), True
+        problem = f"it closed the connection (a scheduler with TLS needs tls://): {error}"
+        return "", problem, False
+    except Exception as error:  # whatever Dask makes of what has answered
+        return "", f"what answers is no scheduler ({type(error).__name__})", False
+    return str(found.get("type") if isinstance(found, dict) else None), "", False
 
 
 def _why_not_connected(address: str) -> str:

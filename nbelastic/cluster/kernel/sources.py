@@ -1,9 +1,6 @@
 """Find the user's own modules that a function needs, with their sources.
 
-The user's own are modules of the notebook's folder, and of folders on ``sys.path`` that are neither
-installed nor of the standard library. Cloudpickle writes their classes and functions by reference,
-which workers elsewhere cannot import. So their sources travel with each job.
-
+Cloudpickle writes their classes and functions by reference, which workers elsewhere cannot import.
 Found are the modules of pickled classes and functions, those that pickled code imports, also in
 function bodies, and those that these modules import in turn. A package travels as a whole.
 """
@@ -34,14 +31,9 @@ from pathspec import GitIgnoreSpec
 from nbelastic.cluster.payload import Modules, Source
 from nbelastic.pickling import Pickler
 
-MOST_BYTES = 16 * 2**20
-"""Most bytes of source that travel with a job."""
-
-MOST_FILES = 5000
-"""Most files of a package; one with more is data, or an environment."""
-
-MOST_ENTRIES = 1000
-"""Most entries of a directory without ``__init__.py``; one with more holds data."""
+MOST_BYTES = 16 * 2**20  # most bytes of source that travel with a job
+MOST_FILES = 5000  # most files of a package; one with more is data, or an environment
+MOST_ENTRIES = 1000  # most entries of a directory without ``__init__.py``; one with more holds data
 
 _COMPILED = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 _IMPORT = re.compile(
@@ -69,10 +61,7 @@ class _Noting(Pickler):
 
 
 def dumps_noting(value: object) -> tuple[bytes, set[str]]:
-    """Pickle a value; return the pickle and the names of referenced modules.
-
-    An object of ``value`` may name more that it imports in an attribute ``imported``.
-    """
+    """Pickle a value; return the pickle and the names of referenced modules."""
     file = io.BytesIO()
     pickler = _Noting(file)
     pickler.dump(value)
@@ -111,36 +100,31 @@ def _imported_by_text(text: bytes) -> frozenset[str]:
 
 
 def collect(names: Iterable[str]) -> Modules:
-    """Return the user's own among some modules and among what they import.
-
-    Modules that are installed, or not to be found, are passed over.
-    """
+    """Return the user's own, not installed, among some modules and among what they import."""
     importlib.invalidate_caches()
     sources: dict[str, Source] = {}
     left_out: dict[str, str] = {}
     waiting = {name.partition(".")[0] for name in names}
     seen: set[str] = set()
+    room = MOST_BYTES
     while waiting - seen:
         name = min(waiting - seen)
         seen.add(name)
-        places = _places(name)
-        if not places:
-            continue
-        found = _Package(name, places)
+        found = _Package(name, _places(name))
         size = sum(len(source.text or b"") for source in found.sources.values())
-        total = size + sum(len(source.text or b"") for source in sources.values())
+        too_many = len(found.sources) > MOST_FILES
         if found.compiled:
             left_out[name] = f"it has compiled parts ({found.compiled})"
-            continue
-        too_many = len(found.sources) > MOST_FILES
-        if too_many or total > MOST_BYTES:
+        elif too_many or size > room:
             much = f"more than {MOST_FILES} files" if too_many else f"{size / 2**20:.0f} MiB"
             left_out[name] = f"it has {much}, and at most {MOST_BYTES >> 20} MiB travel with a job"
-            continue
-        left_out.update(dict.fromkeys(found.ignored, "a .gitignore excludes it"))
-        sources.update(found.sources)
-        for source in found.sources.values():
-            waiting |= _imported_by_text(source.text or b"")
+        else:
+            room -= size
+            left_out.update(dict.fromkeys(found.ignored, "a .gitignore excludes it"))
+            sources.update(found.sources)
+            waiting.update(
+                *(_imported_by_text(each.text or b"") for each in found.sources.values())
+            )
     return Modules(sources, left_out)
 
 
@@ -212,11 +196,8 @@ def _places(name: str) -> list[str]:
 
 
 def _paths_of(name: str) -> list[str]:
-    module = sys.modules.get(name)
-    specs = [getattr(module, "__spec__", None), _find(name)]
-    for spec in specs:
-        if spec is None:
-            continue
+    specs = [getattr(sys.modules.get(name), "__spec__", None), _find(name)]
+    for spec in filter(None, specs):
         if spec.submodule_search_locations is not None:
             paths = [path for path in spec.submodule_search_locations if os.path.isdir(path)]
         else:
@@ -234,20 +215,15 @@ def _find(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _is_installed(path: Path, name: str) -> bool:
-    real = Path(os.path.realpath(path))
-    if {"site-packages", "dist-packages"} & {*path.parts, *real.parts}:
-        return True
-    if any(
-        real.is_relative_to(each) or path.is_relative_to(each) for each in _library(os.getcwd())
-    ):
-        return True
-    if str(path.parent) in _editable_folders():
-        return True
-    return any(
-        name in getattr(module, "MAPPING", ())  # setuptools' way to install what may be edited
-        for finder, module in list(sys.modules.items())
-        if finder.startswith("__editable__")
-    ) or _is_editable(name, real)
+    real, libraries = Path(os.path.realpath(path)), _library(os.getcwd())
+    finders = [each for key, each in list(sys.modules.items()) if key.startswith("__editable__")]
+    return (
+        bool({"site-packages", "dist-packages"} & {*path.parts, *real.parts})
+        or any(real.is_relative_to(each) or path.is_relative_to(each) for each in libraries)
+        or str(path.parent) in _editable_folders()
+        or any(name in getattr(each, "MAPPING", ()) for each in finders)  # setuptools' way
+        or _is_editable(name, real)
+    )
 
 
 @functools.cache
@@ -266,11 +242,9 @@ def _editable_folders() -> set[str]:
     found: set[str] = set()
     for directory in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for file in Path(directory).glob("*.pth"):
-            try:
+            with contextlib.suppress(OSError):
                 lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-            except OSError:
-                continue
-            found |= {os.path.abspath(os.path.join(directory, line.strip())) for line in lines}
+                found |= {os.path.abspath(os.path.join(directory, line.strip())) for line in lines}
     return found
 
 
@@ -313,16 +287,12 @@ def why_missing(name: str, modules: Modules) -> str:
 
 
 _NEVER = {"__pycache__", ".git", ".hg", ".svn", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
-"""Directories without anything that a job needs."""
 
 
 def walk(
     top: str, git: GitIgnore, ignored: list[str]
 ) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Walk a folder as ``os.walk``, sorted, without caches, environments and ignored paths.
-
-    What git ignores is added to `ignored`.
-    """
+    """Walk a folder as ``os.walk`` does, sorted; add to `ignored` what git leaves out."""
     for folder, names, files in os.walk(top):
         names[:] = [
             name
@@ -375,30 +345,18 @@ class GitIgnore:
 
     def _spec(self, folder: str) -> GitIgnoreSpec:
         if folder not in self._specs:
-            self._specs[folder] = _read(os.path.join(folder, ".gitignore"))
+            patterns: list[Any] = []
+            with (
+                contextlib.suppress(OSError),
+                open(f"{folder}/.gitignore", encoding="utf-8", errors="replace") as file,
+            ):
+                for line in file:
+                    with contextlib.suppress(ValueError):  # a lone "!": git passes it over, too
+                        patterns += GitIgnoreSpec.from_lines([line]).patterns
+            self._specs[folder] = GitIgnoreSpec(patterns)
         return self._specs[folder]
 
 
 def _repository(directory: str) -> str | None:
-    while not os.path.exists(os.path.join(directory, ".git")):
-        parent = os.path.dirname(directory)
-        if parent == directory:
-            return None
-        directory = parent
-    return directory
-
-
-def _read(path: str) -> GitIgnoreSpec:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            patterns = [each for line in file for each in _patterns(line)]
-    except OSError:
-        patterns = []
-    return GitIgnoreSpec(patterns)
-
-
-def _patterns(line: str) -> list[Any]:
-    try:
-        return list(GitIgnoreSpec.from_lines([line]).patterns)
-    except ValueError:
-        return []  # such as a lone "!", which git passes over, too
+    folders = (Path(directory), *Path(directory).parents)
+    return next((str(folder) for folder in folders if (folder / ".git").exists()), None)

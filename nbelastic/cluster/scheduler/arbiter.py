@@ -15,18 +15,24 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import dask.config
-import yaml
 from dask.utils import parse_timedelta
 
 from nbelastic.errors import OptionError
 from nbelastic.membership import Phase, Stage, rules
 from nbelastic.messages import ShareSet, Sharing
-from nbelastic.sharing import SharedSlot, SharePolicy, SharingRules, SlotGroup, Want, assign
+from nbelastic.sharing import (
+    Assignment,
+    SharedSlot,
+    SharePolicy,
+    SharingRules,
+    SlotGroup,
+    Want,
+    assign,
+)
 
 from .job import ScheduledJob
 from .records import WorkerRecord, differing, fits
@@ -36,25 +42,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SILENCE = 10.0
-"""Seconds without a step of its driver after which a job gets no more slots."""
-
-MOST_NAMES = 3
-"""Jobs that a share names; of the others it has the number."""
-
-_FILE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[2] / "nbelastic.yaml").read_text())
-_DEFAULTS: dict[str, Any] = _FILE["nbelastic"]["sharing"]
+SILENCE = 10.0  # seconds without a step of its driver after which a job gets no more slots
+MOST_NAMES = 3  # jobs that a share names; of the others it has the number
 
 
 def read_rules() -> SharingRules:
     """Return the rules in Dask's configuration of this process; raise OptionError for odd ones."""
-    values = {**_DEFAULTS, **(dask.config.get("nbelastic.sharing", None) or {})}
+    values = {**asdict(SharingRules()), **(dask.config.get("nbelastic.sharing", None) or {})}
     policy = values["policy"]
     if policy not in ("fair", "first"):
         raise OptionError(f"nbelastic.sharing.policy={policy!r}: must be 'fair' or 'first'")
-    return SharingRules(
-        policy, *(_seconds(name, values[name]) for name in ("settle", "protect", "patience"))
-    )
+    times = [_seconds(name, values[name]) for name in ("settle", "protect", "patience")]
+    return SharingRules(policy, *times)
 
 
 def _seconds(name: str, value: Any) -> float:
@@ -77,7 +76,7 @@ class _Entry:
     driver: tuple[int, int] = (0, 0)  # its epoch and newest step, seen at `stepped_at`
     admitted: bool = False
     waiting_since: float | None = None
-    sent: ShareSet | None = None
+    sent: ShareSet = field(default_factory=lambda: ShareSet(None))
     offered: set[str] = field(default_factory=set)
 
 
@@ -89,7 +88,7 @@ class Arbiter:
         self._jobs, self._workers = plugin.jobs, plugin.workers
         self._policy: SharePolicy | None = None
         self._entries: dict[str, _Entry] = {}
-        self._reserved: dict[str, str] = {}  # jobs by slot
+        self.reserved: dict[str, str] = {}  # jobs by slot
         self._next: asyncio.Handle | None = None
 
     def open(self) -> None:
@@ -97,7 +96,7 @@ class Arbiter:
         if not self._jobs or self._policy is None:
             self._policy = SharePolicy(read_rules())
             self._entries.clear()
-            self._reserved.clear()
+            self.reserved.clear()
 
     def stop(self) -> None:
         """Decide nothing any more."""
@@ -114,11 +113,7 @@ class Arbiter:
 
     def offers(self, job: ScheduledJob, worker: WorkerRecord) -> bool:
         """Return whether a free slot is for a job."""
-        return self._share(job) is None or self.reserved_for(worker) == job.name
-
-    def reserved_for(self, worker: WorkerRecord) -> str | None:
-        """Return the job with the reservation of a slot, if any."""
-        return self._reserved.get(worker.slot.id)
+        return self._share(job) is None or self.reserved.get(worker.slot.id) == job.name
 
     def has_its_share(self, job: ScheduledJob) -> bool:
         """Return whether a job has all slots of its share."""
@@ -130,8 +125,8 @@ class Arbiter:
         share, slot = self._share(job), worker.slot.id
         if share is None:
             return True
-        if self._reserved.get(slot, job.name) == job.name and len(_staying(job)) < share:
-            self._reserved.pop(slot, None)
+        if self.reserved.get(slot, job.name) == job.name and len(_staying(job)) < share:
+            self.reserved.pop(slot, None)
             return True
         self._entries[job.name].offered.discard(slot)
         self.schedule()
@@ -139,8 +134,8 @@ class Arbiter:
 
     def _share(self, job: ScheduledJob) -> int | None:
         entry = self._entries.get(job.name)
-        sent = None if entry is None else entry.sent
-        return None if sent is None or sent.sharing is None else sent.sharing.share
+        sharing = None if entry is None else entry.sent.sharing
+        return None if sharing is None else sharing.share
 
     # -- decisions -------------------------------------------------------------------------------
 
@@ -164,13 +159,12 @@ class Arbiter:
         given = policy.decide(wants, capacity, now)
         shares = {job: share for job, share in given.items() if share is not None}
         wants.sort(key=lambda want: (not want.running, -want.priority, want.since))
-        found = assign(wants, shares, slots) if shares and len(jobs) > 1 else None
-        self._reserved = {} if found is None else found.reserved
+        found = assign(wants, shares, slots) if shares and len(jobs) > 1 else Assignment()
+        self.reserved = found.reserved
         for name, job in jobs.items():
-            reclaimed = () if found is None else tuple(found.reclaimed.get(name, ()))
-            self._tell(job, given[name], wants, slots, reclaimed)
-        for name in shares:
-            self._offer(jobs[name])
+            self._tell(job, given[name], wants, slots, tuple(found.reclaimed.get(name, ())))
+            if name in shares:
+                self._offer(job)
 
     def _want(self, job: ScheduledJob, now: float) -> Want:
         roster, entry = job.machine.roster, self._entries[job.name]
@@ -247,44 +241,33 @@ class Arbiter:
         reclaimed: tuple[str, ...],
     ) -> None:
         """Send a job its share, if new to the job."""
-        entry, name = self._entries[job.name], job.name
-        if share is None:
-            if entry.sent is not None:
-                entry.sent = None
-                logger.info("job %r: no bound any more, the cluster is its own", name)
-                job.take_in(ShareSet(None))
-                self._plugin.announce(job, self._workers.values())
-            return
+        entry, name, sharing = self._entries[job.name], job.name, None
         others = [want.job for want in wants if want.job != name]
-        usable = sum(slot.jobs is None or name in slot.jobs for slot in slots)
-        names = tuple(others[:MOST_NAMES])
-        event = ShareSet(Sharing(share, usable, names, len(others)), reclaimed)
-        before = entry.sent
-        known = before is not None and before.sharing == event.sharing
-        if before is not None and known and set(reclaimed) <= set(before.reclaimed):
+        if share is not None:
+            usable = sum(slot.jobs is None or name in slot.jobs for slot in slots)
+            sharing = Sharing(share, usable, tuple(others[:MOST_NAMES]), len(others))
+        if entry.sent.sharing == sharing and set(reclaimed) <= set(entry.sent.reclaimed):
             return
-        entry.sent = event
+        entry.sent = ShareSet(sharing, reclaimed)
+        entry.offered.clear()
+        job.take_in(entry.sent)
+        if sharing is None:
+            logger.info("job %r: no bound any more, the cluster is its own", name)
+            self._plugin.announce(job, self._workers.values())
+            return
         logger.info(
             "job %r: share %d of %d slots with %d other jobs; it holds %d and gives %d back",
-            name,
-            share,
-            usable,
-            len(others),
-            len(_staying(job)),
-            len(reclaimed),
+            *(name, sharing.share, sharing.slots, len(others), len(_staying(job)), len(reclaimed)),
         )
-        entry.offered.clear()
-        job.take_in(event)
 
     def _offer(self, job: ScheduledJob) -> None:
         entry = self._entries[job.name]
-        mine = {slot for slot, owner in self._reserved.items() if owner == job.name}
+        mine = {slot for slot, owner in self.reserved.items() if owner == job.name}
         new = mine - entry.offered
         entry.offered = mine
         if new:
-            self._plugin.announce(
-                job, [each for each in self._workers.values() if each.slot.id in new]
-            )
+            hosts = [each for each in self._workers.values() if each.slot.id in new]
+            self._plugin.announce(job, hosts)
 
 
 def _staying(job: ScheduledJob) -> dict[int, str]:

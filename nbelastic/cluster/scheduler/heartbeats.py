@@ -1,9 +1,9 @@
 """Pass heartbeats on to the drivers, and detect workers whose heartbeats cease.
 
 A worker that misses two heartbeats is probed: its nanny, or else another worker of its host, reads
-the state of its process. If that is stopped, the driver is told at once. If it is busy, it is alive
-and merely cannot send (something holds the GIL), which is as good as a heartbeat. If its process
-cannot be read, the worker counts as frozen after its job's ``heartbeat_timeout``.
+the state of its process. Of a stopped one the driver is told at once; a busy one cannot send
+(something holds the GIL), which is as good as a heartbeat; any other counts as frozen after its
+job's ``heartbeat_timeout``. Who else asks whether a worker is alive reads its record.
 """
 
 from __future__ import annotations
@@ -18,17 +18,10 @@ from distributed.protocol.pickle import dumps
 from distributed.protocol.serialize import Serialize, Serialized, deserialize
 from msgspec.structs import replace
 
+from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import PeriodicCall, resume
 from nbelastic.cluster.process_state import ProbeHistory, ProcessState, Verdict, read_state
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
-from nbelastic.messages import (
-    Beat,
-    Beats,
-    LossReason,
-    RankTelemetry,
-    SlotSilent,
-    TelemetryBatch,
-)
 
 if TYPE_CHECKING:
     from .job import ScheduledJob
@@ -37,17 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LISTEN_INTERVAL = 0.25
-"""Seconds between two counts of silence, and between two probes of a process."""
-
-LONGEST_COUNT = 2 * LISTEN_INTERVAL
-"""Most seconds that one count adds: a late count means that the scheduler did not listen."""
-
-PROBED_AFTER = 2 * HEARTBEAT_INTERVAL_S
-"""Seconds of silence after which a worker is probed."""
-
-ANSWER_LIMIT = 1.0
-"""Seconds that an observer has to read a process; one that takes longer is not asked again."""
+LISTEN_INTERVAL = 0.25  # seconds between two counts of silence, and between two probes of a process
+LONGEST_COUNT = 2 * LISTEN_INTERVAL  # seconds in one count: after a pause, messages wait to be read
+PROBED_AFTER = 2 * HEARTBEAT_INTERVAL_S  # seconds of silence after which a worker is probed
+ANSWER_LIMIT = 1.0  # seconds for an observer to read a process; a late one is not asked again
 
 
 class HeartbeatMonitor:
@@ -62,10 +48,9 @@ class HeartbeatMonitor:
 
     def start(self) -> None:
         """Start monitoring, unless it has started."""
-        if not self._listen.running:
-            self._counted_at = _now()
-            self._listen.start()
-            self._relay.start()
+        self._counted_at = _now()
+        self._listen.start()
+        self._relay.start()
 
     def stop(self) -> None:
         """Stop monitoring."""
@@ -79,7 +64,7 @@ class HeartbeatMonitor:
         if worker.nanny:
             await self._read_state(worker, worker.address, nanny=True)
 
-    def take(self, worker: WorkerRecord | None, beats: tuple[tuple[str, Beat], ...]) -> None:
+    def take(self, worker: WorkerRecord | None, beats: tuple[tuple[str, m.Beat], ...]) -> None:
         """Take the heartbeats of an agent."""
         if worker is not None:
             worker.has_beaten = True
@@ -89,14 +74,13 @@ class HeartbeatMonitor:
             if job in self._jobs:
                 self._jobs[job].beats[beat.start] = beat
 
-    def take_telemetry(self, worker: str, telemetry: RankTelemetry) -> None:
+    def take_telemetry(self, worker: str, telemetry: m.RankTelemetry) -> None:
         """Take the telemetry of a rank; it goes on with the next heartbeat."""
         job = self._jobs.get(telemetry.job)
         if job is not None:
             waiting = job.telemetry.get(telemetry.start)
-            if waiting is not None and waiting.reports:
-                reports = waiting.reports + telemetry.reports
-                telemetry = replace(telemetry, reports=reports)
+            if waiting is not None:
+                telemetry = replace(telemetry, reports=waiting.reports + telemetry.reports)
             job.telemetry[telemetry.start] = telemetry
 
     def send_telemetry(self, job: ScheduledJob) -> None:
@@ -104,7 +88,7 @@ class HeartbeatMonitor:
         if job.telemetry:
             ranks, job.telemetry = tuple(job.telemetry.values()), {}
             job.log.note_telemetry(ranks)
-            job.send(TelemetryBatch(ranks))
+            job.send(m.TelemetryBatch(ranks))
 
     def _pass_on(self) -> None:
         """Pass on what has come in since the last time."""
@@ -121,14 +105,10 @@ class HeartbeatMonitor:
         """Pass on the heartbeats of a job's ranks that have not been passed on."""
         if job.beats:
             beats, job.beats = tuple(job.beats.values()), {}
-            job.take_in(Beats(beats))
+            job.take_in(m.Beats(beats))
 
     def _count_silence(self) -> None:
-        """Count the silence of workers with a rank.
-
-        Time counts as silence only as far as the scheduler was listening: after a pause of its
-        own, messages wait to be read first.
-        """
+        """Count the silence of workers with a rank, as far as the scheduler was listening."""
         now = _now()
         passed, self._counted_at = min(now - self._counted_at, LONGEST_COUNT), now
         for address, worker in list(self._workers.items()):
@@ -136,17 +116,15 @@ class HeartbeatMonitor:
                 worker.silence += passed
                 job = self._jobs.get(worker.holder[0])
                 if job is not None and not worker.frozen:
-                    self._note_silence(address, worker, job)
+                    self._note_silence(address, worker, job.terms.heartbeat_timeout)
 
-    def _note_silence(self, address: str, worker: WorkerRecord, job: ScheduledJob) -> None:
-        limit = job.terms.heartbeat_timeout
+    def _note_silence(self, address: str, worker: WorkerRecord, limit: float) -> None:
         least = min(PROBED_AFTER, limit / 2)
         # Before its first heartbeat, its task may wait for a thread.
         if worker.has_beaten and worker.silence >= limit:
-            self._report_silent(worker, LossReason.WORKER_SILENT)
+            self._report_silent(worker, m.LossReason.WORKER_SILENT)
         elif worker.silence >= least and address not in self._probes:
-            probe = asyncio.ensure_future(self._probe(worker, least))
-            self._probes[address] = probe
+            probe = self._probes[address] = asyncio.ensure_future(self._probe(worker, least))
             probe.add_done_callback(lambda _: self._probes.pop(address))
 
     async def _probe(self, worker: WorkerRecord, least: float) -> None:
@@ -168,7 +146,7 @@ class HeartbeatMonitor:
                 return
             job, start = worker.holder
             if verdict is Verdict.STOPPED:
-                self._report_silent(worker, LossReason.PROCESS_STOPPED)
+                self._report_silent(worker, m.LossReason.PROCESS_STOPPED)
                 return
             if verdict is Verdict.BUSY:
                 worker.silence = least
@@ -208,20 +186,17 @@ class HeartbeatMonitor:
             result = result.data
         return result if isinstance(result, ProcessState) else None
 
-    def _report_silent(self, worker: WorkerRecord, reason: LossReason) -> None:
+    def _report_silent(self, worker: WorkerRecord, reason: m.LossReason) -> None:
         """Tell a driver, once, that a worker is frozen."""
         job = None if worker.holder is None else self._jobs.get(worker.holder[0])
         if job is not None and not worker.frozen:
             worker.frozen = True
+            where, limit = worker.address, job.terms.heartbeat_timeout
             logger.info(
                 "job %r: %s is frozen: %s, %.1f s without a heartbeat (heartbeat_timeout %g s)",
-                job.name,
-                worker.address,
-                reason.value,
-                worker.silence,
-                job.terms.heartbeat_timeout,
+                *(job.name, where, reason.value, worker.silence, limit),
             )
-            job.take_in(SlotSilent(worker.slot.id, reason, worker.silence))
+            job.take_in(m.SlotSilent(worker.slot.id, reason, worker.silence))
 
 
 def _now() -> float:

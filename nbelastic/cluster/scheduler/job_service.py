@@ -13,27 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import hold_keys, shorten_batching
 from nbelastic.cluster.journal import open_journal
 from nbelastic.cluster.wire import FROM_KERNELS, in_parts, pack, unpack
 from nbelastic.membership import unpack_machine, view
-from nbelastic.messages import (
-    AttachRefusal,
-    AttachRequest,
-    DriverReplaced,
-    EndRank,
-    GiveUp,
-    InjectFaults,
-    InjectRequest,
-    JobClosed,
-    JobInfo,
-    JobWish,
-    JournalStep,
-    OpenRequest,
-    SlotBusy,
-    Text,
-    encode,
-)
 
 from .job import ScheduledJob
 from .records import RANK_KEY
@@ -43,16 +27,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CLOSE_GRACE = 5.0
-"""Seconds that ranks have to end when their job is closed, and that Dask has to see it."""
-
-MOST_ENDED, ENDED_BYTES = 20, 64 * 2**20
-"""Ended jobs that are remembered, and bytes of their histories and logs; the oldest go first."""
+CLOSE_GRACE = 5.0  # seconds for ranks of a closed job to end, and for Dask to see it
+MOST_ENDED, ENDED_BYTES = 20, 64 * 2**20  # ended jobs that are remembered, and bytes of them
 
 POLL = 0.005
 
-KEEPER = "fire-and-forget"
-"""Dask's own client for tasks without a waiting client; it releases a task when it is done."""
+KEEPER = "fire-and-forget"  # Dask's client that releases a task when it is done
 
 
 class JobService:
@@ -62,10 +42,13 @@ class JobService:
         self._plugin = plugin
         self._scheduler = scheduler = plugin.scheduler
         self._jobs = plugin.jobs
-        self._handlers: dict[type, Callable[[str, Any], None]]
-        self._handlers = {JournalStep: self.step, InjectRequest: self.inject, GiveUp: self.give_up}
+        self._handlers: dict[type, Callable[[str, Any], None]] = {
+            m.JournalStep: self.step,
+            m.InjectRequest: self.inject,
+            m.GiveUp: self.give_up,
+        }
         self._given_up: deque[str] = deque(maxlen=100)
-        self._ended: dict[str, tuple[JobInfo, bytes]] = {}  # with the packed description
+        self._ended: dict[str, tuple[m.JobInfo, bytes]] = {}  # with the packed description
         for name in ("open", "attach", "drives", "close", "payload", "jobs", "look", "wish"):
             scheduler.handlers[f"nbelastic_{name}"] = getattr(self, name)
         scheduler.stream_handlers[FROM_KERNELS] = self._take
@@ -73,7 +56,7 @@ class JobService:
     def _take(self, client: str, message: Any = None, **_: Any) -> None:
         """Take a message of a kernel. Raises nothing: the stream would close."""
         try:
-            read = unpack(message, JournalStep | InjectRequest | GiveUp)
+            read = unpack(message, m.JournalStep | m.InjectRequest | m.GiveUp)
             self._handlers[type(read)](client, read)
         except Exception:  # whatever is in the message
             logger.exception("a message from the kernel %s cannot be read", client)
@@ -82,7 +65,7 @@ class JobService:
 
     async def open(self, message: Any) -> str:
         """Publish a job; return an empty string, or why that cannot be: ``gone`` or ``taken``."""
-        asked: OpenRequest = unpack(message, OpenRequest)
+        asked: m.OpenRequest = unpack(message, m.OpenRequest)
         terms = asked.terms
         if self._is_gone(asked.client, asked.topic):
             return "gone"  # this came later, on a connection of its own
@@ -111,10 +94,9 @@ class JobService:
     def _resolved(self, workers: tuple[str, ...]) -> frozenset[str]:
         """Return workers' names and addresses, with the scheduler's form of each address."""
         found = set(workers)
-        for each in workers:
-            if "://" in each:
-                with contextlib.suppress(ValueError, OSError):  # no address, or an unknown host
-                    found.add(self._scheduler.coerce_address(each))
+        for each in (name for name in workers if "://" in name):
+            with contextlib.suppress(ValueError, OSError):  # no address, or an unknown host
+                found.add(self._scheduler.coerce_address(each))
         return frozenset(found)
 
     async def payload(self, job: str) -> dict[str, Any]:
@@ -122,29 +104,24 @@ class JobService:
         return pack(self._jobs[job].terms.payload)
 
     async def close(self, job: str, uid: str, epoch: int, steps: int) -> list[str]:
-        """Forget a job, once its ranks have ended and Dask has noticed.
-
-        The last of the driver's steps may come later than this: they take another way. The return
-        value names the workers that are free then.
-        """
+        """Forget a job, once its ranks have ended; return the workers that are free then."""
         record = self._jobs.get(job)
         if record is None or (record.uid, record.epoch) != (uid, epoch):
             return self._plugin.free_workers()
         record.closing = True
         self._plugin.arbiter.schedule()
-        await _until(lambda: record.steps >= steps)
-        over = EndRank(0, "evict", Text("the job has ended"))
+        await _until(lambda: record.steps >= steps)  # they take another way, and may come later
+        over = m.EndRank(0, "evict", m.Text("the job has ended"))
         self._plugin.order(record, over, record.ranks)
         await _until(lambda: not record.ranks and not self._busy(record))
-        record.send(JobClosed())
+        record.send(m.JobClosed())
         self._plugin.drop(job)
         return self._plugin.free_workers()
 
     def _busy(self, job: ScheduledJob) -> bool:
-        starts = set(range(job.machine.roster.starts)) - job.never
-        keys = [job.key(start) for start in starts]
-        tasks = [self._scheduler.tasks[key] for key in keys if key in self._scheduler.tasks]
-        return any(task.state == "processing" for task in tasks)
+        keys = [job.key(n) for n in range(job.machine.roster.starts) if n not in job.never]
+        tasks = map(self._scheduler.tasks.get, keys)
+        return any(task is not None and task.state == "processing" for task in tasks)
 
     def remember(self, job: ScheduledJob) -> None:
         """Keep the history and the log of an ended job, for later questions."""
@@ -153,7 +130,7 @@ class JobService:
         job.log.results.clear()
         info = dataclasses.replace(_info_of(job), attached=False, slots=0, ended=time.time())
         self._ended.pop(job.name, None)
-        self._ended[job.name] = info, encode(job.describe())
+        self._ended[job.name] = info, m.encode(job.describe())
         kept = sum(len(packed) for _, packed in self._ended.values())
         while len(self._ended) > MOST_ENDED or kept > ENDED_BYTES:
             kept -= len(self._ended.pop(next(iter(self._ended)))[1])
@@ -162,26 +139,25 @@ class JobService:
         """Return a summary of each job, and of the newest that have ended."""
         there = [_info_of(job) for job in self._jobs.values()]
         ended = [info for name, (info, _) in self._ended.items() if name not in self._jobs]
-        return in_parts(encode((*there, *ended)))
+        return in_parts(m.encode((*there, *ended)))
 
     def _refusal(self, job: str) -> dict[str, Any]:
         problem = "ended" if job in self._ended else "unknown"
-        return pack(AttachRefusal(problem, tuple(sorted(self._jobs))))
+        return pack(m.AttachRefusal(problem, tuple(sorted(self._jobs))))
 
     # -- for users who do not drive a job --------------------------------------------------------
 
     async def look(self, job: str) -> dict[str, Any]:
         """Return the description of a job, open or ended, without a change of driver."""
-        record = self._jobs.get(job)
-        if record is not None:
-            return pack(record.describe())
+        if job in self._jobs:
+            return pack(self._jobs[job].describe())
         if job in self._ended:
             return in_parts(self._ended[job][1])
         return self._refusal(job)
 
     async def wish(self, message: Any) -> dict[str, Any] | None:
         """Pass a user's event to a job, as if its driver's user had sent it."""
-        asked: JobWish = unpack(message, JobWish)
+        asked: m.JobWish = unpack(message, m.JobWish)
         record = self._jobs.get(asked.job)
         if record is None or record.closing:
             return self._refusal(asked.job)
@@ -190,51 +166,49 @@ class JobService:
 
     # -- driving ---------------------------------------------------------------------------------
 
-    def step(self, client: str, step: JournalStep) -> None:
+    def step(self, client: str, step: m.JournalStep) -> None:
         """Take a step of a driver's journal, or tell the driver of its replacement."""
-        record = self._jobs.get(step.job)
-        mine = self._is_driver(record, client, step.epoch)
-        if record is None or not mine or not record.step(step):
-            self._plugin.say(client, step.topic, step.epoch, DriverReplaced())
+        record = self._driven(step.job, client, step.epoch)
+        if record is None or not record.step(step):
+            self._plugin.say(client, step.topic, step.epoch, m.DriverReplaced())
 
-    def inject(self, client: str, request: InjectRequest) -> None:
+    def inject(self, client: str, request: m.InjectRequest) -> None:
         """Pass faults on to ranks."""
-        record = self._jobs.get(request.job)
-        if record is not None and self._is_driver(record, client, request.epoch):
-            effect = InjectFaults(request.faults, request.drop)
+        if (record := self._driven(request.job, client, request.epoch)) is not None:
+            effect = m.InjectFaults(request.faults, request.drop)
             self._plugin.order(record, effect, request.starts)
 
     async def drives(self, job: str, client: str, epoch: int) -> bool:
         """Return whether a job is still a driver's."""
-        return self._is_driver(self._jobs.get(job), client, epoch)
+        return self._driven(job, client, epoch) is not None
 
-    def _is_driver(self, record: ScheduledJob | None, client: str, epoch: int) -> bool:
-        return record is not None and (record.client, record.epoch) == (client, epoch)
+    def _driven(self, job: str, client: str, epoch: int) -> ScheduledJob | None:
+        """Return a job if it is still the driver's."""
+        record = self._jobs.get(job)
+        mine = record is not None and (record.client, record.epoch) == (client, epoch)
+        return record if mine else None
 
     # -- kernels that go and come ----------------------------------------------------------------
 
     async def attach(self, message: Any) -> dict[str, Any]:
-        """Hand a job over to a new driver, or (`again`) back to its last driver.
-
-        Every driver has a topic of its own, so that is known by it.
-        """
-        asked: AttachRequest = unpack(message, AttachRequest)
+        """Hand a job over to a new driver, or (`again`) back to the one of its topic."""
+        asked: m.AttachRequest = unpack(message, m.AttachRequest)
         record = self._jobs.get(asked.job)
         if self._is_gone(asked.client, asked.topic):
-            return pack(AttachRefusal("gone"))
+            return pack(m.AttachRefusal("gone"))
         if record is None or record.closing:
             return self._refusal(asked.job)
         if asked.again and record.topic != asked.topic:
-            return pack(AttachRefusal("taken"))
+            return pack(m.AttachRefusal("taken"))
         if record.client is not None and record.topic != asked.topic:
-            self._plugin.say(record.client, record.topic, record.epoch, DriverReplaced())
+            self._plugin.say(record.client, record.topic, record.epoch, m.DriverReplaced())
         self._shorten_batching(asked.client)
         handover = pack(record.take_over(asked.client, asked.topic))
         asyncio.get_running_loop().call_soon(self._resume, asked.job, record.epoch)
         return handover
 
     def _shorten_batching(self, client: str) -> None:
-        shorten_batching(getattr(self._scheduler, "client_comms", {}).get(client))
+        shorten_batching(self._scheduler.client_comms.get(client))
 
     def _resume(self, job: str, epoch: int) -> None:
         """Send a new driver the events that were not stepped, and its slots."""
@@ -255,9 +229,9 @@ class JobService:
             if job.client == client:
                 self._abandon(job)
 
-    def give_up(self, client: str, message: GiveUp) -> None:
+    def give_up(self, client: str, message: m.GiveUp) -> None:
         """Cancel a pending open or attach; its request may arrive later."""
-        self._given_up.append(message.topic)  # its request may come later than this
+        self._given_up.append(message.topic)
         for job in list(self._jobs.values()):
             if job.topic == message.topic and message.over:
                 self._plugin.spawn(self.close(job.name, job.uid, job.epoch, job.steps))
@@ -276,21 +250,19 @@ class JobService:
             if job.key(start) not in self._scheduler.tasks:
                 logger.info("job %r: start %d has no task: its slot is taken back", job.name, start)
                 self._plugin.free(job.name, start, host)
-                job.take_in(SlotBusy(host.slot.id))
+                job.take_in(m.SlotBusy(host.slot.id))
         job.abandon()
         self._plugin.arbiter.schedule()
 
     # -- tasks -----------------------------------------------------------------------------------
 
     def keep_tasks(self, keys: Any, client: str) -> None:
-        """Make Dask keep ranks' tasks after the loss of the submitting kernel.
-
-        One that comes when its kernel or its worker is gone already is not wanted any more.
-        """
+        """Make Dask keep ranks' tasks after the loss of the submitting kernel."""
         ours = {key for key in keys if isinstance(key, str) and key.startswith(RANK_KEY)}
         if ours:
             wanted = {rec.key(start) for rec in self._jobs.values() for start in rec.ranks}
             self._scheduler.client_desires_keys(keys=list(ours & wanted), client=KEEPER)
+            # Of a kernel, or for a worker, that is gone already.
             asyncio.get_running_loop().call_soon(self.forget_tasks, list(ours - wanted), client)
 
     def forget_tasks(self, keys: list[str], client: str = KEEPER) -> None:
@@ -300,10 +272,10 @@ class JobService:
             self._scheduler.client_releases_keys(keys=known, client=client)
 
 
-def _info_of(job: ScheduledJob) -> JobInfo:
+def _info_of(job: ScheduledJob) -> m.JobInfo:
     seen = view(job.machine, job.machine.roster.now)
     limits = job.machine.roster.limits
-    return JobInfo(
+    return m.JobInfo(
         name=job.name,
         state=seen.state,
         size=seen.size,

@@ -24,22 +24,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STANDING = "nbelastic-spot-notices"
-"""Name of the scheduler plugin that has notices watched for without a job."""
-
-MOST = 86400.0
-"""Most seconds that a notice is taken to leave."""
-
-SILENT = 3.0
-"""Seconds without a heartbeat of a rank after which another worker of the host watches."""
+STANDING = "nbelastic-spot-notices"  # the plugin that has notices watched for without a job
+MOST = 86400.0  # most seconds that a notice is taken to leave
 
 POLL = 0.05
 
-RETRY = 5.0
-"""Seconds after which workers that could not be retired, because of their data, are tried again.
-
-After the first time it is twice as long.
-"""
+RETRY = 5.0  # seconds until workers that their data has kept are retired again; then twice as many
 
 
 class NoticeController:
@@ -67,29 +57,26 @@ class NoticeController:
 
     def review(self) -> None:
         """Appoint one agent of each host to watch for notices; retire replaced workers."""
-        on = self.standing or any(job.terms.notices for job in self._plugin.jobs.values())
-        hosts: dict[str, WorkerRecord] = {}
-        for worker in self._workers.values():
-            other = hosts.setdefault(worker.slot.host, worker)
-            if _fitness(worker) < _fitness(other):
-                hosts[worker.slot.host] = worker
+        jobs = self._plugin.jobs.values()
+        on = self.standing or any(job.terms.notices for job in jobs)
+        fittest_first = sorted(
+            self._workers.values(),
+            key=lambda each: (each.retiring or each.frozen, not each.watch.host, each.address),
+        )
+        hosts = {worker.slot.host: worker for worker in reversed(fittest_first)}
         for worker in self._workers.values():
             order = WatchOrder(on, on and hosts[worker.slot.host] is worker)
             if order != worker.watch:
                 worker.watch = order
                 self._plugin.tell_agent(worker, pack(order))
-        self._hosts = {
-            key: each
-            for key, each in self._hosts.items()
-            if (key[0] in hosts if each.soft else self._now < each.seconds)
-        }
+        for key, notice in list(self._hosts.items()):
+            if not (key[0] in hosts if notice.soft else self._now < notice.seconds):
+                del self._hosts[key]
         # Workers at risk that a job has left go, because others have taken their place.
         for worker in list(self._workers.values()):
-            notice, slot = worker.notice, worker.slot.id
-            if notice is None or not worker.at_risk or worker.holder is not None:
-                continue
-            if any(slot in job.machine.roster.departing for job in self._plugin.jobs.values()):
-                self._note(worker, replace(notice, soft=False))
+            left = any(worker.slot.id in job.machine.roster.departing for job in jobs)
+            if worker.notice is not None and worker.at_risk and worker.holder is None and left:
+                self._note(worker, replace(worker.notice, soft=False))
 
     # -- notices -----------------------------------------------------------------------------------
 
@@ -158,11 +145,8 @@ class NoticeController:
             self._plugin.mark_leaving(worker.address, notice=told)
 
     async def _retire_when_empty(self, host: str) -> None:
-        """Retire the workers of a host when their ranks have left, or when it is time.
-
-        They are retired together, so that the data of one does not move to another. A cluster
-        manager then replaces them.
-        """
+        """Retire the workers of a host when their ranks have left, or when it is time."""
+        # Together, so that the data of one does not move to another.
         wait = RETRY
         try:
             while going := [w for w in self._workers.values() if w.slot.host == host and w.ends]:
@@ -178,10 +162,7 @@ class NoticeController:
             self._under_way.discard(host)
 
     async def _retire(self, workers: list[WorkerRecord]) -> None:
-        """Retire workers. Dask keeps workers whose data can go nowhere; these are tried again.
-
-        They are offered again if their notices were revoked meanwhile.
-        """
+        """Retire workers; offer workers again that Dask has kept for their data, if revoked."""
         there = [worker for worker in workers if worker.address in self._scheduler.workers]
         for worker in there:
             logger.info("worker %s is retired: its machine will go", worker.address)
@@ -202,9 +183,3 @@ class NoticeController:
     @property
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def _fitness(worker: WorkerRecord) -> tuple[bool, bool, str]:
-    """Return how fit a worker is to watch for its host: the lowest value watches."""
-    unfit = worker.retiring or worker.silence >= SILENT
-    return unfit, not worker.watch.host, worker.address

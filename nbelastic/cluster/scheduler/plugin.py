@@ -1,16 +1,12 @@
 """Find workers for jobs, assign each slot to a single job, and relay messages.
 
 The plugin decides nothing about membership; it carries facts to the drivers and orders to the
-agents.
-
-Installed once per cluster, whatever the number of jobs, it stays when they end, without state. An
-agent is put on a worker when the first job wants that worker, not before.
+agents. It stays when all jobs have ended, without state.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import pickle
 import random
@@ -23,6 +19,7 @@ from distributed.core import Status
 from distributed.diagnostics.plugin import SchedulerPlugin
 from msgspec.structs import replace
 
+from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import (
     PeriodicCall,
     cause_of_death,
@@ -35,66 +32,19 @@ from nbelastic.cluster.worker.agent import Agent
 from nbelastic.cluster.worker.signals import start_processes_shielded
 from nbelastic.errors import VersionMismatch
 from nbelastic.membership import Stage
-from nbelastic.messages import (
-    EndRank,
-    Event,
-    FaultReport,
-    ForgetOrder,
-    Heartbeats,
-    Hello,
-    LossReason,
-    Message,
-    Notice,
-    NoticeReport,
-    RankEffect,
-    RankEnded,
-    RankEvent,
-    RankLeaving,
-    RankOrder,
-    RankOutput,
-    RankRaised,
-    RankReturned,
-    RankTelemetry,
-    Slot,
-    SlotBusy,
-    SlotDied,
-    SlotGone,
-    SlotGranted,
-    SlotLeaving,
-    SlotsFound,
-    SlotStays,
-    StartRank,
-    Text,
-    ToDriver,
-    UnusedReason,
-    UnusedWorker,
-    WorkerRefused,
-    WorkersUnused,
-)
 
 from .arbiter import Arbiter
 from .heartbeats import HeartbeatMonitor
 from .job import ScheduledJob
 from .job_service import JobService
 from .notices import STANDING, NoticeController
-from .records import (
-    RANK_KEY,
-    WorkerRecord,
-    differing,
-    fits,
-    is_busy,
-    misfit,
-    obstacle,
-)
+from .records import RANK_KEY, WorkerRecord, differing, fits, is_busy, misfit, obstacle
 from .scaling import ScalingHooks
 
 logger = logging.getLogger(__name__)
 
-HELLO_TIMEOUT = 10.0
-"""Seconds that a worker may take for its hello once it has its agent."""
-
-REVIEW_INTERVAL = 0.5
-"""Seconds between two reviews of the workers that are not offered to a job."""
+HELLO_TIMEOUT = 10.0  # seconds that a worker may take for its hello once it has its agent
+REVIEW_INTERVAL = 0.5  # seconds between two reviews of the workers that are not offered to a job
 
 
 class ElasticPlugin(SchedulerPlugin):
@@ -118,16 +68,16 @@ class ElasticPlugin(SchedulerPlugin):
         self.scaling = ScalingHooks(self)
         self._notices = NoticeController(self)
         self.arbiter = Arbiter(self)
-        self._handlers: dict[type[Message], Callable[[str, Any], object]] = {
-            Hello: self._hello,
-            RankEvent: self._report,
-            Heartbeats: self._take_beats,
-            RankOutput: self._output,
-            RankTelemetry: self._heartbeats.take_telemetry,
-            FaultReport: self._fault,
-            RankEnded: self._ended,
-            RankLeaving: lambda worker, _: self.mark_leaving(worker, soon=True),
-            NoticeReport: self._take_notice,
+        self._handlers: dict[type[m.Message], Callable[[str, Any], object]] = {
+            m.Hello: self._hello,
+            m.RankEvent: self._report,
+            m.Heartbeats: self._take_beats,
+            m.RankOutput: self._output,
+            m.RankTelemetry: self._heartbeats.take_telemetry,
+            m.FaultReport: self._fault,
+            m.RankEnded: self._ended,
+            m.RankLeaving: lambda worker, _: self.mark_leaving(worker, soon=True),
+            m.NoticeReport: self._take_notice,
         }
         scheduler.stream_handlers[FROM_AGENTS] = self._take
         self._job_service = JobService(self)
@@ -148,8 +98,9 @@ class ElasticPlugin(SchedulerPlugin):
         """Put agents on the workers that a job may use, and tell its driver of all together."""
         self._heartbeats.start()
         self.review.start()
-        without = self._without_agent(job)
-        await asyncio.gather(*(self._install_agent(address) for address in without))
+        there = self.scheduler.workers.items()
+        without = [a for a, state in there if a not in self.workers and fits(job, state)]
+        await asyncio.gather(*map(self._install_agent, without))
         if self.jobs.get(job.name) is job:
             job.opening = False
             self.arbiter.decide()
@@ -168,15 +119,12 @@ class ElasticPlugin(SchedulerPlugin):
         release_keys(self.scheduler, job.holder)
         self._job_service.forget_tasks([job.key(s) for s in range(job.machine.roster.starts)])
         for host in self.workers.values():
-            self.tell_agent(host, pack(ForgetOrder(name)))
+            self.tell_agent(host, pack(m.ForgetOrder(name)))
         self.arbiter.schedule()
         self._settle()
 
     def add_client(self, scheduler: Scheduler, client: str) -> None:
-        """Note the return of a kernel whose absence went unnoticed.
-
-        Messages to it in between are lost; the answer to its next step is to attach again.
-        """
+        """Part with a kernel whose absence went unnoticed: messages to it in between are lost."""
         self._job_service.leave(client)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
@@ -190,24 +138,22 @@ class ElasticPlugin(SchedulerPlugin):
         self._job_service.keep_tasks(keys, client)
 
     def _settle(self) -> None:
+        self._notices.review()
         if not self.jobs:
             self._heartbeats.stop()
             self.arbiter.stop()
-            self._notices.review()
             if not self._notices.standing:
                 self.review.stop()
 
     # -- workers -----------------------------------------------------------------------------------
 
-    def _without_agent(self, job: ScheduledJob) -> list[str]:
-        there = self.scheduler.workers.items()
-        return [a for a, state in there if a not in self.workers and fits(job, state)]
-
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        """Put an agent on a new worker if any job wants it."""
-        state = scheduler.workers[worker]
-        wanted = self._notices.standing or any(fits(j, state) for j in self.jobs.values())
-        if worker not in self.workers and wanted:
+        """Put an agent on a new worker if any job, or the watch for notices, wants it."""
+        state, standing = scheduler.workers[worker], self._notices.standing
+        if worker in self.workers or worker in self._refused or worker in self._installing:
+            return
+        wanted = any(fits(job, state) for job in self.jobs.values())
+        if wanted or (standing and state.status is Status.running):
             self.spawn(self._install_agent(worker))
 
     def _installed(self, address: str) -> None:
@@ -243,9 +189,9 @@ class ElasticPlugin(SchedulerPlugin):
         self._refused[address] = reason
         for job in self.jobs.values():
             if state is not None and fits(job, state):
-                job.send(WorkerRefused(address, reason))
+                job.send(m.WorkerRefused(address, reason))
 
-    def _hello(self, worker: str, hello: Hello) -> None:
+    def _hello(self, worker: str, hello: m.Hello) -> None:
         # The scheduler's address of a worker, which others reach it at: an agent knows only the
         # contact address that its worker was started with, which may have a host's name in it.
         slot = replace(hello.slot, worker=worker)
@@ -261,50 +207,33 @@ class ElasticPlugin(SchedulerPlugin):
         self.arbiter.schedule()
 
     def _review_all(self) -> None:
-        self._notices.review()
-        if self._notices.standing:
-            for address, state in self.scheduler.workers.items():  # so that each can watch
-                known = address in self.workers or address in self._refused
-                running = state.status is Status.running
-                if not known and running and address not in self._installing:
-                    self.spawn(self._install_agent(address))
-        elif not self.jobs:
-            self._settle()  # the plugin is gone for which machines were watched
+        self._settle()  # the plugin may be gone for which machines were watched
+        for address in self.scheduler.workers:  # Dask does not say that it resumes a paused one
+            self.add_worker(self.scheduler, address)
         if self.jobs:
             self.arbiter.decide()
         for job in list(self.jobs.values()):
             self._review_job(job)
 
     def _review_job(self, job: ScheduledJob) -> None:
-        """Tell a driver of changes in the workers not offered to its job, with the reasons.
-
-        Dask does not announce that it resumes a paused worker. So a worker without an obstacle any
-        more gets its agent, or is offered, here.
-        """
+        """Tell a driver of changes in the workers not offered to its job; offer those free now."""
         if job.client is None or job.opening or job.closing:
             return
         most = job.machine.roster.limits.max_np
         full = most is not None and len(job.ranks) >= most
-        used = [host.address for host in job.ranks.values()]
+        there = self.scheduler.workers
+        looked_at = [host.address for host in job.ranks.values()] if full else list(there)
         before = {each.worker for each in job.unused}
-        found = [
-            self._unused(job, address)
-            for address in (used if full else self.scheduler.workers)
-            if address in self.scheduler.workers
-        ]
+        found = [self._unused(job, address) for address in looked_at if address in there]
         unused = [each for each in found if each is not None]
-        now = {each.worker for each in unused}
         if unused != job.unused:
             job.unused = unused
-            job.take_in(WorkersUnused(tuple(unused)))
-        if full:
-            return
-        for address in self._without_agent(job):
-            if address not in self._refused and address not in self._installing:
-                self.spawn(self._install_agent(address))
-        self.announce(job, [self.workers[each] for each in before - now if each in self.workers])
+            job.take_in(m.WorkersUnused(tuple(unused)))
+        if not full:
+            free = before - {each.worker for each in unused} & self.workers.keys()
+            self.announce(job, [self.workers[address] for address in free])
 
-    def _unused(self, job: ScheduledJob, address: str) -> UnusedWorker | None:
+    def _unused(self, job: ScheduledJob, address: str) -> m.UnusedWorker | None:
         """Return why a job is not offered a worker; None if offered, or in use by its rank."""
         state = self.scheduler.workers[address]
         host = self.workers.get(address)
@@ -312,18 +241,18 @@ class ElasticPlugin(SchedulerPlugin):
             problem = obstacle(job, state, host)
             if problem is not None or self.arbiter.offers(job, host):
                 return problem
-            if other := self.arbiter.reserved_for(host):
-                return UnusedWorker(address, UnusedReason.RESERVED, other)
+            if other := self.arbiter.reserved.get(host.slot.id):
+                return m.UnusedWorker(address, m.UnusedReason.RESERVED, other)
             excluded = job.machine.roster.excluded(host.slot)
             if self.arbiter.has_its_share(job) and not excluded:
-                return UnusedWorker(address, UnusedReason.BEYOND_SHARE)
+                return m.UnusedWorker(address, m.UnusedReason.BEYOND_SHARE)
             return None
         if host is not None:  # of one that has its rank, if that cannot begin
             waits = not host.has_beaten and is_busy(job, state)
-            return UnusedWorker(address, UnusedReason.BUSY) if waits else None
+            return m.UnusedWorker(address, m.UnusedReason.BUSY) if waits else None
         refusal = self._refused.get(address, "")
-        reason = UnusedReason.REFUSED if refusal else UnusedReason.BEING_PREPARED
-        return misfit(job, state) or UnusedWorker(address, reason, refusal)
+        reason = m.UnusedReason.REFUSED if refusal else m.UnusedReason.BEING_PREPARED
+        return misfit(job, state) or m.UnusedWorker(address, reason, refusal)
 
     def announce(self, job: ScheduledJob, hosts: Iterable[WorkerRecord]) -> None:
         """Announce usable free slots to a job's driver."""
@@ -337,9 +266,9 @@ class ElasticPlugin(SchedulerPlugin):
             if obstacle(job, state, host) is None:
                 found.append(host.slot)
             elif fits(job, state) and differing(job, host):
-                job.send(WorkerRefused(host.address, f"it runs {differing(job, host)}"))
+                job.send(m.WorkerRefused(host.address, f"it runs {differing(job, host)}"))
         if found:
-            job.take_in(SlotsFound(tuple(found)))
+            job.take_in(m.SlotsFound(tuple(found)))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Tell drivers that a worker is gone."""
@@ -356,18 +285,17 @@ class ElasticPlugin(SchedulerPlugin):
                 job.ranks.pop(start)
             self._job_service.forget_tasks([job.key(start) for start in lost])
             self._heartbeats.send_beats(job)  # the last ones tell how far a lost rank had come
-            job.take_in(SlotGone(host.slot.id))
+            job.take_in(m.SlotGone(host.slot.id))
         self.arbiter.schedule()
 
     async def _tell_death(self, nanny: str, host: WorkerRecord, job: str, start: int) -> None:
-        """Report the cause of death of a rank's process, once it is known."""
         cause = await cause_of_death(self.scheduler, nanny, host.process.pid)
         if cause and job in self.jobs:
             detail = f"the process of {host.address} {cause}"
-            self.jobs[job].take_in(SlotDied(host.slot, start, detail))
+            self.jobs[job].take_in(m.SlotDied(host.slot, start, detail))
 
     def mark_leaving(
-        self, address: str, *, soon: bool = False, notice: Notice | None = None
+        self, address: str, *, soon: bool = False, notice: m.Notice | None = None
     ) -> list[tuple[str, int]]:
         """Note that a worker was asked to leave, or is at risk; return its ranks."""
         host = self.workers.get(address)
@@ -375,14 +303,14 @@ class ElasticPlugin(SchedulerPlugin):
             return []
         host.retiring |= notice is None
         for job in self.jobs.values():
-            job.take_in(SlotLeaving(host.slot.id, soon, notice))
+            job.take_in(m.SlotLeaving(host.slot.id, soon, notice))
         self.arbiter.schedule()
         return [] if host.holder is None else [host.holder]
 
     def mark_staying(self, host: WorkerRecord) -> None:
         """Revoke a worker's request to leave, and offer its slot again."""
         for job in self.jobs.values():
-            job.take_in(SlotStays(host.slot.id))
+            job.take_in(m.SlotStays(host.slot.id))
             self.announce(job, [host])
         self.arbiter.schedule()
 
@@ -399,63 +327,46 @@ class ElasticPlugin(SchedulerPlugin):
 
     def free_workers(self) -> list[str]:
         """Return the addresses of workers that could take a rank now."""
-        workers = self.scheduler.workers
-        return [
-            host.address
-            for host in self.workers.values()
-            if host.holder is None
-            and not host.leaving
-            and host.address in workers
-            and workers[host.address].status is Status.running
-        ]
+        there = self.scheduler.workers.items()
+        running = {address for address, state in there if state.status is Status.running}
+        hosts = [h.address for h in self.workers.values() if h.holder is None and not h.leaving]
+        return [address for address in hosts if address in running]
 
     def demand(self) -> int:
-        """Return how many workers all jobs together would like to have.
-
-        Those that will soon go count on top, so that others are there in time.
-        """
+        """Return how many workers all jobs want, and as many more as will soon go."""
         wanted = sum(job.demand for job in self.jobs.values())
         return wanted + self._notices.going if wanted else 0
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
-        """Return the workers that Dask may close, workers with ranks included.
-
-        A rank is a long-running task, and Dask leaves workers with one out. It takes workers
-        without tasks first, then the last of this list: the youngest rank.
-        """
-        ranks = {
-            address: host.holder[1]
-            for address, host in self.workers.items()
-            if host.holder is not None
-        }
-        found = [worker for worker in workers if worker.address not in ranks]
-        return found + [
-            scheduler.workers[address]
-            for address in sorted(ranks, key=ranks.__getitem__)
-            if address in scheduler.workers
-            and all(
-                str(task.key).startswith(RANK_KEY)
-                for task in scheduler.workers[address].long_running
-            )
+        """Return workers for Dask to close, also workers whose long-running task is a rank."""
+        # Dask takes workers without tasks first, then the last of this list: the youngest rank.
+        held = [host for host in self.workers.values() if host.holder is not None]
+        addresses = {host.address for host in held}
+        held.sort(key=lambda host: host.holder[1] if host.holder else 0)
+        states = [scheduler.workers[h.address] for h in held if h.address in scheduler.workers]
+        return [worker for worker in workers if worker.address not in addresses] + [
+            state
+            for state in states
+            if all(str(task.key).startswith(RANK_KEY) for task in state.long_running)
         ]
 
     # -- for job controllers -----------------------------------------------------------------------
 
-    def _at(self, slot: Slot) -> WorkerRecord | None:
+    def _at(self, slot: m.Slot) -> WorkerRecord | None:
         """Return the worker of a slot, if still there."""
         host = self.workers.get(slot.worker)
         return host if host is not None and host.slot.id == slot.id else None
 
-    def claim(self, job: ScheduledJob, effect: StartRank) -> Event | None:
+    def claim(self, job: ScheduledJob, effect: m.StartRank) -> m.Event | None:
         """Claim a slot for a rank; return the event of its refusal, or None."""
         slot, host = effect.slot.id, self._at(effect.slot)
         if host is None:
-            return SlotGone(slot)
+            return m.SlotGone(slot)
         if host.holder is not None or host.leaving or job.client is None:
-            return SlotBusy(slot)  # only a kernel can start a rank on it
+            return m.SlotBusy(slot)  # only a kernel can start a rank on it
         if not self.arbiter.claim(job, host):
             logger.info("job %r: %s is beyond its share by now", job.name, host.address)
-            return SlotBusy(slot)
+            return m.SlotBusy(slot)
         host.holder, host.has_beaten, host.silence = (job.name, effect.start), False, 0.0
         job.ranks[effect.start] = host
         job.places[effect.start] = effect.place
@@ -479,9 +390,9 @@ class ElasticPlugin(SchedulerPlugin):
 
     def grant(self, job: ScheduledJob, start: int) -> None:
         """Make the driver start a rank on a granted slot."""
-        job.send(SlotGranted(start, job.ranks[start].slot, job.places[start]))
+        job.send(m.SlotGranted(start, job.ranks[start].slot, job.places[start]))
 
-    async def restart_worker(self, slot: Slot, reason: str) -> None:
+    async def restart_worker(self, slot: m.Slot, reason: str) -> None:
         """Restart a worker through its nanny; remove a worker without a nanny."""
         address = slot.worker
         if self._at(slot) is None:
@@ -507,20 +418,16 @@ class ElasticPlugin(SchedulerPlugin):
             asyncio.get_running_loop().call_soon(self._note_task_end, uid, int(number), detail)
 
     def _note_task_end(self, uid: str, start: int, detail: str) -> None:
-        """Report a rank that has ended without a report."""
         for job in list(self.jobs.values()):
             if job.uid == uid and start in job.ranks:
-                job.take_in(RankRaised(start, detail))
+                job.take_in(m.RankRaised(start, detail))
                 self.free(job.name, start, job.ranks.get(start))
 
     # -- from the agents ---------------------------------------------------------------------------
 
     def _take(self, worker: str, message: Any = None, **_: Any) -> None:
-        """Take a message of an agent; an unreadable message costs only the rank of its worker.
-
-        Dask closes a stream when its handler raises, and a worker closes with its stream.
-        """
-        try:
+        """Take a message of an agent; an unreadable message costs only the rank of its worker."""
+        try:  # Dask closes a stream whose handler raises, and the worker closes with it
             read = unpack(message)
             self._handlers[type(read)](worker, read)
         except Exception as error:  # whatever is in the message
@@ -528,52 +435,48 @@ class ElasticPlugin(SchedulerPlugin):
             self._evict_sender(worker, error)
 
     def _evict_sender(self, worker: str, error: Exception) -> None:
-        """Evict the rank of a worker whose message cannot be read."""
         if isinstance(error, VersionMismatch):
             self._refuse(worker, str(error))
             self._installed(worker)
         problem = str(error)[:500]
-        logger.info("worker %s has sent a message that cannot be read: %s", worker, problem)
         host = self.workers.get(worker)
         if host is not None and host.holder is not None:
             self._evict(host, *host.holder, f"unreadable message: {problem}")
             if (job := self.jobs.get(host.holder[0])) is not None:
                 self._heartbeats.send_beats(job)
-                job.take_in(SlotGone(host.slot.id, LossReason.UNREADABLE, problem))
+                job.take_in(m.SlotGone(host.slot.id, m.LossReason.UNREADABLE, problem))
 
     def _evict(self, host: WorkerRecord, job: str, start: int, reason: str) -> None:
-        order = RankOrder(job, start, EndRank(start, "evict", Text(reason)))
+        order = m.RankOrder(job, start, m.EndRank(start, "evict", m.Text(reason)))
         self.tell_agent(host, pack(order))
 
-    def _report(self, worker: str, message: RankEvent) -> None:
-        if isinstance(message.event, RankReturned) and message.result is None:
+    def _report(self, worker: str, message: m.RankEvent) -> None:
+        if isinstance(message.event, m.RankReturned) and message.result is None:
             raise ValueError("a rank that returns must send its result")
         if (job := self.jobs.get(message.job)) is not None:
             self._heartbeats.send_telemetry(job)
             job.take_in(message.event, message.result, message.error)
 
-    def _output(self, worker: str, message: RankOutput) -> None:
+    def _output(self, worker: str, message: m.RankOutput) -> None:
         if (job := self.jobs.get(message.job)) is not None:
             job.log.note_output(message.start, message.text)
-            stream = getattr(self.scheduler, "client_comms", {}).get(job.client)
-            passed = job.output.take(message, unsent_bytes(stream))
-            if passed is not None:
-                job.send(passed)
+            stream = self.scheduler.client_comms.get(job.client or "")
+            job.send_output(message, unsent_bytes(stream))
 
-    def _fault(self, worker: str, message: FaultReport) -> None:
+    def _fault(self, worker: str, message: m.FaultReport) -> None:
         if (job := self.jobs.get(message.job)) is not None:
             job.send(replace(message, worker=worker))
 
-    def _take_notice(self, worker: str, message: NoticeReport) -> None:
+    def _take_notice(self, worker: str, message: m.NoticeReport) -> None:
         if (host := self.workers.get(worker)) is not None:
             self._notices.take(host, message.notice)
 
-    def _ended(self, worker: str, message: RankEnded) -> None:
+    def _ended(self, worker: str, message: m.RankEnded) -> None:
         if message.never and message.job in self.jobs:
             self.jobs[message.job].never.add(message.start)
         self.free(message.job, message.start, self.workers.get(worker))
 
-    def _take_beats(self, worker: str, message: Heartbeats) -> None:
+    def _take_beats(self, worker: str, message: m.Heartbeats) -> None:
         host = self.workers.get(worker)
         self._heartbeats.take(host, message.beats)
         for job, beat in message.beats:  # of ranks that no job knows (any more)
@@ -583,7 +486,7 @@ class ElasticPlugin(SchedulerPlugin):
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def order(self, job: ScheduledJob, effect: RankEffect, starts: Iterable[int]) -> None:
+    def order(self, job: ScheduledJob, effect: m.RankEffect, starts: Iterable[int]) -> None:
         """Order ranks of a job to obey an effect; it is packed once for all."""
         packed = pack_for_ranks(job.name, effect)
         for start in list(starts):
@@ -595,19 +498,21 @@ class ElasticPlugin(SchedulerPlugin):
         if worker.address in self.scheduler.stream_comms:
             self.scheduler.worker_send(worker.address, {"op": PLUGIN, "message": message})
 
-    def say(self, client: str, topic: str, epoch: int, message: Message) -> None:
-        """Send a message to a kernel, as an event of its subscribed topic.
-
-        It is not logged as an event, which would keep it in the scheduler's memory.
-        """
-        packed = pack(ToDriver(epoch, message))
+    def say(self, client: str, topic: str, epoch: int, message: m.Message) -> None:
+        """Send a message to a kernel, as an event of its topic; a logged one would stay here."""
+        packed = pack(m.ToDriver(epoch, message))
         self.scheduler.client_send(client, {"op": "event", "topic": topic, "event": (0.0, packed)})
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Run a coroutine in the background."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(functools.partial(_finished, self._tasks))
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[object]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # else asyncio logs that it was never retrieved
 
 
 class SpotNotices(SchedulerPlugin):
@@ -636,9 +541,3 @@ class SpotNotices(SchedulerPlugin):
         plugin = scheduler.plugins[PLUGIN]
         assert isinstance(plugin, ElasticPlugin)
         plugin.review.start()  # it watches also without a job, while this one is registered
-
-
-def _finished(tasks: set[asyncio.Task[object]], task: asyncio.Task[object]) -> None:
-    tasks.discard(task)
-    if not task.cancelled():
-        task.exception()

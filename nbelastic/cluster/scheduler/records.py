@@ -8,45 +8,35 @@ from typing import TYPE_CHECKING
 from distributed.comm.addressing import get_address_host
 from distributed.core import Status
 
+from nbelastic import messages as m
 from nbelastic.cluster.worker.environment import MUST_MATCH
-from nbelastic.messages import (
-    Beat,
-    Notice,
-    NoticeSource,
-    ProcessId,
-    Slot,
-    UnusedReason,
-    UnusedWorker,
-    WatchOrder,
-)
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState
 
     from .job import ScheduledJob
 
-RANK_KEY = "nbelastic-rank-"
-"""How the keys of ranks' tasks begin."""
+RANK_KEY = "nbelastic-rank-"  # how the keys of ranks' tasks begin
 
 
 @dataclass(eq=False)
 class WorkerRecord:
     """A worker with an agent."""
 
-    slot: Slot
+    slot: m.Slot
     versions: dict[str, str]  # what it runs
-    process: ProcessId
+    process: m.ProcessId
     nanny: str | None = None
     holder: tuple[str, int] | None = None  # job and start that its slot is given to
     has_beaten: bool = False  # since its slot was given to that
     silence: float = 0.0  # seconds without a heartbeat, in which it had a rank and we listened
-    last_beats: dict[tuple[str, int], Beat] = field(default_factory=dict)  # by job and start
+    last_beats: dict[tuple[str, int], m.Beat] = field(default_factory=dict)  # by job and start
     retiring: bool = False  # about to be retired, or to close: nothing revokes that
     # In force, by source and softness; their `seconds` are moments of the event loop's clock.
-    notices: dict[tuple[NoticeSource, bool], Notice] = field(default_factory=dict)
+    notices: dict[tuple[m.NoticeSource, bool], m.Notice] = field(default_factory=dict)
     retire_at: float = 0.0  # with a notice it is retired then, whatever its rank does
     frozen: bool = False  # the job of its rank was told that it is silent
-    watch: WatchOrder = field(default_factory=WatchOrder)  # as last sent to it
+    watch: m.WatchOrder = field(default_factory=m.WatchOrder)  # as last sent to it
 
     @property
     def leaving(self) -> bool:
@@ -54,10 +44,10 @@ class WorkerRecord:
         return self.retiring or self.ends
 
     @property
-    def notice(self) -> Notice | None:
+    def notice(self) -> m.Notice | None:
         """The worker's most urgent notice; a notice of mere risk counts last."""
-        order = sorted(self.notices.values(), key=lambda each: (each.soft, each.seconds))
-        return order[0] if order else None
+        values = self.notices.values()
+        return min(values, key=lambda each: (each.soft, each.seconds), default=None)
 
     @property
     def ends(self) -> bool:
@@ -85,39 +75,34 @@ def fits(job: ScheduledJob, worker: WorkerState) -> bool:
     return misfit(job, worker) is None
 
 
-def misfit(job: ScheduledJob, worker: WorkerState) -> UnusedWorker | None:
+def misfit(job: ScheduledJob, worker: WorkerState) -> m.UnusedWorker | None:
     """Return why a job may not use a worker; names and resources mean what they mean in Dask."""
     if worker.status not in (Status.init, Status.running):
-        return UnusedWorker(worker.address, _STATUS.get(worker.status, UnusedReason.CLOSING))
+        return m.UnusedWorker(worker.address, _STATUS.get(worker.status, m.UnusedReason.CLOSING))
     if job.workers is not None:
         names = {worker.address, str(worker.name), get_address_host(worker.address)}
         if not names & job.workers:
-            return UnusedWorker(worker.address, UnusedReason.NOT_IN_WORKERS)
-    lacking = [
-        f"{key} {worker.resources.get(key, 0):g} of {need:g}"
-        for key, need in job.terms.resources.items()
-        if worker.resources.get(key, 0) < need
-    ]
-    if lacking:
-        return UnusedWorker(worker.address, UnusedReason.LACKS_RESOURCES, ", ".join(lacking))
-    return None
+            return m.UnusedWorker(worker.address, m.UnusedReason.NOT_IN_WORKERS)
+    needs = job.terms.resources.items()
+    has = {key: worker.resources.get(key, 0) for key, _ in needs}
+    lacking = ", ".join(f"{k} {has[k]:g} of {need:g}" for k, need in needs if has[k] < need)
+    reason = m.UnusedReason.LACKS_RESOURCES
+    return m.UnusedWorker(worker.address, reason, lacking) if lacking else None
 
 
-_STATUS = {
-    Status.paused: UnusedReason.PAUSED,
-    Status.closing_gracefully: UnusedReason.LEAVING,
-}
+_STATUS = {Status.paused: m.UnusedReason.PAUSED, Status.closing_gracefully: m.UnusedReason.LEAVING}
 
 
-def obstacle(job: ScheduledJob, worker: WorkerState, record: WorkerRecord) -> UnusedWorker | None:
+def obstacle(job: ScheduledJob, worker: WorkerState, record: WorkerRecord) -> m.UnusedWorker | None:
     """Return why a worker with an agent and without a rank of a job is not offered to it."""
-    problem = misfit(job, worker)
-    if problem is None and record.holder is not None:
-        problem = UnusedWorker(worker.address, UnusedReason.TAKEN, record.holder[0])
+    if (problem := misfit(job, worker)) is None and record.holder is not None:
+        problem = m.UnusedWorker(worker.address, m.UnusedReason.TAKEN, record.holder[0])
     elif problem is None and record.leaving:
-        problem = UnusedWorker(worker.address, UnusedReason.LEAVING)
+        problem = m.UnusedWorker(worker.address, m.UnusedReason.LEAVING)
     elif problem is None and differing(job, record):
-        problem = UnusedWorker(worker.address, UnusedReason.OTHER_VERSIONS, differing(job, record))
+        problem = m.UnusedWorker(
+            worker.address, m.UnusedReason.OTHER_VERSIONS, differing(job, record)
+        )
     return problem
 
 

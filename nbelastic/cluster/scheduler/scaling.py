@@ -1,10 +1,8 @@
 """Hook into retirement and adaptive scaling of a cluster.
 
-Dask removes a retired worker within milliseconds although a task still runs on it, and sizes an
-adaptive cluster by expected durations, which say nothing about training. There are no hooks for
-either, so two methods of the scheduler are wrapped: as handlers of its clients, and as attributes
-for those who call them in its process (its HTTP API, which Dask's Kubernetes operator uses, and
-Dask Gateway's preload). The originals are called in turn.
+Dask removes a retired worker although a task still runs on it, and sizes an adaptive cluster by
+expected durations. There are no hooks, so two methods of the scheduler are wrapped: as handlers of
+its clients, and as attributes for calls in its process (its HTTP API, and Dask Gateway's preload).
 """
 
 from __future__ import annotations
@@ -18,11 +16,8 @@ from nbelastic.membership import rules
 if TYPE_CHECKING:
     from .plugin import ElasticPlugin
 
-RETIRE_GRACE = 30.0
-"""Seconds that a retiring worker gives its rank to reach its next commit, once it was told."""
-
-LONGEST_RETIREMENT = rules.LONGEST_STAY + rules.MARGIN
-"""Seconds in all: the last rank with the state is told when another has it."""
+RETIRE_GRACE = 30.0  # seconds for a rank to reach its next commit, once it was told to leave
+LONGEST_RETIREMENT = rules.LONGEST_STAY + rules.MARGIN  # in all
 
 POLL = 0.01
 
@@ -59,19 +54,14 @@ class ScalingHooks:
             ranks = [rank for rank in ranks if self._plugin.holds(rank)]
             waited += POLL
             since_told += POLL if all(map(self._plugin.was_told, ranks)) else 0.0
-        if names is not None:
-            kwargs["names"] = names
-        else:
-            kwargs["workers"] = workers
-        return await self._retire(**kwargs)
+        given = {"workers": workers} if names is None else {"names": names}
+        return await self._retire(**kwargs, **given)
 
     def _addresses(self, workers: Iterable[Any], names: Iterable[Any]) -> list[str]:
         """Return the addresses of the workers that are meant.
 
-        `SpecCluster.scale` gives names where Dask expects addresses, so Dask retires none of them,
-        and the cluster ends their processes. A batch job of several workers has a name of its own,
-        with which theirs begin. If these are all workers, the cluster is being closed, and no rank
-        could stay.
+        `SpecCluster.scale` gives names where Dask expects addresses: of workers, or of a batch job
+        with which theirs begin. If these are all workers, the cluster is being closed.
         """
         given, named = {str(each) for each in workers}, {str(each) for each in names}
         states = list(self._scheduler.workers.items())

@@ -61,7 +61,7 @@ AT_ONCE_BYTES = 4 << 20
 """Bytes of all ranks together that each rank adds by itself: a meeting takes longer."""
 
 OPEN_LIMIT_S = 10.0
-"""Limit for what a GPU has still to do when its communicator is made."""
+"""Limit for what a GPU has still to do when its communicator is made; see ``forming_s``."""
 
 CLOSE_LIMIT_S = 2.0
 """The same when it is closed. Past it, memory of peers stays mapped until the process ends."""
@@ -112,8 +112,9 @@ def open_exchange(
         own: Memory | None = None
         memories: list[Memory] = []
         problem = ""
+        limit_s = min(OPEN_LIMIT_S, local._rendezvous.forming_s / 8)  # after a trial of NCCL
         try:
-            device.drain(OPEN_LIMIT_S)  # of what an earlier generation has left in its stream
+            device.drain(limit_s)  # of what an earlier generation has left in its stream
             own = device.allocate(BUFFER_BYTES)
             stack.callback(own.close)
         except (DeviceError, RuntimeError) as error:
@@ -121,7 +122,7 @@ def open_exchange(
         # A rank without memory takes part, too: its peers wait for it.
         offers = local.allgather_bytes(b"" if own is None else own.handle)
         if own is not None and all(offers):
-            problem = _mark_own(local.rank, device, own, offers)
+            problem = _mark_own(local.rank, device, own, offers, limit_s)
             local.barrier()  # all are marked before any is read
             problem = problem or _open_others(local.rank, device, own, offers, memories, ranks)
             for memory in memories:
@@ -139,13 +140,15 @@ def _probe_of(offer: bytes) -> bytes:
     return hashlib.blake2b(offer, digest_size=_PROBE_BYTES).digest()
 
 
-def _mark_own(rank: int, device: Device, own: Memory, offers: Sequence[bytes]) -> str:
+def _mark_own(
+    rank: int, device: Device, own: Memory, offers: Sequence[bytes], limit_s: float
+) -> str:
     """Write the peers' data to the own buffer; return a failure."""
     try:
         with device.after(device.mark()):
             values = torch.frombuffer(bytearray(_probe_of(offers[rank])), dtype=torch.uint8)
             own.tensor[:_PROBE_BYTES].copy_(values)
-        device.drain(OPEN_LIMIT_S)  # peers' streams do not follow this one
+        device.drain(limit_s)  # peers' streams do not follow this one
     except (DeviceError, RuntimeError) as error:
         return str(error)
     return ""

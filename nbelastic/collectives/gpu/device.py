@@ -168,7 +168,7 @@ _device_at = functools.cache(Device)  # one stream for a GPU, in all generations
 
 def present_device() -> Device | None:
     """Return this process's GPU; None before any use."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     # A rank that computes on `cuda:1` may never have made that the current one.
     used = [i for i in range(torch.cuda.device_count()) if _has_context(i)]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMING_LIMIT_S = 30.0
-"""Limit for making a communicator and its first sum."""
+"""Limit for making a communicator and its first sum; at most half of the driver's limit."""
 
 ENDING_LIMIT_S = 15.0
 """Limit for an abort, which takes a second. Past it, the process does without NCCL."""
@@ -68,7 +68,8 @@ class NcclGroup(GroupOwner):
         self._device = device
         self._its = rendezvous
         self._unique_id = b""
-        self.limit_s = FORMING_LIMIT_S
+        # Before the driver breaks the generation: else each would try, and break, again.
+        self.limit_s = min(FORMING_LIMIT_S, rendezvous.forming_s / 2)
         self._comm = 0
         self._in_use = threading.Lock()  # operations and the end overlap only if one hangs
         self._lent: list[object] = []
@@ -83,7 +84,10 @@ class NcclGroup(GroupOwner):
         """
         self._unique_id = unique_id
         if not self._start(self.limit_s):
-            self.abort(f"{_NEVER} of generation {self._its.generation} within {self.limit_s:g} s")
+            self.abort(
+                f"{_NEVER} of generation {self._its.generation} within {self.limit_s:g} s, half of "
+                "heartbeat_timeout"
+            )
         self._abort_signal.check()
         return self._problem or ""
 

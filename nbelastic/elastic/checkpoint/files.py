@@ -19,8 +19,7 @@ import contextlib
 import os
 import posixpath
 import re
-import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,40 +39,29 @@ KEPT = 2
 """Checkpoints of a loop that are kept: the newest two."""
 
 _RUN = re.compile(r"run-(\d{4,})-([0-9a-z]+)")
-_FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors(\.tmp)?")
+_FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors")
+_UNFINISHED = ".tmp"
 _PARENT = "resumed-from-"
 
 
-_KINDS = {"d": "a directory", "p": "a pipe", "s": "a socket", "c": "a device", "b": "a device"}
-"""By the first letter that ``ls -l`` has for them."""
-
-
 class NotAFile(Exception):
-    """A checkpoint's path has something other than a file; the message names the kind."""
-
-
-class AmbiguousCheckpoints(NbelasticError):
-    """A directory holds several trainings; the training to resume is ambiguous."""
+    """A checkpoint's path has something other than a file."""
 
 
 class Entry(NamedTuple):
-    """File of a run, complete or not; entries sort by age."""
+    """File of a run; entries sort by age."""
 
     loop: int
     generation: int
     version: int
-    temporary: bool
     path: str
 
 
 class CheckpointFiles:
-    """Checkpoints under a URL, from the point of view of one job.
-
-    `on_progress` is called for each directory, and for every few megabytes that are read.
-    """
+    """Checkpoints under a URL, from the point of view of one job."""
 
     def __init__(self, url: str, run: str, on_progress: Callable[[], None] = lambda: None) -> None:
-        self._on_progress = on_progress
+        self._on_progress = on_progress  # called for each directory, and every few megabytes
         self.url = url  # a directory: a local path, or a URL that fsspec knows
         self._run = run  # identifier of this job: letters and digits
         self._places: dict[str, str] = {}
@@ -94,10 +82,10 @@ class CheckpointFiles:
     def _names(self, directory: str) -> list[str]:
         system = self._storage[0]
         system.invalidate_cache()
+        self._on_progress()
         try:
-            return [
-                posixpath.basename(path.rstrip("/")) for path in system.ls(directory, detail=False)
-            ]
+            found = system.ls(directory, detail=False)
+            return [posixpath.basename(path.rstrip("/")) for path in found]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -109,21 +97,18 @@ class CheckpointFiles:
     def _runs(self) -> list[tuple[int, str, str]]:
         """Return number, job and directory of all runs, newest first."""
         root = self._storage[1]
-        matches = [_RUN.fullmatch(name) for name in self._names(root)]
-        runs = [(int(m[1]), m[2], posixpath.join(root, m[0])) for m in matches if m]
+        matches = filter(None, map(_RUN.fullmatch, self._names(root)))
+        runs = [(int(m[1]), m[2], posixpath.join(root, m[0])) for m in matches]
         return sorted(runs, reverse=True)
 
-    def _entries(self, directory: str) -> list[Entry]:
-        """Return the files of a run, newest first."""
-        matches = [_FILE.fullmatch(name) for name in self._names(directory)]
-        return sorted(
-            (
-                Entry(int(m[1]), int(m[2]), int(m[3]), bool(m[4]), posixpath.join(directory, m[0]))
-                for m in matches
-                if m
-            ),
-            reverse=True,
-        )
+    def _entries(self, directory: str, ending: str = "") -> list[Entry]:
+        """Return the files of a run with an ending, newest first; by default, the finished ones."""
+        found = []
+        for name in self._names(directory):
+            if name.endswith(ending) and (m := _FILE.fullmatch(name.removesuffix(ending))):
+                path = posixpath.join(directory, name)
+                found.append(Entry(int(m[1]), int(m[2]), int(m[3]), path))
+        return sorted(found, reverse=True)
 
     def candidates(
         self, loop: int | None, *, others: bool, resumes: bool = False
@@ -141,28 +126,19 @@ class CheckpointFiles:
             more = [place for _, _, place in runs if place not in order]
             order += self._one_training(more) if resumes else more
         for place in order:
-            self._on_progress()
-            for entry in self._entries(place):
-                if loop in (None, entry.loop) and not entry.temporary:
-                    yield entry
+            yield from (e for e in self._entries(place) if loop in (None, e.loop))
 
     def _lineage(self, order: list[str]) -> list[str]:
         """Return runs and all that they continue, the newest first."""
         places, found = self._places, list(order)
         for place in found:  # grows by the runs that these continue
-            self._on_progress()
             parents = [n[len(_PARENT) :] for n in self._names(place) if n.startswith(_PARENT)]
             found.extend(places[n] for n in parents if n in places and places[n] not in found)
         return found
 
     def _one_training(self, places: list[str]) -> list[str]:
         """Return the last run of the only training, and the runs before."""
-        newest = {}
-        for place in places:
-            self._on_progress()
-            written = [entry for entry in self._entries(place) if not entry.temporary]
-            if written:
-                newest[place] = written[0]
+        newest = {place: own[0] for place in places if (own := self._entries(place))}
         lineages = {place: self._lineage([place]) for place in newest}
         continued = {each for lineage in lineages.values() for each in lineage[1:]}
         last = [place for place in newest if place not in continued]
@@ -170,7 +146,7 @@ class CheckpointFiles:
             said = ", ".join(
                 f"{posixpath.basename(place)} (commit {newest[place].version})" for place in last
             )
-            raise AmbiguousCheckpoints(
+            raise NbelasticError(
                 f"{self._storage[1]} holds {len(last)} trainings that do not continue each other: "
                 f"{said}. Move those that are not meant to another directory; a job that starts "
                 "anew needs a directory of its own"
@@ -178,24 +154,18 @@ class CheckpointFiles:
         return lineages[last[0]] if last else []
 
     def paths(self) -> Iterator[str]:
-        """Yield possible checkpoints of any job, in the order of preference.
-
-        Here the URL may also be that of one file, or of the directory of one run.
-        """
+        """Yield possible checkpoints, or the one file at the URL, in the order of preference."""
         system, root, _ = self._storage
         if not system.isdir(root):
             if system.exists(root):
                 yield root
         elif _RUN.fullmatch(posixpath.basename(root)):
-            yield from (entry.path for entry in self._entries(root) if not entry.temporary)
+            yield from (entry.path for entry in self._entries(root))
         else:
             yield from (entry.path for entry in self.candidates(None, others=True))
 
     def read(self, path: str) -> Checkpoint | None:
-        """Return the contents of a file; None if it is not a complete checkpoint.
-
-        Directories, pipes and the like raise NotAFile.
-        """
+        """Return the contents of a file; None if it is not a complete checkpoint."""
         system, _, local = self._storage
         try:
             if local:
@@ -203,7 +173,7 @@ class CheckpointFiles:
                     return decode(file, os.fstat(file.fileno()).st_size, self._on_progress)
             info = system.info(path)
             if info.get("type") == "directory":
-                raise NotAFile("a directory")
+                raise NotAFile
             with system.open(path, "rb") as file:
                 return decode(file, info["size"], self._on_progress)
         except FileNotFoundError:
@@ -212,24 +182,16 @@ class CheckpointFiles:
             raise NbelasticError(f"{path}: {error}") from None
 
     def first_readable(
-        self,
-        paths: Iterable[str],
-        pass_over: Callable[[str], None],
-        *,
-        patient: bool = False,
+        self, paths: Iterator[str], pass_over: Callable[[str], None], *, patient: bool = False
     ) -> tuple[str, Checkpoint] | None:
-        """Return path and contents of the first complete checkpoint.
-
-        `pass_over` is called with what is before it, and why. If `patient`, errors of files and of
-        directories are such reasons, too; the first one is raised if nothing is found.
-        """
+        """Return path and contents of the first complete checkpoint."""
         found, errors = None, []
         for path in paths:
             reason = "it is not complete, or no checkpoint of nbelastic"
             try:
                 found = self.read(path)
-            except NotAFile as what:
-                reason = f"it is no file ({what})"
+            except NotAFile:
+                reason = "it is no file, but a directory, a pipe or the like"
             except OSError as error:
                 if not patient or isinstance(error, TimeoutError):  # others would take as long
                     raise
@@ -250,15 +212,11 @@ class CheckpointFiles:
     def write(
         self, header: Header, tensors: dict[str, StoredTensor], on_progress: Callable[[], None]
     ) -> str:
-        """Write a checkpoint, then delete older ones; return its path.
-
-        `on_progress` is called every few megabytes. If it raises, or the checkpoint cannot be
-        written, the file is removed, and earlier checkpoints are still there.
-        """
+        """Write a checkpoint, then delete older ones; return its path."""
         system, _, local = self._storage
         directory = self._directory()
         path = posixpath.join(directory, header.file)
-        temporary = path + ".tmp"
+        temporary = path + _UNFINISHED
         try:
             if local:  # what is there may be a pipe
                 Path(temporary).unlink(missing_ok=True)
@@ -308,34 +266,24 @@ class CheckpointFiles:
     def _tidy(self, directory: str, written: Header) -> None:
         """Delete all but the newest complete files, and unfinished ones of earlier writers."""
         system, _, local = self._storage
-        mark = (written.generation, written.version)
-        entries = [
-            entry
-            for entry in self._entries(directory)
-            if entry.loop == written.loop and not (local and _kind_of(entry.path))
-        ]
-        complete = [entry for entry in entries if not entry.temporary]
-        torn = [e for e in entries if e.temporary and (e.generation, e.version) < mark]
-        for entry in [*complete[KEPT:], *torn]:
+        mark = (written.loop, written.generation, written.version)
+        finished, unfinished = (
+            [
+                each
+                for each in self._entries(directory, ending)
+                if each.loop == written.loop and (not local or Path(each.path).is_file())
+            ]
+            for ending in ("", _UNFINISHED)
+        )
+        for entry in [*finished[KEPT:], *(each for each in unfinished if each[:3] < mark)]:
             with contextlib.suppress(OSError):  # it does no harm
                 system.rm_file(entry.path)
 
 
-def _kind_of(path: str) -> str:
-    """Return the kind of a path's entry; empty for a file or a missing path."""
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return ""
-    except OSError as error:  # links that lead to each other
-        return error.strerror or repr(error)
-    return _KINDS.get(stat.filemode(mode)[0], "")
-
-
 def _open_file(path: str, flags: int) -> int:
     """Open a file; refuse anything else without waiting for it."""
-    if kind := _kind_of(path):
-        raise NotAFile(kind)
+    if os.path.lexists(path) and not os.path.isfile(path):  # links may lead to each other
+        raise NotAFile
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
@@ -393,9 +341,13 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     >>> loaded["epoch"]  # doctest: +SKIP
     3
     """
+    from nbelastic.elastic.sampler import state_dict_of
+
     url = os.fspath(path)
+    passed_over: list[str] = []
     try:
-        return _load(url)
+        files = CheckpointFiles(url, run="")
+        found = files.first_readable(files.paths(), passed_over.append)
     except NbelasticError:
         raise
     except Exception as error:  # file systems raise any type, and quote the URL
@@ -403,14 +355,6 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise
         shown = hide_secrets(repr(error), url)
         raise NbelasticError(f"{without_secrets(url)} cannot be read: {shown}") from None
-
-
-def _load(url: str) -> dict[str, Any]:
-    from nbelastic.elastic.sampler import state_dict_of
-
-    passed_over: list[str] = []
-    files = CheckpointFiles(url, run="")
-    found = files.first_readable(files.paths(), passed_over.append)
     if found is None:
         missing = f"no checkpoint in {without_secrets(url)}"
         if passed_over:

@@ -23,15 +23,12 @@ import pickle
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any
 
 from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.errors import NbelasticError
 
-if TYPE_CHECKING:
-    import torch
-
-FORMAT = 6
+FORMAT = 7
 CHECKSUM = "nbelastic.checksum"
 """Name of the tensor that holds the digest."""
 
@@ -39,21 +36,10 @@ PICKLE = "nbelastic.pickle"
 """Name of the tensor that holds all values but tensors."""
 
 _NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
+    **{"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
 }
 """Types that every reader of safetensors knows; tensors of others are stored as bytes."""
 
@@ -68,7 +54,7 @@ _DIGEST_BYTES = 16
 _CHUNK_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Header:
     """Properties of the commit in a file."""
 
@@ -82,11 +68,6 @@ class Header:
     def file(self) -> str:
         """Name of the file."""
         return f"{self.loop:02d}-{self.generation:06d}-{self.version:010d}.safetensors"
-
-    def metadata(self) -> dict[str, str]:
-        """Return the header as safetensors has it: strings only."""
-        numbers = {name: str(getattr(self, name)) for name in _NUMBERS}
-        return {"format": "pt", _FORMAT_KEY: str(FORMAT), "job": printable(self.job), **numbers}
 
 
 @dataclass(frozen=True)
@@ -106,7 +87,7 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
 
 
-def printable(text: str) -> str:
+def _printable(text: str) -> str:
     """Return a text that any JSON reader accepts, without lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -123,14 +104,14 @@ def encode(header: Header, tensors: dict[str, StoredTensor]) -> Iterator[memoryv
 
 
 def _head(header: Header, tensors: dict[str, StoredTensor]) -> memoryview:
-    index: dict[str, Any] = {_METADATA: header.metadata()}
+    numbers = {name: str(getattr(header, name)) for name in _NUMBERS}
+    about = {"format": "pt", _FORMAT_KEY: str(FORMAT), "job": _printable(header.job), **numbers}
+    index: dict[str, Any] = {_METADATA: about}  # safetensors has strings only
     checksum = StoredTensor("U8", [_DIGEST_BYTES], memoryview(bytes(_DIGEST_BYTES)))
     start = 0
-    for name, tensor in itertools.chain(tensors.items(), [(CHECKSUM, checksum)]):
-        end = start + len(tensor.data)
-        offsets = [start, end]
+    for name, tensor in (*tensors.items(), (CHECKSUM, checksum)):
+        offsets = [start, start := start + len(tensor.data)]
         index[name] = {"dtype": tensor.dtype, "shape": [*tensor.shape], "data_offsets": offsets}
-        start = end
     text = json.dumps(index, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > _LONGEST_HEADER:
@@ -138,20 +119,20 @@ def _head(header: Header, tensors: dict[str, StoredTensor]) -> memoryview:
     return memoryview(_LENGTH.pack(len(text)) + text)
 
 
-def decode(file: IO[bytes], size: int, on_progress: Callable[[], None]) -> Checkpoint | None:
-    """Read a file of `size` bytes; None if it is not complete.
-
-    `on_progress` is called every few megabytes.
-    """
+def decode(file: Any, size: int, on_progress: Callable[[], None]) -> Checkpoint | None:
+    """Read a file of `size` bytes; None if it is not complete."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     left = size - _LENGTH.size - _DIGEST_BYTES
     try:
         (length,) = _LENGTH.unpack(_take(file, _LENGTH.size, digest))
         if length > min(left, _LONGEST_HEADER):
             return None
-        index = _index(_take(file, length, digest), left - length)
+        index = json.loads(_take(file, length, digest))
+        # No checksum is known yet, and to read other bytes may take more memory than there is.
+        if index[CHECKSUM]["data_offsets"] != [left - length, left - length + _DIGEST_BYTES]:
+            return None
         data = memoryview(_take(file, left - length, digest, on_progress))
-    except (EOFError, ValueError):
+    except (EOFError, ValueError, KeyError, TypeError, RecursionError):
         return None
     if file.read(_DIGEST_BYTES + 1) != digest.digest():
         return None
@@ -170,97 +151,60 @@ def decode(file: IO[bytes], size: int, on_progress: Callable[[], None]) -> Check
     )
 
 
-def _index(text: bytes | bytearray, length: int) -> dict[str, Any]:
-    """Read a header of which no checksum is known yet.
-
-    It must describe `length` bytes of tensors: reading others may take more memory than there is.
-    """
-    try:
-        index: dict[str, Any] = json.loads(text)
-        checksum = index[CHECKSUM]
-        described = checksum["data_offsets"] == [length, length + _DIGEST_BYTES]
-    except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError("no header of a checkpoint") from error
-    if not described:
-        raise ValueError("no header of this file")
-    return index
-
-
 def _take(
-    file: IO[bytes], length: int, digest: Any, on_progress: Callable[[], None] = lambda: None
+    file: Any, length: int, digest: Any, on_progress: Callable[[], None] = lambda: None
 ) -> bytearray:
     """Read exactly `length` bytes."""
-    if length < 0:
-        raise EOFError
     data = bytearray(length)
     view = memoryview(data)
-    filled = 0
-    while filled < length:
-        chunk = file.read(min(length - filled, _CHUNK_BYTES))
-        if not chunk:
+    while view:
+        count = file.readinto(view[:_CHUNK_BYTES])
+        if not count:
             raise EOFError
-        view[filled : filled + len(chunk)] = chunk
-        digest.update(chunk)
-        filled += len(chunk)
+        digest.update(view[:count])
+        view = view[count:]
         on_progress()
     return data
 
 
 def stored(payload: StatePayload, more: object) -> dict[str, StoredTensor]:
-    """Return copies of a payload's tensors, and all else of it, in the order of the file.
+    """Return copies of a payload's tensors, and all else of it, in the order of the file."""
+    import torch
 
-    `more` is a further value to pickle.
-    """
-    names = _distinct(payload.names or [f"tensor.{n}" for n in range(len(payload.tensors))])
-    devices = payload.devices or [tensor.device.type for tensor in payload.tensors]
+    names = _distinct(payload.names)
     kinds = [(tuple(tensor.shape), tensor.dtype) for tensor in payload.tensors]
-    rest = pickle.dumps((more, payload.head, [*zip(names, kinds, devices, strict=True)]))
+    rest = pickle.dumps((more, payload.head, [*zip(names, kinds, payload.devices, strict=True)]))
     # No gap is allowed, so the largest elements come first: then all of them are aligned.
     pairs = zip(names, payload.tensors, strict=True)
-    ordered = sorted(pairs, key=lambda pair: -pair[1].element_size())
-    found = {name: _stored(tensor) for name, tensor in ordered}
+    found = {}
+    for name, tensor in sorted(pairs, key=lambda pair: -pair[1].element_size()):
+        # Contiguous, and without a conjugate bit: to() does neither.
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+        data = copied.view(-1).view(torch.uint8).numpy().data
+        kind = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
+        shape = copied.shape if kind else [len(data)]
+        found[name] = StoredTensor(kind or "U8", shape, data)
     found[PICKLE] = StoredTensor("U8", [len(rest)], memoryview(rest))
     return found
 
 
 def unstored(tensors: dict[str, StoredTensor]) -> tuple[StatePayload, Any]:
     """Return the arguments of :func:`stored`. Tensors keep the memory of the read."""
+    import torch
+
     more, head, described = pickle.loads(tensors[PICKLE].data)
-    names, kinds, devices = zip(*described, strict=True) if described else ((), (), ())
-    values = [
-        _tensor(tensors[name].data, shape, dtype)
-        for name, (shape, dtype) in zip(names, kinds, strict=True)
-    ]
-    return StatePayload(head, values, devices, names=names), more
-
-
-def _stored(tensor: torch.Tensor) -> StoredTensor:
-    import torch
-
-    name = _NAMES.get(str(tensor.dtype).removeprefix("torch."))
-    # Contiguous, and without a conjugate bit: to() does neither.
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
-    data = copied.view(-1).view(torch.uint8).numpy().data if copied.numel() else memoryview(b"")
-    return (
-        StoredTensor("U8", [len(data)], data)
-        if name is None
-        else StoredTensor(name, copied.shape, data)
-    )
-
-
-def _tensor(data: memoryview, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor with a storage of its own, because pickling takes whole storages."""
-    import torch
-
-    return (torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)).view(
-        shape
-    )
+    values = []
+    for name, (shape, dtype), _ in described:
+        data = tensors[name].data  # a storage for each, because pickling takes whole storages
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        values.append(flat.view(shape))
+    return StatePayload(head, values, [device for *_, device in described]), more
 
 
 def _distinct(names: Iterable[str]) -> list[str]:
     """Return names that JSON can have, no two the same."""
-    found = dict.fromkeys([PICKLE, CHECKSUM, "__metadata__"])
-    for name in map(printable, names):
+    found = dict.fromkeys([PICKLE, CHECKSUM, _METADATA])
+    for name in map(_printable, names):
         unique, number = name, 1
         while unique in found:
             number += 1

@@ -148,10 +148,10 @@ class CheckpointManager:
         self._session = session
         self._loop = loop  # number of the loop in the function, from 1
         self._reported: set[str] = set()
-        self._begun = False
         self._found: Header | None = None
         self._looked = False
-        self._has_left = False
+        self.begun = False  # this rank has the state of the loop, and needs no checkpoint later
+        self.left = False  # the generation was left as planned, at the last commit
         self.commits = 0  # of the checkpoint from which the present generation goes on
         spec = session.spec.checkpoint
         self._active = spec is not None
@@ -188,7 +188,7 @@ class CheckpointManager:
         session = self._session
         try:
             if kind is not None and issubclass(kind, Stopped):
-                if session.rank == 0 and self._has_left:  # for a job that resumes
+                if session.rank == 0 and self.left:  # for a job that resumes
                     self._write_last(STOP_WAIT)
             elif kind is not None and issubclass(kind, Leaving) and session.time_to_save:
                 self._leave()
@@ -205,10 +205,9 @@ class CheckpointManager:
 
         Returns whether another number of ranks has made it.
         """
-        self._has_left = False
-        is_source = self._session.rank == plan.source
-        begins = plan.version == FRESH if self._loop == 1 else not self._begun
-        if not (self._active and is_source and begins):
+        self.left = False
+        begins = plan.version == FRESH if self._loop == 1 else not self.begun
+        if not (self._active and self._session.rank == plan.source and begins):
             return False
         if not self._looked:
             self._found = self._load_newest()
@@ -216,14 +215,11 @@ class CheckpointManager:
         return self._found is not None and self._found.size != self._session.size
 
     def behind(self, plan: Plan) -> Sequence[int]:
-        """Return the ranks that must receive the state; all ranks call this together.
-
-        These are all ranks but the source, if the source has loaded a checkpoint.
-        """
+        """Return the ranks that must receive the state; all ranks call this together."""
         self.commits = 0
         if not self._active or (self._loop == 1 and plan.version != FRESH):
             return plan.behind
-        mine = None if self._begun or self._found is None else self._found.version
+        mine = None if self.begun or self._found is None else self._found.version
         loaded = allgather_object(self._session.communicator(), mine)[plan.source]
         if loaded is None:
             return plan.behind
@@ -237,14 +233,22 @@ class CheckpointManager:
             return False
         return self._found is not None or (self._spec.resume and not self._looked)
 
-    def begun(self) -> None:
-        """Record that this rank has the state of the loop, and needs no checkpoint later."""
-        self._begun = True
-
     def _load_newest(self) -> Header | None:
-        spec, shown = self._spec, without_secrets(self._spec.url)
+        spec, others = self._spec, self._spec.resume and self._loop == 1
+        reader = FileThread()
+        files = CheckpointFiles(spec.url, spec.run, reader.step)
+
+        def find() -> tuple[str, Checkpoint] | None:
+            entries = files.candidates(self._loop, others=others, resumes=True)
+            pass_over = lambda reason: self._report(f"passed over {reason}")  # noqa: E731
+            return files.first_readable((e.path for e in entries), pass_over, patient=True)
+
         try:
-            return self._load_first()
+            outcome = reader.call(find)
+            reader.wait(self._on_progress, patience=spec.patience)
+            found = outcome.result()
+            if found is not None:
+                self._take_over(*found)
         except NbelasticError as error:
             if self._hide(str(error)) == str(error):
                 raise
@@ -252,37 +256,17 @@ class CheckpointManager:
         except Exception as error:  # file systems raise what they like
             if spec.resume:
                 reason = self._hide(str(error) or repr(error))
+                shown = without_secrets(spec.url)
                 problem = NbelasticError(f"checkpoint={shown!r} cannot be read: {reason}")
                 raise problem from Secrets([spec.url]).shown(error)
             self._report(f"{spec.url} cannot be read: {error!r}")
             return None
+        if found is None and others:
+            self._report(f"nothing to resume from in {spec.url}: it starts from the beginning")
+        return None if found is None else found[1].header
 
     def _hide(self, text: str) -> str:
         return hide_secrets(text, self._spec.url)
-
-    def _load_first(self) -> Header | None:
-        reader, others = FileThread(), self._spec.resume and self._loop == 1
-        files = CheckpointFiles(self._spec.url, self._spec.run, reader.step)
-
-        def pass_over(reason: str) -> None:
-            self._report(f"passed over {reason}")
-
-        def find() -> tuple[str, Checkpoint] | None:
-            entries = files.candidates(self._loop, others=others, resumes=True)
-            paths = (entry.path for entry in entries)
-            return files.first_readable(paths, pass_over, patient=True)
-
-        outcome = reader.call(find)
-        reader.wait(self._on_progress, patience=self._spec.patience)
-        found = outcome.result()
-        if found is not None:
-            self._take_over(*found)
-            return found[1].header
-        if others:
-            self._report(
-                f"nothing to resume from in {self._spec.url}: it starts from the beginning"
-            )
-        return None
 
     def _take_over(self, path: str, checkpoint: Checkpoint) -> None:
         session, state, header = self._session, self._state, checkpoint.header
@@ -307,9 +291,8 @@ class CheckpointManager:
         for sampler, each in zip(samplers, progress, strict=True):
             sampler.install(each, session.rank, session.size, resumed=True)
         state.save()
-        detail = f"goes on from {path} (commit {header.version} of job {header.job})"
-        self._report(detail)
-        if found := self._state._adopt_settings():  # those of the function are others
+        self._report(f"goes on from {path} (commit {header.version} of job {header.job})")
+        if found := state._adopt_settings():  # those of the function are others
             more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
             self._report(OTHER_SETTINGS.format(", ".join(found[:MOST_NAMES]) + more))
         with contextlib.suppress(Exception):  # needed by a second loop only
@@ -319,12 +302,10 @@ class CheckpointManager:
 
     def committed(self) -> None:
         """Write the last commit, if it is due. All ranks call this together."""
-        if self._session.version % self._spec.every == 0:
-            progress = self._state._progress_at_commit()
-            if progress:
-                from nbelastic.elastic.sampler import agree_on_progress
+        from nbelastic.elastic.sampler import agree_on_progress
 
-                progress = agree_on_progress(progress, self._session)
+        if self._session.version % self._spec.every == 0:
+            progress = agree_on_progress(self._state._progress_at_commit(), self._session)
             self._state._complete_commit()
             if self._session.rank == 0 and not self._writer.busy:
                 self._begin(progress)
@@ -335,20 +316,13 @@ class CheckpointManager:
         if self._written != present and not self._writer.busy:
             self._begin(self._state._progress_at_commit())
 
-    def left(self) -> None:
-        """Record that the generation was left as planned, at the last commit."""
-        self._has_left = True
-
     def finish(self) -> None:
         """Write the last commit of the loop, and wait for it."""
         if self._active and self._session.rank == 0:
             self._write_last(LAST_WAIT)
 
     def _leave(self) -> None:
-        """Write the last commit on the last rank that has the state.
-
-        That is also done after a failure: the samplers are then where this rank was.
-        """
+        """Write the last commit on the last rank that has the state."""
         version = self._session.version
         if version > 0:
             self._write_last(self._session.time_to_save)
@@ -367,13 +341,8 @@ class CheckpointManager:
     def _begin(self, progress: Sequence[SamplerProgress]) -> None:
         """Copy the last commit, and begin to write it."""
         session, state = self._session, self._state
-        header = Header(
-            job=session.spec.job,
-            loop=self._loop,
-            generation=session.generation,
-            version=session.version,
-            size=session.size,
-        )
+        numbers = session.generation, session.version, session.size
+        header = Header(session.spec.job, self._loop, *numbers)
         try:
             tensors = stored(state._pack_commit(), (type(state)._as_dict, list(progress)))
             self._writer.call(functools.partial(self._write, header, tensors))

@@ -77,8 +77,8 @@ def form_alone(rendezvous: Rendezvous) -> None:
     Errors are ignored, because the next generation that is formed will report them.
     """
     terms = replace(rendezvous, generation=1, size=2, timeout_s=LIMIT_S)
-    if terms.backend in ("cuda_ipc", "nccl"):  # ranks of one process share a GPU
-        terms = replace(terms, backend="auto")
+    if terms.backend in ("auto", "cuda_ipc", "nccl"):  # ranks of one process share a GPU
+        terms = replace(terms, backend="host")
     other = threading.Thread(
         target=_take_part, args=(replace(terms, rank=1),), name="nbelastic-warmup"
     )
@@ -226,6 +226,7 @@ class RankSpec:
             rank=rank,
             size=len(plan.members),
             timeout_s=self.operation_timeout_s,
+            forming_s=self.heartbeat_timeout_s,
         )
 
 

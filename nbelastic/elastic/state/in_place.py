@@ -36,15 +36,9 @@ class Originals:
                 self._originals[id(copied)] = each
 
     def restored(self, saved: Any, memo: dict[int, Any]) -> Any:
-        """Return the value that `saved` is a copy of, with its content again.
-
-        `memo` has values that were restored before, by the ids of their copies.
-        """
-
-        def original(_: Any, copied: Any) -> Any:
-            return self._originals.get(id(copied))
-
-        return _refill(memo, original, lambda each: copy.deepcopy(each, memo))(None, saved)
+        """Return the value that `saved` is a copy of, with its content again."""
+        find = lambda _, copied: self._originals.get(id(copied))  # noqa: E731
+        return _refill(memo, find, lambda each: copy.deepcopy(each, memo))(None, saved)
 
 
 def adopt(live: Any, came: Any, memo: dict[int, Any]) -> Any:
@@ -59,11 +53,7 @@ def adopt(live: Any, came: Any, memo: dict[int, Any]) -> Any:
 def _refill(
     memo: dict[int, Any], find: Callable[[Any, Any], Any], replace: Callable[[Any], Any]
 ) -> Callable[[Any, Any], Any]:
-    """Return a function of a value and of what came for it.
-
-    It returns the value that `find` has for them, with the content of what came; where there is
-    none that can take it, the result of `replace`.
-    """
+    """Return a function that gives found values new content, and replaces all else."""
 
     def inner(mine: Any, came: Any) -> Any:
         if id(came) in memo:
@@ -72,11 +62,11 @@ def _refill(
             own = [*(mine if type(mine) is tuple else ()), *[None] * len(came)]
             return memo.setdefault(id(came), tuple(map(inner, own, came)))
         live = find(mine, came)
-        filler = None if live is None else _filler_for(live, came)
-        if filler is None:
+        fill = None if live is None else _filler_for(live, came)
+        if fill is None:
             return replace(came)
         memo[id(came)] = live
-        filler(live, came, inner)
+        fill(live, came, inner)
         return live
 
     return inner
@@ -107,17 +97,15 @@ def _filler_for(value: Any, saved: Any) -> Callable[[Any, Any, Callable[..., Any
     kind = type(value)
     if kind in _MAPPINGS:
         return _fill_mapping
-    if kind is list or (kind is collections.deque and value.maxlen == saved.maxlen):
-        return _fill_sequence
-    if kind is set:
-        return _fill_set
-    if kind is bytearray:
-        return _fill_leaf
+    if kind in (list, set) or (kind is collections.deque and value.maxlen == saved.maxlen):
+        return _fill_row
     if _is_a(value, "numpy", "ndarray") or _is_a(value, "torch", "Tensor"):
         return _fill_leaf if _is_like(value, saved) else None
     if _is_generator(value):
         kinds = [type(getattr(each, "bit_generator", None)) for each in (value, saved)]
         return _fill_leaf if kinds[0] is kinds[1] else None
+    if kind is bytearray:
+        return _fill_leaf
     return None if attributes_in(value) is None else _fill_object
 
 
@@ -130,17 +118,12 @@ def _fill_mapping(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
         value[key] = each
 
 
-def _fill_sequence(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
-    mine = [*value, *[None] * len(saved)]
+def _fill_row(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
+    of_set = type(value) is set  # has no order by which parts belong to each other
+    mine = [*(() if of_set else value), *[None] * len(saved)]
     parts = [inner(own, each) for own, each in zip(mine, saved, strict=False)]
     value.clear()
-    value.extend(parts)
-
-
-def _fill_set(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
-    parts = [inner(None, each) for each in saved]
-    value.clear()
-    value.update(parts)
+    (value.update if of_set else value.extend)(parts)
 
 
 def _fill_leaf(value: Any, saved: Any, inner: Callable[..., Any]) -> None:

@@ -15,7 +15,6 @@ a generation has formed  ``on_reset()`` on ranks with a new rank or size, then `
 from __future__ import annotations
 
 import copy
-import pickle
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_source
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.elastic.state.in_place import Originals, adopt
-from nbelastic.elastic.state.state_payload import StatePayload
+from nbelastic.elastic.state.state_payload import StatePayload, dump, load
 from nbelastic.elastic.state.transfer import allgather_object, spread_everywhere
 from nbelastic.errors import (
     HostsUpdatedInterrupt,
@@ -32,7 +31,7 @@ from nbelastic.errors import (
     OptionError,
     StateMismatch,
 )
-from nbelastic.pickling import dumps, failing_part
+from nbelastic.pickling import failing_part
 
 if TYPE_CHECKING:
     from nbelastic.elastic.followed import Position
@@ -329,15 +328,10 @@ class ObjectState(State):
         return function
 
     def commit(self) -> None:
-        """Save the state, check for changes, and call functions that are due.
-
-        See :meth:`State.commit`.
-        """
         if self._tasks:
             self._schedule[""] += 1
         super().commit()
-        if self._tasks:
-            self._run_due()
+        self._run_due()
 
     def _run_due(self) -> None:
         if self._doing:  # a commit in such a function
@@ -365,14 +359,17 @@ class ObjectState(State):
 
     def _pack(self) -> StatePayload:
         """Return all values but samplers, for ranks that are behind."""
-        return _payload_of(self._values(), self._samplers(), self._more())
+        return self._payload_of(self._values(), self._samplers())
+
+    def _payload_of(self, values: dict[str, Any], samplers: Sequence[ShardSampler]) -> StatePayload:
+        try:
+            return StatePayload(dump((values, self._more()), samplers))
+        except Exception as error:  # pickling runs code of any class
+            refuse_by_name(error, values, samplers, SENT, lambda each: dump(each, samplers))
+            raise
 
     def _more(self) -> tuple[list[str], dict[str, Any], Sequence[Position]]:
-        """Return what goes with the values: names of some, settings, and positions of samplers.
-
-        The names are of values that are still the objects that the state was made with. The
-        function may refer to these by other names, so other ranks fill their own.
-        """
+        """Return names of values that are still the first objects, settings, and positions."""
         first = self._first
         held = [n for n in self._names if n in first and getattr(self, n) is first[n]]
         context = current_or_none()
@@ -398,8 +395,7 @@ class ObjectState(State):
 
     def _pack_commit(self) -> StatePayload:
         """Return all values but samplers, as of the last commit."""
-        samplers = [sampler for sampler, _ in self._saved_samplers]
-        return _payload_of(self._saved, samplers, self._more())
+        return self._payload_of(self._saved, [sampler for sampler, _ in self._saved_samplers])
 
     def _unwritable(self) -> list[str]:
         """Return names of values that a checkpoint cannot have."""
@@ -410,21 +406,13 @@ class ObjectState(State):
         return [snapshot.progress for _, snapshot in self._saved_samplers]
 
     def _unpack(self, payload: StatePayload) -> None:
-        """Take over values that another rank has packed.
-
-        If they do not fit, StateMismatch is raised, and nothing has changed.
-        """
-        values, _, more = pickle.loads(payload.head)
-        samplers = self._samplers()
-        mine = [n for n in self._names if not any(getattr(self, n) is each for each in samplers)]
-        check_names("the values", public(mine), public(values))
+        """Take over values that another rank has packed."""
+        values, more = load(payload.head, self._samplers())
+        check_names("the values", public(self._names), public(values))
         self._take(values, {}, more)
 
     def _take(self, values: dict[str, Any], owned: dict[int, Any], more: Any) -> None:
-        """Take over values of another rank, with its result of :meth:`_more`.
-
-        Those `owned` by objects are these objects' own already.
-        """
+        """Take over values of another rank, except values owned by objects."""
         held, self._settings_there, positions = more
         current().samplers.go_back(positions)
         known = dict(owned)
@@ -436,8 +424,8 @@ class ObjectState(State):
     @staticmethod
     def _as_dict(payload: StatePayload, samplers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the values of a packed commit, and the states of its samplers, by name."""
-        values, names, *_ = pickle.loads(payload.head)
-        return {**values, **dict(zip(names, samplers, strict=True))}
+        values, _ = load(payload.head, samplers)
+        return dict(values)
 
     # -- the life of a state ---------------------------------------------------------------------
 
@@ -472,13 +460,6 @@ class ObjectState(State):
         self.save()
 
     def align(self, behind: Sequence[int]) -> None:
-        """Bring all members of a new generation to the same state; see :meth:`State.align`.
-
-        Raises
-        ------
-        CollectiveError
-            A peer has failed. This rank's values have not changed.
-        """
         self._come_together(behind=behind, receivers=behind, resumed=True)
 
     def _complete_commit(self) -> None:
@@ -491,32 +472,27 @@ class ObjectState(State):
         self, *, behind: Sequence[int], receivers: Sequence[int], resumed: bool
     ) -> None:
         """Exchange everything, then take it over."""
+        from nbelastic.elastic.sampler import agree_on_progress
+
         context = current()
         samplers = self._samplers()
-        agreed: Sequence[SamplerProgress] = ()
-        if samplers:
-            from nbelastic.elastic.sampler import agree_on_progress
-
-            agreed = agree_on_progress([each.progress() for each in samplers], context, behind)
+        agreed = agree_on_progress([each.progress() for each in samplers], context, behind)
         if receivers:
             members = [context.source, *receivers]
             payload = self._pack() if context.rank == context.source else None
             buffer, context.receive_buffer = context.receive_buffer, None
             payload = spread_everywhere(context.communicator(), members, payload, buffer)
             if payload is not None and context.rank != context.source:
-                self._take_over(payload, context.source)
+                try:
+                    self._unpack(payload)
+                except StateMismatch as error:
+                    raise StateMismatch(
+                        f"the state of rank {context.source} does not fit the one that this rank "
+                        f"has built: {error}. All ranks must build the same state"
+                    ) from None
         for sampler, progress in zip(samplers, agreed, strict=True):
             sampler.install(progress, context.rank, context.size, resumed=resumed)
         self._aligned = True
-
-    def _take_over(self, payload: StatePayload, source: int) -> None:
-        try:
-            self._unpack(payload)
-        except StateMismatch as error:
-            raise StateMismatch(
-                f"the state of rank {source} does not fit the one that this rank has built: "
-                f"{error}. All ranks must build the same state"
-            ) from None
 
 
 def refuse_by_name(
@@ -559,18 +535,6 @@ def check_names(
 def public(names: Iterable[str]) -> list[str]:
     """Return the public names of a state's values; private values may be added later."""
     return [name for name in names if not name.startswith("_")]
-
-
-def _payload_of(
-    values: dict[str, Any], samplers: Sequence[ShardSampler], more: object
-) -> StatePayload:
-    kept = {k: v for k, v in values.items() if not any(v is each for each in samplers)}
-    names = [next(k for k, v in values.items() if v is each) for each in samplers]
-    try:
-        return StatePayload(dumps((kept, names, more)))
-    except Exception as error:  # pickling runs code of any class
-        refuse_by_name(error, kept, (), SENT, dumps)
-        raise
 
 
 def _count(state: State, name: str) -> int:

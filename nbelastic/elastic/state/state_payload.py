@@ -10,12 +10,15 @@ long as filling it.
 
 from __future__ import annotations
 
+import io
 import mmap
 import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from nbelastic.pickling import Pickler
 
 if TYPE_CHECKING:
     import torch
@@ -38,35 +41,55 @@ class StatePayload:
     names: Sequence[str] = ()  # of the tensors in a checkpoint; empty if it is not to be written
 
 
-def flatten(payload: StatePayload) -> tuple[int, list[int], Iterator[torch.Tensor]]:
-    """Return a payload as bytes: the index's length, the lengths of all pieces, and the pieces."""
+class _Pickler(Pickler):
+    def __init__(self, file: io.BytesIO, things: Sequence[object]) -> None:
+        super().__init__(file)
+        self._numbers = {id(each): number for number, each in enumerate(things)}
+
+    def persistent_id(self, obj: object) -> int | None:
+        return self._numbers.get(id(obj))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, things: Sequence[object]) -> None:
+        super().__init__(file)
+        self._things = things
+
+    def persistent_load(self, pid: Any) -> object:
+        return self._things[pid]
+
+
+def dump(value: object, things: Sequence[object]) -> bytes:
+    """Return a pickled value in which `things` are numbers, for the reader's own things."""
+    file = io.BytesIO()
+    _Pickler(file, things).dump(value)
+    return file.getvalue()
+
+
+def load(data: bytes, things: Sequence[object]) -> Any:
+    """Return a dumped value that refers to `things` of this process."""
+    return _Unpickler(io.BytesIO(data), things).load()
+
+
+def flatten(payload: StatePayload) -> tuple[int, int, Iterator[torch.Tensor]]:
+    """Return the length of a payload's index, the length of all bytes, and these in pieces."""
     devices = payload.devices or [tensor.device.type for tensor in payload.tensors]
     kinds = [
         (tuple(tensor.shape), tensor.dtype, device, tensor.nbytes)
         for tensor, device in zip(payload.tensors, devices, strict=True)
     ]
     index = pickle.dumps((payload.head, kinds))
-    lengths = [each for n in (len(index), *(kind[3] for kind in kinds)) for each in (n, _gap(n))]
-    return len(index), lengths, _pieces(index, payload.tensors)
+    total = sum(n + _gap(n) for n in (len(index), *(nbytes for *_, nbytes in kinds)))
+    return len(index), total, _pieces(index, payload.tensors)
 
 
-def unflatten(
-    everything: torch.Tensor, length: int, buffer: ReceiveBuffer | None = None
-) -> StatePayload:
-    """Return the payload flattened to `everything`; its tensors share that memory."""
-    import torch
-
-    head, kinds = pickle.loads(everything[:length].numpy().tobytes())
+def unflatten(buffer: ReceiveBuffer, length: int) -> StatePayload:
+    """Return the payload whose bytes are in a buffer, the index first; tensors share its memory."""
+    head, kinds = pickle.loads(buffer.bytes[:length].numpy().tobytes())
     tensors = []
     start = length + _gap(length)
     for shape, dtype, _, nbytes in kinds:
-        if nbytes:
-            # In a buffer each has a storage of its own, because pickling takes whole storages.
-            end = start + nbytes
-            piece = everything[start:end] if buffer is None else buffer.piece(start, end)
-            tensors.append(piece.view(dtype).view(shape))
-        else:
-            tensors.append(torch.empty(shape, dtype=dtype))
+        tensors.append(buffer.piece(start, nbytes).view(dtype).view(shape))
         start += nbytes + _gap(nbytes)
     return StatePayload(head, tensors, [kind[2] for kind in kinds], buffer)
 
@@ -79,10 +102,7 @@ def _pieces(index: bytes, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Ten
     yield torch.frombuffer(bytearray(index), dtype=torch.uint8)
     yield padding[: _gap(len(index))]
     for tensor in tensors:
-        if tensor.nbytes:
-            yield tensor.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8)
-        else:
-            yield padding[:0]
+        yield tensor.detach().cpu().resolve_conj().contiguous().view(-1).view(torch.uint8)
         yield padding[: _gap(tensor.nbytes)]
 
 
@@ -118,11 +138,13 @@ class ReceiveBuffer:
         buffer.bytes.zero_()
         return buffer
 
-    def piece(self, start: int, end: int) -> torch.Tensor:
-        """Return some of the bytes as a tensor whose storage has no others."""
+    def piece(self, start: int, count: int) -> torch.Tensor:
+        """Return some bytes as a tensor with its own storage, because pickling takes storages."""
         import torch
 
-        return torch.frombuffer(self._pages, dtype=torch.uint8, offset=start, count=end - start)
+        if not count:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self._pages, dtype=torch.uint8, offset=start, count=count)
 
     def give_back(self, tensor: torch.Tensor) -> None:
         """Return the pages of a tensor in this buffer to the system; its values are lost."""

@@ -17,7 +17,6 @@ generation take part, unless a receiver lacks the memory.
 from __future__ import annotations
 
 import itertools
-import math
 import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -38,15 +37,15 @@ CHUNK_BYTES = 16 << 20
 DEVICE_CHUNK_BYTES = 64 << 20
 """How much is broadcast at a time between devices; a rank that needs none of it has so much."""
 
+_AHEAD = 2
+"""Chunks under way at a time."""
+
 _SLOT_BYTES = 1024
 _LENGTH_BYTES = 8
 
 
 def tree(members: Sequence[int], rank: int) -> tuple[int | None, list[int]]:
-    """Return the rank that `rank` receives from, None for the root, and its children.
-
-    The root comes first in `members`; the child with the largest subtree first among children.
-    """
+    """Return the rank that `rank` receives from, None for the root, and its children."""
     position = members.index(rank)
     parent = members[position & (position - 1)] if position else None
     span = position & -position if position else 1 << len(members).bit_length()
@@ -64,11 +63,7 @@ def spread(
     payload: StatePayload | None = None,
     buffer: ReceiveBuffer | None = None,
 ) -> StatePayload:
-    """Send the payload of ``members[0]`` to all `members`; only they call this.
-
-    A receiver's tensors are in `buffer`, or in new memory if that is too small. If a peer fails,
-    nothing has changed.
-    """
+    """Send the payload of ``members[0]`` to all `members`; only they call this."""
     parent, children = tree(members, communicator.rank)
     if parent is not None:
         return _pass_on(communicator, parent, children, buffer)
@@ -84,10 +79,7 @@ def spread_everywhere(
     payload: StatePayload | None = None,
     buffer: ReceiveBuffer | None = None,
 ) -> StatePayload | None:
-    """Do what :func:`spread` does, and leave tensors on their devices; all ranks call this.
-
-    Returns None on a rank that is no member.
-    """
+    """Spread a payload, tensors on their devices; all ranks call this, others return None."""
     import torch
 
     devices = communicator.capabilities.devices
@@ -125,10 +117,7 @@ def spread_everywhere(
 
 
 def allgather_object(communicator: Communicator, value: object) -> list[Any]:
-    """Return the `value` of each rank, in their order.
-
-    Small values take one operation. If one is large, a second operation is large enough for it.
-    """
+    """Return the `value` of each rank, in their order."""
     data = dumps(value)
     space = _SLOT_BYTES - _LENGTH_BYTES
     slot = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:space]
@@ -137,9 +126,7 @@ def allgather_object(communicator: Communicator, value: object) -> list[Any]:
     contents = [each[_LENGTH_BYTES:] for each in slots]
     if max(lengths) > space:
         contents = communicator.allgather_bytes(data.ljust(max(lengths), b"\0"))
-    return [
-        pickle.loads(content[:length]) for content, length in zip(contents, lengths, strict=True)
-    ]
+    return [pickle.loads(each[:n]) for each, n in zip(contents, lengths, strict=True)]
 
 
 # On the wire: two integers (length of the index, length of everything), then everything in chunks.
@@ -148,18 +135,18 @@ def allgather_object(communicator: Communicator, value: object) -> list[Any]:
 def _serve(communicator: Communicator, children: Sequence[int], payload: StatePayload) -> None:
     import torch
 
-    length, lengths, pieces = flatten(payload)
-    total = sum(lengths)
+    length, total, pieces = flatten(payload)
     sends = _Sends(communicator, children)
     sends.send([torch.tensor([length, total], dtype=torch.int64)])
     buffers: list[torch.Tensor] = []
     if not communicator.capabilities.stops_sending_on_failure:
         most = min(total, CHUNK_BYTES)
-        buffers = [torch.empty(most, dtype=torch.uint8) for _ in range(_Sends.limit + 1)]
+        buffers = [torch.empty(most, dtype=torch.uint8) for _ in range(_AHEAD + 1)]
     for number, parts in enumerate(_chunks(pieces, total, CHUNK_BYTES)):
         if buffers:
             chunk = buffers[number % len(buffers)][: sum(map(len, parts))]
             parts = [torch.cat(parts, out=chunk)]  # noqa: PLW2901
+        sends.wait(_AHEAD - 1)
         sends.send(parts)
     sends.wait()
 
@@ -169,7 +156,7 @@ def _pass_on(
 ) -> StatePayload:
     import torch
 
-    sends = _Sends(communicator, children, limit=None)
+    sends = _Sends(communicator, children)
     header = torch.zeros(2, dtype=torch.int64)
     communicator.receive(header, parent)
     sends.send([header])
@@ -180,12 +167,12 @@ def _pass_on(
     chunks = [buffer.bytes[at : min(at + CHUNK_BYTES, total)] for at in starts]
     arriving: deque[Handle] = deque()
     for number, chunk in enumerate(chunks):
-        for later in chunks[number + len(arriving) : number + _Sends.limit]:
+        for later in chunks[number + len(arriving) : number + _AHEAD]:
             arriving.append(communicator.receive_async(later, parent))
         arriving.popleft().wait()
         sends.send([chunk])
     sends.wait()
-    return unflatten(buffer.bytes, length, buffer)
+    return unflatten(buffer, length)
 
 
 # Between devices: in the row, a tensor's place is empty, and the head says what belongs there.
@@ -239,32 +226,22 @@ def _broadcast_there(
 
 
 class _Sends:
-    """Sends of chunks to the same ranks, at most `limit` chunks at a time."""
+    """Sends of chunks to the same ranks."""
 
-    limit = 2
-
-    def __init__(
-        self, communicator: Communicator, children: Sequence[int], limit: int | None = limit
-    ) -> None:
+    def __init__(self, communicator: Communicator, children: Sequence[int]) -> None:
         self._communicator = communicator
         self._children = children
-        self._limit = math.inf if limit is None else limit
         self._pending: deque[list[Handle]] = deque()
 
     def send(self, parts: list[torch.Tensor]) -> None:
-        while len(self._pending) >= self._limit:
-            self._wait_for_one()
-        self._pending.append(
-            [self._communicator.send_parts_async(parts, to) for to in self._children]
-        )
+        sends = [self._communicator.send_parts_async(parts, to) for to in self._children]
+        self._pending.append(sends)
 
-    def wait(self) -> None:
-        while self._pending:
-            self._wait_for_one()
-
-    def _wait_for_one(self) -> None:
-        for handle in self._pending.popleft():
-            handle.wait()
+    def wait(self, left: int = 0) -> None:
+        """Wait until so many chunks are under way."""
+        while len(self._pending) > left:
+            for handle in self._pending.popleft():
+                handle.wait()
 
 
 def _chunks(pieces: Iterator[torch.Tensor], total: int, size: int) -> Iterator[list[torch.Tensor]]:

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.keras.backends import Backend, Reduction
+from nbelastic.keras.backends.reduction import KerasOptions, Operation
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer, accumulates, is_pending
-
-if TYPE_CHECKING:
-    from nbelastic.keras.backends.reduction import KerasOptions, Operation
 
 NOT_THOSE_OF_BACKWARD = (
     "optimizer.apply() was given gradients that are not those that backward() has left in the "

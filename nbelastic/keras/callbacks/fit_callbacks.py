@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
+import numpy as np
 
 from nbelastic.elastic.ranks.context import rank
 from nbelastic.errors import OptionError
 from nbelastic.trainers.callbacks import Callbacks, ProgressAdapter
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _WRITERS = (
     keras.callbacks.CSVLogger,

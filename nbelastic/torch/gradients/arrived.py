@@ -68,7 +68,6 @@ class ArrivedGradients:
         self.sampled: torch.Tensor | None = None
         self._values = torch.empty(0)
         self._equal: torch.Tensor | bool = True  # in the last comparison
-        self.any_sparse = False  # one has arrived that other ranks do not know of yet
         self.streams = Streams()  # on which gradients of accelerators were computed
         self.span = (0, 0)  # first and last place of a step's among those of all optimizers
         self._names = names
@@ -94,7 +93,6 @@ class ArrivedGradients:
         gradient = parameter.grad
         if gradient is not None and gradient.layout is not torch.strided:
             if not self.sparse_as_dense:
-                self.any_sparse = True
                 return None
             parameter.grad = gradient = gradient.to_dense()
         return gradient
@@ -149,7 +147,6 @@ class ArrivedGradients:
         """Forget the step; gradients stay where they are."""
         self.noted.clear()
         self.sampled = None
-        self.any_sparse = False
 
     def name(self, parameter: torch.Tensor) -> str:
         """Return what messages call a parameter."""

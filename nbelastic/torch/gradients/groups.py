@@ -25,17 +25,12 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 class Staging:
-    """Pinned host memory for a buffer, of one dimension, of an accelerator.
+    """Pinned host memory for an accelerator's buffer; it may be freed at any time.
 
-    An accelerator works asynchronously: when a hook of backward runs, its gradient may not have
-    been computed yet. So no hook waits. A copy to the host goes on a stream of its own, as soon as
-    the gradients of a buffer are there. Python waits once for each buffer, when it has nothing left
-    to launch. The copy back goes on the stream that uses the gradients next: the two directions of
-    the bus do not disturb one another.
-
-    In each step: :meth:`fetch`, :meth:`wait_fetched`, :meth:`send_back`. Both may be freed at any
-    time, also during a copy. Copies of CUDA's are asynchronous; for other devices they are made at
-    once.
+    When a hook of backward runs, the accelerator may not have computed its gradient yet. So no hook
+    waits. The copy to the host goes on a stream of its own, and Python waits once for each buffer.
+    The copy back goes on the stream that uses the gradients next. In each step: :meth:`fetch`,
+    :meth:`wait_fetched`, :meth:`send_back`. Without CUDA, copies are made at once.
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
@@ -68,21 +63,18 @@ class Staging:
 
 
 class Bucket:
-    """Gradients of some parameters, copied to a buffer and reduced there together.
+    """Gradients of some parameters, reduced together in a buffer, with a trailer of some length.
 
-    The buffer is the communicator's, so that it is reduced where it is, and serves all steps. Where
-    gradients travel as they are, ``parameter.grad`` becomes a *view* of it, and nothing is copied
-    back. Others are copied to the buffer and back: those of another type, and those of parameters
-    that are not contiguous, since another rank's may be. A large bucket on the host has no buffer
-    where the communicator reduces many tensors at once: its gradients are reduced where they are.
+    The buffer is the communicator's, and serves all steps. Where gradients travel as they are,
+    ``parameter.grad`` becomes a *view* of it. Others are copied to it and back: those of another
+    type, and those of parameters that are not contiguous, since another rank's may be. A large
+    bucket on the host has no buffer where the communicator reduces many tensors at once: its
+    gradients are reduced where they are. Of an accelerator's bucket the trailer, which the rank's
+    thread reads, is reduced on the host by itself.
 
     In each step: :meth:`begin`, :meth:`arrive` for each gradient that backward computes,
     :meth:`launch`, :meth:`wait`, :meth:`deliver`. After a failure the bucket is dropped, because
     its memory then belongs to the communicator that failed.
-
-    A `trailer` of that length travels along. An accelerator's buffer is there, and its trailer,
-    which the rank's thread reads, is reduced on the host by itself. So is the buffer, unless the
-    communicator reduces on such devices.
     """
 
     def __init__(
@@ -160,10 +152,7 @@ class Bucket:
         return self.expected == 0
 
     def complete(self) -> None:
-        """Copy the gradients, those kept from an earlier step too; a missing one counts as zero.
-
-        Their memory is freed, because the copies are used instead.
-        """
+        """Copy the gradients, those kept from an earlier step too; a missing one counts as zero."""
         if self._complete:
             return
         self._complete = True
@@ -249,16 +238,13 @@ class Bucket:
         return parameter.is_contiguous() and kinds == (self.dtype, self.dtype)
 
     def _own_place(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-        """Return where to reduce a gradient of a bucket without a buffer: its own if possible.
-
-        The sample is compared with what it was, so it is copied.
-        """
+        """Return where to reduce a gradient of a bucket without a buffer: its own if possible."""
         if (
             gradient is None
             or gradient.requires_grad
             or gradient.dtype != self.dtype
             or not gradient.is_contiguous()
-            or parameter is self._arrived.sampled
+            or parameter is self._arrived.sampled  # it is compared with what it was
         ):
             return torch.empty_like(parameter, requires_grad=False)
         return gradient.data  # has a version of its own: the sum is no change by the user

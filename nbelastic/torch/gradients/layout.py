@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,11 +32,7 @@ class Manifest(NamedTuple):
 
 
 class Layout:
-    """Buckets of the gradients of some parameters, in the order in which they are launched.
-
-    The trailer of the last has the rank's :func:`~.step.change_of`, and for each gradient in the
-    order of the buckets whether this rank has one. Buckets have memory of the communicator.
-    """
+    """Buckets of the gradients of some parameters, in the order in which they are launched."""
 
     def __init__(
         self,
@@ -46,7 +42,6 @@ class Layout:
         options: ReduceOptions,
         arrived: ArrivedGradients,
     ) -> None:
-        self.parameters = parameters  # in the order of the optimizer
         self.manifest = manifest
         devices = communicator.capabilities.devices
         kinds = {parameter.device for parameter in parameters}
@@ -65,16 +60,8 @@ class Layout:
             self.buckets.append(bucket)
             self.bucket_of.update((id(parameter), bucket) for parameter in members)
 
-    def trailer(self, change: float) -> list[float]:
-        """Return the trailer of complete buckets."""
-        return [change, *itertools.chain(*(bucket.present for bucket in self.buckets))]
-
     def deliver(self) -> tuple[float, list[torch.Tensor]]:
-        """Wait for all buckets and deliver them.
-
-        Return the sum or average of the ranks' change, and parameters whose gradients are sparse on
-        any rank.
-        """
+        """Deliver all buckets; return the ranks' change, and parameters with sparse gradients."""
         for bucket in self.buckets:
             bucket.wait()
         change, *counts = (number.real for number in self.buckets[-1].sums)
@@ -84,11 +71,6 @@ class Layout:
             sparse += [p for p, count in zip(bucket.parameters, own, strict=True) if count < 0]
             bucket.deliver(own)
         return change, sparse
-
-    def leave(self, *, lost: bool) -> None:
-        """Move gradients out of the buffers, which are no longer used, or drop lost gradients."""
-        for bucket in self.buckets:
-            bucket.leave(lost=lost)
 
 
 def groups_of(
@@ -117,11 +99,7 @@ def plan_buckets(
     wire_dtype: Callable[[torch.dtype], torch.dtype],
     groups: Iterable[Sequence[int]] = (),
 ) -> list[list[int]]:
-    """Distribute parameters over buckets, because each operation has a price of its own.
-
-    The given `groups` of indices share a bucket whatever their size. Buckets are in the order in
-    which they are expected to be complete. Without a parameter, there is an empty one.
-    """
+    """Distribute parameters over buckets, because each operation has a price of its own."""
     order, full = manifest.order, manifest.bucket_bytes
     expected = {index: place for place, index in enumerate(order)}
     group_of = {index: number for number, group in enumerate(groups) for index in group}
@@ -151,21 +129,13 @@ def plan_buckets(
 
 
 class LayoutAgreement:
-    """Layout of a rank's gradients, kept equal on all ranks of a generation.
+    """Layout of a rank's gradients, kept equal on all ranks of a generation."""
 
-    Ranks agree when the first backward in a generation has ended. So no rank waits for a newcomer's
-    first batch in its backward, and rank 0 knows the order in which its gradients arrive. That
-    options and the names of parameters are equal is checked.
-    """
-
-    def __init__(
-        self, kind: str, options: ReduceOptions, names: Mapping[int, str], arrived: ArrivedGradients
-    ) -> None:
+    def __init__(self, kind: str, options: ReduceOptions, arrived: ArrivedGradients) -> None:
         self.layout: Layout | None = None  # with memory, as long as it is used
         self.number = 0  # of this optimizer in the generation, in the order of first steps
         self._kind = kind  # of the optimizer, in messages
         self._options = options
-        self._names = names
         self._arrived = arrived
         self._parameters: list[torch.Tensor] = []
         self._manifest = _UNKNOWN
@@ -199,9 +169,9 @@ class LayoutAgreement:
 
     def release(self, *, lost: bool = False) -> None:
         """Free the memory of the layout; gradients in it move out, unless they are lost."""
-        if self.layout is not None:
-            self.layout.leave(lost=lost)
-            self.layout = None
+        for bucket in self.layout.buckets if self.layout is not None else ():
+            bucket.leave(lost=lost)
+        self.layout = None
 
     def fail(self, generation: int) -> None:
         """Give the memory away, with the gradients in it: the generation has failed here."""
@@ -226,26 +196,19 @@ class LayoutAgreement:
 
     def _exchange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Manifest:
         """Compare parameters and options; return the manifest of a generation, rank 0's."""
-        options, names = self._options, self._names
-        kind = (
-            options.compression
-            if isinstance(options.compression, type)
-            else type(options.compression)
-        )
-        named = [(names.get(id(p), ""), description.kind(p.dtype, p.shape)) for p in parameters]
+        options, by = self._options, self._options.compression
         groups = groups_of(parameters, range(len(parameters)), options.groups)
-        communicator.agree(
-            "\n".join(
-                [
-                    "the first step of a DistributedOptimizer, which needs the same model and "
-                    "options on all ranks",
-                    f"op={options.op.value}, compression={kind.__name__}, "
-                    f"gradient_predivide_factor={options.predivide}, groups={groups}",
-                    f"it trains {len(parameters)} tensors",
-                    *(f"parameter {name!r} is {its}" for name, its in named),
-                ]
-            )
-        )
+        lines = [
+            "the first step of a DistributedOptimizer, which needs the same model and options on "
+            "all ranks",
+            f"op={options.op.value}, "
+            f"compression={(by if isinstance(by, type) else type(by)).__name__}, "
+            f"gradient_predivide_factor={options.predivide}, groups={groups}",
+            f"it trains {len(parameters)} tensors",
+        ]
+        for p in parameters:
+            lines.append(f"{self._arrived.name(p)} is {description.kind(p.dtype, p.shape)}")
+        communicator.agree("\n".join(lines))
         turns = turns_of(communicator)
         if self._numbered_in != communicator.generation:
             self._numbered_in = communicator.generation

@@ -14,6 +14,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,14 +23,16 @@ from nbelastic.elastic.ranks.context import Context
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
 from nbelastic.torch.compression import Compression
-from nbelastic.torch.gradients.arrived import ArrivedGradients
-from nbelastic.torch.gradients.options import ReduceOptions
 from nbelastic.torch.gradients.step import GradientStep, agree, change_of
 from nbelastic.torch.gradients.tree_sums import (
     MicroBatchSum,
     sum_over_ranks,
     sum_sparse_over_ranks,
 )
+from nbelastic.torch.ops.coordination.coordination import announce
+
+if TYPE_CHECKING:
+    from nbelastic.torch.gradients.reducer import Reducer
 
 # Steps of a generation from one comparison of parameters to the next. The first is compared.
 WITNESS_EVERY = 100
@@ -65,34 +68,31 @@ class MicroBatchReduction(GradientStep):
 
     share: StepShare
 
-    def __init__(
-        self,
-        context: Context,
-        communicator: Communicator,
-        parameters: list[torch.Tensor],
-        arrived: ArrivedGradients,
-        options: ReduceOptions,
-        share: StepShare,
-        previous: PreviousSteps,
-    ) -> None:
-        _check(options)
-        super().__init__(context, communicator, parameters)
+    def __init__(self, reducer: Reducer, context: Context) -> None:
+        options, share = reducer.options, context.share
+        assert share is not None
+        if not reducer.of_all or not options.changes_types_only:
+            raise ValueError(
+                "an optimizer with a process_set, or with a compression of its own, does not step "
+                "over a Loader, whose batches are dealt to all ranks; use an ElasticSampler"
+            )
+        unusual = {
+            "op": options.op is not Op.AVERAGE,
+            "compression": options.compression is not Compression.none,
+            "gradient_predivide_factor": options.predivide != 1.0,
+        }
+        if any(unusual.values()):
+            name = next(name for name, given in unusual.items() if given)
+            raise ValueError(
+                f"DistributedOptimizer({name}=…) cannot be used with a Loader: the gradient of a "
+                "step is the weighted mean of its micro-batches. Leave it out"
+            )
+        super().__init__(reducer, context)
+        announce(self.communicator, "a step over a Loader")
         self.share = share
-        self._arrived = arrived
-        self._passes = options.passes
-        self._previous = previous
-        self._sums = {id(parameter): MicroBatchSum(share) for parameter in parameters}
-        self._passes_left: dict[int, int] = {}
+        self._previous = reducer.previous
+        self._sums = {id(parameter): MicroBatchSum(share) for parameter in self.parameters}
         self._place: tuple[int, tuple[int, int]] | None = None  # micro-batch, and part of it
-        self._exchanging = False
-
-    @property
-    def has_gradients(self) -> bool:
-        return self._place is not None
-
-    @property
-    def concerns_peers(self) -> bool:
-        return self._exchanging and self.communicator.size > 1
 
     @torch.no_grad()
     def arrive(self, parameter: torch.Tensor) -> None:
@@ -116,7 +116,7 @@ class MicroBatchReduction(GradientStep):
                 "call it in that loop: `for x, y in step:`"
             )
         if (number, self.share.part) != self._place:
-            self._place = number, self.share.part
+            self._place, self.has_gradients = (number, self.share.part), True
             self._passes_left = {}
             self.share.at_end = (*self.share.at_end, self._check_seen)
         total = self._sums.get(id(parameter))
@@ -184,8 +184,7 @@ class MicroBatchReduction(GradientStep):
                 "train without a Loader"
             )
 
-    def _refuse_changes(self, trained: list[torch.Tensor]) -> None:
-        """Refuse gradients, or `trained` parameters, that the user has changed since backward."""
+    def finish(self, trained: list[torch.Tensor]) -> None:
         if self.share.missing:
             done, count = len(self.share.weights), len(self.share.expected)
             raise RuntimeError(
@@ -197,10 +196,7 @@ class MicroBatchReduction(GradientStep):
         self._check_seen()
         self.share.finish()
         self._arrived.check_trained(trained, self.parameters)
-
-    def finish(self, trained: list[torch.Tensor]) -> None:
-        self._refuse_changes(trained)
-        self._exchanging = True  # from here on peers wait for this rank
+        self.concerns_peers = self.communicator.size > 1  # from here on they wait for this rank
         counts, weight = self._exchange_trailer()
         found = list(zip(self.parameters, counts, strict=True))
         absent = [each for each, count in found if not count]
@@ -223,7 +219,7 @@ class MicroBatchReduction(GradientStep):
             delivered[id(parameter)] = weakref.ref(total)  # weak: zero_grad() frees gradients
         for parameter in absent:
             parameter.grad = None
-        self._exchanging = False
+        self.concerns_peers = False
 
     def _exchange_trailer(self) -> tuple[list[int], float]:
         """Return on how many ranks each gradient is, and the sum of all weights."""
@@ -261,27 +257,9 @@ class MicroBatchReduction(GradientStep):
         return [*map(int, of_all.there)], math.fsum(of_all.weights)  # exact, in any order
 
 
-def _check(options: ReduceOptions) -> None:
-    """Refuse options that have no meaning for a weighted mean of micro-batches."""
-    usual = {
-        "op": options.op is Op.AVERAGE,
-        "compression": options.compression is Compression.none,
-        "gradient_predivide_factor": options.predivide == 1.0,
-    }
-    for name in (name for name, is_usual in usual.items() if not is_usual):
-        raise ValueError(
-            f"DistributedOptimizer({name}=…) cannot be used with a Loader: the gradient of a "
-            "step is the weighted mean of its micro-batches. Leave it out"
-        )
-
-
 @dataclasses.dataclass
 class Trailer:
-    """Numbers that ranks sum in each step of micro-batches, along with the gradients.
-
-    Each number of one rank alone has a place of its own, with zeros from the other ranks. So its
-    sum is exact for every number of ranks.
-    """
+    """Numbers that ranks sum in each step of micro-batches, along with the gradients."""
 
     change: Sequence[float]  # see change_of()
     deviating: Sequence[float]  # whether the rank cannot promise the same bits
@@ -320,10 +298,7 @@ def parameter_digest(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def check_places(places: Sequence[tuple[float, float, float]]) -> None:
-    """Refuse to add up the gradients of different steps.
-
-    Each rank has epoch, step, and a digest of the order of rows and of the blocks of all ranks.
-    """
+    """Refuse to add up gradients of different steps; a place is epoch, step, and digest."""
     if len(set(places)) == 1:
         return
     if len({place[:2] for place in places}) == 1:
@@ -343,12 +318,7 @@ def check_places(places: Sequence[tuple[float, float, float]]) -> None:
 
 
 def check_witness(digests: Sequence[float], rank: int) -> None:
-    """Refuse ranks whose parameters are not those of most ranks.
-
-    A rank that differs has an NbelasticError, because its memory or its processor may be at fault.
-    The others have a CollectiveError, and go on without it. If no digest is that of most ranks, all
-    have RanksDisagree.
-    """
+    """Refuse ranks whose parameters are not those of most ranks."""
     counts = collections.Counter(digests)
     if len(counts) == 1:
         return
@@ -363,5 +333,5 @@ def check_witness(digests: Sequence[float], rank: int) -> None:
     differing = [number for number, digest in enumerate(digests) if digest != common]
     text = f"the parameters of rank {', '.join(map(str, differing))} are not those of most ({said})"
     if rank in differing:
-        raise NbelasticError(text)
-    raise CollectiveError(text)
+        raise NbelasticError(text)  # its memory or its processor may be at fault
+    raise CollectiveError(text)  # goes on without it

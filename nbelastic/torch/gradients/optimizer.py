@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -152,7 +153,7 @@ def _wrap(
     optimizer._reducer = reducer  # type: ignore[attr-defined]
     current().telemetry.device = next((str(p.device) for p in _parameters(optimizer)), "cpu")
     vars(optimizer).pop("step", None)  # that a scheduler, made before, has set to note a call
-    optimizer.__class__ = _distributed(type(optimizer))  # type: ignore[assignment,arg-type]
+    optimizer.__class__ = _distributed(type(optimizer))  # type: ignore[arg-type]
     return optimizer
 
 
@@ -195,9 +196,12 @@ class _Distributed(Base):
         """
         self._reducer.synchronize()
 
-    def skip_synchronize(self) -> AbstractContextManager[None]:
+    def skip_synchronize(self) -> AbstractContextManager[object]:
         """Make ``step()`` use the gradients as they are: ``synchronize()`` has reduced them."""
-        return _Skipping(self)
+        skipping = contextlib.ExitStack()  # a generator would set the traceback of exceptions
+        skipping.callback(setattr, self, "_skips", False)
+        self._skips = True
+        return skipping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait until all gradients are reduced, if that has not been done, and step.
@@ -263,7 +267,12 @@ class _Distributed(Base):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set how many backward passes add up before gradients are reduced."""
-        self._reducer.set_passes(passes)
+        reducer = self._reducer
+        if reducer.step is not None:
+            raise RuntimeError(
+                "backward_passes_per_step can only change between step() and backward()"
+            )
+        reducer.options = dataclasses.replace(reducer.options, passes=passes)
 
     def reset(self) -> None:
         """Drop gradients, and reductions under way, before a state is restored."""
@@ -286,19 +295,13 @@ class _Distributed(Base):
         return cast("_Distributed", _wrap(made, named, options, self._reducer.process_set))
 
 
-@functools.cache
-def _distributed(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    return cast("type[torch.optim.Optimizer]", with_methods_of(_Distributed, base))
-
-
 def with_methods_of(first: type, base: type, **more: Any) -> type:
     """Return a class with other methods, and with the name of `base`: saved objects refer to it."""
-    names = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(base.__name__, (first, base), {**names, **more})
+
+
+_distributed = functools.cache(functools.partial(with_methods_of, _Distributed))
 
 
 def _plain(kind: type[_Distributed]) -> type[torch.optim.Optimizer]:
@@ -309,32 +312,16 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-class _Skipping:
-    """Context of ``skip_synchronize()``."""
-
-    # No generator: contextlib sets the traceback of exceptions, which some refuse.
-
-    def __init__(self, optimizer: _Distributed) -> None:
-        self._optimizer = optimizer
-
-    def __enter__(self) -> None:
-        self._optimizer._skips = True
-
-    def __exit__(self, *_: object) -> None:
-        self._optimizer._skips = False
-
-
 def _reduced(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
     """Call `closure`, then reduce the computed gradients and the returned loss."""
     loss = closure()
     optimizer.synchronize()
     if loss is None:
         return None
-    value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss)
-    reducer = optimizer._reducer
-    op = reducer.options.op if isinstance(reducer.options.op, Op) else Op.AVERAGE
-    process_set = reducer.process_set
+    op, process_set = optimizer._reducer.options.op, optimizer._reducer.process_set
     if not process_set.included():
         return loss
+    value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss)
+    op = op if isinstance(op, Op) else Op.AVERAGE
     reduced = allreduce(value, op=op, process_set=process_set)
     return reduced if isinstance(loss, torch.Tensor) else reduced.item()

@@ -8,9 +8,7 @@ order, whichever parameters they have used. See ``docs/design/gradients.md``.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Mapping
@@ -18,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nbelastic.collectives import Communicator, SoloCommunicator
+from nbelastic.collectives import Communicator, Op, SoloCommunicator
 from nbelastic.elastic.ranks.context import Context, current, current_or_none
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.ranks.step_share import StepShare
@@ -27,8 +25,12 @@ from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout import LayoutAgreement
 from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
 from nbelastic.torch.gradients.options import ReduceOptions
-from nbelastic.torch.gradients.step import GradientStep, ReductionStep, SeparateReduction
-from nbelastic.torch.ops.coordination.coordination import announce
+from nbelastic.torch.gradients.step import (
+    GradientStep,
+    ReductionStep,
+    gather_sparse,
+    reduce_apart,
+)
 from nbelastic.torch.ops.coordination.joined_rank import SERVICES, at_end
 from nbelastic.torch.ops.coordination.process_sets import ProcessSet, global_process_set, group_in
 
@@ -49,11 +51,7 @@ HOOK_IS_LATE = (
 
 
 class Reducer:
-    """Reduction of one optimizer's gradients over all ranks, step by step.
-
-    It covers the parameters in the optimizer's groups that require a gradient when a step begins.
-    They may be added, frozen and unfrozen between steps, on all ranks in the same step.
-    """
+    """Reduction of one optimizer's gradients over all ranks, step by step."""
 
     def __init__(
         self,
@@ -63,22 +61,23 @@ class Reducer:
         process_set: ProcessSet,
     ) -> None:
         self.process_set = process_set
-        self.serial = next(_serials)
+        self.of_all = process_set is global_process_set
+        self.launch_other = functools.partial(_launch_numbered, process_set)
         self._alone: SoloCommunicator | None = None
         self._deferred = False
         self._optimizer = weakref.ref(optimizer)
         self.names = names  # of parameters by their ids, for messages
         self.options = options
         self._context = current()
-        self._arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
-        self._apart = SeparateReduction(options, self._arrived)
+        self.arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
+        self._sparse: list[torch.Tensor] = []  # with sparse gradients, as far as all ranks know
         kind = type(optimizer).__name__
-        self._agreement = LayoutAgreement(kind, options, names, self._arrived)
-        self._step: GradientStep | None = None
-        self._previous = PreviousSteps()
+        self.agreement = LayoutAgreement(kind, options, self.arrived)
+        self.step: GradientStep | None = None
+        self.previous = PreviousSteps()
         self._failed_share: StepShare | None = None
         self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
-        self._yielded: set[int] = set()
+        self._yielded: set[int] = set()  # parameters that a newer optimizer has
         # Backward may run in several threads where parameters are on several devices.
         self._lock = threading.Lock()
         self._checked = False
@@ -88,13 +87,13 @@ class Reducer:
     @property
     def pending(self) -> bool:
         """Whether gradients have arrived that are not reduced yet."""
-        step = self._step
+        step = self.step
         return step is not None and step.has_gradients and not self._is_stale(step)
 
     @property
     def accumulates(self) -> bool:
         """Whether a step without a loader has had some of its backward passes, and not all."""
-        step = self._step
+        step = self.step
         return step is not None and step.incomplete and not self._is_stale(step)
 
     @property
@@ -116,21 +115,18 @@ class Reducer:
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Launch what has not been launched, wait, and write the reduced gradients.
-
-        After an error the gradients are gone.
-        """
+        """Launch what has not been launched, wait, and write the reduced gradients."""
         with self._lock:
             try:
                 step = self._present_step()
-                step.finish(self._trained())
+                step.finish(self.trained())
                 self._reduce_apart(step)
             except BaseException:
                 self._fail()
                 raise
             self._hook(step.parameters)
-            self._step = None
-            self._arrived.clear()
+            self.step = None
+            self.arrived.clear()
             self.synchronized = True
 
     def forget(self) -> None:
@@ -144,14 +140,6 @@ class Reducer:
         with self._lock:
             self._abandon()
 
-    def set_passes(self, passes: int) -> None:
-        """Expect another number of backward passes per step, from the next step on."""
-        if self._step is not None:
-            raise RuntimeError(
-                "backward_passes_per_step can only change between step() and backward()"
-            )
-        self.options = dataclasses.replace(self.options, passes=passes)
-
     def reset(self) -> None:
         """Drop the step under way and all gradients: the state is being restored."""
         # Nothing is exchanged, and no agreement is forgotten, so some ranks may call it alone.
@@ -161,32 +149,22 @@ class Reducer:
     # -- steps -----------------------------------------------------------------------------------
 
     def _present_step(self) -> GradientStep:
-        step = self._step
+        step = self.step
         if step is not None and not self._is_stale(step):
             return step
         context = self._find_context()
         self._check_share(step, context)
         self._abandon()
-        communicator = self._communicator(context)
-        communicator.current_operation = "the reduction of gradients by a DistributedOptimizer"
-        parameters = self._trained()
-        self._hook(parameters)
-        if context.share is not None or communicator.size == 1:
-            self._agreement.release()  # neither uses buckets, whose memory is as large as the model
-        if context.share is not None:
-            self._step = self._micro_batches(context, communicator, parameters, context.share)
-        else:
-            self._step = ReductionStep(
-                context,
-                communicator,
-                parameters,
-                self._arrived,
-                self.options.passes,
-                self._agreement,
-                functools.partial(_launch_numbered, context, self.process_set),
-                of_all=self.process_set is global_process_set,
-            )
-        return self._step
+        kind = ReductionStep if context.share is None else MicroBatchReduction
+        step = self.step = kind(self, context)
+        step.communicator.current_operation = "the reduction of gradients by a DistributedOptimizer"
+        self._hook(step.parameters)
+        if step.share is not None or step.communicator.size == 1:
+            self.agreement.release()  # neither uses buckets, whose memory is as large as the model
+        if step.share is not None and not self._checked:
+            self._checked = True
+            self._warn_of_oversights(context, step.parameters, step.share)
+        return step
 
     def _check_share(self, before: GradientStep | None, context: Context) -> None:
         """Refuse a step of micro-batches after a step with lost or unused gradients."""
@@ -208,27 +186,6 @@ class Reducer:
                 "optimizer.zero_grad(). For larger batches make Batch(global_batch=…) larger"
             )
 
-    def _micro_batches(
-        self,
-        context: Context,
-        communicator: Communicator,
-        parameters: list[torch.Tensor],
-        share: StepShare,
-    ) -> MicroBatchReduction:
-        """Begin a step that consists of micro-batches."""
-        if self.process_set is not global_process_set or not self.options.changes_types_only:
-            raise ValueError(
-                "an optimizer with a process_set, or with a compression of its own, does not step "
-                "over a Loader, whose batches are dealt to all ranks; use an ElasticSampler"
-            )
-        announce(communicator, "a step over a Loader")
-        if not self._checked:
-            self._checked = True
-            self._warn_of_oversights(context, parameters, share)
-        return MicroBatchReduction(
-            context, communicator, parameters, self._arrived, self.options, share, self._previous
-        )
-
     def _warn_of_oversights(
         self, context: Context, parameters: list[torch.Tensor], share: StepShare
     ) -> None:
@@ -238,13 +195,13 @@ class Reducer:
         if context.loops and not share.in_state:
             warn(context, NOT_IN_STATE)
         for parameter in parameters:
-            own = self._hooks[id(parameter)][1] if id(parameter) in self._hooks else None
+            _, own = self._hooks.get(id(parameter), (None, None))
             hooks = list(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
             if own is not None and own.id in hooks and hooks[-1] != own.id:
-                warn(context, HOOK_IS_LATE.format(name=self._arrived.name(parameter)))
+                warn(context, HOOK_IS_LATE.format(name=self.arrived.name(parameter)))
                 return
 
-    def _communicator(self, context: Context) -> Communicator:
+    def communicator(self, context: Context) -> Communicator:
         """Return the communicator of the process set's ranks; a rank that is not in it is alone."""
         if self.process_set is global_process_set:
             return context.communicator()
@@ -257,41 +214,47 @@ class Reducer:
 
     @torch.no_grad()
     def step_with_nothing(self) -> None:
-        """Take part in the other ranks' step, as a joined rank.
-
-        Sums that go on during their backward are not waited for, because the other ranks may need
-        this one for something else first. :meth:`end_with_nothing` waits for them.
-        """
+        """Take part in the other ranks' step, as a joined rank."""
         self.end_with_nothing()
         self.forget()
-        for parameter in self._trained(apart=True):
+        for parameter in self.trained(apart=True):
             parameter.grad = None  # one kept from an earlier step would be added
         with self._lock:
-            apart = self._apart.parameters or self.options.apart
-            self._deferred = not apart and self._present_step().launch_all()
-        if not self._deferred:
-            self._end_step()
+            apart = self._sparse or self.options.apart
+            # Sums of a backward are not waited for: others may need this rank before they end.
+            later = not apart and self._present_step().launch_all()
+        self._deferred = True
+        if not later:
+            self.end_with_nothing()
 
     def end_with_nothing(self) -> None:
         """Wait for a step of the other ranks in which this rank has taken part."""
         if self._deferred:
             self._deferred = False
-            self._end_step()
-
-    def _end_step(self) -> None:
-        self.synchronize()
-        for parameter in self._trained(apart=True):
-            parameter.grad = None
-        self.synchronized = False
+            self.synchronize()
+            for parameter in self.trained(apart=True):
+                parameter.grad = None
+            self.synchronized = False
 
     def _reduce_apart(self, step: GradientStep) -> None:
         """Reduce the gradients outside the layout: sparse and compressed gradients."""
         if step.share is None and step.communicator.size > 1:
-            self._apart.parameters += step.found_sparse  # no bucket has them from the next step on
-            group = group_in(step.context, self.process_set)
-            self._apart.reduce(group, self._trained(apart=True))
+            self._sparse += step.found_sparse  # no bucket has them from the next step on
+            group, op = group_in(step.context, self.process_set), self.options.op
+            keys, trained = set(map(id, self._sparse)), self.trained(apart=True)
+            sparse = [parameter for parameter in trained if id(parameter) in keys]
+            if sparse:
+                if not isinstance(op, Op):
+                    raise ValueError(
+                        f"the gradient of {self.arrived.name(sparse[0])} is sparse, and op=Adasum "
+                        "needs dense ones; pass sparse_as_dense=True"
+                    )
+                gather_sparse(group, sparse, op)
+            if self.options.apart:
+                dense = [each for each in trained if id(each) not in keys]
+                reduce_apart(group, dense, self.options)
         if isinstance(self._optimizer(), torch.optim.SparseAdam):  # takes no other gradients
-            for parameter in self._trained(apart=True):
+            for parameter in self.trained(apart=True):
                 if parameter.grad is not None and parameter.grad.layout is torch.strided:
                     parameter.grad = parameter.grad.to_sparse(1)
 
@@ -302,19 +265,19 @@ class Reducer:
 
     def _abandon(self) -> None:
         """Drop the step. If other ranks may wait for its groups, the generation has failed here."""
-        step, self._step = self._step, None
+        step, self.step = self.step, None
         self.synchronized = False
         if step is not None and step.concerns_peers:
-            self._arrived.discard()
-            self._agreement.fail(step.communicator.generation)
-        self._arrived.clear()
+            self.arrived.discard()
+            self.agreement.fail(step.communicator.generation)
+        self.arrived.clear()
 
     def _fail(self, *, restores: bool = False) -> None:
         """Drop the step and all gradients, because only some may have been reduced."""
-        if not restores or (self._step is not None and self._step.has_gradients):
+        if not restores or (self.step is not None and self.step.has_gradients):
             self._failed_share = self._find_context().share
         self._abandon()
-        for parameter in self._trained(apart=True):
+        for parameter in self.trained(apart=True):
             parameter.grad = None
 
     # -- surroundings ----------------------------------------------------------------------------
@@ -323,7 +286,7 @@ class Reducer:
         """Return the rank's context, also in a thread of autograd's own."""
         return current_or_none() or self._context
 
-    def _trained(self, *, apart: bool = False) -> list[torch.Tensor]:
+    def trained(self, *, apart: bool = False) -> list[torch.Tensor]:
         """Return the trained parameters; without `apart` only the parameters reduced together."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
@@ -334,43 +297,39 @@ class Reducer:
             return trained
         if self.options.apart:
             return []
-        if self._apart.parameters:
-            keys = {id(parameter) for parameter in self._apart.parameters}
-            return [parameter for parameter in trained if id(parameter) not in keys]
-        return trained
+        keys = set(map(id, self._sparse))
+        return [each for each in trained if id(each) not in keys] if keys else trained
 
     def _hook(self, parameters: list[torch.Tensor]) -> None:
         """Register autograd hooks on exactly these parameters, as long as this object lives."""
         keys = {id(parameter) for parameter in parameters}
         for key in self._hooks.keys() - keys:
             self._hooks.pop(key)[1].remove()
-        hook = functools.partial(_on_gradient, weakref.ref(self))  # parameters may outlive it
+        method = weakref.WeakMethod(self.on_gradient)  # parameters may outlive it
+
+        def hook(parameter: torch.Tensor) -> None:
+            alive = method()
+            if alive is not None:
+                alive(parameter)
+
         for parameter in parameters:
             key = id(parameter)
             if key not in self._yielded and key not in self._hooks:
                 register: Any = parameter.register_post_accumulate_grad_hook
-                handle = register(self._arrived.streams.noting(parameter, hook))
+                handle = register(self.arrived.streams.noting(parameter, hook))
                 self._hooks[key] = (parameter, handle)
-
-    def _yield(self, keys: set[int]) -> None:
-        """Leave the gradients of some parameters to a newer optimizer during backward."""
-        for key in [key for key in keys if key in self._hooks]:
-            self._hooks.pop(key)[1].remove()
-            self._yielded.add(key)
 
 
 def _take_over(reducer: Reducer) -> None:
-    """Hook the parameters of `reducer` for it alone.
-
-    An optimizer that was replaced may live on, in a scheduler or a notebook's history, and must not
-    take part in backward any more. If it is stepped all the same, it reduces then.
-    """
-    keys = {id(parameter) for parameter in reducer._trained(apart=True)}
-    with _alive_lock:  # a weak set must not change while it is iterated over
+    """Hook the parameters of `reducer` for it alone: a replaced optimizer may live on."""
+    keys = {id(parameter) for parameter in reducer.trained(apart=True)}
+    with _alive_lock:  # it must not change while it is iterated over
         for other in _alive:
-            other._yield(keys)
-        _alive.add(reducer)
-    reducer._hook(reducer._trained())
+            for key in keys & other._hooks.keys():
+                other._hooks.pop(key)[1].remove()
+                other._yielded.add(key)
+        _alive[reducer] = None
+    reducer._hook(reducer.trained())
 
 
 def _step_of_joined(context: Context, what: dict[str, Any]) -> None:
@@ -379,7 +338,7 @@ def _step_of_joined(context: Context, what: dict[str, Any]) -> None:
         reducer.step_with_nothing()
 
 
-def _launch_numbered(context: Context, process_set: ProcessSet, number: int) -> None:
+def _launch_numbered(process_set: ProcessSet, context: Context, number: int) -> None:
     """Begin the sums of an optimizer with its present gradients, as other ranks have begun them."""
     for reducer in _reducers(context, process_set, number):
         with reducer._lock:
@@ -388,31 +347,24 @@ def _launch_numbered(context: Context, process_set: ProcessSet, number: int) -> 
     raise CollectiveError(f"this rank has no distributed optimizer {number} to step any more")
 
 
+def _reducers(context: Context, process_set: ProcessSet, number: int = 0) -> list[Reducer]:
+    """Return the reducers of a rank and a process set; without a number of its own, the first."""
+    with _alive_lock:
+        alive = [*_alive]  # in the order in which they were made
+    found = [each for each in alive if each._context is context and each.process_set is process_set]
+    if not number:
+        return found
+    numbers = [each.agreement.number_in(each.communicator(context)) for each in found]
+    return found[numbers.index(number) :][:1] if number in numbers else []
+
+
 def _end_steps_of_joined(context: Context) -> None:
     for reducer in _reducers(context, global_process_set):
         reducer.end_with_nothing()
 
 
-def _reducers(context: Context, process_set: ProcessSet, number: int = 0) -> list[Reducer]:
-    """Return the reducers of a rank and a process set; without a number of its own, the first."""
-    with _alive_lock:
-        alive = sorted(_alive, key=lambda each: each.serial)
-    found = [each for each in alive if each._context is context and each.process_set is process_set]
-    if not number:
-        return found
-    numbers = [each._agreement.number_in(each._communicator(context)) for each in found]
-    return found[numbers.index(number) :][:1] if number in numbers else []
-
-
 SERVICES["step"] = _step_of_joined
 at_end.append(_end_steps_of_joined)
 
-_serials = itertools.count()
-_alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_alive: weakref.WeakKeyDictionary[Reducer, None] = weakref.WeakKeyDictionary()
 _alive_lock = threading.Lock()
-
-
-def _on_gradient(reducer: weakref.ref[Reducer], parameter: torch.Tensor) -> None:
-    alive = reducer()
-    if alive is not None:
-        alive.on_gradient(parameter)

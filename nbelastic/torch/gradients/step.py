@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from nbelastic.collectives import Communicator, Op
+from nbelastic.collectives import Op
 from nbelastic.elastic.ranks.context import Context
 from nbelastic.elastic.ranks.groups import Group
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError
-from nbelastic.torch.gradients.arrived import ArrivedGradients
-from nbelastic.torch.gradients.layout import Layout, LayoutAgreement, turns_of
+from nbelastic.torch.gradients.layout import Layout, turns_of
 from nbelastic.torch.gradients.options import ReduceOptions
 from nbelastic.torch.gradients.tree_sums import of_rows
 from nbelastic.torch.ops.coordination.comparison import begin
 from nbelastic.torch.ops.coordination.coordination import announce, is_joined
 from nbelastic.torch.ops.operation.reduction import as_real
 from nbelastic.torch.ops.operation.tensor_operations import Allreduce, SparseAllreduce
+
+if TYPE_CHECKING:
+    from nbelastic.torch.gradients.reducer import Reducer
 
 # Gradients of so many elements are cheap to copy.
 SMALL_GRADIENT = 1 << 16
@@ -55,28 +58,22 @@ class GradientStep:
     share: StepShare | None = None  # this rank's micro-batches, if the step consists of them
     found_sparse: Sequence[torch.Tensor] = ()  # parameters to be reduced apart from now on
 
-    def __init__(
-        self, context: Context, communicator: Communicator, parameters: list[torch.Tensor]
-    ) -> None:
+    def __init__(self, reducer: Reducer, context: Context) -> None:
+        # The reducer is not kept, because it has to end with its optimizer.
         self.context = context
-        self.communicator = communicator
+        self.communicator = reducer.communicator(context)
         self.generation = context.generation
-        self.parameters = parameters
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether a gradient has arrived."""
-        raise NotImplementedError
+        self.parameters = reducer.trained()
+        self.has_gradients = False  # at least one has arrived
+        self.concerns_peers = False  # others may be waiting for this rank's part of the step
+        self._arrived = reducer.arrived
+        self._passes = reducer.options.passes
+        self._passes_left: dict[int, int] = {}  # of each parameter, by its id
 
     @property
     def incomplete(self) -> bool:
         """Whether a gradient has had some of its ``backward_passes_per_step``, and not all."""
         return False
-
-    @property
-    def concerns_peers(self) -> bool:
-        """Whether other ranks may be waiting for this rank's part of the step."""
-        raise NotImplementedError
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Take the gradient that backward has accumulated into a parameter."""
@@ -95,40 +92,20 @@ class GradientStep:
 
 
 class ReductionStep(GradientStep):
-    """Progress of one step: passes counted, buckets launched.
+    """Progress of one step: passes counted, buckets launched."""
 
-    A step of a process set, not `of_all`, concerns no rank that has joined, and carries no flags.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        communicator: Communicator,
-        parameters: list[torch.Tensor],
-        arrived: ArrivedGradients,
-        passes: int,
-        agreement: LayoutAgreement,
-        launch_other: Callable[[int], None],  # the sums of the optimizer with a number
-        *,
-        of_all: bool,
-    ) -> None:
-        super().__init__(context, communicator, parameters)
+    def __init__(self, reducer: Reducer, context: Context) -> None:
+        super().__init__(reducer, context)
         self.layout: Layout | None = None  # None in a world of one
-        self._agreement = agreement
-        self._arrived = arrived
-        self._passes = passes
-        self._passes_left = dict.fromkeys(map(id, parameters), passes)
+        self._agreement = reducer.agreement
+        self._passes_left = dict.fromkeys(map(id, self.parameters), self._passes)
         self._last_pass: dict[int, tuple[int, int]] = {}  # addresses of gradients, their versions
         self._launched = 0
-        self._launch_other = launch_other
-        self._of_all = of_all
+        self._launch_other = reducer.launch_other
+        self._of_all = reducer.of_all  # else it concerns no joined rank, and carries no flags
         self._announced = False
-        if agreement.holds(communicator, parameters):
+        if self._agreement.holds(self.communicator, self.parameters):
             self._prepare()
-
-    @property
-    def has_gradients(self) -> bool:
-        return bool(self._arrived.noted) or self._arrived.any_sparse
 
     @property
     def incomplete(self) -> bool:
@@ -159,6 +136,7 @@ class ReductionStep(GradientStep):
         self._passes_left[key] = left - 1
         if left > 1:
             return
+        self.has_gradients = True
         if gradient.layout is not torch.strided:
             arrived.streams.join(gradient.device, [])
             gradient = arrived.present(parameter)
@@ -169,6 +147,7 @@ class ReductionStep(GradientStep):
         if arrived.sampled is None:
             gradient = self._sample(parameter, gradient)
         arrived.note(parameter, gradient)
+        self.concerns_peers = self.communicator.size > 1
         if layout is not None and layout.bucket_of[key].arrive() and not layout.after_backward:
             self._launch(layout, in_backward=True)
 
@@ -242,7 +221,7 @@ class ReductionStep(GradientStep):
             elif in_backward:
                 return False
             else:
-                self._launch_other(turns.holder)  # which ends its turn
+                self._launch_other(self.context, turns.holder)  # which ends its turn
         return True
 
     def _launch(self, layout: Layout, *, in_backward: bool = False) -> None:
@@ -252,11 +231,12 @@ class ReductionStep(GradientStep):
                 break  # those behind it wait, too: all ranks launch in one order
             if not self._launched and not self._take_turn(in_backward=in_backward):
                 break
+            self.concerns_peers = True
             self._launched += 1
             trailer: Sequence[float] = ()
             if self._launched == len(layout.buckets):
                 bucket.complete()  # so that the trailer counts its gradients as well
-                trailer = layout.trailer(self._change())
+                trailer = [self._change(), *(n for each in layout.buckets for n in each.present)]
             bucket.launch(self.communicator, trailer)
             if trailer:
                 turns_of(self.communicator).holder = 0
@@ -289,66 +269,40 @@ class ReductionStep(GradientStep):
     def _change(self) -> float:
         return change_of(self.context, joined=is_joined(self.communicator)) if self._of_all else 0.0
 
-    @property
-    def concerns_peers(self) -> bool:
-        began = self._launched > 0 or bool(self._arrived.noted)
-        return began and self.communicator.size > 1
+
+def gather_sparse(group: Group, parameters: Sequence[torch.Tensor], op: Op) -> None:
+    """Reduce the gradients of parameters by the rows that any rank has, after backward."""
+    gradients = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:  # all ranks take part, this one without rows
+            values = parameter.detach().new_empty(0, *parameter.shape[1:])
+            gradient = of_rows(torch.empty(0, dtype=torch.int64), values, parameter.shape)
+        elif gradient.layout is torch.strided:
+            gradient = gradient.to_sparse(1)
+        gradients.append(gradient)
+    total = SparseAllreduce(gradients, op)
+    total.pattern = f"sum of the sparse gradients of an optimizer\n{total.text}"
+    for parameter, gradient in zip(parameters, begin(group, total).wait(), strict=True):
+        parameter.grad = gradient.coalesce()
 
 
-class SeparateReduction:
-    """Reduction after backward of gradients outside of buckets: sparse, or ``options.apart``."""
-
-    def __init__(self, options: ReduceOptions, arrived: ArrivedGradients) -> None:
-        # With sparse gradients, as far as all ranks know of them.
-        self.parameters: list[torch.Tensor] = []
-        self._options = options
-        self._arrived = arrived
-
-    def reduce(self, group: Group, trained: Sequence[torch.Tensor]) -> None:
-        """Reduce the `trained` parameters' gradients outside the layout."""
-        keys = {id(parameter) for parameter in self.parameters}
-        sparse = [parameter for parameter in trained if id(parameter) in keys]
-        if sparse:
-            self._gather(group, sparse)
-        if self._options.apart:
-            self._reduce_each(group, [each for each in trained if id(each) not in keys])
-
-    def _gather(self, group: Group, parameters: Sequence[torch.Tensor]) -> None:
-        if not isinstance(self._options.op, Op):
-            raise ValueError(
-                f"the gradient of {self._arrived.name(parameters[0])} is sparse, and op=Adasum "
-                "needs dense ones; pass sparse_as_dense=True"
-            )
-        gradients = []
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None:  # all ranks take part, this one without rows
-                values = parameter.detach().new_empty(0, *parameter.shape[1:])
-                gradient = of_rows(torch.empty(0, dtype=torch.int64), values, parameter.shape)
-            elif gradient.layout is torch.strided:
-                gradient = gradient.to_sparse(1)
-            gradients.append(gradient)
-        total = SparseAllreduce(gradients, self._options.op)
-        total.pattern = f"sum of the sparse gradients of an optimizer\n{total.text}"
-        for parameter, gradient in zip(parameters, begin(group, total).wait(), strict=True):
-            parameter.grad = gradient.coalesce()
-
-    def _reduce_each(self, group: Group, parameters: Sequence[torch.Tensor]) -> None:
-        options = self._options
-        compression, op, factor = options.compression, options.op, options.predivide
-        counts = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
-        # First who has which gradient: a parameter that no rank has used keeps None.
-        begin(group, Allreduce([counts], [counts], Op.SUM)).wait()
-        used = [p for p, count in zip(parameters, counts.tolist(), strict=True) if count]
-        gradients = [
-            torch.zeros_like(p, requires_grad=False) if p.grad is None else p.grad.detach()
-            for p in used
-        ]
-        dense = [g if g.layout is torch.strided else g.to_dense() for g in gradients]
-        pairs = [compression.compress(gradient) for gradient in dense]
-        sent = [compressed for compressed, _ in pairs]
-        outputs = [torch.empty_like(compressed) for compressed in sent]
-        real_sent, real_outputs = [*map(as_real, sent)], [*map(as_real, outputs)]
-        begin(group, Allreduce(real_sent, real_outputs, op, 1.0 / factor, factor)).wait()
-        for parameter, output, (_, ctx) in zip(used, outputs, pairs, strict=True):
-            parameter.grad = compression.decompress(output, ctx)
+def reduce_apart(group: Group, parameters: Sequence[torch.Tensor], options: ReduceOptions) -> None:
+    """Reduce gradients by Adasum, or as a compression of the user's has them, after backward."""
+    compression, factor = options.compression, options.predivide
+    counts = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+    # First who has which gradient: a parameter that no rank has used keeps None.
+    begin(group, Allreduce([counts], [counts], Op.SUM)).wait()
+    used = [p for p, count in zip(parameters, counts.tolist(), strict=True) if count]
+    gradients = [
+        torch.zeros_like(p, requires_grad=False) if p.grad is None else p.grad.detach()
+        for p in used
+    ]
+    dense = [g if g.layout is torch.strided else g.to_dense() for g in gradients]
+    pairs = [compression.compress(gradient) for gradient in dense]
+    outputs = [torch.empty_like(compressed) for compressed, _ in pairs]
+    sent = [as_real(compressed) for compressed, _ in pairs]
+    results = [*map(as_real, outputs)]
+    begin(group, Allreduce(sent, results, options.op, 1.0 / factor, factor)).wait()
+    for parameter, output, (_, ctx) in zip(used, outputs, pairs, strict=True):
+        parameter.grad = compression.decompress(output, ctx)

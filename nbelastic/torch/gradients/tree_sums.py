@@ -24,24 +24,17 @@ from nbelastic.torch.ops.operation.tensor_operations import Allgather, Pending
 def _joined_in(first: int, second: int, leaves: int) -> Node:
     """Return the smallest node of a tree that has the leaves `first` and `second` > `first`."""
     node = Node(0, leaves)
-    while True:
-        middle = node.middle
-        if second < middle:
-            node = Node(node.begin, middle)
-        elif first >= middle:
-            node = Node(middle, node.end)
-        else:
-            return node
+    while not first < node.middle <= second:
+        halves = Node(node.begin, node.middle), Node(node.middle, node.end)
+        node = halves[first >= node.middle]
+    return node
 
 
 class MicroBatchSum:
     """Sum of a tensor over the micro-batches of a rank, which arrive in order.
 
     Two values are added where the tree has a node for them, once both are complete: a binary
-    counter, which holds ``log2`` of the block's length and one tensors at most. A micro-batch
-    without a value is left out, as if it were not in the tree.
-
-    If the step is not exact, the sum is a plain one, in the order of arrival.
+    counter. If the step is not exact, the sum is a plain one, in the order of arrival.
     """
 
     __slots__ = ("_begin", "_leaves", "_stack")
@@ -66,11 +59,7 @@ class MicroBatchSum:
             self._stack[:] = [(leaf, as_dense(value)) for leaf, value in self._stack]
 
     def add(self, leaf: int, value: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
-        """Add the value of a leaf, or a part of the value; return the tensor now holding the sum.
-
-        Tensors belong to the sum from then on; earlier ones are changed in place. Sparse ones are
-        coalesced. Where dense and sparse ones meet, all are dense.
-        """
+        """Add the value of a leaf, or a part of the value, given away; return the sum so far."""
         stack = self._stack
         if stack and (stack[-1][1].layout is not value.layout):
             self.densify()
@@ -112,14 +101,6 @@ def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.add_(right) if left.layout is torch.strided else add_rows(left, right)
 
 
-def nodes_of(share: StepShare) -> tuple[Node, ...]:
-    """Return the largest nodes of the tree that cover a rank's block."""
-    block = share.block
-    if not share.exact:
-        return (Node(block.start, block.stop),) if len(block) else ()
-    return cover(block.start, block.stop, share.micro_batches)
-
-
 def sum_sparse_over_ranks(
     communicator: Communicator,
     share: StepShare,
@@ -148,16 +129,16 @@ def sum_over_ranks(
     sums: Sequence[MicroBatchSum],
     like: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Return sums over all micro-batches of a step; all ranks call this together.
-
-    For each of this rank's sums, which are finished by this, `like` has a tensor of its type, shape
-    and device. A sum to which no rank has contributed is :data:`~reduction_tree.IDENTITY`.
-    """
+    """Return sums over all micro-batches, IDENTITY of none, as `like`; for all ranks."""
     return _sum_columns(communicator, share, _finished(share, sums), like)
 
 
 def _finished(share: StepShare, sums: Sequence[MicroBatchSum]) -> list[list[torch.Tensor | None]]:
-    nodes = nodes_of(share)
+    block = share.block
+    if share.exact:
+        nodes = cover(block.start, block.stop, share.micro_batches)
+    else:
+        nodes = (Node(block.start, block.stop),) if len(block) else ()
     return [each.finish(nodes) for each in sums]
 
 
@@ -178,10 +159,8 @@ def _sum_columns(
         by_type.setdefault((tensor.dtype, tensor.device), []).append(index)
     found: list[torch.Tensor] = [*like]
     for indices in by_type.values():
-        columns_of = [columns[index] for index in indices]
-        like_of = [like[index] for index in indices]
-        totals = _exchange(communicator, share, columns_of, like_of)
-        for index, total in zip(indices, totals, strict=True):
+        these = [columns[n] for n in indices], [like[n] for n in indices]
+        for index, total in zip(indices, _exchange(communicator, share, *these), strict=True):
             found[index] = total
     return found
 

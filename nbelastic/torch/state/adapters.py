@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -29,8 +29,7 @@ from nbelastic.torch.state.flatten import (
     is_container,
     is_dense,
     is_flat,
-    leaves_in,
-    nested,
+    walk,
 )
 from nbelastic.torch.state.optimizer_adapter import (
     OptimizerAdapter,
@@ -39,7 +38,7 @@ from nbelastic.torch.state.optimizer_adapter import (
     same_lists,
     within,
 )
-from nbelastic.torch.state.settings import COMPILED, SentSettings, Settings, uncompiled
+from nbelastic.torch.state.settings import SentSettings, Settings, uncompiled
 from nbelastic.torch.state.structure import LAZY, Structure, word_for
 
 _all_of = itertools.chain.from_iterable
@@ -88,7 +87,13 @@ class ModuleRow:
         parts = content.parts.values()
         found = (each for p in parts for each in (*p.parameters.values(), *p.buffers.values()))
         self.tensors = [each for each in found if each is not None]
-        self._row = self._look() if self._is_complete(content) else []
+        complete = (  # all but tensors' values; a scripted module has no dicts
+            not content.extras
+            and not content.custom
+            and all(isinstance(each, dict) for each in _all_of(map(_dicts_in, self._modules)))
+            and all(isinstance(each, torch.Tensor) and is_dense(each) for each in self.tensors)
+        )
+        self._row = self._look() if complete else []
 
     def holds(self) -> bool:
         """Return whether all is as it was."""
@@ -96,15 +101,6 @@ class ModuleRow:
             return bool(self._row) and same(self._look(), self._row)
         except KeyError:  # an attribute is gone
             return False
-
-    def _is_complete(self, content: ModuleContent) -> bool:
-        """Return whether the row has all but tensors' values. A scripted module has no dicts."""
-        return (
-            not content.extras
-            and not content.custom
-            and all(isinstance(each, dict) for each in _all_of(map(_dicts_in, self._modules)))
-            and all(isinstance(each, torch.Tensor) and is_dense(each) for each in self.tensors)
-        )
 
     def _look(self) -> list[object]:
         dicts = [*_all_of(map(_dicts_in, self._modules))]
@@ -169,13 +165,15 @@ class ModuleAdapter(Adapter):
         paths = [_join(label, uncompiled(path)) for path, _ in content.extras]
         found: Structure = {("extra state of", path): "" for path in paths}
         for path, part in content.parts.items():
-            for name, tensor in part.parameters.items():
-                full = _join(label, path, name)
-                frozen = not isinstance(tensor, str | None) and name not in part.trained
-                found["parameter", full] = _word(tensor, full, names) + " frozen" * frozen
-            for name, tensor in part.buffers.items():
-                full = _join(label, path, name)
-                found["buffer", full] = _word(tensor, full, names)
+            for kind, tensors in (("parameter", part.parameters), ("buffer", part.buffers)):
+                for name, tensor in tensors.items():
+                    full = _join(label, path, name)
+                    if isinstance(tensor, str | None):
+                        found[kind, full] = str(tensor)
+                        continue
+                    names.setdefault(id(tensor), full)
+                    frozen = kind == "parameter" and name not in part.trained
+                    found[kind, full] = word_for(tensor) + " frozen" * frozen
         described = content.settings.described.items()
         found.update({(kind, _join(label, path)): text for (kind, path), text in described})
         return found
@@ -194,13 +192,6 @@ class ModuleAdapter(Adapter):
             if isinstance(state_dict, dict):
                 found.update((_join(path, str(key)), each) for key, each in state_dict.items())
         return found
-
-
-def _word(tensor: Any, name: str, names: dict[int, str]) -> str:
-    if isinstance(tensor, str | None):
-        return str(tensor)
-    names.setdefault(id(tensor), name)
-    return word_for(tensor)
 
 
 def _is_in(path: str, outer: Iterable[str]) -> bool:
@@ -413,11 +404,12 @@ def objects_in(values: Mapping[str, object]) -> dict[str, object]:
             continue
         seen.add(id(value))
         form = "{}[{!r}]" if is_container(value) else "{}.{}"
-        if adapter_of(value) is not None:
+        adapter = adapter_of(value)
+        if adapter is not None:
             objects[label] = value
         elif not is_container(value) and not isinstance(value, _PLAIN):
             others.append(value)
-        stack.extend([(form.format(label, k), each) for k, each in _inside(value)][::-1])
+        stack.extend([(form.format(label, k), each) for k, each in _inside(value, adapter)][::-1])
     for other in others:
         for name, inner in _held_by(other):
             if id(inner) not in seen:
@@ -435,7 +427,7 @@ def _held_by(value: object) -> Iterable[tuple[str, object]]:
     return [
         (name, each)
         for name, part in parts
-        for each in nested(part)
+        for _, each in walk(part)
         if isinstance(each, (torch.nn.Module, torch.optim.Optimizer))
     ]
 
@@ -455,7 +447,7 @@ def _refuse(value: object, name: str, held: object) -> None:
     )
 
 
-def _inside(value: object) -> Iterable[tuple[object, object]]:
+def _inside(value: object, adapter: Adapter | None) -> Iterable[tuple[object, object]]:
     """Return keys and values in a container, an optimizer, or a wrapper of optimizers."""
     if is_container(value):
         if is_flat(value):
@@ -463,67 +455,13 @@ def _inside(value: object) -> Iterable[tuple[object, object]]:
         return value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
     if isinstance(value, torch.optim.Optimizer):
         return own_attributes(value).items()
-    if adapter_of(value) is _STATE_DICT:
+    if adapter is _STATE_DICT:
         return [(f"optimizer {n}", each) for n, each in enumerate(wrapped_in(value))]
     return ()
 
 
-def _kind_of(obj: object) -> str:
-    """Return the name of an object's class; of a compiled model that of the model itself."""
-    if type(obj).__module__.startswith("torch._dynamo."):  # whose import takes a second
-        obj = getattr(obj, COMPILED, obj)
-    return type(obj).__qualname__
-
-
-class CapturedState(NamedTuple):
-    """Objects of a state with their captured content, in the same order."""
-
-    objects: Sequence[object]
-    labels: Sequence[str]  # expressions for them
-    contents: Sequence[Any]
-
-    def names(self, values: Mapping[str, Any]) -> dict[int, str]:
-        """Return a name for each tensor, by its id: its path in these values."""
-        numbers = {id(obj): number for number, obj in enumerate(self.objects)}
-        parts = [part for label, value in values.items() for part in leaves_in(value, label)]
-        reached = {id(part) for _, part in parts}
-        pairs = zip(self.labels, self.objects, strict=True)
-        parts += [pair for pair in pairs if id(pair[1]) not in reached]
-        parts.sort(key=lambda part: not isinstance(part[1], torch.nn.Module))
-        found: dict[int, str] = {}  # models come first, because they name what others share
-        for label, part in parts:
-            if (number := numbers.get(id(part))) is not None:
-                part = adapter_for(part).state_dict(self.contents[number], whole=True)  # noqa: PLW2901
-            for name, tensor in tensors_in(part, label):
-                found.setdefault(id(tensor), name)
-        return found
-
-    def kinds(self) -> list[str]:
-        """Return names and types of the objects."""
-        pairs = zip(self.labels, self.objects, strict=True)
-        return [f"{label} ({_kind_of(obj)})" for label, obj in pairs]
-
-    def structure(self) -> Structure:
-        """Return the structure of the objects, to be compared with another one."""
-        names: dict[int, str] = {}
-        structure: Structure = {}
-        for obj, label, content in self.in_order():
-            structure.update(adapter_for(obj).parts(label, content, names))
-        return structure
-
-    def in_order(self) -> list[tuple[Any, str, Any]]:
-        """Return objects in the order of restoration: models first, optimizers after wrappers."""
-
-        def place(row: tuple[Any, str, Any]) -> tuple[bool, bool, int]:
-            if isinstance(row[0], torch.optim.Optimizer):
-                return True, True, -len(within(row[0]))
-            return not isinstance(row[0], torch.nn.Module), False, 0
-
-        return sorted(zip(self.objects, self.labels, self.contents, strict=True), key=place)
-
-
 def tensors_in(value: Any, label: str, form: str = "{}.{}") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the dense tensors in containers, each with a name."""
-    for name, part in leaves_in(value, label, form):
+    for name, part in walk(value, label, form):
         if isinstance(part, torch.Tensor) and is_dense(part):
             yield name, part

@@ -31,12 +31,7 @@ _MOST_NAMES = 5  # buffers that an error names
 
 
 class BufferMeans:
-    """Participant in the steps of a loader that averages buffers of models.
-
-    Calls `forgo_exactness` with a reason when a buffer changes that is no running mean. Further
-    running means, which are no buffers, are what `more` returns. For `functions` see
-    :class:`~nbelastic.data.Loader`.
-    """
+    """Participant in the steps of a loader that averages buffers of models."""
 
     def __init__(
         self,
@@ -118,8 +113,12 @@ class BufferMeans:
             return
         torch._foreach_div_(totals, float(weight))
         _copy(self._means, totals)
-        largest = self._largest
-        if largest and _has_idle_ranks(share, communicator.size):  # known alike on all ranks
+        largest, blocks = self._largest, share.blocks_of(communicator.size)
+        idle = any(  # a rank without a micro-batch has counted nothing; known alike on all ranks
+            not any(share.row_weights[number] for number in blocks.block(rank))
+            for rank in range(communicator.size)
+        )
+        if largest and idle:
             flat = torch.stack([count.to("cpu", torch.int64) for count in largest])
             communicator.allreduce(flat, Op.MAX)
             largest = list(flat.unbind())
@@ -153,44 +152,41 @@ class BufferMeans:
         self._found = True
         share = self._share
         assert share is not None
+        models = [*(self._models() or ())]
+        found = [
+            (f"{path}.{key}".lstrip("."), module, buffer)
+            for model in models
+            for path, module in model.named_modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         means: dict[int, torch.Tensor] = {}
         counts: dict[int, torch.Tensor] = {}
-        others: dict[str, torch.Tensor] = {}
         given: dict[int, tuple[str, torch.Tensor]] = {}  # several models may have equal names
-        models, names = [*(self._models() or ())], []
-        for model in models:
-            for path, module in model.named_modules():
-                for key, buffer in module._buffers.items():
-                    if buffer is None:
-                        continue
-                    name = f"{path}.{key}".lstrip(".")
-                    names.append(name)
-                    if is_lazy(buffer):
-                        raise RuntimeError(
-                            f"the buffer {name} of a model is not initialised; call the model on "
-                            "a batch before the first step of a loader"
-                        )
-                    if self._pattern_of(name) and module.training:
-                        given[id(buffer)] = (name, buffer)
-                    elif not isinstance(module, _NormBase):
-                        others[name] = buffer
-                    elif not module.training:
-                        continue
-                    elif buffer.is_floating_point():
-                        means[id(buffer)] = buffer
-                    else:
-                        counts[id(buffer)] = buffer
+        self._others = {}
+        for name, module, buffer in found:
+            if is_lazy(buffer):
+                raise RuntimeError(
+                    f"the buffer {name} of a model is not initialised; call the model on a batch "
+                    "before the first step of a loader"
+                )
+            if self._pattern_of(name) and module.training:
+                given[id(buffer)] = (name, buffer)
+            elif not isinstance(module, _NormBase):
+                self._others[name] = buffer
+            elif module.training:
+                kind = means if buffer.is_floating_point() else counts
+                kind[id(buffer)] = buffer
         means.update((id(each), each) for each in self._more() or ())
         self._means, self._counts = list(means.values()), list(counts.values())
-        self._others = others
-        self._versions = {name: buffer._version for name, buffer in others.items()}
+        self._versions = {name: buffer._version for name, buffer in self._others.items()}
         self._largest = [buffer.detach().clone() for buffer in self._counts]
         self._sums = [MicroBatchSum(share) for _ in [*self._means, "weights"]]
         self._given, self._values = list(given.values()), {}
         changing = (*self._means, *self._counts, *(buffer for _, buffer in self._given))
         self._starts = {buffer: buffer.detach().clone() for buffer in changing}
         if models and not self._checked:
-            self._check_patterns(names)
+            self._check_patterns([name for name, *_ in found])
 
     def _pattern_of(self, name: str) -> str:
         """Return the first pattern that matches a buffer's name, or an empty text."""
@@ -207,12 +203,6 @@ class BufferMeans:
                     f"Loader(buffers=…): no buffer of the state's models matches {pattern!r}; "
                     f"there are: {shown}{more}"
                 )
-
-
-def _has_idle_ranks(share: StepShare, size: int) -> bool:
-    """Return whether a rank has no micro-batch in this step, and so has counted nothing."""
-    blocks = map(share.blocks_of(size).block, range(size))
-    return any(not any(share.row_weights[number] for number in block) for block in blocks)
 
 
 @torch.no_grad()

@@ -12,17 +12,22 @@ import torch
 from nbelastic.elastic.followed import generator_states
 from nbelastic.elastic.sampler import SamplerSnapshot, ShardSampler
 from nbelastic.elastic.state.in_place import Originals
-from nbelastic.torch.state.adapters import CapturedState, adapter_for, objects_in
-from nbelastic.torch.state.flatten import Flattener, Unflattener, filled
+from nbelastic.torch.state.adapters import adapter_for, objects_in, tensors_in
+from nbelastic.torch.state.flatten import Flattener, Unflattener, filled, is_container, walk
+from nbelastic.torch.state.optimizer_adapter import within
+from nbelastic.torch.state.settings import COMPILED
+from nbelastic.torch.state.structure import Structure
 
 _address_of = torch.Tensor.data_ptr
 
 
 @dataclass(slots=True)
 class Commit:
-    """All of a state but its tensors' values."""
+    """All of a state but its tensors' values: objects with their captured content, and values."""
 
-    state: CapturedState
+    objects: Sequence[object]
+    labels: Sequence[str]  # expressions for the objects
+    contents: Sequence[Any]
     values: dict[str, Any]
     tensors: list[torch.Tensor]
     samplers: list[tuple[ShardSampler, SamplerSnapshot]]
@@ -33,6 +38,47 @@ class Commit:
     def __post_init__(self) -> None:
         self.addresses = list(map(_address_of, self.tensors))
 
+    def in_order(self) -> list[tuple[Any, str, Any]]:
+        """Return objects in the order of restoration: models first, optimizers after wrappers."""
+
+        def place(row: tuple[Any, str, Any]) -> tuple[bool, bool, int]:
+            if isinstance(row[0], torch.optim.Optimizer):
+                return True, True, -len(within(row[0]))
+            return not isinstance(row[0], torch.nn.Module), False, 0
+
+        return sorted(zip(self.objects, self.labels, self.contents, strict=True), key=place)
+
+    def kinds(self) -> list[str]:
+        """Return names and types of the objects; of a compiled model that of the model itself."""
+        plain = [getattr(obj, COMPILED, obj) for obj in self.objects]
+        pairs = zip(self.labels, plain, strict=True)
+        return [f"{label} ({type(obj).__qualname__})" for label, obj in pairs]
+
+    def structure(self) -> Structure:
+        """Return the structure of the objects, to be compared with another one."""
+        names: dict[int, str] = {}
+        structure: Structure = {}
+        for obj, label, content in self.in_order():
+            structure.update(adapter_for(obj).parts(label, content, names))
+        return structure
+
+    def names(self) -> dict[int, str]:
+        """Return a name for each tensor, by its id: its path in these values."""
+        numbers = {id(obj): number for number, obj in enumerate(self.objects)}
+        parts = [part for label, value in self.values.items() for part in walk(value, label)]
+        parts = [part for part in parts if not is_container(part[1])]
+        reached = {id(part) for _, part in parts}
+        pairs = zip(self.labels, self.objects, strict=True)
+        parts += [pair for pair in pairs if id(pair[1]) not in reached]
+        parts.sort(key=lambda part: not isinstance(part[1], torch.nn.Module))
+        found: dict[int, str] = {}  # models come first, because they name what others share
+        for label, part in parts:
+            if (number := numbers.get(id(part))) is not None:
+                part = adapter_for(part).state_dict(self.contents[number], whole=True)  # noqa: PLW2901
+            for name, tensor in tensors_in(part, label):
+                found.setdefault(id(tensor), name)
+        return found
+
     def restore(self, copies: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Restore all objects in place; return the values by name."""
         # For each tensor, `copies` has its value: a copy, or the tensor itself if uncopied.
@@ -40,45 +86,42 @@ class Commit:
             id(tensor): tensor if tensor is value else filled(tensor, value, address)
             for tensor, value, address in zip(self.tensors, copies, self.addresses, strict=True)
         }
-        unflattener = Unflattener(self.state.objects, own=own)
-        values, _ = rebuild(unflattener, self.state, self.values, Originals(self.memo))
+        values, _ = self.rebuild(Unflattener(self.objects, own=own), Originals(self.memo))
         for sampler, snapshot in self.samplers:
             sampler.go_back(snapshot)
         for put, generator in self.generators:  # last, as what objects load may draw numbers
             put(generator)
         return values
 
+    def rebuild(
+        self, unflattener: Unflattener, originals: Originals | None = None
+    ) -> tuple[dict[str, Any], dict[int, Any]]:
+        """Return values by name, and what objects have by id; restore objects in place."""
+        for obj, _, content in self.in_order():
+            adapter_for(obj).restore(unflattener, obj, content)
+        # What an object has loaded is its own business: it may clear its containers before it fills
+        # them from those that it is given. Values are restored in place on their rank.
+        owned = {id(each): each for each in unflattener.memo.values()}
+        unflattener.originals = originals
+        return {name: unflattener.unflatten(value) for name, value in self.values.items()}, owned
+
 
 def make_commit(values: Mapping[str, Any], before: Commit | None = None) -> Commit:
     """Return a commit of `values`, with what has not changed since the commit `before`."""
     labels = objects_in(values)
     objects = [*labels.values()]
-    known = () if before is None else zip(before.state.objects, before.state.contents, strict=True)
+    known = () if before is None else zip(before.objects, before.contents, strict=True)
     flattener = Flattener(objects, {id(obj): content for obj, content in known})
     contents = [adapter_for(obj).capture(flattener, obj) for obj in objects]
     return Commit(
-        CapturedState(objects, [*labels], contents),
+        objects,
+        [*labels],
+        contents,
         {name: flattener.flatten(value) for name, value in values.items()},
         flattener.tensors,
         [(each, each.snapshot()) for each in objects if isinstance(each, ShardSampler)],
         flattener.memo,
     )
-
-
-def rebuild(
-    unflattener: Unflattener,
-    state: CapturedState,
-    values: Mapping[str, Any],
-    originals: Originals | None = None,
-) -> tuple[dict[str, Any], dict[int, Any]]:
-    """Return values by name, and what objects have by id; restore objects in place."""
-    for obj, _, content in state.in_order():
-        adapter_for(obj).restore(unflattener, obj, content)
-    # What an object has loaded is its own business: it may clear its containers before it fills
-    # them from those that it is given. Values are restored in place on their rank.
-    owned = {id(each): each for each in unflattener.memo.values()}
-    unflattener.originals = originals
-    return {name: unflattener.unflatten(value) for name, value in values.items()}, owned
 
 
 class Copies:
@@ -96,43 +139,37 @@ class Copies:
         """Bytes that the copies take."""
         return sum(e.nbytes for n, e in enumerate(self.values) if n not in self._uncopied)
 
-    def take(
-        self, tensors: Sequence[torch.Tensor], uncopied: AbstractSet[int] = frozenset()
-    ) -> None:
+    @torch.no_grad()
+    def take(self, tensors: Sequence[torch.Tensor], uncopied: AbstractSet[int]) -> None:
         """Copy `tensors`, except those with ids in `uncopied`, in place of the copies before."""
         # An uncopied entry is the tensor itself, which no copy may overwrite.
         old = [None if n in self._uncopied else copied for n, copied in enumerate(self.values)]
         self.values, self._uncopied = [], set()
         targets, sources = [], []
-        with torch.no_grad():
-            for index, tensor in enumerate(tensors):
-                if id(tensor) in uncopied:
-                    self._uncopied.add(index)
-                    self.values.append(tensor)
-                    continue
-                copied = old[index] if index < len(old) else None
-                if copied is not None and self._suits(copied, tensor):
-                    targets.append(copied)
-                    sources.append(tensor)
-                else:
-                    copied = self._clone(tensor)
+        pairs = zip(tensors, [*old, *[None] * len(tensors)], strict=False)
+        for index, (tensor, copied) in enumerate(pairs):
+            if id(tensor) in uncopied:
+                self._uncopied.add(index)
+                self.values.append(tensor)
+            elif (
+                copied is not None
+                and (copied.shape, copied.dtype) == (tensor.shape, tensor.dtype)
+                and (copied.device == tensor.device or self._spilled)
+            ):
+                targets.append(copied)
+                sources.append(tensor)
                 self.values.append(copied)
-            if targets:
-                torch._foreach_copy_(targets, sources)  # one launch for hundreds of tensors
+            else:
+                self.values.append(self._clone(tensor))
+        if targets:
+            torch._foreach_copy_(targets, sources)  # one launch for hundreds of tensors
 
+    @torch.no_grad()
     def complete(self) -> None:
         """Copy the uncopied tensors, as they are now."""
-        with torch.no_grad():
-            for index in self._uncopied:
-                self.values[index] = self._clone(self.values[index])
+        for index in self._uncopied:
+            self.values[index] = self._clone(self.values[index])
         self._uncopied = set()
-
-    def _suits(self, copied: torch.Tensor, tensor: torch.Tensor) -> bool:
-        return (
-            copied.shape == tensor.shape
-            and copied.dtype == tensor.dtype
-            and (copied.device == tensor.device or self._spilled)
-        )
 
     def _clone(self, tensor: torch.Tensor) -> torch.Tensor:
         """Clone a tensor on its device, or to the host if the device is full."""

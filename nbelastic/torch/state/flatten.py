@@ -42,44 +42,41 @@ def is_flat(value: Any) -> bool:
     return ATOMS.issuperset(map(type, items)) and ATOMS.issuperset(map(type, keys))
 
 
-def nested(value: Any) -> list[Any]:
-    """Return a value and all values nested in its containers, each once; of flat ones nothing."""
-    found: dict[int, Any] = {}
-    stack = [value]
-    while stack:
-        each = stack.pop()
-        if id(each) not in found:
-            found[id(each)] = each
-            if type(each) in _CONTAINERS and not is_flat(each):
-                children = [*each.values(), *each] if isinstance(each, dict) else each
-                stack.extend([child for child in children if type(child) not in ATOMS][::-1])
-    return [*found.values()]
+def walk(value: Any, label: str = "", form: str = "{}.{}") -> Iterator[tuple[str, Any]]:
+    """Yield a value and all values nested in its containers, each once; of flat ones nothing.
 
-
-def leaves_in(value: Any, label: str, form: str = "{}.{}") -> Iterator[tuple[str, Any]]:
-    """Yield what containers hold but numbers; `form` makes a name of a name and a key."""
+    Each has a name, if the first has one: `form` makes it of a name and a key.
+    """
     stack: list[tuple[str, Any]] = [(label, value)]
     seen: set[int] = set()
     while stack:
         label, value = stack.pop()
-        if type(value) not in _CONTAINERS:
-            yield label, value
-        elif id(value) not in seen and not is_flat(value):
-            seen.add(id(value))
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            stack.extend([(form.format(label, key), each) for key, each in pairs][::-1])
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        yield label, value
+        if type(value) in _CONTAINERS and not is_flat(value):
+            mapping = isinstance(value, dict)
+            pairs = (
+                [*value.items(), *(("key", key) for key in value)]
+                if mapping
+                else [*enumerate(value)]
+            )
+            inner = [
+                (label and form.format(label, key), each)
+                for key, each in pairs
+                if type(each) not in ATOMS
+            ]
+            stack.extend(inner[::-1])
 
 
 class Flattener:
-    """Copies of values in which tensors, and the `objects` with adapters, stand for themselves.
-
-    `before` has the content of objects at an earlier commit, by their ids.
-    """
+    """Copies of values in which tensors, and the `objects` with adapters, stand for themselves."""
 
     def __init__(
         self, objects: Iterable[object], before: Mapping[int, Any] = MappingProxyType({})
     ) -> None:
-        self.before = before
+        self.before = before  # the content of objects at an earlier commit, by their ids
         self.tensors: list[torch.Tensor] = []  # dense ones, each once
         self.memo: dict[int, Any] = {id(obj): obj for obj in objects}  # of the deep copies
         # As deep copies do: an id means something only while its value lives.
@@ -91,7 +88,7 @@ class Flattener:
             return value
         if (known := self.memo.get(id(value))) is not None:
             return known
-        for each in (value,) if isinstance(value, torch.Tensor) else nested(value):
+        for _, each in walk(value):
             if id(each) in self.memo:
                 continue
             if isinstance(each, torch.Tensor):
@@ -139,16 +136,13 @@ class Unflattener:
             return value
         if self.originals is not None:
             return self.originals.restored(value, self.memo)
-        for each in () if self.local else nested(value):
+        for _, each in () if self.local else walk(value):
             if isinstance(each, torch.Tensor) and is_dense(each):
                 self.tensor(each)
         return copy.deepcopy(value, self.memo)
 
     def tensor(self, captured: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the tensor of this rank for a captured one: the same for the same.
-
-        On another rank, the tensor `live` takes the value, if there is one.
-        """
+        """Return the tensor of this rank for a captured one: the same for the same."""
         key = id(captured)
         if key in self.memo:
             return self.memo[key]  # type: ignore[no-any-return]

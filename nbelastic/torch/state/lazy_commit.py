@@ -44,25 +44,15 @@ Marks = tuple[list[int], list[int]]
 class LazyCommit:
     """Decision, commit by commit, whether to copy the tensors that optimizers change.
 
-    A commit is in one of three states:
+    A commit is *copied*; or *uncopied*, while the tensors hold its values; or *overwritten*, once a
+    step that is not committed has changed them. When an operation begins while it is overwritten,
+    or uncopied tensors have been changed otherwise, its values are gone. Then the state at the end
+    of the last step, which is the same on all ranks, is copied before the operation and replaces
+    it. A rank that restores that is ahead (``Context.ahead``) of a rank that restores the commit.
 
-    copied
-        It has copies. So are all commits until enough regular ones were made in a row.
-    uncopied
-        The tensors hold its values, because no optimizer has stepped since.
-    overwritten
-        The tensors hold the values of a step that is not committed. The rest of the state was
-        captured at the end of that step.
-
-    When an operation begins while the commit is overwritten, or when uncopied tensors have been
-    changed otherwise, the commit's values are gone. Then the state at the end of the last step,
-    which is the same on all ranks, is copied before the operation and replaces the commit. A rank
-    that restores it is ahead (``Context.ahead``) of a rank that restores the commit.
-
-    Changes through ``tensor.data`` leave no mark. So some values are compared before a few steps,
-    the first ones above all, with what they were at the commit. All commits are copied where they
-    differ, where an optimizer's methods may make such changes, and where hooks do not see its
-    steps.
+    Changes through ``tensor.data`` leave no mark. So some values are compared before a few steps
+    with what they were at the commit. All commits are copied where they differ, where an
+    optimizer's methods may make such changes, and where hooks do not see its steps.
 
     `on_step` is called after a step that leaves a commit overwritten, `on_break` when an uncopied
     commit is lost, with whether the tensors are as the last step has left them.
@@ -113,10 +103,7 @@ class LazyCommit:
     def commit(
         self, objects: Sequence[object], context: Context | None, *, copy: bool
     ) -> frozenset[int]:
-        """Decide on a new commit, copied in any case if `copy`; return the tensors not to copy.
-
-        Operations of the `context`, if there is one yet, are seen before they begin.
-        """
+        """Decide on a new commit; return the tensors not to copy."""
         generation = 0 if context is None else context.generation
         unchanged = self.unchanged
         if generation == self._generation:

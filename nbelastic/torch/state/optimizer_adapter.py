@@ -34,7 +34,7 @@ from nbelastic.torch.state.flatten import (
     is_container,
     is_dense,
     is_flat,
-    nested,
+    walk,
 )
 from nbelastic.torch.state.settings import (
     SentSettings,
@@ -222,7 +222,7 @@ def within(obj: object) -> list[_Optimizer]:
         if isinstance(each, _Optimizer):
             found[id(each)] = each
         for name, value in getattr(each, "__dict__", {}).items():
-            for item in nested(value) if name not in attributes_of_optimizers() else ():
+            for _, item in walk(value) if name not in attributes_of_optimizers() else ():
                 if isinstance(item, _Optimizer) and id(item) not in found:
                     found[id(item)] = item
                     queue.append(item)
@@ -250,7 +250,7 @@ def _check(flattener: Flattener, obj: _Optimizer) -> None:
     for attribute, value in own_attributes(obj).items():
         if id(value) in known or is_plain(value):
             continue
-        for each in nested(value):
+        for _, each in walk(value):
             if (
                 id(each) not in known
                 and flattener.memo.get(id(each)) is not each

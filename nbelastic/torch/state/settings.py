@@ -16,7 +16,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -53,26 +53,18 @@ def uncompiled(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
-class SentSettings:
-    """Settings of an object, changed since it was built, on the sending rank.
+class SentSettings(NamedTuple):
+    """Settings of an object that have changed since it was built, on the sending rank."""
 
-    The classes of modules, and functions among their attributes, are `described` by kind and path.
-    """
-
-    def __init__(
-        self, changed: Mapping[str, Mapping[str, Any]], described: Mapping[tuple[str, str], str]
-    ) -> None:
-        self._changed = changed
-        self.described = described
+    changed: Mapping[str, Mapping[str, Any]]  # by paths of parts
+    described: Mapping[tuple[str, str], str]
 
     def restore(self, obj: _Object) -> None:
         """Set them on an object of this rank."""
-        for path, part in _parts_of(obj).items():
-            live = vars(part)
-            new = self._changed.get(uncompiled(path), {})
-            if COMPILED in live.get(
-                "_modules", ()
-            ):  # it refers to the one within for what it lacks
+        parts = dict(obj.named_modules()) if isinstance(obj, torch.nn.Module) else {"": obj}
+        for path, part in parts.items():
+            live, new = vars(part), self.changed.get(uncompiled(path), {})
+            if COMPILED in live.get("_modules", ()):  # the one within has what it lacks
                 new = {name: value for name, value in new.items() if name in live}
             _set(live, new)
 
@@ -81,14 +73,13 @@ class Settings:
     """Settings of an optimizer, or of all modules of a model by their paths, as they are now."""
 
     def __init__(self, parts: Mapping[str, _Object]) -> None:
-        self._parts = parts
-        self._values = [_attributes_of(part) for part in parts.values()]
-        for part, values in zip(self._parts.values(), self._values, strict=True):
+        self._parts = [(path, part, _attributes_of(part)) for path, part in parts.items()]
+        for _, part, values in self._parts:
             _built.setdefault(part, values)
 
     def places(self) -> tuple[list[dict[str, Any]], list[str]]:
         """Return for each setting its dictionary, and its name."""
-        pairs = [*zip(map(vars, self._parts.values()), self._values, strict=True)]
+        pairs = [(vars(part), values) for _, part, values in self._parts]
         found = [(live, n) for live, values in pairs for n, v in values.items() if v is not _OTHER]
         return [live for live, _ in found], [name for _, name in found]
 
@@ -96,7 +87,7 @@ class Settings:
     def described(self) -> dict[tuple[str, str], str]:
         """Classes of modules, and functions among their attributes, by kind and path."""
         found = {}
-        for raw, part in self._parts.items():
+        for raw, part, _ in self._parts:
             path, kind = uncompiled(raw), type(part)
             found["class of", path] = getattr(kind, "cls_to_become", kind).__qualname__
             for name, value in vars(part).items():
@@ -107,7 +98,7 @@ class Settings:
     def restore(self, obj: _Object) -> None:
         """Set the settings of the same object again, and remove new settings."""
         base = _base_of(obj)
-        for part, values in zip(self._parts.values(), self._values, strict=True):
+        for _, part, values in self._parts:
             live = vars(part)
             _set(live, values)
             new = [name for name in live if name not in values and name not in base]
@@ -116,7 +107,7 @@ class Settings:
 
     def __reduce__(self) -> tuple[Any, ...]:
         changed: dict[str, dict[str, Any]] = {}
-        for (path, part), values in zip(self._parts.items(), self._values, strict=True):
+        for path, part, values in self._parts:
             built = _built.get(part, {})
             new = {n: v for n, v in values.items() if v is not _OTHER and not _same(built, n, v)}
             changed.setdefault(uncompiled(path), {}).update(new)
@@ -124,10 +115,7 @@ class Settings:
 
 
 def moving_values(models: Iterable[torch.nn.Module]) -> dict[str, object]:
-    """Return tokens of values in users' modules that no ``state_dict`` has, by attribute.
-
-    A token is different if its value has probably changed. Values with a gradient belong to a step.
-    """
+    """Return a token of each value in users' modules that no ``state_dict`` has, by name."""
     found: dict[str, object] = {}
     for model in models:
         for path, module in model.named_modules():
@@ -152,10 +140,6 @@ def _token(value: object) -> object:
             return tuple(value.shape), value._version
         return tuple(value.shape), *map(str, value.detach().flatten()[:_SAMPLED].tolist())
     return None
-
-
-def _parts_of(obj: _Object) -> dict[str, Any]:
-    return dict(obj.named_modules()) if isinstance(obj, torch.nn.Module) else {"": obj}
 
 
 def _base_of(obj: _Object) -> frozenset[str]:

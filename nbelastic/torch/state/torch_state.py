@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,10 +23,9 @@ from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_so
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
-from nbelastic.elastic.state.state_payload import StatePayload
+from nbelastic.elastic.state.state_payload import StatePayload, dump, load
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError, NotInitialized, OptionError, StateMismatch
-from nbelastic.pickling import Pickler
 from nbelastic.torch.device import device, in_words, what_would_fit
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.identity import WhileAlive
@@ -39,12 +37,12 @@ from nbelastic.torch.state.adapters import (
     settings_of,
 )
 from nbelastic.torch.state.buffer_means import BufferMeans
-from nbelastic.torch.state.commit import Commit, Copies, make_commit, rebuild
+from nbelastic.torch.state.commit import Commit, Copies, make_commit
 from nbelastic.torch.state.flatten import Unflattener
 from nbelastic.torch.state.handlers import StateHandler, own_handler
 from nbelastic.torch.state.lazy_commit import LazyCommit
 from nbelastic.torch.state.settings import moving_values
-from nbelastic.torch.state.structure import Structure, changes, check_fit
+from nbelastic.torch.state.structure import changes, check_fit
 
 _ACCELERATES = (
     "what accelerate has prepared is in a TorchState\n"
@@ -141,15 +139,9 @@ class TorchState(ObjectState):
         super().__init__(**values)
         if handlers:  # only from here on, because a handler's first save is its constructor
             self._handlers = handlers
-            self.always_copy = (
-                True  # a handler's values do not follow a step that replaces a commit
-            )
+            self.always_copy = True  # theirs do not follow a step that replaces a commit
         self._loaders = self._take_part_in_steps()
-        self._built = self._structure()  # before training changes it
-
-    def _structure(self) -> Structure:
-        """Return the structure of the last commit."""
-        return self._commit.state.structure()
+        self._built = self._commit.structure()  # before training changes it
 
     def _take_part_in_steps(self) -> list[Loader]:
         """Connect the loaders in this state with its epoch, and with the buffers of its models."""
@@ -196,15 +188,12 @@ class TorchState(ObjectState):
         before = self._rates()
         super().on_reset()
         if scaled and self._rates() != before:
+            why = "it multiplies the rates by itself"
+            if isinstance(scaled[0], Loader):
+                why = "its batch is the same for any number of ranks, so the rate is right as it is"
             raise OptionError(
                 "a reset callback changes a learning rate, and the state has a "
-                f"{type(scaled[0]).__name__}: "
-                + (
-                    "its batch is the same for every number of ranks, so the rate is right as it is"
-                    if isinstance(scaled[0], Loader)
-                    else "it multiplies the rates by itself"
-                )
-                + ". Remove the callback"
+                f"{type(scaled[0]).__name__}: {why}. Remove the callback"
             )
 
     def _batch(self) -> int:
@@ -213,10 +202,6 @@ class TorchState(ObjectState):
         return super()._batch()
 
     def commit(self) -> None:
-        """Save the state, check for changes, call functions that are due, and balance loaders.
-
-        See :meth:`State.commit`.
-        """
         super().commit()
         for loader in self._loaders:
             loader.committed()  # not if the generation ends with this commit
@@ -230,9 +215,7 @@ class TorchState(ObjectState):
             A step of a loader is under way, or some of the backward passes of a step are done. The
             commit would count them as done, without their gradients.
         """
-        if self._loaders:
-            self._check_between_steps("commit()")
-        self._check_between_passes("commit()")
+        self._refuse_within_a_step("commit()")
         for name, handler in self._handlers.items():
             if self.__dict__[name] is handler.value:
                 handler.save()
@@ -245,7 +228,7 @@ class TorchState(ObjectState):
             if not isinstance(error, NbelasticError):
                 refuse_by_name(error, values, self._objects())
             raise
-        uncopied = self._lazy.commit(commit.state.objects, current_or_none(), copy=self.always_copy)
+        uncopied = self._lazy.commit(commit.objects, current_or_none(), copy=self.always_copy)
         self._copies.take(commit.tensors, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
@@ -285,23 +268,18 @@ class TorchState(ObjectState):
         HostsUpdatedInterrupt
             As for :meth:`commit`.
         RuntimeError
-            A step of a loader, or of several backward passes, is under way. If the membership
-            changed here, it would count as done.
+            A step of a loader, or of several backward passes, is under way; see :meth:`save`.
         """
-        if self._loaders:
-            self._check_between_steps("check_host_updates()")
-        self._check_between_passes("check_host_updates()")
+        self._refuse_within_a_step("check_host_updates()")
         super().check_host_updates()
 
-    def _check_between_steps(self, call: str) -> None:
+    def _refuse_within_a_step(self, call: str) -> None:
         begun = any(loader.incomplete for loader in self._loaders)
-        if begun or any(map(is_pending, self._objects())):
+        if begun or (self._loaders and any(map(is_pending, self._objects()))):
             raise RuntimeError(
                 f"state.{call} was called in a step of the loader, before optimizer.step(): "
                 "training would go on without the rows of the step. Call it after optimizer.step()"
             )
-
-    def _check_between_passes(self, call: str) -> None:
         if any(map(accumulates, self._accumulating)):
             raise RuntimeError(
                 f"state.{call} was called between the backward passes of one step "
@@ -426,7 +404,7 @@ class TorchState(ObjectState):
 
     def _pack_commit(self) -> StatePayload:
         self._materialize()
-        found = self._commit.state.names(self._commit.values)
+        found = self._commit.names()
         names = [found.get(id(t), f"tensor.{n}") for n, t in enumerate(self._commit.tensors)]
         return replace(self._payload(self._commit, self._copies.values), names=names)
 
@@ -439,17 +417,16 @@ class TorchState(ObjectState):
         trusted: bool = False,
     ) -> StatePayload:
         """Return a commit with its tensors' values, and the changes since the state was built."""
-        state = commit.state
-        before = changes(self._built, state.structure())
-        things = [*state.objects, *commit.tensors]
+        before = changes(self._built, commit.structure())
+        things = [*commit.objects, *commit.tensors]
         try:
-            content = _dump((state.contents, commit.values, trusted, self._more()), things)
+            content = dump((commit.contents, commit.values, trusted, self._more()), things)
         except Exception as error:  # pickling runs code of any class
             values = self._values()
-            refuse_by_name(error, values, state.objects, SENT, lambda each: _dump(each, things))
+            refuse_by_name(error, values, commit.objects, SENT, lambda each: dump(each, things))
             raise
-        adapters = [type(adapter_for(obj)) for obj in state.objects]
-        parts = (data, state.kinds(), list(commit.values), before, content, adapters)
+        adapters = [type(adapter_for(obj)) for obj in commit.objects]
+        parts = (data, commit.kinds(), list(commit.values), before, content, adapters)
         devices = [tensor.device.type for tensor in commit.tensors]
         return StatePayload(pickle.dumps(parts), tensors, devices)
 
@@ -457,7 +434,7 @@ class TorchState(ObjectState):
     def _as_dict(payload: StatePayload, samplers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         *_, content, adapters = pickle.loads(payload.head)
         objects: list[dict[str, Any]] = [{} for _ in adapters]
-        contents, values, *_ = _load(content, [*objects, *payload.tensors])
+        contents, values, *_ = load(content, [*objects, *payload.tensors])
         memo: dict[int, Any] = {id(tensor): tensor for tensor in payload.tensors}
         left = iter(samplers)
         for obj, adapter, captured in zip(objects, adapters, contents, strict=True):
@@ -473,10 +450,10 @@ class TorchState(ObjectState):
     def _unpack(self, payload: StatePayload) -> None:
         data, kinds, names, before, content, _ = pickle.loads(payload.head)
         check_names("the values", public(self._names), public(names))
-        mine = make_commit(self._values(), self._commit).state
+        mine = make_commit(self._values(), self._commit)
         check_names("the objects", mine.kinds(), kinds, in_order=True)
-        contents, values, trusted, more = _load(content, [*mine.objects, *payload.tensors])
-        theirs = mine._replace(contents=contents)
+        contents, values, trusted, more = load(content, [*mine.objects, *payload.tensors])
+        theirs = replace(mine, contents=contents, values=values)
         if not self._aligned:  # else it may be behind ranks that have changed it since
             check_fit(mine.structure(), theirs.structure(), before)
         if data:  # checkpoints have none
@@ -484,7 +461,7 @@ class TorchState(ObjectState):
         devices = dict(zip(map(id, payload.tensors), payload.devices, strict=True))
         keep = payload.buffer is not None
         unflattener = Unflattener(mine.objects, devices=devices, keep=keep)
-        self._take(*rebuild(unflattener, theirs, values), more)
+        self._take(*theirs.rebuild(unflattener), more)
         if trusted:  # else the first commit would copy everything, while other ranks wait
             self._lazy.trust()
         if payload.buffer is not None:
@@ -527,34 +504,3 @@ def _check_data(mine: Sequence[DataSample | None], theirs: Sequence[DataSample |
             context = current_or_none()
             ranks = "" if context is None else f" on ranks {context.source} and {context.rank}"
             raise StateMismatch(f"the datasets are not the same{ranks}: {found}. {USUAL_CAUSES}")
-
-
-# Values refer to objects of the state, which for the receiver are its own, and to tensors.
-
-
-class _Pickler(Pickler):
-    def __init__(self, file: io.BytesIO, things: Sequence[object]) -> None:
-        super().__init__(file)
-        self._numbers = {id(each): number for number, each in enumerate(things)}
-
-    def persistent_id(self, obj: object) -> int | None:
-        return self._numbers.get(id(obj))
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, things: Sequence[object]) -> None:
-        super().__init__(file)
-        self._things = things
-
-    def persistent_load(self, pid: Any) -> object:
-        return self._things[pid]
-
-
-def _dump(value: object, things: Sequence[object]) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, things).dump(value)
-    return file.getvalue()
-
-
-def _load(data: bytes, things: Sequence[object]) -> Any:
-    return _Unpickler(io.BytesIO(data), things).load()
