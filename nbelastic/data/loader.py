@@ -18,7 +18,7 @@ from nbelastic.data.balancer import Balancer
 from nbelastic.data.batch import Batch, kernel_fingerprint
 from nbelastic.data.plan.dealing import Dealing, Draws, mix
 from nbelastic.data.sources.map_source import MapSource
-from nbelastic.data.sources.row_source import DataSample, RowSource
+from nbelastic.data.sources.row_source import DataSample, RowSource, is_count
 from nbelastic.data.sources.streams import StreamRows, StreamSource
 from nbelastic.data.sources.units import UnitSource, WindowedRows
 from nbelastic.data.step import RowLedger, Step, StepParticipant
@@ -169,6 +169,8 @@ class Loader:
         given: Any = seed
         if isinstance(given, bool) or not isinstance(given, numbers.Integral):
             raise OptionError(f"Loader(seed={seed!r}): must be a whole number")
+        if steps is not None and not is_count(steps):
+            raise OptionError(f"Loader(steps={steps!r}): must be a whole number, at least 1")
         if buffers is not None and not isinstance(buffers, Mapping):
             raise OptionError(f"Loader(buffers={buffers!r}): must be a dict of functions by name")
         self.buffers = dict(buffers or {})
@@ -184,11 +186,12 @@ class Loader:
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
         is_open = self._source.is_open
-        if is_open and drop_last:
-            raise OptionError(
-                f"Loader({self._source.name}, drop_last=True): which step is the last is not known "
-                "before it has come; leave it out"
-            )
+        for name, option in (("drop_last", drop_last), ("steps", steps)):
+            if is_open and option:
+                raise OptionError(
+                    f"Loader({self._source.name}, {name}=…): its epoch lasts as long as its "
+                    "streams, and which step is the last is not known before; leave it out"
+                )
         self._dealing = Dealing(
             len(self._source),
             self.batch.global_batch // self.batch.micro_batches,
@@ -197,8 +200,8 @@ class Loader:
             seed=int(seed),
             shuffle=bool(shuffle),
             drop_last=bool(drop_last),
-            limit=self._limit_of(steps),
-            draws=self._draws_of(weights, shuffle=shuffle),
+            limit=None if steps is None else int(steps),
+            draws=None if weights is None else self._draws_of(weights, shuffle),
         )
         if self._dealing.steps == 0 and not is_open:
             raise OptionError(
@@ -221,21 +224,7 @@ class Loader:
         self.parts_by_device: dict[str, int] = {}  # of ranks that ran out of memory
         self.rows_under_way = 0  # of the micro-batch
 
-    def _limit_of(self, steps: Any) -> int | None:
-        if steps is None:
-            return None
-        if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
-            raise OptionError(f"Loader(steps={steps!r}): must be a whole number, at least 1")
-        if self._source.is_open:
-            raise OptionError(
-                f"Loader({self._source.name}, steps=…): its epoch lasts as long as its streams; "
-                "leave it out"
-            )
-        return int(steps)
-
-    def _draws_of(self, weights: Any, *, shuffle: bool) -> Draws | None:
-        if weights is None:
-            return None
+    def _draws_of(self, weights: Any, shuffle: bool) -> Draws:
         if not isinstance(self._source, MapSource):
             raise OptionError(
                 f"Loader({self._source.name}, weights=…): only rows of a map-style dataset can be "
@@ -390,7 +379,14 @@ class Loader:
                     in_state=bool(self.participants),
                 )
                 step = Step(self, dealing, number, share, counts, batches)
-                self._begin(context, step)
+                self.step = number + 1  # done, as soon as a commit says so
+                self._begun, self.balancer.timed = step, share
+                self._unsettled = step if self._source.is_open else None
+                if context is not None:
+                    context.share = share
+                if self.participants:  # else no commit says what is done
+                    self._ledger.begin(counts, share)
+                self._report(context, block)
                 for each in self.participants:
                     each.begin(share)
                 yield step
@@ -404,17 +400,6 @@ class Loader:
             self._completed_in = self.balancer.present.place[0]
         finally:
             self._leave(context, step)
-
-    def _begin(self, context: Context | None, step: Step) -> None:
-        """Make a step the one under way."""
-        self.step = step.number + 1  # done, as soon as a commit says so
-        self._begun, self.balancer.timed = step, step.share
-        self._unsettled = step if self._source.is_open else None
-        if context is not None:
-            context.share = step.share
-        if self.participants:  # else no commit says what is done
-            self._ledger.begin(step.counts, step.share)
-        self._report(context, step.share.block)
 
     def _leave(self, context: Context | None, step: Step | None) -> None:
         """End a step, and go back to the enclosing step, unless another step has begun since."""
@@ -619,9 +604,6 @@ class Loader:
             torch.set_num_threads(self._threads)
 
 
-_FRAMES = ("pandas", "polars", "pyarrow")
-
-
 def _obstacle_to(dataset: Any) -> str:
     """Return why the rows of a dataset cannot be chosen, and what to pass; empty if they can."""
     library = type(dataset).__module__.partition(".")[0]
@@ -632,7 +614,7 @@ def _obstacle_to(dataset: Any) -> str:
             "a Loader takes the place of a DataLoader; pass the dataset itself, with its batch as "
             "Batch(...), and options such as num_workers and collate_fn"
         )
-    if library in _FRAMES:
+    if library in ("pandas", "polars", "pyarrow"):
         return (
             f"a frame of {library} has columns and no rows by number; pass its numbers, as in "
             "TensorDataset(torch.tensor(frame[columns].to_numpy()), ...), or write it to a file "
@@ -650,16 +632,11 @@ def _obstacle_to(dataset: Any) -> str:
             "make(stream, streams) returns the dataset of a stream, or a map-style dataset with "
             "len() and []"
         )
+    needed = "a map-style dataset with len() and [] is needed"
     if not callable(getattr(dataset, "__len__", None)):
-        return (
-            "the dataset has no length; a map-style dataset with len() and [] is needed, or "
-            "hvd.elastic.Stateful or Shards"
-        )
+        return f"the dataset has no length; {needed}, or hvd.elastic.Stateful or Shards"
     if not hasattr(type(dataset), "__getitem__"):
-        return (
-            "its rows cannot be chosen by number; a map-style dataset with len() and [] is needed, "
-            "such as a list"
-        )
+        return f"its rows cannot be chosen by number; {needed}, such as a list"
     return ""
 
 

@@ -10,13 +10,13 @@ from .ranks.context import (
     cross_rank,
     cross_size,
     current,
-    initialize,
     local_rank,
     local_size,
     rank,
     shutdown,
     size,
 )
+from .ranks.context import initialize as init
 from .ranks.runtime import DriverPort, RankSpec
 from .ranks.session import Session, warn
 from .ranks.telemetry import as_numbers, as_step
@@ -50,11 +50,6 @@ NOT_FINITE = (
     "GradScaler. To leave out a step, call optimizer.synchronize(), look at the gradients, and "
     "call step() in `with optimizer.skip_synchronize():` on all ranks or on none."
 )
-
-
-def init() -> None:
-    """Initialize ranks and sizes: the job's, or outside a job a world of one rank."""
-    initialize()
 
 
 def sync_root() -> int:

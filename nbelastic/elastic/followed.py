@@ -13,17 +13,17 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from nbelastic.elastic.deal import Deal, Order, Tail
 from nbelastic.elastic.ranks.session import warn
+from nbelastic.elastic.ranks.telemetry import collector_off
 from nbelastic.errors import NbelasticError
-from nbelastic.system import collector_off
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from nbelastic.elastic.ranks.context import Context
 
 UNKNOWN = (
@@ -43,10 +43,10 @@ class Position(NamedTuple):
     made: int  # its number among those that were made before the first generation, or -1
     likeness: tuple[Any, ...]  # what all ranks' samplers of this data have in common
     epoch: int
-    done: int  # rows of the epoch's order, on all ranks together
+    done: int  # rows of the epoch's order, on all ranks together; -1 if unknown
     under_way: bool  # a loader iterated over it
     trains: bool  # a loader has iterated over it at some commit
-    rows: NDArray[Any] | None  # the epoch's order, unless all ranks draw the same
+    order: Order | None = None  # of the epoch, with its rows unless all ranks draw the same
 
 
 class Count:
@@ -57,37 +57,33 @@ class Count:
         self.batches = 0
 
 
+@dataclass(eq=False)
 class _Followed:
     """Record of a followed sampler."""
 
-    tail = ""  # of shares: "pad", "drop" or "uneven"; empty for a sampler with ranks of its own
-
-    def __init__(self, made: int, size: int, follows: bool) -> None:
-        self.made = made
-        self.made_for = size  # number of the job's ranks at the time
-        self.follows: bool | None = None if follows else False  # None until it is found out how
-        self.likeness: tuple[Any, ...] = ()
-        self.resume: Position | None = None  # where its next iteration goes on
-        self.named = False  # the function has set the epoch since then
-        self.begun = False  # a loader has, and has not yet asked for the share
-        self.drawing = False
-        self.trains = False
-        self.start = 0  # position of the share's first row in the epoch's order
-        self.size = 0  # number of ranks that it was dealt to
-        self.epoch = 0
-        self.rows: NDArray[Any] | None = None
-        self.count: weakref.ref[Count] | None = None
+    made: int
+    made_for: int  # number of the job's ranks at the time
+    follows: bool | None  # None until it is found out how
+    tail: Tail = "pad"
+    likeness: tuple[Any, ...] = ()
+    resume: Position | None = None  # where its next iteration goes on
+    named: bool = False  # the function has set the epoch since then
+    begun: bool = False  # a loader has, and has not yet asked for the share
+    drawing: bool = False
+    trains: bool = False
+    deal: Deal | None = None  # of the latest iteration
+    count: Callable[[], Count | None] = lambda: None
 
     def position(self, epoch: int) -> Position:
         if self.resume is not None:
             return self.resume
-        count = None if self.count is None else self.count()
-        if count is None:
-            length = self.likeness[1] if self.size else 0
-            return Position(self.made, self.likeness, epoch, length, False, self.trains, None)
+        deal, count = self.deal, self.count()
+        if deal is None or count is None:
+            length = self.likeness[1] if deal else 0
+            return Position(self.made, self.likeness, epoch, length, False, self.trains)
         self.trains = True
-        rows = -1 if count.rows is None else self.start + count.batches * count.rows * self.size
-        return Position(self.made, self.likeness, self.epoch, rows, True, True, self.rows)
+        done = -1 if count.rows is None else deal.done + count.batches * count.rows * deal.size
+        return Position(self.made, self.likeness, deal.order.epoch, done, True, True, deal.order)
 
 
 class FollowedSamplers:
@@ -109,17 +105,18 @@ class FollowedSamplers:
         made = -1 if context.generation else self._made
         self._made += made >= 0
         follows = (sampler.rank, sampler.num_replicas) == (context.rank, context.size)
-        self._all[sampler] = _Followed(made, context.size, follows)
+        self._all[sampler] = _Followed(made, context.size, None if follows else False)
 
     def find(self, sampler: Any) -> _Followed | None:
         """Return the record of a sampler; None for a sampler with ranks of its own."""
         if sampler not in self._all:  # it was pickled, with ranks of the notebook's kernel
-            self._all[sampler] = _Followed(-1, self._context.size, sampler.num_replicas > 1)
+            follows = None if sampler.num_replicas > 1 else False
+            self._all[sampler] = _Followed(-1, self._context.size, follows)
         found = self._all[sampler]
         if found.follows is None:
             # Only now, because the constructor of its class may end after that of torch's.
-            found.tail = "" if resumes_itself(sampler) else _tail(sampler)
-            found.follows = bool(found.tail)
+            tail = None if resumes_itself(sampler) else _tail(sampler)
+            found.follows, found.tail = tail is not None, tail or "pad"
             options = (getattr(sampler, name, None) for name in ("seed", "shuffle", "drop_last"))
             found.likeness = (type(sampler).__name__, len(sampler.dataset), *options)
             self._resize(sampler, found)
@@ -143,29 +140,26 @@ class FollowedSamplers:
     def begin(self, sampler: Any, found: _Followed, rows: int | None) -> Count:
         """Begin an iteration, whose batches have so many rows of each rank; return its count."""
         position = self._position_for(sampler, found)
-        if position in self._unclaimed:
-            self._unclaimed.remove(position)
         if position is not None and position.done < 0:
             warn(self._context, UNKNOWN.format(kind=type(sampler).__name__))
-            position = None
-        found.start, found.rows = (0, None) if position is None else (position.done, position.rows)
+        found.deal = self._resize(sampler, found)
+        if position in self._unclaimed:
+            self._unclaimed.remove(position)
         found.resume, found.named, found.begun = None, False, True
-        found.epoch, found.size = _epoch(sampler), self._context.size
-        self._resize(sampler, found, found.start)
         count = Count(rows)
         found.count = weakref.ref(count)
         return count
 
     def ended(self, sampler: Any, found: _Followed) -> None:
         """Record that an iteration has come to its end."""
-        found.count = None
+        self.left(sampler)
         self._resize(sampler, found)
 
     def left(self, sampler: Any) -> None:
         """Record that an iteration, though perhaps still referred to, does not go on."""
         found = self._all.get(sampler)
         if found is not None:
-            found.count = None
+            found.count = lambda: None
 
     def share(
         self, sampler: Any, found: _Followed, draw: Callable[[], Iterator[Any]], plain: bool
@@ -176,16 +170,16 @@ class FollowedSamplers:
         """
         count = None if found.begun else self.begin(sampler, found, None)
         found.begun = False
-        if plain and not found.start:
+        deal = found.deal
+        assert deal is not None
+        if plain and not deal.done:
             return _keeping(count, draw())
-        rows = found.rows
-        if rows is None:
-            with self.whole(sampler), seeded(getattr(sampler, "seed", 0), _epoch(sampler)):
-                rows = as_array(list(draw()))
-            found.rows = None if plain else rows
-        left = rows[found.start :]
-        places = np.arange(sampler.rank, _dealt(found.tail, len(left), found.size), found.size)
-        return _keeping(count, iter(left[places % max(len(left), 1)].tolist()))
+        if "indices" not in vars(deal.order):
+            words = deal.order.seed, deal.order.epoch
+            with self.whole(sampler), seeded(*words):
+                deal = replace(deal, order=Order.drawn(list(draw()), *words))
+            found.deal = found.deal if plain else deal
+        return _keeping(count, iter(deal.shard(sampler.rank)))
 
     @contextlib.contextmanager
     def whole(self, sampler: Any) -> Iterator[None]:
@@ -216,7 +210,8 @@ class FollowedSamplers:
             found = self._all[sampler]
             if found.follows is False or self.find(sampler) is None:
                 continue
-            found.resume, found.named, found.begun, found.count = None, False, False, None
+            self.left(sampler)
+            found.resume, found.named, found.begun = None, False, False
             for position in list(self._unclaimed) if found.made >= 0 else ():
                 if (position.made, position.likeness) == (found.made, found.likeness):
                     self._unclaimed.remove(position)
@@ -250,18 +245,17 @@ class FollowedSamplers:
             return None
         return position if position.under_way or (found.named and position.trains) else None
 
-    def _resize(self, sampler: Any, found: _Followed, start: int | None = None) -> None:
-        """Write the present ranks, and the sizes of shares, to where torch has them."""
+    def _resize(self, sampler: Any, found: _Followed) -> Deal | None:
+        """Write the ranks and sizes of an iteration that begins now to where torch has them."""
         if not found.follows:
-            return
-        position = self._position_for(sampler, found) if start is None else None
-        start = max(position.done, 0) if position is not None else start or 0
-        rows = found.rows if position is None else position.rows
-        whole = len(sampler.dataset) if rows is None or not start else len(rows)
-        rank, size = self._context.rank, self._context.size
-        dealt = _dealt(found.tail, max(whole - start, 0), size)
-        own = len(range(rank, dealt, size))
-        vars(sampler).update(zip(_SIZES, (size, rank, own, dealt), strict=True))
+            return None
+        position, rank = self._position_for(sampler, found), self._context.rank
+        whole = Order(len(sampler.dataset), getattr(sampler, "seed", 0), None, _epoch(sampler))
+        done, order = (0, None) if position is None else (max(position.done, 0), position.order)
+        deal = Deal(order or whole, done, self._context.size, found.tail)
+        sizes = (deal.size, rank, len(deal.places(rank)), deal.total)
+        vars(sampler).update(zip(_SIZES, sizes, strict=True))
+        return deal
 
 
 def resumes_itself(sampler: Any) -> bool:
@@ -313,12 +307,6 @@ def seeded(*words: int) -> Iterator[None]:
         yield
 
 
-def as_array(rows: list[Any]) -> NDArray[Any]:
-    """Return rows as an array: of numbers, or of whatever a sampler's items are."""
-    kind: Any = np.int64 if all(type(row) is int for row in rows) else object
-    return np.fromiter(rows, dtype=kind, count=len(rows))
-
-
 def _keeping(count: Count | None, rows: Iterator[Any]) -> Iterator[Any]:
     """Return an iterator that lives as long as an iteration, and keeps its count alive."""
     return rows if count is None else (row for row in rows if count is not None)
@@ -328,24 +316,15 @@ def _epoch(sampler: Any) -> int:
     return int(getattr(sampler, "epoch", 0))
 
 
-def _dealt(tail: str, rows: int, size: int) -> int:
-    """Return how many rows all shares have together."""
-    if tail == "uneven":
-        return rows
-    return (rows // size if tail == "drop" else -(-rows // size)) * size
-
-
-def _tail(sampler: Any) -> str:
-    """Return how a sampler evens out its shares; empty if it does so in a way of its own."""
-    rows, size = len(sampler.dataset), sampler.num_replicas
-    kinds = ["drop"] if getattr(sampler, "drop_last", False) else ["pad", "uneven"]
+def _tail(sampler: Any) -> Tail | None:
+    """Return how a sampler evens out its shares; None if it does so in a way of its own."""
+    tails: list[Tail] = ["drop"] if getattr(sampler, "drop_last", False) else ["pad", "uneven"]
     if any("Unrepeated" in kind.__name__ for kind in type(sampler).__mro__):
-        kinds = ["uneven"]
-    for kind in kinds:
-        dealt = _dealt(kind, rows, size)
-        if (sampler.num_samples, sampler.total_size) == (
-            len(range(sampler.rank, dealt, size)),
-            dealt,
-        ):
-            return kind
-    return ""
+        tails = ["uneven"]
+    order = Order(len(sampler.dataset), 0, None, 0)
+    for tail in tails:
+        deal = Deal(order, 0, sampler.num_replicas, tail)
+        sizes = len(deal.places(sampler.rank)), deal.total
+        if (sampler.num_samples, sampler.total_size) == sizes:
+            return tail
+    return None

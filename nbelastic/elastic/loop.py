@@ -15,8 +15,6 @@ from nbelastic.errors import CollectiveError, HostsUpdatedInterrupt, RanksDisagr
 from nbelastic.messages import FRESH
 
 if TYPE_CHECKING:
-    import torch
-
     from nbelastic.elastic.state import State
 
 P = ParamSpec("P")
@@ -87,7 +85,7 @@ def _train_on(
     foreseen = (session.rank, session.size)
     failure: CollectiveError | None = None
     first = True
-    modes = TorchModes()
+    restore_modes = torch_modes()
     while True:
         with timeline.span("RESET"):
             text = None if failure is None else str(failure)
@@ -108,7 +106,7 @@ def _train_on(
                 state._run_due()
                 result = call()
             except BaseException:  # perhaps in an evaluation without gradients
-                modes.restore()
+                restore_modes()
                 raise
             checks.ended()
             session.finish_loop()
@@ -153,49 +151,41 @@ def _leave(session: Session, state: State) -> CollectiveError | None:
     return None
 
 
-class TorchModes:
-    """Torch's settings of a thread: modes of autograd and autocast, and the default device.
+_inference_guards: list[Any] = []
+"""Guards that end a mode of another guard that does not end it. They live on, because each would
+put back the mode before it."""
 
-    A function is called again after a reset, which may have left it anywhere.
+
+def torch_modes() -> Callable[[], None]:
+    """Return a function to restore modes of autograd and autocast, and the default device.
+
+    A function is called again after a reset, which may have left them anywhere in the same thread.
     """
+    import torch
 
-    def __init__(self) -> None:
-        import torch
+    def set_inference_mode(enabled: bool) -> None:
+        _inference_guards.append(torch._C._InferenceMode(enabled))
 
-        accelerator = torch.accelerator.current_accelerator()
-        devices = {"cpu", "cuda", *([] if accelerator is None else [accelerator.type])}
-        pairs: list[tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = [
-            (torch.is_inference_mode_enabled, _set_inference_mode, ()),  # which sets the next
-            (torch.is_grad_enabled, torch.set_grad_enabled, ()),
-            (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, ()),
-            (torch.get_default_device, _set_default_device, ()),
-            *((torch.is_autocast_enabled, torch.set_autocast_enabled, (e,)) for e in devices),
-            *((torch.get_autocast_dtype, torch.set_autocast_dtype, (e,)) for e in devices),
-        ]
-        self._before = [(get, put, of, get(*of)) for get, put, of in pairs]
+    def set_default_device(device: torch.device) -> None:
+        # The default device "cpu" is the same as none, which costs less.
+        torch.set_default_device(None if device.type == "cpu" else device)
 
-    def restore(self) -> None:
-        """Put back what has changed since, in the same thread."""
-        import torch
+    accelerator = torch.accelerator.current_accelerator()
+    devices = {"cpu", "cuda", *([] if accelerator is None else [accelerator.type])}
+    pairs: list[tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = [
+        (torch.is_inference_mode_enabled, set_inference_mode, ()),  # which sets the next
+        (torch.is_grad_enabled, torch.set_grad_enabled, ()),
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, ()),
+        (torch.get_default_device, set_default_device, ()),
+        *((torch.is_autocast_enabled, torch.set_autocast_enabled, (e,)) for e in devices),
+        *((torch.get_autocast_dtype, torch.set_autocast_dtype, (e,)) for e in devices),
+    ]
+    before = [(get, put, of, get(*of)) for get, put, of in pairs]
 
-        for get, put, of, value in self._before:
+    def restore() -> None:
+        for get, put, of, value in before:
             if get(*of) != value:
                 put(*of, value)
                 torch.clear_autocast_cache()
 
-
-_inference_guards: list[Any] = []
-"""Guards that end a mode of another guard that does not end it."""
-
-
-def _set_inference_mode(enabled: bool) -> None:
-    import torch
-
-    _inference_guards.append(torch._C._InferenceMode(enabled))
-
-
-def _set_default_device(device: torch.device) -> None:
-    import torch
-
-    # The default device "cpu" is the same as none, which costs less.
-    torch.set_default_device(None if device.type == "cpu" else device)
+    return restore

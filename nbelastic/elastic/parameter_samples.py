@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.nn.parameter import is_lazy
 
-COUNT = 64
-"""Number of values of a sample, about."""
+COUNT = 64  # number of values of a sample, about
 
 _OF_BATCHES = re.compile(r"running_(mean|var)$")
 

@@ -11,8 +11,7 @@ from urllib.parse import quote, quote_plus, unquote
 
 HIDDEN = "***"
 
-LONG = 6
-"""Characters of a secret from which it is also hidden inside of a longer word."""
+LONG = 6  # characters of a secret from which it is also hidden inside of a longer word
 
 _PART = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://)(.*)$", re.DOTALL)
 _SECRET = re.compile("key|secret|token|pass|pwd|sas|sig|cred|auth|user|account|conn", re.IGNORECASE)

@@ -1,22 +1,19 @@
 """Sampler that deals the rest of an epoch again when ranks join or leave.
 
 :class:`ShardSampler` is Horovod's ``ElasticSampler`` without PyTorch;
-:mod:`nbelastic.torch.elastic` makes a ``torch.utils.data.Sampler`` of it. Progress is one number:
-how many samples of the epoch's order are done. Ranks that have done the same number of batches have
-the same progress. Otherwise the least counts, so samples are repeated rather than lost.
+:mod:`nbelastic.torch.elastic` makes a ``torch.utils.data.Sampler`` of it. Ranks that have done the
+same number of batches have the same progress. Otherwise the least counts, so samples are repeated
+rather than lost.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from nbelastic.elastic.deal import Deal, Order
 from nbelastic.elastic.ranks.context import Context, current_or_none
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.state.transfer import allgather_object
@@ -40,11 +37,7 @@ _SILENT_COMMITS = 3
 """Commits within an iteration, without a record, until that counts as an oversight."""
 
 _AT_A_TIME = 4096
-"""Samples of a share that are looked up at a time."""
-
-_SEED_LIMIT = 1 << 32
-
-_Indices = NDArray[np.int64]
+"""Samples of a share that are looked up at a time: the first ones are needed at once."""
 
 
 class SamplerProgress(NamedTuple):
@@ -62,65 +55,13 @@ class SamplerProgress(NamedTuple):
         return self[:3]
 
 
-@dataclass(frozen=True)
-class Order:
-    """Order of an epoch's samples, the same on all ranks."""
-
-    length: int
-    seed: int
-    shuffle: bool | None  # None: drawn by a sampler of the user's, and put in `indices`
-    epoch: int
-
-    @cached_property
-    def indices(self) -> _Indices:
-        """The samples in their order, made at the first use."""
-        indices = np.arange(self.length, dtype=np.int64)
-        if self.shuffle:
-            # The legacy generator: its stream is fixed for good, so ranks may differ in NumPy.
-            words = [self.seed % _SEED_LIMIT, self.epoch % _SEED_LIMIT]
-            np.random.RandomState(words).shuffle(indices)
-        indices.setflags(write=False)
-        return indices
-
-
-@dataclass(frozen=True)
-class Deal:
-    """The rest of an epoch, after `done` samples, dealt to `size` ranks.
-
-    Rank ``r`` has the samples ``r``, ``r + size``, and so on, of the rest. So ranks in lockstep
-    have together done a beginning of it.
-    """
-
-    order: Order
-    done: int
-    size: int
-
-    @property
-    def left(self) -> int:
-        """Number of samples that are dealt, before padding."""
-        return self.order.length - self.done
-
-    @property
-    def per_rank(self) -> int:
-        """Length of each share."""
-        return -(-self.left // self.size)
-
-    def shard(self, rank: int, start: int = 0, stop: int | None = None) -> list[int]:
-        """Return the samples of `rank`, or those at some positions of its share."""
-        positions = range(self.per_rank)[start:stop]
-        places = np.arange(positions.start, positions.stop) * self.size + rank
-        found: list[int] = self.order.indices[self.done + places % max(self.left, 1)].tolist()
-        return found
-
-
-@dataclass(frozen=True)
-class SamplerSnapshot:
-    """Sampler at a commit."""
+class SamplerSnapshot(NamedTuple):
+    """Progress of a rank in its share of the deal."""
 
     deal: Deal
     rank: int
-    rows: int
-    apart: frozenset[int]
+    rows: int = 0  # positions of the share that are done, from its start
+    apart: frozenset[int] = frozenset()  # samples that are done, after one that is not
 
     @property
     def progress(self) -> SamplerProgress:
@@ -149,10 +90,12 @@ class ShardSampler:
         return Order(length, operator.index(self.seed), bool(self.shuffle), epoch)
 
     def _start(self, order: Order, done: int = 0, place: tuple[int, int] | None = None) -> None:
-        self._rank, size = place or _place()
-        self._deal = Deal(order, done, size)
-        self._rows = 0  # positions of the share that are done, from its start
-        self._apart: set[int] = set()  # samples that are done, after one that is not
+        rank, size = place or _place()
+        self._at = SamplerSnapshot(Deal(order, done, size), rank)
+
+    @property
+    def _deal(self) -> Deal:
+        return self._at.deal
 
     # -- what users call -------------------------------------------------------------------------
 
@@ -164,7 +107,7 @@ class ShardSampler:
     @property
     def rank(self) -> int:
         """Rank that has this share."""
-        return self._rank
+        return self._at.rank
 
     @property
     def num_replicas(self) -> int:
@@ -174,7 +117,7 @@ class ShardSampler:
     @property
     def num_samples(self) -> int:
         """Length of each rank's share, padding included, at the present number of ranks."""
-        return -(-self._deal.left // _place()[1])
+        return replace(self._deal, size=_place()[1]).per_rank
 
     @property
     def total_size(self) -> int:
@@ -191,16 +134,12 @@ class ShardSampler:
     def processed_indices(self) -> set[int]:
         """Samples done in this epoch, if all ranks are as far as this rank."""
         done: list[int] = self._deal.order.indices[: self.processed_num].tolist()
-        return {*done, *self._apart}
+        return {*done, *self._at.apart}
 
     @property
     def processed_num(self) -> int:
         """Number of samples done by all ranks, if all are as far as this rank."""
-        return self._present.progress.done
-
-    @property
-    def _present(self) -> SamplerSnapshot:
-        return SamplerSnapshot(self._deal, self._rank, self._rows, frozenset(self._apart))
+        return self._at.progress.done
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: deal all samples, of which none are done.
@@ -216,7 +155,7 @@ class ShardSampler:
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return the samples of a batch of this rank's share."""
         start = batch_idx * batch_size
-        return self._deal.shard(self._rank, start, start + batch_size)
+        return self._deal.shard(self.rank, start, start + batch_size)
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that a batch is done. All ranks record the same batches.
@@ -233,10 +172,10 @@ class ShardSampler:
         stop = min((batch_idx + 1) * batch_size, self._deal.per_rank)
         if start >= stop:
             return
-        if start > self._rows:
-            self._apart.update(self._deal.shard(self._rank, start, stop))
+        if start > self._at.rows:
+            self._add(self._deal.shard(self.rank, start, stop), self._at.rows)
         else:
-            self._rows = max(self._rows, stop)
+            self._add((), max(self._at.rows, stop))
         self._recorded(stop - batch_idx * batch_size)
 
     def record_indices(self, indices: Iterable[int]) -> None:
@@ -245,18 +184,24 @@ class ShardSampler:
         done = [operator.index(index) for index in indices]
         if done and not 0 <= min(done) <= max(done) < self._deal.order.length:
             raise ValueError(f"indices must be within 0 … {self._deal.order.length - 1}")
-        self._apart.update(done)
+        self._add(done, self._at.rows)
         self._recorded(len(done))
 
-    def _recorded(self, samples: int) -> None:
-        """Go past the samples that follow and are done, and count for the rank's telemetry."""
-        if self._apart:
-            rows = self._rows
-            for sample in self._deal.shard(self._rank, rows, rows + len(self._apart)):
-                if sample not in self._apart:
+    def _add(self, done: Iterable[int], rows: int) -> None:
+        """Add samples that are done, and go past those that follow the first rows of the share."""
+        deal, rank, _, apart = self._at
+        if done or apart:
+            left = {*apart, *done}
+            for sample in deal.shard(rank, rows, rows + len(left)):
+                if sample not in left:
                     break
-                self._apart.remove(sample)
-                self._rows += 1
+                left.remove(sample)
+                rows += 1
+            apart = frozenset(left)
+        self._at = SamplerSnapshot(deal, rank, rows, apart)
+
+    def _recorded(self, samples: int) -> None:
+        """Count a batch for the rank's telemetry."""
         self._records = True
         context = current_or_none()
         if context is None:
@@ -268,7 +213,7 @@ class ShardSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, and how many of its samples are done."""
-        return state_dict_of(self._present.progress)
+        return state_dict_of(self._at.progress)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state dict. Call it on all ranks alike, or before the elastic loop."""
@@ -298,9 +243,11 @@ class ShardSampler:
         self._resumed = False
         if isinstance(context := current_or_none(), Session):
             self._iterated = context.version
-        if (self._rank, self._deal.size) != _place():
+        if (self.rank, self._deal.size) != _place():
             self.reset()
-        return _iterate(self._deal, self._rank)
+        deal, rank = self._deal, self.rank
+        starts = range(0, deal.per_rank, _AT_A_TIME)
+        return (each for start in starts for each in deal.shard(rank, start, start + _AT_A_TIME))
 
     def __len__(self) -> int:
         return self.num_samples
@@ -315,16 +262,15 @@ class ShardSampler:
             if isinstance(context, Session) and context.version - self._iterated >= _SILENT_COMMITS:
                 self._iterated = None
                 warn(context, NOT_RECORDED)
-        return self._present
+        return self._at
 
     def go_back(self, to: SamplerSnapshot) -> None:
         """Restore the sampler exactly as at the snapshot."""
-        self._deal, self._rank = to.deal, to.rank
-        self._rows, self._apart = to.rows, set(to.apart)
+        self._at = to
 
     def progress(self) -> SamplerProgress:
         """Return the progress of the epoch, if all ranks are as far as this rank."""
-        return self._present.progress
+        return self._at.progress
 
     def install(
         self, progress: SamplerProgress, rank: int, size: int, *, resumed: bool = False
@@ -374,12 +320,6 @@ def least_progress(
 def state_dict_of(progress: SamplerProgress) -> dict[str, Any]:
     """Return the state dict of a sampler that is as far."""
     return {"epoch": progress.epoch, "processed_num": progress.done}
-
-
-def _iterate(deal: Deal, rank: int) -> Iterator[int]:
-    """Yield the samples of a share, some at a time: the first ones are needed at once."""
-    for start in range(0, deal.per_rank, _AT_A_TIME):
-        yield from deal.shard(rank, start, start + _AT_A_TIME)
 
 
 def _place() -> tuple[int, int]:

@@ -22,48 +22,35 @@ if TYPE_CHECKING:
     from nbelastic.elastic.state import State
     from nbelastic.elastic.state.state import Sample
 
+# Commits of a generation after which parameters are sampled, in addition to the loop's end. Without
+# a loop, operations since the parameters were broadcast.
 MOMENTS = (1, 10, 100)
-"""Commits of a generation after which parameters are sampled, in addition to the loop's end.
-
-Without a loop, operations since the parameters were broadcast.
-"""
-
-MOST_STEPS = 100
-"""Most operations between ranks without a commit; each step has at least one."""
-
-MOST_SECONDS = 60.0
-"""Most seconds of a loop without a commit."""
-
+# Without a commit: most operations between ranks, of which each step has at least one, and seconds.
+MOST_STEPS, MOST_SECONDS = 100, 60.0
+# Fewest steps of an optimizer whose parameters are compared although the state has none of them.
+# There is one for each commit at least. A rank may train something else by itself: a copy of the
+# model for a few steps, as in meta-learning.
 REGULAR = 10
-"""Fewest steps of an optimizer whose parameters are compared although the state has none of them.
+MOST_OPTIMIZERS = 3  # of a rank that are kept to compare what they train
+NOT_FINITE = 1e300  # in the place of numbers that are not finite, which messages cannot carry
+MOST_NAMES = 5  # in a warning
 
-There is one for each commit at least. A rank may train something else by itself: a copy of the
-model for a few steps, as in meta-learning.
-"""
-
-MOST_OPTIMIZERS = 3
-"""Most optimizers of a rank that are kept to compare what they train."""
-
-NOT_FINITE = 1e300
-"""Replacement of numbers that are not finite, which messages cannot carry."""
-
+_ADVICE = (
+    "Call state.commit() on all ranks after each step, which costs next to nothing, or every few "
+    "steps."
+)
 NO_COMMIT = (
     "no commit yet\n"
     f"The elastic loop of one rank at least has run for {MOST_STEPS} steps or a minute without "
     "state.commit(). A failure of any rank would throw all ranks back to where the loop began.\n"
-    "Call state.commit() on all ranks after each step, which costs next to nothing, or every few "
-    "steps."
+    f"{_ADVICE}"
 )
-
 NEVER_COMMITTED = (
     "no commit was made\n"
     "The elastic loop of one rank at least ended without state.commit(): a failure of any rank "
     "would have thrown all ranks back to its beginning.\n"
-    "Call state.commit() on all ranks after each step, which costs next to nothing, or every few "
-    "steps."
+    f"{_ADVICE}"
 )
-
-
 MOVING = (
     "values in modules change that are part of no state: {names}\n"
     "They are in no state_dict. After a failure they are not rolled back, and ranks that join "
@@ -79,17 +66,12 @@ EPOCH_WENT_BACK = (
     "Write `for state.epoch in range(state.epoch, epochs):` instead of range(0, epochs)."
 )
 
-MOST_NAMES = 5
-"""Most names in that warning."""
-
 
 class TrainingChecks:
     """Checks of an elastic loop on a rank."""
 
     def __init__(self, session: Session, state: State) -> None:
-        self._session = session
-        self._state = state
-        self._parameters = _check_of(session)
+        self._session, self._state, self._parameters = session, state, _check_of(session)
         self._began = time.monotonic()
         self._exchanges = 0
         self._commits = 0  # of the present generation
@@ -236,11 +218,10 @@ class ParameterCheck:
         except Exception:  # parameters of users' classes raise what they like
             return
         place = (session.spec.start, session.generation, moment)
-        if values:
-            session.port.report(WeightsSampled(*place, _finite(values), names))
-        if others:
-            kinds = _kinds_of(regular)
-            session.port.report(WeightsSampled(*place, _finite(others), kinds, besides=True))
+        for sent, kinds, also in ((values, names, False), (others, _kinds_of(regular), True)):
+            if sent:
+                finite = tuple(each if math.isfinite(each) else NOT_FINITE for each in sent)
+                session.port.report(WeightsSampled(*place, finite, kinds, besides=also))
 
     def returned(self) -> None:
         """Record that the function has returned."""
@@ -294,7 +275,3 @@ def _check_of(session: Session) -> ParameterCheck:
 
 def _kinds_of(optimizers: Iterable[object]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(type(each).__name__ for each in optimizers))
-
-
-def _finite(values: Sample) -> Sample:
-    return tuple(each if math.isfinite(each) else NOT_FINITE for each in values)

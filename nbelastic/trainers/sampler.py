@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from nbelastic.elastic.followed import as_array, seeded
+from nbelastic.elastic.deal import Order
+from nbelastic.elastic.followed import seeded
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.session import warn
-from nbelastic.elastic.sampler import Order
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.elastic import ElasticSampler
@@ -125,8 +125,8 @@ class DealtSampler(ElasticSampler):
         if goes_on and self._source is not None:
             order = self._order(epoch)
             if self._deal.order is not order:
-                done, size = min(self._deal.done, order.length), self._deal.size
-                self._start(order, done, (self._rank, size))
+                place = self.rank, self._deal.size
+                self._start(order, min(self._deal.done, order.length), place)
         return goes_on
 
     def _draw(self, epoch: int) -> Order:
@@ -148,7 +148,7 @@ class DealtSampler(ElasticSampler):
                 "items, so nbelastic cannot deal an epoch of it: end its iteration, or leave out "
                 "its __len__"
             )
-        return _ordered(items, self.seed, epoch)
+        return Order.drawn(items, self.seed, epoch)
 
     def _agree(self, order: Order, held: bool) -> Order:
         """Return the common order of all ranks; an order already begun goes first."""
@@ -168,7 +168,7 @@ class DealtSampler(ElasticSampler):
                 f"the {_name(self._source)} gives each rank rows of its own, so nbelastic cannot "
                 "deal them to ranks that change: let it give all rows, the same on each rank"
             )
-        return _ordered(theirs, self.seed, order.epoch)
+        return Order.drawn(theirs, self.seed, order.epoch)
 
 
 def source_of(batches: Any) -> Any:
@@ -224,12 +224,6 @@ def _within(source: Any) -> Iterator[Any]:
             todo.append(getattr(each, name, None))
         if isinstance(each, DistributedSampler):
             todo.append(getattr(each.dataset, "_sampler", None))  # of Lightning's wrapper
-
-
-def _ordered(items: list[Any], seed: int, epoch: int) -> Order:
-    order = Order(len(items), seed, None, epoch)
-    vars(order)["indices"] = as_array(items)
-    return order
 
 
 def _digest(order: Order) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import sys
 import threading
+import traceback
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from nbelastic.collectives import negotiation
 from nbelastic.collectives.nccl import group as nccl_group
 from nbelastic.collectives.negotiation import NegotiatingCommunicator
 from nbelastic.collectives.shm import handshake
-from nbelastic.elastic.ranks.stack import innermost
 from nbelastic.errors import CollectiveError
 from tests.collectives.fake_nccl import LateNcclDevice, fake_library
 from tests.collectives.worlds import (
@@ -227,8 +227,8 @@ def test_abort_frees_who_forms(monkeypatch, where):
 def any_in(owner, name):
     """Return whether any thread is in a method."""
     code = getattr(owner, name).__code__
-    threads = list(sys._current_frames())
-    return any(innermost(thread, lambda each: each is code) for thread in threads)
+    stacks = map(traceback.walk_stack, sys._current_frames().values())
+    return any(frame.f_code is code for stack in stacks for frame, _ in stack)
 
 
 def test_abort_of_the_one_that_chose_reaches_the_chosen():

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-import nbelastic.torch as hvd
 from nbelastic.data import Batch, Loader
 from nbelastic.elastic.ranks.context import activate
-from nbelastic.torch.state.torch_state import TorchState
+from tests.data.worlds import training
 from tests.support.world import StaticContext, run_ranks, world_of
 
 ROWS = 44
@@ -58,24 +57,8 @@ def test_rows_are_counted_once_whatever_is_rolled_back(schedule: list[tuple[int,
 def train(context: StaticContext, passed_over: int) -> list[Any]:
     """Train, and return what each commit reports."""
     data = TensorDataset(torch.linspace(-1, 1, ROWS * 3).view(ROWS, 3))
-    model = torch.nn.Linear(3, 1)
-    for parameter in model.parameters():  # ranks are threads, which share torch's generators
-        torch.nn.init.constant_(parameter, 0.5)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    loader = Loader(data, Batch(8, micro=2))
-    state = TorchState(model=model, optimizer=optimizer, loader=loader, epoch=0)
-    found = []
-    for state.epoch in range(2):
-        for step in loader:
-            if step.number == passed_over:
-                continue
-            optimizer.zero_grad()
-            for (x,) in step:
-                model(x).square().mean().backward()
-            optimizer.step()
-            state.commit()
-            found.append(context.telemetry.data)
-    return found
+    steps = training(Loader(data, Batch(8, micro=2)), 3, 2, passed_over)
+    return [context.telemetry.data for _ in steps]
 
 
 @pytest.mark.parametrize(("size", "passed_over"), [(1, -1), (3, -1), (2, 1)])

@@ -182,21 +182,15 @@ def test_batches_share_no_memory_with_windows(path: Path) -> None:
 
 def test_a_window_in_memory_is_kept_and_one_that_failed_is_read_again() -> None:
     windows = [Window(0, n, 5 * n, (RowRange(n, 0, 5),), None) for n in range(3)]
-    read: list[int] = []
-
-    def read_window(window: Window) -> RowBlock:
-        read.append(window.number)
-        if read.count(window.number) == 1 and window.number == 1:
-            raise MemoryError("the first time")
-        return RowBlock((np.arange(window.rows),))
-
-    reader = WindowReader(read_window, lambda window: 40, 1000)
+    source = Numbers([5] * 3, broken=1)
+    read, reader = source.read_units, WindowReader(source)
     reader.begin(windows)
     assert len(reader.take(windows[0])) == 5
     for _ in range(2):
-        with pytest.raises(MemoryError, match="the first time"):
+        with pytest.raises(DataError, match="unit 1 is broken"):
             reader.take(windows[1])
     assert read == [0, 1]
+    source.broken = -1
     reader.begin(windows)
     assert [len(reader.take(window)) for window in windows] == [5, 5, 5]
     assert sorted(read) == [0, 1, 1, 2]
@@ -271,10 +265,10 @@ def made(make: Callable[[int], Any]) -> dict[str, Any]:
     [
         (NULLS, {}, "record batch 0: column 'x' has 10 nulls"),
         ([[1.0], [1.0, 2.0]], {}, "column 'x' has lists of 1 to 2 values"),
-        ([1, None], {"fill": 0.5}, "whole numbers, and fill=0.5 is none"),
-        ([1, None], {"fill": "a"}, "column 'x': fill='a': Could not convert"),
-        ([True, None], {"fill": np.ones(2)}, "column 'x': fill=array"),
-        ([[1.0], None], {"fill": 0.0}, "1 nulls in the place of lists"),
+        ([1, None], {"fill": 0.5}, "which fill=0.5 cannot replace: Float value"),
+        ([1, None], {"fill": "a"}, "column 'x' has 1 nulls, which fill='a' cannot replace"),
+        ([True, None], {"fill": np.ones(2)}, "fill=array.* cannot replace"),
+        ([[1.0], None], {"fill": 0.0}, "fill=0.0 cannot replace"),
         # Values of which no tensor can be made.
         ([1, 2], made(lambda n: np.ones(n, "longdouble")), "returned (longdouble|float128) values"),
         ([1, 2], made(lambda n: np.ma.masked_array(np.ones(n), mask=[True] * n)), "masked values"),

@@ -100,21 +100,17 @@ def test_a_time_is_known_after_some_steps_and_pauses_do_not_count() -> None:
     assert pace.seconds == 3.0
 
 
-def test_a_stopwatch_times_what_is_between_start_and_stop(
+def test_a_stopwatch_times_what_is_between_start_and_stop_and_waits_for_no_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    moments = iter((10.0, 12.0, 50.0, 54.0))
-    monkeypatch.setattr(balancer, "clock", lambda: next(moments))
-    watch = Stopwatch()
-    assert watch.take() is None
-    for _ in range(2):
-        watch.start()
-        watch.stop()
-    assert watch.take() == 3.0
-    assert watch.take() is None
+    moments, watch = iter((10.0, 12.0, 50.0, 54.0)), Stopwatch()
+    monkeypatch.setattr(balancer, "clock", lambda: next(moments, 0.0))
+    for seconds in (None, 3.0, None):
+        assert watch.take() == seconds
+        for _ in range(2 if seconds is None else 0):
+            watch.start()
+            watch.stop()
 
-
-def test_a_stopwatch_does_not_wait_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         moments = itertools.count(0, 1000)
         over = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -167,3 +169,23 @@ def test_generators_are_found_once_and_rows_are_not_searched() -> None:
 
     assert generators_in(Holder()) == [rng]
     assert generators_in(random.random) == []
+
+
+STATES = """
+import gc, threading, torch
+from nbelastic.elastic.followed import generator_states
+gc.set_threshold(20, 2, 2)
+def take():
+    for _ in range(5_000):
+        garbage = [torch.ones(1)]
+        garbage.append(garbage)
+        generator_states()
+threads = [threading.Thread(target=take) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_threads_take_the_states_of_generators_while_tensors_are_collected() -> None:
+    subprocess.run([sys.executable, "-c", STATES], check=True, timeout=60)  # a deadlock of torch's

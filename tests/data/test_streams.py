@@ -30,6 +30,7 @@ from tests.data.worlds import (
     loader_of,
     reads,
     rows_of,
+    training,
 )
 from tests.elastic.members import begin, make_member, written
 from tests.support.world import StaticContext, run_ranks, world_of
@@ -150,21 +151,6 @@ def test_a_mark_has_a_row_ahead_and_not_the_tensor_around_it() -> None:
     assert [row.tolist() for row in other.take(2)] == [[12, 13, 14, 15], [16, 17, 18, 19]]
 
 
-def test_a_rollback_goes_on_from_the_last_mark_before_it() -> None:
-    reader = StreamReader("rows", lambda: Resumable(4, len(STREAMS)), seed=0)
-    reader.seek(0)
-    reader.take(3)
-    reader.mark = reader.make_mark()
-    reader.take(3)
-    for position, read in ((4, 3), (3, 2), (2, 4)):  # from before row 3, or from the start
-        reader.take(6)
-        reads.clear()
-        reader.seek(position)
-        rows = reader.take(2)
-        assert [row for row, _ in rows] == [4000 + position, 4001 + position]
-        assert sum(reads.values()) == read
-
-
 def test_rows_that_cannot_be_pickled_are_not_in_marks() -> None:
     class Locks(Views):
         def __iter__(self) -> Iterator[Any]:
@@ -263,21 +249,9 @@ def test_names_of_units_need_not_be_text_of_utf_8() -> None:
 
 def train(kind: str, context: StaticContext) -> str:
     """Train on rows that are uneven at the end, and return the bits of all tensors."""
-    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.BatchNorm1d(4))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
-    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
-    loader = loader_of(kind)
-    state = TorchState(model=model, optimizer=optimizer, loader=loader, epoch=0)
     rows = 0
-    for step in loader:
-        optimizer.zero_grad()
-        for ids, *_ in step:
-            model(ids[:, None] / 1000).square().mean().backward()
-        optimizer.step()
-        state.commit()
-        rows += step.rows
+    for state, step in training(loader_of(kind)):
+        model, rows = state.model, rows + step.rows
         (found,) = context.telemetry.data
         assert (found.rows, found.done, found.seen, found.lost) == (0, rows, rows, 0)
     assert rows == sum(LENGTHS if kind == "shards" else STREAMS)

@@ -23,8 +23,10 @@ import pyarrow.parquet as pq
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
+import nbelastic.torch as hvd
 from nbelastic.collectives import Rendezvous, SoloCommunicator
-from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful
+from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful, Step
+from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import StaticContext, run_ranks
 
 
@@ -173,6 +175,28 @@ class Noisy(Dataset[Any]):
     def __getitem__(self, row: int) -> tuple[int, float]:
         own = sum(float(each.random()) for each in self.own)
         return row, drawn() + own + self.transform()
+
+
+def training(
+    loader: Loader, width: int = 1, epochs: int = 1, passed_over: int = -1
+) -> Iterator[tuple[TorchState, Step]]:
+    """Train a small model, and yield the state and the step after each commit."""
+    model = torch.nn.Sequential(torch.nn.Linear(width, 4), torch.nn.BatchNorm1d(4))
+    with torch.no_grad():  # ranks are threads, which share torch's generators
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+    state = TorchState(model=model, optimizer=optimizer, loader=loader, epoch=0)
+    for state.epoch in range(epochs):
+        for step in loader:
+            if step.number == passed_over:
+                continue
+            optimizer.zero_grad()
+            for x, *_ in step:
+                model(x.view(len(x), -1) / 1000).square().mean().backward()
+            optimizer.step()
+            state.commit()
+            yield state, step
 
 
 def table() -> pa.Table:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.sampler import (
-    SamplerProgress,
     SamplerSnapshot,
     ShardSampler,
     agree_on_progress,
@@ -28,17 +27,9 @@ def sampler_at(rank: int, size: int, length: int, **options: Any) -> ShardSample
 
 def settle_all(samplers: Sequence[ShardSampler], source: int, behind: Collection[int]) -> None:
     """Do what the ranks of a new generation do together; sampler i is that of rank i."""
-    progress = progress_of_all(samplers, source, behind)
+    [progress] = least_progress([[each.progress()] for each in samplers], source, behind)
     for rank, sampler in enumerate(samplers):
         sampler.install(progress, rank, len(samplers), resumed=True)
-
-
-def progress_of_all(
-    samplers: Sequence[ShardSampler], source: int, behind: Collection[int]
-) -> SamplerProgress:
-    """Return what each rank would install."""
-    [found] = least_progress([[each.progress()] for each in samplers], source, behind)
-    return found
 
 
 def test_shares_are_disjoint_equally_long_and_complete() -> None:
@@ -258,23 +249,6 @@ def test_ranks_with_other_samplers_are_refused() -> None:
             agree_on_progress(mine, context)
 
     run_ranks(2, main)
-
-
-def test_N4_a_generation_that_fails_while_it_forms_changes_nothing() -> None:
-    samplers = [sampler_at(rank, 3, 20, shuffle=False) for rank in range(3)]
-    for sampler in samplers:
-        sampler.record_batch(0, 2)
-    commits = [sampler.snapshot() for sampler in samplers]
-    for got_through in range(8):
-        progress = progress_of_all(samplers, 0, set())
-        for rank, sampler in enumerate(samplers):
-            if got_through >> rank & 1:
-                sampler.install(progress, rank, 4, resumed=True)  # with a fourth that is lost
-            else:
-                sampler.go_back(commits[rank])
-    settle_all(samplers, 0, set())
-    assert [each.remaining_indices for each in samplers] == [[*range(6, 20)]] * 3
-    assert samplers[2].get_indices(0, 2) == [8, 11]
 
 
 @settings(deadline=None)

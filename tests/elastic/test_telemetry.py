@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import queue
 import threading
@@ -14,7 +15,7 @@ import torch
 import nbelastic
 from nbelastic.elastic import ObjectState
 from nbelastic.elastic.ranks.context import Context, activate, current
-from nbelastic.elastic.ranks.telemetry import ResetTimings, Telemetry, as_numbers
+from nbelastic.elastic.ranks.telemetry import ResetTimings, Telemetry, as_numbers, user_line
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NotInitialized, OptionError
 
@@ -137,6 +138,27 @@ def test_a_rank_without_progress_reports_its_line():
     thread.join()
     telemetry.take()
     assert telemetry.take().line is None  # the thread is gone
+
+
+@pytest.mark.parametrize("searches", [True, False])
+def test_no_garbage_is_searched_for_while_frames_are_looked_up(searches, monkeypatch):
+    seen = []
+
+    class Frame:
+        @property
+        def f_code(self):
+            seen.append(gc.isenabled())
+            raise ZeroDivisionError
+
+    frames = SimpleNamespace(_current_frames=lambda: {1: Frame()})
+    monkeypatch.setattr("nbelastic.elastic.ranks.telemetry.sys", frames)
+    (gc.enable if searches else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            user_line(1)
+        assert (seen, gc.isenabled()) == ([False], searches)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ REPLACED: list[tuple[Any, str, Any]] = [  # what only a real process has
     (preflight, "collect", lambda names: Modules()),
     (plugin, "Agent", SimAgent),
     (plugin, "start_processes_shielded", lambda: None),
-    (telemetry, "user_line", lambda thread: []),
+    (telemetry, "user_line", lambda thread: None),
 ]
 
 LONGEST = 240.0  # seconds of virtual time after the last fault in which a job must have ended

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from nbelastic.cluster.process_state import ProcessState, process_id, read_state
-from nbelastic.elastic.ranks.stack import NOT_THE_USERS
+from nbelastic.elastic.ranks.telemetry import NOT_THE_USERS
 from nbelastic.messages import AnyMessage, Message, decode, encode
 from nbelastic.rank_template import KIND, MESSAGE_BYTES, messages, send
 from nbelastic.system import LINUX

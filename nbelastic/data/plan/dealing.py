@@ -112,8 +112,7 @@ class Draws:
         return found
 
 
-_DRAWING = 3
-"""Kind of keys, apart from that of the order."""
+_DRAWING = 3  # kind of keys, apart from that of the order
 
 
 @dataclass(frozen=True)

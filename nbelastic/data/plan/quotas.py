@@ -19,21 +19,15 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-GAIN = 0.05
-"""Part of a step by which other quotas must shorten it to be taken."""
+GAIN = 0.05  # part of a step by which other quotas must shorten it to be taken
 
 STEPS = 5
 """Steps of which the second shortest is the time of a rank. What disturbs some of them is noise, of
 which a machine that is shared has much."""
 
-LEAST_STEPS = 3
-"""Steps after which a time counts as known: the first ones are slow everywhere."""
-
-PATIENCE = 64
-"""Steps after which a rank without micro-batches is tried again; doubled each time."""
-
-STRAGGLER = 1.5
-"""Times as long as the others, from which on a rank counts as a straggler."""
+LEAST_STEPS = 3  # steps after which a time counts as known: the first ones are slow everywhere
+PATIENCE = 64  # steps after which a rank without micro-batches is tried again; doubled each time
+STRAGGLER = 1.5  # times as long as the others, from which on a rank counts as a straggler
 
 
 def predict(quotas: Sequence[int], times: Sequence[float]) -> float:

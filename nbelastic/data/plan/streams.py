@@ -1,14 +1,9 @@
 """Units dealt, or leased, to the streams of an epoch; pure.
 
-A *unit* is what can be opened by itself: a row group, a record batch, a partition, a file of lines,
-a queue. A *stream* has the rows of the micro-batches with one number, in their order: there are V
-streams.
-
-Units of known length are permuted and laid in a line, which is cut into a contiguous part for each
-stream. A unit at a cut belongs to two streams, as two *ranges*. A stream is read in *windows*, runs
-of whole ranges, and the rows of a window are permuted. So the shuffle buffer is a function of seed,
-epoch, stream and window. It has no state to track, to drain or to lose: the step alone says which
-rows are done.
+A *unit* is what can be opened by itself: a row group, a partition, a file of lines, a queue. A
+*stream* has the rows of the micro-batches with one number, in their order: there are V streams.
+docs/design/gradients.md says how units of known length are cut into streams and *windows*. Both
+have no state to track, to drain or to lose: the step alone says which rows are done.
 
 How many rows a unit of unknown length has is known once it has ended. Each stream reads one such
 unit at a time, its *lease*. When units end, the streams that they have left get the next units, in
@@ -205,7 +200,7 @@ class LeaseTable:
         for stream in sorted(ended):
             finished += self.position(step, stream, micro) + ended[stream]
             leases[stream] = Lease(following, step + 1) if following < self.units else None
-            following = min(following + 1, self.units)
+            following += 1
         return dataclasses.replace(self, leases=tuple(leases), next=following, finished=finished)
 
     def position(self, step: int, stream: int, micro: int) -> int:

@@ -37,44 +37,6 @@ class ColumnChoice:
         return list(dict.fromkeys(name for _, names, _ in self.parts for name in names))
 
 
-def choose(columns: Any, available: Sequence[str], where: str) -> ColumnChoice:
-    """Find the names and patterns of `columns`, or all, among the `available` columns."""
-    if isinstance(columns, str):
-        columns = [columns]
-    if columns is not None and not isinstance(columns, (Mapping, Sequence)):
-        raise OptionError(f"{where}: columns={columns!r} must be names, or a dict of names")
-    named = columns is None or isinstance(columns, Mapping)
-    asked = {name: name for name in available} if columns is None else columns
-    pairs = list(asked.items()) if isinstance(asked, Mapping) else [(each, each) for each in asked]
-    if not pairs:
-        raise OptionError(f"{where}: columns={columns!r} asks for no column")
-    for _, pattern in pairs:
-        if not isinstance(pattern, str):
-            raise OptionError(
-                f"{where}: columns={columns!r}: {pattern!r} is no name of a column. A pattern such "
-                'as "x*" stacks columns'
-            )
-    if len({key for key, _ in pairs}) < len(pairs):
-        raise OptionError(f"{where}: columns={columns!r} asks for a column twice")
-    parts: list[tuple[Any, tuple[str, ...], bool]] = []
-    for key, pattern in pairs:
-        if pattern in available:
-            parts.append((key, (pattern,), False))
-            continue
-        found = tuple(name for name in available if fnmatch.fnmatchcase(name, pattern))
-        if not found:
-            near = difflib.get_close_matches(pattern, available, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
-            there = ", ".join(available[:10]) + (", …" if len(available) > 10 else "")
-            raise OptionError(f"{where} has no column {pattern!r}{hint} It has {there}")
-        parts.append((key, found, True))
-    choice = ColumnChoice(tuple(parts), named)
-    for name in choice.names:
-        if list(available).count(name) > 1:
-            raise OptionError(f"{where} has several columns {name!r}; rename all but one")
-    return choice
-
-
 class ColumnSource(UnitSource):
     """Units that are read as tables of Arrow, or given to a ``transform``."""
 
@@ -90,18 +52,55 @@ class ColumnSource(UnitSource):
         super().__init__(name, shuffle_rows, memory)
         if transform is not None and not callable(transform):
             raise OptionError(f"{name}(transform={transform!r}): must be a function")
-        self.columns = columns
-        self.transform = transform
-        self.fill = fill
+        self.columns, self.transform, self.fill = columns, transform, fill
 
-    def choose(self, schema: Any, where: str) -> ColumnChoice:
-        """Find the columns in a schema, and refuse columns that cannot become tensors."""
-        choice = choose(self.columns, schema.names, where)
-        for name in choice.names if self.transform is None else ():
-            kind = schema.field(name).type
-            if arrow_kind(kind) is None:
+    def choose(
+        self,
+        available: Sequence[str],
+        kind_of: Callable[[str], Any],
+        is_number: Callable[[Any], object],
+        where: str,
+    ) -> ColumnChoice:
+        """Find the names and patterns of `columns`, or all, among `available` columns of numbers.
+
+        Other columns are refused, unless there is a ``transform``.
+        """
+        columns = [self.columns] if isinstance(self.columns, str) else self.columns
+        if columns is not None and not isinstance(columns, (Mapping, Sequence)):
+            raise OptionError(f"{where}: columns={columns!r} must be names, or a dict of names")
+        named = columns is None or isinstance(columns, Mapping)
+        asked = list(available) if columns is None else columns
+        pairs = [*asked.items()] if isinstance(asked, Mapping) else [(each, each) for each in asked]
+        if not pairs:
+            raise OptionError(f"{where}: columns={columns!r} asks for no column")
+        parts: list[tuple[Any, tuple[str, ...], bool]] = []
+        for key, pattern in pairs:
+            if not isinstance(pattern, str):
+                raise OptionError(
+                    f"{where}: columns={columns!r}: {pattern!r} is no name of a column. A pattern "
+                    'such as "x*" stacks columns'
+                )
+            stacked = pattern not in available
+            found = fnmatch.filter(available, pattern) if stacked else [pattern]
+            if not found:
+                near = difflib.get_close_matches(pattern, available, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else "."
+                there = ", ".join(available[:10]) + (", …" if len(available) > 10 else "")
+                raise OptionError(f"{where} has no column {pattern!r}{hint} It has {there}")
+            parts.append((key, tuple(found), stacked))
+        choice = ColumnChoice(tuple(parts), named)
+        for name in choice.names:
+            if list(available).count(name) > 1:
+                raise OptionError(f"{where} has several columns {name!r}; rename all but one")
+            if self.transform is None and not is_number(kind := kind_of(name)):
                 raise OptionError(NEEDS_TRANSFORM.format(where=where, name=name, kind=kind))
+        if len({key for key, _ in pairs}) < len(pairs):
+            raise OptionError(f"{where}: columns={columns!r} asks for a column twice")
         return choice
+
+    def choose_in(self, schema: Any, where: str) -> ColumnChoice:
+        """Find the columns in a schema of Arrow's."""
+        return self.choose(schema.names, lambda name: schema.field(name).type, arrow_kind, where)
 
     def transformed(self, given: Any, rows: int, where: str) -> RowBlock:
         """Return what the user's function makes of the rows of a unit; its errors name the rows."""
@@ -160,26 +159,15 @@ def arrow_array(column: Any, name: str, fill: Any, where: str) -> Array:
 
 def _without_nulls(column: Any, name: str, fill: Any, where: str) -> Any:
     import pyarrow as pa  # noqa: PLC0415 - an extra
-    from pyarrow import types  # noqa: PLC0415
 
     if not column.null_count:
         return column
     value = fill.get(name) if isinstance(fill, Mapping) else fill
-    if value is None or arrow_kind(column.type) is None:
-        raise DataError(
-            f"{where}: column {name!r} has {column.null_count} nulls; pass fill=, a number or a "
-            "dict of numbers by column, or transform="
-        )
-    if types.is_nested(column.type):
-        raise DataError(
-            f"{where}: column {name!r} has {column.null_count} nulls in the place of lists, which "
-            "fill= cannot replace; pass transform="
-        )
+    has = f"{where}: column {name!r} has {column.null_count} nulls"
+    if value is None:
+        raise DataError(f"{has}; pass fill=, a number or a dict of them by column, or transform=")
     try:
-        value = bool(value) if types.is_boolean(column.type) and value in (0, 1) else value
-        scalar = pa.scalar(value, column.type)
+        return column.fill_null(pa.scalar(value).cast(column.type))
     except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-        raise DataError(f"{where}: column {name!r}: fill={value!r}: {error}") from error
-    if types.is_integer(column.type) and scalar.as_py() != value:
-        raise DataError(f"{where}: column {name!r} has whole numbers, and fill={value!r} is none")
-    return column.fill_null(scalar)
+        cannot = f"which fill={value!r} cannot replace: {error}"
+        raise DataError(f"{has}, {cannot}; pass another value, or transform=") from error

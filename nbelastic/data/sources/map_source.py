@@ -168,11 +168,8 @@ class _SlicedRows(_Rows):
 _KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 _LEAVES = (str, bytes, int, float, complex, torch.Tensor, np.ndarray, type, types.ModuleType)
 
-_LOOKED_AT = 2000
-"""Most objects that are looked at for generators."""
-
-_LONGEST = 100
-"""Longest container that is looked through: a longer one holds rows."""
+_LOOKED_AT = 2000  # most objects that are looked at for generators
+_LONGEST = 100  # longest container that is looked through: a longer one holds rows
 
 
 def generators_in(dataset: object) -> list[Any]:
@@ -227,14 +224,12 @@ def seed_each(generators: Iterable[Any], seed: int) -> None:
             generator.seed(own)
 
 
-ROWS = 12
-"""Rows that are compared, at places that are the same on all ranks."""
+ROWS = 12  # rows that are compared, at places that are the same on all ranks
 
 LONGEST_S = 0.02
 """Seconds after which no further row is fetched. Only rows that both ranks have are compared."""
 
-_INDICES = 1 << 17
-"""Most indices of a subset that are looked at, evenly spread."""
+_INDICES = 1 << 17  # most indices of a subset that are looked at, evenly spread
 
 USUAL_CAUSES = (
     "The usual causes: random_split or a shuffle without a generator of a fixed seed, labels "

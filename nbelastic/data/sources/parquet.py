@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,20 +24,16 @@ if TYPE_CHECKING:
     from nbelastic.data.plan.dealing import Rows
     from nbelastic.data.sources.units import RowBlock
 
-_AT_ONCE = 16
-"""Footers that are read at the same time."""
-
-_NO_SECRETS = Secrets([])
+_AT_ONCE = 16  # footers that are read at the same time
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """Most places of a local file that are looked at, evenly spread over its columns, and bytes."""
 
-_MOST_TEXTS = 100
-"""Most files that are compared one by one; more are compared in groups."""
+_MOST_TEXTS = 100  # most files that are compared one by one; more are compared in groups
 
 
-_seen_same: weakref.WeakKeyDictionary[Parquet, dict[str, str]] = weakref.WeakKeyDictionary()
-"""The mark of each file that this process has found to hold the values that it had."""
+_compared: set[tuple[str, str, str]] = set()
+"""Path, mark and content of each version of a file that this process has compared."""
 
 
 @dataclass(frozen=True)
@@ -126,15 +121,15 @@ class Parquet(ColumnSource):
         self._secrets = Secrets(given, options)
         shown = self._secrets.hide(repr(urls))
         self._filesystem, paths = _find(given, options, shown, self._secrets)
+        self._is_local = type(self._filesystem) is fsspec.implementations.local.LocalFileSystem
         self._found_at = time.time()
         with ThreadPoolExecutor(_AT_ONCE, "nbelastic-footers") as pool:
             self._files = list(pool.map(self._footer, paths))
-        first = self._files[0]
-        schema = first.footer.schema.to_arrow_schema()
-        self._choice = self.choose(schema, first.name)
-        for file in self._files:
-            self._check(schema, first.name, file)
-        with ThreadPoolExecutor(_AT_ONCE, "nbelastic-pages") as pool:
+            first = self._files[0]
+            schema = first.footer.schema.to_arrow_schema()
+            self._choice = self.choose_in(schema, first.name)
+            for file in self._files:
+                self._check(schema, first.name, file)
             self._files = list(pool.map(self._with_content, self._files))
         self._groups = [
             (file, group) for file in self._files for group in range(file.footer.num_row_groups)
@@ -162,7 +157,7 @@ class Parquet(ColumnSource):
             with self._open(path) as file:
                 footer = pq.ParquetFile(file).metadata
         groups = map(footer.row_group, range(footer.num_row_groups))
-        digest = digest_of(*(repr(group.to_dict()).encode() for group in groups))
+        digest = digest_of(*(repr(group.to_dict()) for group in groups))
         return _File(path, name, info["size"], digest, footer, _stamp_of(info))
 
     def _with_content(self, file: _File) -> _File:
@@ -187,10 +182,6 @@ class Parquet(ColumnSource):
                 samples.append(opened.read(min(column.total_compressed_size, _SAMPLE_BYTES)))
         return digest_of(*samples)
 
-    @property
-    def _is_local(self) -> bool:
-        return type(self._filesystem) is fsspec.implementations.local.LocalFileSystem
-
     def _check_unchanged(self, file: _File) -> None:
         """Refuse a file changed since it was found; a copy on another host counts as the same."""
         info = self._filesystem.info(file.path)
@@ -202,11 +193,11 @@ class Parquet(ColumnSource):
             raise DataError("it was written again after it was found")
         # Times are too coarse to tell two writings that are milliseconds apart, and a copy may have
         # any time. So the values decide, once for each time that is seen.
-        same = _seen_same.setdefault(self, {})
-        if self._is_local and same.get(file.path) != stamp:
+        version = (file.path, stamp, file.content)
+        if self._is_local and version not in _compared:
             if self._content_of(file) != file.content:
                 raise DataError("its values are not those that it had when it was found")
-            same[file.path] = stamp
+            _compared.add(version)
 
     def _open(self, path: str) -> Any:
         """Open a file without read-ahead; Arrow reads its own files without Python's lock."""
@@ -267,16 +258,13 @@ class Parquet(ColumnSource):
 
     def describe(self) -> dict[str, str]:
         count = min(len(self._files), _MOST_TEXTS)
-        bounds = [number * len(self._files) // count for number in range(count + 1)]
         found = {}
-        for first, last in itertools.pairwise(bounds):
-            files = self._files[first:last]
-            if len(files) == 1:
-                found[files[0].name] = files[0].text
-                continue
-            texts = "\n".join(f"{file.name} {file.text}" for file in files)
-            digest = digest_of(texts.encode("utf-8", "surrogatepass"))
-            found[f"{files[0].name} to {files[-1].name}"] = f"{len(files)} files, {digest}"
+        for part in range(count):
+            start, stop = (each * len(self._files) // count for each in (part, part + 1))
+            first, *more = files = self._files[start:stop]
+            digest = digest_of("\n".join(f"{file.name} {file.text}" for file in files))
+            name = f"{first.name} to {files[-1].name}" if more else first.name
+            found[name] = f"{len(files)} files, {digest}" if more else first.text
         return found
 
 
@@ -318,9 +306,9 @@ class Arrow(ColumnSource):
             except (TypeError, pa.ArrowException) as error:
                 raise OptionError(
                     f"Arrow({type(table).__name__}): must be a pyarrow.Table, or record batches of "
-                    f"one schema ({_reason(error)})"
+                    f"one schema ({error})"
                 ) from error
-        self._choice = self.choose(table.schema, "the table")
+        self._choice = self.choose_in(table.schema, "the table")
         self._batches = table.to_batches()
         self.sizes: Rows = np.array([each.num_rows for each in self._batches], dtype=np.int64)
         if not len(self):
@@ -351,8 +339,7 @@ def _find(
     urls: list[str], options: dict[str, Any], shown: str, secrets: Secrets
 ) -> tuple[Any, list[str]]:
     """Return a file system and the files that the URLs stand for."""
-    filesystems: list[Any] = []
-    paths: list[str] = []
+    filesystems, paths = list[Any](), list[str]()
     for url in urls:
         with _named(f"Parquet({secrets.hide(repr(url))})", OptionError, secrets):
             filesystem, path = fsspec.core.url_to_fs(url, **options)
@@ -414,10 +401,5 @@ def _named(what: str, kind: type[Exception], secrets: Secrets) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        raise kind(f"{what}: {_reason(error, secrets)}") from secrets.shown(error)
-
-
-def _reason(error: Exception, secrets: Secrets = _NO_SECRETS) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return secrets.hide(str(error)) or type(error).__name__
+        said = secrets.hide(getattr(error, "strerror", None) or str(error)) or type(error).__name__
+        raise kind(f"{what}: {said}") from secrets.shown(error)

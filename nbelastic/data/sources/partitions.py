@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbelastic.data.sources.columns import (
-    NEEDS_TRANSFORM,
-    ColumnChoice,
-    ColumnSource,
-    arrow_array,
-    choose,
-)
+from nbelastic.data.sources.columns import ColumnChoice, ColumnSource, arrow_array
 from nbelastic.data.sources.row_source import digest_of, named
 from nbelastic.data.sources.units import SINGLE, RowBlock
 from nbelastic.elastic.ranks.context import current_or_none
@@ -103,14 +97,8 @@ class Dask(ColumnSource):
                 f"Dask: the dataframe has columns that are no text ({names[0]!r}); rename them, as "
                 "by ddf.rename(columns=str)"
             )
-        choice = choose(self.columns, names, "the dataframe")
-        for name in choice.names if self.transform is None else ():
-            kind = collection.dtypes[name]
-            if getattr(kind, "kind", "O") not in "biuf":
-                raise OptionError(
-                    NEEDS_TRANSFORM.format(where="the dataframe", name=name, kind=kind)
-                )
-        return choice
+        kinds = collection.dtypes
+        return self.choose(names, kinds.__getitem__, _is_number, "the dataframe")
 
     @cached_property
     def sizes(self) -> Rows:  # type: ignore[override]
@@ -191,8 +179,12 @@ class Dask(ColumnSource):
         return RowBlock((array,), SINGLE)
 
     def describe(self) -> dict[str, str]:
-        digest = digest_of(f"{self._keys} {self.sizes.tolist()}".encode())
+        digest = digest_of(f"{self._keys} {self.sizes.tolist()}")
         return {"partitions": f"{len(self.sizes)}, their keys and rows {digest}"}
+
+
+def _is_number(kind: Any) -> bool:
+    return getattr(kind, "kind", "O") in "biuf"
 
 
 def _aligned(collections: tuple[Any, ...]) -> tuple[Any, ...]:

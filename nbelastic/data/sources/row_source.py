@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import numbers
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -16,8 +17,7 @@ from nbelastic.errors import DataError, NbelasticError, summary_of
 
 SEED_LIMIT = 1 << 32
 
-COLLATING = -1
-"""Number that takes the place of a row in the seed of ``collate_fn``."""
+COLLATING = -1  # number that takes the place of a row in the seed of ``collate_fn``
 
 DataSample = dict[str, bytes]
 """Digests of a dataset's subsets and of some rows, by what is said where another rank's differ."""
@@ -83,6 +83,11 @@ class RowSource(Protocol):
         return
 
 
+def is_count(value: Any) -> bool:
+    """Whether a value that a user has given is a whole number, at least 1."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
+
+
 def seed_generators(seed: int) -> None:
     """Seed the global generators of Python, NumPy and PyTorch.
 
@@ -108,9 +113,9 @@ def named(what: str, close: Callable[[], None] = lambda: None) -> Iterator[None]
         raise DataError(f"{what} {summary_of(error)}") from error
 
 
-def digest_of(*parts: bytes) -> str:
-    """Return a short digest of bytes, to be compared between ranks and with a state."""
+def digest_of(*parts: bytes | str) -> str:
+    """Return a short digest of bytes and texts, to be compared between ranks and with a state."""
     digest = hashlib.blake2b(digest_size=6)
-    for part in parts:
-        digest.update(part)
+    for part in parts:  # names of files need not be UTF-8
+        digest.update(part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()

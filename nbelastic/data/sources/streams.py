@@ -14,7 +14,13 @@ from torch.utils.data import IterableDataset, default_collate
 
 from nbelastic.data.plan.dealing import Dealing, Permutation, Rows, mix
 from nbelastic.data.plan.streams import LeaseTable
-from nbelastic.data.sources.row_source import COLLATING, RowSource, digest_of, seed_generators
+from nbelastic.data.sources.row_source import (
+    COLLATING,
+    RowSource,
+    digest_of,
+    is_count,
+    seed_generators,
+)
 from nbelastic.data.sources.stream_reader import Mark, StreamReader
 from nbelastic.elastic.followed import generators_kept
 from nbelastic.elastic.ranks.context import current_or_none
@@ -111,8 +117,7 @@ class Stateful(StreamSource):
                 f"Stateful({type(make).__name__}): must be a function that returns the dataset of "
                 "a stream, as in Stateful(lambda stream, streams: ...)"
             )
-        whole = isinstance(states_every, int) and not isinstance(states_every, bool)
-        if states_every is not None and (not whole or states_every < 1):
+        if states_every is not None and not is_count(states_every):
             raise OptionError(
                 f"Stateful(states_every={states_every!r}): must be a whole number of steps, at "
                 "least 1, or None"
@@ -204,8 +209,7 @@ class Shards(StreamSource):
             str(unit) if isinstance(unit, (str, int, PurePath)) else type(unit).__name__
             for unit in self._units
         )
-        # Names of files need not be UTF-8.
-        return f"{len(self._units)} units {digest_of(text.encode('utf-8', 'surrogatepass'))}"
+        return f"{len(self._units)} units {digest_of(text)}"
 
 
 class StreamRows(RowSource):

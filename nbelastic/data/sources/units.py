@@ -9,7 +9,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,12 @@ import torch
 
 from nbelastic.data.plan.dealing import Dealing, Rows
 from nbelastic.data.plan.streams import UnitStreams, Window
-from nbelastic.data.sources.row_source import RowSource
+from nbelastic.data.sources.row_source import RowSource, is_count
 from nbelastic.errors import DataError, OptionError, StateMismatch
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
-COPIES = 3
-"""Copies of a window that exist while it is read: as a table, joined, and permuted."""
+COPIES = 3  # copies of a window that exist while it is read: as a table, joined, and permuted
 
 SINGLE, _TUPLE = "a tensor", "a tuple"
 Form = str | tuple[Any, ...]
@@ -96,18 +95,15 @@ class RowBlock:
 
 def _array(value: Any, where: str) -> np.ndarray[Any, Any]:
     """Return a value as an array of which PyTorch makes a tensor."""
-    found, kind = value, f"a {type(value).__name__}"
-    if hasattr(value, "dtype"):
-        kind = f"{value.dtype} values"
-    if isinstance(value, torch.Tensor):
-        kind = f"{kind}, {str(value.layout).removeprefix('torch.')}"
-        with contextlib.suppress(TypeError, RuntimeError):  # NumPy has neither type nor layout
-            found = value.detach().cpu().resolve_conj().resolve_neg().numpy()
-    if isinstance(found, np.ma.MaskedArray):
-        kind = "masked values, of which the masks would be lost"
-    elif isinstance(found, np.ndarray):
-        with contextlib.suppress(TypeError):  # PyTorch does not have its type
-            native = found.astype(found.dtype.newbyteorder("="), copy=False)
+    kind = f"{value.dtype} values" if hasattr(value, "dtype") else f"a {type(value).__name__}"
+    with contextlib.suppress(TypeError, RuntimeError):  # NumPy or PyTorch has no such type, layout
+        if isinstance(value, torch.Tensor):
+            kind = f"{kind}, {str(value.layout).removeprefix('torch.')}"
+            return value.detach().cpu().resolve_conj().resolve_neg().numpy()
+        if isinstance(value, np.ma.MaskedArray):
+            kind = "masked values, of which the masks would be lost"
+        elif isinstance(value, np.ndarray):
+            native = value.astype(value.dtype.newbyteorder("="), copy=False)
             torch.from_numpy(native[:0].copy())
             return native
     raise DataError(
@@ -127,7 +123,7 @@ class UnitSource(abc.ABC):
 
     def __init__(self, name: str, shuffle_rows: int, memory: int | str) -> None:
         self.name = name
-        if isinstance(shuffle_rows, bool) or not isinstance(shuffle_rows, int) or shuffle_rows < 1:
+        if not is_count(shuffle_rows):
             raise OptionError(
                 f"{name}(shuffle_rows={shuffle_rows!r}): must be a whole number, at least 1"
             )
@@ -188,39 +184,21 @@ class WindowedRows(RowSource):
 
     def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
         streams = self._streams(dealing, self.window_rows)
-        self._reader = self._reader or WindowReader(self._read, self._size_of, self._source.memory)
-        self._reader.begin(streams.needed(first, block))
-        return self._batches(self._reader, streams, range(first, dealing.steps), block)
+        self._reader = reader = self._reader or WindowReader(self._source)
+        reader.begin(streams.needed(first, block))
 
-    def _batches(
-        self, reader: WindowReader, streams: UnitStreams, steps: range, block: range
-    ) -> Iterator[Any]:
-        for step in steps:
-            for number in block:
+        def batches() -> Iterator[Any]:
+            pairs = ((step, number) for step in range(first, dealing.steps) for number in block)
+            for step, number in pairs:
                 parts = []
-                for window, first, last in streams.pieces(step, number):
-                    parts.append(reader.take(window).between(first, last))
-                    if last == window.rows:
+                for window, begin, end in streams.pieces(step, number):
+                    parts.append(reader.take(window).between(begin, end))
+                    if end == window.rows:
                         reader.release(window)
                 if parts:
                     yield RowBlock.joined(parts, self._source.name).batch()
 
-    def _size_of(self, window: Window) -> int:
-        return int(window.rows * self._source.row_bytes)
-
-    def _read(self, window: Window) -> RowBlock:
-        blocks = []
-        for each in window.ranges:
-            block = self._source.read(each.unit)
-            if len(block) != self._source.sizes[each.unit]:
-                raise DataError(
-                    f"{self._source.name}: unit {each.unit} has {len(block)} rows, and had "
-                    f"{self._source.sizes[each.unit]} when the job began"
-                )
-            blocks.append(block.between(each.start, each.stop))
-        joined = RowBlock.joined(blocks, self._source.name)
-        del blocks, block
-        return joined.taken(window.order())
+        return batches()
 
     def requirements(self) -> dict[str, str]:
         return {"dataset": f"{len(self)} rows", **self._source.describe()}
@@ -269,16 +247,8 @@ class WindowReader:
     # again. So a reader that is given up without a word leaves no thread that waits for ever. One
     # lock guards all fields.
 
-    def __init__(
-        self,
-        read: Callable[[Window], RowBlock],
-        size_of: Callable[[Window], int],
-        memory: int,
-    ) -> None:
-        self._read = read  # the thread calls it
-        self._size_of = size_of  # bytes that a window will probably take
-        # Bytes for windows, those in use included. A window that is waited for is read regardless.
-        self._memory = memory
+    def __init__(self, source: UnitSource) -> None:
+        self._source = source
         self._changed = threading.Condition()
         self._needed: dict[Window, None] = {}  # those that are not read yet, in their order
         self._loaded: dict[Window, RowBlock | BaseException] = {}
@@ -317,12 +287,28 @@ class WindowReader:
         return sum(each.nbytes for each in self._loaded.values() if isinstance(each, RowBlock))
 
     def _next(self) -> Window | None:
-        """Return the window to read now, if there is memory for it."""
+        """Return the window to read now: the awaited one, or the next if there is memory for it."""
         if self._awaited in self._needed:
             return self._awaited
         window = next(iter(self._needed), None)
-        fits = window and self.held + COPIES * self._size_of(window) <= self._memory
-        return window if fits else None
+        if window is None:
+            return None
+        need = self.held + COPIES * int(window.rows * self._source.row_bytes)
+        return window if need <= self._source.memory else None
+
+    def _read(self, window: Window) -> RowBlock:
+        blocks = []
+        for each in window.ranges:
+            block = self._source.read(each.unit)
+            if len(block) != self._source.sizes[each.unit]:
+                raise DataError(
+                    f"{self._source.name}: unit {each.unit} has {len(block)} rows, and had "
+                    f"{self._source.sizes[each.unit]} when the job began"
+                )
+            blocks.append(block.between(each.start, each.stop))
+        joined = RowBlock.joined(blocks, self._source.name)
+        del blocks, block
+        return joined.taken(window.order())
 
     def _start(self) -> None:
         if not self._runs and self._next() is not None:

@@ -186,12 +186,11 @@ class Context:
         """
 
 
+# Called before ranks ask each other whether to leave the generation, for each new generation, and
+# by ``shutdown()``.
 before_check: list[Callable[[Communicator], None]] = []
-"""Called with the communicator before ranks ask each other whether to leave the generation."""
-
-
 when_formed: list[Callable[[Communicator], object]] = []
-"""Called with the communicator of each new generation."""
+at_shutdown: list[Callable[[Context], None]] = []
 
 
 def one_of_all(context: Context, mine: bool) -> bool:
@@ -300,7 +299,7 @@ class Acting:
 
 
 def initialize() -> None:
-    """Ensure that the calling thread has a context: its job's, else a world of its own."""
+    """Initialize ranks and sizes: the job's, or outside a job a world of one rank."""
     known = current_or_none()
     if known is not None:
         known.is_shut_down = False
@@ -309,10 +308,6 @@ def initialize() -> None:
         _of_thread.set([context])
         with _lock:
             _of_process.append(context)
-
-
-at_shutdown: list[Callable[[Context], None]] = []
-"""Called with the rank's context by ``shutdown()``."""
 
 
 def shutdown() -> None:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.ranks.context import Context
 
 
-ENDING_S = 1.0
-"""Seconds for which a thread waits for the end of the one before it."""
+ENDING_S = 1.0  # seconds for which a thread waits for the end of the one before it
 
 
 class Members:

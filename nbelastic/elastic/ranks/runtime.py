@@ -67,8 +67,7 @@ class RankRuntime:
 # The first generation that a process forms takes ten times as long as the second: modules are
 # imported, libraries loaded, threads and sockets made. So a newcomer first forms one of two with
 # itself, sums and sends something, and closes it again, before it reports that it is ready.
-LIMIT_S = 5.0
-"""Seconds that an operation may take in a generation that a rank forms alone."""
+LIMIT_S = 5.0  # seconds that an operation may take in a generation that a rank forms alone
 
 
 def form_alone(rendezvous: Rendezvous) -> None:
@@ -106,8 +105,7 @@ DEFAULT_RUNTIME = RankRuntime(probe=unreachable, form_alone=form_alone)
 """Real threads and sockets."""
 
 
-PATIENCE = 2
-"""Plans in a row that do not form before peers are probed: a single one is chance."""
+PATIENCE = 2  # plans in a row that do not form before peers are probed: a single one is chance
 
 
 class UnreachablePeers:

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 from nbelastic.collectives import Communicator, RendezvousServer, connect
 from nbelastic.elastic.ranks.context import Context, one_of_all, when_formed
@@ -27,8 +26,7 @@ from nbelastic.elastic.ranks.runtime import (
     UnreachablePeers,
     warm_up,
 )
-from nbelastic.elastic.ranks.stack import user_line
-from nbelastic.elastic.ranks.telemetry import ResetTimings
+from nbelastic.elastic.ranks.telemetry import ResetTimings, user_line
 from nbelastic.errors import (
     CollectiveError,
     Evicted,
@@ -42,7 +40,6 @@ from nbelastic.membership import places_of
 from nbelastic.messages import (
     FRESH,
     Beat,
-    CodeLine,
     LoopDone,
     Place,
     Plan,
@@ -283,7 +280,7 @@ class Session(Context):
 
     def _await_plan(self, loop: int, failure: str | None, own: bool, part: bool) -> Plan:
         assert self._store is not None
-        line: Any = user_line(threading.get_ident())
+        line = user_line(threading.get_ident())
         with self._changed:
             self._member = False
             reported = -1
@@ -311,7 +308,7 @@ class Session(Context):
                             gone=self._unreachable.gone,
                             own=own,
                             part=part,
-                            line=CodeLine(*line) if line else None,
+                            line=line,
                         )
                     )
                     self.timings.mark("ready")

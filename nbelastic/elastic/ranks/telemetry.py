@@ -9,32 +9,30 @@ all ranks. So the report of a repeated step replaces the one that was rolled bac
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import numbers
 import sys
+import sysconfig
 import threading
 import time
-from typing import Any, Protocol
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 
-from nbelastic.elastic.ranks.stack import user_line
 from nbelastic.messages import CodeLine, DataProgress, MetricsReport, RankTelemetry
 
 _EXACT = 2**53
 
-
-class StepObserver(Protocol):
-    """Observer of every batch; :mod:`nbelastic.chaos` has one."""
-
-    def step(self) -> None:
-        """Observe a batch, or a commit or check; in the rank's thread."""
-
-    def redone(self, steps: int, samples: int) -> None:
-        """Observe that so much is repeated after a reset; in the rank's thread."""
-
-    def plan(self) -> None:
-        """Observe a plan that has come; in the agent's thread."""
+NOT_THE_USERS = (
+    str(Path(__file__).parents[2]),
+    *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")),
+    "<frozen ",
+)
+"""How names of files begin that are not the user's: the library's, packages', and nbelastic's."""
 
 
 class Telemetry:
@@ -47,7 +45,7 @@ class Telemetry:
         self.place = (0, 0)  # epoch and batch
         self.total = (0, 0)  # epochs, and batches of an epoch; or no epochs, and steps
         self.memory = (0, 0)  # bytes of the state, and of copies
-        self.observer: StepObserver | None = None
+        self.observer: Any = None  # of each batch, commit or check; a FaultInjector of chaos
         self.share = (0, 0, 0, "")  # micro-batches, first and last, and why not exact
         self.data: tuple[DataProgress, ...] = ()
         self._recording = False
@@ -113,7 +111,7 @@ class Telemetry:
         """Return the present telemetry, with the reports that were not sent before."""
         with self._lock:
             reports, self._reports = self._reports, []
-        line: list[Any] = user_line(self._thread) if self.steps == self._sent else []
+        line = user_line(self._thread) if self.steps == self._sent else None
         self._sent = self.steps
         count, first, last, why_not_exact = self.share
         resident_bytes, gpu_bytes, gpu_total = memory_in_use()
@@ -129,7 +127,7 @@ class Telemetry:
             resident_bytes=resident_bytes,
             gpu_bytes=gpu_bytes,
             gpu_total=gpu_total,
-            line=CodeLine(*line) if line else None,
+            line=line,
             micro_batches=count,
             first=first,
             last=last,
@@ -177,6 +175,38 @@ class ResetTimings:
             moments, self._moments = self._moments, {}
         begin = moments["noticed"]
         return {phase: round(1e3 * (t - begin), 1) for phase, t in moments.items()}
+
+
+_COLLECTOR = threading.Lock()  # held while the garbage collector is off
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Keep garbage from being collected during calls that break if another thread goes on there."""
+    with _COLLECTOR:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+
+
+def user_line(thread: int) -> CodeLine | None:
+    """Return the innermost line of user code in which a thread is."""
+    # CPython 3.11 makes frame objects when they are asked for, and may collect garbage on the way.
+    # What that runs (a callback of `gc`, a destructor) may release the interpreter's lock. Then the
+    # other thread goes on, and the new object stands for memory that has been reused: the process
+    # crashes. So the collector is off meanwhile, as in sys._current_frames itself
+    # (https://github.com/python/cpython/issues/106883).
+    with collector_off():
+        frame = sys._current_frames().get(thread)
+        while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
+            frame = frame.f_back
+    if frame is None:
+        return None
+    return CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def memory_in_use() -> tuple[int, int, int]:

@@ -11,15 +11,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
 from nbelastic.elastic.ranks.context import current_or_none
 
-APPEND_AFTER = 1e5
-"""Microseconds after which events are appended to a rank's part."""
+APPEND_AFTER = 1e5  # microseconds after which events are appended to a rank's part
 
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -81,7 +80,15 @@ class Timeline:
 
     def span(self, what: str, name: str | None = None) -> AbstractContextManager[None]:
         """Return a context for a block of the timeline, nearly free when off."""
-        return _Span(self, what, name) if self.is_on else _NOTHING
+        return self._timed(what, name) if self.is_on else _NOTHING
+
+    @contextlib.contextmanager
+    def _timed(self, what: str, name: str | None) -> Iterator[None]:
+        begun = now()
+        try:
+            yield
+        finally:
+            self.add_span(what, begun, name)
 
     def instant(self, what: str) -> None:
         """Record a moment."""
@@ -104,17 +111,6 @@ class Timeline:
                 self._events.append(event)
                 if self._part is not None and now() - self._appended > APPEND_AFTER:
                     self._append()
-
-
-class _Span:
-    def __init__(self, timeline: Timeline, what: str, name: str | None) -> None:
-        self._timeline, self._what, self._name = timeline, what, name
-
-    def __enter__(self) -> None:
-        self._begun = now()
-
-    def __exit__(self, *_: object) -> None:
-        self._timeline.add_span(self._what, self._begun, self._name)
 
 
 def now() -> float:
