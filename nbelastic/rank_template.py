@@ -55,7 +55,6 @@ KIND = socket.SOCK_SEQPACKET if LINUX else socket.SOCK_STREAM
 MESSAGE_BYTES = 4096
 """Longest message on a line, or between a worker and a rank server; no reader is so far behind."""
 
-LOST = 3  # exit status of a template that has found another one at its address
 IDLE_S = 10.0  # seconds after its last line and server after which a template ends
 
 CONDEMNED_S = 4.0
@@ -154,15 +153,14 @@ def _stamp(path: Path) -> str:
 class _Template:
     """The one thread of a template.
 
-    A worker sends ``{"rank", "worker"}`` with descriptors; the server answers on one of them. It
-    hears ``bound`` and ``ready`` once, and ``lost`` of each server that was killed. A server is
-    known by its worker's number of the rank.
+    A worker sends ``{"worker"}`` with descriptors; the server answers on one of them. It hears
+    ``bound`` and ``ready`` once.
     """
 
     def __init__(self, listener: socket.socket | None, line: socket.socket) -> None:
         self._listener = listener
         self._lines = {line.fileno(): line}
-        self._servers: dict[int, tuple[int, int]] = {}  # by process: line, and number of the rank
+        self._servers: dict[int, int] = {}  # by process: the line that has asked for it
         self._condemned: dict[int, float] = {}
         self._idle_since: float | None = None
 
@@ -177,11 +175,9 @@ class _Template:
         while True:
             watched = {*self._lines, *([self._listener.fileno()] if self._listener else [])}
             ready = children.wait(watched, self._timeout(left))
-            for pid, status in children.reap():
-                worker, number = self._servers.pop(pid, (-1, 0))
+            for pid, _ in children.reap():
+                self._servers.pop(pid, None)
                 self._condemned.pop(pid, None)
-                if status and worker in self._lines:
-                    send(self._lines[worker], op="lost", rank=number, status=status)
                 left = True
             if left:
                 left = children.end_left(self._servers)
@@ -237,9 +233,9 @@ class _Template:
             number = line.fileno()
             self._lines.pop(number).close()
             end = time.monotonic() + CONDEMNED_S
-            for pid, (of, rank) in self._servers.items():
+            for pid, of in self._servers.items():
                 if of == number:  # which the next line may get
-                    self._condemned[pid], self._servers[pid] = end, (-1, rank)
+                    self._condemned[pid], self._servers[pid] = end, -1
             return None
         message = json.loads(data)
         try:
@@ -255,7 +251,7 @@ class _Template:
                 if self._listener is not None:
                     self._listener.close()
                 return message, descriptors
-            self._servers[pid] = (line.fileno(), message["rank"])
+            self._servers[pid] = line.fileno()
         for descriptor in descriptors:
             os.close(descriptor)
         return None
@@ -281,7 +277,7 @@ def main(descriptor: str, method: str, name: str = "") -> None:
         try:
             listener.bind(f"\0{name}")
         except OSError:
-            os._exit(LOST)
+            os._exit(1)  # another one has it
     if os.fork():  # it belongs to no worker
         os._exit(0)
     with contextlib.suppress(PermissionError):

@@ -12,6 +12,7 @@ import itertools
 import math
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from nbelastic.driver import Job, driver_of
@@ -22,8 +23,10 @@ from nbelastic.messages import FaultOrder, FaultReport
 from .faults import Fault, RandomPlan
 from .report import FaultOutcome, Report, with_recovery
 
-TICK = 0.05
-"""Seconds between two looks at the job."""
+# In seconds.
+TICK = 0.05  # between two looks at the job
+LATE = 2.0  # that word of a commit may take
+LEAST_SPAN = 2.0  # over which a pace is measured
 
 LEAST_WELL = 2
 """Ranks that must be well, and hold the state, before one of them is hit at random."""
@@ -34,13 +37,15 @@ MUTE = frozenset({"kill", "close", "leave", "restart"})
 LASTING = MUTE | {"crash", "crash_server", "stop", "fail", "memory", "hang"}
 """Kinds after which a rank is not well any more; unless ``stop`` is for a while only."""
 
-LATE = 2.0
-"""Seconds that word of a commit may take."""
-
-LEAST_SPAN = 2.0
-"""Shortest span in seconds over which a pace is measured."""
-
 _numbers = itertools.count(1)
+
+Draws = Iterator[tuple[float, float, Fault]]
+
+
+def _drawn(draws: Draws, now: float) -> tuple[float, float, Fault]:
+    """Draw the next random fault, with the time at which it is due."""
+    wait, where, fault = next(draws)
+    return now + wait, where, fault
 
 
 @dataclass
@@ -72,28 +77,14 @@ class ScheduledFault:
         return FaultOutcome(kind, rank, self.worker, when or self.sent or 0.0, problem)
 
 
-class RandomSchedule:
-    """A random plan that has begun: its next fault, and when."""
-
-    def __init__(self, plan: RandomPlan, now: float) -> None:
-        self._draws = plan.draws()
-        self.advance(now)
-
-    def advance(self, now: float) -> None:
-        """Go on to the next."""
-        wait, self.where, self.fault = next(self._draws)
-        self.due = now + wait
-
-
+@dataclass
 class CommitRate:
     """Counts commits before the first fault, and since."""
 
     # Word of commits comes late, and in steps: time is measured from a change to the next.
-
-    def __init__(self) -> None:
-        self._first: tuple[float, int] | None = None
-        self._fault: tuple[float, int] | None = None
-        self._last: tuple[float, int] | None = None
+    _first: tuple[float, int] | None = None
+    _fault: tuple[float, int] | None = None
+    _last: tuple[float, int] | None = None
 
     def note(self, now: float, commits: int) -> None:
         """Take note of how many commits there are."""
@@ -144,9 +135,10 @@ class FaultPlan:
         self._scheduled = {
             next(_numbers): ScheduledFault(f) for f in faults if isinstance(f, Fault)
         }
-        self._schedules = [
-            RandomSchedule(plan, self._began) for plan in faults if isinstance(plan, RandomPlan)
-        ]
+        self._draws: dict[Draws, tuple[float, float, Fault]] = {
+            draws: _drawn(draws, self._began)
+            for draws in [plan.draws() for plan in faults if isinstance(plan, RandomPlan)]
+        }
         self._known: set[int] = set()
         self._unwell: dict[int, float] = {}
         self._redone: dict[int, tuple[int, int]] = {}
@@ -158,15 +150,6 @@ class FaultPlan:
     def __repr__(self) -> str:
         done = sum(each.done is not None for each in list(self._scheduled.values()))
         return f"<FaultPlan of {self._job.name}: {done} faults so far>"
-
-    def start(self) -> None:
-        """Begin."""
-        if self._driver.chaos is not None:
-            raise OptionError(
-                f"job {self._job.name!r} has a plan of faults already; stop() that one first"
-            )
-        self._driver.chaos = self._take
-        self._thread.start()
 
     def stop(self) -> None:
         """Inject no more faults; earlier faults stay in the report. The job goes on."""
@@ -205,10 +188,8 @@ class FaultPlan:
         with self._lock:
             if report.what == "redone":
                 steps, samples = self._redone.get(report.generation, (0, 0))
-                self._redone[report.generation] = (
-                    max(steps, report.steps),
-                    samples + report.samples,
-                )
+                redone = max(steps, report.steps), samples + report.samples
+                self._redone[report.generation] = redone
                 return
             scheduled = self._scheduled.get(report.number)
             if scheduled is None or not scheduled.open:
@@ -249,8 +230,9 @@ class FaultPlan:
         running = view.state == "running"
         with self._lock:
             self._commit_rate.note(now, view.commits)
-            for schedule in self._schedules if running else ():
-                self._draw(schedule, members, now)
+            for draws, (due, where, fault) in self._draws.items() if running else ():
+                if now >= due and self._schedule(where, fault, members, now):
+                    self._draws[draws] = _drawn(draws, now)
             starts = {rank.start for rank in view.ranks}
             orders: dict[int, list[FaultOrder]] = {start: [] for start in starts - self._known}
             self._known |= starts
@@ -273,23 +255,21 @@ class FaultPlan:
             for start, faults in orders.items():
                 self._driver.job_client.inject([start], faults)
 
-    def _draw(self, schedule: RandomSchedule, members: list[RankView], now: float) -> None:
-        """Schedule what is due of a random plan, if enough ranks are well."""
+    def _schedule(self, where: float, fault: Fault, members: list[RankView], now: float) -> bool:
+        """Schedule a fault of a random plan; return False if too few ranks are well."""
         well = [
             rank
             for rank in members
-            if rank.state == "running"
-            and rank.commits > 0
-            and self._unwell.get(rank.start, 0) < now
+            if rank.state == "running" and rank.commits and self._unwell.get(rank.start, 0) < now
         ]
-        if now < schedule.due or len(well) < LEAST_WELL:
-            return
-        target, fault = well[int(schedule.where * len(well))], schedule.fault
+        if len(well) < LEAST_WELL:
+            return False
+        target = well[int(where * len(well))]
         if fault.kind != "pause":
             fault = replace(fault, rank=target.rank)
             self._note_unwell(target.start, fault)
         self._scheduled[next(_numbers)] = ScheduledFault(fault, start=target.start)
-        schedule.advance(now)
+        return True
 
     def _send(self, scheduled: ScheduledFault, members: list[RankView], now: float) -> set[int]:
         """Send a fault whose time has come; return the start of the rank to order it from."""
@@ -334,6 +314,9 @@ def inject(job: Job, *faults: Fault | RandomPlan, pace: float | None = None) -> 
     for fault in faults:
         if not isinstance(fault, (Fault, RandomPlan)):
             raise OptionError(f"{fault!r}: must be a fault, as chaos.kill(rank=1) makes one")
-    plan = FaultPlan(job, faults, pace)
-    plan.start()
+    driver, plan = driver_of(job), FaultPlan(job, faults, pace)
+    if driver.chaos is not None:
+        raise OptionError(f"job {job.name!r} has a plan of faults already; stop() that one first")
+    driver.chaos = plan._take
+    plan._thread.start()
     return plan

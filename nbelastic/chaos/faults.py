@@ -5,10 +5,13 @@ from __future__ import annotations
 import random as dice
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict
 
 from nbelastic.errors import OptionError
 from nbelastic.messages import FaultOrder
+
+if TYPE_CHECKING:
+    from typing import Unpack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +49,14 @@ class Fault:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("rank", "step", "generation", "steps"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise OptionError(f"{name}={value!r}: must be a whole number")
         for name in ("rank", "step", "generation", "after", "seconds", "steps"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise OptionError(f"{name}={value!r}: must not be negative")
-        triggers = [self.step is not None or self.generation is not None, self.forming]
-        if sum((*triggers, self.after is not None)) > 1:
+            if (value := getattr(self, name)) is not None:
+                if name not in ("after", "seconds") and type(value) is not int:
+                    raise OptionError(f"{name}={value!r}: must be a whole number")
+                if value < 0:
+                    raise OptionError(f"{name}={value!r}: must not be negative")
+        by_number = self.step is not None or self.generation is not None
+        if by_number + self.forming + (self.after is not None) > 1:
             raise OptionError("step= (with generation=), forming= and after= exclude each other")
         if self.forming and self.kind in ("fail", "hang", "slow", "memory"):
             raise OptionError(f"forming=True: {self.kind} happens in the training function")
@@ -67,23 +68,16 @@ class Fault:
 
     def order(self, number: int) -> FaultOrder:
         """Return the fault's order to a rank."""
-        timed = self.by_the_rank
         return FaultOrder(
             number,
             self.kind,
             seconds=float(self.seconds),
             steps=self.steps,
-            rank=self.rank if timed else None,
+            rank=self.rank if self.by_the_rank else None,
             step=self.step,
             generation=self.generation,
             forming=self.forming,
         )
-
-    def __str__(self) -> str:
-        target = "" if self.rank is None else f" of rank {self.rank}"
-        when = {"step": self.step, "generation": self.generation, "forming": self.forming or None}
-        parts = [f"{name}={value}" for name, value in when.items() if value is not None]
-        return " ".join([f"{self.kind}{target}", *parts])
 
 
 class When(TypedDict, total=False):
@@ -194,19 +188,8 @@ def pause(seconds: float = 5.0, *, after: float | None = None) -> Fault:
 # -- at random ------------------------------------------------------------------------------------
 
 KINDS = (
-    "kill",
-    "crash",
-    "crash_server",
-    "stop",
-    "close",
-    "restart",
-    "fail",
-    "memory",
-    "hang",
-    "slow",
-    "disk",
-    "partition",
-    "pause",
+    *("kill", "crash", "crash_server", "stop", "close", "restart", "fail", "memory", "hang"),
+    *("slow", "disk", "partition", "pause"),
 )
 """What :func:`random` chooses from. ``leave`` is not among it: it makes the cluster smaller."""
 
@@ -223,11 +206,7 @@ class RandomPlan:
     kinds: tuple[str, ...] = KINDS
 
     def draws(self) -> Iterator[tuple[float, float, Fault]]:
-        """Return what happens, in order: the same for the same seed.
-
-        Each is the wait before it, how far down the list of ranks it hits, from 0 to 1, and the
-        fault, of a rank still to be filled in.
-        """
+        """Yield faults in order: the wait before each, and where in the ranks it hits (0 to 1)."""
         source = dice.Random(self.seed)
         together = False
         while True:
@@ -235,19 +214,15 @@ class RandomPlan:
             kind = source.choice(self.kinds)
             where, length = source.random(), source.random()
             together = not together and source.random() < SEVERAL
-            yield wait, where, _drawn(kind, length)
-
-
-def _drawn(kind: str, length: float) -> Fault:
-    """Return a fault of a kind, longer with `length`, from 0 to 1."""
-    seconds = {
-        "pause": 1.0 + 3.0 * length,
-        "stop": 0.0 if length < 0.5 else 4.0 * (length - 0.5),  # half are continued, soon or late
-        "slow": 0.5 * length,
-        "disk": 1.0 + 2.0 * length,
-    }.get(kind, 0.0)
-    forming = kind in ("kill", "crash", "crash_server", "close") and length < 0.25
-    return Fault(kind=kind, forming=forming, seconds=seconds, steps=5 if kind == "slow" else 0)
+            seconds = {
+                "pause": 1.0 + 3.0 * length,
+                "stop": max(4.0 * length - 2.0, 0.0),  # half are continued, soon or late
+                "slow": 0.5 * length,
+                "disk": 1.0 + 2.0 * length,
+            }.get(kind, 0.0)
+            forming = kind in ("kill", "crash", "crash_server", "close") and length < 0.25
+            fault = Fault(kind=kind, forming=forming, seconds=seconds, steps=5 * (kind == "slow"))
+            yield wait, where, fault
 
 
 def random(seed: int, every: float, kinds: tuple[str, ...] = KINDS) -> RandomPlan:

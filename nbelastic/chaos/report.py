@@ -95,9 +95,16 @@ class Report:
     def rows(self) -> tuple[Row, ...]:
         """A row for each kind, then a row for all faults."""
         done = [outcome for outcome in self.injections if not outcome.problem]
-        kinds = sorted({outcome.kind for outcome in done})
-        rows = [_row(kind, [i for i in done if i.kind == kind]) for kind in kinds]
-        return (*rows, _row("all", done))
+        found = []
+        for kind in (*sorted({outcome.kind for outcome in done}), "all"):
+            these = [each for each in done if kind in (each.kind, "all")]
+            spans = sorted(each.recovery for each in these if each.recovery is not None)
+            # The smallest value that is not below such a share of all.
+            p50, p99 = (
+                spans[math.ceil(share * len(spans)) - 1] if spans else None for share in (0.5, 0.99)
+            )
+            found.append(Row(kind, len(these), len(spans), p50, p99))
+        return tuple(found)
 
     @property
     def skipped(self) -> tuple[FaultOutcome, ...]:
@@ -105,9 +112,8 @@ class Report:
         return tuple(outcome for outcome in self.injections if outcome.problem)
 
     def _cells(self) -> list[tuple[str, ...]]:
-        head = ("fault", "injected", "resets", "p50", "p99")
         return [
-            head,
+            ("fault", "injected", "resets", "p50", "p99"),
             *(
                 (row.kind, str(row.injected), str(row.resets), _span(row.p50), _span(row.p99))
                 for row in self.rows
@@ -124,8 +130,7 @@ class Report:
                 f"goodput: {self.goodput:.0%} ({self.pace:.2f} commits/s; "
                 f"undisturbed {self.undisturbed:.2f})"
             )
-        notes += [f"not done: {i.kind} of rank {i.rank}: {i.problem}" for i in self.skipped]
-        return notes
+        return notes + [f"not done: {i.kind} of rank {i.rank}: {i.problem}" for i in self.skipped]
 
     def __str__(self) -> str:
         lines = [f"{c[0]:<10}" + "".join(f"{cell:>10}" for cell in c[1:]) for c in self._cells()]
@@ -134,24 +139,10 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        head, *body = self._cells()
-        rows = [_html_row("th", head), *(_html_row("td", cells) for cells in body)]
-        notes = "<br>".join(html.escape(note) for note in self._notes())
-        return f"<table>{''.join(rows)}</table><p>{notes}</p>"
-
-
-def _html_row(tag: str, cells: tuple[str, ...]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-
-def _row(kind: str, injections: list[FaultOutcome]) -> Row:
-    spans = sorted(i.recovery for i in injections if i.recovery is not None)
-    return Row(kind, len(injections), len(spans), _share(spans, 0.5), _share(spans, 0.99))
-
-
-def _share(ordered: list[float], share: float) -> float | None:
-    """Return the smallest value that is not below `share` of all."""
-    return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
+        rows = ""
+        for tag, cells in zip(("th", *["td"] * len(self.rows)), self._cells(), strict=True):
+            rows += f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+        return f"<table>{rows}</table><p>{'<br>'.join(map(html.escape, self._notes()))}</p>"
 
 
 def _span(seconds: float | None) -> str:
@@ -164,30 +155,27 @@ def with_recovery(
     injections: Sequence[FaultOutcome], history: Sequence[HistoryEvent]
 ) -> tuple[FaultOutcome, ...]:
     """Return injections with the time that the job took to recover from each."""
-    result = []
-    for outcome in injections:
-        later = [i.time for i in injections if i.worker == outcome.worker]
-        before = min((time for time in later if time > outcome.time), default=math.inf)
-        result.append(replace(outcome, recovery=_recovery(outcome, history, before)))
-    return tuple(result)
+    return tuple(
+        replace(each, recovery=_recovery(each, injections, history)) for each in injections
+    )
 
 
 def _recovery(
-    outcome: FaultOutcome, history: Sequence[HistoryEvent], before: float
+    outcome: FaultOutcome, injections: Sequence[FaultOutcome], history: Sequence[HistoryEvent]
 ) -> float | None:
     if outcome.problem or outcome.kind in HARMLESS:
         return None
     since = outcome.time
     if outcome.kind != "partition":
-        lost = [
+        here = [each.time for each in injections if each.worker == outcome.worker]
+        before = min((time for time in here if time > since), default=math.inf)
+        lost = (
             event.time
             for event in history
             if event.kind in ("lost", "left")
             and event.worker == outcome.worker
-            and since - SLACK <= event.time < before
-        ]
-        if not lost:
-            return None
-        since = lost[0]
+            and outcome.time - SLACK <= event.time < before
+        )
+        since = next(lost, math.inf)
     formed = [event.time for event in history if event.kind == "formed" and event.time >= since]
     return max(formed[0] - outcome.time, 0.0) if formed else None

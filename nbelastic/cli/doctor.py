@@ -146,7 +146,7 @@ def examine(address: str | None) -> Facts:
 
 def _ask(client: Any, here: Side) -> Facts:
     """Ask the scheduler and the workers of a cluster."""
-    from nbelastic.cluster.worker.environment import versions_reader
+    from nbelastic.cluster.wire import versions_reader
 
     reader = versions_reader()  # needs nothing of nbelastic where it runs
     scheduler = Side("the scheduler", client.run_on_scheduler(reader))

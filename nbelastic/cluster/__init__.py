@@ -16,7 +16,7 @@ from .payload import Modules
 from .pulled import LARGE, Returned, check_pulled, put, variables_of
 from .rank_error import Failure, unpack_error
 from .scheduler.plugin import ElasticPlugin
-from .worker.environment import versions as own_versions
+from .wire import versions as own_versions
 from .worker.rank.fault_injector import InjectedFault
 
 __all__ = [

@@ -9,6 +9,7 @@ before it is handled.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -56,3 +57,31 @@ def unpack(data: Any, kind: Any = m.AnyMessage) -> Any:
         return m.decode(b"".join(data["body"]), kind)
     except (TypeError, ValueError) as error:
         raise ValueError(f"not a message: {error}") from error
+
+
+# -- versions --------------------------------------------------------------------------------------
+
+MUST_MATCH = ("python", "nbelastic", "torch")
+"""Versions that kernel and workers must share; the scheduler may do without torch."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions in this process that kernel and workers must share, without imports."""
+    return versions_reader()()
+
+
+def versions_reader(names: tuple[str, ...] = MUST_MATCH) -> Callable[[], dict[str, str]]:
+    """Return a function that reads versions, and travels to a process without nbelastic."""
+
+    def read() -> dict[str, str]:
+        import importlib.metadata
+        import sys
+
+        found = dict.fromkeys(names, "missing")
+        for name in names:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                found[name] = importlib.metadata.version(name)
+        found["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return found
+
+    return read

@@ -12,7 +12,6 @@ call at any time. All ranks issue the same operations in the same order.
 from __future__ import annotations
 
 import abc
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,16 +19,15 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from nbelastic.collectives import buffers
 from nbelastic.collectives.arguments import (
+    check_alike,
     check_contiguous,
-    check_exchange,
-    check_gather,
     check_op,
-    check_peer,
     check_rank,
-    check_reduce_scatter,
     check_together,
 )
 from nbelastic.collectives.buffers import delivered, on_host
+from nbelastic.collectives.consistency import History, check_consistency
+from nbelastic.collectives.rendezvous.client import MATCHING, RendezvousClient
 from nbelastic.collectives.transport import Handle, Op, TensorTransport
 from nbelastic.errors import CollectiveError
 
@@ -37,9 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.consistency import History
     from nbelastic.collectives.reduction_tree import Blocks
-    from nbelastic.collectives.rendezvous.client import RendezvousClient
     from nbelastic.collectives.transport import Nodes, Tensors
 
 P = ParamSpec("P")
@@ -50,41 +46,19 @@ connectors: list[Callable[[Rendezvous], Communicator]] = []
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Everything that a rank needs to connect to the ranks of its generation.
+    """Everything that a rank needs to connect to the ranks of its generation."""
 
-    Attributes
-    ----------
-    job : str
-        Name of the job, unique on the cluster.
-    generation : int
-        Number of the generation; together with ``job`` it names keys that are never reused.
-    rank, size : int
-        This rank, and the number of ranks.
-    store : tuple of (str, int)
-        Address of the rendezvous server, which one of the ranks runs.
-    bind : str
-        Address of the interface that this rank listens on.
-    timeout_s : float
-        Limit for connecting and for each operation.
-    forming_s : float
-        Time after which the driver breaks a generation that has not formed. Trials of transports
-        stay within it.
-    backend : str
-        The transport that the job asks for: one of ``backend_names()``.
-    secret : bytes
-        Shared by the ranks of the job; peers that do not know it are refused.
-    """
-
-    job: str
+    job: str  # unique on the cluster; with the generation it names keys that are never reused
     generation: int
     rank: int
     size: int
-    store: tuple[str, int]
-    bind: str
-    timeout_s: float = 1800.0
+    store: tuple[str, int]  # address of the rendezvous server, which one of the ranks runs
+    bind: str  # address of the interface that this rank listens on
+    timeout_s: float = 1800.0  # for connecting and for each operation
+    # The driver breaks a generation that has not formed by then; trials of transports stay within.
     forming_s: float = 10.0
-    backend: str = "auto"
-    secret: bytes = field(default=b"", repr=False)
+    backend: str = "auto"  # the transport that the job asks for
+    secret: bytes = field(default=b"", repr=False)  # peers that do not know it are refused
 
     def part(self, name: str, ranks: Sequence[int], backend: str | None = None) -> Rendezvous:
         """Return the rendezvous of some of the ranks, under a `name` of their own."""
@@ -140,33 +114,17 @@ class Communicator(TensorTransport):
         self.generation = rendezvous.generation
         self._rendezvous = rendezvous
         self._abort_signal = abort_signal
+        self.history = History()  # operations that ranks have compared so far
         self._subgroups: dict[str, Communicator] = {}
         self._waiting = False
         self._completed = 0
 
-    @functools.cached_property
-    def history(self) -> History:
-        """Operations that ranks have compared so far."""
-        from nbelastic.collectives.consistency import History
-
-        return History()
-
     @abc.abstractmethod
     def connect(self) -> Communicator:
-        """Connect to the other ranks. Called once, before any operation.
+        """Connect to the other ranks; called once. Return the communicator to use from here on.
 
-        Blocks until this rank can take part in operations, or for an :meth:`abort`.
-
-        Returns
-        -------
-        Communicator
-            The communicator to use from here on: this one, or one negotiated with the other ranks,
-            which :meth:`abort` of this one reaches as well.
-
-        Raises
-        ------
-        CollectiveError
-            A peer cannot be reached, or the communicator was aborted.
+        That is this one, or one negotiated with the other ranks, which :meth:`abort` of this one
+        reaches as well. Blocks until this rank can take part in operations, or for an abort.
         """
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -182,27 +140,10 @@ class Communicator(TensorTransport):
     def agree(self, text: str, number: int = 0) -> list[int]:
         """Wait for all ranks, and check that all are about to do the same.
 
-        Parameters
-        ----------
-        text : str
-            What this rank is about to do: a line, and details, one a line.
-        number : int, default 0
-            A number for the other ranks, which may differ.
-
-        Returns
-        -------
-        list of int
-            The numbers of all ranks.
-
-        Raises
-        ------
-        RanksDisagree
-            The texts differ. All ranks raise it, and the communicator stays usable.
-        CollectiveError
-            The communicator is broken.
+        `text` says what: a line, and details, one a line. Returns the numbers of all ranks, which
+        may differ. Where the texts differ, all ranks raise :class:`~nbelastic.errors.RanksDisagree`
+        and the communicator stays usable.
         """
-        from nbelastic.collectives.consistency import check_consistency
-
         return check_consistency(self, text, number)
 
     def allgather_bytes(self, record: bytes) -> list[bytes]:
@@ -229,7 +170,8 @@ class Communicator(TensorTransport):
 
     def allreduce_coalesced_async(self, tensors: Tensors, op: Op = Op.SUM) -> Handle:
         """Reduce `tensors`, one or more of the same type, over all ranks, in place."""
-        check_together(tensors, op)
+        check_together(tensors, "tensors")
+        check_op(tensors[0], op)
         if self.capabilities.coalesces:
             return self._allreduce(tensors, op)
         return _Handles([self.allreduce_async(tensor, op) for tensor in tensors])
@@ -254,21 +196,11 @@ class Communicator(TensorTransport):
         node's sum. Where it has none for the whole node, it gives
         :data:`~nbelastic.collectives.reduction_tree.IDENTITY`. A sum without any value is that.
 
+        `nodes` has, for each node that covers this rank's block, ``blocks.covers[rank]``, the sums
+        of its leaves: tensors of one type, in the shapes of `outputs`. `blocks` are the same on all
+        ranks. `outputs` are filled with the sums, by default those of the first node, in place; a
+        rank with an empty block must give them. They share no memory with other nodes' tensors.
         Arguments are not checked: micro-batches, which bring them, fit together by construction.
-
-        Parameters
-        ----------
-        nodes : sequence of sequences of torch.Tensor
-            For each node that covers this rank's block, ``blocks.covers[rank]``, the sums of its
-            leaves: tensors of one type that can be summed, in the shapes of `outputs`. None for a
-            rank with an empty block.
-        blocks : Blocks
-            The leaves of each rank, the same on all ranks. Compared as the operation's other
-            arguments are.
-        outputs : sequence of torch.Tensor, optional
-            Filled with the sums, on all ranks. By default those of the first node, in place. A
-            rank with an empty block must give them. They may be tensors of the first node, and
-            share no memory with those of other nodes.
         """
         found = nodes[0] if outputs is None else outputs
         if not any(tensor.numel() for tensor in found):
@@ -290,7 +222,10 @@ class Communicator(TensorTransport):
 
     def allgather_async(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
         """Collect every rank's `tensor`, of one shape, into `outputs`, a tensor per rank."""
-        check_gather(outputs, tensor, self.size)
+        check_together(outputs, "outputs", self.size)
+        check_contiguous(tensor)
+        for output in outputs:
+            check_alike(output, tensor, "every output", "the tensor gathered")
         if tensor.numel() == 0:
             return self.begin_nothing()
         near, (source,) = self._near(outputs, load=False), self._near([tensor])
@@ -300,7 +235,10 @@ class Communicator(TensorTransport):
         self, output: torch.Tensor, inputs: Tensors, op: Op = Op.SUM
     ) -> Handle:
         """Reduce ``inputs[i]`` of all ranks into `output` of rank ``i``."""
-        check_reduce_scatter(output, inputs, self.rank, self.size, op)
+        check_together(inputs, "inputs", self.size)
+        check_contiguous(output)
+        check_op(output, op)
+        check_alike(output, inputs[self.rank], "output", f"inputs[{self.rank}], its own part")
         if not any(tensor.numel() for tensor in inputs):
             return self.begin_nothing()
         near = self._near([output], load=False)
@@ -309,7 +247,10 @@ class Communicator(TensorTransport):
 
     def all_to_all_async(self, outputs: Tensors, inputs: Tensors) -> Handle:
         """Send ``inputs[i]`` to rank ``i``, receive ``outputs[i]`` from it. Shapes may differ."""
-        check_exchange(outputs, inputs, self.rank, self.size)
+        check_together(outputs, "outputs", self.size)
+        check_together(inputs, "inputs", self.size)
+        own = self.rank
+        check_alike(outputs[own], inputs[own], f"outputs[{own}]", f"inputs[{own}]")
         near = self._near(outputs, load=False)
         return delivered(self.begin_all_to_all(near, self._near(inputs)), outputs, near)
 
@@ -324,7 +265,7 @@ class Communicator(TensorTransport):
 
     def send_parts_async(self, parts: Tensors, to: int) -> Handle:
         """Send `parts`, vectors of the same type, to be received as one tensor."""
-        check_peer(to, self.rank, self.size, "to")
+        check_rank(to, self.size, "to", own=self.rank)
         if not any(part.numel() for part in parts):
             return self.begin_nothing()
         return self.begin_send([on_host(part) for part in parts], to)
@@ -332,7 +273,7 @@ class Communicator(TensorTransport):
     def receive_async(self, tensor: torch.Tensor, source: int) -> Handle:
         """Receive `tensor` from rank `source`."""
         check_contiguous(tensor)
-        check_peer(source, self.rank, self.size, "source")
+        check_rank(source, self.size, "source", own=self.rank)
         if tensor.numel() == 0:
             return self.begin_nothing()
         buffer = on_host(tensor, load=False)
@@ -403,18 +344,11 @@ class Communicator(TensorTransport):
         self._abort_signal.on_abort(callback)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Communicator:
-        """Return a connected communicator of some of the ranks; all its ranks call this.
+        """Return a connected communicator of some of the ranks, in ascending order; all call this.
 
         It has an order of operations of its own, and ends with this communicator; if it fails, so
-        does this one. :meth:`close` of it alone leaves this one as it is.
-
-        Parameters
-        ----------
-        ranks : sequence of int
-            Ranks of this communicator in ascending order, this rank among them.
-        name : str
-            Never used before in this generation by any of these ranks for other `ranks`. A second
-            call with it returns the same communicator.
+        does this one. :meth:`close` of it alone leaves this one as it is. A `name` stands for the
+        same ranks in the whole generation: a second call with it returns the same communicator.
         """
         known = self._subgroups.get(name)
         if known is not None:
@@ -449,8 +383,6 @@ class Communicator(TensorTransport):
 
         See :mod:`nbelastic.collectives.rendezvous.matcher`.
         """
-        from nbelastic.collectives.rendezvous.client import MATCHING, RendezvousClient
-
         return RendezvousClient(self._rendezvous, MATCHING)
 
     def cut_connections(self) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import struct
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -160,7 +161,10 @@ def disagreement(
     what = "ranks called different operations"
     if len(set(sides)) == 1:
         what, sides = f"ranks disagree in {sides[0]}", _differing_details(texts)
-    error = RanksDisagree(f"{what}: {listed(_by_side(sides, ranks))}")
+    by_side: dict[str, list[int]] = {}
+    for rank, side in zip(ranks or range(len(sides)), sides, strict=True):
+        by_side.setdefault(side, []).append(rank)
+    error = RanksDisagree(f"{what}: {listed(by_side)}")
     error.sides = tuple(zip(texts, numbers, strict=False))
     return error
 
@@ -168,18 +172,10 @@ def disagreement(
 def _differing_details(texts: Sequence[str]) -> list[str]:
     """Return each rank's first detail that is not the same on all ranks."""
     details = [text.split("\n")[1:] for text in texts]
-    for index in range(max(map(len, details))):
-        sides = [each[index] if index < len(each) else "no more" for each in details]
-        if len(set(sides)) > 1:
-            return sides
+    for sides in itertools.zip_longest(*details, fillvalue="no more"):
+        if len({*sides}) > 1:
+            return [*sides]
     return ["?" for _ in texts]
-
-
-def _by_side(sides: Sequence[str], numbers: Sequence[int] | None) -> dict[str, list[int]]:
-    ranks: dict[str, list[int]] = {}
-    for rank, side in zip(range(len(sides)) if numbers is None else numbers, sides, strict=True):
-        ranks.setdefault(side, []).append(rank)
-    return ranks
 
 
 def listed(ranks: Mapping[str, Sequence[int]]) -> str:

@@ -21,7 +21,7 @@ from nbelastic.collectives.buffers import copy_back, copy_parts, slice_bounds
 from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
 from nbelastic.collectives.operations import OperationHandle, OrderedExecutor, abortable
-from nbelastic.collectives.reduction_tree import Blocks
+from nbelastic.collectives.reduction_tree import Blocks, merged
 from nbelastic.collectives.shm.segment import (
     abort_with,
     allocate,
@@ -139,7 +139,7 @@ class HierarchicalCommunicator(GlooCommunicator):
         sums = [*own]
         whole = Op.SUM if op is Op.AVERAGE else op
         if blocks is not None:
-            hosts = blocks.merged(topology.hosts)
+            hosts = merged(blocks, topology.hosts)
             left = len(hosts.covers[topology.hosts.index(self._local_ranks)])
             # What remains of a host may be more than this rank's nodes, so it lies elsewhere.
             sums = sums[:left] if group is None else [torch.empty_like(own[0]) for _ in range(left)]

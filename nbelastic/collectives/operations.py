@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nbelastic.collectives.abort_signal import AbortSignal, Wakeup
 from nbelastic.collectives.communicator import Communicator
@@ -93,24 +93,22 @@ class OperationHandle:
         operation: Operation,
         deliver: Callable[[], object] | None = None,
     ) -> None:
-        self._communicator: AsyncCommunicator | None = communicator
-        self._operation: Operation | None = operation
-        self._deliver = deliver
+        self._its: tuple[Any, Any, Any] | None = communicator, operation, deliver
 
     def done(self) -> bool:
         """Return whether the operation has ended, or never will."""
-        communicator, operation = self._communicator, self._operation
-        if communicator is None or operation is None:
+        if self._its is None:
             return True
-        return communicator._abort_signal.reason is not None or operation.done()
+        communicator, operation, _ = self._its
+        return communicator._abort_signal.reason is not None or bool(operation.done())
 
     def wait(self) -> None:
         """Complete the operation."""
-        communicator, operation = self._communicator, self._operation
-        if communicator is None or operation is None:
+        if self._its is None:
             return
-        communicator._complete(operation, self._deliver)
-        self._communicator = self._operation = self._deliver = None  # frees what was lent
+        communicator, operation, deliver = self._its
+        communicator._complete(operation, deliver)
+        self._its = None  # frees what was lent
 
 
 Task: TypeAlias = Callable[[timedelta], object]
@@ -175,8 +173,7 @@ class OrderedExecutor:
 
     For sends and receives Gloo has neither callbacks nor a query for completion, so a thread has to
     block in them. Messages of one direction between two ranks complete in order, hence one executor
-    a direction serves them all. The same holds for messages through shared memory, and for the
-    stages of a hierarchical allreduce.
+    a direction serves them all.
 
     It treats subnormal numbers as the thread that submits the task, which is the one whose sums it
     adds: ``torch.set_flush_denormal`` holds for a thread and those that it starts.

@@ -115,12 +115,14 @@ class Blocks:
             )
 
     @staticmethod
+    @functools.lru_cache(maxsize=64)
     def even(leaves: int, ranks: int) -> Blocks:
         """Return blocks of floor and ceiling: rank ``r`` begins at leaf ``leaves * r // ranks``.
 
         Each block is a single node where `ranks` is a power of two and divides `leaves`.
         """
-        return _even(leaves, ranks)
+        bounds = [leaves * rank // ranks for rank in range(ranks + 1)]
+        return Blocks(tuple(end - begin for begin, end in itertools.pairwise(bounds)))
 
     @property
     def ranks(self) -> int:
@@ -136,10 +138,6 @@ class Blocks:
     def bounds(self) -> tuple[int, ...]:
         """First leaf of each rank, and V."""
         return tuple(itertools.accumulate(self.quotas, initial=0))
-
-    def merged(self, groups: tuple[tuple[int, ...], ...]) -> Blocks:
-        """Return the leaves of groups of consecutive ranks, like a host's."""
-        return _merged(self, groups)
 
     def block(self, rank: int) -> range:
         """Return the leaves of a rank."""
@@ -157,11 +155,6 @@ class Blocks:
 
 
 @functools.lru_cache(maxsize=64)
-def _merged(blocks: Blocks, groups: tuple[tuple[int, ...], ...]) -> Blocks:
+def merged(blocks: Blocks, groups: tuple[tuple[int, ...], ...]) -> Blocks:
+    """Return the leaves of groups of consecutive ranks, like a host's."""
     return Blocks(tuple(sum(blocks.quotas[rank] for rank in ranks) for ranks in groups))
-
-
-@functools.lru_cache(maxsize=64)
-def _even(leaves: int, ranks: int) -> Blocks:
-    bounds = [leaves * rank // ranks for rank in range(ranks + 1)]
-    return Blocks(tuple(end - begin for begin, end in itertools.pairwise(bounds)))

@@ -8,7 +8,6 @@ from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import AsyncCommunicator
 from nbelastic.collectives.transport import Handle
-from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
     import torch
@@ -64,11 +63,8 @@ class SoloCommunicator(AsyncCommunicator):
     def _nothing(self, *_arguments: Any, **_options: Any) -> Any:
         return self.begin_nothing()
 
-    def _nobody(self, *_arguments: Any, **_options: Any) -> Any:
-        raise CollectiveError("a rank alone has no peer")
-
     begin_allreduce = begin_broadcast = begin_barrier = _nothing
-    begin_send = begin_receive = _nobody
+    begin_send = begin_receive = _nothing  # never called: a rank alone has no peer
 
     def _near(
         self,

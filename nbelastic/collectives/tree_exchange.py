@@ -14,7 +14,7 @@ added.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -41,43 +41,6 @@ _LEAST_BYTES = 64 << 10
 
 _SERIAL = 32_000
 """Elements that are added at a time: few enough for torch not to start threads of its own."""
-
-
-def sum_along_tree(
-    values: Tensors, order: Sequence[int], output: torch.Tensor, scratch: Collection[int] = ()
-) -> None:
-    """Add `values` in an order of ``reduction_tree.additions`` to one sum.
-
-    They are vectors of one length in host memory, of which those with an index in `scratch` may be
-    overwritten. `output` may be one of them, and shares no memory with others.
-    """
-    for begin in range(0, output.numel(), _SERIAL):
-        end = begin + _SERIAL
-        parts = [value[begin:end] for value in values]
-        _sum_parts(parts, order, output[begin:end], {id(parts[index]) for index in scratch})
-
-
-def _sum_parts(
-    values: list[torch.Tensor], order: Sequence[int], output: torch.Tensor, scratch: set[int]
-) -> None:
-    left_to_do = sum(order)
-    made = []  # keeps what is identified in `scratch`
-
-    def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        nonlocal left_to_do
-        left_to_do -= 1
-        if left_to_do == 0:
-            return torch.add(left, right, out=output)
-        for each in (left, right):
-            if id(each) in scratch:
-                return torch.add(left, right, out=each)
-        made.append(torch.add(left, right))
-        scratch.add(id(made[-1]))
-        return made[-1]
-
-    (total,) = fold(values, order, add)
-    if total.data_ptr() != output.data_ptr():
-        output.copy_(total)
 
 
 def flattened(nodes: Nodes, outputs: Tensors) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -149,14 +112,35 @@ def _joined(vectors: Tensors, nothing: torch.Tensor) -> torch.Tensor:
 
 
 def _add_received(received: Tensors, blocks: Blocks, rank: int, total: torch.Tensor) -> None:
-    """Add a chunk of all ranks' nodes; all but this rank's own may be overwritten."""
+    """Add a chunk of all ranks' nodes to `total`, which may be one of this rank's own."""
     values: list[torch.Tensor] = []
-    scratch: list[int] = []
+    kept = range(0)
     for other, (nodes, cover) in enumerate(zip(received, blocks.covers, strict=True)):
-        if other != rank:
-            scratch += range(len(values), len(values) + len(cover))
+        if other == rank:
+            kept = range(len(values), len(values) + len(cover))
         values += nodes.view(len(cover), total.numel())
-    sum_along_tree(values, blocks.order, total, scratch)
+    for begin in range(0, total.numel(), _SERIAL):
+        end = begin + _SERIAL
+        parts = [value[begin:end] for value in values]
+        own = {id(parts[index]) for index in kept}
+        _sum_parts(parts, own, blocks.order, total[begin:end])
+
+
+def _sum_parts(
+    parts: list[torch.Tensor], own: set[int], order: Sequence[int], output: torch.Tensor
+) -> None:
+    left_to_do = sum(order)
+
+    def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        nonlocal left_to_do
+        left_to_do -= 1
+        # What has arrived, and sums of it, may be overwritten; this rank's own nodes may not.
+        target = left if id(left) not in own else right if id(right) not in own else None
+        return torch.add(left, right, out=target if left_to_do else output)
+
+    (total,) = fold(parts, order, add)
+    if total.data_ptr() != output.data_ptr():
+        output.copy_(total)
 
 
 def chunk_length(blocks: Blocks, itemsize: int) -> int:

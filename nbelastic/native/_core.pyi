@@ -1,20 +1,15 @@
 """Collective operations in memory that processes of one host share.
 
-All pointers are addresses (``tensor.data_ptr()``), all lengths of types 0 to 7 (see `TYPES`) are
-elements, all others bytes. Calls that wait or move data release the GIL.
+Pointers are addresses (``tensor.data_ptr()``), pairs an address and a length. Lengths are elements
+where a type (see `TYPES`) is given, else bytes. Calls that wait or move data release the GIL. What
+the system refuses is an ``OSError``; arguments that do not fit together, a ``ValueError``.
 """
 
 from typing import Any
 
-TYPES: dict[str, int]
-"""Codes of types that can be reduced, by torch's names: ``float32``, ``float64``, ``float16``,
-``bfloat16``, ``int8``, ``int32``, ``int64``, ``uint8``."""
-
-OPS: dict[str, int]
-"""Codes of reductions: ``sum``, ``average``, ``min``, ``max``, ``product``."""
-
-ISA: str
-"""Instruction set of the loops in use: ``baseline``, ``avx2``, ``avx512`` or ``neon``."""
+TYPES: dict[str, int]  # codes of types that can be reduced, by torch's names
+OPS: dict[str, int]  # of reductions: ``sum``, ``average``, ``min``, ``max``, ``product``
+ISA: str  # of the loops in use: ``baseline``, ``avx2``, ``avx512`` or ``neon``
 
 class Broken(Exception):
     """The segment is broken: by an abort, a dead peer, or ranks that disagree."""
@@ -23,10 +18,7 @@ class Disagreement(Broken):
     """The segment is broken because ranks were in different operations."""
 
 def create(size: int) -> int:
-    """Create a segment for `size` ranks; return its file descriptor, an unnamed memfd.
-
-    Raises ``OSError`` if the system refuses.
-    """
+    """Create a segment for `size` ranks; return its file descriptor, an unnamed memfd."""
 
 def copy(target: int, source: int, nbytes: int, far: bool = False) -> None:
     """Copy as messages are copied into a ring; `far` if a distant processor has read the target."""
@@ -35,10 +27,7 @@ class Tree:
     """The shape of a sum: the nodes of each rank of a segment, and the order of additions."""
 
     def __init__(self, leaves: list[int], nodes: list[int], order: list[int]) -> None:
-        """Make it of the numbers of leaves and nodes of each rank, and additions after each node.
-
-        Raises ``ValueError`` if they do not fit together.
-        """
+        """Make it of numbers of leaves and nodes by rank, and additions after each node."""
 
 class Block:
     """A piece of this rank's memory in a segment, mapped by all ranks.
@@ -60,10 +49,7 @@ class Group:
     """
 
     def __init__(self, fd: int, rank: int, size: int, timeout_s: float) -> None:
-        """Map the segment behind `fd`, which the caller closes. A rank's death breaks it from then.
-
-        Raises ``OSError`` if it cannot be mapped, ``ValueError`` if it is no segment.
-        """
+        """Map the segment behind `fd`, which the caller closes. A rank's death breaks it."""
 
     def empty(self, nbytes: int) -> Any:
         """Return an uninitialised `Block` of `nbytes`. Raises ``MemoryError`` if full."""
@@ -75,10 +61,7 @@ class Group:
         """Reduce in place; without copies if all ranks' memory is in the segment."""
 
     def allreduce_async(self, parts: list[tuple[int, int]], type: int, op: int) -> int:
-        """Reduce memory in several places in place, as if it were in one.
-
-        Pairs are an address and a number of elements. Ranks may split the elements differently.
-        """
+        """Reduce memory in several places in place; ranks may split the elements differently."""
 
     def reduce_scatter_async(
         self,
@@ -107,17 +90,14 @@ class Group:
     ) -> int:
         """Sum this rank's nodes and those of all others along a tree, into `outputs`.
 
-        Pairs are an address and a number of elements; those of each node are like the outputs'.
-        Outputs may be those of the first node.
+        Each node has as many elements as the outputs, which may be those of the first node.
         """
 
     def broadcast_async(self, ptr: int, nbytes: int, root: int) -> int: ...
     def allgather_async(self, outputs: list[int], ptr: int, nbytes: int) -> int: ...
     def all_to_all_async(
         self, outputs: list[tuple[int, int]], inputs: list[tuple[int, int]]
-    ) -> int:
-        """Pairs are an address and a number of bytes, one pair per rank."""
-
+    ) -> int: ...
     def share(self, record: bytes) -> list[bytes]:
         """Return the `record` of every rank, of at most 16 KiB each; waits for all of them.
 
@@ -126,13 +106,10 @@ class Group:
 
     def barrier_async(self) -> int: ...
     def send(self, parts: list[tuple[int, int]], to: int) -> None:
-        """Send parts as one message, and wait until it is received.
-
-        Pairs are an address and a number of bytes. One thread at a time for each `to`.
-        """
+        """Send parts as one message; return when it is in the ring. One thread for each `to`."""
 
     def receive(self, ptr: int, nbytes: int, source: int) -> None:
-        """Wait for a message. One thread at a time for each `source`."""
+        """Wait for a message. One thread for each `source`."""
 
     def done(self, ticket: int) -> bool:
         """Return whether an operation has ended, or never will."""

@@ -15,8 +15,6 @@
 #include <numeric>
 #include <system_error>
 
-#include "core/arena.hpp"
-#include "core/copy.hpp"
 #include "core/executor.hpp"
 #include "core/lifeline.hpp"
 #include "core/mail.hpp"
@@ -54,7 +52,7 @@ public:
           team_(segment_, rank, timeout_s),
           arena_(std::make_shared<Arena>(segment_, rank)),
           executor_(std::make_unique<Executor>(team_)),
-          lifeline_(std::make_unique<Lifeline>(team_, *segment_)),
+          lifeline_(std::make_unique<Lifeline>(team_)),
           process_(getpid()) {
         if (segment_->size() != size) throw std::invalid_argument("a segment of another size");
         lifeline_->start();
@@ -293,41 +291,30 @@ NB_MODULE(_core, m) {
     m.attr("TYPES") = codes(kTypeNames);
     m.attr("OPS") = codes(kOpNames);
     m.attr("ISA") = kernels().name;
-    m.def("create", &Segment::create, nb::arg("size"));
-    m.def("copy", &copy, nb::arg("target"), nb::arg("source"), nb::arg("nbytes"),
-          nb::arg("far") = false, NoGil());
+    m.def("create", &Segment::create);
+    m.def("copy", &copy, NoGil());
     nb::class_<Tree>(m, "Tree")
         .def(nb::init<std::vector<std::uint32_t>, const std::vector<std::uint32_t>&,
-                      std::vector<std::uint8_t>>(),
-             nb::arg("leaves"), nb::arg("nodes"), nb::arg("order"));
+                      std::vector<std::uint8_t>>());
     nb::class_<Group>(m, "Group")
-        .def(nb::init<int, std::uint32_t, std::uint32_t, double>(), nb::arg("fd"), nb::arg("rank"),
-             nb::arg("size"), nb::arg("timeout_s"))
-        .def("empty", &Group::empty, nb::arg("nbytes"))
-        .def("holds", &Group::holds, nb::arg("ptr"), nb::arg("nbytes"))
-        .def("allreduce", &Group::allreduce, nb::arg("ptr"), nb::arg("count"), nb::arg("type"),
-             nb::arg("op"), NoGil())
-        .def("allreduce_async", &Group::allreduce_async, nb::arg("parts"), nb::arg("type"),
-             nb::arg("op"), NoGil())
+        .def(nb::init<int, std::uint32_t, std::uint32_t, double>())
+        .def("empty", &Group::empty)
+        .def("holds", &Group::holds)
+        .def("allreduce", &Group::allreduce, NoGil())
+        .def("allreduce_async", &Group::allreduce_async, NoGil())
         .def("reduce_scatter_async", &Group::reduce_scatter_async, nb::arg("ptr"), nb::arg("counts"),
              nb::arg("outputs"), nb::arg("type"), nb::arg("op"), nb::arg("tree") = nullptr, NoGil())
-        .def("gather_parts_async", &Group::gather_parts_async, nb::arg("ptr"), nb::arg("counts"),
-             nb::arg("type"), NoGil())
-        .def("allreduce_tree_async", &Group::allreduce_tree_async, nb::arg("nodes"),
-             nb::arg("outputs"), nb::arg("tree"), nb::arg("type"), NoGil())
-        .def("broadcast_async", &Group::broadcast_async, nb::arg("ptr"), nb::arg("nbytes"),
-             nb::arg("root"), NoGil())
-        .def("allgather_async", &Group::allgather_async, nb::arg("outputs"), nb::arg("ptr"),
-             nb::arg("nbytes"), NoGil())
-        .def("all_to_all_async", &Group::all_to_all_async, nb::arg("outputs"), nb::arg("inputs"),
-             NoGil())
-        .def("share", &Group::share, nb::arg("record"))
+        .def("gather_parts_async", &Group::gather_parts_async, NoGil())
+        .def("allreduce_tree_async", &Group::allreduce_tree_async, NoGil())
+        .def("broadcast_async", &Group::broadcast_async, NoGil())
+        .def("allgather_async", &Group::allgather_async, NoGil())
+        .def("all_to_all_async", &Group::all_to_all_async, NoGil())
+        .def("share", &Group::share)
         .def("barrier_async", &Group::barrier_async, NoGil())
-        .def("send", &Group::send, nb::arg("parts"), nb::arg("to"), NoGil())
-        .def("receive", &Group::receive, nb::arg("ptr"), nb::arg("nbytes"), nb::arg("source"),
-             NoGil())
-        .def("done", &Group::done, nb::arg("ticket"))
-        .def("wait", &Group::wait, nb::arg("ticket"), NoGil())
+        .def("send", &Group::send, NoGil())
+        .def("receive", &Group::receive, NoGil())
+        .def("done", &Group::done)
+        .def("wait", &Group::wait, NoGil())
         .def_prop_ro("waiting", &Group::waiting)
         .def_prop_ro("failure", &Group::failure)
         .def_prop_ro("dead", &Group::dead)

@@ -93,7 +93,7 @@ def test_a_worker_whose_rank_or_rank_server_crashes_starts_another(crew, tmp_pat
     assert not report.skipped
     died = "; ".join(event.detail for event in job.history if event.kind in ("lost", "died"))
     assert "its process was killed by signal 9 (SIGKILL)" in died
-    assert "its rank server has ended (killed by signal 9)" in died
+    assert "its rank server has ended" in died
     assert sizes(job)[-1] == 4
     assert crew.workers() == before
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +15,14 @@ from nbelastic.cluster.process_state import ProcessState
 from nbelastic.cluster.worker import agent as agents
 from nbelastic.cluster.worker import hosted_rank
 from nbelastic.cluster.worker.agent import Agent
-from nbelastic.cluster.worker.hosted_rank import CROWDED, FULL, INTERVAL, PATIENCE, OutputBuffer
 from nbelastic.cluster.worker.notice_watcher import NoticeWatcher
-from nbelastic.cluster.worker.rank_process import ProcessExit
+from nbelastic.cluster.worker.rank_process import (
+    OUTPUT_INTERVAL_S,
+    PATIENCE_S,
+    PAUSE_S,
+    OutputPipe,
+    ProcessExit,
+)
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.messages import (
     Beat,
@@ -27,9 +34,12 @@ from nbelastic.messages import (
     RankDied,
     RankEvent,
     RankOrder,
+    RankOutput,
     Text,
 )
 from tests.support.virtual_time import run  # noqa: F401 - conftest runs the tests by it
+
+SPEC = RankSpec(job="job", start=3, place=Place(0, 1, 0, 1, 0, 1), heartbeat_timeout_s=2)
 
 
 @pytest.mark.parametrize("status", [Status.closing, Status.running])
@@ -78,16 +88,12 @@ def agent(monkeypatch):
     return agent
 
 
-def run_rank(agent):
-    asyncio.run(agent.run(RankSpec(job="job", start=3, place=Place(0, 1, 0, 1, 0, 1)), ""))
-
-
 def test_a_rank_gets_the_orders_that_came_before_it(agent):
     early = [InjectFaults((), (7,)), InjectFaults((), (8,))]
     for effect in early:
         for start in (3, 4):
             agent._obey(RankOrder("job", start, effect))
-    run_rank(agent)
+    asyncio.run(agent.run(SPEC, ""))
     assert made == {("job", 3): early}
     agent._take(ForgetOrder("job"))
     assert agent._early == {}
@@ -96,20 +102,31 @@ def test_a_rank_gets_the_orders_that_came_before_it(agent):
 def test_an_order_to_end_holds_for_the_job_that_gave_it(agent):
     end = RankOrder("job", 3, EndRank(3, "leave", Text("it is over")))
     agent._obey(end)
-    run_rank(agent)
+    asyncio.run(agent.run(SPEC, ""))
     assert made == {}
     agent._obey(end)  # late: its process has ended
     agent._take(ForgetOrder("job"))
     agent._payloads["job"] = b""  # of the next job of this name
-    run_rank(agent)
+    asyncio.run(agent.run(SPEC, ""))
     assert list(made) == [("job", 3)]
+
+
+def test_the_largest_rank_ends_where_a_worker_has_more_memory_than_it_may(agent, monkeypatch):
+    monkeypatch.setattr(agents, "memory_limit", lambda worker: 1e6)
+    killed = []
+    for size in (1, 2):
+        process = SimpleNamespace(memory=lambda size=size: size)
+        rank = SimpleNamespace(process=process, kill=lambda why, size=size: killed.append(size))
+        agent._ranks["job", size] = rank
+    agent._check_memory()
+    assert killed == [2]
 
 
 # -- a rank whose process a test makes up ----------------------------------------------------------
 
 
 class Process:
-    waits, pause_output = False, print
+    waits = False
 
     def __init__(self, state: str) -> None:
         self.kind, self.at, self.signals = state, 0.0, list[tuple[int, str]]()
@@ -125,19 +142,25 @@ class Process:
         return ProcessExit()
 
 
-def hosted(process: Any, seconds: float, send: Any = print) -> hosted_rank.HostedRank:
-    place = Place(0, 1, 0, 1, 0, 1)
-    spec = RankSpec(job="job", start=0, place=place, heartbeat_timeout_s=seconds)
-    setup, launcher = SimpleNamespace(spec=spec), SimpleNamespace(launch=lambda *_: process)
-    return hosted_rank.HostedRank(setup, launcher, None, send)
+def hosted(process: Any, beat: Beat | None, send: Any = print) -> hosted_rank.HostedRank:
+    """Return a rank of a process that has sent a heartbeat, if one is given."""
+    setup: Any = SimpleNamespace(spec=SPEC)
+    launcher: Any = SimpleNamespace(launch=lambda *_: process)
+    rank = hosted_rank.HostedRank(setup, launcher, SimpleNamespace(), send)  # type: ignore[arg-type]
+    if beat:
+        rank._take(Heartbeats((("job", beat),)))
+    return rank
 
 
 async def test_a_death_is_reported_with_the_commit_of_the_last_heartbeat() -> None:
+    """What it has printed before may come in any parts; what is no text is replaced."""
     sent: list[Any] = []
-    rank = hosted(Process("gone"), 2, sent.append)
-    rank._take(Heartbeats((("job", Beat(0, 1, 0, False, 7)),)))
+    rank = hosted(Process("gone"), Beat(3, 1, 0, False, 7), sent.append)
+    for part in (b"a\xc3", b"\xbc\xff\n"):
+        rank._print(part)
     await rank.wait()
-    assert sent == [RankEvent("job", RankDied(0, "its process has ended", 7))]
+    texts = [RankOutput("job", 3, "a"), RankOutput("job", 3, "\u00fc\N{REPLACEMENT CHARACTER}\n")]
+    assert sent == [*texts, RankEvent("job", RankDied(3, "its process has ended", 7))]
 
 
 @pytest.mark.parametrize(
@@ -150,23 +173,20 @@ async def test_a_death_is_reported_with_the_commit_of_the_last_heartbeat() -> No
     ],
 )
 async def test_a_process_that_is_stopped_is_ended_also_before_its_first_heartbeat(
-    monkeypatch: pytest.MonkeyPatch, state: str, heard: bool, words: str
+    state: str, heard: bool, words: str
 ) -> None:
-    monkeypatch.setattr(hosted_rank, "SILENCE_S", -1.0)
     process: Any = Process(state)
-    rank = hosted(process, -1)
-    if heard:
-        rank._take(Heartbeats((("job", Beat(0, 0, 0, False, 0)),)))
-    rank.beat()
-    rank.beat()
+    rank = hosted(process, Beat(3, 0, 0, False, 0) if heard else None)
+    for _ in range(6):
+        await asyncio.sleep(0.5)
+        rank.beat()
     assert words in "".join(reason for _, reason in process.signals)
     assert bool(process.signals) == bool(words)
 
 
 async def test_a_busy_process_is_said_to_wait_until_it_is_silent_and_never_again() -> None:
     """Each change counts as progress: one that held the GIL was not evicted while it waited."""
-    rank = hosted(Process("disk"), 2)
-    rank._take(Heartbeats((("job", Beat(0, 0, 0, True, 0)),)))
+    rank = hosted(Process("disk"), Beat(3, 0, 0, True, 0))
     waits = []
     for _ in range(20):
         waits.append(rank.beat().waiting)
@@ -176,80 +196,53 @@ async def test_a_busy_process_is_said_to_wait_until_it_is_silent_and_never_again
 
 async def test_a_rank_is_not_blamed_for_time_in_which_its_worker_did_not_run() -> None:
     process: Any = Process("alive")
-    rank = hosted(process, 2)
-    rank._take(Heartbeats((("job", Beat(0, 0, 0, False, 0)),)))
+    rank = hosted(process, Beat(3, 0, 0, False, 0))
     rank.beat()
     await asyncio.sleep(30)  # the machine is suspended, or has much to do
     rank.beat()
     assert process.signals == []
-    for _ in range(4):
-        await asyncio.sleep(0.5)
-        rank.beat()
-    assert "does nothing" in process.signals[0][1]
 
 
-# -- output: many lines in few messages, and a rank that waits, in virtual time --------------------
+# -- output: many lines in few messages, and a rank that waits -------------------------------------
 
 
-class Scene:
-    """A buffer, what it has sent, and whether it lets the rank's pipe be read."""
+async def test_many_lines_are_one_message_and_a_crowded_connection_delays_it_for_a_moment() -> None:
+    sent: list[bytes] = []
+    crowded = False
+    source, prints = os.pipe()
+    pipe = OutputPipe(source, sent.append, lambda: crowded)
 
-    def __init__(self) -> None:
-        self.sent: list[str] = []
-        self.waiting, self.paused = 0, False
-        self.buffer = OutputBuffer(self.sent.append, lambda: self.waiting, self._pause)
+    async def passed(seconds: float) -> list[bytes]:
+        await asyncio.sleep(0)
+        await asyncio.sleep(seconds)
+        found = sent.copy()
+        sent.clear()
+        return found
 
-    def _pause(self, paused: bool) -> None:
-        self.paused = paused
-
-
-async def test_many_lines_take_one_message_and_the_last_words_are_sent_at_once() -> None:
-    scene = Scene()
-    lines = [f"{number}\n" for number in range(1_000)]
-    for line in lines:
-        scene.buffer.write(line.encode())
-    await asyncio.sleep(INTERVAL / 2)
-    assert not scene.sent
-    await asyncio.sleep(INTERVAL)
-    assert scene.sent == ["".join(lines)]
-    scene.buffer.write(b"end")
-    scene.buffer.flush()
-    scene.buffer.flush()
-    assert scene.sent[1:] == ["end"]
-    await asyncio.sleep(10.0)
-    assert len(scene.sent) == 2
-
-
-async def test_a_letter_may_come_in_two_parts_and_what_is_no_text_is_replaced() -> None:
-    """A long text is sent in parts."""
-    scene = Scene()
-    for part in (b"a\xc3", b"\xbc\xff\n"):
-        scene.buffer.write(part)
-        scene.buffer.flush()
-    assert "".join(scene.sent) == "a\u00fc\N{REPLACEMENT CHARACTER}\n"
-    scene.sent.clear()
-    scene.buffer.write(b"ab" * (FULL + 10))
-    assert [len(part) for part in scene.sent] == [FULL, FULL, 20]
-    assert "".join(scene.sent) == "ab" * (FULL + 10)
-    assert not scene.paused
-
-
-async def test_a_rank_that_is_faster_than_the_connection_waits_for_a_moment_each_time() -> None:
-    scene = Scene()
-    scene.waiting = CROWDED + 1
-    for _ in range(3):
-        scene.buffer.write(b"x" * FULL)
-        assert scene.paused
-        await asyncio.sleep(PATIENCE / 2)
-        assert scene.paused
-        await asyncio.sleep(PATIENCE)
-        assert not scene.paused
-    scene.buffer.write(b"x")
-    assert scene.paused and not scene.sent
-    scene.waiting = 0
-    await asyncio.sleep(2 * hosted_rank.PAUSE)
-    assert not scene.paused
-    assert sum(map(len, scene.sent)) == 3 * FULL + 1
+    for _ in range(2):
+        for number in range(100):
+            os.write(prints, b"%d\n" % number)
+        assert await passed(OUTPUT_INTERVAL_S / 2) == []
+        assert [len(each) for each in await passed(OUTPUT_INTERVAL_S)] == [290]
+    os.write(prints, b"end")
+    pipe.read()
+    assert await passed(2 * OUTPUT_INTERVAL_S) == [b"end"]
+    crowded = True
+    os.set_blocking(prints, False)
+    written = 0
+    with contextlib.suppress(BlockingIOError):  # the rank waits
+        while True:
+            written += os.write(prints, bytes(1 << 16))
+    assert await passed(PATIENCE_S / 2) == []
+    assert sum(map(len, await passed(PATIENCE_S))) == written
+    os.write(prints, b"more")
+    assert await passed(PATIENCE_S / 2) == []
+    crowded = False
+    assert await passed(2 * PAUSE_S) == [b"more"]
+    os.write(prints, b"last")
+    os.close(prints)
+    pipe.close()
+    assert sent == [b"last"]
 
 
 def print_lines(count: int) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+from email.utils import formatdate
 from types import SimpleNamespace
 
 import pytest
@@ -18,19 +19,11 @@ from nbelastic.cluster.worker.notice_watcher import (
     MOST_PROBES,
     POLL_INTERVAL,
     REQUEST_LIMIT_S,
-    MachineWatch,
     NoticeWatcher,
     ask_service,
     find_service,
 )
-from nbelastic.cluster.worker.notices import (
-    Unanswered,
-    batch_job_end,
-    read_aws,
-    read_azure,
-    read_google,
-    read_rebalance,
-)
+from nbelastic.cluster.worker.notices import CLOUDS, Answer, Unanswered, batch_job_end
 from nbelastic.messages import Notice, NoticeSource, WatchOrder
 from tests.support.clusters import until
 from tests.support.metadata import (
@@ -47,60 +40,82 @@ from tests.support.metadata import (
 from .test_reachability import listening
 
 NAMES = sorted(ROLES)
+PATHS = {**ROLES, "rebalance": REBALANCE}
 NOON = 1700000000.0
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def report(source, action, seconds, *, soft=False):
-    return (Notice(source, action, seconds, host=True, soft=soft),)
+def read(what, body, now=NOON):
+    """Return the notices in an answer of ROLES' path, or REBALANCE."""
+
+    def ask(_, path, __):
+        known = path.startswith(PATHS[what])
+        headers = {"date": formatdate(now, usegmt=True), "metadata-flavor": "Google"}
+        return Answer(200 if known else 404, headers, body)
+
+    cloud = "aws" if what == "rebalance" else what
+    (asked,) = (each for each in CLOUDS if each.source.name.lower() == cloud)
+    return asked.poll(ask, "vm-1")
+
+
+def azure(*resources, **event):
+    return azure_events(*(resources or ["vm-1"]), **event)
 
 
 STOP = b'{"action": "stop", "time": "2017-09-18T08:22:00Z"}'
 AT_STOP = 1505722920.0
-AZURE = {"before": "Mon, 19 Sep 2016 18:29:47 GMT"}
-AT_AZURE = 1474309787.0
+ODD_BODIES = [
+    b"",
+    b"null",
+    b"[]",
+    b"[" * 5000,
+    b"<!DOCTYPE html><p>log in</p>",
+    b"caf\xc3\xa9 \xff",
+    b"x\r\ny: z",
+    b"x" * 5000,
+    b'{"Events": 3}',
+    b'{"Events": [3]}',
+    b'{"Events": [{"EventType": []}]}',
+    azure(before="soon"),
+    azure(Resources="vm-10"),
+    b'{"action": "stop", "time": "9999-99-99T00:00:00Z"}',
+    b'{"action": "stop", "time": null}',
+    aws_notice(3e7, now=NOON),
+]
 
 
 @pytest.mark.parametrize(
-    ("read", "found"),
+    ("what", "body", "now", "found"),
     [
-        (lambda: read_aws(STOP, "", AT_STOP - 120), report(NoticeSource.AWS, "stop", 120.0)),
-        (lambda: read_aws(STOP, "", AT_STOP + 500), report(NoticeSource.AWS, "stop", 0.0)),
-        (lambda: read_aws(STOP, "", AT_STOP - 3e7), Unanswered),
+        ("aws", STOP, AT_STOP - 120, ("stop", 120.0)),
+        ("aws", STOP, AT_STOP + 500, ("stop", 0.0)),
+        ("rebalance", b'{"noticeTime": "2020-10-27T08:22:00Z"}', NOON, ("rebalance", 0.0)),
+        ("google", b"TRUE\n", NOON, ("preempt", 30.0)),
+        ("google", b"FALSE", NOON, ()),
         (
-            lambda: read_rebalance(b'{"noticeTime": "2020-10-27T08:22:00Z"}'),
-            report(NoticeSource.AWS, "rebalance", 0.0, soft=True),
+            *("azure", azure("vm-0", "VM-1", before="Mon, 19 Sep 2016 18:29:47 GMT")),
+            *(1474309787.0 - 60, ("Preempt", 60.0)),
         ),
-        (lambda: read_google(b"TRUE\n"), report(NoticeSource.GOOGLE, "preempt", 30.0)),
-        (lambda: read_google(b"FALSE"), ()),
-        (
-            lambda: read_azure(azure_events("vm-0", "VM-1", **AZURE), "vm-1", AT_AZURE - 60),
-            report(NoticeSource.AZURE, "Preempt", 60.0),
-        ),
-        (
-            lambda: read_azure(azure_events("vm-1", kind="Terminate"), "vm-1", 5.0),
-            report(NoticeSource.AZURE, "Terminate", 0.0),
-        ),
-        (lambda: read_azure(azure_events("vm-10"), "vm-1", 0.0), ()),
-        (lambda: read_azure(azure_events("vm-1", kind="Freeze"), "vm-1", 0.0), ()),
-        (lambda: read_azure(azure_events("vm-1", EventStatus="Canceled"), "vm-1", 0.0), ()),
-        (lambda: read_azure(b'{"DocumentIncarnation": 7, "Events": []}', "vm-1", 0.0), ()),
-        (lambda: read_azure(azure_events("vm-1", Resources="vm-10"), "vm-1", 0.0), Unanswered),
+        ("azure", azure(kind="Terminate"), 5.0, ("Terminate", 0.0)),
+        ("azure", azure("vm-10"), NOON, ()),
+        ("azure", azure(kind="Freeze"), NOON, ()),
+        ("azure", azure(EventStatus="Canceled"), NOON, ()),
+        ("azure", b'{"DocumentIncarnation": 7, "Events": []}', NOON, ()),
     ],
 )
-def test_what_a_cloud_writes_is_read(read, found):
-    if found is Unanswered:
+def test_what_a_cloud_writes_is_read_and_no_other_bytes_are(what, body, now, found):
+    notices = [(each.action, each.seconds) for each in read(what, body, now)]
+    assert notices == [found] * bool(found)
+    for odd in ODD_BODIES:
         with pytest.raises(Unanswered):
-            read()
-    else:
-        assert read() == found
+            read(what, odd)
 
 
 @pytest.mark.parametrize("action", ["\x1b[2J", "stop\nnow", "<b>", "a" * 50, None, 7])
 def test_an_action_that_is_no_word_is_not_shown(action):
     body = json.dumps({"action": action, "time": "2017-09-18T08:22:00Z"}).encode()
-    assert read_aws(body, "", AT_STOP)[0].action == ""
+    assert read("aws", body, AT_STOP)[0].action == ""
 
 
 @pytest.mark.parametrize(
@@ -116,34 +131,6 @@ def test_an_action_that_is_no_word_is_not_shown(action):
 )
 def test_a_batch_job_has_an_end(environ, end):
     assert batch_job_end(environ, started=NOON) == end
-
-
-# -- any answers -----------------------------------------------------------------------------------
-
-ODD_BODIES = [
-    b"",
-    b"null",
-    b"[]",
-    b"[" * 5000,
-    b"<!DOCTYPE html><p>log in</p>",
-    b"caf\xc3\xa9 \xff",
-    b"x\r\ny: z",
-    b"x" * 5000,
-    b'{"Events": 3}',
-    b'{"Events": [3]}',
-    b'{"Events": [{"EventType": []}]}',
-    b'{"Events": [{"EventType": "Preempt", "Resources": ["vm-1"], "NotBefore": "soon"}]}',
-    b'{"action": "stop", "time": "9999-99-99T00:00:00Z"}',
-    b'{"action": "stop", "time": null}',
-    aws_notice(3e7, now=NOON),
-]
-
-
-@pytest.mark.parametrize("read", [read_aws, read_rebalance, read_google, read_azure])
-def test_no_other_bytes_are_a_notice(read):
-    for body in ODD_BODIES:
-        with pytest.raises(Unanswered):
-            read(body, "vm-1", NOON)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +215,8 @@ def test_a_recommendation_of_aws_is_soft_and_one_that_cannot_be_read_hides_no_no
 def test_what_takes_connections_and_never_answers_is_looked_at_some_times():
     played = machine("aws")
     played.service.slow = 3600.0
-    probes = 1
-    while played.watch.step():
-        probes += 1
-    assert probes == MOST_PROBES
+    played.run(NOON + 3600)
+    assert len(played.requests) == 3 * MOST_PROBES
     played = machine("aws")
     played.dead = True
     played.run(NOON + 60)
@@ -363,44 +348,27 @@ def test_the_end_of_a_batch_job_is_told_in_time_and_for_this_worker_alone(monkey
     watcher.close()
 
 
-def test_an_agent_reports_all_that_it_knows_of_its_host(monkeypatch, caplog):
+def test_an_agent_reports_all_that_it_knows_of_its_host(monkeypatch):
     """Also that there is no notice: the agent that watched before may have reported one.
 
-    No proxy is asked, and an answer that nobody expects does not end the watch.
+    No proxy is asked.
     """
-    sent, step, raised = [], MachineWatch.step, []
-
-    def stumble(self):
-        if len(raised) < 2:
-            raised.append(1)
-            raise RuntimeError("of a kind that was not thought of")
-        return step(self)
-
-    monkeypatch.setattr(MachineWatch, "step", stumble)
+    sent = []
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    defaults = MachineWatch.__init__.__defaults__
-    monkeypatch.setattr(MachineWatch.__init__, "__defaults__", (*defaults[:-1], 0.01))
-    with metadata("aws") as service, caplog.at_level(logging.CRITICAL + 1):
+    monkeypatch.setattr(notice_watcher, "POLL_INTERVAL", 0.01)
+    with metadata("aws") as service:
         monkeypatch.setenv("NBELASTIC_METADATA_URL", service.url)
         watcher = NoticeWatcher(FakeLoop(), sent.append)
         watcher.apply(WatchOrder(on=True, host=True))
         until(lambda: len(sent) >= 2, "the first reports")
-        service.advice = b'{"noticeTime": "2020-10-27T08:22:00Z"}'
-        until(lambda: len(sent) >= 4, "the recommendation")
         service.notice = aws_notice(120)
-        until(lambda: len(sent) >= 6, "the notice")
+        until(lambda: len(sent) >= 4, "the notice")
         watcher.close()
         watcher.apply(WatchOrder(on=True, host=True))
     assert all(each.host for each in sent)
-    assert [(each.soft, each.revoked) for each in sent[:6]] == [
-        (True, True),
-        (False, True),
-        (True, False),
-        (False, True),
-        (True, True),
-        (False, False),
-    ]
-    assert 0 < sent[5].seconds <= 120
+    found = [(each.soft, each.revoked) for each in sent]
+    assert found == [(True, True), (False, True), (True, True), (False, False)]
+    assert 0 < sent[3].seconds <= 120
     until(lambda: "nbelastic-notices" not in [t.name for t in threading.enumerate()], "its end")
 
 

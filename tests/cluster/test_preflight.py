@@ -12,12 +12,12 @@ from nbelastic.cluster.kernel import preflight
 from nbelastic.cluster.kernel.preflight import check_versions, pack_function
 from nbelastic.cluster.payload import unpack_call
 from nbelastic.cluster.rank_error import pack_error
-from nbelastic.cluster.worker import environment
+from nbelastic.cluster.wire import versions
 from nbelastic.errors import NotPicklable, VersionMismatch
 from nbelastic.messages import CodeLine, PackedError
 from tests.support.world import run_ranks
 
-HERE = environment.versions()
+HERE = versions()
 
 
 class FakeClient:

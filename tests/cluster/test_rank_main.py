@@ -1,4 +1,4 @@
-"""A rank's main thread, memory and faults."""
+"""A rank's main thread and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import pytest
 
 from nbelastic.cluster.worker.rank import main as room
-from nbelastic.cluster.worker.rank.fault_injector import _name
 from nbelastic.cluster.worker.rank.main import SIGNAL, SignalInterrupt
 
 
@@ -176,13 +175,3 @@ def test_a_newcomer_has_the_memory_of_its_first_step_before_others_wait_for_it()
     pages = 3 * 2048 * 2048 * 4 // 4096  # of the gradients
     (faults,) = measured({}, FIRST_STEP)
     assert faults < pages / 2  # without it, more than all; first touches of libraries are in it
-
-
-# -- names of injected faults ---------------------------------------------------------------------
-
-
-def test_names_of_faults_are_different_and_without_numbers():
-    names = [_name(number) for number in range(1, 2001)]
-    assert len(set(names)) == 2000
-    assert all(name.isalpha() for name in names)
-    assert names[:2] + names[25:28] == ["a", "b", "z", "aa", "ab"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import multiprocessing
 import os
-import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -20,16 +21,12 @@ import cloudpickle
 import psutil
 import pytest
 
-from nbelastic.cluster.worker import rank_launcher
+from nbelastic.cluster.worker import rank_launcher, rank_process
 from nbelastic.messages import (
-    EndRank,
     RankEvent,
-    RankLeft,
-    RankOrder,
     RankRaised,
     RankReturned,
     RankTelemetry,
-    Text,
 )
 from tests.support.rank_processes import Host, is_there, until
 
@@ -39,9 +36,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not im
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
     """A host whose template no other test has. Nothing is left of all ranks of this module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBELASTIC_TEST", f"processes-{os.getpid()}")
-        made = Host()
+    with Host.alone("processes") as made:
         made.run(lambda: None)
         made.do(until(lambda: not remains(made)[2]))  # the server ends after its rank
         before = remains(made)
@@ -52,7 +47,6 @@ def host() -> Iterator[Host]:
             return files <= before[0] and ours <= before[1] and not theirs and template <= before[3]
 
         made.do(until(nothing_new))
-        made.close()
 
 
 def remains(host: Host) -> tuple[set[str], set[int], set[int], int]:
@@ -161,21 +155,6 @@ def test_signals_of_a_batch_system_are_the_workers_and_sys_exit_an_error(host: H
     assert exit_.status == 0
 
 
-def test_an_order_to_end_raises_where_the_function_stands(host: Host) -> None:
-    def function() -> None:
-        print("here", flush=True)
-        while True:
-            time.sleep(30)
-
-    rank = host.launch(function)
-    host.do(rank.printed("here"))
-    effect = EndRank(0, "evict", Text("it was told to"))
-    rank.process.send(RankOrder("job", 0, effect))
-    exit_ = host.do(rank.end())
-    assert isinstance(rank.last.event, RankLeft)
-    assert exit_.status == 0
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_its_own_processes_work_in_any_start_method(host: Host, method: str) -> None:
     def function() -> list[int]:
@@ -213,6 +192,7 @@ def test_output_is_in_order_with_messages(host: Host) -> None:
         libc.fflush(None)
         subprocess.run(["printf", "child "], check=True)
         os.write(2, b"stderr\n")
+        print("in the line", end=" ")
         current().port.report(RankNote(0, "warning", "in between"))  # type: ignore[attr-defined]
         print("after")
 
@@ -222,8 +202,9 @@ def test_output_is_in_order_with_messages(host: Host) -> None:
     assert len(events) == 2
     before = b"".join(each for each in came[: events[0]] if isinstance(each, bytes))
     between = b"".join(each for each in came[events[0] : events[1]] if isinstance(each, bytes))
-    assert before.startswith(b"python C child stderr\n")  # what it printed just after may be here
-    assert before + between == b"python C child stderr\nafter\n"
+    first = b"python C child stderr\nin the line "
+    assert before.startswith(first)  # what it printed just after may be here
+    assert before + between == first + b"after\n"
 
 
 def print_much(lines: int) -> None:
@@ -231,33 +212,22 @@ def print_much(lines: int) -> None:
         print(f"{number:099d}")
 
 
-def test_what_a_rank_prints_at_full_speed_comes_whole(host: Host) -> None:
-    rank, _ = host.run(print_much, 100_000)  # 10 MB
-    assert rank.output.splitlines() == [f"{number:099d}" for number in range(100_000)]
-
-
-def test_a_reader_that_pauses_holds_the_rank_up_and_loses_nothing(host: Host) -> None:
+def test_a_connection_that_is_crowded_holds_the_rank_up_and_loses_nothing(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_process, "PATIENCE_S", 60.0)
     rank = host.launch(print_much, 20_000)
-    host.do(until(lambda: len(rank.output) > 0))
-    rank.process.pause_output(True)
-    host.do(until(lambda: psutil.Process(rank.process.pid).status() != "running"))
-    assert not rank.process.ended
+    rank.crowded = True
+    pipe, number = rank.process._output._source, bytes(4)
 
-    def take(data: bytes) -> None:
-        rank.came.append(data)
-        select.select([rank.process._source], [], [], 30)  # it prints on meanwhile
+    def waiting() -> int:
+        return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, number), sys.byteorder)
 
-    before, rank.process._output = len(rank.output), take
-    rank.process._print()  # as for a message of the rank
-    assert len(rank.output) <= before + (1 << 16), "the loop of the worker goes on in between"
-    rank.process._output = rank.came.append
-    rank.process.pause_output(False)
+    host.do(until(lambda: waiting() >= 1 << 16))
+    assert not rank.process.ended and not rank.output
+    rank.crowded = False
     host.do(rank.end())
     assert rank.output.splitlines() == [f"{number:099d}" for number in range(20_000)]
-    rank = host.launch(print_much, 500)  # less than a pipe holds
-    rank.process.pause_output(True)
-    host.do(rank.end())
-    assert len(rank.output.splitlines()) == 500
 
 
 def test_a_child_that_keeps_the_pipe_does_not_hold_up_the_end(host: Host) -> None:
@@ -314,25 +284,20 @@ def with_child() -> None:
     time.sleep(60)
 
 
-def pids_in(text: str) -> list[int]:
-    return [int(each) for each in text.partition("pids ")[2].partition(" end")[0].split()]
-
-
 @pytest.mark.slow
 def test_where_forking_is_not_safe_a_rank_is_a_new_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rank_launcher, "METHOD", "spawn")
-    host = Host()
-    try:
+    with Host.alone() as host:
         rank, exit_ = host.run(lambda: (print("printed"), os.getpid())[1])
         assert (rank.result, rank.output, exit_.status) == (rank.process.pid, "printed\n", 0)
-        for end in (lambda rank: os.kill(rank.process.server, signal.SIGKILL), None):
+        for reason in ("its rank server has ended", "its worker was closed"):
             rank = host.launch(with_child)
             host.do(rank.printed(" end"))
-            end(rank) if end else host.close_launcher()
-            host.do(rank.end())
-            host.do(until(lambda rank=rank: not any(map(is_there, pids_in(rank.output)))))
-        assert str(host.do(rank.end())) == "its worker was closed"
-    finally:
-        host.close()
+            if "server" in reason:
+                os.kill(rank.process.server, signal.SIGKILL)
+            else:
+                host.do(host.launcher.close())
+            assert str(host.do(rank.end())) == reason
+            host.do(until(lambda rank=rank: not any(map(is_there, rank.pids))))

@@ -35,24 +35,9 @@ OTHER_USER = 65534
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    """A host whose template no other test has: a variable that it reads at import is its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NBELASTIC_TEST", f"templates-{os.getpid()}")
-        with another() as made:
-            made.run(lambda: None)
-            yield made
-
-
-def another() -> contextlib.closing[Host]:
-    return contextlib.closing(Host())
-
-
-def of(text: str, what: str) -> str:
-    return text.partition(f"{what} ")[2].split()[0]
-
-
-def pids_of(text: str) -> list[int]:
-    return [int(each) for each in text.partition("pids ")[2].partition(" end")[0].split()]
+    with Host.alone("templates") as made:
+        made.run(lambda: None)
+        yield made
 
 
 # -- who shares a template -------------------------------------------------------------------------
@@ -135,9 +120,8 @@ def in_process(tmp_path: Path, code: str, *before: str) -> str:
     return done.stdout
 
 
-def test_two_that_start_one_at_once_end_with_one(monkeypatch):
-    monkeypatch.setenv("NBELASTIC_TEST", f"two-{os.getpid()}")
-    with another() as first, another() as second:
+def test_two_that_start_one_at_once_end_with_one():
+    with Host.alone("two") as first, Host.alone() as second:
         assert first.run(os.getpid)[1].status == second.run(os.getpid)[1].status == 0
         assert first.launcher.template == second.launcher.template
         os.kill(first.launcher.template, signal.SIGKILL)
@@ -205,7 +189,7 @@ def test_another_user_cannot_speak_to_it(host):
     [
         pytest.param(OTHER_USER, True, "has other rights than this one", marks=needs_root),
         (0, True, "(process {}) does not answer"),
-        (0, False, "is bound, and refuses"),
+        (0, False, "or its address is bound"),
     ],
 )
 def test_one_of_another_user_or_that_does_nothing_is_left(
@@ -233,7 +217,7 @@ def test_one_of_another_user_or_that_does_nothing_is_left(
 
     process = forked(squat, user)
     assert ours.recv() == "bound"
-    with another() as made:
+    with Host.alone() as made:
         assert made.run(lambda: 5)[0].result == 5
     said = words.format(process.pid)
     assert f"{said}. This worker starts one for itself" in caplog.text
@@ -277,23 +261,23 @@ print(json.dumps([uid, host.launcher.template, server, template, host.run(functi
 # -- a template that dies, or does not answer ------------------------------------------------------
 
 
-def test_the_death_of_the_template_costs_no_rank(host):
+def test_the_death_of_the_template_costs_no_rank(host, tmp_path):
+    def function() -> int:
+        print("pids", daemon(), "end")
+        while not (tmp_path / "go").exists():
+            time.sleep(0.01)
+        return 7
+
     first = host.launcher.template
-    rank = host.launch(lambda: [print("here"), input_of("go on"), 7][-1])
-    host.do(rank.printed("here"))
+    rank = host.launch(function)
+    host.do(rank.printed("end"))
     os.kill(first, signal.SIGKILL)
     host.do(until(lambda: host.launcher.template not in (0, first)))
-    Path(f"/tmp/nbelastic-test-{rank.process.pid}").touch()
+    (tmp_path / "go").touch()
     host.do(rank.end())
     assert rank.result == 7
+    host.do(until(lambda: not any(map(is_there, rank.pids))))
     assert host.run(lambda: 5)[0].result == 5
-
-
-def input_of(_: str) -> None:
-    path = Path(f"/tmp/nbelastic-test-{os.getpid()}")
-    while not path.exists():
-        time.sleep(0.01)
-    path.unlink()
 
 
 def test_one_that_has_ended_counts_as_none_though_it_is_still_bound():
@@ -319,7 +303,7 @@ def test_one_that_is_stopped_is_left_and_forks_nothing_late(host, tmp_path, capl
         with (tmp_path / "begun").open("a") as file:
             file.write("once\n")
 
-    with another() as made:
+    with Host.alone() as made:
         made.run(lambda: None)
         template = made.launcher.template
         assert template == host.launcher.template
@@ -336,9 +320,8 @@ def test_one_that_is_stopped_is_left_and_forks_nothing_late(host, tmp_path, capl
     assert (tmp_path / "begun").read_text() == "once\n"
 
 
-def test_a_rank_that_is_to_end_before_its_template_is_ready_ends_at_once(monkeypatch):
-    monkeypatch.setenv("NBELASTIC_TEST", f"early-{os.getpid()}")
-    with another() as made:
+def test_a_rank_that_is_to_end_before_its_template_is_ready_ends_at_once():
+    with Host.alone("early") as made:
         rank = made.launch(lambda: None)
         assert rank.process.waits
         rank.process.send_signal(signal.SIGTERM, "it is to end")
@@ -409,17 +392,17 @@ def test_what_a_rank_has_started_ends_with_it_wherever_it_has_gone(host, by):
     elif by == "its server":
         os.kill(rank.process.server, signal.SIGKILL)
     exit_ = host.do(rank.end())
-    assert by != "its server" or str(exit_) == "its rank server has ended (killed by signal 9)"
-    pids = pids_of(rank.output)
+    assert by != "its server" or str(exit_) == "its rank server has ended"
+    pids = rank.pids
     assert len(pids) >= len(KINDS) + 1
-    memory = Path("/dev/shm", of(rank.output, "memory"))
+    memory = Path("/dev/shm", rank.output.split()[1])
     host.do(until(lambda: not memory.exists() and not any(map(is_there, pids))))
 
 
 def test_what_another_rank_of_the_worker_has_started_stays(host):
-    first = host.launch(lambda: [print("pid", daemon(), flush=True), time.sleep(300)])
-    host.do(first.printed("\n"))
-    pid = int(of(first.output, "pid"))
+    first = host.launch(lambda: [print("pids", daemon(), "end"), time.sleep(300)])
+    host.do(first.printed("end"))
+    (pid,) = first.pids
     host.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
     host.do(until(lambda: len(psutil.Process(host.launcher.template).children()) == 1))
     assert is_there(pid)
@@ -438,7 +421,7 @@ def own(line: Any) -> None:
     made.do(until(lambda: made.launcher.template > 0))
     line.send(made.launcher.template)
     made.do(rank.printed("end"))
-    line.send([rank.process.server, *pids_of(rank.output)])
+    line.send([rank.process.server, *rank.pids])
     made.loop.run_forever()
 
 

@@ -13,7 +13,7 @@ from distributed.core import Status
 from nbelastic.cluster.dask_compat import unsent_bytes
 from nbelastic.cluster.scheduler.job import FEW, MOST_WAITING
 from nbelastic.cluster.scheduler.records import WorkerRecord, fits, is_busy, obstacle
-from nbelastic.cluster.worker.environment import own_interface
+from nbelastic.cluster.worker.agent import own_interface
 from nbelastic.messages import RankOutput, UnusedReason, UnusedWorker
 from tests.support.records import a_record
 

@@ -21,42 +21,45 @@ from nbelastic.cluster.worker.signals import (
 )
 from tests.support.clusters import until
 
-SHOW = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+
+@pytest.fixture(autouse=True)
+def _handlers():
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, *signals._USER_SIGNALS)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def show() -> str:
-    command = [sys.executable, "-c", SHOW]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def in_a_thread(function, *args):
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    thread.join()
 
 
 def test_a_worker_ignores_interrupts_until_its_agent_is_gone(monkeypatch):
     """A process that no nanny has started takes them as before."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        ignore_interrupts()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        monkeypatch.setattr(signals, "multiprocessing", SimpleNamespace(parent_process=object))
-        undo = ignore_interrupts()
-        signal.raise_signal(signal.SIGINT)
-        undo()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    ignore_interrupts()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.setattr(signals, "multiprocessing", SimpleNamespace(parent_process=object))
+    undo = ignore_interrupts()
+    signal.raise_signal(signal.SIGINT)
+    undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.slow
 def test_what_an_event_loops_thread_starts_is_shielded_and_the_main_thread_is_not():
-    start_processes_shielded()
-    seen = [show()]
+    seen = []
 
     def start():
         start_processes_shielded()
-        seen.append(show())
+        code = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+        seen.append(subprocess.check_output([sys.executable, "-c", code]))
 
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
-    assert seen == ["False\n", "True\n"]
+    start()
+    in_a_thread(start)
+    assert seen == [b"False\n", b"True\n"]
 
 
 # -- SIGUSR1 and SIGUSR2 ---------------------------------------------------------------------------
@@ -66,9 +69,7 @@ def test_what_an_event_loops_thread_starts_is_shielded_and_the_main_thread_is_no
 def test_signals_of_batch_systems_are_handled_until_that_is_undone():
     """In the main thread only, and in no fork."""
     heard = []
-    thread = threading.Thread(target=leave_on_user_signals, args=[heard.append])
-    thread.start()
-    thread.join()
+    in_a_thread(leave_on_user_signals, heard.append)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     undo = leave_on_user_signals(heard.append)
     signal.raise_signal(signal.SIGUSR2)
@@ -84,17 +85,13 @@ def test_signals_of_batch_systems_are_handled_until_that_is_undone():
 
 def test_a_handler_of_the_user_s_stays_and_so_does_one_that_comes_later():
     heard, own = [], []
-    before = signal.signal(signal.SIGUSR1, lambda *_: own.append("first"))
-    try:
-        undo = leave_on_user_signals(heard.append)
-        signal.raise_signal(signal.SIGUSR1)
-        later = signal.signal(signal.SIGUSR2, lambda *_: own.append("second"))
-        assert callable(later), "ours"
-        undo()
-        signal.raise_signal(signal.SIGUSR2)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, lambda *_: own.append("first"))
+    undo = leave_on_user_signals(heard.append)
+    signal.raise_signal(signal.SIGUSR1)
+    later = signal.signal(signal.SIGUSR2, lambda *_: own.append("second"))
+    assert callable(later), "ours"
+    undo()
+    signal.raise_signal(signal.SIGUSR2)
     assert own == ["first", "second"]
     assert heard == []
 
@@ -102,13 +99,12 @@ def test_a_handler_of_the_user_s_stays_and_so_does_one_that_comes_later():
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux shows them only")
 def test_a_handler_in_c_stays():
     """As that of faulthandler, which Python's own table of handlers does not have."""
+    heard = []
     with open(os.devnull, "w") as nowhere:
         faulthandler.register(signal.SIGUSR1, file=nowhere)
         try:
-            leave_on_user_signals(lambda _: None)()
-            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-            heard = []
             undo = leave_on_user_signals(heard.append)
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
             os.kill(os.getpid(), signal.SIGUSR1)
             undo()
         finally:

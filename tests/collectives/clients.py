@@ -90,16 +90,6 @@ def refusal(connection):
     return f"rank {found['rank']} left" if found["do"] == "gone" else found["reason"]
 
 
-def closed(connection):
-    with connection:
-        try:
-            while connection.recv(1000):
-                pass
-        except ConnectionResetError:
-            pass
-        return True
-
-
 def turned_away(connection):
     """Return whether a connection ends without an answer."""
     with connection:

@@ -96,16 +96,9 @@ class Stream:
 
 
 class FakeDevice:
-    """A device that fails as a test wants it to.
+    """A device that refuses to ``allocate``, ``open`` or ``drain``, or opens other memory.
 
-    Parameters
-    ----------
-    refuses : str
-        What it refuses: ``allocate``, ``open``, ``drain``, or nothing.
-    garbles : bool
-        Whether what it opens is other memory.
-    dies_at : int
-        At which wait for its stream its process is killed, from 1; 0 for never.
+    Its process is killed when it `dies_at` a wait for its stream, from 1; 0 for never.
     """
 
     kind = "cpu"

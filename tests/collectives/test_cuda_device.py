@@ -101,15 +101,6 @@ def test_a_process_has_one_device_which_is_the_one_that_it_uses(gpus):
     assert present_device()._device == GPU
 
 
-def test_the_end_of_work_is_asked_for_without_waiting(gpus):
-    device = Device(0)
-    device._stream.stuck = True
-    end = device.end(device.mark())
-    assert not device.reached(end)
-    device._stream.stuck = False
-    assert device.reached(device.end(device.mark()))
-
-
 def test_libraries_are_told_the_stream_and_others_which_gpu_it_is(gpus):
     device = Device(1)
     device._stream.cuda_stream = 4096
@@ -146,7 +137,9 @@ def test_the_host_waits_for_the_own_stream_and_no_longer_than_it_may():
     device = Device(0)
     device.drain()
     device.drain(0.1)
+    assert device.reached(device.end(device.mark()))
     device._stream.stuck = True
+    assert not device.reached(device.end(device.mark())), "asked without waiting"
     with pytest.raises(DeviceError, match=r"its GPU has not ended its work within 0\.1 s"):
         device.drain(0.1)
 
@@ -220,20 +213,19 @@ def test_a_process_does_not_open_its_own_memory(device):
 
 
 def test_refusals_name_the_function_and_the_reason(device, gpus, elsewhere, monkeypatch):
+    def refused(what, act):
+        monkeypatch.setenv("FAKE_CUDART_REFUSES", what.partition(":")[0])
+        with pytest.raises(DeviceError, match=what):
+            act()
+
     own = device.allocate(BYTES)
-    monkeypatch.setenv("FAKE_CUDART_REFUSES", "cudaMalloc")
-    with pytest.raises(DeviceError, match="cudaMalloc: out of memory"):
-        device.allocate(BYTES)
+    refused("cudaMalloc: out of memory", lambda: device.allocate(BYTES))
     assert gpus.emptied == 1  # what torch keeps may have been too much
     before = mapped()
-    monkeypatch.setenv("FAKE_CUDART_REFUSES", "cudaIpcGetMemHandle")
-    with pytest.raises(DeviceError, match="cudaIpcGetMemHandle: out of memory"):
-        device.allocate(BYTES)
+    refused("cudaIpcGetMemHandle: out of memory", lambda: device.allocate(BYTES))
     assert mapped() == before
     elsewhere()
-    monkeypatch.setenv("FAKE_CUDART_REFUSES", "cudaIpcOpenMemHandle")
-    with pytest.raises(DeviceError, match="cudaIpcOpenMemHandle: out of memory"):
-        device.open(own.handle, BYTES)
+    refused("cudaIpcOpenMemHandle: out of memory", lambda: device.open(own.handle, BYTES))
     monkeypatch.delenv("FAKE_CUDART_REFUSES")
     with pytest.raises(DeviceError, match="cudaIpcOpenMemHandle: invalid argument"):
         device.open(own.handle[:16] + bytes(64), BYTES)

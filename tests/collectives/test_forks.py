@@ -2,10 +2,9 @@
 
 import atexit
 import gc
+import multiprocessing
 import os
 import signal
-import time
-import traceback
 import warnings
 
 import pytest
@@ -28,29 +27,15 @@ REFUSED = {
 
 def in_fork(function):
     """Call `function` in a fork, and fail if it does not end well."""
+    child = multiprocessing.get_context("fork").Process(target=function)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there are threads: that is the point
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            function()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            assert os.waitstatus_to_exitcode(status) == 0
-            return
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGABRT)  # pytest has faulthandler show where it is
-            os.waitpid(child, 0)
-            raise AssertionError("the fork hangs")
-        time.sleep(0.001)
+        child.start()
+    child.join(PATIENCE_S)
+    if child.exitcode is None:
+        os.kill(child.pid, signal.SIGABRT)  # pytest has faulthandler show where it is
+        child.join()
+    assert child.exitcode == 0
 
 
 def all_refused(world, handle):

@@ -35,23 +35,22 @@ def test_handles_are_waited_for_twice_once_or_never(world):
 
 def test_done_is_false_and_waiting_true_while_a_peer_is_missing(pair):
     tensor = torch.zeros(5)
-    handle = pair.do(0, lambda c: c.allreduce_async(torch.ones(5)))
-    message = pair.do(0, lambda c: c.receive_async(tensor, 1))
-    for number, (each, operation) in enumerate(
-        [
-            (handle, lambda c: c.allreduce(torch.ones(5))),
-            (message, lambda c: c.send(torch.ones(5), 0)),
-        ]
-    ):
-        assert not each.done()
-        assert not pair[0].waiting
-        waiter = pair.start(0, lambda _, each=each: each.wait())
+    cases = [
+        (lambda c: c.allreduce_async(torch.ones(5)), lambda c: c.allreduce(torch.ones(5))),
+        (lambda c: c.receive_async(tensor, 1), lambda c: c.send(torch.ones(5), 0)),
+    ]
+    handles = [pair.do(0, begin) for begin, _ in cases]
+    for number, (handle, (_, operation)) in enumerate(zip(handles, cases, strict=True)):
+        assert not (handle.done() or pair[0].waiting)
+        waiter = pair.start(0, lambda _, handle=handle: handle.wait())
         pair.wait_until_waiting([0])
+        threading.Event().wait(0.1)  # longer than the moment in which no abort is listened to
+        assert not handle.done()
         assert pair[0].completed == number
         assert not pair[1].waiting
         pair.do(1, operation)
         waiter.result(PATIENCE_S)
-        assert each.done()
+        assert handle.done()
     assert tensor.tolist() == [1.0] * 5
     assert [communicator.completed for communicator in pair.communicators] == [2, 2]
 
@@ -68,28 +67,15 @@ def test_a_rank_that_waits_in_a_subgroup_waits_and_its_operations_count(pair):
     assert pair[0].completed == before + 1
 
 
-def test_messages_may_be_waited_for_in_an_order_of_ones_own(pair):
-    """An earlier receive that cannot complete yet holds up no later send."""
-
-    def first(communicator):
-        answer = torch.zeros(1)
-        receiving = communicator.receive_async(answer, 1)
-        for number in range(3):
-            communicator.send(torch.full((1000,), float(number)), 1)
+def test_a_receive_that_cannot_complete_yet_holds_up_no_send(pair):
+    def rank_main(communicator):
+        answer = torch.zeros(1000)
+        receiving = communicator.receive_async(answer, 1 - communicator.rank)
+        communicator.send(torch.full((1000,), float(communicator.rank)), 1 - communicator.rank)
         receiving.wait()
-        return answer.item()
+        return answer.unique().tolist()
 
-    def second(communicator):
-        total = torch.zeros(1)
-        for _ in range(3):
-            tensor = torch.zeros(1000)
-            communicator.receive(tensor, 0)
-            total += tensor[0]
-        communicator.send(total, 0)
-
-    answer = pair.start(0, first)
-    pair.do(1, second)
-    assert answer.result(PATIENCE_S) == 3.0
+    assert pair.run(rank_main) == [[1.0], [0.0]]
 
 
 def test_nothing_keeps_a_communicator_or_its_threads(make):
@@ -127,25 +113,23 @@ def test_memory_that_is_not_the_hosts_is_staged(kind, monkeypatch):
     """As on an accelerator: everything passes through new memory, and back on success only."""
     monkeypatch.setattr(buffers, "is_on_host", lambda tensor: False)
 
-    def rank_main(communicator):
-        mine = 1.0 + communicator.rank
-        average, root, scattered = torch.tensor([mine]), torch.tensor([mine]), torch.zeros(1)
-        gathered, exchanged = [torch.zeros(1), torch.zeros(1)], [torch.zeros(1), torch.zeros(1)]
-        communicator.allreduce_async(average, Op.AVERAGE).wait()
-        communicator.broadcast(root)
-        communicator.allgather(gathered, torch.tensor([mine]))
-        communicator.reduce_scatter(scattered, [torch.tensor([mine])] * 2)
-        communicator.all_to_all(exchanged, [torch.tensor([10 * mine + to]) for to in range(2)])
-        nodes = [[torch.tensor([mine]), torch.tensor([mine, mine])]]
+    def rank_main(c):
+        other, mine = 1 - c.rank, torch.tensor([1.0 + c.rank])
+        average, root, scattered = mine.clone(), mine.clone(), torch.zeros(1)
+        gathered, exchanged, message = torch.zeros(2, 1), torch.zeros(2, 1), torch.zeros(1)
         total = [torch.zeros(1), torch.zeros(2)]
-        communicator.allreduce_tree_async(nodes, Blocks.even(2, 2), total).wait()
-        assert [each.tolist() for each in total] == [[3.0], [3.0, 3.0]]
-        sending = communicator.send_async(torch.tensor([mine]), 1 - communicator.rank)
-        message = torch.zeros(1)
-        communicator.receive(message, 1 - communicator.rank)
+        c.allreduce_async(average, Op.AVERAGE).wait()
+        c.broadcast(root)
+        c.allgather([*gathered], mine)
+        c.reduce_scatter(scattered, [mine] * 2)
+        c.all_to_all([*exchanged], [10 * mine + to for to in range(2)])
+        c.allreduce_tree_async([[mine, mine.repeat(2)]], Blocks.even(2, 2), total).wait()
+        sending = c.send_async(mine, other)
+        c.receive(message, other)
         sending.wait()
-        assert message.item() == 3.0 - mine
-        assert [each.item() for each in exchanged] == [9.0 + mine, 19.0 + mine]
+        assert [each.tolist() for each in total] == [[3.0], [3.0, 3.0]]
+        assert message.item() == 1.0 + other
+        assert exchanged.view(-1).tolist() == [10.0 + c.rank, 20.0 + c.rank]
         return [each.item() for each in (average, root, *gathered, scattered)]
 
     with World(MAKERS[kind], 2) as world:
@@ -171,32 +155,24 @@ def test_a_part_that_fails_breaks_the_whole_before_the_operation_has_ended():
     assert (signal.reason, signal.kind) == ("between hosts", RanksDisagree)
 
 
-class Product:
-    """A task that multiplies a subnormal number by one, once `begin` is set."""
-
-    def __init__(self, begin):
-        self.begin, self.found = begin, None
-
-    def __call__(self, _limit):
-        self.begin.wait(PATIENCE_S)
-        self.found = float(torch.tensor(1e-40) * 1.0)
-
-
 def test_a_task_treats_subnormal_numbers_as_the_thread_that_submits_it():
-    begin = threading.Event()
+    begin, found = threading.Event(), []
+
+    def multiply(_limit):
+        begin.wait(PATIENCE_S)
+        found.append(float(torch.tensor(1e-40) * 1.0))
+
     executor = OrderedExecutor("adds", PATIENCE_S)
-    tasks = [Product(begin) for _ in range(3)]
 
     def submit_all():  # while the thread that performs them lives
-        for task, flushes in zip(tasks, [True, False, True], strict=True):
+        for flushes in (True, False, True):
             torch.set_flush_denormal(flushes)
-            executor.submit(task)
+            executor.submit(multiply)
 
     submitter = threading.Thread(target=submit_all)
     submitter.start()
     submitter.join()
     begin.set()
     executor.join()
-    found = [task.found for task in tasks]
     assert found[0] == found[2] == 0.0
     assert found[1] > 0.0

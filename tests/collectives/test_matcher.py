@@ -16,16 +16,9 @@ from tests.collectives.worlds import BIND, terms
 NAMES = ("a", "b", "c")
 
 
-def offer(name, members, text="sum"):
-    return {
-        "do": "offer",
-        "set": "",
-        "name": name,
-        "members": members,
-        "text": text,
-        "numbers": [],
-        "spec": {},
-    }
+def offer(name, members):
+    its = {"do": "offer", "set": "", "name": name, "members": members}
+    return its | {"text": "sum", "numbers": [], "spec": {}}
 
 
 def blocked(name, begun=0):
@@ -88,35 +81,35 @@ def test_ranks_that_are_blocked_on_different_names_are_stuck():
     assert world.received[0][0]["sides"] == [(0, "sum"), (1, "sum")]
 
 
-def test_a_rank_that_waits_without_a_name_is_believed_when_it_has_said_so_often_enough():
-    world = World(2)
-    world.send(0, offer("a", [0, 1]))
-    for _ in range(3):
-        assert world.kinds(0) == []
-        world.send(0, blocked("a"))
-        world.send(1, waits("barrier"))
-    assert world.kinds(1) == ["ask"] * 3
-    assert world.received[0][-1]["sides"] == [(0, "sum"), (1, "barrier")]
+STUCK = [(0, "sum"), (1, "barrier")]
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("said", "sides"),
     [
-        [waits("barrier", begun=0)] * 9,  # the rank that is blocked has begun it, too
-        [waits("")] * 9,
-        [waits("barrier", completed=n) for n in range(9)],
-        [waits("barrier"), waits("barrier"), waits("")] * 3,
+        ([[waits("barrier")]] * 3, STUCK),
+        ([[waits("barrier")]] * 2, None),  # not said often enough
+        ([[waits("barrier", begun=0)]] * 9, None),  # the rank that is blocked has begun it, too
+        ([[waits("")]] * 9, None),  # it computes
+        ([[waits("barrier", completed=n)] for n in range(9)], None),  # it goes on
+        ([[waits(each)] for each in ("barrier", "barrier", "") * 3], None),  # computes in between
+        ([[waits("barrier"), waits("")]] * 9, None),  # another rank computes
     ],
-    ids=["begun by all", "computes", "goes on", "computes in between"],
 )
-def test_a_rank_that_may_go_on_is_waited_for(said):
-    world = World(2)
-    world.send(0, offer("a", [0, 1]))
+def test_a_rank_that_waits_without_a_name_is_believed_if_it_cannot_go_on(said, sides):
+    world = World(1 + len(said[0]))
+    world.send(0, offer("a", world.members))
     for each in said:
         world.send(0, blocked("a"))
-        world.send(1, each)
+        for rank, message in enumerate(each, 1):
+            world.send(rank, message)
+    assert world.kinds(1).count("ask") == len(said)
+    if sides is not None:
+        assert world.received[0][-1]["sides"] == sides
+        return
     assert world.kinds(0) == []
-    world.send(1, offer("a", [0, 1]))
+    for rank in world.members[1:]:
+        world.send(rank, offer("a", world.members))
     assert world.kinds(0) == ["go"]
 
 
@@ -148,16 +141,6 @@ def test_a_rank_that_connects_late_learns_who_has_gone():
     assert world.matcher.is_over
 
 
-def test_one_rank_that_computes_leaves_hope_for_all():
-    world = World(3)
-    world.send(0, offer("a", [0, 1, 2]))
-    for _ in range(9):
-        world.send(0, blocked("a"))
-        world.send(1, waits("barrier"))
-        world.send(2, waits(""))
-    assert "stuck" not in world.kinds(0)
-
-
 @pytest.mark.parametrize("values", [2, 3])
 def test_ranks_that_leave_an_exchange_are_announced_once_or_not_at_all(values):
     world = World(3)
@@ -175,20 +158,24 @@ def compare(text, number=0, begun=False):
     return {**said, "text": text, "value": 0, "begun": begun}
 
 
-@pytest.mark.parametrize("texts", [("a", "a", "a"), ("a", "b", "a")])
-def test_ranks_compare_what_they_are_about_to_do(texts):
-    matcher = Matcher(3)
-    for rank in range(3):
-        matcher.connected(rank)
-    asked = matcher.receive(1, compare(texts[1]))
-    assert [(rank, each["do"]) for rank, each in asked] == [(0, "asked"), (2, "asked")]
-    assert matcher.receive(0, compare(texts[0], begun=True)) == []
-    decisions = matcher.receive(2, compare(texts[2]))
-    assert [rank for rank, _ in decisions] == [0, 1, 2]
-    for _, decision in decisions:
-        assert decision["begun"]
-        assert decision["texts"] == (None if len(set(texts)) == 1 else list(texts))
-    assert matcher.receive(0, compare("next", number=1))[0][1]["do"] == "asked"
+def test_ranks_compare_what_they_are_about_to_do():
+    for number, texts in enumerate([["a", "a", "a"], ["a", "b", "a"]]):
+        world = World(3)
+        world.send(1, compare(texts[1], number))
+        assert [world.kinds(rank) for rank in range(3)] == [["asked"], [], ["asked"]]
+        world.send(0, compare(texts[0], number, begun=True))
+        assert world.kinds(1) == []
+        world.send(2, compare(texts[2], number))
+        for rank in range(3):
+            decision = world.received[rank][-1]
+            assert (decision["do"], decision["number"], decision["begun"]) == (
+                "compared",
+                number,
+                True,
+            )
+            assert decision["texts"] == (None if len(set(texts)) == 1 else texts)
+        world.send(0, compare("next", number + 1))
+        assert world.kinds(1)[-1] == "asked"
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=6), st.integers(0, 40))

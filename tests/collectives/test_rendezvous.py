@@ -1,5 +1,6 @@
 """The rendezvous server over the wire: for ranks, and for clients without the job's secret."""
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 
 from nbelastic.collectives import RendezvousServer
 from nbelastic.collectives.gloo.group import GlooStore
-from nbelastic.collectives.gloo.sockets import endpoints_of
+from nbelastic.collectives.gloo.sockets import addresses_of
 from nbelastic.collectives.rendezvous import handshake
 from nbelastic.collectives.rendezvous.client import unreachable
 from nbelastic.collectives.rendezvous.handshake import (
@@ -26,7 +27,6 @@ from tests.collectives.clients import (
     NONCE,
     SECRET,
     approach,
-    closed,
     join,
     messages,
     refusal,
@@ -100,8 +100,8 @@ def test_closing_frees_who_waits_and_the_port():
     half, _ = approach(server.address)
     server.close()
     server.close()
-    assert closed(waiting)
-    assert closed(half)
+    assert turned_away(waiting)
+    assert turned_away(half)
     with pytest.raises(ConnectionRefusedError):
         join(server)
     assert "nbelastic-rendezvous" not in [thread.name for thread in threading.enumerate()]
@@ -111,17 +111,7 @@ def test_a_store_that_is_dropped_is_closed():
     server = RendezvousServer(BIND)
     address = server.address
     del server
-
-    def refused():
-        try:
-            socket.create_connection(address, PATIENCE_S).close()
-        except ConnectionRefusedError:
-            return True
-        except ConnectionResetError:
-            pass  # in the very moment
-        return False
-
-    eventually(refused, "the end of the server")
+    eventually(lambda: unreachable([address], PATIENCE_S), "the end of the server")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
@@ -130,9 +120,6 @@ def test_it_listens_on_the_given_interface_only(server):
     assert host == BIND
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), PATIENCE_S)
-
-
-def test_an_address_of_no_interface_is_an_error():
     with pytest.raises(OSError, match="address"):
         RendezvousServer("203.0.113.1")
 
@@ -147,26 +134,16 @@ def test_neither_the_package_nor_a_store_needs_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.fixture
-def full():
-    """The address of a socket whose queue is full: connections to it get no answer."""
-    with socket.socket() as listener:
-        listener.bind((BIND, 0))
-        listener.listen(0)
-        address = listener.getsockname()
-        with socket.create_connection(address):
-            yield address
-
-
-def test_servers_that_are_silent_or_refuse_are_unreachable(full):
-    server = RendezvousServer(BIND)
-    with socket.create_server((BIND, 0)) as closed:
-        refusing = closed.getsockname()
-    try:
-        assert unreachable([server.address, full, refusing, server.address], limit_s=0.5) == [1, 2]
-        assert unreachable([]) == []
-    finally:
-        server.close()
+def test_servers_that_are_silent_or_refuse_are_unreachable():
+    with contextlib.ExitStack() as stack:
+        answering = stack.enter_context(contextlib.closing(RendezvousServer(BIND))).address
+        with socket.create_server((BIND, 0)) as closed:
+            refusing = closed.getsockname()
+        # Its queue is full: connections to it get no answer.
+        full = stack.enter_context(socket.create_server((BIND, 0), backlog=0)).getsockname()
+        stack.enter_context(socket.create_connection(full))
+        assert unreachable([answering, full, refusing, answering], limit_s=0.5) == [1, 2]
+    assert unreachable([]) == []
 
 
 # -- clients without the secret learn nothing, change nothing, hold up no rank -------------------
@@ -195,11 +172,11 @@ def test_nonsense_does_no_harm(server):
     first = join(server, "a/1", 0, 2, b"first")
     join(server).close()
     send(server, b"nb").close()
-    assert closed(send(server, b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" * 3))
-    assert closed(send(server, NONCE + LENGTH.pack(1 << 31)))
+    assert turned_away(send(server, b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" * 3))
+    assert turned_away(send(server, NONCE + LENGTH.pack(1 << 31)))
     connection, challenge = approach(server.address)
     connection.sendall(messages(SECRET, challenge, b"short"))
-    assert closed(connection)
+    assert turned_away(connection)
     assert values(join(server, "a/1", 1, 2, b"second"), 2) == [b"first", b"second"]
     assert values(first, 2) == [b"first", b"second"]
 
@@ -211,7 +188,7 @@ def test_strangers_that_stay_silent_keep_nobody_waiting(server):
     assert values(second, 2) == [b"first", b"second"]
     assert values(first, 2) == [b"first", b"second"]
     for each in crowd[:20]:
-        assert closed(each), "those who have dawdled longest go"
+        assert turned_away(each), "those who have dawdled longest go"
     for each in crowd[20:]:
         each.close()
 
@@ -219,7 +196,7 @@ def test_strangers_that_stay_silent_keep_nobody_waiting(server):
 def test_slow_strangers_are_dropped_but_ranks_may_wait(server, monkeypatch):
     monkeypatch.setattr(handshake, "REQUEST_LIMIT_S", 0.2)
     first = join(server, "a/1", 0, 2, b"first")
-    assert closed(send(server, b"n"))
+    assert turned_away(send(server, b"n"))
     assert values(join(server, "a/1", 1, 2, b"second"), 2) == [b"first", b"second"]
     assert values(first, 2) == [b"first", b"second"]
 
@@ -249,7 +226,7 @@ def test_a_rank_rejects_a_server_without_the_secret():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads Gloo's address as Linux writes it")
 def test_strangers_at_gloos_port_do_not_harm_a_formed_group():
     with World(MAKERS["gloo"], 2) as world:
-        doors = [endpoints_of(world[rank]._owner._store.addresses, rank).own for rank in range(2)]
+        doors = addresses_of(world[0]._owner._store.addresses)
         strangers = []
         for door in doors:
             for said in (b"", b"x", bytes(8), b"\xff" * 8, b"GET / HTTP/1.1\r\n\r\n" * 100):
@@ -271,14 +248,8 @@ def summed(communicator, value):
 
 
 def test_a_peer_token_depends_on_the_secret_and_the_rank():
-    its = rendezvous()
-    others = {
-        peer_token(rendezvous(), 1),
-        peer_token(rendezvous(generation=2), 0),
-        peer_token(rendezvous(secret=b"guess"), 0),
-    }
-    assert peer_token(its, 0) not in others
-
-
-def test_the_secret_is_not_shown():
-    assert repr(SECRET)[2:-1] not in repr(rendezvous())
+    others = [rendezvous(generation=2), rendezvous(secret=b"guess"), rendezvous(job="another")]
+    tokens = {peer_token(rendezvous(), 1), *(peer_token(each, 0) for each in others)}
+    assert peer_token(rendezvous(), 0) not in tokens
+    assert len(tokens) == 4
+    assert repr(SECRET)[2:-1] not in repr(rendezvous()), "the secret is not shown"

@@ -158,16 +158,7 @@ def failure(future: Future[Any], within: float = PATIENCE_S) -> str:
 class World:
     """The communicators of one generation, each with a thread that is its rank's.
 
-    Parameters
-    ----------
-    make : callable
-        Makes a communicator of a rendezvous: what is tested.
-    size : int
-        How many ranks.
-    connected : bool, default True
-        Whether to connect them all at once.
-    store : tuple of (str, int), optional
-        Address of a store that is open already.
+    `make` makes one of a rendezvous: what is tested. `store` is the address of an open store.
     """
 
     def __init__(

@@ -9,21 +9,18 @@ any two hosts, on any kernel. When the test's process ends, however it does, eve
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import functools
-import heapq
-import itertools
 import os
 import random
-import selectors
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,49 +113,33 @@ def _enter(namespace: int) -> None:
 class Network:
     """Hosts by name, and what is between them; made by :func:`a_network`."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self) -> None:
         self.hosts: dict[str, Host] = {}
-        self._links: dict[tuple[bytes, bytes], Link] = {}
         self.lost = 0
-        self._thread: threading.Thread | None = None
-        try:
-            for number, name in enumerate(names, start=1):
-                self.hosts[name] = Host(name, f"{NETWORK}.{number}")
-        except BaseException:
-            self.close()
-            raise
-        self._plug_in()
-
-    def _plug_in(self) -> None:
-        """Start to carry packets between the cards that are there now."""
-        self._plug, socket_in_wall = socket.socketpair()
-        self._thread = threading.Thread(
-            target=self._carry, args=(socket_in_wall,), name="cables", daemon=True
-        )
+        self._links: dict[tuple[bytes, bytes], Link] = {}
+        self._cards: dict[bytes, int] = {}  # by address
+        self._chance = random.Random(0)
+        self._cables = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._cables.run_forever, name="cables", daemon=True)
         self._thread.start()
 
-    def _unplug(self) -> None:
-        if self._thread is not None:
-            self._plug.close()
-            self._thread.join()
-            self._thread = None
+    def add(self, name: str) -> None:
+        """Make a host, or put a new one where a killed one was, with nothing but its address."""
+        old = self.hosts.get(name)
+        assert old is None or not old.alive
+        address = f"{NETWORK}.{len(self.hosts) + 1}" if old is None else old.address
+        host = self.hosts[name] = Host(name, address)
+        self._cables.call_soon_threadsafe(self._plug_in, socket.inet_aton(address), host.card)
 
     def close(self) -> None:
         """Take everything down. Nothing is left."""
         for host in self.hosts.values():
             host.kill()
-        self._unplug()
-        for host in self.hosts.values():
-            os.close(host.card)
-
-    def replace(self, name: str) -> None:
-        """Put a new host where a killed one was: it has its name and address, and nothing else."""
-        old = self.hosts[name]
-        assert not old.alive
-        self._unplug()
-        os.close(old.card)
-        self.hosts[name] = Host(name, old.address)
-        self._plug_in()
+        self._cables.call_soon_threadsafe(self._cables.stop)
+        self._thread.join()
+        self._cables.close()
+        for card in self._cards.values():
+            os.close(card)
 
     # -- what can be done to it ------------------------------------------------------------------
 
@@ -182,51 +163,43 @@ class Network:
         """Make all connections whole and fast again."""
         self._links.clear()
 
-    # -- the thread that carries packets ---------------------------------------------------------
+    # -- in the thread that carries packets ------------------------------------------------------
 
-    def _carry(self, unplugged: socket.socket) -> None:
-        cards = {socket.inet_aton(host.address): host.card for host in self.hosts.values()}
-        waiting: list[tuple[float, int, int, bytes]] = []
-        numbers, chance = itertools.count(), random.Random(0)
-        with unplugged, selectors.DefaultSelector() as selector:
-            selector.register(unplugged, selectors.EVENT_READ)
-            for card in cards.values():
-                selector.register(card, selectors.EVENT_READ, card)
-            while True:
-                timeout = max(waiting[0][0] - time.monotonic(), 0.0) if waiting else None
-                for key, _ in selector.select(timeout):
-                    if key.data is None:
-                        return
-                    for packet in _packets(key.data):
-                        link = self._links.get((packet[12:16], packet[16:20]), _GOOD)
-                        card = cards.get(packet[16:20])
-                        if card is None or not link.up or chance.random() < link.loss:
-                            self.lost += 1
-                            continue
-                        due = time.monotonic() + link.delay
-                        heapq.heappush(waiting, (due, next(numbers), card, packet))
-                while waiting and waiting[0][0] <= time.monotonic():
-                    _, _, card, packet = heapq.heappop(waiting)
-                    with contextlib.suppress(OSError):  # a card that is full or dead loses packets
-                        os.write(card, packet)
+    def _plug_in(self, address: bytes, card: int) -> None:
+        if (old := self._cards.get(address)) is not None:
+            self._cables.remove_reader(old)
+            os.close(old)
+        self._cards[address] = card
+        self._cables.add_reader(card, self._carry, card)
 
-
-def _packets(card: int) -> Iterator[bytes]:
-    """Yield what a host has sent; anything but IPv4 is noise."""
-    for _ in range(64):
+    def _carry(self, source: int) -> None:
+        """Carry what a host has sent; anything but IPv4 is noise."""
         try:
-            packet = os.read(card, 1 << 16)
-        except OSError:
+            packet = os.read(source, 1 << 16)
+        except OSError:  # the host is dead
+            self._cables.remove_reader(source)
             return
         if packet[0] >> 4 == 4:
-            yield packet
+            link = self._links.get((packet[12:16], packet[16:20]), _GOOD)
+            if not link.up or self._chance.random() < link.loss:
+                self.lost += 1
+            elif link.delay:
+                self._cables.call_later(link.delay, self._deliver, packet)
+            else:
+                self._deliver(packet)
+
+    def _deliver(self, packet: bytes) -> None:
+        with contextlib.suppress(KeyError, OSError):  # a card that is full or dead loses packets
+            os.write(self._cards[packet[16:20]], packet)
 
 
 @contextlib.contextmanager
 def a_network(*names: str) -> Iterator[Network]:
     """Make hosts, and remove them with all that runs on them."""
-    network = Network(names)
+    network = Network()
     try:
+        for name in names:
+            network.add(name)
         yield network
     finally:
         network.close()

@@ -101,7 +101,7 @@ class HostsCluster(Crew):
         """Replace hosts that were killed, and start workers where they have closed for good."""
         for host, count in self._workers.items():
             if not self.network.hosts[host].alive:
-                self.network.replace(host)
+                self.network.add(host)
             running = self._running.get(host)
             if running is None or running.poll() is not None:
                 scratch = self._folder / f"scratch-{host}"

@@ -15,17 +15,6 @@ from nbelastic.messages import Place, RankEvent, RankRaised
 from tests.support.clusters import kinds, until
 
 
-class Port:
-    """Keeps the events of a rank."""
-
-    def __init__(self):
-        self.events = []
-
-    def send(self, message):
-        if isinstance(message, RankEvent):
-            self.events.append(message.event)
-
-
 def fail():
     raise ValueError("the function's own")
 
@@ -39,13 +28,13 @@ def test_a_rank_that_raises_outside_its_function_says_so(monkeypatch, name):
 
     monkeypatch.setattr(program, name, boom)
     monkeypatch.setattr(telemetry.Telemetry, "take", boom)  # nothing waits for figures
-    port, place = Port(), Place(0, 1, 0, 1, 0, 1)
+    spec, sent = RankSpec(job="job", start=3, place=Place(0, 1, 0, 1, 0, 1)), []
     payload, _ = pack_function(fail if name == "pack_error" else nbelastic.size, (), {})
-    rank = program.RankProgram(RankSpec(job="job", start=3, place=place), payload, port)
+    rank = program.RankProgram(spec, payload, sent.append)
     thread = threading.Thread(target=rank.run)  # whose context is its own
     thread.start()
     thread.join(60)
-    (event,) = port.events
+    (event,) = (each.event for each in sent if isinstance(each, RankEvent))
     assert isinstance(event, RankRaised)
     assert event.start == 3
     assert f"{name} is broken" in event.error

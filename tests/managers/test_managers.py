@@ -10,12 +10,12 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import dask
 import pytest
@@ -24,6 +24,7 @@ from distributed import Client, SSHCluster
 from nbelastic import Job
 from tests.cli.ssh import SshHosts
 from tests.support.clusters import Crew, a_crew, kinds, sizes, until
+from tests.support.metadata import serving
 from tests.support.training import Workload, check, check_nothing_redone
 
 pytestmark = pytest.mark.slow
@@ -90,20 +91,11 @@ class BatchSystem:
         return sorted(int(path.parent.name) for path in self._jobs.glob(f"*/{mark}"))
 
     def end(self) -> None:
-        """Kill what is left, and wait until nothing is."""
+        """Kill what is left, until nothing is."""
         for number in self.numbers():
             pid = int((self._jobs / str(number) / "pid").read_text())
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-            until(lambda pid=pid: not _lives(pid), f"the end of batch job {number}")
-
-
-def _lives(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+                until(lambda pid=pid: os.killpg(pid, signal.SIGKILL), f"the end of job {number}")
 
 
 @pytest.fixture
@@ -191,16 +183,9 @@ def a_gateway():
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    gateway = GatewayServer(f"http://127.0.0.1:{server.server_address[1]}")
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with serving(Handler) as url:
+        gateway = GatewayServer(url)
         yield gateway
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 PRELOAD = {
@@ -242,20 +227,19 @@ ROUTES = ["distributed.http.scheduler.api", "distributed.http.health"]
 class Kubernetes:
     """What the operator asks Kubernetes for: a group of workers, each a deployment."""
 
-    def __init__(self, controller, scheduler, workers):
+    def __init__(self, controller, scheduler, workers, monkeypatch):
         self.controller = controller
-        self.scheduler = scheduler
         self.workers = workers
         self.deleted = []
-
-    async def address(self, *_, **__):
-        return self.scheduler
-
-    async def worker_group(self, *_, **__):
-        async def cluster():
-            return SimpleNamespace(labels={})
-
-        return SimpleNamespace(cluster=cluster)
+        group = SimpleNamespace(cluster=AsyncMock(return_value=SimpleNamespace(labels={})))
+        api = SimpleNamespace(asyncio=SimpleNamespace(get=self.deployments), NotFoundError=KeyError)
+        for name, stand_in in {
+            "kr8s": api,
+            "get_scheduler_address": AsyncMock(return_value=scheduler),
+            "DaskWorkerGroup": AsyncMock(return_value=group),
+            "Deployment": self.deployment,
+        }.items():
+            monkeypatch.setattr(controller, name, stand_in)
 
     async def deployments(self, *_, **__):
         for number in range(self.workers):
@@ -266,14 +250,6 @@ class Kubernetes:
             self.deleted.append(str(name))
 
         return SimpleNamespace(delete=delete)
-
-    def replace_in(self, monkeypatch):
-        """Have the operator ask here."""
-        api = SimpleNamespace(asyncio=SimpleNamespace(get=self.deployments), NotFoundError=KeyError)
-        monkeypatch.setattr(self.controller, "kr8s", api)
-        monkeypatch.setattr(self.controller, "get_scheduler_address", self.address)
-        monkeypatch.setattr(self.controller, "DaskWorkerGroup", self.worker_group)
-        monkeypatch.setattr(self.controller, "Deployment", self.deployment)
 
     def scale(self, number):
         """Change the number of replicas, which the operator sees."""
@@ -296,8 +272,7 @@ def test_kubernetes_asks_for_what_jobs_want_and_scales_down_as_planned(monkeypat
     routes = dask.config.set({"distributed.scheduler.http.routes": ROUTES})
     with routes, a_crew(n_workers=2) as crew:
         port = crew.client.scheduler_info()["services"]["dashboard"]
-        kubernetes = Kubernetes(controller, f"http://127.0.0.1:{port}", workers=2)
-        kubernetes.replace_in(monkeypatch)
+        kubernetes = Kubernetes(controller, f"http://127.0.0.1:{port}", 2, monkeypatch)
         with a_job_that_loses_nothing(crew, tmp_path, [2, 1], max_np=5) as job:
             assert asyncio.run(controller.get_desired_workers("cluster", "default")) == 5
             names = {rank.name for rank in job.status.ranks}
@@ -337,22 +312,13 @@ def cloud_class():
                 self.process.send_signal(signal.SIGTERM)
             await self.process.wait()
 
-    class SchedulerMachine(vmcluster.SchedulerMixin, Machine):
-        """The scheduler's."""
-
-    class WorkerMachine(vmcluster.WorkerMixin, Machine):
-        """A worker's."""
-
     class Cloud(vmcluster.VMCluster):
-        """Clusters of a cloud whose machines are processes."""
-
-        scheduler_class = SchedulerMachine
-        worker_class = WorkerMachine
+        scheduler_class = type("SchedulerMachine", (vmcluster.SchedulerMixin, Machine), {})
+        worker_class = type("WorkerMachine", (vmcluster.WorkerMixin, Machine), {})
 
         def __init__(self, **options):
-            self.options = {"cluster": self}
-            self.scheduler_options = {"cluster": self}
-            self.worker_options = {"cluster": self}
+            for kind in ("options", "scheduler_options", "worker_options"):
+                setattr(self, kind, {"cluster": self})
             super().__init__(security=False, **options)
 
     return Cloud

@@ -6,6 +6,7 @@ from this process, which has one thread; it plays the part of their agents.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import multiprocessing
@@ -82,10 +83,8 @@ def serve(fd, rank, size, seed, line):
 
 def reduce(group, rank, size, count, value, inside):
     """Sum `value + rank` over all ranks; return whether each element of the sum is right."""
-    memory = filled(group, count, value + rank, inside)
-    places = [(address(memory), count)]
-    ticket = group.allreduce_async(places, core.TYPES["float32"], core.OPS["sum"])
-    group.wait(ticket)
+    memory, places = filled(group, count, value + rank, inside)
+    group.wait(group.allreduce_async(places, core.TYPES["float32"], core.OPS["sum"]))
     expected = size * value + size * (size - 1) / 2
     return memory == memoryview(struct.pack("f", expected) * count)
 
@@ -94,33 +93,21 @@ def reduce_along_tree(leaves, group, rank, size, count, value, inside):
     """Sum `value + leaf` over all leaves, which ranks have one, several or none of."""
     blocks = Blocks.even(leaves, size)
     nodes = [sum(value + leaf for leaf in range(*node)) for node in blocks.covers[rank]]
-    memories = [filled(group, count, each, inside) for each in nodes or [-1.0]]
-    places = [[(address(memory), count)] for memory in memories]
-    ticket = group.allreduce_tree_async(
-        places[: len(nodes)], places[0], tree_of(blocks), core.TYPES["float32"]
-    )
-    group.wait(ticket)
+    memories, places = zip(*(filled(group, count, n, inside) for n in nodes or [-1.0]), strict=True)
+    # The package's own function imports torch.
+    tree = core.Tree([*blocks.quotas], [len(each) for each in blocks.covers], [*blocks.order])
+    ours = [*places[: len(nodes)]]
+    group.wait(group.allreduce_tree_async(ours, places[0], tree, core.TYPES["float32"]))
     expected = sum(value + leaf for leaf in range(leaves))
     return memories[0] == memoryview(struct.pack("f", expected) * count)
 
 
-def tree_of(blocks):
-    """Return the native core's tree; that of the package's own imports torch."""
-    return core.Tree([*blocks.quotas], [len(each) for each in blocks.covers], [*blocks.order])
-
-
 def filled(group, count, value, inside):
-    """Return memory with a value, in the segment or outside."""
+    """Return memory with a value, in the segment or outside, and its place."""
     block = group.empty(4 * count) if inside else bytearray(4 * count)
     memory = memoryview(block).cast("B")
     memory[:] = struct.pack("f", value) * count
-    return memory
-
-
-def address(memory):
-    import ctypes
-
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return memory, [(ctypes.addressof(ctypes.c_char.from_buffer(memory)), count)]
 
 
 def strike(size: int, seed: int) -> dict[str, object]:

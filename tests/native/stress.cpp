@@ -7,7 +7,6 @@
 
 #include <unistd.h>
 
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -16,7 +15,6 @@
 #include <string>
 #include <thread>
 
-#include "core/arena.hpp"
 #include "core/executor.hpp"
 #include "core/lifeline.hpp"
 #include "core/mail.hpp"
@@ -43,48 +41,11 @@ std::size_t some_count(Random& random) {
     return 1 + draw(random, limits[draw(random, 4)]);
 }
 
-// A tree over the leaves of all ranks, drawn by all alike, each of which is a node of its rank.
-class Draft {
-public:
-    explicit Draft(std::vector<std::uint32_t> leaves) : leaves_(std::move(leaves)) {
-        all_ = std::accumulate(leaves_.begin(), leaves_.end(), 0u);
-        visit(0, all_);
-        tree_ = std::make_shared<const Tree>(leaves_, leaves_, order_);
-    }
-
-    std::shared_ptr<const Tree> tree() const { return tree_; }
-    float total(std::size_t i) const { return sum(0, all_, i); }
-
-    // A value of many magnitudes, so that the order of additions shows.
-    static float leaf(std::uint32_t v, std::size_t i) {
-        const auto mixed = static_cast<std::uint32_t>((i * 31 + v) * 2654435761u);
-        return std::ldexp(static_cast<float>(mixed >> 8), static_cast<int>(mixed % 40) - 20);
-    }
-
-private:
-    static float sum(std::uint32_t begin, std::uint32_t end, std::size_t i) {
-        if (end - begin == 1) return leaf(begin, i);
-        const std::uint32_t middle = (begin + end) / 2;
-        return sum(begin, middle, i) + sum(middle, end, i);
-    }
-    void visit(std::uint32_t begin, std::uint32_t end) {
-        if (end - begin == 1) return order_.push_back(0);
-        visit(begin, (begin + end) / 2);
-        visit((begin + end) / 2, end);
-        ++order_.back();
-    }
-
-    std::vector<std::uint32_t> leaves_;
-    std::vector<std::uint8_t> order_;
-    std::uint32_t all_ = 0;
-    std::shared_ptr<const Tree> tree_;
-};
-
 // One rank's part in a round.
 class Member {
 public:
     Member(std::shared_ptr<Segment> segment, std::uint32_t rank, std::uint64_t seed)
-        : team_(segment, rank, 60.0), lifeline_(team_, *segment),
+        : team_(segment, rank, 60.0), lifeline_(team_),
           arena_(std::move(segment), rank), executor_(team_), random_(seed) {
         lifeline_.start();
     }
@@ -182,11 +143,13 @@ private:
             leaves.push_back(static_cast<std::uint32_t>(draw(random_, 5)));
         }
         leaves[draw(random_, n() - 1)] += 1;  // some rank has one
-        const Draft draft(leaves);
+        const std::uint32_t all = std::accumulate(leaves.begin(), leaves.end(), 0u);
+        std::vector<std::uint8_t> order(all, 1);  // each leaf is added to those before it
+        order[0] = 0;
         const bool inside = (random_() + me()) % 3 != 0;
         const std::uint32_t first = std::accumulate(leaves.begin(), leaves.begin() + me(), 0u);
         Operation its{.kind = Kind::allreduce, .type = Type::f32, .op = Op::sum, .count = count};
-        its.tree = draft.tree();
+        its.tree = std::make_shared<const Tree>(leaves, leaves, order);
         its.mode = FloatMode::of_this_thread();
         Random own(random_() + me());  // in one piece or two, as each rank likes
         const std::size_t cut = count > 1 && draw(own, 1) == 0 ? 1 + draw(own, count - 2) : count;
@@ -198,13 +161,16 @@ private:
         auto* output = buffer<float>(count, inside);
         for (std::uint32_t k = 0; k < leaves[me()]; ++k) {
             auto* node = buffer<float>(count, inside);
-            for (std::size_t i = 0; i < count; ++i) node[i] = Draft::leaf(first + k, i);
+            for (std::size_t i = 0; i < count; ++i) node[i] = static_cast<float>(i % 7 + first + k);
             add(node, its.inputs);
             if (k == 0 && draw(own, 1) == 0) output = node;
         }
         add(output, its.outputs);
         run(std::move(its), begun);
-        for (std::size_t i = 0; i < count; ++i) require(output[i] == draft.total(i), "along a tree");
+        for (std::size_t i = 0; i < count; ++i) {
+            const auto total = static_cast<float>(i % 7 * all + all * (all - 1) / 2);
+            require(output[i] == total, "along a tree");
+        }
     }
 
     void broadcast(std::size_t count, std::uint32_t root, bool begun) {

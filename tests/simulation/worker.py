@@ -53,7 +53,7 @@ class SimRank:
 
     def _main(self) -> None:
         spec, payload = self._args
-        self._program = RankProgram(spec, payload, Port(self), self._worker.world.runtime)
+        self._program = RankProgram(spec, payload, self._to_worker, self._worker.world.runtime)
         for order in self._early:
             self._program.take(order)
         self._beat()
@@ -93,9 +93,6 @@ class SimRank:
             # Not from within the process that is ended.
             self._worker.world.god.call_soon(self.process.kill)
 
-    def pause_output(self, paused: bool) -> None:
-        pass
-
     def state(self) -> ProcessState:
         world = self._worker.world
         busy = self.process in world.busy
@@ -105,21 +102,15 @@ class SimRank:
     def memory(self) -> int:
         return 0
 
-
-class Port:
-    """The rank's way to its worker."""
-
-    def __init__(self, rank: SimRank) -> None:
-        self._rank = rank
-
-    def send(self, message: Any) -> None:
-        rank = self._rank
+    def _to_worker(self, message: Any) -> None:
+        """Carry a message of the rank's to its worker."""
+        world = self._worker.world
         if isinstance(message, RankEvent) and isinstance(message.event, (RankReady, LoopDone)):
-            actor = rank._worker.world.actors.get(message.event.start)
+            actor = world.actors.get(message.event.start)
             if actor is not None:
                 actor.reported(message.event.version)
-        if rank.process.alive:
-            rank._worker.process.call_later(HOP, rank._take, message)
+        if self.process.alive:
+            self._worker.process.call_later(HOP, self._take, message)
 
 
 class SimWatcher:
@@ -142,7 +133,7 @@ class SimAgent(Agent):
     def _start_launcher(self) -> Any:
         return self
 
-    def launch(self, setup: Any, take: Any, _: Any) -> SimRank:
+    def launch(self, setup: Any, take: Any, *_: Any) -> SimRank:
         return SimRank(self._worker, setup.spec, setup.payload, take)  # type: ignore[arg-type]
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, REQUEST_LIMIT_S, MachineWatch
+from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, REQUEST_LIMIT_S, watch_machine
 from nbelastic.cluster.worker.notices import Answer
 
 Reply = tuple[int, dict[str, str], bytes]
@@ -30,38 +30,18 @@ REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 @dataclass
 class FakeMetadata:
-    """The service of one cloud: ``aws``, ``google`` or ``azure``.
-
-    Attributes
-    ----------
-    notice, advice : bytes or None
-        The notice in force, as the cloud writes it, and AWS's recommendation.
-    token : str
-        The token that AWS's wants.
-    broken : int
-        A status that all polls get; 0 for none.
-    body : bytes or None
-        What all answers say instead, with status 200, as a network's login page does.
-    slow : float
-        Seconds that each answer takes.
-    clock : float or None
-        The time that its answers are dated by, if they are.
-    skew : float
-        Seconds by which its clock is ahead of the machine's, in virtual time.
-    asked : list of (str, int)
-        Path and status of each request.
-    """
+    """The service of one cloud: ``aws``, ``google`` or ``azure``."""
 
     cloud: str
-    notice: bytes | None = None
-    advice: bytes | None = None
-    token: str = "first"
-    broken: int = 0
-    body: bytes | None = None
-    slow: float = 0.0
-    clock: float | None = None
-    skew: float = 0.0
-    asked: list[tuple[str, int]] = field(default_factory=list)
+    notice: bytes | None = None  # in force, as the cloud writes it
+    advice: bytes | None = None  # AWS's recommendation
+    token: str = "first"  # that AWS's wants
+    broken: int = 0  # a status that all polls get
+    body: bytes | None = None  # what all answers say instead, as a network's login page does
+    slow: float = 0.0  # seconds that each answer takes
+    clock: float | None = None  # the time that its answers are dated by
+    skew: float = 0.0  # seconds by which its clock is ahead of the machine's, in virtual time
+    asked: list[tuple[str, int]] = field(default_factory=list)  # path and status of each request
     url: str = ""
 
     def answer(self, method: str, target: str, headers: Any) -> Reply:
@@ -106,14 +86,7 @@ class FakeMetadata:
 class Machine:
     """A machine with the real watch, its cloud's service, and a time that a test lets pass.
 
-    Parameters
-    ----------
-    service : FakeMetadata
-        The service.
-    script : iterable of (float, callable)
-        What happens to the service, and when; ``callable(service)``.
-    start : float
-        The time at which the machine starts.
+    The script says when what happens to the service; ``callable(service)``.
     """
 
     def __init__(
@@ -129,7 +102,7 @@ class Machine:
         self.dead = False
         self.requests: list[float] = []
         self.told: list[tuple[float, Any, Any]] = []
-        self.watch = MachineWatch(self._tell, self._find, self._ask, lambda: self.now)
+        self._steps = watch_machine(self._tell, self._find, self._ask, lambda: self.now)
 
     def _tell(self, risk: Any, notice: Any) -> None:
         assert notice.source.name.lower() == self.service.cloud
@@ -146,7 +119,8 @@ class Machine:
         """Have the watch do all that it does until then."""
         while self.next is not None and self.next <= until:
             self.pass_time(self.next)
-            self.next = self.now + POLL_INTERVAL if self.watch.step() else None
+            goes_on = next(self._steps, "end") is None
+            self.next = self.now + POLL_INTERVAL if goes_on else None
         self.pass_time(until)
         return self
 
@@ -190,19 +164,25 @@ def handler_of(service: FakeMetadata) -> type[BaseHTTPRequestHandler]:
 
 
 @contextlib.contextmanager
-def metadata(cloud: str) -> Iterator[FakeMetadata]:
-    """Serve a cloud's metadata until the end."""
-    service = FakeMetadata(cloud)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(service))
-    service.url = f"http://127.0.0.1:{server.server_address[1]}"
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve HTTP on loopback by a handler until the end; yield the URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield service
+        yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextlib.contextmanager
+def metadata(cloud: str) -> Iterator[FakeMetadata]:
+    """Serve a cloud's metadata until the end."""
+    service = FakeMetadata(cloud)
+    with serving(handler_of(service)) as service.url:
+        yield service
 
 
 # -- notices ---------------------------------------------------------------------------------------

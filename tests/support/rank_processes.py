@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import psutil
+import pytest
 
 from nbelastic.cluster.payload import Modules
 from nbelastic.cluster.worker.rank.channel import RankSetup
@@ -56,7 +58,8 @@ class Launched:
     def __init__(self, launcher: RankLauncher, function: Callable[..., Any], *args: Any) -> None:
         self.came: list[Message | bytes] = []
         setup, take = setup_of(function, *args), self.came.append
-        self.process: RankProcess = launcher.launch(setup, take, take)
+        self.crowded = False
+        self.process: RankProcess = launcher.launch(setup, take, take, lambda: self.crowded)
 
     async def end(self) -> ProcessExit:
         return await asyncio.wait_for(self.process.wait(), PATIENCE_S)
@@ -78,6 +81,11 @@ class Launched:
         assert self.last.result is not None, (self.last.event, self.output)
         return cloudpickle.loads(self.last.result)
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes that it has named: ``pids 17 18 end``."""
+        return [int(each) for each in self.output.partition("pids ")[2].split(" end")[0].split()]
+
     async def printed(self, text: str) -> None:
         """Wait until it has printed a text."""
         await until(lambda: text in self.output)
@@ -92,6 +100,16 @@ async def until(holds: Callable[[], bool]) -> None:
 
 class Host:
     """An event loop that launches ranks as a worker does, for tests that are no coroutines."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def alone(cls, name: str = "") -> Iterator[Host]:
+        """Make a host; with a name, one whose template no other test has."""
+        with pytest.MonkeyPatch.context() as patch:
+            if name:  # of a variable that a template reads at import
+                patch.setenv("NBELASTIC_TEST", f"{name}-{os.getpid()}")
+            with contextlib.closing(cls()) as made:
+                yield made
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -117,11 +135,8 @@ class Host:
         launched = self.launch(function, *args)
         return launched, self.do(launched.end())
 
-    def close_launcher(self) -> None:
-        self.do(self.launcher.close())
-
     def close(self) -> None:
-        self.close_launcher()
+        self.do(self.launcher.close())
         self.do(asyncio.sleep(0.05))  # transports are closed in the loop's next turns
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()

@@ -18,32 +18,15 @@ ROWS = 108
 
 @dataclass(frozen=True)
 class SameResult:
-    """Convolutions, batch norm, dropout, augmentation, AdamW, clipping and a scheduler.
+    """Convolutions, batch norm, dropout, augmentation, AdamW, clipping and a scheduler."""
 
-    Attributes
-    ----------
-    marks : Path
-        A directory that all workers see; ranks keep their ledgers there.
-    epochs, seconds : int, float
-        How long it is, and the least length of a step.
-    commit_every : int
-        Steps between two commits.
-    slow : int or None
-        A rank whose micro-batches take three times as long as those of others, by the clock of the
-        loader. The ranks balance then.
-    hold : int or None
-        A step after which ranks wait for the file ``go`` among the marks.
-    loader_processes : int
-        How many processes of each rank read rows.
-    """
-
-    marks: Path
+    marks: Path  # a directory that all workers see; ranks keep their ledgers there
     epochs: int = 4
-    seconds: float = 0.0
+    seconds: float = 0.0  # least length of a step
     commit_every: int = 1
-    slow: int | None = None
-    hold: int | None = None
-    loader_processes: int = 0
+    slow: int | None = None  # a rank that takes three times as long by the loader's clock
+    hold: int | None = None  # a step after which ranks wait for the file "go" among the marks
+    loader_processes: int = 0  # of each rank
 
     def __call__(self) -> dict[str, Any]:
         """Train, on every rank; return digests and what ranks have seen."""

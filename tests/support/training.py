@@ -14,18 +14,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fault:
-    """What one rank does to itself, once.
+    """What one rank does to itself, once, after the optimizer's step and before the commit.
 
-    Attributes
-    ----------
-    rank, epoch, batch : int
-        Who does it, and when (after the optimizer's step, before the commit). Ranks that do the
-        same in the same batch do it together.
-    kind : str
-        ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``raise`` (a ``ValueError``), ``hang`` (sleeps for
-        ever in Python code), ``hold`` (computes for some seconds and keeps the GIL).
-    seconds : float
-        How long.
+    Kinds: ``kill`` (SIGKILL to its worker), ``crash`` (to itself), ``stop`` and ``stop_rank``
+    (SIGSTOP), ``raise`` (a ``ValueError``), ``hang`` (sleeps for ever in Python code), ``hold``
+    (computes for some seconds and keeps the GIL). Ranks that do the same in the same batch do it
+    together.
     """
 
     rank: int
@@ -37,55 +31,30 @@ class Fault:
 
 @dataclass(frozen=True)
 class Workload:
-    """A training run.
+    """A training run."""
 
-    Attributes
-    ----------
-    marks : Path
-        An empty directory that all workers see; files in it say what has been done once.
-    samples, batch_size, epochs : int
-        Its size; divisible, so that shards of up to four ranks are even.
-    seconds : float
-        Least length of a step.
-    commit_every : int
-        Batches between two commits.
-    slow_start : float
-        Seconds that the set-up takes on ranks started after the first generation.
-    rate : float
-        Learning rate of SGD; at 0.05 the loss of a single rank is not steady.
-    optimizer : str
-        ``sgd`` or ``adamw``.
-    until_newcomers : int
-        If not 0: train until that many of the ranks were not there in the first generation, and
-        end with that epoch, so that no test depends on how fast a newcomer starts.
-    until_told : bool
-        Train until there is a file ``enough`` among the marks, and end with that epoch.
-    replace_all : bool
-        Whether ranks of the first generation are killed one by one, each when there are four.
-    loader_workers : int
-        Processes of each rank's data loader.
-    seed : int
-        If not 0: what the weights of all ranks start from, so that two jobs can be compared.
-    """
-
-    marks: Path
-    samples: int = 240
+    marks: Path  # an empty directory that all workers see; its files say what has been done once
+    samples: int = 240  # divisible, so that shards of up to four ranks are even
     batch_size: int = 12
     epochs: int = 3
-    seconds: float = 0.02
+    seconds: float = 0.02  # least length of a step
     commit_every: int = 1
-    slow_start: float = 0.0
-    rate: float = 0.05
-    optimizer: str = "sgd"
+    slow_start: float = 0.0  # seconds that ranks take to start after the first generation
+    rate: float = 0.05  # of SGD; the loss of a single rank is not steady
+    optimizer: str = "sgd"  # or "adamw"
+    # Train until so many ranks were not there in the first generation, and end with that epoch: no
+    # test depends on how fast a newcomer starts. Or until there is a file "enough" among the marks.
     until_newcomers: int = 0
     until_told: bool = False
-    replace_all: bool = False
+    replace_all: bool = (
+        False  # ranks of the first generation are killed one by one, if four are there
+    )
     loader_workers: int = 0
-    seed: int = 0
+    seed: int = 0  # if not 0, of the weights of all ranks, so that two jobs can be compared
     faults: tuple[Fault, ...] = field(default=())
 
     def __call__(self) -> dict[str, Any]:
-        """Train. Runs on every rank."""
+        """Train, on every rank."""
         return _train(self)
 
     def once(self, name: str) -> bool:
@@ -114,9 +83,7 @@ def _train(work: Workload) -> dict[str, Any]:
     inputs = torch.randn(work.samples, 8)
     targets = inputs.sum(1, keepdim=True)
     data = TensorDataset(torch.arange(work.samples), inputs, targets)
-    torch.manual_seed(
-        work.seed or os.getpid()
-    )  # ranks start from different weights: the first sync matters
+    torch.manual_seed(work.seed or os.getpid())  # weights differ: the first sync matters
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     inner = {
         "sgd": lambda p: torch.optim.SGD(p, lr=work.rate, momentum=0.9),
@@ -214,9 +181,7 @@ def _do_harm(work: Workload, state: Any, rank: int) -> None:
 
     for fault in work.faults:
         where = (fault.rank, fault.epoch, fault.batch)
-        if where != (rank, state.epoch, state.batch):
-            continue
-        if not work.once(_mark(fault)):
+        if where != (rank, state.epoch, state.batch) or not work.once(_mark(fault)):
             continue
         processes = _gather(work, fault)
         if fault.kind in ("kill", "crash"):  # of the worker, of the rank itself
@@ -245,8 +210,7 @@ def _mark(fault: Fault) -> str:
 def _gather(work: Workload, fault: Fault) -> list[int]:
     """Wait until all are there that this is to happen to at once; return their processes.
 
-    Its own is the last. Who leaves a collective first would else be gone while another is still
-    in it.
+    Its own is the last: else it could be gone while another is still in a collective.
     """
     import time
 

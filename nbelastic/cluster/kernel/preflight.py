@@ -15,7 +15,7 @@ from typing import Any
 from distributed import Client, Future
 
 from nbelastic.cluster.payload import Modules, keras_settings, torch_settings
-from nbelastic.cluster.worker.environment import MUST_MATCH, versions, versions_reader
+from nbelastic.cluster.wire import MUST_MATCH, versions, versions_reader
 from nbelastic.cluster.worker.signals import after_shielding
 from nbelastic.errors import NotPicklable, VersionMismatch
 from nbelastic.messages import JobPayload

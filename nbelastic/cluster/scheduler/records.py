@@ -9,7 +9,7 @@ from distributed.comm.addressing import get_address_host
 from distributed.core import Status
 
 from nbelastic import messages as m
-from nbelastic.cluster.worker.environment import MUST_MATCH
+from nbelastic.cluster.wire import MUST_MATCH
 
 if TYPE_CHECKING:
     from distributed.scheduler import WorkerState

@@ -13,9 +13,10 @@ import logging
 import os
 import pickle
 import shutil
+import socket
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import dask.config
@@ -40,6 +41,7 @@ from nbelastic.cluster.wire import (
     PLUGIN,
     pack,
     unpack,
+    versions,
 )
 from nbelastic.collectives.topology import host_identity
 from nbelastic.elastic.ranks.runtime import DASK_CUDA, RankSpec
@@ -63,7 +65,6 @@ from nbelastic.messages import (
     WatchOrder,
 )
 
-from .environment import own_interface, versions
 from .hosted_rank import HostedRank, Key
 from .notice_watcher import NoticeWatcher
 from .rank.channel import RankSetup
@@ -79,11 +80,8 @@ It goes back to its last commit and waits for the scheduler's next order, or for
 worker, which Dask gives up after ``distributed.comm.timeouts.tcp``.
 """
 
-LEAVE_GRACE = 5.0
-"""Seconds that a closing worker gives its ranks to reach their next commit."""
-
-ENDING_GRACE = 1.0
-"""Seconds that it then gives them to end after SIGTERM."""
+LEAVE_GRACE = 5.0  # that a closing worker gives its ranks to reach their next commit, in seconds
+ENDING_GRACE = 1.0  # that it then gives them to end after SIGTERM
 
 
 class Agent(WorkerPlugin):
@@ -138,10 +136,8 @@ class Agent(WorkerPlugin):
 
         async def tell() -> None:
             function, values = pickle.dumps(pass_on_user_signals), pickle.dumps({"on": on})
-            try:
+            with contextlib.suppress(OSError):  # it is gone, and the worker with it
                 await self._worker.rpc(nanny).run(function=function, kwargs=values)
-            except OSError:
-                pass  # it is gone, and the worker with it
 
         if nanny is not None and self._worker.status is not Status.closing:
             self._worker.loop.add_callback(tell)
@@ -178,11 +174,13 @@ class Agent(WorkerPlugin):
         key = (spec.job, spec.start)
         spec = dataclasses.replace(spec, bind=self.bind(address))
         try:
-            payload = None if self._ends(key) else await self._payload(spec.job)
-            if payload is None or self._ends(key):
+            if not self._ends(key) and spec.job not in self._payloads:
+                packed = await self._worker.scheduler.nbelastic_payload(job=spec.job)
+                self._payloads[spec.job] = unpack(packed, JobPayload)
+            if self._ends(key):
                 del self._early[key]
                 return
-            setup = self._setup_of(spec, payload)
+            setup = self._setup_of(spec, self._payloads[spec.job])
             rank = HostedRank(setup, self._launcher, self._worker, self._send)
         except Exception as error:
             problem = f"its process cannot be started: {error!r}"
@@ -204,13 +202,12 @@ class Agent(WorkerPlugin):
             if not self._ranks:
                 self._beats.stop()
 
-    async def _payload(self, job: str) -> JobPayload:
-        if job not in self._payloads:
-            packed = await self._worker.scheduler.nbelastic_payload(job=job)
-            self._payloads[job] = unpack(packed, JobPayload)
-        return self._payloads[job]
-
     def _setup_of(self, spec: RankSpec, payload: JobPayload) -> RankSetup:
+        dask_config = b""
+        with contextlib.suppress(Exception):  # of any class
+            # A client in the worker, of any task, has set `scheduler`; the rank has its own client.
+            config = {k: each for k, each in dask.config.config.items() if k != "scheduler"}
+            dask_config = pickle.dumps(config)
         return RankSetup(
             spec,
             payload,
@@ -221,8 +218,7 @@ class Agent(WorkerPlugin):
             threads=int(self._worker.state.nthreads),
             scheduler=str(self._worker.scheduler.address),
             security=self._worker.security,
-            # A client in the worker, of any task, has set `scheduler`; the rank has its own client.
-            dask_config=_pickled({k: v for k, v in dask.config.config.items() if k != "scheduler"}),
+            dask_config=dask_config,
         )
 
     def bind(self, address: str) -> str:
@@ -236,10 +232,9 @@ class Agent(WorkerPlugin):
     # -- in the event loop -----------------------------------------------------------------------
 
     def _send(self, message: Message) -> None:
-        try:
+        # Without a scheduler, the worker is about to close.
+        with contextlib.suppress(OSError):
             self._worker.batched_stream.send({"op": FROM_AGENTS, "message": pack(message)})
-        except OSError:
-            pass  # the scheduler is gone; the worker is about to close for that reason
 
     def _send_beats(self) -> None:
         resume(self._worker.batched_stream)
@@ -330,9 +325,19 @@ def run_rank(spec: RankSpec, slot: Slot) -> None:
         sync(worker.loop, agent.run, spec, slot.worker)
 
 
-def _pickled(value: Any) -> bytes:
-    """Return a value pickled; nothing if that cannot be done."""
-    try:
-        return pickle.dumps(value)
-    except Exception:  # of any class
-        return b""
+def own_interface(hosts: Iterable[str]) -> str:
+    """Return the first of `hosts` that this machine can bind, as an IP address; else 127.0.0.1.
+
+    A worker's contact address may hold a name, which this machine may resolve to its loopback, or
+    the address of a gateway before it, where nothing can listen.
+    """
+    for host in hosts:
+        try:
+            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            continue  # a name that is unknown here, or none at all, as in "inproc://"
+        for family, kind, _, _, where in sorted(found):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(where)
+                return str(where[0])
+    return "127.0.0.1"

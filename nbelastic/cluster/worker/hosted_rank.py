@@ -12,7 +12,7 @@ import asyncio
 import codecs
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -46,97 +46,18 @@ if TYPE_CHECKING:
     from .rank.channel import RankSetup
     from .rank_launcher import RankLauncher
 
-INTERVAL = 0.1
-"""Seconds that text may wait for more."""
-
-FULL = 2**20
-"""Characters that may wait, and that one message has at most."""
-
-PATIENCE = 1.0
-"""Seconds that a pipe is not read for the connection's sake, each time."""
-
-CROWDED = 8 * FULL
-"""Bytes that wait for the connection, above which nothing is added that may wait."""
-
-PAUSE = 0.02
-"""Seconds after which a crowded connection is checked again."""
-
-
-class OutputBuffer:
-    """Output of a rank that has not been sent.
-
-    A rank may print a million lines in a second, so many lines go in one message. A rank that is
-    faster than the connection waits: its pipe is not read, for a second at most each time.
-
-    `waiting` returns how many bytes wait for the connection. ``pause(True)`` ends the reading of
-    the rank's pipe, ``pause(False)`` continues it.
-    """
-
-    def __init__(
-        self,
-        send: Callable[[str], None],
-        waiting: Callable[[], int],
-        pause: Callable[[bool], None],
-    ) -> None:
-        self._send = send
-        self._waiting = waiting
-        self._pause = pause
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._pieces: list[str] = []
-        self._size = 0
-        self._timer: asyncio.TimerHandle | None = None
-
-    def write(self, data: bytes) -> None:
-        """Take what the rank has printed."""
-        text = self._decoder.decode(data)
-        self._pieces.append(text)
-        self._size += len(text)
-        if self._timer is None:
-            self._flush_after(INTERVAL)
-        if self._size >= FULL:
-            self._flush_if_free()
-        if self._size >= FULL:
-            self._pause(True)
-            asyncio.get_running_loop().call_later(PATIENCE, self._pause, False)
-
-    def flush(self) -> None:
-        """Send what has been printed so far."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        text, self._size = "".join(self._pieces), 0
-        self._pieces.clear()
-        for start in range(0, len(text), FULL):
-            self._send(text[start : start + FULL])
-        self._pause(False)
-
-    def _flush_after(self, delay: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(delay, self._flush_if_free)
-
-    def _flush_if_free(self) -> None:
-        if self._waiting() <= CROWDED:
-            self.flush()
-        else:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._flush_after(PAUSE)
-
-
 Key = tuple[str, int]
 
-ENDING_S, EVICTION_S = 6.0, 2.0
-"""Seconds that a rank has to end by itself, when it is ordered to."""
-
-TERMINATION_S = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
+CROWDED = 8 * 2**20
+"""Bytes that wait for the connection, above which nothing is added that may wait."""
 
 IMPORTING = "importing torch in the host's rank template"
 
-MOST_BETWEEN_S = 1.0
-"""Seconds between two looks at a rank that count as its silence; looks are half a second apart."""
-
-SILENCE_S = 1.2
-"""Seconds without a heartbeat after which the state of the process is read."""
+# Limits, in seconds.
+ENDING_S, EVICTION_S = 6.0, 2.0  # that a rank has to end by itself, when it is ordered to
+TERMINATION_S = 2.0  # between SIGTERM and SIGKILL
+MOST_BETWEEN_S = 1.0  # between two looks that count as a rank's silence; there are two a second
+SILENCE_S = 1.2  # without a heartbeat, after which the state of the process is read
 
 
 class HostedRank:
@@ -159,52 +80,50 @@ class HostedRank:
         self._worker, self._send = worker, send
         self._loop = asyncio.get_running_loop()
         self._beat = Beat(key[1], 0, 0, False, -1)
-        self._began, self._heard = self._loop.time(), cast("float | None", None)
-        self._looked = self._began
+        self._heard = False
+        self._since = self._looked = self._loop.time()  # of its silence, and of the last look
         self._probes = ProbeHistory()
         self._plan: Plan | None = None
         self._over = self._returned = False
         self._limits: list[asyncio.TimerHandle] = []
-        self._output = OutputBuffer(
-            lambda text: send(RankOutput(*key, text)),
-            lambda: unsent_bytes(worker.batched_stream),
-            lambda paused: self.process.pause_output(paused),  # noqa: PLW0108 - it comes next
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.process = launcher.launch(
+            setup, self._take, self._print, lambda: unsent_bytes(worker.batched_stream) > CROWDED
         )
-        self.process = launcher.launch(setup, self._take, self._output.write)
 
     async def wait(self) -> None:
         """Wait until the process has ended, and report it if the rank has not."""
         found = await self.process.wait()
         for timer in self._limits:
             timer.cancel()
-        self._output.write(found.crash.encode())
-        self._output.flush()
+        self._print(found.crash.encode())
+        job, start = self._key
         if not self._over:
-            died = RankDied(self._key[1], str(found), self._beat.version)
-            self._send(RankEvent(self._key[0], died))
+            self._send(RankEvent(job, RankDied(start, str(found), self._beat.version)))
         elif self._returned:
             cut = str(found) if found.reason or found.status else ""
-            self._send(RankEvent(self._key[0], RankExited(self._key[1], cut)))
+            self._send(RankEvent(job, RankExited(start, cut)))
+
+    def _print(self, data: bytes) -> None:
+        if text := self._decoder.decode(data):
+            self._send(RankOutput(*self._key, text))
 
     def _take(self, message: Message) -> None:
         """Take a message of the rank."""
         if isinstance(message, Heartbeats):
             self._beat = message.beats[0][1]
-            self._heard, self._probes = self._loop.time(), ProbeHistory()
+            self._heard, self._since, self._probes = True, self._loop.time(), ProbeHistory()
         elif isinstance(message, FaultDue):
             self._worker.loop.add_callback(inflict, self._worker, self._send, self.process, message)
         else:
-            if isinstance(message, RankEvent):
-                self._output.flush()
-                if isinstance(message.event, (RankReturned, RankLeft, RankRaised)):
-                    self._over = True
-                    seconds = self._spec.exit_timeout_s
-                    reason = f"it did not end within {seconds:g} s (exit_timeout)"
-                    self._end_within(seconds, reason)
-                if isinstance(message.event, RankReturned):
-                    self._returned = True
-                    event = replace(message.event, exits=True)
-                    message = replace(message, event=event)
+            event = message.event if isinstance(message, RankEvent) else None
+            if isinstance(event, (RankReturned, RankLeft, RankRaised)):
+                self._over = True
+                seconds = self._spec.exit_timeout_s
+                self._end_within(seconds, f"it did not end within {seconds:g} s (exit_timeout)")
+            if isinstance(event, RankReturned):
+                self._returned = True
+                message = replace(message, event=replace(event, exits=True))
             self._send(message)
 
     def obey(self, order: RankOrder) -> None:
@@ -233,7 +152,7 @@ class HostedRank:
         self.process.send_signal(signal.SIGTERM, reason)
         self._limits.append(self._loop.call_later(patience, self.kill, reason))
 
-    def kill(self, reason: str = "") -> None:
+    def kill(self, reason: str) -> None:
         """End the process at once."""
         self.process.send_signal(signal.SIGKILL, reason)
 
@@ -249,20 +168,19 @@ class HostedRank:
         now = self._loop.time()
         # While its worker, or the machine, did not run, no heartbeat could be read.
         late, self._looked = max(now - self._looked - MOST_BETWEEN_S, 0.0), now
-        self._began = min(self._began + late, now)
-        self._heard = None if self._heard is None else min(self._heard + late, now)
-        if self._heard is None and self.process.waits:
-            self._began = now
+        self._since = min(self._since + late, now)
+        if self.process.waits:
+            self._since = now
             return replace(self._beat, operation=IMPORTING)
-        silence = now - (self._began if self._heard is None else self._heard)
+        silence = now - self._since
         if silence < SILENCE_S or self._over:
             return self._beat
         verdict = self._probes.add(self.process.state())
         if verdict is Verdict.BUSY:
-            self._heard = now if self._heard is not None else None
+            self._since = now
         elif verdict is Verdict.STOPPED:
             self.kill(f"its process was stopped for {silence:.0f} s")
-        elif self._heard is not None and silence >= self._spec.heartbeat_timeout_s:
+        elif self._heard and silence >= self._spec.heartbeat_timeout_s:
             self.kill(f"its process has sent no heartbeat for {silence:.0f} s and does nothing")
         # Kept: a rank that waits and does not in turns would seem to make progress.
         self._beat = replace(self._beat, waiting=False, operation="")

@@ -27,7 +27,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from nbelastic import rank_template
@@ -36,7 +35,7 @@ from nbelastic.messages import Message
 from nbelastic.system import LINUX
 
 from .rank.channel import RankSetup
-from .rank.children import GROUP_LIMIT_S
+from .rank.children import GROUP_LIMIT_S, signal_group
 from .rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
@@ -44,14 +43,14 @@ logger = logging.getLogger(__name__)
 METHOD = "fork" if LINUX else "spawn"
 """How ranks begin. Frameworks of macOS do not work in a fork."""
 
-STUCK_S = 15.0
-"""Seconds that a template may take to fork a server for a rank."""
-
-IMPORT_S = 300.0
-"""Seconds that a template may take to import torch, from a slow disk."""
+STUCK_S = 15.0  # that a template may take to fork a server for a rank
+IMPORT_S = 300.0  # that it may take to import torch, from a slow disk
 
 TRIES = 4
-"""Templates that may end before they are ready, one after the other, until ranks are given up."""
+"""Templates that may end before they are ready until the worker starts one for itself alone.
+
+After as many again, ranks that wait are given up.
+"""
 
 
 class RankLauncher:
@@ -67,8 +66,7 @@ class RankLauncher:
         self.template = 0  # its process, while there is one
         self._ready = False
         self._tries = 0
-        self._ranks: dict[int, RankProcess] = {}
-        self._launched = 0
+        self._ranks: set[RankProcess] = set()
 
     def start(self) -> None:
         """Find or start a template if there is none; return at once."""
@@ -85,16 +83,20 @@ class RankLauncher:
         )
 
     def launch(
-        self, setup: RankSetup, take: Callable[[Message], None], output: Callable[[bytes], None]
+        self,
+        setup: RankSetup,
+        take: Callable[[Message], None],
+        output: Callable[[bytes], None],
+        crowded: Callable[[], bool] = bool,
     ) -> RankProcess:
         """Start the process of a rank, which gets its `setup` first.
 
-        `output` gets what it prints, `take` each message after all that it has printed before.
+        `output` gets what it prints, which waits while `crowded()`, and `take` each message, an
+        event after all that was printed before.
         """
-        self._launched += 1
-        number, rank = self._launched, RankProcess(setup, take, output)
-        self._ranks[number] = rank
-        rank.gone.add_done_callback(lambda _: self._ranks.pop(number, None))
+        rank = RankProcess(setup, take, output, crowded)
+        self._ranks.add(rank)
+        rank.gone.add_done_callback(lambda _: self._ranks.discard(rank))
         try:
             self.start()
         except OSError as error:
@@ -104,13 +106,13 @@ class RankLauncher:
 
     async def close(self) -> None:
         """End the remaining ranks and their processes; leave the template."""
-        for rank in self._ranks.values():
+        for rank in self._ranks:
             rank.send_signal(signal.SIGKILL, "its worker was closed")
-        if ends := [rank.gone for rank in self._ranks.values()]:
+        if ends := [rank.gone for rank in self._ranks]:
             await asyncio.wait(ends, timeout=2 * GROUP_LIMIT_S)
-        for rank in list(self._ranks.values()):
-            if rank.server is not None:  # it is there
-                os.kill(rank.server, signal.SIGKILL)
+        for rank in list(self._ranks):
+            if rank.server is not None:
+                signal_group(rank.server, signal.SIGKILL)
             rank.withdraw()
             rank.finish(reason="its worker was closed")
         self._ranks.clear()
@@ -120,23 +122,20 @@ class RankLauncher:
 
     def _connect(self) -> socket.socket | None:
         """Return a line to the host's template; None if there is none."""
-        line = None
-        try:
-            self._name = rank_template.address(self._path)
-            line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            line.setblocking(False)
-            line.connect(f"\0{self._name}")
-            self.template = rank_template.peer(line)
-        except ConnectionRefusedError:
-            assert line is not None
-            line.close()
-            return None
-        except (OSError, ValueError) as error:
-            if line is not None:
-                line.close()
-            self._leave_others(f"the rank template of this host cannot be used: {error}")
-            return None
-        return line
+        with contextlib.ExitStack() as failed:
+            try:
+                self._name = rank_template.address(self._path)
+                line = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                line.setblocking(False)
+                line.connect(f"\0{self._name}")
+                self.template = rank_template.peer(line)
+            except ConnectionRefusedError:
+                return None
+            except (OSError, ValueError) as error:
+                self._leave_others(f"the rank template of this host cannot be used: {error}")
+                return None
+            failed.pop_all()
+            return line
 
     def _leave_others(self, why: str) -> None:
         self._alone = True
@@ -169,18 +168,13 @@ class RankLauncher:
 
     def _hear(self) -> None:
         assert self._line is not None
-        while self._line is not None:
-            try:
-                data = self._line.recv(rank_template.MESSAGE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self._lose_line()
-                return
-            for message in rank_template.messages(data):
-                self._obey(message)
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            data = self._line.recv(rank_template.MESSAGE_BYTES)
+        if not data:
+            self._lose_line()
+        for message in rank_template.messages(data):
+            self._obey(message)
 
     def _obey(self, message: dict[str, Any]) -> None:
         if message["op"] == "bound":
@@ -191,8 +185,6 @@ class RankLauncher:
         elif message["op"] == "ready":
             self._ready, self._tries = True, 0
             self._ask()
-        elif message["op"] == "lost" and message["rank"] in self._ranks:
-            self._ranks[message["rank"]].server_lost(message["status"])
 
     def _close_line(self) -> None:
         if self._line is not None:
@@ -207,30 +199,25 @@ class RankLauncher:
 
     def _lose_line(self) -> None:
         """Find another template, because the last has ended, or was not the host's first."""
-        self._starter, starter = None, self._starter
         self._close_line()
-        taken = starter is not None and starter.wait() == rank_template.LOST
         self._tries += 1
-        if taken and self._tries >= TRIES:
-            self._leave_others("the address of this host's rank template is bound, and refuses")
-        if taken or self._tries < TRIES:
+        if self._tries == TRIES and not self._alone:
+            self._leave_others("the rank template of this host ends, or its address is bound")
+        if self._tries < 2 * TRIES:
             with contextlib.suppress(OSError):
                 self.start()
                 return
         self._tries = 0
-        for rank in list(self._ranks.values()):
+        for rank in self._ranks:
             if rank.waits:
                 rank.finish(reason="its rank template has ended before it was ready")
 
     def _ask(self) -> None:
         if self._ready and self._line is not None:
-            for number, rank in list(self._ranks.items()):
-                if rank.waits:
-                    with contextlib.suppress(OSError):  # it has ended, which is heard next
-                        control = rank.ask(self._line, number)
-                        self._loop.call_later(
-                            STUCK_S, self._leave_if, partial(rank.is_asked_by, control)
-                        )
+            for rank in filter(lambda each: each.waits, self._ranks):
+                with contextlib.suppress(OSError):  # it has ended, which is heard next
+                    rank.ask(self._line)
+                    self._loop.call_later(STUCK_S, self._leave_if, lambda rank=rank: rank.asked)
 
     # -- a template that does nothing --------------------------------------------------------------
 
@@ -238,8 +225,8 @@ class RankLauncher:
         """Leave a template that is stopped or stuck, if something still waits for it."""
         if self._line is None or not waits():
             return
-        for rank in self._ranks.values():
-            if rank.control is not None and rank.is_asked_by(rank.control):
+        for rank in self._ranks:
+            if rank.asked:
                 rank.withdraw()
         if self._alone:
             os.kill(self.template, signal.SIGKILL)  # no other worker has it

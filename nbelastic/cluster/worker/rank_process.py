@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import pickle
@@ -27,13 +28,13 @@ import socket
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import psutil
 
 from nbelastic.cluster.process_state import ProcessState, process_id, read_state
 from nbelastic.elastic.ranks.telemetry import NOT_THE_USERS
-from nbelastic.messages import AnyMessage, Message, decode, encode
+from nbelastic.messages import AnyMessage, Message, RankEvent, decode, encode
 from nbelastic.rank_template import KIND, MESSAGE_BYTES, messages, send
 from nbelastic.system import LINUX
 
@@ -42,11 +43,14 @@ from .rank.children import GROUP_LIMIT_S, signal_group
 
 _LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 _STACK_BYTES = 1 << 16
-END_OF_CHANNEL_S = None if LINUX else 1.0
-"""Seconds that reading what a process had sent may take when it has ended, where it has no end."""
 
-_WORD_OF_DEATH_S = 1.0
-"""Seconds that the template may take to say how a rank server has ended."""
+# Limits, in seconds.
+END_OF_CHANNEL_S = None if LINUX else 1.0  # to read what an ended process had sent
+OUTPUT_INTERVAL_S = 0.1  # that text may wait for more
+PATIENCE_S = 1.0  # that output is not read for the connection's sake, each time
+PAUSE_S = 0.02  # after which a crowded connection is checked again
+
+OUTPUT_BYTES = 2**20  # that are read at once at most, and that a rank can print meanwhile
 
 
 @dataclass(frozen=True)
@@ -63,14 +67,17 @@ class ProcessExit:
             return self.reason or "its process has ended"
         if os.WIFEXITED(self.status):
             return f"its process exited with status {os.WEXITSTATUS(self.status)}"
-        number = os.WTERMSIG(self.status)
+        number, name = os.WTERMSIG(self.status), ""
         if self.out_of_memory and number == signal.SIGKILL:
             return "its process was killed by the system: out of memory"
-        try:
+        with contextlib.suppress(ValueError):  # a real-time signal
             name = f" ({signal.Signals(number).name})"
-        except ValueError:  # a real-time signal
-            name = ""
-        return f"its process was killed by signal {number}{name}{self._place()}"
+        places = [
+            f", at {file}, line {line}, in {function}"
+            for file, line, function in _LINE.findall(self.crash)
+            if not file.startswith(NOT_THE_USERS)
+        ]
+        return f"its process was killed by signal {number}{name}{''.join(places[:1])}"
 
     @property
     def crash(self) -> str:
@@ -79,65 +86,108 @@ class ProcessExit:
         current = [each for each in blocks if each.startswith("Current thread")]
         return "\n".join([what, *current, ""]) if current else ""
 
-    def _place(self) -> str:
-        """Return the innermost line of the user's code in the crash; empty without any."""
-        for file, line, function in _LINE.findall(self.crash):
-            if not file.startswith(NOT_THE_USERS):
-                return f", at {file}, line {line}, in {function}"
-        return ""
-
 
 def out_of_memory_kills() -> int:
     """Return how often the kernel has ended a process of this cgroup for its memory."""
-    try:
-        with open("/proc/self/cgroup") as file:
-            places = dict(line.strip().split(":", 2)[1:] for line in file)
-    except (OSError, ValueError):
-        return 0
     found = 0
-    names = [f"/sys/fs/cgroup{places['']}/memory.events"] if "" in places else []
-    if "memory" in places:
-        names.append(f"/sys/fs/cgroup/memory{places['memory']}/memory.oom_control")
-    # Inside of a container, the own cgroup is often mounted as the root.
-    names += ["/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"]
-    for name in names:
-        try:
-            with open(name) as file:
-                counts = dict(line.split() for line in file)
-        except (OSError, ValueError):
-            continue
-        found = max(found, int(counts.get("oom_kill", 0)))
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/cgroup") as groups:
+        for line in groups:
+            _, version, place = line.rstrip("\n").split(":", 2)
+            if version in ("", "memory"):
+                name = "memory.oom_control" if version else "memory.events"
+                # Inside of a container, the own cgroup is often mounted as the root.
+                for folder in (place, ""):
+                    with contextlib.suppress(OSError, ValueError):
+                        with open(f"/sys/fs/cgroup/{version}{folder}/{name}") as file:
+                            counts = dict(each.split() for each in file)
+                        found = max(found, int(counts.get("oom_kill", 0)))
     return found
+
+
+class OutputPipe:
+    """The worker's end of a pipe to which a rank prints.
+
+    A rank may print a million lines in a second, so the pipe is read at intervals, and many lines
+    go in one message. A rank that is faster than the connection waits: its pipe is not read while
+    that is `crowded`, for a second at most each time.
+    """
+
+    def __init__(
+        self, source: int, output: Callable[[bytes], None], crowded: Callable[[], bool]
+    ) -> None:
+        self._source, self._output, self._crowded = source, output, crowded
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        os.set_blocking(source, False)
+        if LINUX:
+            with contextlib.suppress(OSError):  # the user has too many such pipes
+                fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, OUTPUT_BYTES)
+        self._loop.add_reader(source, self._wait)
+
+    def _wait(self) -> None:
+        self._loop.remove_reader(self._source)
+        end = self._loop.time() + PATIENCE_S
+        self._timer = self._loop.call_later(OUTPUT_INTERVAL_S, self._read_if_free, end)
+
+    def _read_if_free(self, end: float) -> None:
+        if self._crowded() and self._loop.time() < end:
+            self._timer = self._loop.call_later(PAUSE_S, self._read_if_free, end)
+        else:
+            self.read()
+
+    def read(self) -> None:
+        """Pass on what is in the pipe now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        data, ended = bytearray(), False
+        with contextlib.suppress(BlockingIOError):
+            while len(data) < OUTPUT_BYTES and not ended:
+                part = os.read(self._source, 1 << 16)
+                data += part
+                ended = not part
+        if ended:  # all have closed it, so that it is always ready
+            self._loop.remove_reader(self._source)
+        else:
+            self._loop.add_reader(self._source, self._wait)
+        if data:
+            self._output(bytes(data))
+
+    def close(self) -> None:
+        """Pass on the rest, and close the pipe."""
+        self.read()
+        self._loop.remove_reader(self._source)
+        os.close(self._source)
 
 
 class RankProcess:
     """Process of one rank; made by :meth:`~.rank_launcher.RankLauncher.launch`."""
 
     def __init__(
-        self, setup: RankSetup, take: Callable[[Message], None], output: Callable[[bytes], None]
+        self,
+        setup: RankSetup,
+        take: Callable[[Message], None],
+        output: Callable[[bytes], None],
+        crowded: Callable[[], bool],
     ) -> None:
         self._unsent = [frame(pickle.dumps(setup))]
         self.pid: int | None = None  # while it runs
         self.server: int | None = None  # its rank server's
-        self._take, self._output = take, output
+        self._take = take
         self._loop = asyncio.get_running_loop()
         self._channel, theirs = socket.socketpair()
-        self._source, prints = os.pipe()
-        os.set_blocking(self._source, False)
+        source, prints = os.pipe()
+        self._output = OutputPipe(source, output, crowded)
         self._crash: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - until it has ended
         self._theirs = [theirs.detach(), prints, os.dup(self._crash.fileno())]
         self.control: socket.socket | None = None
-        self._lost: asyncio.Future[int] = self._loop.create_future()  # status of the server
         self.gone: asyncio.Future[None] = self._loop.create_future()  # the server, too
         self._kills = out_of_memory_kills()
         self._reason = ""
         self._exit: asyncio.Future[ProcessExit] = self._loop.create_future()
-        self._ending = self._closed = False
-        self._paused = False
-        self._serving = asyncio.ensure_future(self._serve())
+        self._ending = False
         self._writer: asyncio.StreamWriter | None = None
-        self._tasks: set[asyncio.Future[None]] = set()
-        self._loop.add_reader(self._source, self._print)
+        self._serving = self._loop.create_task(self._serve())
+        self._finishing: asyncio.Task[None] | None = None  # which the loop would forget
 
     @property
     def ended(self) -> bool:
@@ -152,7 +202,7 @@ class RankProcess:
         """Send an order to the rank."""
         if self._writer is None:
             self._unsent.append(frame(encode(message)))
-        elif not self._closed:
+        elif not self.ended:
             self._writer.write(frame(encode(message)))
 
     def send_signal(self, number: int, reason: str = "") -> None:
@@ -164,57 +214,33 @@ class RankProcess:
             elif self.control is not None:
                 send(self.control, signal=number)
 
-    def pause_output(self, paused: bool) -> None:
-        """Stop reading the rank's output, or resume. The rank waits once the pipe is full."""
-        if paused != self._paused and not self._closed:
-            self._paused = paused
-            if paused:
-                self._loop.remove_reader(self._source)
-            else:
-                self._loop.add_reader(self._source, self._print)
-
     def state(self) -> ProcessState:
         """Return the state of the process, as the system has it."""
         try:
             return ProcessState("unknown") if self.pid is None else read_state(process_id(self.pid))
-        except (psutil.Error, OSError):
+        except psutil.Error:
             return ProcessState("gone")
 
     def memory(self) -> int:
         """Return how many bytes of memory the process has for itself."""
-        try:
-            found = None if self.pid is None else psutil.Process(self.pid).memory_info()
-        except (psutil.Error, OSError):
-            return 0
-        return 0 if found is None else int(found.rss - getattr(found, "shared", 0))
-
-    # -- the channel -------------------------------------------------------------------------------
+        if self.pid is not None:
+            with contextlib.suppress(psutil.Error):
+                found = psutil.Process(self.pid).memory_info()
+                return int(found.rss - getattr(found, "shared", 0))
+        return 0
 
     async def _serve(self) -> None:
         """Take messages of the rank, until it has closed the channel."""
         reader, self._writer = await asyncio.open_connection(sock=self._channel, limit=1 << 20)
-        for data in self._unsent:
-            self._writer.write(data)
+        self._writer.writelines(self._unsent)
         self._unsent.clear()
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
             while True:
                 (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
                 message = decode(await reader.readexactly(length), AnyMessage)
-                self._print()  # what it has printed before
+                if isinstance(message, RankEvent):
+                    self._output.read()  # what it has printed before
                 self._take(message)
-
-    def _print(self) -> None:
-        """Pass on what is in the pipe now."""
-        try:
-            while data := os.read(self._source, 1 << 16):
-                self._output(data)
-                if self._paused:
-                    return
-        except BlockingIOError:
-            return
-        if not self._paused and not self._closed:  # all have closed it: it would always be ready
-            self._loop.remove_reader(self._source)
-            self._paused = True
 
     # -- its server --------------------------------------------------------------------------------
 
@@ -223,15 +249,16 @@ class RankProcess:
         """Whether no server was asked for so far."""
         return self.control is None and self.pid is None and not self._ending
 
-    def is_asked_by(self, control: socket.socket) -> bool:
-        """Whether a server was asked for with this socket, and has not answered so far."""
-        return self.control is control and self.pid is None and not self._ending
+    @property
+    def asked(self) -> bool:
+        """Whether a server was asked for, and has not answered so far."""
+        return self.control is not None and self.pid is None and not self._ending
 
-    def ask(self, line: socket.socket, number: int) -> socket.socket:
-        """Ask a template for a server, which gets the descriptors; return the control socket."""
+    def ask(self, line: socket.socket) -> None:
+        """Ask a template for a server, which gets the descriptors."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, KIND)
         ours.setblocking(False)
-        message = json.dumps({"worker": os.getpid(), "rank": number}).encode()
+        message = json.dumps({"worker": os.getpid()}).encode()
         with theirs, contextlib.ExitStack() as stack:
             descriptors = [theirs.fileno(), *self._theirs]
             if LINUX and hasattr(os, "pidfd_open"):
@@ -245,7 +272,6 @@ class RankProcess:
                 raise
         self.control = ours
         self._loop.add_reader(ours, self._hear)
-        return ours
 
     def withdraw(self) -> None:
         """Ask no more: a server that finds the control socket closed forks nothing."""
@@ -254,56 +280,33 @@ class RankProcess:
             self.control.close()
             self.control = None
 
-    def server_lost(self, status: int) -> None:
-        """Note how its server has ended, as the template tells."""
-        if not self._lost.done():
-            self._lost.set_result(status)
-
     def _hear(self) -> None:
-        while self.control is not None:
-            try:
-                data = self.control.recv(MESSAGE_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self.withdraw()
-                if self._ending:
-                    self._forget()
-                else:
-                    self._do(self._lose_server())
-                return
-            for message in messages(data):
-                if message["op"] == "forked":
-                    self.pid, self.server = message["pid"], message["server"]
-                    self._close_theirs()
-                elif message["op"] == "ended":
-                    self.finish(message["status"])
-                elif message["op"] == "refused":
-                    why = message["why"]
-                    self.finish(reason=f"the system refused to start its process: {why}")
-
-    async def _lose_server(self) -> None:
-        """End the processes left by an ended server, for lack of a template."""
-        if self.pid is not None:  # the kernel ends the rank itself
-            signal_group(self.pid, signal.SIGTERM)
-            self._loop.call_later(GROUP_LIMIT_S, signal_group, self.pid, signal.SIGKILL)
-        how = "its status is not known"
-        if (await asyncio.wait([self._lost], timeout=_WORD_OF_DEATH_S))[0]:
-            status = os.waitstatus_to_exitcode(self._lost.result())
-            how = f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
-        self.finish(reason=f"its rank server has ended ({how})")
-        self._forget()
+        assert self.control is not None
+        data = b""
+        with contextlib.suppress(ConnectionError):
+            data = self.control.recv(MESSAGE_BYTES)
+        for message in messages(data):
+            if message["op"] == "forked":
+                self.pid, self.server = message["pid"], message["server"]
+                self._close_theirs()
+            elif message["op"] == "ended":
+                self.finish(message["status"])
+            elif message["op"] == "refused":
+                why = message["why"]
+                self.finish(reason=f"the system refused to start its process: {why}")
+        if not data:
+            self.withdraw()
+            if self.pid is not None and not self._ending:
+                # Its server was killed, and the kernel ends the rank itself. The template ends what
+                # that has started, if there is one.
+                signal_group(self.pid, signal.SIGTERM)
+                self._loop.call_later(GROUP_LIMIT_S, signal_group, self.pid, signal.SIGKILL)
+            self.finish(reason="its rank server has ended")
+            self._forget()
 
     def _forget(self) -> None:
         if not self.gone.done():
             self.gone.set_result(None)
-
-    def _do(self, coroutine: Any) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _close_theirs(self) -> None:
         while self._theirs:
@@ -317,7 +320,7 @@ class RankProcess:
                 self.withdraw()
                 self._forget()
             self._close_theirs()
-            self._do(self._finish(status, reason))
+            self._finishing = self._loop.create_task(self._finish(status, reason))
 
     async def _finish(self, status: int | None, reason: str) -> None:
         with contextlib.suppress(OSError):
@@ -326,11 +329,7 @@ class RankProcess:
             if LINUX:
                 self._channel.shutdown(socket.SHUT_RD)
         await asyncio.wait([self._serving], timeout=END_OF_CHANNEL_S)
-        self._paused = False
-        self._print()
-        self._closed = True
-        self._loop.remove_reader(self._source)
-        os.close(self._source)
+        self._output.close()
         self._serving.cancel()
         if self._writer is not None:
             self._writer.close()

@@ -32,21 +32,24 @@ if TYPE_CHECKING:
     from distributed import Nanny
 
 T = TypeVar("T")
+Undo = Callable[[], None]
+
+_USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 HANDLERS_OF_DASK = "distributed._signals"
 """Module of the signal handler of a ``dask worker`` without a nanny."""
 
 
-def ignore_interrupts() -> Callable[[], None]:
+def ignore_interrupts() -> Undo:
     """Make the process of a nanny's worker ignore SIGINT; return a function to undo this.
 
     To be called in the process's main thread. In any other process nothing is changed: one that
     was not started by ``multiprocessing`` handles signals itself.
     """
-    if multiprocessing.parent_process() is None or not _in_main_thread():
-        return _nothing
+    if multiprocessing.parent_process() is None:
+        return _handle([], None)
     undo = _handle([signal.SIGINT], signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):  # it may have been started shielded
+    if _in_main_thread():  # it may have been started shielded
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     return undo
 
@@ -71,39 +74,38 @@ def after_shielding(probe: Callable[[], T]) -> Callable[[], T]:
     return run
 
 
-def leave_on_termination(leave: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
+def leave_on_termination(leave: Callable[[Callable[[], None]], None]) -> Undo:
     """Make SIGTERM call ``leave(go_on)`` in a ``dask worker`` without a nanny; return the undoing.
 
     It is called in the signal handler, and calls ``go_on()`` when ranks have left, in the main
     thread: what Dask does on SIGTERM. A second signal does that at once.
     """
     before: Any = signal.getsignal(signal.SIGTERM)
-    if getattr(before, "__module__", "") != HANDLERS_OF_DASK or not _in_main_thread():
-        return _nothing
 
     def handle(signum: int, frame: Any) -> None:
         signal.signal(signal.SIGTERM, before)
         leave(lambda: before(signum, frame))
 
-    return _handle([signal.SIGTERM], handle)
+    is_dasks = getattr(before, "__module__", "") == HANDLERS_OF_DASK
+    return _handle([signal.SIGTERM] if is_dasks else [], handle)
 
 
-def leave_on_user_signals(leave: Callable[[str], None]) -> Callable[[], None]:
-    """Make SIGUSR1 and SIGUSR2 call ``leave(name)`` in a worker's process; return the undoing.
-
-    It is called in the signal handler, in the main thread, with the name of the signal.
-    """
+def leave_on_user_signals(leave: Callable[[str], None]) -> Undo:
+    """Make SIGUSR1 and SIGUSR2 call ``leave(name)`` in their handler; return the undoing."""
     process = os.getpid()
 
     def handle(signum: int, _: Any) -> None:
         if os.getpid() == process:  # a fork inherits the handler, and is no worker
             leave(signal.Signals(signum).name)
 
-    return _handle_user_signals(handle)
+    return _handle(filter(_ends_process, _USER_SIGNALS), handle)
 
 
-_nannies: weakref.WeakKeyDictionary[Any, Callable[[], None]] = weakref.WeakKeyDictionary()
-"""The nannies of this process that pass on signals; what undoes that is with one of them."""
+_nannies: weakref.WeakSet[Nanny] = weakref.WeakSet()
+"""The nannies of this process that pass on signals."""
+
+_stop_passing: list[Undo] = []
+"""What undoes that, if anything does."""
 
 
 def pass_on_user_signals(on: bool, dask_worker: Nanny) -> None:
@@ -115,33 +117,27 @@ def pass_on_user_signals(on: bool, dask_worker: Nanny) -> None:
     """
     if not _in_main_thread():
         return
-
-    def handle(signum: int, _: Any) -> None:
-        for nanny in list(_nannies):
-            if nanny.is_alive():  # else its number may be another process's by now
-                with contextlib.suppress(OSError):
-                    os.kill(nanny.process.pid, signum)
-
-    if on and dask_worker not in _nannies:
-        _nannies[dask_worker] = _nothing if _nannies else _handle_user_signals(handle)
-    elif not on and dask_worker in _nannies:
-        undo = _nannies.pop(dask_worker)
-        if undo is not _nothing and _nannies:  # another one keeps the handler
-            _nannies[next(iter(_nannies))] = undo
-        else:
-            undo()
+    if on:
+        _nannies.add(dask_worker)
+        if not _stop_passing:
+            _stop_passing.append(_handle(filter(_ends_process, _USER_SIGNALS), _pass_on))
+    else:
+        _nannies.discard(dask_worker)
+        if not _nannies and _stop_passing:
+            _stop_passing.pop()()
 
 
-def _handle_user_signals(handle: Callable[[int, Any], None]) -> Callable[[], None]:
-    """Handle the user signals where nothing else does; return a function to undo this."""
-    if not _in_main_thread() or not hasattr(signal, "SIGUSR1"):
-        return _nothing
-    return _handle(filter(_ends_process, (signal.SIGUSR1, signal.SIGUSR2)), handle)
+def _pass_on(signum: int, _: Any) -> None:
+    for nanny in list(_nannies):
+        if nanny.is_alive():  # else its number may be another process's by now
+            with contextlib.suppress(OSError):
+                os.kill(nanny.process.pid, signum)  # type: ignore[union-attr]
 
 
-def _handle(numbers: Iterable[int], handler: Any) -> Callable[[], None]:
+def _handle(numbers: Iterable[int], handler: Any) -> Undo:
     """Set the handler of signals; return a function to undo this, except where another came."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    ours = numbers if _in_main_thread() else ()  # no other thread can
+    before = {number: signal.signal(number, handler) for number in ours}
 
     def undo() -> None:
         for number, former in before.items():
@@ -152,7 +148,7 @@ def _handle(numbers: Iterable[int], handler: Any) -> Callable[[], None]:
 
 
 def _ends_process(signum: int) -> bool:
-    """Return whether a signal has no handler in this process, neither in Python nor in C."""
+    """Whether a signal has no handler in this process, neither in Python nor in C."""
     if signal.getsignal(signum) is not signal.SIG_DFL:
         return False
     try:
@@ -170,15 +166,10 @@ def start_processes_shielded() -> None:
     would end it while it starts, and its nanny would not start it again. The kernel's own
     interrupts go to its main thread as before; in a main thread nothing is changed.
     """
-    if _in_main_thread() or not hasattr(signal, "pthread_sigmask"):
-        return
-    resource_tracker.ensure_running()  # its start, with the first process, would unblock SIGINT
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if not _in_main_thread():
+        resource_tracker.ensure_running()  # its start, with the first process, would unblock SIGINT
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
-
-
-def _nothing() -> None:
-    """Undo nothing."""

@@ -7,6 +7,7 @@ cannot, or should not, do to itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -37,11 +38,8 @@ async def inflict(
 ) -> None:
     """Inject a due fault, and let the rank go on, if still alive."""
     send(FaultReport(due.job, due.start, "done", number=due.fault.number, rank=due.rank))
-    for _ in range(50):  # until the report is on its way, but not for long
-        await asyncio.sleep(0.001)
-        if not worker.batched_stream.buffer:
-            break
-    await asyncio.sleep(0.001)
+    for _ in range(5):  # turns of the loop, in which the report is sent
+        await asyncio.sleep(0.004)
     kind, seconds = due.fault.kind, due.fault.seconds
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -69,7 +67,7 @@ async def inflict(
 
 async def _ask_scheduler(worker: Worker, kind: str) -> None:
     addresses = [worker.address]
-    try:
+    with contextlib.suppress(OSError):  # the worker has lost its scheduler over it
         if kind == "leave":
             await worker.scheduler.retire_workers(workers=addresses)
         else:
@@ -79,8 +77,6 @@ async def _ask_scheduler(worker: Worker, kind: str) -> None:
                 on_error="return",
                 stimulus_id=f"nbelastic-chaos-{time.time()}",
             )
-    except OSError:
-        pass  # it is as good as done: the worker has lost its scheduler over it
 
 
 def _end_as_noticed(worker: Worker) -> None:

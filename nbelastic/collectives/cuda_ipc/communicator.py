@@ -42,7 +42,7 @@ from nbelastic.collectives.cuda_ipc.rounds import (
 )
 from nbelastic.collectives.gpu.communicator import DeviceCommunicator
 from nbelastic.collectives.gpu.device import Device, DeviceError, Memory, as_reducible
-from nbelastic.collectives.reduction_tree import Blocks, additions
+from nbelastic.collectives.reduction_tree import Blocks, additions, merged
 from nbelastic.collectives.transport import Capabilities, Handle, Op
 
 if TYPE_CHECKING:
@@ -108,11 +108,11 @@ def open_exchange(
     `compare` returns what every rank of all hosts gives to it; a rank that leaves after that fails
     no other. The exchange is None on all ranks, or on none; the text says why, for people.
     """
+    own: Memory | None = None
+    memories: list[Memory] = []
+    problem = ""
+    limit_s = min(OPEN_LIMIT_S, local._rendezvous.forming_s / 8)  # after a trial of NCCL
     with contextlib.ExitStack() as stack:
-        own: Memory | None = None
-        memories: list[Memory] = []
-        problem = ""
-        limit_s = min(OPEN_LIMIT_S, local._rendezvous.forming_s / 8)  # after a trial of NCCL
         try:
             device.drain(limit_s)  # of what an earlier generation has left in its stream
             own = device.allocate(BUFFER_BYTES)
@@ -122,57 +122,34 @@ def open_exchange(
         # A rank without memory takes part, too: its peers wait for it.
         offers = local.allgather_bytes(b"" if own is None else own.handle)
         if own is not None and all(offers):
-            problem = _mark_own(local.rank, device, own, offers, limit_s)
-            local.barrier()  # all are marked before any is read
-            problem = problem or _open_others(local.rank, device, own, offers, memories, ranks)
-            for memory in memories:
-                stack.callback(memory.close)
-        said = compare(problem.encode()[:1000])  # records of all ranks are of one length
-        problems = [each.decode(errors="replace") for each in said]
+            probes = [hashlib.blake2b(each, digest_size=_PROBE_BYTES).digest() for each in offers]
+            try:
+                with device.after(device.mark()):
+                    mine = torch.frombuffer(bytearray(probes[local.rank]), dtype=torch.uint8)
+                    own.tensor[:_PROBE_BYTES].copy_(mine)
+                device.drain(limit_s)  # peers' streams do not follow this one
+            except (DeviceError, RuntimeError) as error:
+                problem = str(error)
+            local.barrier()  # all have written before any reads
+            for peer, offer in enumerate(offers):
+                try:
+                    memory = own if peer == local.rank else device.open(offer, BUFFER_BYTES)
+                    memories.append(memory)
+                    stack.callback(memory.close)
+                    with device.after(device.mark()):
+                        found = bytes(memory.tensor[:_PROBE_BYTES].cpu().tolist())
+                    if found != probes[peer]:
+                        raise DeviceError("it reads something else there")
+                except (DeviceError, RuntimeError) as error:
+                    said = f"it cannot open the memory of the GPU of rank {ranks[peer]}: {error}"
+                    problem = problem or said
+                    break
+        problems = compare(problem.encode()[:1000])  # records of all ranks are of one length
         for rank, each in enumerate(problems):
             if each:
-                return None, f"rank {rank}: {each}"
+                return None, f"rank {rank}: {each.decode(errors='replace')}"
         stack.pop_all()  # the exchange closes them from here on
         return Exchange(device, memories), ""
-
-
-def _probe_of(offer: bytes) -> bytes:
-    return hashlib.blake2b(offer, digest_size=_PROBE_BYTES).digest()
-
-
-def _mark_own(
-    rank: int, device: Device, own: Memory, offers: Sequence[bytes], limit_s: float
-) -> str:
-    """Write the peers' data to the own buffer; return a failure."""
-    try:
-        with device.after(device.mark()):
-            values = torch.frombuffer(bytearray(_probe_of(offers[rank])), dtype=torch.uint8)
-            own.tensor[:_PROBE_BYTES].copy_(values)
-        device.drain(limit_s)  # peers' streams do not follow this one
-    except (DeviceError, RuntimeError) as error:
-        return str(error)
-    return ""
-
-
-def _open_others(
-    rank: int,
-    device: Device,
-    own: Memory,
-    offers: Sequence[bytes],
-    memories: list[Memory],
-    ranks: Sequence[int],
-) -> str:
-    """Open the buffers of all peers, and read their data; return a failure."""
-    try:
-        for peer, offer in enumerate(offers):
-            memories.append(own if peer == rank else device.open(offer, own.tensor.numel()))
-            with device.after(device.mark()):
-                found = bytes(memories[-1].tensor[:_PROBE_BYTES].cpu().tolist())
-            if found != _probe_of(offer):
-                return f"it reads something else in the memory of the GPU of rank {ranks[peer]}"
-    except (DeviceError, RuntimeError) as error:
-        return f"it cannot open the memory of the GPU of rank {ranks[peer]}: {error}"
-    return ""
 
 
 class CudaIpcCommunicator(DeviceCommunicator):
@@ -255,7 +232,7 @@ class CudaIpcCommunicator(DeviceCommunicator):
         self._exchange_rounds(what, [values], values, counts, 1, reducing(whole), finish)
 
     def _sum_along_now(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> None:
-        of_hosts = blocks.merged(self._topology.hosts)
+        of_hosts = merged(blocks, self._topology.hosts)
         covers = [blocks.covers[rank] for rank in self._ranks]
         counts = [len(cover) for cover in covers]
         order = additions([*itertools.chain(*covers)], blocks.leaves)

@@ -73,6 +73,13 @@ def rounds(tensors: Tensors, capacity: int) -> Iterator[list[RoundPart]]:
         yield parts
 
 
+_PAIRWISE: dict[Op, Callable[..., torch.Tensor]] = {
+    Op.PRODUCT: torch.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+}
+
+
 def _combined(slices: Tensors, op: Op, out: torch.Tensor | None = None) -> torch.Tensor:
     """Reduce slices in their order. Smaller floats are reduced as float32, and rounded once."""
     first, *rest = slices
@@ -83,14 +90,7 @@ def _combined(slices: Tensors, op: Op, out: torch.Tensor | None = None) -> torch
     for each in rest:
         # Never in place in `first`, which is a rank's buffer.
         target = total if total is not first else out
-        if op in (Op.SUM, Op.AVERAGE):
-            total = torch.add(total, each, out=target)
-        elif op is Op.PRODUCT:
-            total = torch.mul(total, each, out=target)
-        elif op is Op.MIN:
-            total = torch.minimum(total, each.to(total.dtype), out=target)
-        else:
-            total = torch.maximum(total, each.to(total.dtype), out=target)
+        total = _PAIRWISE.get(op, torch.add)(total, each, out=target)
     if op is Op.AVERAGE:
         total.div_(len(slices))
     return total

@@ -95,11 +95,10 @@ class GlooCommunicator(AsyncCommunicator):
 
     def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
         sent = concatenate([as_bytes(tensor) for tensor in inputs])
-        sent_bytes = [tensor.nbytes for tensor in inputs]
-        received_bytes = [tensor.nbytes for tensor in outputs]
-        received = torch.empty(sum(received_bytes), dtype=torch.uint8)
+        lengths = [[tensor.nbytes for tensor in tensors] for tensors in (outputs, inputs)]
+        received = torch.empty(sum(lengths[0]), dtype=torch.uint8)
         return self._begin(
-            lambda: self._owner.group.alltoall_base(received, sent, received_bytes, sent_bytes),
+            lambda: self._owner.group.alltoall_base(received, sent, *lengths),
             lambda: copy_back(received, [as_bytes(output) for output in outputs]),
         )
 
@@ -138,7 +137,8 @@ class GlooCommunicator(AsyncCommunicator):
         return all(each.done() for each in self._owner.operations())
 
     def check(self) -> None:
-        self._owner.check_formed()
+        if not self._owner.has_formed:
+            raise RuntimeError("connect() comes before any operation")
         self._abort_signal.check()
 
     def __del__(self) -> None:
@@ -154,38 +154,31 @@ class GlooCommunicator(AsyncCommunicator):
         direction: str | None = None,
     ) -> Handle:
         """Begin an operation, unless one under way turns out to have failed."""
-        self._abort_signal.check()
-        self._owner.check_formed()
+        self.check()
         for earlier in self._owner.operations():
             failure = earlier.failure()
             if failure is not None:
                 self._fail(failure)
             if earlier.done():
-                self._owner.release(earlier)  # it has succeeded, and may never be awaited
+                self._release(earlier)  # it has succeeded, and may never be awaited
         failure = None
         with self._owner.use_lock:
             self._abort_signal.check()  # again: after an abort the owner waits for this lock once
             try:
-                operation = self._start(start, direction)
+                operation: GlooOperation | QueuedOperation
+                if direction is None:
+                    operation = GlooOperation(cast("Work", start()), self._owner.use_lock)
+                else:
+                    operation = self._owner.executor(direction).submit(cast("Task", start()))
+                self._owner.under_way.add(operation)
             except RuntimeError as error:
                 failure = first_sentence(error)  # raised outside the lock: an abort calls back
         if failure is not None:
             self._fail(failure)
         return OperationHandle(self, operation, deliver)
 
-    def _start(
-        self, start: Callable[[], Work | Task], direction: str | None
-    ) -> GlooOperation | QueuedOperation:
-        operation: GlooOperation | QueuedOperation
-        if direction is None:
-            operation = GlooOperation(cast("Work", start()), self._owner.use_lock)
-        else:
-            operation = self._owner.executor(direction).submit(cast("Task", start()))
-        self._owner.track(operation)
-        return operation
-
     def _release(self, operation: Operation) -> None:
-        self._owner.release(operation)
+        self._owner.under_way.difference_update([operation])
 
 
 def exchange_messages(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store, Work
 
-from nbelastic.collectives.gloo.sockets import cut_connections, endpoints_of
+from nbelastic.collectives.gloo.sockets import addresses_of, cut_connections
 from nbelastic.collectives.operations import (
     Operation,
     OperationFailed,
@@ -39,12 +39,11 @@ if TYPE_CHECKING:
 
 
 class GlooStore(Store):
-    """A store for the constructor of one Gloo group.
+    """A store for Gloo's constructor of a group, in the owner's thread.
 
-    The constructor sets one key, this rank's address, then waits for those of the other ranks. The
-    thread that constructs the group uses the store; any thread may call :meth:`abort`.
+    The constructor sets one key, this rank's address, then waits for those of the other ranks.
     `addresses`, by rank in Gloo's encoding, is empty until all ranks have arrived. `failure` is why
-    the exchange failed, which Gloo's own exception hides.
+    the exchange failed, which Gloo's own exception hides. Any thread aborts the exchange.
     """
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -52,6 +51,7 @@ class GlooStore(Store):
         self.addresses: list[bytes] = []
         self.failure: str | None = None
         self._client = RendezvousClient(rendezvous)
+        self.abort = self._client.abort
         self._own = b""
 
     def set(self, _key: str, value: bytes) -> None:  # type: ignore[override]
@@ -72,10 +72,6 @@ class GlooStore(Store):
         """Return the address of the rank that `key` ends in."""
         self.wait([key])
         return self.addresses[int(key.rpartition("/")[2])]
-
-    def abort(self) -> None:
-        """Fail the exchange, under way or to come."""
-        self._client.abort()
 
 
 # Connecting to a peer that has just been at the rendezvous takes milliseconds, or fails for good.
@@ -170,7 +166,8 @@ class GlooGroupOwner(GroupOwner):
         self._store = store = GlooStore(rendezvous)
         abort_signal.on_abort(lambda *_: store.abort())  # the signal keeps the store, not the group
         self._group: ProcessGroup | None = None
-        self._under_way: set[GlooOperation | QueuedOperation] = set()
+        # Operations that are under way, or have failed, even if their handles are dropped.
+        self.under_way: set[GlooOperation | QueuedOperation] = set()
         self._executors: dict[str, OrderedExecutor] = {}
 
     @property
@@ -179,22 +176,14 @@ class GlooGroupOwner(GroupOwner):
         assert self._group is not None
         return self._group
 
-    def check_formed(self) -> None:
-        """Raise if the group has not formed yet."""
-        if self._group is None and self._abort_signal.reason is None:
-            raise RuntimeError("connect() comes before any operation")
-
-    def track(self, operation: GlooOperation | QueuedOperation) -> None:
-        """Keep an operation until it is released, even if its handle is dropped."""
-        self._under_way.add(operation)
-
-    def release(self, operation: Operation) -> None:
-        """Let go of an operation that has succeeded."""
-        self._under_way.difference_update([operation])
+    @property
+    def has_formed(self) -> bool:
+        """Whether the group has formed, or never will."""
+        return self._group is not None or self._abort_signal.reason is not None
 
     def operations(self) -> list[GlooOperation | QueuedOperation]:
-        """Return the operations that are under way, or have failed."""
-        return list(self._under_way)  # in one step: two threads may begin operations and messages
+        """Return the operations under way, or failed."""
+        return list(self.under_way)  # in one step: two threads may begin operations and messages
 
     def executor(self, direction: str) -> OrderedExecutor:
         """Return the executor for messages of a direction, such as ``to-3``."""
@@ -215,8 +204,7 @@ class GlooGroupOwner(GroupOwner):
 
     def cut_connections(self) -> int:
         """Cut the group's connections as a network failure would; return their number."""
-        endpoints = endpoints_of(self._store.addresses, self._rendezvous.rank)
-        return 0 if endpoints is None else cut_connections(endpoints)
+        return cut_connections(addresses_of(self._store.addresses), self._rendezvous.rank)
 
     def _fail_to_form(self, error: Exception) -> None:
         cause = self._store.failure or first_sentence(error)
@@ -247,10 +235,10 @@ class GlooGroupOwner(GroupOwner):
             work = self.group.allgather([tokens], [own])
             operation = GlooOperation(work, self.use_lock)
             del work
-            self.track(operation)
+            self.under_way.add(operation)
         if not operation.wait(self._abort_signal):
             return  # an abort, which the rank's thread sees by itself
-        self.release(operation)
+        self.under_way.discard(operation)
         for rank, token in enumerate(tokens):
             if bytes(token.tolist()) != peer_token(its, rank):
                 raise OperationFailed(
@@ -261,12 +249,11 @@ class GlooGroupOwner(GroupOwner):
         """End the group, after an abort: no operation begins under the use lock any more."""
         with self.use_lock:
             pass  # the rank's thread has left Gloo, and will see the abort when it returns
-        endpoints = endpoints_of(self._store.addresses, self._rendezvous.rank)
-        if endpoints is not None and not self._abort_signal.orderly:
+        if addresses_of(self._store.addresses) and not self._abort_signal.orderly:
             self._drain()
             if self._abort_signal.kind is RanksDisagree:
                 time.sleep(DRAIN_LIMIT_S)  # the others hear of it, too, not of a closed connection
-            cut_connections(endpoints)
+            self.cut_connections()
         for executor in self._executors.values():
             executor.join()  # a task under way is in a call of the group
         with self.use_lock:

@@ -16,70 +16,27 @@ import socket
 import stat
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from nbelastic.system import LINUX
 
-_Address = tuple[str, int]
 _LENGTH = struct.Struct("@Q")
 _DESCRIPTORS = "/proc/self/fd"  # Gloo does not give its descriptors out
 
 
-@dataclass(frozen=True)
-class Endpoints:
-    """Listening addresses of a group.
+def addresses_of(encoded: Sequence[bytes]) -> list[tuple[str, int]]:
+    """Return the listening addresses of a group's ranks, from Gloo's encoding.
 
-    `own` is the local end of connections that peers have made, `peers` are the remote ends of those
-    that this rank has made.
+    There are none before the exchange, nor of an unknown form, as on another system or with another
+    version of Gloo. Then no connection can be cut, and a stuck operation lasts until its timeout.
     """
-
-    own: _Address
-    peers: frozenset[_Address]
-
-
-def endpoints_of(addresses: Sequence[bytes], rank: int) -> Endpoints | None:
-    """Read a group's endpoints from the addresses that its ranks have exchanged.
-
-    Returns None before the exchange, and for addresses of an unknown form, as on another system or
-    with another version of Gloo. Then no connection can be cut, and a stuck operation lasts until
-    its timeout.
-    """
-    if not addresses or not LINUX:  # other systems have no such folder
-        return None
     try:
-        decoded = [_decode(address) for address in addresses]
+        return [_decode(each) for each in encoded] if LINUX else []
     except (struct.error, ValueError, IndexError):
-        return None
-    return Endpoints(decoded[rank], frozenset(decoded[:rank] + decoded[rank + 1 :]))
+        return []
 
 
-def cut_connections(endpoints: Endpoints) -> int:
-    """Shut down all connections of a group; return their number.
-
-    Listening sockets are left alone, because Gloo ends the process when its own is shut down.
-    """
-    try:
-        names = os.listdir(_DESCRIPTORS)
-    except OSError:
-        return 0  # no descriptor is left to read the folder with
-    count = 0
-    for name in names:
-        try:
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            # Other threads may close and reuse the number at any time: a duplicate stays the same.
-            duplicate = socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM)
-        except OSError:
-            continue  # closed meanwhile, or the descriptor that listed the folder
-        with duplicate:
-            if _belongs(duplicate, endpoints):
-                count += 1
-                with contextlib.suppress(OSError):  # the peer has closed it
-                    duplicate.shutdown(socket.SHUT_RDWR)  # closing it would only end the duplicate
-    return count
-
-
-def _decode(value: bytes) -> _Address:
+def _decode(value: bytes) -> tuple[str, int]:
     """Return a rank's address from Gloo's encoding.
 
     That is: length of a host name, the name, length of an address, a ``sockaddr``, and more.
@@ -88,25 +45,42 @@ def _decode(value: bytes) -> _Address:
     start = 2 * _LENGTH.size + length
     (family,) = struct.unpack_from("@H", value, start)
     (port,) = struct.unpack_from("!H", value, start + 2)
-    if port == 0:
-        raise ValueError("no port")
-    if family == socket.AF_INET:
-        return socket.inet_ntop(family, value[start + 4 : start + 8]), port
-    if family == socket.AF_INET6:
-        return socket.inet_ntop(family, value[start + 8 : start + 24]), port
-    raise ValueError(f"address family {family}")
+    places = {socket.AF_INET: slice(start + 4, start + 8)}
+    places[socket.AF_INET6] = slice(start + 8, start + 24)
+    if port == 0 or family not in places:
+        raise ValueError(f"port {port} of address family {family}")
+    return socket.inet_ntop(family, value[places[family]]), port
 
 
-def _belongs(connection: socket.socket, endpoints: Endpoints) -> bool:
-    """Whether a socket, of any family, is a connection of the group."""
+def cut_connections(addresses: Sequence[tuple[str, int]], rank: int) -> int:
+    """Shut down all connections of a rank with its group; return their number.
+
+    Listening sockets are left alone, because Gloo ends the process when its own is shut down.
+    """
+    peers = {*addresses[:rank], *addresses[rank + 1 :]}
     try:
-        remote, local = connection.getpeername(), connection.getsockname()
+        names = os.listdir(_DESCRIPTORS) if addresses else []
     except OSError:
-        return False  # it is not connected
-    return _plain(remote) in endpoints.peers or _plain(local) == endpoints.own
+        return 0  # no descriptor is left to read the folder with
+    count = 0
+    for name in names:
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            # Of sockets only: to close the duplicate of a file would give up locks of the file.
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            # Other threads may close and reuse the number at any time: a duplicate stays the same.
+            with socket.fromfd(int(name), socket.AF_INET, socket.SOCK_STREAM) as duplicate:
+                remote, local = duplicate.getpeername(), duplicate.getsockname()
+                # Peers' listening addresses are remote where this rank has connected, else its own
+                # is local.
+                if _plain(remote) in peers or _plain(local) == addresses[rank]:
+                    count += 1
+                    duplicate.shutdown(socket.SHUT_RDWR)  # closing it would only end the duplicate
+    return count
 
 
-def _plain(address: object) -> _Address | None:
+def _plain(address: Any) -> tuple[str, int] | None:
+    """Return an address of IPv4 as such, also over an IPv6 socket; None of another family."""
     if not (isinstance(address, tuple) and isinstance(address[0], str)):
-        return None  # of another family
-    return address[0].removeprefix("::ffff:"), address[1]  # IPv4 over an IPv6 socket
+        return None
+    return address[0].removeprefix("::ffff:"), address[1]

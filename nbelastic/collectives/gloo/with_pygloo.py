@@ -64,7 +64,6 @@ class PyglooCommunicator(AsyncCommunicator):
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__(rendezvous, AbortSignal())
-        self._rendezvous = rendezvous
         self._mesh = _Mesh(rendezvous)
         self._abort_signal.on_abort(self._mesh.leave)  # the signal keeps the mesh, not self
 
@@ -90,21 +89,29 @@ class PyglooCommunicator(AsyncCommunicator):
     # -- operations ------------------------------------------------------------------------------
 
     def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
-        self._reduce(tensors[0], op)
-        return self.begin_nothing()
+        (tensor,) = tensors
+        wide = tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+        where, count = wide.data_ptr(), wide.numel()
+        dtype, number_op = as_number(wide.dtype, op)
+        how = getattr(pygloo.ReduceOp, "SUM" if op is Op.AVERAGE else number_op.name)
+        handle = self._do(count, pygloo.allreduce, where, where, count, _TYPES[dtype], how)
+        if op is Op.AVERAGE:
+            wide.div_(self.size)
+        if wide is not tensor:
+            tensor.copy_(wide)
+        return handle
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         where, count = tensor.data_ptr(), tensor.nbytes
-        self._do(count, pygloo.broadcast, where, where, count, _BYTES, root)
-        return self.begin_nothing()
+        return self._do(count, pygloo.broadcast, where, where, count, _BYTES, root)
 
     def begin_allgather(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
         gathered = torch.empty((self.size, tensor.nbytes), dtype=torch.uint8)
         ends = tensor.data_ptr(), gathered.data_ptr()
-        self._do(tensor.nbytes, pygloo.allgather, *ends, tensor.nbytes, _BYTES)
+        handle = self._do(tensor.nbytes, pygloo.allgather, *ends, tensor.nbytes, _BYTES)
         for output, piece in zip(outputs, gathered, strict=True):
             as_bytes(output).copy_(piece)
-        return self.begin_nothing()
+        return handle
 
     def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
         outputs[self.rank].copy_(inputs[self.rank])
@@ -120,17 +127,16 @@ class PyglooCommunicator(AsyncCommunicator):
         return self.begin_nothing()
 
     def begin_barrier(self) -> Handle:
-        self._do(1, pygloo.barrier)
-        return self.begin_nothing()
+        return self._do(1, pygloo.barrier)
 
     def begin_send(self, parts: Tensors, to: int) -> Handle:
         message = parts[0] if len(parts) == 1 else torch.cat(list(parts))
-        self._do(message.nbytes, pygloo.send, message.data_ptr(), message.nbytes, _BYTES, to)
-        return self.begin_nothing()
+        where, count = message.data_ptr(), message.nbytes
+        return self._do(count, pygloo.send, where, count, _BYTES, to)
 
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
-        self._do(tensor.nbytes, pygloo.recv, tensor.data_ptr(), tensor.nbytes, _BYTES, source)
-        return self.begin_nothing()
+        where, count = tensor.data_ptr(), tensor.nbytes
+        return self._do(count, pygloo.recv, where, count, _BYTES, source)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -150,33 +156,21 @@ class PyglooCommunicator(AsyncCommunicator):
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _reduce(self, buffer: torch.Tensor, op: Op) -> None:
-        """Reduce a tensor in host memory, in place."""
-        wide = buffer.float() if buffer.dtype is torch.bfloat16 else buffer
-        where, count = wide.data_ptr(), wide.numel()
-        dtype, number_op = as_number(wide.dtype, op)
-        how = getattr(pygloo.ReduceOp, "SUM" if op is Op.AVERAGE else number_op.name)
-        self._do(count, pygloo.allreduce, where, where, count, _TYPES[dtype], how)
-        if op is Op.AVERAGE:
-            wide.div_(self.size)
-        if wide is not buffer:
-            buffer.copy_(wide)
-
-    def _do(self, count: int, act: Callable[..., None], *arguments: object) -> None:
+    def _do(self, count: int, act: Callable[..., None], *arguments: object) -> Handle:
         """Call a function of pygloo, unless there are no elements."""
         self._abort_signal.check()
         context = self._mesh.context
         if context is None:
             raise RuntimeError("connect() comes before any operation")
-        if count == 0:
-            return
         failure = None
         try:
-            act(context, *arguments)
+            if count:
+                act(context, *arguments)
         except RuntimeError as error:
             failure = first_sentence(error)
         if failure is not None:
             self._fail(failure)
+        return self.begin_nothing()
 
     def _check_peers(self) -> None:
         """Check that each peer is a rank of this generation, by a proof of its identity."""
@@ -230,20 +224,17 @@ class _PyglooStore:
     def wait(self, keys: list[str]) -> None:
         if not self._values and all(key.isdecimal() for key in keys):  # not for hosts' names
             self._values = self._client.exchange(self._own)
+            # In a job, the rendezvous server is a thread of rank 0's process. It stands still once
+            # this returns to Gloo, and the other ranks would wait for its reply while this rank
+            # waits for them. The server greets a new connection only after it has sent its replies.
             if self._rendezvous.rank == 0:
-                self._wait_for_replies()
+                self._wait_for_a_greeting()
 
     def get(self, key: str) -> bytes:
         """Return a rank's addresses, or nothing for its host's name, which TCP does not use."""
         return self._values[int(key)] if key.isdecimal() else b""
 
-    def _wait_for_replies(self) -> None:
-        """Wait until the server has replied to the other ranks.
-
-        In a job, the rendezvous server is a thread of rank 0's process. It stands still once this
-        returns to Gloo, and the other ranks would wait for its reply while this rank waits for
-        them. The server greets a new connection only after it has sent its replies.
-        """
+    def _wait_for_a_greeting(self) -> None:
         its = self._rendezvous
         try:
             with socket.create_connection(its.store, min(its.timeout_s, LIMIT_S)) as connection:

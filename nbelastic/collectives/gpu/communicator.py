@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nbelastic.collectives.arguments import check_together
+from nbelastic.collectives.arguments import check_op, check_together
 from nbelastic.collectives.buffers import copying_back, on_host
 from nbelastic.collectives.operations import (
     AsyncCommunicator,
@@ -81,7 +81,8 @@ class DeviceCommunicator(AsyncCommunicator):
         return found[0]
 
     def allreduce_coalesced_async(self, tensors: Tensors, op: Op = Op.SUM) -> Handle:
-        check_together(tensors, op)
+        check_together(tensors, "tensors")
+        check_op(tensors[0], op)
         return self._allreduce(tensors, op)
 
     def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:

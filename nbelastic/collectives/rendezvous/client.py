@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import selectors
@@ -40,6 +41,7 @@ class RendezvousClient:
     def __init__(self, rendezvous: Rendezvous, subject: str = "") -> None:
         self._its = rendezvous
         self._subject = subject
+        self._matches = subject == MATCHING
         self._lock = threading.Lock()  # any thread sends, also before there is a channel
         self._socket: socket.socket | None = None
         self._channel: MessageChannel | None = None
@@ -98,10 +100,8 @@ class RendezvousClient:
             if self._channel is None:
                 self._unsent.append(message)
                 return
-            try:
+            with contextlib.suppress(OSError):  # the receiving thread finds out
                 self._channel.send(encode(message))
-            except OSError:
-                pass  # the receiving thread finds out
 
     def receive(self) -> Message:
         """Wait for a message. Raises ``CollectiveError`` if the connection has ended."""
@@ -133,10 +133,8 @@ class RendezvousClient:
         # Shut down, not closed: the receiving thread may be in ``recv``, and closes it itself.
         connection = self._socket
         if connection is not None and (self._channel is not None or not self._matches):
-            try:
+            with contextlib.suppress(OSError):  # it is closed, or was never established
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it is closed, or was never established
 
     def close(self) -> None:
         """Close the connection. The receiving thread calls it."""
@@ -144,10 +142,6 @@ class RendezvousClient:
             connection, self._socket, self._channel = self._socket, None, None
         if connection is not None:
             connection.close()
-
-    @property
-    def _matches(self) -> bool:
-        return self._subject == MATCHING
 
     def _reach(self, connection: socket.socket) -> None:
         """Connect without blocking: only then can an abort shut the socket down."""

@@ -70,8 +70,8 @@ def read(connection: socket.socket, length: int) -> bytes:
 class MessageChannel:
     """Messages over a connection, numbered in each direction.
 
-    The nonces of both sides are those that no other connection has. The server's end `serves`, and
-    has only its own nonce at first: the client's comes with the first message.
+    No other connection has both sides' nonces. The server's end `serves`, and has only its own
+    nonce at first: the client's comes with the first message.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class AuthenticatingListener:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.data in self._connections:  # not closed by an event before this one
-                self._receive(key.data, requests)
+                requests += self._receive(key.data)
         return requests
 
     def close(self, connection: MessageChannel) -> None:
@@ -258,24 +258,17 @@ class AuthenticatingListener:
         self._unauthenticated[connection] = None
         self._selector.register(accepted, selectors.EVENT_READ, connection)
 
-    def _receive(
-        self,
-        connection: MessageChannel,
-        requests: list[tuple[MessageChannel, bytes | None]],
-    ) -> None:
+    def _receive(self, connection: MessageChannel) -> list[tuple[MessageChannel, bytes | None]]:
         try:
             data = connection.connection.recv(1 << 16)
-        except OSError:
-            data = b""  # a reset is an end like any other
-        try:
             bodies = connection.take(data) if data else None
-        except PermissionError:
+        except OSError:  # a reset is an end like any other, and so is a wrong proof
             bodies = None
+        if bodies is None:
+            # A stranger's end concerns no rank; that of a rank ends what it waits for.
+            known = connection not in self._unauthenticated
+            self.close(connection)
+            return [(connection, None)] if known else []
         if bodies:
             self._unauthenticated.pop(connection, None)
-            requests.extend((connection, body) for body in bodies)
-        elif bodies is None:
-            # A stranger's end concerns no rank; that of a rank ends what it waits for.
-            if connection not in self._unauthenticated:
-                requests.append((connection, None))
-            self.close(connection)
+        return [(connection, body) for body in bodies]

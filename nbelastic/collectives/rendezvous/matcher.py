@@ -41,14 +41,8 @@ _SURE = 3
 """How often in a row a rank says that it waits for the same operation until it is believed."""
 
 
-def encode(message: Message) -> bytes:
-    """Return a message as bytes."""
-    return msgspec.msgpack.encode(message)
-
-
-def decode(data: bytes) -> Message:
-    """Read a message."""
-    return msgspec.msgpack.decode(data, type=Message)
+encode = msgspec.msgpack.encode
+decode = msgspec.msgpack.Decoder(Message).decode
 
 
 @dataclass
@@ -105,24 +99,13 @@ class Matcher:
 
     def receive(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         """Take a message of a rank; return messages with the ranks that they are for."""
-        kind = message["do"]
-        decisions: list[tuple[int, Message]] = {
-            "exchange": self._exchange,
-            "compare": self._compare,
-            "offer": self._offer,
-            "blocked": self._block,
-            "waits": self._wait,
-            "missing": self._missing,
-            "ping": self._ping,
-            "join": self._join,
-            "step": self._step,
-        }[kind](rank, message)
+        decisions: list[tuple[int, Message]] = getattr(self, f"_on_{message['do']}")(rank, message)
         for to, decision in decisions:
             if to not in self._connected and to not in self._gone:
                 self._kept.setdefault(to, []).append(decision)  # until it connects
         return [(to, decision) for to, decision in decisions if to in self._connected]
 
-    def _exchange(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+    def _on_exchange(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         self._values[rank] = message["value"]
         if len(self._values) < self._size:
             return []
@@ -130,7 +113,7 @@ class Matcher:
         decision = {"do": "exchanged", "values": [self._values[each] for each in ranks]}
         return [(each, decision) for each in ranks]
 
-    def _offer(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+    def _on_offer(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         self._blocked.pop(rank, None)  # it goes on, so it waits for nothing
         key = message["set"], message["name"]
         entry = self._entries.setdefault(key, _Offers(message["members"]))
@@ -162,7 +145,7 @@ class Matcher:
         }
         return [(member, decision) for member in entry.members]
 
-    def _block(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+    def _on_blocked(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         key = message["set"], message["name"]
         if key not in self._entries:
             return []  # decided meanwhile: the messages crossed
@@ -173,7 +156,7 @@ class Matcher:
         idle = {*self._blocked, *self._joined}
         return self._if_stuck() or [(r, {"do": "ask"}) for r in range(self._size) if r not in idle]
 
-    def _wait(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+    def _on_waits(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         before, times = self._elsewhere.get(rank, (message, 0))
         self._elsewhere[rank] = message, times + 1 if before == message else 1
         return self._if_stuck()
@@ -201,7 +184,7 @@ class Matcher:
             decisions += [(rank, stuck) for rank in entry.offers]
         return decisions
 
-    def _compare(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+    def _on_compare(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         key = message["set"], message["number"]
         said, members = self._compared.setdefault(key, {}), message["members"]
         said[rank] = message
@@ -221,15 +204,15 @@ class Matcher:
         }
         return [(member, decision) for member in members]
 
-    def _missing(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+    def _on_missing(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         entry = self._entries.get((message["set"], message["name"]))
         missing = [] if entry is None else [m for m in entry.members if m not in entry.offers]
         return [(rank, {**message, "ranks": missing})]
 
-    def _ping(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+    def _on_ping(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         return [(rank, {"do": "pong", "number": message["number"]})]
 
-    def _join(self, rank: int, message: Message) -> list[tuple[int, Message]]:
+    def _on_join(self, rank: int, message: Message) -> list[tuple[int, Message]]:
         done = message["done"]
         self._blocked.pop(rank, None)
         self._joined[rank] = done
@@ -245,7 +228,7 @@ class Matcher:
             decisions += self._decide(key)
         return decisions or self._if_stuck()
 
-    def _step(self, _rank: int, message: Message) -> list[tuple[int, Message]]:
+    def _on_step(self, _rank: int, message: Message) -> list[tuple[int, Message]]:
         if not self._joined or message["number"] in self._steps:  # the first rank tells
             return []
         self._steps[message["number"]] = message

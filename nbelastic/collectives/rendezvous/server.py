@@ -43,11 +43,9 @@ class RendezvousServer:
             raise
         self.address: tuple[str, int] = (bind, listener.getsockname()[1])
         self._stop, other_end = socket.socketpair()
+        arguments = listener, other_end, secret
         self._thread = threading.Thread(
-            target=_serve,
-            args=(listener, other_end, secret),
-            name="nbelastic-rendezvous",
-            daemon=True,
+            target=_serve, args=arguments, name="nbelastic-rendezvous", daemon=True
         )
         self._thread.start()
 
@@ -63,13 +61,9 @@ class RendezvousServer:
 
 
 def _serve(listener: socket.socket, stop: socket.socket, secret: bytes) -> None:
-    with (
-        listener,
-        stop,
-        AuthenticatingListener(listener, secret, PURPOSE, stop=stop) as connections,
-    ):
-        meetings = _Meetings(connections)
-        while (messages := connections.poll()) is not None:
+    with listener, stop, AuthenticatingListener(listener, secret, PURPOSE, stop=stop) as clients:
+        meetings = _Meetings(clients)
+        while (messages := clients.poll()) is not None:
             for connection, body in messages:
                 meetings.take(connection, body)
 

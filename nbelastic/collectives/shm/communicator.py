@@ -30,8 +30,9 @@ from nbelastic.collectives.shm.segment import (
     allocate,
     error_type,
     memory_of,
+    place_of,
     reduction_codes,
-    tree_arguments,
+    tree_of,
 )
 from nbelastic.collectives.transport import Capabilities, Handle, Op
 from nbelastic.native import core
@@ -61,7 +62,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
             carries_descriptions=True,
             stops_sending_on_failure=True,
         )
-        self._timeout_s = rendezvous.timeout_s
         self._group = group
         self._reduce = group.allreduce  # looked up once: it shows in small sums
         self._lent: deque[tuple[SegmentOperation, object]] = deque()
@@ -115,12 +115,13 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         self._completed += 1
 
     def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
-        places = [(each.data_ptr(), each.numel()) for each in tensors]
-        arguments = (places, *reduction_codes(tensors[0].dtype, op))
+        arguments = (list(map(place_of, tensors)), *reduction_codes(tensors[0].dtype, op))
         return self._begin(self._group.allreduce_async, arguments, tensors)
 
     def begin_allreduce_tree(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> Handle:
-        arguments = tree_arguments(nodes, outputs, blocks)
+        places = list(map(place_of, outputs))
+        ours = [places if node is outputs else list(map(place_of, node)) for node in nodes]
+        arguments = (ours, places, tree_of(blocks), TYPES[outputs[0].dtype])
         return self._begin(self._group.allreduce_tree_async, arguments, (nodes, outputs))
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
@@ -196,12 +197,7 @@ class SharedMemoryCommunicator(AsyncCommunicator):
 
     # -- from beginning to end -------------------------------------------------------------------
 
-    def _begin(
-        self,
-        start: Callable[..., int],
-        arguments: tuple[Any, ...],
-        lent: object,
-    ) -> Handle:
+    def _begin(self, start: Callable[..., int], arguments: tuple[Any, ...], lent: object) -> Handle:
         self._abort_signal.check()
         self._drop_lent()
         try:
@@ -228,7 +224,7 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         self._abort_signal.check()
         if direction not in self._executors:
             name = f"nbelastic-shm-{self.generation}-{self.rank}-{direction}"
-            self._executors[direction] = OrderedExecutor(name, self._timeout_s)
+            self._executors[direction] = OrderedExecutor(name, self._rendezvous.timeout_s)
 
         def transfer(_limit: object, _lent: object = lent) -> None:  # the segment has a limit
             try:
@@ -259,5 +255,4 @@ def _forget_all_in_fork() -> None:
     _living.clear()  # the exit of a fork must abort nothing of its parent's
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all_in_fork)
+os.register_at_fork(after_in_child=_forget_all_in_fork)

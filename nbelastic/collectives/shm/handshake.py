@@ -71,17 +71,15 @@ class SegmentSocket:
     def create(self, size: int) -> Group:
         """Create a segment for `size` ranks and hand it to all."""
         try:
-            descriptor = core.create(size)
-            try:
+            with contextlib.ExitStack() as stack:
+                descriptor = core.create(size)
+                stack.callback(os.close, descriptor)  # the group has a duplicate
                 group = core.Group(descriptor, 0, size, self._its.timeout_s)
-                try:
-                    self._hand_over(descriptor, size)
-                    return group
-                except BaseException:
-                    group.close()  # ranks that have received it must not wait in it
-                    raise
-            finally:
-                os.close(descriptor)  # the group has a duplicate
+                failed = stack.enter_context(contextlib.ExitStack())
+                failed.callback(group.close)  # ranks that have received it must not wait in it
+                self._hand_over(descriptor, size)
+                failed.pop_all()
+                return group
         except (OSError, ValueError) as error:
             raise SegmentError(str(error)) from None
 

@@ -18,7 +18,7 @@ from nbelastic.native import core
 if TYPE_CHECKING:
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.reduction_tree import Blocks
-    from nbelastic.collectives.transport import Nodes, Op, Tensors
+    from nbelastic.collectives.transport import Op
     from nbelastic.native._core import Group, Tree
 
 # Without the part in C++ there are neither.
@@ -32,16 +32,9 @@ def reduction_codes(dtype: torch.dtype, op: Op) -> tuple[int, int]:
     return TYPES[dtype], OPS[op.value]
 
 
-def tree_arguments(
-    nodes: Nodes, outputs: Tensors, blocks: Blocks
-) -> tuple[list[list[tuple[int, int]]], list[tuple[int, int]], Tree, int]:
-    """Return the native core's arguments for a sum along a tree."""
-    places = [(each.data_ptr(), each.numel()) for each in outputs]
-    ours = [
-        places if node is outputs else [(each.data_ptr(), each.numel()) for each in node]
-        for node in nodes
-    ]
-    return ours, places, tree_of(blocks), TYPES[outputs[0].dtype]
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address and the number of elements of a tensor."""
+    return tensor.data_ptr(), tensor.numel()
 
 
 @functools.lru_cache(maxsize=64)  # the steps of a job sum along few trees

@@ -6,10 +6,8 @@
 // segment, so nothing after it can succeed.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <thread>
 
 #include "collectives.hpp"
@@ -24,26 +22,99 @@ public:
     Executor& operator=(const Executor&) = delete;
 
     // Does an operation, and all that was begun before it. Throws Broken.
-    void run(Operation operation);
+    void run(Operation operation) {
+        team_.check();
+        std::unique_lock lock(mutex_);
+        await(enqueue(std::move(operation)), lock);
+    }
 
     // Begins one; returns its ticket.
-    std::uint64_t begin(Operation operation);
-    void wait(std::uint64_t ticket);
-    bool done(std::uint64_t ticket) const noexcept;
+    std::uint64_t begin(Operation operation) {
+        team_.check();
+        std::unique_lock lock(mutex_);
+        const std::uint64_t ticket = enqueue(std::move(operation));
+        if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+        lock.unlock();
+        changed_.notify_all();
+        return ticket;
+    }
+
+    void wait(std::uint64_t ticket) {
+        team_.check();
+        std::unique_lock lock(mutex_);
+        await(ticket, lock);
+    }
+
+    bool done(std::uint64_t ticket) const noexcept {
+        return ended_.load(std::memory_order_acquire) >= ticket || team_.broken();
+    }
 
     // Whether all that was begun has ended well.
-    bool idle();
+    bool idle() {
+        const std::lock_guard lock(mutex_);
+        return ended_.load() == begun_;
+    }
 
     bool waiting() const noexcept { return waiting_.load(std::memory_order_relaxed); }
 
     // Ends the thread. The segment is broken, or nothing is under way.
-    void close();
+    void close() {
+        {
+            const std::lock_guard lock(mutex_);
+            closed_ = true;
+        }
+        changed_.notify_all();
+        if (thread_.joinable()) thread_.join();
+    }
 
 private:
-    std::uint64_t enqueue(Operation operation);
-    void await(std::uint64_t ticket, std::unique_lock<std::mutex>& lock);
-    void perform_next(std::unique_lock<std::mutex>& lock, Patience patience);
-    void work();
+    std::uint64_t enqueue(Operation operation) {
+        if (closed_) throw Broken("this rank has left");
+        queue_.push_back(std::move(operation));
+        return ++begun_;
+    }
+
+    void await(std::uint64_t ticket, std::unique_lock<std::mutex>& lock) {
+        waiting_.store(true);
+        while (ended_.load() < ticket) {
+            if (performing_) {
+                ++waiters_;
+                changed_.wait(lock);
+                --waiters_;
+            } else {
+                perform_next(lock, Patience::eager);
+            }
+        }
+        waiting_.store(false);
+        lock.unlock();
+        team_.check();
+    }
+
+    void perform_next(std::unique_lock<std::mutex>& lock, Patience patience) {
+        const Operation operation = std::move(queue_.front());
+        queue_.pop_front();
+        performing_ = true;
+        lock.unlock();
+        try {
+            collectives_.perform(operation, patience);
+        } catch (const Broken&) {
+            // the thread that waits for it finds the segment broken
+        }
+        lock.lock();
+        performing_ = false;
+        ended_.fetch_add(1);
+        // No thread is woken without need: that takes longer than a small operation.
+        if (waiters_ > 0 || !queue_.empty()) changed_.notify_all();
+    }
+
+    void work() {
+        std::unique_lock lock(mutex_);
+        for (;;) {
+            changed_.wait(lock, [this] { return closed_ || (!queue_.empty() && !performing_); });
+            if (closed_) return;
+            perform_next(lock, Patience::background);
+        }
+    }
 
     Team& team_;
     Collectives collectives_;

@@ -5,43 +5,17 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <mutex>
-#include <new>
 #include <stdexcept>
 #include <system_error>
-#include <vector>
 
 namespace nbelastic {
 namespace {
 
 constexpr std::uint64_t kMagic = 0x6c6c61206f672073;
 constexpr std::uint32_t kVersion = 6;
-constexpr std::size_t kPage = 4096;
 constexpr std::size_t kGiB = std::size_t{1} << 30;
-
-// Between two arenas: addresses that are alike but for high bits are one and the same to the first
-// cache of some processors (AMD since Zen), and a sum is of the same place in all arenas.
-constexpr std::size_t kApart = kPage;
-
-constexpr std::size_t up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
-
-// Where each part begins, in a segment for so many ranks.
-struct Offsets {
-    std::size_t seats, letters, mailboxes, smalls, staging, arenas;
-
-    explicit constexpr Offsets(std::size_t n)
-        : seats(up(sizeof(Control), kPage)),
-          letters(seats + up(n * sizeof(Seat), kPage)),
-          mailboxes(letters + up(2 * n * n * sizeof(std::uint64_t), kPage)),
-          smalls(mailboxes + up(n * n * sizeof(Mailbox), kPage)),
-          staging(smalls + n * 2 * kSmallBytes),
-          arenas(staging + n * (kStagingBytes + kStagedApart)) {}
-};
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
@@ -136,6 +110,7 @@ Segment::Segment(int fd) {
     }
     size_ = its.size;
     arena_bytes_ = its.arena_bytes;
+    at_ = Offsets(size_);
     madvise(base_, total_, MADV_DONTDUMP);
     fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 0);
     if (fd_ < 0) {
@@ -149,39 +124,6 @@ Segment::~Segment() {
     Forks::all().remove(this);
     munmap(base_, total_);
     close(fd_);
-}
-
-Seat& Segment::seat(std::uint32_t rank) const noexcept {
-    return reinterpret_cast<Seat*>(base_ + Offsets(size_).seats)[rank];
-}
-
-std::uint64_t* Segment::letters(unsigned parity, std::uint32_t source) const noexcept {
-    auto* all = reinterpret_cast<std::uint64_t*>(base_ + Offsets(size_).letters);
-    return all + (parity * std::size_t{size_} + source) * size_;
-}
-
-Mailbox& Segment::mailbox(std::uint32_t source, std::uint32_t to) const noexcept {
-    auto* all = reinterpret_cast<Mailbox*>(base_ + Offsets(size_).mailboxes);
-    return all[std::size_t{source} * size_ + to];
-}
-
-std::byte* Segment::small(std::uint32_t rank, unsigned parity) const noexcept {
-    return base_ + Offsets(size_).smalls + (2 * std::size_t{rank} + parity) * kSmallBytes;
-}
-
-std::byte* Segment::staging(std::uint32_t rank) const noexcept {
-    return base_ + Offsets(size_).staging + rank * (kStagingBytes + kStagedApart);
-}
-
-std::byte* Segment::arena(std::uint32_t rank) const noexcept {
-    return base_ + Offsets(size_).arenas + rank * (arena_bytes_ + kApart);
-}
-
-std::int64_t Segment::place(std::uint32_t rank, const void* data, std::size_t bytes) const noexcept {
-    const auto begin = reinterpret_cast<std::uintptr_t>(arena(rank));
-    const auto at = reinterpret_cast<std::uintptr_t>(data);
-    if (at < begin || bytes > arena_bytes_ || at - begin > arena_bytes_ - bytes) return -1;
-    return static_cast<std::int64_t>(at - reinterpret_cast<std::uintptr_t>(base_));
 }
 
 }  // namespace nbelastic

@@ -5,10 +5,10 @@
 // nodes are the whole tree.
 #pragma once
 
+#include <algorithm>
 #include <cfenv>
-#include <cstddef>
-#include <cstdint>
-#include <string>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "reduce.hpp"
@@ -20,7 +20,30 @@ public:
     // `leaves` and `nodes` of each rank; for each node of all ranks, in `order`, how many additions
     // follow it. Throws std::invalid_argument if they do not fit together.
     Tree(std::vector<std::uint32_t> leaves, const std::vector<std::uint32_t>& nodes,
-         std::vector<std::uint8_t> order);
+         std::vector<std::uint8_t> order)
+        : leaves_(std::move(leaves)), first_{0}, order_(std::move(order)) {
+        require(nodes.size() == leaves_.size(), "not as many nodes as leaves");
+        for (const std::uint32_t each : nodes) {
+            first_.push_back(first_.back() + each);
+            most_ = std::max(most_, each);
+        }
+        require(!order_.empty() && order_.size() == first_.back(),
+                "the order is not one of these nodes");
+        for (const std::uint8_t additions : order_) {
+            deepest_ = std::max(deepest_, ++results_);
+            require(additions < results_, "nothing is left to add to");
+            results_ -= additions;
+        }
+        require(deepest_ <= kDeepest && most_ <= 2 * kDeepest, "the tree is too deep");
+        std::vector<std::uint64_t> all(leaves_.begin(), leaves_.end());
+        all.insert(all.end(), first_.begin(), first_.end());
+        all.insert(all.end(), order_.begin(), order_.end());
+        for (const std::uint64_t number : all) {  // FNV-1a
+            for (int byte = 0; byte < 8; ++byte) {
+                digest_ = (digest_ ^ ((number >> 8 * byte) & 0xff)) * 0x100000001b3;
+            }
+        }
+    }
 
     std::size_t ranks() const noexcept { return leaves_.size(); }
     const std::vector<std::uint32_t>& leaves() const noexcept { return leaves_; }
@@ -30,18 +53,20 @@ public:
     std::uint32_t most() const noexcept { return most_; }        // nodes of one rank
     std::uint32_t deepest() const noexcept { return deepest_; }  // values on the stack at once
     std::uint32_t results() const noexcept { return results_; }
-
-    // Equal trees have equal digests.
-    std::uint64_t digest() const noexcept { return digest_; }
+    std::uint64_t digest() const noexcept { return digest_; }  // equal for equal trees
 
 private:
+    static void require(bool holds, const char* otherwise) {
+        if (!holds) throw std::invalid_argument(otherwise);
+    }
+
     std::vector<std::uint32_t> leaves_;
     std::vector<std::uint32_t> first_;  // of each rank's nodes; in the end, the number of all
     std::vector<std::uint8_t> order_;
     std::uint32_t most_ = 0;
     std::uint32_t deepest_ = 0;
     std::uint32_t results_ = 0;
-    std::uint64_t digest_ = 0;
+    std::uint64_t digest_ = 0xcbf29ce484222325;
 };
 
 // How a thread treats subnormal numbers, which its user may have changed. A thread that adds for

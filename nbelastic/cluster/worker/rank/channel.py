@@ -57,6 +57,7 @@ class RankChannel:
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
+        self._file = self._socket.makefile("rb")
         self._process = os.getpid()
         self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sender: threading.Thread | None = None
@@ -68,13 +69,12 @@ class RankChannel:
 
     def start(self, take: Callable[[Message], None], beat: Callable[[], None]) -> None:
         """Begin to serve the channel; `beat` is called in the thread that sends."""
-        self._sender = self._start("nbelastic-sender", self._serve_sender, beat)
-        self._start("nbelastic-reader", self._serve_reader, take)
-
-    def _start(self, name: str, serve: Callable[..., None], act: Any) -> threading.Thread:
-        thread = threading.Thread(target=serve, args=[act], name=name, daemon=True)
-        thread.start()
-        return thread
+        for name, serve, act in (
+            ("nbelastic-reader", self._serve_reader, take),
+            ("nbelastic-sender", self._serve_sender, beat),
+        ):
+            self._sender = threading.Thread(target=serve, args=[act], name=name, daemon=True)
+            self._sender.start()
 
     def send(self, message: Message) -> None:
         """Send a message without waiting; an event after all that was printed. Any thread."""
@@ -102,10 +102,8 @@ class RankChannel:
                 continue
             if data is None:
                 return
-            try:
+            with contextlib.suppress(OSError):  # the worker has ended, and ends this process
                 self._socket.sendall(data)
-            except OSError:
-                return  # the worker has ended, and ends this process
 
     def _serve_reader(self, take: Callable[[Message], None]) -> None:
         while True:
@@ -116,14 +114,10 @@ class RankChannel:
             take(decode(data, AnyMessage))
 
     def _read(self) -> bytes:
-        (length,) = HEADER.unpack(self._exactly(HEADER.size))
-        return self._exactly(length)
+        return self._exactly(*HEADER.unpack(self._exactly(HEADER.size)))
 
     def _exactly(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            part = self._socket.recv(min(count - len(data), 1 << 20))
-            if not part:
-                raise ConnectionError("the worker has closed the channel")
-            data += part
-        return bytes(data)
+        data = self._file.read(count)
+        if len(data) < count:
+            raise ConnectionError("the worker has closed the channel")
+        return data

@@ -28,8 +28,7 @@ GROUP_LIMIT_S = 1.0
 RETURNED = 77
 """Exit status of a rank whose function has returned. Its server waits for its children."""
 
-exit_status = 0
-"""Status with which this process is to exit."""
+exit_status = 0  # with which this process is to exit
 
 # Options of prctl(2).
 DEATH_SIGNAL, NAME, _SUBREAPER = 1, 15, 36

@@ -22,11 +22,6 @@ from nbelastic.cluster.dask_compat import key_of, value_of
 if TYPE_CHECKING:
     from .channel import RankSetup
 
-NO_WORKER = (
-    "a rank is a process of its own, and has no access to its worker; get_client() returns "
-    "a client of its cluster"
-)
-
 
 class RankClient:
     """The client of a rank."""
@@ -41,16 +36,12 @@ class RankClient:
         if self._setup.dask_config:
             with contextlib.suppress(Exception):  # a class that this process lacks
                 dask.config.update(dask.config.config, pickle.loads(self._setup.dask_config))
-        names = ("get_client", "get_worker", "secede", "rejoin", "worker_client")
-        ours = {getattr(distributed, name): getattr(self, name) for name in names}
-        for module_name, module in list(sys.modules.items()):
-            if module_name.partition(".")[0] not in ("dask", "distributed"):
-                continue
-            for name in names:
-                original = vars(module).get(name)
-                with contextlib.suppress(TypeError):  # not hashable
-                    if original in ours:
-                        setattr(module, name, ours[original])
+        for name in ("get_client", "get_worker", "secede", "rejoin", "worker_client"):
+            original = getattr(distributed, name)
+            for module_name, module in list(sys.modules.items()):
+                theirs = module_name.partition(".")[0] in ("dask", "distributed")
+                if theirs and vars(module).get(name) is original:
+                    setattr(module, name, getattr(self, name))
 
     def close(self) -> None:
         """Close the client, if any."""
@@ -60,10 +51,7 @@ class RankClient:
             client.close()
 
     def fetch_partition(self, text: str) -> Any:
-        """Return the partition of a Dask collection by its key, which is given as JSON. Any thread.
-
-        LookupError: the scheduler has forgotten it. What computing it again raises is raised here.
-        """
+        """Return the partition of a Dask collection by its key in JSON. Any thread."""
         return value_of(self.get_client(), key_of(text))
 
     # -- in place of Dask's ------------------------------------------------------------------------
@@ -72,14 +60,14 @@ class RankClient:
         self, address: str | None = None, timeout: Any = None, resolve_address: bool = True
     ) -> Client:
         """Return the client of this rank; that of another cluster if its `address` is given."""
-        setup = self._setup
-        if address is not None and address != setup.scheduler:
-            return distributed.Client(address, timeout=timeout or "30s")
+        setup, timeout = self._setup, timeout or "30s"
+        if address not in (None, setup.scheduler):
+            return distributed.Client(address, timeout=timeout)
         with self._lock:
             if self._client is None:
                 self._client = distributed.Client(
                     setup.scheduler,
-                    timeout=timeout or "30s",
+                    timeout=timeout,
                     security=setup.security,
                     name="nbelastic-rank",
                     direct_to_workers=True,  # as a task's client: values don't pass the scheduler
@@ -88,13 +76,15 @@ class RankClient:
 
     def get_worker(self) -> NoReturn:
         """Refuse."""
-        raise ValueError(NO_WORKER)
+        raise ValueError(
+            "a rank is a process of its own, and has no access to its worker; get_client() returns "
+            "a client of its cluster"
+        )
 
     def secede(self) -> None:
         """Do nothing: a rank is in no pool of threads."""
 
-    def rejoin(self) -> None:
-        """Do nothing: a rank is in no pool of threads."""
+    rejoin = secede
 
     @contextlib.contextmanager
     def worker_client(self, timeout: Any = None, separate_thread: bool = True) -> Iterator[Client]:

@@ -72,11 +72,8 @@ class FaultInjector:
 
     def done(self, number: int) -> None:
         """Note that the worker has injected a fault, or could not."""
-        self._event(number).set()
-
-    def _event(self, number: int) -> threading.Event:
-        with self._lock:
-            return self._done.setdefault(number, threading.Event())
+        if number in self._done:
+            self._done[number].set()
 
     # -- by the rank's thread ----------------------------------------------------------------------
 
@@ -87,9 +84,9 @@ class FaultInjector:
                 self._tell("done", number=fault.number, rank=self._session.rank)
                 self._in_step(fault)
             else:
+                done = self._done[fault.number] = threading.Event()
                 self._inflict(fault)
-                # In this very step, until the worker has done it.
-                self._event(fault.number).wait(LONGEST_HOLD)
+                done.wait(LONGEST_HOLD)  # in this very step, until the worker has done it
         left, seconds = self._slow
         if left > 0:
             self._slow = (left - 1, seconds)
@@ -119,16 +116,16 @@ class FaultInjector:
             self._tell("redone", generation=generation, steps=steps, samples=samples)
 
     def _in_step(self, fault: FaultOrder) -> None:
-        kind, name = fault.kind, _name(fault.number)
+        kind, rank = fault.kind, self._session.rank
+        # In letters, because errors that differ only in digits count as equal.
+        name = "".join(chr(ord("a") + int(digit)) for digit in str(fault.number))
         if kind == "fail":
-            raise InjectedFault(f"rank {self._session.rank} was told to fail (fault {name})")
+            raise InjectedFault(f"rank {rank} was told to fail (fault {name})")
         if kind == "memory":
             try:
                 _run_out_of_memory()
             except MemoryError:
-                raise MemoryError(
-                    f"rank {self._session.rank} has none left (fault {name})"
-                ) from None
+                raise MemoryError(f"rank {rank} has none left (fault {name})") from None
         if kind == "slow":
             self._slow = (fault.steps, fault.seconds)
         while kind == "hang":
@@ -141,7 +138,9 @@ class FaultInjector:
         if fault.kind not in ("partition", "disk"):
             self._send(FaultDue(self._job, self._session.spec.start, fault, rank))
             return
-        if fault.kind == "partition" and not self._cut():
+        communicator = self._session._communicator  # its own thread may replace it at any time
+        cuts = fault.kind == "partition"
+        if cuts and (communicator is None or not communicator.cut_connections()):
             detail = "it has no connections that could be cut"
             self._tell("refused", number=number, rank=rank, detail=detail)
         else:
@@ -149,19 +148,6 @@ class FaultInjector:
             if fault.kind == "disk":
                 _fill_disk(fault.seconds)
         self.done(number)
-
-    def _cut(self) -> int:
-        communicator = self._session._communicator  # its own thread may replace it at any time
-        return 0 if communicator is None else communicator.cut_connections()
-
-
-def _name(number: int) -> str:
-    """Return a number in letters, because errors that differ only in digits count as equal."""
-    letters = ""
-    while number > 0:
-        number, last = divmod(number - 1, 26)
-        letters = chr(ord("a") + last) + letters
-    return letters
 
 
 def _fill_disk(seconds: float) -> None:

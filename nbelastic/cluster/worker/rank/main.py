@@ -20,7 +20,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -41,15 +41,9 @@ from nbelastic.elastic.ranks.runtime import (
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.context import Context
 
-# Batch systems send these to all processes of a job. The worker acts on them for its rank.
-_FOR_THE_WORKER = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-
 
 def main(channel_fd: int, crash_fd: int) -> None:
-    """Run as a rank until its function is over.
-
-    The descriptors are the socket to the worker, and the file for Python's stack at a fatal signal.
-    """
+    """Run as a rank until its function is over."""
     for descriptor in (channel_fd, crash_fd):  # no program that it starts has them
         os.set_inheritable(descriptor, False)
     faulthandler.enable(crash_fd, all_threads=True)
@@ -62,7 +56,7 @@ def main(channel_fd: int, crash_fd: int) -> None:
     setup = channel.read_setup()
     _take_environment(setup)
     runtime = replace(DEFAULT_RUNTIME, interrupt=SignalInterrupt, on_set_up=keep_freed_memory)
-    program = RankProgram(setup.spec, setup.payload, channel, runtime)
+    program = RankProgram(setup.spec, setup.payload, channel.send, runtime)
     channel.start(program.take, program.beat)
     dask_client = RankClient(setup)
     try:
@@ -104,23 +98,29 @@ def _take_environment(setup: RankSetup) -> None:
 
 
 def _handle_signals(program: RankProgram) -> None:
-    """Leave a batch system's signals to the worker, until its order to end."""
+    """Leave a batch system's signals to the worker, until its order to end.
+
+    It sends them to all processes of a job, and the worker acts on them for its rank.
+    """
     process = os.getpid()
 
     def handle(number: int, _: object) -> None:
         if number == signal.SIGTERM and program.session.ordered_to_end:
             sys.exit(128 + number)
 
-    ours = [each for each in _FOR_THE_WORKER if signal.getsignal(each) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, handle)
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+    def change(before: object, after: Any) -> None:
+        for number in numbers:
+            if signal.getsignal(number) is before:
+                signal.signal(number, after)
 
     def give_back() -> None:
         """Have a fork end by them as any process does."""
         if os.getppid() == process:
-            for number in ours:
-                if signal.getsignal(number) is handle:
-                    signal.signal(number, signal.SIG_DFL)
+            change(handle, signal.SIG_DFL)
+
+    change(signal.SIG_DFL, handle)
 
     os.register_at_fork(after_in_child=give_back)
 
@@ -131,11 +131,10 @@ def _handle_signals(program: RankProgram) -> None:
 class _NoInput(io.TextIOWrapper):
     """Standard input without any text; a read raises EOFError with advice."""
 
-    def read(self, size: int | None = -1, /) -> NoReturn:
+    def read(self, *_: Any) -> NoReturn:
         raise EOFError(NO_CONSOLE)
 
-    def readline(self, size: int = -1, /) -> NoReturn:  # type: ignore[override]
-        raise EOFError(NO_CONSOLE)
+    readline = read
 
 
 def _lines(descriptor: int) -> io.TextIOWrapper:
@@ -153,18 +152,11 @@ def keep_variables(context: Context) -> None:
     """
 
     def write() -> None:
-        os.environ.update(
-            RANK=str(context.rank),
-            WORLD_SIZE=str(context.size),
-            LOCAL_RANK=str(context.local_rank),
-            LOCAL_WORLD_SIZE=str(context.local_size),
-            HOROVOD_RANK=str(context.rank),
-            HOROVOD_SIZE=str(context.size),
-            HOROVOD_LOCAL_RANK=str(context.local_rank),
-            HOROVOD_LOCAL_SIZE=str(context.local_size),
-            HOROVOD_CROSS_RANK=str(context.cross_rank),
-            HOROVOD_CROSS_SIZE=str(context.cross_size),
-        )
+        for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
+            value = str(getattr(context, name))
+            os.environ[f"HOROVOD_{name.upper()}"] = value
+            if not name.startswith("cross"):
+                os.environ[name.upper().replace("SIZE", "WORLD_SIZE")] = value
 
     write()
     context.after_forming = (write, *context.after_forming)
@@ -184,8 +176,9 @@ def keep_variables(context: Context) -> None:
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cuda:0")
 
 
-# Parameters of mallopt(3).
+# Parameters of mallopt(3) and madvise(2).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+_HUGE_PAGES = 14
 
 # As much as a heap of a thread can have. With so much free at the top, empty heaps stay, too.
 _HEAP_BYTES = 64 << 20
@@ -193,10 +186,6 @@ _NEVER = (1 << 31) - 1
 
 _SLACK_BYTES = 32 << 20
 """Bytes for activations, and for the buffers that libraries of matrices keep."""
-
-_HUGE_PAGES = 14  # of madvise(2)
-
-_CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
 
 def keep_freed_memory(nbytes: int = 0) -> None:
@@ -212,12 +201,10 @@ def keep_freed_memory(nbytes: int = 0) -> None:
 
     See https://distributed.dask.org/en/stable/worker-memory.html and ``mallopt(3)``.
     """
-    if any(name in os.environ for name in _CHOICES):
+    if os.environ.keys() & {"MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"}:
         return
-    try:
-        libc = ctypes.CDLL(None)
-        _ = libc.gnu_get_libc_version, libc.mallopt
-    except (OSError, TypeError, AttributeError):
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
         return  # another C library
     libc.mallopt(_MMAP_MAX, 0)
     libc.mallopt(_TOP_PAD, _HEAP_BYTES)
@@ -283,15 +270,10 @@ class SignalInterrupt(Interrupt):
 
     def _handle(self, _: int, frame: FrameType | None) -> None:
         kind = self._wanted
-        if kind is not None and self._reachable and not _is_kept(frame):
+        if kind is not None and self._reachable:
+            while frame is not None:
+                if frame.f_code.co_filename.startswith(_OURS):
+                    return
+                frame = frame.f_back
             self._wanted = None
             raise kind
-
-
-def _is_kept(frame: FrameType | None) -> bool:
-    """Return whether a call in progress must not be interrupted."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_OURS):
-            return True
-        frame = frame.f_back
-    return False

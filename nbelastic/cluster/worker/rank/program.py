@@ -1,7 +1,7 @@
 """Run the training function of a job as one of its ranks.
 
-It runs in the main thread; orders come in another one (:meth:`RankProgram.take`). All that it needs
-of its process is :class:`Port`, so that the simulation runs it, too.
+It runs in the main thread; orders come in another one (:meth:`RankProgram.take`). The simulation
+runs it, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from nbelastic.cluster.payload import install, take_settings, unpack_call, unpack_modules
 from nbelastic.cluster.pulled import Pulled, Returned, pack_variables, trained_models
@@ -36,6 +36,7 @@ from nbelastic.messages import (
     Notify,
     PackedError,
     Publish,
+    RankEffect,
     RankEvent,
     RankLeft,
     RankOrder,
@@ -57,26 +58,19 @@ NO_CONSOLE = (
 )
 
 
-class Port(Protocol):
-    """The way from a rank to its worker."""
-
-    def send(self, message: Message) -> None:
-        """Send a message, after earlier messages and all of the rank's output."""
-
-
 class RankProgram:
-    """One start of the function; `port` is the way to the worker."""
+    """One start of the function; `send` sends the worker a message, after all of its output."""
 
     def __init__(
         self,
         spec: RankSpec,
         payload: JobPayload,
-        port: Port,
+        send: Callable[[Message], None],
         runtime: RankRuntime = DEFAULT_RUNTIME,
     ) -> None:
         self._spec = spec
         self._payload = payload
-        self._port = port
+        self._send = send
         self._over = False
         self._called: Callable[..., Any] | None = None
         self.returned = False  # the function has
@@ -91,7 +85,7 @@ class RankProgram:
     ) -> None:
         """Send an event to the driver, after what the rank has printed and reported before."""
         self._send_telemetry()
-        self._port.send(RankEvent(self._spec.job, event, result, error))
+        self._send(RankEvent(self._spec.job, event, result, error))
 
     def _send_telemetry(self) -> None:
         try:
@@ -99,26 +93,25 @@ class RankProgram:
         except Exception:  # figures are no reason to keep others waiting
             logger.exception("the telemetry of start %d cannot be read", self._spec.start)
         else:
-            self._port.send(taken)
+            self._send(taken)
 
     def beat(self) -> None:
         """Send a heartbeat and telemetry, and try again to end if the rank is to. Any thread."""
         self.session.nudge()
-        self._port.send(Heartbeats(((self._spec.job, self.session.beat()),)))
+        self._send(Heartbeats(((self._spec.job, self.session.beat()),)))
         self._send_telemetry()
 
     def take(self, order: Message) -> None:
         """Take an order. Any thread but the rank's."""
         try:
-            self._take(order)
+            if not isinstance(order, RankOrder):
+                raise TypeError(f"a rank does not expect {type(order).__name__}")
+            self._obey(order.effect)
         except Exception as error:
             logger.exception("an order to start %d cannot be obeyed", self._spec.start)
             self.fail(error)
 
-    def _take(self, order: Message) -> None:
-        if not isinstance(order, RankOrder):
-            raise TypeError(f"a rank does not expect {type(order).__name__}")
-        effect = order.effect
+    def _obey(self, effect: RankEffect) -> None:
         if isinstance(effect, InjectFaults):
             self._injector().take(effect.faults, effect.drop)
         elif isinstance(effect, FaultDone):
@@ -142,7 +135,7 @@ class RankProgram:
         """Return the rank's fault injector; make it with the first order."""
         observer = self.session.telemetry.observer
         if not isinstance(observer, FaultInjector):
-            observer = FaultInjector(self._spec.job, self.session, self._port.send)
+            observer = FaultInjector(self._spec.job, self.session, self._send)
             self.session.telemetry.observer = observer
         return observer
 
@@ -189,8 +182,9 @@ class RankProgram:
             finally:
                 timeline.close_part()  # before the event with which the job may end
         except RankExit as error:
-            stopped = isinstance(error, Stopped)  # else another rank becomes rank 0
-            self._finish(RankLeft(start), result=self._variables() if stopped else None)
+            # Where the job goes on, another rank becomes rank 0.
+            pulled = self._packed() if isinstance(error, Stopped) else None
+            self._finish(RankLeft(start), dumps(Returned(None, pulled)) if pulled else None)
         except BaseException as error:  # the user's, whatever it is: it goes to the kernel
             self._report_error(error)
         else:
@@ -221,21 +215,18 @@ class RankProgram:
             self._end_fork(error)
             raise
         self._end_fork(None)
+        refused = f"what the function returned (a {type(value).__name__}) cannot be sent"
         try:
             pulled = self._packed()
             first = self.session.rank == 0
             trained = trained_models(getattr(function, "captured", {})) if first else ()
             result = dumps(Returned(value, pulled, trained) if pulled or trained else value)
         except Exception as error:  # pickling runs code of any class
-            kind = type(value).__name__
-            raise TypeError(
-                f"what the function returned (a {kind}) cannot be sent: {summary_of(error)}"
-            ) from error
+            raise TypeError(f"{refused}: {summary_of(error)}") from error
         if len(result) > MOST_BYTES:
             raise ValueError(
-                f"what the function returned (a {type(value).__name__}) cannot be sent: it takes "
-                f"{len(result) / 1e9:,.1f} GB, and a message carries {MOST_BYTES / 1e9:,.1f} GB at "
-                "most; write it to a file, and return the file's name"
+                f"{refused}: it takes {len(result) / 1e9:,.1f} GB, and a message carries at most "
+                f"{MOST_BYTES / 1e9:,.1f} GB; write it to a file, and return the file's name"
             )
         return result
 
@@ -245,24 +236,19 @@ class RankProgram:
             return {}
         return pack_variables(self._called, self._spec.pull, MOST_BYTES // 2)
 
-    def _variables(self) -> bytes | None:
-        """Return the pulled variables as the result of a stopped job; None without any."""
-        pulled = self._packed()
-        return dumps(Returned(None, pulled)) if pulled else None
-
     def _end_fork(self, error: BaseException | None) -> None:
         """End a fork of the rank that returns from the function, as at the end of a script."""
         if os.getpid() == self._process:
             return
-        code: int | bool = error is not None
+        code = int(error is not None)
         if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else error.code is not None
-            if not isinstance(error.code, (int, type(None))):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if error.code not in (None, code):
                 sys.stderr.write(f"{error.code}\n")
         elif error is not None:
             sys.excepthook(type(error), error, error.__traceback__)
         sys.stdout.flush()
-        os._exit(int(code))
+        os._exit(code)
 
     def _report_error(self, error: BaseException) -> None:
         kind = type(error)  # isinstance() would ask the error for its class, too
@@ -272,8 +258,8 @@ class RankProgram:
         packed = pack_error(error)
         everywhere = issubclass(kind, RanksDisagree)
         event = RankRaised(
-            start=self._spec.start,
-            error=packed.summary,
+            self._spec.start,
+            packed.summary,
             collective=issubclass(kind, CollectiveError) and not everywhere,
             version=self.session.version,
             on_all_ranks=everywhere,

@@ -99,14 +99,15 @@ def _hook_groups(*modules: Any) -> None:
 
 def advise(error: BaseException) -> None:
     """Add advice to an error about a missing process group or a missing Horovod."""
-    advice = ""
     if issubclass(type(error), ModuleNotFoundError) and "'horovod" in summary_of(error):
         advice = "Horovod's functions are in nbelastic: import nbelastic.torch as hvd"
-    if issubclass(type(error), (ValueError, RuntimeError)) and _NO_GROUP in summary_of(error):
+    elif issubclass(type(error), (ValueError, RuntimeError)) and _NO_GROUP in summary_of(error):
         advice = GROUP_ADVICE
-    if advice and hasattr(error, "add_note"):
+    else:
+        return
+    if hasattr(error, "add_note"):
         error.add_note(advice)
-    elif advice and len(error.args) == 1:  # Python 3.10
+    elif len(error.args) == 1:  # Python 3.10
         error.args = (f"{error.args[0]}\n{advice}",)
 
 
@@ -114,22 +115,18 @@ def advise(error: BaseException) -> None:
 
 
 def _hook_batch_norm(kind: Any) -> None:
-    def hook(name: str) -> Callable[..., None]:
-        original = getattr(kind, name)
-
+    def hook(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def made(self: object, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             context = current_or_none()
             if context is not None and context.size > 1:
                 known = [each for each in context.before_exchange if isinstance(each, _GroupCheck)]
-                check = known[0] if known else _GroupCheck(context)
-                check.modules.add(self)
+                (known[0] if known else _GroupCheck(context)).modules.add(self)
 
         return made
 
-    for name in ("__init__", "__setstate__"):
-        setattr(kind, name, hook(name))
+    kind.__init__, kind.__setstate__ = hook(kind.__init__), hook(kind.__setstate__)
 
 
 class _GroupCheck:
@@ -142,12 +139,9 @@ class _GroupCheck:
 
     def __call__(self) -> None:
         context = self._context
-        for module in self.modules:
-            # It has counted a batch, which the counter's version shows without a look at a device.
-            counter = getattr(module, "num_batches_tracked", None)
-            if module.training and (counter is None or counter._version > 0):
-                break
-        else:
+        # One has counted a batch, which the counter's version shows without a look at a device.
+        counters = [getattr(m, "num_batches_tracked", None) for m in self.modules if m.training]
+        if not any(each is None or each._version > 0 for each in counters):
             return
         context.before_exchange = tuple(each for each in context.before_exchange if each != self)
         grouped = sys.modules["torch.distributed"].is_initialized()
