@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Communicator, Handle, Op, Rendezvous
+from nbelastic.collectives.consistency import History
 from nbelastic.errors import CollectiveError
 from tests.membership.ranks import NEIGHBOUR_NOTICES
 
@@ -67,6 +68,7 @@ class SimCommunicator(Communicator):
         self.who = fiber.name
         self.process: Process = fiber.process
         self.broken: str | None = None
+        self.history, self._subgroups = History(), {}
         self._exchange, self._rendezvous = exchange, rendezvous
         self._network: Network = exchange.network
         self._fiber: Fiber = fiber
