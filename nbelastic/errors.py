@@ -43,8 +43,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 
-LONGEST_SUMMARY = 20_000
-"""Most characters of an error's message that go into the history."""
+LONGEST_SUMMARY = 20_000  # most characters of an error's message that go into the history
 
 
 def summary_of(error: BaseException) -> str:

@@ -26,8 +26,7 @@ _MOST = sys.float_info.max
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-_MOST, le=_MOST)] | int
 """A finite number; a plain float of a message may be NaN or infinite."""
 
-FRESH = -1
-"""Version of a rank that has never synchronised with the job's state."""
+FRESH = -1  # version of a rank that has never synchronised with the job's state
 
 
 class Data(Struct, frozen=True, forbid_unknown_fields=True):
@@ -914,10 +913,21 @@ class WorkersUnused(Event, frozen=True):
     workers: tuple[UnusedWorker, ...]
 
 
-class SlotGone(Event, frozen=True):
+class SlotEvent(Event, frozen=True):
+    """Base of events of one slot."""
+
+    slot: str  # its id
+
+
+class RankReport(Event, frozen=True):
+    """Base of what a rank, or its agent, reports of it; other events of a rank are refused."""
+
+    start: int
+
+
+class SlotGone(SlotEvent, frozen=True):
     """A worker's process is gone, or out of the scheduler's reach for good."""
 
-    slot: str
     reason: LossReason = LossReason.WORKER_GONE
     detail: str = ""
 
@@ -930,41 +940,34 @@ class SlotDied(Event, frozen=True):
     detail: str
 
 
-class SlotLeaving(Event, frozen=True):
+class SlotLeaving(SlotEvent, frozen=True):
     """A worker was asked to leave: retired, scaled away, or terminated with notice.
 
     With a soft notice its host may end at any time: its rank stays until a newcomer is ready.
     """
 
-    slot: str
     soon: bool = False  # it closes in seconds, too soon for another rank to receive the state
     notice: Notice | None = None  # what its host or its batch job has announced
 
 
-class SlotStays(Event, frozen=True):
+class SlotStays(SlotEvent, frozen=True):
     """A worker with a notice stays, or is at risk no more: the notice is revoked."""
 
-    slot: str
 
-
-class SlotBusy(Event, frozen=True):
+class SlotBusy(SlotEvent, frozen=True):
     """The slot was given to another job before this job could claim it."""
 
-    slot: str
 
-
-class SlotSilent(Event, frozen=True):
+class SlotSilent(SlotEvent, frozen=True):
     """A worker's process is stopped, or has missed the heartbeat timeout."""
 
-    slot: str
     reason: LossReason = LossReason.WORKER_SILENT
     seconds: Number = 0.0  # without a heartbeat
 
 
-class RankReady(Event, frozen=True):
+class RankReady(RankReport, frozen=True):
     """A rank is set up and waits for a plan."""
 
-    start: int
     left: int  # newest generation that it knows; it is ready for later ones only
     # Last commit, or FRESH; half a commit more for the state at the end of a later step.
     version: Number
@@ -982,45 +985,40 @@ class RankReady(Event, frozen=True):
     line: CodeLine | None = None  # of user code, at which it waits
 
 
-class RankFormed(Event, frozen=True):
+class RankFormed(RankReport, frozen=True):
     """A rank has connected to the other members of its generation."""
 
-    start: int
     generation: int
     backend: str = ""  # kind of communicator, the same on all members: gloo, …; solo for one rank
     remark: str = ""  # why it is not a faster kind, for people
 
 
-class LoopDone(Event, frozen=True):
+class LoopDone(RankReport, frozen=True):
     """A rank's elastic loop has returned, and the rank waits for the other members."""
 
-    start: int
     generation: int
     version: int  # last commit
     operations: int = 0  # between ranks, begun by its loop in this generation
 
 
-class RankReturned(Event, frozen=True):
+class RankReturned(RankReport, frozen=True):
     """A rank's function has returned."""
 
-    start: int
     # Libraries for training that its process has imported, for a rank that exchanged nothing with
     # others and entered no elastic loop; None for any other rank.
     isolated: tuple[str, ...] | None = None
     exits: bool = False  # its process still runs, and a RankExited follows
 
 
-class RankExited(Event, frozen=True):
+class RankExited(RankReport, frozen=True):
     """The process of a rank that has returned has ended."""
 
-    start: int
     cut: str = ""  # how it ended, unless by itself
 
 
-class RankRaised(Event, frozen=True):
+class RankRaised(RankReport, frozen=True):
     """A rank has ended with an error: its function raised, or could not be run."""
 
-    start: int
     error: str  # the exception in one line
     collective: bool = False  # a failed operation between ranks: a consequence, not a cause
     version: int = FRESH  # last commit
@@ -1028,24 +1026,20 @@ class RankRaised(Event, frozen=True):
     state_mismatch: bool = False  # the rank has built another state than the others
 
 
-class RankDied(Event, frozen=True):
+class RankDied(RankReport, frozen=True):
     """The process of a rank has ended without an event of its own; its worker lives."""
 
-    start: int
     detail: str  # cause of death, in words
     version: int = FRESH  # last known commit
 
 
-class RankLeft(Event, frozen=True):
+class RankLeft(RankReport, frozen=True):
     """A rank has ended as ordered."""
 
-    start: int
 
-
-class WeightsSampled(Event, frozen=True):
+class WeightsSampled(RankReport, frozen=True):
     """A rank has sampled its parameters."""
 
-    start: int
     generation: int
     # Number of its commits in this generation before the sample; 0 at the end of the elastic loop.
     # Without a loop: minus the number of operations, and 0 at the end.
@@ -1055,14 +1049,12 @@ class WeightsSampled(Event, frozen=True):
     besides: bool = False  # these parameters are neither in the state nor in the broadcast
 
 
-KERNEL = -1
-"""Stands for a start in a note of the kernel's."""
+KERNEL = -1  # stands for a start in a note of the kernel's
 
 
-class RankNote(Event, frozen=True):
+class RankNote(RankReport, frozen=True):
     """Entry for the job's history, from a rank or the kernel."""
 
-    start: int
     about: str  # kind in the history: checkpoint, warning, phases, straggler, logged
     detail: str  # for people
     figures: dict[str, Number] = {}
@@ -1131,6 +1123,13 @@ class RankEffect(Effect, frozen=True):
     """Base of effects for ranks: agents and processes get them in a RankOrder."""
 
 
+class GenerationEffect(RankEffect, frozen=True):
+    """Base of effects for members of a generation."""
+
+    generation: int
+    starts: tuple[int, ...]
+
+
 class StartRank(Effect, frozen=True):
     """Start the function on a slot, with the place foreseen for it."""
 
@@ -1145,26 +1144,18 @@ class Publish(RankEffect, frozen=True):
     plan: Plan
 
 
-class Abort(RankEffect, frozen=True):
+class Abort(GenerationEffect, frozen=True):
     """End the generation of members: free them wherever they wait."""
 
-    generation: int
-    starts: tuple[int, ...]
     reason: AnyReason
 
 
-class Notify(RankEffect, frozen=True):
+class Notify(GenerationEffect, frozen=True):
     """Announce a change to members, which agree on the step to leave at."""
 
-    generation: int
-    starts: tuple[int, ...]
 
-
-class Release(RankEffect, frozen=True):
+class Release(GenerationEffect, frozen=True):
     """Release members from their elastic loop, because all have left it."""
-
-    generation: int
-    starts: tuple[int, ...]
 
 
 class SaveCommit(RankEffect, frozen=True):
@@ -1319,6 +1310,18 @@ class Message(Data, frozen=True, tag=True, tag_field="message"):
     """Base of all messages between processes."""
 
 
+class JobMessage(Message, frozen=True):
+    """Base of messages about a job."""
+
+    job: str
+
+
+class RankMessage(JobMessage, frozen=True):
+    """Base of messages about a rank of a job."""
+
+    start: int
+
+
 class Hello(Message, frozen=True):
     """A worker has its agent, and can host a rank."""
 
@@ -1333,20 +1336,17 @@ class Heartbeats(Message, frozen=True):
     beats: tuple[tuple[str, Beat], ...]
 
 
-class RankEvent(Message, frozen=True):
+class RankEvent(JobMessage, frozen=True):
     """An event of a rank, with its pickled result or its error."""
 
-    job: str
     event: EventOfRank
     result: bytes | None = None
     error: PackedError | None = None
 
 
-class RankOutput(Message, frozen=True):
+class RankOutput(RankMessage, frozen=True):
     """Text that a rank has printed; after a gap, output is missing until the next message."""
 
-    job: str
-    start: int
     text: str
     gap: bool = False
 
@@ -1377,26 +1377,19 @@ class RankTelemetry(Message, frozen=True):
     reports: tuple[MetricsReport, ...] = ()
 
 
-class RankLeaving(Message, frozen=True):
+class RankLeaving(RankMessage, frozen=True):
     """The worker of a rank closes in some seconds."""
 
-    job: str
-    start: int
 
-
-class RankEnded(Message, frozen=True):
+class RankEnded(RankMessage, frozen=True):
     """The process of a rank has ended, or is never started; its slot is free."""
 
-    job: str
-    start: int
     never: bool = False  # its task still waits for another one on its worker
 
 
-class FaultReport(Message, frozen=True):
+class FaultReport(RankMessage, frozen=True):
     """A fault was injected, or could not be; or steps were repeated after one."""
 
-    job: str
-    start: int
     what: str  # ``done``, ``refused`` or ``redone``
     number: int = 0  # of the fault, unless it is ``redone``
     rank: int | None = None
@@ -1416,10 +1409,8 @@ class NoticeReport(Message, frozen=True):
 # -- scheduler to agent ----------------------------------------------------------------------------
 
 
-class ForgetOrder(Message, frozen=True):
+class ForgetOrder(JobMessage, frozen=True):
     """Forget a job: it is over."""
-
-    job: str
 
 
 class WatchOrder(Message, frozen=True):
@@ -1432,22 +1423,18 @@ class WatchOrder(Message, frozen=True):
     host: bool = False
 
 
-class RankOrder(Message, frozen=True):
+class RankOrder(RankMessage, frozen=True):
     """An effect that a rank is to obey."""
 
-    job: str
-    start: int
     effect: AnyRankEffect
 
 
 # -- between a rank and its agent, besides what the agent passes on --------------------------------
 
 
-class FaultDue(Message, frozen=True):
+class FaultDue(RankMessage, frozen=True):
     """A fault of the worker, or of the rank's process, is due."""
 
-    job: str
-    start: int
     fault: FaultOrder
     rank: int | None
 
@@ -1482,20 +1469,18 @@ class JobTerms(Data, frozen=True):
     notices: bool = True  # its workers watch for notices
 
 
-class OpenRequest(Message, frozen=True):
+class OpenRequest(JobMessage, frozen=True):
     """Publish a job."""
 
-    job: str
     uid: str  # its id among jobs of this name, a part of its tasks' keys
     client: str  # id of the Dask client that drives it
     topic: str  # on which its driver listens
     terms: JobTerms
 
 
-class AttachRequest(Message, frozen=True):
+class AttachRequest(JobMessage, frozen=True):
     """Take a job over: for the first time, or `again` after the connection was lost."""
 
-    job: str
     client: str
     topic: str
     again: bool
@@ -1512,10 +1497,9 @@ class LogContents(Data, frozen=True):
     telemetry: tuple[RankTelemetry, ...]  # the last of each start, with its newest reports
 
 
-class JobWish(Message, frozen=True):
+class JobWish(JobMessage, frozen=True):
     """An event of a user without the job's driver: to stop the job, or change its limits."""
 
-    job: str
     event: StopRequested | LimitsChanged
 
 
@@ -1586,10 +1570,9 @@ class JobInfo:
     ended: float | None = None
 
 
-class JournalStep(Message, frozen=True):
+class JournalStep(JobMessage, frozen=True):
     """Step of a driver's journal: an event and the moment of its handling."""
 
-    job: str
     topic: str
     epoch: int  # of the driver
     number: int  # of the step
@@ -1599,10 +1582,9 @@ class JournalStep(Message, frozen=True):
     event: AnyEvent | None = None  # the event, if it did not
 
 
-class InjectRequest(Message, frozen=True):
+class InjectRequest(JobMessage, frozen=True):
     """Pass faults on to ranks."""
 
-    job: str
     epoch: int
     starts: tuple[int, ...]
     faults: tuple[FaultOrder, ...] = ()
@@ -1667,9 +1649,10 @@ class JobClosed(Message, frozen=True):
 # -- encoding --------------------------------------------------------------------------------------
 
 
-def _leaves(base: type) -> list[type]:
+def leaves(base: type) -> list[type]:
+    """Return the messages of a base class."""
     below: list[type] = base.__subclasses__()
-    return [leaf for each in below for leaf in _leaves(each)] if below else [base]
+    return [leaf for each in below for leaf in leaves(each)] if below else [base]
 
 
 if TYPE_CHECKING:
@@ -1679,26 +1662,12 @@ if TYPE_CHECKING:
     AnyRankEffect: TypeAlias = RankEffect
     EventOfRank: TypeAlias = Event
 else:  # decoding needs to know all classes
-    AnyReason, AnyEvent, AnyMessage, AnyRankEffect = (
-        functools.reduce(operator.or_, _leaves(base))
-        for base in (Reason, Event, Message, RankEffect)
-    )
-    # What a rank may report of itself; other events would be forged.
-    EventOfRank = (
-        LoopDone
-        | RankDied
-        | RankExited
-        | RankRaised
-        | RankFormed
-        | RankLeft
-        | RankNote
-        | RankReady
-        | RankReturned
-        | WeightsSampled
+    AnyReason, AnyEvent, AnyMessage, AnyRankEffect, EventOfRank = (
+        functools.reduce(operator.or_, leaves(base))
+        for base in (Reason, Event, Message, RankEffect, RankReport)
     )
 
-MOST_BYTES = 2**32 - 1
-"""Bytes that travel as one value; msgpack writes no more."""
+MOST_BYTES = 2**32 - 1  # bytes that travel as one value; msgpack writes no more
 
 LEAST, LARGEST = -(2**63), 2**64 - 1
 """The integers that msgpack writes; a greater or smaller one becomes the nearest of them."""

@@ -19,8 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-_DEEPEST = 10
-"""Levels that are searched for what cannot be pickled."""
+_DEEPEST = 10  # levels that are searched for what cannot be pickled
 
 _reduce_code: Callable[[CodeType], tuple[Any, ...]] = cloudpickle.Pickler.dispatch_table[CodeType]
 

@@ -55,8 +55,7 @@ KIND = socket.SOCK_SEQPACKET if LINUX else socket.SOCK_STREAM
 MESSAGE_BYTES = 4096
 """Longest message on a line, or between a worker and a rank server; no reader is so far behind."""
 
-IDLE_S = 10.0
-"""Seconds after its last line and server after which a template ends."""
+IDLE_S = 10.0  # seconds after its last line and server after which a template ends
 
 CONDEMNED_S = 4.0
 """Seconds that a rank server may take to end after its worker; more than it needs by itself."""

@@ -13,6 +13,7 @@ import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -55,10 +56,8 @@ class _NotebookDisplay:
 
 
 _display: Any = _NotebookDisplay()
-_complained = False
 
-_NOTHING = object()
-"""Result of a call without a display, or of a call that has failed."""
+_NOTHING = object()  # result of a call without a display, or of a call that has failed
 
 
 def set_display(display: Display | None) -> None:
@@ -83,21 +82,14 @@ def label(file: str) -> str | None:
     return name if isinstance(name, str) else None
 
 
-class _Guarded:
-    """A wait display, or none, with its errors caught."""
-
-    def __init__(self, watch: object) -> None:
-        self.tick = functools.partial(_call, watch, "tick")
-        self.say = functools.partial(_call, watch, "say")
-
-
 @contextlib.contextmanager
-def watching(job: Job) -> Iterator[WaitDisplay]:
-    """Open the display of a job for a waiting thread."""
+def watching(job: Job) -> Iterator[Any]:
+    """Yield the wait display of a job, or none, with its errors caught."""
     manager = _call(_display, "watching", job)
     watch = _call(manager, "__enter__")
     try:
-        yield _Guarded(watch)
+        calls = {name: functools.partial(_call, watch, name) for name in ("tick", "say")}
+        yield SimpleNamespace(**calls)
     finally:
         if watch is not _NOTHING:
             _call(manager, "__exit__", None, None, None)
@@ -105,13 +97,15 @@ def watching(job: Job) -> Iterator[WaitDisplay]:
 
 def _call(target: object, method: str, *arguments: object) -> Any:
     """Call a method of a display, if there is one. Its errors must not reach the job."""
-    global _complained  # noqa: PLW0603 - once per process
     if target is None or target is _NOTHING:
         return _NOTHING
     try:
         return getattr(target, method)(*arguments)
     except Exception:
-        if not _complained:
-            logger.warning("the display of jobs failed; jobs go on", exc_info=True)
-            _complained = True
+        _complain()
         return _NOTHING
+
+
+@functools.cache  # once per process
+def _complain() -> None:
+    logger.warning("the display of jobs failed; jobs go on", exc_info=True)

@@ -43,8 +43,7 @@ from .thread import Driver
 Duration: TypeAlias = "float | str | datetime.timedelta"
 """Seconds, text that Dask reads (``"2 minutes"``), or a timedelta."""
 
-TICK = 0.1
-"""Seconds between two looks of a waiting caller at what it shows."""
+TICK = 0.1  # seconds between two looks of a waiting caller at what it shows
 
 
 @with_hints

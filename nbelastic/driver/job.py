@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Generator, MutableMapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbelastic.cluster import LARGE, Modules, put
 from nbelastic.errors import JobStopped, OptionError
@@ -24,10 +24,8 @@ from .options import changed_limits, count
 from .parser import with_hints
 from .report import save_report
 from .status import HistoryEvent, JobStatus, Output, same_fields
+from .thread import Driver
 from .why import explain
-
-if TYPE_CHECKING:
-    from .thread import Driver
 
 logger = logging.getLogger(__name__)
 

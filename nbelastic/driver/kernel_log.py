@@ -16,23 +16,12 @@ from pathlib import Path
 
 from dask.utils import parse_bytes
 
+from nbelastic import messages as ev
 from nbelastic.cluster import JobLog, Modules, Returned
 from nbelastic.driver import display
 from nbelastic.driver.metrics import MetricsAggregator
 from nbelastic.driver.status import HistoryEvent, Output, same_fields
 from nbelastic.errors import OptionError
-from nbelastic.messages import (
-    CodeLine,
-    LogContents,
-    LossReason,
-    Lost,
-    NotReady,
-    RankError,
-    RankTelemetry,
-    Reason,
-    Record,
-    ReturnedEarly,
-)
 
 OUTPUT_GAP = "output of ranks was left out, because this kernel did not read it for a while"
 
@@ -100,11 +89,11 @@ class KernelLog(JobLog):
                 return (commit, number), rows
         return (-1, -1), 0
 
-    def in_words(self, reason: Reason) -> str:
+    def in_words(self, reason: ev.Reason) -> str:
         """Return a reason in words, with the lines of code last executed by its ranks, if any."""
-        if isinstance(reason, ReturnedEarly):
+        if isinstance(reason, ev.ReturnedEarly):
             return reason.at([_code_place(line) for line in reason.lines])
-        if not isinstance(reason, NotReady):
+        if not isinstance(reason, ev.NotReady):
             return str(reason)
         return reason.at({start: _code_place(each.line) for start, each in self._latest.items()})
 
@@ -118,7 +107,7 @@ class KernelLog(JobLog):
         super()._note_rank(start, rank, worker)
         self.highest_rank = max(rank, self.highest_rank or 0)
 
-    def _add(self, record: Record) -> None:
+    def _add(self, record: ev.Record) -> None:
         detail = record.detail
         if record.reason is not None:
             error = None if record.start is None else self.failures.get(record.start)
@@ -146,21 +135,23 @@ class KernelLog(JobLog):
         with self._lock:
             problem = self._kept.add(Output(start, self.latest_rank(start), text), write=write)
         if problem:
-            self.note(Record("warning", detail=problem))
+            self.note(ev.Record("warning", detail=problem))
 
     def note_gap(self, start: int) -> None:
         """Note that output of ranks is missing from here on, because this kernel did not read."""
         self.note_output(start, f"[{OUTPUT_GAP}]\n")
-        self.note(Record("warning", detail=OUTPUT_GAP))
+        self.note(ev.Record("warning", detail=OUTPUT_GAP))
 
-    def note_telemetry(self, ranks: Iterable[RankTelemetry], members: Iterable[int] = ()) -> None:
+    def note_telemetry(
+        self, ranks: Iterable[ev.RankTelemetry], members: Iterable[int] = ()
+    ) -> None:
         ranks = tuple(ranks)
         self._latest.update((each.start, each) for each in ranks)
         elapsed = self.elapsed
         self.metrics.take(elapsed, ranks)
         self.metrics.note_pace(elapsed, self.metrics.total(members))
 
-    def adopt(self, started: float, contents: LogContents) -> None:
+    def adopt(self, started: float, contents: ev.LogContents) -> None:
         """Take over the scheduler's log of a job."""
         self._began = steady_time() - max(self._now() - started, 0.0)
         self.started = started
@@ -180,21 +171,21 @@ class KernelLog(JobLog):
             self._add(record)
 
 
-def _code_place(line: CodeLine | None) -> str:
+def _code_place(line: ev.CodeLine | None) -> str:
     """Return a line of code in words: its cell or file, its number, and its function."""
     if line is None:
         return ""
     return f"{display.label(line.file) or line.file}, line {line.line}, in {line.function}"
 
 
-def history_detail(reason: Reason | None, *, executing: str = "", raised: str = "") -> str:
+def history_detail(reason: ev.Reason | None, *, executing: str = "", raised: str = "") -> str:
     """Return the detail of a history entry, with the known lines of its rank."""
-    if isinstance(reason, RankError):
+    if isinstance(reason, ev.RankError):
         return reason.at(raised)
-    if not isinstance(reason, Lost):
+    if not isinstance(reason, ev.Lost):
         return str(reason or "")
     words = reason.cause
-    if reason.reason in (LossReason.STALLED, LossReason.NOT_READY) and executing:
+    if reason.reason in (ev.LossReason.STALLED, ev.LossReason.NOT_READY) and executing:
         return f"{words}; it was executing {executing}"
     return f"{words}; raised at {raised}" if raised else words
 
@@ -223,37 +214,33 @@ BYTES = "NBELASTIC_LOG_BYTES"
 DIRECTORY = "NBELASTIC_LOG_DIR"
 DEFAULT = "64 MB"
 
-PIECE_BYTES = 200
-"""Bytes of a piece, without its text."""
+PIECE_BYTES = 200  # bytes of a piece, without its text
 
 
 class OutputLog:
     """Output of a job's ranks: the newest in memory, all of it in files if so set."""
 
     def __init__(self, job: str) -> None:
-        self.dropped = 0
         self._most = _most()
         self._place = _place(job)
         self._pieces: deque[Output] = deque()
-        self._bytes = self._gone = 0
+        self._bytes = self._gone = 0  # of the kept pieces, and number of the dropped ones
         self.written = False  # whether anything has gone to a file
         self._problem = ""
 
     def add(self, piece: Output, *, write: bool = True) -> str:
         """Keep a piece and drop the oldest; return a warning for the user, each one once."""
-        told, problem = self.dropped > 0, self._problem
+        told, problem = self._gone > 0, self._problem
         if write:
             self._write(piece)
         self._pieces.append(piece)
         self._bytes += _size(piece)
         while self._bytes > self._most and self._pieces:
-            oldest = self._pieces.popleft()
-            self._bytes -= _size(oldest)
-            self.dropped += len(oldest.text)
+            self._bytes -= _size(self._pieces.popleft())
             self._gone += 1
         if self._problem != problem:
             return self._problem
-        return "" if told or not self.dropped else self.remark()
+        return "" if told else self.remark()
 
     def since(self, cursor: int) -> tuple[int, tuple[Output, ...]]:
         """Return the next cursor, and the kept pieces since the given cursor."""
@@ -274,11 +261,11 @@ class OutputLog:
     def clear(self) -> None:
         """Forget all that is in memory, and count anew."""
         self._pieces.clear()
-        self._bytes = self._gone = self.dropped = 0
+        self._bytes = self._gone = 0
 
     def remark(self) -> str:
         """Return a line on dropped output and its place on disk; empty if nothing was dropped."""
-        if not self.dropped:
+        if not self._gone:
             return ""
         kept = self._most
         most = f"{kept / 1e6:,.0f} MB" if kept >= 1_000_000 else f"{kept:,} bytes"

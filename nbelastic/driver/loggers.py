@@ -24,13 +24,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from nbelastic.errors import OptionError, summary_of
 from nbelastic.messages import Record
 
-if TYPE_CHECKING:
-    from .thread import Driver
+from .thread import Driver
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +38,7 @@ SETTLE_S = 2.0
 """Seconds after a commit in which the reports before it arrive; they travel with heartbeats."""
 
 LAST_S = 60.0
-TRIES = 20
-"""How often in a row a logger may raise; then it gets nothing any more."""
+TRIES = 20  # how often in a row a logger may raise; then it gets nothing any more
 
 Send: TypeAlias = "Callable[[int | float, dict[str, float]], object]"
 """``send(step, values)`` logs the metrics of one step."""
@@ -54,9 +52,12 @@ def sender(target: Any) -> tuple[str, Send]:
     info: Any = getattr(target, "info", None)
     if getattr(info, "run_id", None) is not None:  # a run of MLflow
         client = sys.modules["mlflow"].tracking.MlflowClient()
-        return f"MLflow run {info.run_id}", _to_mlflow(client, info.run_id)
+        return f"MLflow run {info.run_id}", _each(
+            lambda name, value, step: client.log_metric(info.run_id, name, value, step=step)
+        )
     if hasattr(target, "add_scalar") and hasattr(target, "flush"):  # a SummaryWriter
-        return f"TensorBoard {getattr(target, 'log_dir', '')}", _to_tensorboard(target)
+        name = f"TensorBoard {getattr(target, 'log_dir', '')}"
+        return name, _each(target.add_scalar, then=target.flush)
     if callable(getattr(target, "log", None)) and hasattr(target, "id"):  # a run of wandb
         return f"wandb run {target.id}", lambda step, values: target.log(values, step=int(step))
     if callable(target) and not isinstance(target, type):
@@ -67,19 +68,15 @@ def sender(target: Any) -> tuple[str, Send]:
     )
 
 
-def _to_mlflow(client: Any, run: str) -> Send:
+def _each(
+    log: Callable[[str, float, int], object], then: Callable[[], object] = lambda: None
+) -> Send:
+    """Return how a row is sent metric by metric."""
+
     def send(step: float, values: dict[str, float]) -> None:
         for name, value in values.items():
-            client.log_metric(run, name, value, step=int(step))
-
-    return send
-
-
-def _to_tensorboard(writer: Any) -> Send:
-    def send(step: float, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, int(step))
-        writer.flush()
+            log(name, value, int(step))
+        then()
 
     return send
 

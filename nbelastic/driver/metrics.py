@@ -16,8 +16,7 @@ from nbelastic.driver.status import DataStatus, Progress, RankStatus, same_field
 from nbelastic.membership import RankView
 from nbelastic.messages import MetricsReport, RankTelemetry
 
-WINDOW = 3.0
-"""Seconds over which speed is measured."""
+WINDOW = 3.0  # seconds over which speed is measured
 
 MOST_POINTS = 600
 """Points of the pace that are kept; then every second one is dropped and the interval doubles."""

@@ -36,8 +36,7 @@ from .status import JobStatus
 
 logger = logging.getLogger(__name__)
 
-MOST_SHOWN = 200
-"""Most characters of a wrong value that an error shows."""
+MOST_SHOWN = 200  # most characters of a wrong value that an error shows
 
 MOST_SECONDS = 1e9
 """The longest duration, 30 years; a longer one, also an infinite one, becomes this.
@@ -48,8 +47,7 @@ No clock, lock or socket can wait for ever.
 LARGEST = 2**63 - 1
 """The largest whole number; a larger one, which would not travel as it is, becomes this."""
 
-READ_PATIENCE = 60.0
-"""Most seconds to wait for the next bytes of a checkpoint."""
+READ_PATIENCE = 60.0  # most seconds to wait for the next bytes of a checkpoint
 
 PYGLOO_SILENCE = 30.0
 """Seconds for which pygloo may hold the interpreter of a rank that does nothing but wait."""
@@ -505,14 +503,12 @@ TABLE: tuple[OptionRow, ...] = tuple(
 )
 """All options of a job that a line or a configuration can set."""
 
-ROWS = {row.name: row for row in TABLE}
-"""The options of a job by name."""
+ROWS = {row.name: row for row in TABLE}  # the options of a job by name
 
 OF_SCRIPTS = tuple(row for row in TABLE if row.name != "pull")
 """Those of a script, which no notebook waits for."""
 
-LIMITS = ("min_np", "max_np", "priority", "weight")
-"""Options that can change while the job runs."""
+LIMITS = ("min_np", "max_np", "priority", "weight")  # options that can change while the job runs
 
 HOROVODS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "HOROVOD_TIMELINE": ("timeline", lambda text: None if text == "DYNAMIC" else text),

@@ -25,8 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_SHELL = re.compile(r"[\\/](IPython|ipykernel)[\\/]")
-"""Files of IPython and its kernel."""
+_SHELL = re.compile(r"[\\/](IPython|ipykernel)[\\/]")  # files of IPython and its kernel
 
 _OTHER_NAMES = {
     "np": "num_workers n_workers num_proc nproc n_proc num_processes num_ranks world_size size n",

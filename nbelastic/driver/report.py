@@ -20,24 +20,11 @@ if TYPE_CHECKING:
     from .job import Job
     from .options import Options
 
-MOST_OUTPUT = 1_000_000
-"""Characters of output in a report: the newest."""
+MOST_OUTPUT = 1_000_000  # characters of output in a report: the newest
 
 PACKAGES = (
-    "nbelastic",
-    "torch",
-    "dask",
-    "distributed",
-    "cloudpickle",
-    "fsspec",
-    "msgpack",
-    "msgspec",
-    "numpy",
-    "tornado",
-    "ipykernel",
-    "ipywidgets",
-    "jupyterlab",
-    "pygloo",
+    "nbelastic torch dask distributed cloudpickle fsspec msgpack msgspec numpy tornado "
+    "ipykernel ipywidgets jupyterlab pygloo"
 )
 
 
@@ -74,7 +61,7 @@ def versions() -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "processors": str(os.cpu_count()),
     }
-    for package in PACKAGES:
+    for package in PACKAGES.split():
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

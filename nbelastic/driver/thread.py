@@ -16,6 +16,7 @@ from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, wait
 from typing import Any
 
+from nbelastic import messages as ev
 from nbelastic.cluster import JobClient
 from nbelastic.driver.kernel_log import KernelLog
 from nbelastic.driver.options import Options
@@ -23,33 +24,10 @@ from nbelastic.driver.outcome import abandon, settle
 from nbelastic.elastic.ranks.timeline import join_parts
 from nbelastic.errors import ClusterLost
 from nbelastic.membership import TICK, JobView, Machine, Phase, Stage, unpack_machine, view
-from nbelastic.messages import (
-    KERNEL,
-    ClusterGone,
-    DriverReplaced,
-    End,
-    Event,
-    FaultReport,
-    JobEvent,
-    JobHandover,
-    Message,
-    Outcome,
-    RankNote,
-    RankOutput,
-    Record,
-    SlotGone,
-    SlotGranted,
-    StopRequested,
-    TelemetryBatch,
-    Tick,
-    ToDriver,
-    WorkerRefused,
-)
 
 logger = logging.getLogger(__name__)
 
-SETTLING_S = 5.0
-"""Seconds in which a driver has carried out what it has adopted."""
+SETTLING_S = 5.0  # seconds in which a driver has carried out what it has adopted
 
 MOST_COUNTED = 2.0
 """Most seconds that count between two looks at the clock.
@@ -101,7 +79,7 @@ class Driver:
         self.log = KernelLog(name)
         self.ended: float | None = None
         self.future: Future[list[Any]] = Future()
-        self.chaos: Callable[[FaultReport], None] | None = None
+        self.chaos: Callable[[ev.FaultReport], None] | None = None
         self.owns_cluster = False
         self.variables: MutableMapping[str, Any] = {}  # of the function, here
         self.options = options
@@ -113,14 +91,14 @@ class Driver:
         self._chance = chance
         self._lock = threading.Lock()
         self._slots: dict[int, str] = {}
-        self._wishes: list[Event] = []
+        self._wishes: list[ev.Event] = []
         self._seen_workers: set[Any] = set()
         self._closed_workers: set[Any] = set()
         self._look_at = 0.0
         self._seq = 0
         self.detached = self._away = False
         self._now, self._looked = 0.0, clock()  # the job's time, and the last look at the clock
-        self._outcome: Outcome | None = None
+        self._outcome: ev.Outcome | None = None
         self._thread = threading.Thread(
             target=self.run, name=f"nbelastic-driver-{name}", daemon=True
         )
@@ -131,16 +109,16 @@ class Driver:
         self.job_client = job_client
         self._thread.start()
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: ev.Event) -> None:
         """Put an event of the user on the queue."""
         self._wishes.append(event)
         self._inbox.put(event)
-        if self.ended is not None and isinstance(event, StopRequested):
+        if self.ended is not None and isinstance(event, ev.StopRequested):
             abandon(self.future, self.name, event)  # the thread has ended
 
-    def receive(self, message: ToDriver) -> None:
+    def receive(self, message: ev.ToDriver) -> None:
         """Put a message from the cluster on the queue. Called in the client's event loop."""
-        if not isinstance(message.message, FaultReport):
+        if not isinstance(message.message, ev.FaultReport):
             self._inbox.put(message)
         elif self.chaos is not None:
             self.chaos(message.message)
@@ -155,7 +133,7 @@ class Driver:
             figures = dict(
                 zip(("commit", "number", "rows"), map(float, (*sent, rows)), strict=True)
             )
-            self._inbox.put(RankNote(KERNEL, "logged", name, figures))
+            self._inbox.put(ev.RankNote(ev.KERNEL, "logged", name, figures))
 
     # -- for all threads -----------------------------------------------------------------------
 
@@ -183,30 +161,30 @@ class Driver:
     def _loop(self) -> None:
         while self._outcome is None and not self.detached:
             self._look_at_workers()
-            item: Event | ToDriver | Callable[[], object] | None
+            item: ev.Event | ev.ToDriver | Callable[[], object] | None
             try:
                 item = self._inbox.get(timeout=TICK)
             except queue.Empty:
                 item = self._look_at_connection()
-            if isinstance(item, Event):
+            if isinstance(item, ev.Event):
                 self._step(item)
-            elif isinstance(item, ToDriver):
+            elif isinstance(item, ev.ToDriver):
                 if item.epoch == self.job_client.epoch:
                     self._take(item.message)
             elif item is not None:
                 item()
 
-    def _step(self, event: Event, seq: int = 0) -> None:
+    def _step(self, event: ev.Event, seq: int = 0) -> None:
         """Make the machine decide, and send the step; `seq` is the event's number, 0 without."""
         with self._lock:
             looked, self._looked, chance = self._looked, self._clock(), self._chance()
             self._now += min(self._looked - looked, MOST_COUNTED)
             effects = self._machine.handle(event, self._now, chance)
             size = self._machine.roster.size
-        outcome = next((each.outcome for each in effects if isinstance(each, End)), None)
-        if outcome is not None and isinstance(event, Tick) and not self._is_over():
+        outcome = next((each.outcome for each in effects if isinstance(each, ev.End)), None)
+        if outcome is not None and isinstance(event, ev.Tick) and not self._is_over():
             return
-        if isinstance(event, ClusterGone):
+        if isinstance(event, ev.ClusterGone):
             outcome = self._machine.roster.outcome  # it may have been known, and not published
         self.job_client.step(self._now, chance, seq, None if seq else event)
         for effect in effects:  # the scheduler carries them out
@@ -221,18 +199,18 @@ class Driver:
         self._attach_again()
         return self._machine is machine and not self._away and not self.detached
 
-    def _look_at_connection(self) -> Event | None:
+    def _look_at_connection(self) -> ev.Event | None:
         status, was_away = self.job_client.status, self._away
         self._away = status == "connecting"
         if status == "running" and was_away:
             self._attach_again()  # before anything is decided by what was known then
         elif status == "running":
-            return Tick()
+            return ev.Tick()
         if status in ("running", "connecting"):
             if self._away:  # time does not count until it is clear what has become of the job
                 self._looked = self._clock()
             return None
-        return ClusterGone(
+        return ev.ClusterGone(
             f"the Dask client is {status}; if its scheduler lives, the job goes on there for up to "
             f"{self.options.lease:g} s: nbelastic.attach({self.name!r}, cluster=...) takes it over"
         )
@@ -249,11 +227,11 @@ class Driver:
             self.job_client.start_again()
         elif new:
             names = ", ".join(sorted(map(str, new)))
-            self.log.note(Record("warning", detail=CLOSED_FOR_GOOD.format(names=names)))
+            self.log.note(ev.Record("warning", detail=CLOSED_FOR_GOOD.format(names=names)))
 
     # -- taking a job over ---------------------------------------------------------------------
 
-    def adopt(self, handover: JobHandover) -> None:
+    def adopt(self, handover: ev.JobHandover) -> None:
         """Take over a job as the scheduler has it; see :meth:`JobClient.attach`."""
         with self._lock:
             self._machine = unpack_machine(handover.machine)
@@ -276,39 +254,39 @@ class Driver:
         except ClusterLost:
             self._away = True  # look again; the connection may be gone again
             return
-        if isinstance(answer, JobHandover):
+        if isinstance(answer, ev.JobHandover):
             self.adopt(answer)
             for wish in self._wishes:
                 self._inbox.put(wish)
         elif answer.problem == "taken":
             self.detached = True
         else:
-            self._step(ClusterGone("the scheduler was restarted, or has given the job up"))
+            self._step(ev.ClusterGone("the scheduler was restarted, or has given the job up"))
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: ev.Message) -> None:
         """Take in a message from the cluster that is meant for this driver."""
-        if isinstance(message, DriverReplaced):
+        if isinstance(message, ev.DriverReplaced):
             self._attach_again()
-        elif isinstance(message, JobEvent):
+        elif isinstance(message, ev.JobEvent):
             self._take_event(message)
-        elif isinstance(message, SlotGranted):
+        elif isinstance(message, ev.SlotGranted):
             self._begin(message)
-        elif isinstance(message, RankOutput):
+        elif isinstance(message, ev.RankOutput):
             if message.gap:
                 self.log.note_gap(message.start)
             self.log.note_output(message.start, message.text)
-        elif isinstance(message, TelemetryBatch):
+        elif isinstance(message, ev.TelemetryBatch):
             members = self._machine.roster.members()
             self.log.note_telemetry(message.ranks, [rank.start for rank in members])
-        elif isinstance(message, WorkerRefused):
-            self.log.note(Record("refused", worker=message.worker, detail=message.reason))
+        elif isinstance(message, ev.WorkerRefused):
+            self.log.note(ev.Record("refused", worker=message.worker, detail=message.reason))
 
-    def _take_event(self, message: JobEvent) -> None:
+    def _take_event(self, message: ev.JobEvent) -> None:
         if message.seq <= self._seq:
             return  # sent twice
         self._seq = message.seq
         self.log.note_event(message.event, message.result, message.error)
-        if isinstance(message.event, SlotGone):
+        if isinstance(message.event, ev.SlotGone):
             for start, at in list(self._slots.items()):
                 if at == message.event.slot:  # Dask would keep tasks pinned to it for ever
                     self._slots.pop(start)
@@ -317,7 +295,7 @@ class Driver:
 
     # -- tasks ---------------------------------------------------------------------------------
 
-    def _begin(self, granted: SlotGranted) -> None:
+    def _begin(self, granted: ev.SlotGranted) -> None:
         """Start a rank whose slot was granted, unless it has been given up meanwhile."""
         start, roster = granted.start, self._machine.roster
         rank = roster.ranks.get(start)
@@ -359,4 +337,4 @@ class Driver:
             problem = "no rank has written its part: all workers and the kernel must see the path"
         except OSError as error:
             problem = f"it cannot be written: {error}"
-        self.log.note(Record("warning", detail=f"there is no timeline at {path}\n{problem}"))
+        self.log.note(ev.Record("warning", detail=f"there is no timeline at {path}\n{problem}"))

@@ -12,8 +12,7 @@ from nbelastic.errors import OptionError
 
 from .kernel_log import KernelLog
 
-MOST = 20
-"""Decisions that are shown, the newest."""
+MOST = 20  # decisions that are shown, the newest
 
 _RULES = {
     "lost": "a rank that has ended, or holds the others up longer than its limit, is dropped",

@@ -20,8 +20,8 @@ import numpy as np
 
 from nbelastic.elastic.deal import Deal, Order, Tail
 from nbelastic.elastic.ranks.session import warn
+from nbelastic.elastic.ranks.telemetry import collector_off
 from nbelastic.errors import NbelasticError
-from nbelastic.system import collector_off
 
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.context import Context

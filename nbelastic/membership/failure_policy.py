@@ -17,14 +17,12 @@ from dataclasses import dataclass, field, replace
 
 from nbelastic.messages import Counted, Exclusion, Limits, RepeatedError, Slot, Tally
 
-SAME_ERROR = 2
-"""Times that ranks themselves end a generation with one error at one commit."""
+SAME_ERROR = 2  # times that ranks themselves end a generation with one error at one commit
 
 SAME_KIND = 4
 """Times in a row, without progress, of one kind of setback: see :class:`Counted`."""
 
-ANY_KIND = 20
-"""Resets in a row after faults of any kind, without a commit."""
+ANY_KIND = 20  # resets in a row after faults of any kind, without a commit
 
 REPEATED_COMMITS = 1
 """Commits that a generation may make although it only repeats earlier work.
@@ -32,11 +30,8 @@ REPEATED_COMMITS = 1
 A function that repeats the step before its commit reaches one commit more in each generation.
 """
 
-ERROR_WORKERS = 3
-"""Workers on which the same error is raised before the job fails."""
-
-NEAR_SECONDS = 60.0
-"""Errors at most this far apart belong together, whatever the number of commits."""
+ERROR_WORKERS = 3  # workers on which the same error is raised before the job fails
+NEAR_SECONDS = 60.0  # errors at most this far apart belong together, whatever the number of commits
 
 FAILURE_THRESHOLD = 3
 """Failures in a row that exclude a host, or a worker that is restarted each time.
@@ -50,8 +45,7 @@ FAILURE_WINDOW = 2.0
 EXCLUSION_RANGE = (10.0, 600.0)
 """Shortest and longest exclusion of a host, in seconds, if the owner sets none."""
 
-JITTER = 0.1
-"""Largest random part of an exclusion, as a fraction of it."""
+JITTER = 0.1  # largest random part of an exclusion, as a fraction of it
 
 _NUMBER = re.compile(r"\b0x[0-9a-fA-F]+|[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?")
 _CHANGING = re.compile(r"\b0x[0-9a-fA-F]+|\bgeneration \d+")
@@ -88,9 +82,6 @@ class Exclusions:
         return end is None or now < end
 
 
-# -- the same error on several workers -----------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ErrorReport:
     """An error that a member raised."""
@@ -104,37 +95,6 @@ class ErrorReport:
     time: float
     error: str  # the exception in one line
 
-    def near(self, version: int, time: float) -> bool:
-        """Return whether there has been hardly any progress since."""
-        return version - self.version <= REPEATED_COMMITS or time - self.time <= NEAR_SECONDS
-
-
-@dataclass
-class RepeatedErrors:
-    """Recent errors of members; texts that differ in numbers only are equal."""
-
-    # The fault of the function or its data returns soon, on another worker, with hardly a commit in
-    # between: the rest of the epoch is dealt anew, and the bad sample comes first. A failing device
-    # or a full disk gives equal errors too, but hours apart.
-
-    chains: dict[str, list[ErrorReport]] = field(default_factory=dict)  # by text without numbers
-    last: str = ""
-
-    def note(self, report: ErrorReport) -> list[ErrorReport]:
-        """Note an error and return the chain of equal errors, itself included."""
-        self.chains = {
-            error: chain
-            for error, chain in self.chains.items()
-            if chain[-1].near(report.version, report.time)
-        }
-        chain = self.chains.setdefault(_NUMBER.sub("…", report.error), [])
-        chain.append(report)
-        self.last = report.error
-        return chain
-
-
-# -- generations that end without progress ---------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Setback:
@@ -147,9 +107,6 @@ class Setback:
     all_waited: bool = False
     gained: int = 0  # commits since the setback before
     vain: bool = False  # no commit since, or as many as before, up to the same error
-
-
-# -- all together --------------------------------------------------------------------------------
 
 
 @dataclass
@@ -176,7 +133,9 @@ class FailurePolicy:
     # Workers of each host that failed, without a commit by a rank of the host since.
     host_failures: dict[str, list[str]] = field(default_factory=dict)
     host_failed_at: dict[str, float] = field(default_factory=dict)  # the newest of them
-    errors: RepeatedErrors = field(default_factory=RepeatedErrors)
+    # Recent errors of members, by their texts without numbers.
+    errors: dict[str, list[ErrorReport]] = field(default_factory=dict)
+    last_error: str = ""
     setbacks: list[Setback] = field(default_factory=list)  # in a row without progress
     resets: int = 0
     resets_by_share: int = 0  # those of them that only sharing has caused
@@ -284,6 +243,20 @@ class FailurePolicy:
         if last.all_waited:
             found.append((Counted.WAITS, sum(each.all_waited for each in here), SAME_KIND))
         return [Tally(kind, times, limit, last.commit) for kind, times, limit in found]
+
+    def note_error(self, report: ErrorReport) -> list[ErrorReport]:
+        """Note an error and return the chain of errors that are equal but for numbers."""
+        # The fault of the function or its data returns soon, on another worker, with hardly a
+        # commit in between: the rest of the epoch is dealt anew, and the bad sample comes first. A
+        # failing device or a full disk gives equal errors too, but hours apart.
+        for error, (*_, last) in list(self.errors.items()):
+            commits, seconds = report.version - last.version, report.time - last.time
+            if commits > REPEATED_COMMITS and seconds > NEAR_SECONDS:
+                del self.errors[error]
+        chain = self.errors.setdefault(_NUMBER.sub("…", report.error), [])
+        chain.append(report)
+        self.last_error = report.error
+        return chain
 
     def repeated_error(
         self, chain: list[ErrorReport], hosts: set[str], *, short: bool

@@ -16,26 +16,6 @@ from msgspec.structs import replace
 
 from nbelastic import messages as ev
 from nbelastic import messages as why
-from nbelastic.messages import (
-    FRESH,
-    Abort,
-    Effect,
-    End,
-    EndRank,
-    FailureKind,
-    Limits,
-    Member,
-    Notify,
-    Outcome,
-    Plan,
-    Publish,
-    Record,
-    Release,
-    RestartWorker,
-    SaveCommit,
-    Slot,
-    StartRank,
-)
 
 from . import rules
 from .failure_policy import SAME_KIND, ErrorReport, FailurePolicy, Setback
@@ -43,12 +23,10 @@ from .placement import arrange, broken_pairs, choose_removed, places_of
 from .ranks import Phase, Rank, Stage
 from .roster import Roster
 
-TICK = 0.25
-"""Seconds after which a ``Tick`` is handed in, if nothing else happens."""
+TICK = 0.25  # seconds after which a `Tick` is handed in, if nothing else happens
 
 _HANDLERS = {
-    kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower()
-    for kind in ev.Event.__subclasses__()
+    kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in ev.leaves(ev.Event)
 }
 
 
@@ -68,12 +46,12 @@ class Machine:
     8. A fault on one worker costs the others no more than the batch in flight.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ev.Limits) -> None:
         self.roster = Roster(limits=limits, policy=FailurePolicy.of(limits))
         self._chance = 0.0
-        self._effects: list[Effect] = []
+        self._effects: list[ev.Effect] = []
 
-    def handle(self, event: ev.Event, now: float, chance: float = 0.0) -> list[Effect]:
+    def handle(self, event: ev.Event, now: float, chance: float = 0.0) -> list[ev.Effect]:
         """Process one event and return the effects; `chance` is from 0 up to 1."""
         self._chance, self._effects = chance, []
         roster = self.roster
@@ -131,11 +109,10 @@ class Machine:
         for rank in self.roster.on_slot(event.slot):
             urgent = event.soon or rank.leave_reason == why.EndReason.SHARED
             asked = rank.leaving and not (urgent and not rank.leave_sent)
+            stay, gone = self._time_of(event)
             if not asked and rank.stage not in (Stage.ENDING, Stage.RETURNED):
-                stay, gone = self._time_of(event)
                 self._ask_to_leave(rank, why.EndReason.WORKER_LEAVING, stay=stay, gone=gone)
-            elif rank.leaving:
-                stay, gone = self._time_of(event)  # it may have less time than it had
+            elif rank.leaving:  # it may have less time than it had
                 rank.leave_deadline = min(rank.leave_deadline, self._now + stay)
                 rank.gone_at = min(rank.gone_at, self._now + gone)
         there = self.roster.counted.staying or self.roster.limits.checkpoint or self.roster.stopping
@@ -198,7 +175,7 @@ class Machine:
         if event.slot.id in self.roster.departing:
             self._note_death(event.start, event.slot, event.detail)
 
-    def _note_death(self, start: int, slot: Slot, detail: str) -> None:
+    def _note_death(self, start: int, slot: ev.Slot, detail: str) -> None:
         """Note the cause of death of a lost rank."""
         self.roster.last_death = detail
         if not self.roster.ended:
@@ -210,7 +187,7 @@ class Machine:
             lost = why.Lost(self.roster.id(rank), event.reason, seconds=event.seconds)
             if rank.stage != Stage.RETURNED:
                 self._send_end(rank, "evict", lost)
-                self._emit(RestartWorker(slot=rank.slot, reason=lost))
+                self._emit(ev.RestartWorker(slot=rank.slot, reason=lost))
                 self.roster.depart(rank.slot.id)
             self._lose(rank, lost)
 
@@ -238,7 +215,7 @@ class Machine:
         """Let ranks form the first generation, though they need not begin an operation."""
         starts = tuple(rank.start for rank in ranks)
         if starts and self.roster.plan is None:
-            self._emit(Notify(generation=0, starts=starts))
+            self._emit(ev.Notify(generation=0, starts=starts))
 
     def _remove_dead_members(self, witness: Rank, gone: tuple[int, ...]) -> None:
         """Remove members whose processes have ended, as a neighbour reports."""
@@ -343,7 +320,7 @@ class Machine:
             roster.expected = [other.start for other in arrange([], roster.staying())]
         if roster.in_loop and roster.phase in (Phase.RUNNING, Phase.FORMING):
             early = why.ReturnedEarly((roster.id(rank),), waiting=False)
-            self._fail(FailureKind.RETURNED_EARLY, early)
+            self._fail(ev.FailureKind.RETURNED_EARLY, early)
         else:
             self._note_formed(rank)
 
@@ -377,9 +354,9 @@ class Machine:
             roster.ranks.pop(rank.start)
             if not event.collective:
                 roster.user_errors[event.start] = event.error
-            kind = FailureKind.RANK_LOST if event.collective else FailureKind.RANK_FAILED
+            kind = ev.FailureKind.RANK_LOST if event.collective else ev.FailureKind.RANK_FAILED
             self._fail(kind, cause)
-        elif event.state_mismatch and event.version == FRESH and others >= roster.limits.min_np:
+        elif event.state_mismatch and event.version == ev.FRESH and others >= roster.limits.min_np:
             self._warn(why.CannotJoin(roster.id(rank), event.error))
             self._drop(rank, cause)
             # The worker is not at fault. It is tried again later, when another state may fit.
@@ -399,11 +376,11 @@ class Machine:
     def _blame(self, cause: why.Lost) -> None:
         """Make the cause that came later the end of a job, in place of the failed operation."""
         outcome = self.roster.outcome
-        if outcome is None or outcome.error != FailureKind.RANK_LOST:
+        if outcome is None or outcome.error != ev.FailureKind.RANK_LOST:
             return
         consequence = outcome.reason
         if isinstance(consequence, why.Lost) and consequence.reason == why.LossReason.RAISED:
-            self.roster.outcome = replace(outcome, error=FailureKind.RANK_FAILED, reason=cause)
+            self.roster.outcome = replace(outcome, error=ev.FailureKind.RANK_FAILED, reason=cause)
 
     def _end_if_repeated(self, rank: Rank, error: str) -> None:
         """End the job if the same error came from several workers."""
@@ -420,13 +397,13 @@ class Machine:
             time=self._now,
             error=error,
         )
-        chain = policy.errors.note(report)
+        chain = policy.note_error(report)
         for_good = policy.workers.bounds is None
         short = for_good and rules.within_reach(roster) < roster.limits.min_np
         reason = policy.repeated_error(chain, roster.hosts(), short=short)
         if reason is not None:
             roster.user_errors.update({each.start: each.error for each in chain})
-            self._fail(FailureKind.RANK_FAILED, reason)
+            self._fail(ev.FailureKind.RANK_FAILED, reason)
 
     def _on_rank_died(self, event: ev.RankDied) -> None:
         roster = self.roster
@@ -474,7 +451,7 @@ class Machine:
                     if rank.stage == Stage.ENDING or rank.exits:
                         self._send_end(rank, "cancel", reason)
         elif event.now or not commits_to_come:
-            self._end(Outcome("stopped", reason=reason), "cancel" if event.now else "stop")
+            self._end(ev.Outcome("stopped", reason=reason), "cancel" if event.now else "stop")
         else:
             roster.stopping = True
 
@@ -503,7 +480,7 @@ class Machine:
     def _on_cluster_gone(self, event: ev.ClusterGone) -> None:
         for start in list(self.roster.ranks):
             self.roster.ranks.pop(start)
-        self._fail(FailureKind.CLUSTER_LOST, why.Text(event.detail))
+        self._fail(ev.FailureKind.CLUSTER_LOST, why.Text(event.detail))
 
     def _on_tick(self, event: ev.Tick) -> None:
         """Let time pass; :meth:`_advance` does the rest."""
@@ -526,7 +503,7 @@ class Machine:
         saver = rules.saver(self.roster)
         if saver is not None:
             self.roster.saved_in = self.roster.generation
-            self._emit(SaveCommit(saver.start))
+            self._emit(ev.SaveCommit(saver.start))
         if not self.roster.ended:
             self._start_ranks()
         if self.roster.phase == Phase.RUNNING:
@@ -543,7 +520,7 @@ class Machine:
                 return
             roster.note_commits()
             starts = tuple(member.start for member in roster.members())
-            self._emit(Release(generation=roster.generation, starts=starts))
+            self._emit(ev.Release(generation=roster.generation, starts=starts))
         roster.enter(Phase.FINISHING)
         for rank in roster.awaited():
             rank.progress_at = self._now
@@ -588,11 +565,11 @@ class Machine:
             return
         past = rules.past_first_loop(roster)
         if past is not None and past.ranks is not None:
-            self._fail(FailureKind.NOT_ENOUGH_WORKERS, past)
+            self._fail(ev.FailureKind.NOT_ENOUGH_WORKERS, past)
             return
         if roster.user_errors and roster.counted.synced and rules.is_stuck(roster):
             errors = why.UserErrors(rules.errors(roster), rules.presence(roster))
-            self._fail(FailureKind.RANK_FAILED, errors)
+            self._fail(ev.FailureKind.RANK_FAILED, errors)
             return
         if roster.short_since is None:
             roster.short_since = self._now
@@ -603,16 +580,29 @@ class Machine:
             roster.limits = replace(limits, np=limits.min_np)
             roster.short_since = None
             return
-        self._fail(FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(roster))
+        self._fail(ev.FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(roster))
 
     def _start_ranks(self) -> None:
-        """Start ranks on free slots, as many as the job may have."""
+        """Start ranks on free slots, as many as the job may have, each with a foreseen place."""
         roster, slots = self.roster, rules.slots_to_start(self.roster)
-        if slots:
-            if not roster.counted.staying and not rules.last_holders(roster):
-                roster.first_starts, roster.closed = roster.starts + len(slots), False
-            roster.launched = True
-            self._start_on(slots)
+        if not slots:
+            return
+        if not roster.counted.staying and not rules.last_holders(roster):
+            roster.first_starts, roster.closed = roster.starts + len(slots), False
+        roster.launched = True
+        newcomers = [
+            Rank(start, slot, since=self._now, by_share=roster.shared)
+            for start, slot in enumerate(slots, roster.starts)
+        ]
+        for rank in newcomers:
+            roster.ranks[rank.start] = rank
+        roster.starts += len(newcomers)
+        members = [rank for rank in roster.members() if not rank.leaving]
+        known = {rank.start for rank in members}
+        order = arrange(members, [rank for rank in roster.staying() if rank.start not in known])
+        places = dict(zip(order, places_of([rank.slot for rank in order]), strict=True))
+        for rank in newcomers:
+            self._emit(ev.StartRank(start=rank.start, slot=rank.slot, place=places[rank]))
 
     def _announce_changes(self) -> None:
         """Notify the members of a planned change, once per generation."""
@@ -632,7 +622,7 @@ class Machine:
         if leaving or roster.stopping or rules.newcomers_should_join(roster, staying):
             roster.pending = True
             starts = tuple(rank.start for rank in members)
-            self._emit(Notify(generation=roster.generation, starts=starts))
+            self._emit(ev.Notify(generation=roster.generation, starts=starts))
 
     # -- the next generation -------------------------------------------------------------------
 
@@ -644,7 +634,7 @@ class Machine:
         roster.note_commits()
         if roster.stopping:
             self._end(
-                Outcome("stopped", reason=why.Stopping(why.StopReason.STOPPED, at_commit=True))
+                ev.Outcome("stopped", reason=why.Stopping(why.StopReason.STOPPED, at_commit=True))
             )
             return
         if roster.any_in(Stage.RETURNED):
@@ -653,7 +643,7 @@ class Machine:
         holders = len(rules.last_holders(roster))
         synced = roster.counted.synced or holders
         if roster.user_errors and not synced:
-            self._fail(FailureKind.RANK_FAILED, why.UserErrors(rules.errors(roster)))
+            self._fail(ev.FailureKind.RANK_FAILED, why.UserErrors(rules.errors(roster)))
             return
         if rules.first_start(roster) and not synced:
             held_up = rules.held_up(roster)
@@ -672,7 +662,7 @@ class Machine:
         if ready:
             lines = tuple(rank.line for rank in ready)
             early = why.ReturnedEarly(tuple(map(self.roster.id, ready)), True, lines)
-            self._fail(FailureKind.RETURNED_EARLY, early)
+            self._fail(ev.FailureKind.RETURNED_EARLY, early)
         elif self.roster.plan is not None or not self.roster.any_in(Stage.STARTING):
             self._conclude()
 
@@ -686,15 +676,15 @@ class Machine:
         if len(order) < low:
             allowed = most is None or most >= low
             if len(ready) >= low and allowed and not roster.any_in(Stage.STARTING):
-                self._fail(FailureKind.NO_PROGRESS, why.PLACES_DIFFER)
+                self._fail(ev.FailureKind.NO_PROGRESS, why.PLACES_DIFFER)
         elif roster.policy.forming_failures >= SAME_KIND:
             failures = roster.policy.forming_failures
             count = why.Tally(why.Counted.UNFORMED, failures, SAME_KIND, roster.version)
-            self._fail(FailureKind.NO_PROGRESS, why.NoNewCommit(roster.causes(), count))
+            self._fail(ev.FailureKind.NO_PROGRESS, why.NoNewCommit(roster.causes(), count))
         elif roster.plan is None or self._count_reset(order):
             chosen = set(order)
             for rank in ready:
-                if rank not in chosen and (rank.version != FRESH or rank.planned):
+                if rank not in chosen and (rank.version != ev.FRESH or rank.planned):
                     self._end_rank(rank, "leave", why.EndOrder(self._why_fewer()))
             known = set(roster.expected)
             self._publish(order)
@@ -707,7 +697,7 @@ class Machine:
         """Remove unreachable ranks if the rest is enough for a plan."""
         roster, policy = self.roster, self.roster.policy
         candidates = rules.next_members(roster, ready)
-        order = [r.start for r in sorted(candidates, key=lambda rank: rank.version == FRESH)]
+        order = [r.start for r in sorted(candidates, key=lambda rank: rank.version == ev.FRESH)]
         pairs = broken_pairs(order, {rank.start: rank.unreached for rank in ready})
         for pair in pairs:
             one, other = (roster.id(roster.ranks[start]) for start in pair)
@@ -715,7 +705,7 @@ class Machine:
         removed = choose_removed(order, pairs)
         others = [rank for rank in ready if rank.start not in removed]
         if not removed:
-            others = [rank for rank in ready if rank.version != FRESH or not rank.planned]
+            others = [rank for rank in ready if rank.version != ev.FRESH or not rank.planned]
         if len(rules.next_members(roster, others)) < roster.limits.min_np:
             return ready
         for rank in ready:
@@ -742,7 +732,7 @@ class Machine:
         by_share = not causes and (roster.gave_way or any(rank.by_share for rank in joined))
         limit, counted = roster.limits.reset_limit, policy.resets - policy.resets_by_share
         if not by_share and limit is not None and counted >= limit:
-            self._fail(FailureKind.RESET_LIMIT, why.ResetLimit(limit, causes))
+            self._fail(ev.FailureKind.RESET_LIMIT, why.ResetLimit(limit, causes))
             return False
         count = self._count_setback(order) if causes or roster.lost else None
         if count is not None and count.reached:
@@ -750,7 +740,7 @@ class Machine:
             if count.counted in (why.Counted.SAME_ERROR, why.Counted.ERRORS) and roster.own_failure:
                 known = (roster.own_failure,)
             raised = bool(roster.user_errors)
-            kind = FailureKind.RANK_FAILED if raised else FailureKind.NO_PROGRESS
+            kind = ev.FailureKind.RANK_FAILED if raised else ev.FailureKind.NO_PROGRESS
             self._fail(kind, why.NoNewCommit(known, count, roster.last_death))
             return False
         policy.resets += 1
@@ -763,7 +753,7 @@ class Machine:
         """Count the end of the generation that the members of `order` have left."""
         roster = self.roster
         newest = max(rank.version for rank in order)
-        state_lost = newest == FRESH and roster.ran
+        state_lost = newest == ev.FRESH and roster.ran
         own = roster.own_failure if not roster.lost else None
         count = roster.policy.count(
             Setback(
@@ -782,17 +772,17 @@ class Machine:
         """Make `order` the next generation."""
         roster = self.roster
         roster.generation += 1
-        plan = Plan(
+        plan = ev.Plan(
             generation=roster.generation,
-            members=tuple(Member(r.start, r.slot, r.store, r.version) for r in order),
+            members=tuple(ev.Member(r.start, r.slot, r.store, r.version) for r in order),
             loop=max(rank.loop for rank in order),
         )
         newest = plan.version
         lost = roster.version > max(newest, 0) and not roster.restarted
-        if lost or (roster.ran and newest == FRESH):
+        if lost or (roster.ran and newest == ev.FRESH):
             self._record("restarted", reason=why.StateLost(roster.newest))
             roster.newest = math.floor(max(newest, 0))
-            roster.restarted = roster.limits.checkpoint and newest == FRESH
+            roster.restarted = roster.limits.checkpoint and newest == ev.FRESH
             if not roster.restarted:
                 roster.version = roster.newest
         for rank in order:
@@ -800,7 +790,7 @@ class Machine:
             rank.formed = rank.waiting = False
             rank.since = rank.progress_at = rank.heartbeat_at = self._now
             rank.operations, rank.operation = 0, ""
-            if rank.version == FRESH:
+            if rank.version == ev.FRESH:
                 rank.version_at_join = max(newest, 0)
         roster.plan = plan
         roster.expected = [rank.start for rank in order]
@@ -811,7 +801,7 @@ class Machine:
         roster.lost.clear()
         roster.own_failure = None
         roster.enter(Phase.FORMING)
-        self._emit(Publish(plan))
+        self._emit(ev.Publish(plan))
 
     # -- time limits: `now >= since + limit` means that it is over -----------------------------
 
@@ -839,7 +829,7 @@ class Machine:
                 roster.ranks.pop(rank.start)
                 roster.drop_slot(rank.slot.id)
                 reason = why.DidNotEnd(roster.id(rank), limit)
-                self._emit(RestartWorker(slot=rank.slot, reason=reason))
+                self._emit(ev.RestartWorker(slot=rank.slot, reason=reason))
                 self._warn(reason)
 
     def _expire_exits(self) -> None:
@@ -855,13 +845,13 @@ class Machine:
         late = [rank for rank in starting if self._now >= rank.since + limit]
         held_up = rules.held_up(roster)  # their workers do what others have asked for
         if rules.cannot_begin(roster, [rank for rank in late if rank in held_up]):
-            self._fail(FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(roster))
+            self._fail(ev.FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(roster))
             return
         late = [rank for rank in late if rank not in held_up]
         too_few = rules.within_reach(roster) - len(late) < roster.limits.min_np
         if late and too_few and roster.plan is None:  # they do what takes long, and would again
             ids = tuple(map(roster.id, late))
-            self._fail(FailureKind.NOT_ENOUGH_WORKERS, why.NotReady(ids, limit))
+            self._fail(ev.FailureKind.NOT_ENOUGH_WORKERS, why.NotReady(ids, limit))
             return
         self._evict(late, why.LossReason.NOT_READY, limit)
 
@@ -883,11 +873,11 @@ class Machine:
         pair = rules.waits_for_finished(self.roster)
         if pair is not None:
             done, waiting = map(self.roster.id, pair)
-            self._fail(FailureKind.NO_PROGRESS, why.LoopsDiffer(done, waiting))
+            self._fail(ev.FailureKind.NO_PROGRESS, why.LoopsDiffer(done, waiting))
         sides = rules.different_operations(self.roster)
         if sides:
             ranks = tuple(map(self.roster.id, sides.values()))
-            self._fail(FailureKind.NO_PROGRESS, why.OperationsDiffer(ranks, tuple(sides)))
+            self._fail(ev.FailureKind.NO_PROGRESS, why.OperationsDiffer(ranks, tuple(sides)))
 
     def _check_for_stalls(self) -> None:
         roster, limit = self.roster, self.roster.limits.stall_timeout
@@ -897,28 +887,11 @@ class Machine:
         if len(suspects) < len(roster.awaited()):
             self._evict(suspects, why.LossReason.STALLED, limit)
         elif roster.phase == Phase.FINISHING:
-            self._fail(FailureKind.NO_PROGRESS, why.AllWaited(limit, after_loop=True))
+            self._fail(ev.FailureKind.NO_PROGRESS, why.AllWaited(limit, after_loop=True))
         else:
             self._break(why.AllWaited(limit))
 
     # -- steps: ranks --------------------------------------------------------------------------
-
-    def _start_on(self, slots: Sequence[Slot]) -> None:
-        """Start the function on `slots`, with the place foreseen for each."""
-        roster = self.roster
-        newcomers = []
-        for slot in slots:
-            rank = Rank(start=roster.starts, slot=slot, since=self._now, by_share=roster.shared)
-            roster.starts += 1
-            roster.ranks[rank.start] = rank
-            newcomers.append(rank)
-        members = [rank for rank in roster.members() if not rank.leaving]
-        known = {rank.start for rank in members}
-        others = [rank for rank in roster.staying() if rank.start not in known]
-        order = arrange(members, others)
-        places = dict(zip(order, places_of([rank.slot for rank in order]), strict=True))
-        for rank in newcomers:
-            self._emit(StartRank(start=rank.start, slot=rank.slot, place=places[rank]))
 
     def _end_rank(self, rank: Rank, how: str, reason: why.Reason, save: float = 0.0) -> None:
         """Order a rank to end. From now on it does not count."""
@@ -929,7 +902,7 @@ class Machine:
             self._send_end(rank, how, reason, save)
 
     def _send_end(self, rank: Rank, how: str, reason: why.Reason, save: float = 0.0) -> None:
-        self._emit(EndRank(start=rank.start, how=how, reason=reason, save=save))
+        self._emit(ev.EndRank(start=rank.start, how=how, reason=reason, save=save))
 
     def _ask_to_leave(
         self,
@@ -998,10 +971,10 @@ class Machine:
             self._note_failure(rank, lost, process_gone=True)
             ended = lost.reason in (why.LossReason.PROCESS_ENDED, why.LossReason.WORKER_GONE)
             if roster.plan is None and ended:  # a death before the first generation
-                count = roster.policy.count(Setback(FRESH, workers=(rank.slot.lasting,)))
+                count = roster.policy.count(Setback(ev.FRESH, workers=(rank.slot.lasting,)))
                 if count.reached:
                     failure = why.NoNewCommit((lost,), count, roster.last_death)
-                    self._fail(FailureKind.NO_PROGRESS, failure)
+                    self._fail(ev.FailureKind.NO_PROGRESS, failure)
 
     def _evict(self, ranks: Sequence[Rank], reason: why.LossReason, seconds: float) -> None:
         """Go on without silent ranks; their workers end them and are free."""
@@ -1048,7 +1021,7 @@ class Machine:
             return
         roster.reset_causes.append(cause)
         if roster.plan is not None and roster.plan.loop == 0 and roster.phase != Phase.GATHERING:
-            self._fail(FailureKind.RANK_LOST, why.NoLoop(cause))
+            self._fail(ev.FailureKind.RANK_LOST, why.NoLoop(cause))
             return
         if roster.phase in (Phase.FORMING, Phase.RUNNING):
             roster.enter(Phase.GATHERING)
@@ -1069,16 +1042,16 @@ class Machine:
         starts = tuple(rank.start for rank in self.roster.awaited())
         if starts:
             self.roster.aborted = True
-            self._emit(Abort(generation=self.roster.generation, starts=starts, reason=cause))
+            self._emit(ev.Abort(generation=self.roster.generation, starts=starts, reason=cause))
 
     # -- steps: the end ------------------------------------------------------------------------
 
-    def _fail(self, error: FailureKind, reason: why.Reason) -> None:
+    def _fail(self, error: ev.FailureKind, reason: why.Reason) -> None:
         """End the job with a failure."""
-        errors = self.roster.user_errors if error == FailureKind.RANK_FAILED else ()
-        self._end(Outcome("failed", error, reason, tuple(errors)), "cancel")
+        errors = self.roster.user_errors if error == ev.FailureKind.RANK_FAILED else ()
+        self._end(ev.Outcome("failed", error, reason, tuple(errors)), "cancel")
 
-    def _end(self, outcome: Outcome, how: str = "stop") -> None:
+    def _end(self, outcome: ev.Outcome, how: str = "stop") -> None:
         """Fix the outcome, and end the ranks that still run."""
         roster = self.roster
         if roster.ended:
@@ -1098,10 +1071,10 @@ class Machine:
         missing = [start for start in roster.expected if start not in returned]
         if missing:
             reason = why.RanksMissing(len(missing), len(roster.expected), roster.causes())
-            self._fail(FailureKind.RANK_LOST, reason)
+            self._fail(ev.FailureKind.RANK_LOST, reason)
         else:
             self._warn(rules.never_met(roster))
-            self._end(Outcome("finished", starts=tuple(roster.expected)))
+            self._end(ev.Outcome("finished", starts=tuple(roster.expected)))
 
     def _close(self) -> None:
         """Emit the end of the job, once nothing runs any more."""
@@ -1111,15 +1084,15 @@ class Machine:
             return
         if outcome.kind == "finished" and rules.exiting(roster):
             return  # as a script does not end before its threads and exit handlers
-        if outcome.error == FailureKind.RANK_FAILED:
+        if outcome.error == ev.FailureKind.RANK_FAILED:
             outcome = roster.outcome = replace(outcome, starts=tuple(roster.user_errors))
         roster.enter(Phase.ENDED)
         self._record(outcome.kind, reason=outcome.reason)
-        self._emit(End(outcome))
+        self._emit(ev.End(outcome))
 
     # -- steps: effects ------------------------------------------------------------------------
 
-    def _emit(self, effect: Effect) -> None:
+    def _emit(self, effect: ev.Effect) -> None:
         self._effects.append(effect)
 
     def _record(
@@ -1132,7 +1105,7 @@ class Machine:
         plan = self.roster.plan
         number = plan.rank_of(rank.start) if plan is not None and rank is not None else None
         self._emit(
-            Record(
+            ev.Record(
                 kind=kind,
                 generation=self.roster.generation,
                 worker=rank.slot.worker if rank else None,

@@ -6,6 +6,7 @@ Members of a generation need a connection between every pair. Where some pairs h
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -40,13 +41,12 @@ def choose(
     candidates: Sequence[T], *, most: int | None = None, per_host: int | None = None
 ) -> list[T]:
     """Return the first of `candidates` that fit within both limits, in their order."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     chosen: list[T] = []
     for candidate in candidates:
         host = candidate.slot.host
-        count = counts.get(host, 0)
-        if (most is None or len(chosen) < most) and (per_host is None or count < per_host):
-            counts[host] = count + 1
+        if (most is None or len(chosen) < most) and (per_host is None or counts[host] < per_host):
+            counts[host] += 1
             chosen.append(candidate)
     return chosen
 
@@ -72,13 +72,10 @@ def choose_released(members: Sequence[T], number: int, *, keep: T | None = None)
 
 def places_of(slots: Sequence[Slot]) -> list[Place]:
     """Return the places of all ranks when they run on `slots`."""
-    counts = count_by_host(slots)
-    sizes = [0] * max(counts.values(), default=0)  # by local rank: number of hosts that have it
-    for count in counts.values():
-        for local_rank in range(count):
-            sizes[local_rank] += 1
-    local_ranks = dict.fromkeys(counts, 0)
-    before = [0] * len(sizes)
+    counts = Counter(slot.host for slot in slots)
+    hosts = Counter(number for count in counts.values() for number in range(count))
+    local_ranks: Counter[str] = Counter()
+    cross_ranks: Counter[int] = Counter()  # by local rank, as `hosts`
     places = []
     for rank, slot in enumerate(slots):
         local_rank = local_ranks[slot.host]
@@ -87,21 +84,13 @@ def places_of(slots: Sequence[Slot]) -> list[Place]:
             size=len(slots),
             local_rank=local_rank,
             local_size=counts[slot.host],
-            cross_rank=before[local_rank],
-            cross_size=sizes[local_rank],
+            cross_rank=cross_ranks[local_rank],
+            cross_size=hosts[local_rank],
         )
         places.append(place)
         local_ranks[slot.host] += 1
-        before[local_rank] += 1
+        cross_ranks[local_rank] += 1
     return places
-
-
-def count_by_host(slots: Sequence[Slot]) -> dict[str, int]:
-    """Count the ranks on each host, hosts in the order of their first rank."""
-    counts: dict[str, int] = {}
-    for slot in slots:
-        counts[slot.host] = counts.get(slot.host, 0) + 1
-    return counts
 
 
 def broken_pairs(

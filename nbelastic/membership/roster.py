@@ -6,21 +6,7 @@ import math
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from nbelastic.messages import (
-    FRESH,
-    AnyReason,
-    GenerationLeft,
-    Limits,
-    Lost,
-    Notice,
-    Outcome,
-    Plan,
-    RankId,
-    Sharing,
-    Slot,
-    UnusedWorker,
-    WeightsSampled,
-)
+from nbelastic import messages as ev
 
 from .failure_policy import FailurePolicy
 from .ranks import Phase, Rank, Ranks, Stage
@@ -30,13 +16,13 @@ from .ranks import Phase, Rank, Ranks, Stage
 class Roster:
     """The machine's memory of a job."""
 
-    limits: Limits
+    limits: ev.Limits
     now: float = 0.0  # time of the newest event
     advanced: float = 0.0  # when all rules were applied last
     phase: Phase = Phase.GATHERING
     phase_since: float = 0.0
     generation: int = 0  # number of the newest plan
-    plan: Plan | None = None  # the newest; in force in FORMING, RUNNING and FINISHING
+    plan: ev.Plan | None = None  # the newest; in force in FORMING, RUNNING and FINISHING
     aborted: bool = False  # its members were ordered to end their generation
     pending: bool = False  # a change was announced to its members
     stopping: bool = False  # the job ends at the next commit
@@ -56,39 +42,39 @@ class Roster:
     # Generation after which a rank of the suspended job was told to write its commit.
     saved_in: int = -1
     short_since: float | None = None  # no training since then, because there are too few slots
-    reset_causes: list[AnyReason] = field(default_factory=list)  # faults since the last reset
+    reset_causes: list[ev.AnyReason] = field(default_factory=list)  # faults since the last reset
     ranks: dict[int, Rank] = field(default_factory=dict)  # by start
-    slots: dict[str, Slot] = field(default_factory=dict)  # by identity
+    slots: dict[str, ev.Slot] = field(default_factory=dict)  # by identity
     # Slots that are leaving or gone, and since when; nothing is ever started on them again.
     departing: dict[str, float] = field(default_factory=dict)
     # When a process of a worker was last to leave or gone, by the worker's lasting name.
     departed: dict[str, float] = field(default_factory=dict)
     # Notices of workers with a rank, by slot, each with the moment in the place of `seconds`.
-    notices: dict[str, Notice] = field(default_factory=dict)
+    notices: dict[str, ev.Notice] = field(default_factory=dict)
     # Notices without a time, by slot: a newcomer on another worker should replace the rank.
-    at_risk: dict[str, Notice] = field(default_factory=dict)
+    at_risk: dict[str, ev.Notice] = field(default_factory=dict)
     # Starts that returned without an exchange with another rank, with what trained in them.
     isolated: dict[int, tuple[str, ...]] = field(default_factory=dict)
     # The first sample of parameters of each moment of this generation; True: besides the state.
-    samples: dict[tuple[int, bool], WeightsSampled] = field(default_factory=dict)
-    warnings: list[AnyReason] = field(default_factory=list)
+    samples: dict[tuple[int, bool], ev.WeightsSampled] = field(default_factory=dict)
+    warnings: list[ev.AnyReason] = field(default_factory=list)
     # Starts whose processes have ended, as neighbours report; their workers report the cause later.
-    dead: dict[int, Slot] = field(default_factory=dict)
+    dead: dict[int, ev.Slot] = field(default_factory=dict)
     # Workers that the cluster does not offer to the job.
-    unused: list[UnusedWorker] = field(default_factory=list)
+    unused: list[ev.UnusedWorker] = field(default_factory=list)
     # Raised by user code since the newest plan, by start.
     user_errors: dict[int, str] = field(default_factory=dict)
     # Limits on failures, and their counts.
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     # First report of the failure by which members ended the plan.
-    own_failure: GenerationLeft | None = None
+    own_failure: ev.GenerationLeft | None = None
     # Lost members of the newest plan, by their workers' lasting names.
-    lost: dict[str, Lost] = field(default_factory=dict)
+    lost: dict[str, ev.Lost] = field(default_factory=dict)
     last_death: str = ""  # cause of the last known death of a process
-    sharing: Sharing | None = None  # its share, while the job shares its cluster
+    sharing: ev.Sharing | None = None  # its share, while the job shares its cluster
     shared: bool = False  # it has had a share at some time
     gave_way: bool = False  # ranks have left for other jobs since the newest plan
-    outcome: Outcome | None = None
+    outcome: ev.Outcome | None = None
 
     def __post_init__(self) -> None:
         self.counted = Ranks(self.ranks.values(), self.slots)
@@ -153,7 +139,7 @@ class Roster:
         ending = len(self.counted.stages[Stage.ENDING])
         return self.counted.staying + ending < len(self.ranks)
 
-    def find_slot(self, slot: Slot) -> None:
+    def find_slot(self, slot: ev.Slot) -> None:
         """Note a slot, new or known."""
         self.slots[slot.id] = slot
         if slot.id not in self.counted.on_slot:
@@ -178,7 +164,7 @@ class Roster:
         """Begin a phase."""
         self.phase, self.phase_since = phase, self.now
 
-    def excluded(self, slot: Slot) -> bool:
+    def excluded(self, slot: ev.Slot) -> bool:
         """Return whether a slot's worker or host is excluded now."""
         return self.policy.excludes(slot, self.now)
 
@@ -190,7 +176,7 @@ class Roster:
     def note_version(self, rank: Rank, version: float) -> None:
         """Note a rank's last commit, which never goes back."""
         if version > rank.version:
-            if self.restarted and rank.version == FRESH:
+            if self.restarted and rank.version == ev.FRESH:
                 rank.version_at_join = version  # the checkpoint's: it has made no commit
             if version > rank.version_at_join:
                 self.policy.forgive(rank.slot)
@@ -199,18 +185,18 @@ class Roster:
 
     def note_commits(self) -> None:
         """Note the newest commit that all members hold."""
-        common = min((rank.version for rank in self.members()), default=FRESH)
-        if common >= self.version + 1 or (self.restarted and common != FRESH):
+        common = min((rank.version for rank in self.members()), default=ev.FRESH)
+        if common >= self.version + 1 or (self.restarted and common != ev.FRESH):
             self.version, self.restarted = math.floor(common), False
 
-    def causes(self) -> tuple[AnyReason, ...]:
+    def causes(self) -> tuple[ev.AnyReason, ...]:
         """Return the different faults since the last reset."""
         causes = dict.fromkeys(self.reset_causes)
         # Where a rank was lost, the failed operations of others are its consequence.
-        first = [each for each in causes if not isinstance(each, GenerationLeft)]
+        first = [each for each in causes if not isinstance(each, ev.GenerationLeft)]
         return tuple(first or causes)
 
-    def id(self, rank: Rank) -> RankId:
+    def id(self, rank: Rank) -> ev.RankId:
         """Return the identity of a rank in the newest plan."""
         number = self.plan.rank_of(rank.start) if self.plan else None
-        return RankId(rank.start, number, rank.slot.worker)
+        return ev.RankId(rank.start, number, rank.slot.worker)

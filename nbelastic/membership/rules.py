@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import MutableMapping
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from nbelastic import messages as ev
-from nbelastic.messages import (
-    FRESH,
-    NeverMet,
-    PastFirstLoop,
-    Presence,
-    Shortage,
-    Slot,
-    UnusedGroup,
-    UnusedReason,
-    WeightsDiffer,
-    WeightsSampled,
-)
 
-from .placement import arrange, choose, choose_released, count_by_host
+from .placement import arrange, choose, choose_released
 from .ranks import Phase, Rank, Stage
+from .roster import Roster
 
-if TYPE_CHECKING:
-    from .roster import Roster
-
-JOIN_WINDOW = 1.0
-"""Seconds that a newcomer waits for others that start, to join in one reset."""
+JOIN_WINDOW = 1.0  # seconds that a newcomer waits for others that start, to join in one reset
 
 STAY = 20.0
 """Seconds that last holders of the state, asked to leave, stay for a successor.
@@ -36,23 +21,12 @@ STAY = 20.0
 Dask's workers are given longer, by MARGIN, so that they reach their next commit then.
 """
 
-LONGEST_STAY = 110.0
-"""Seconds that they stay on a retired worker while others are being prepared."""
-
-MARGIN = 10.0
-"""Seconds before a machine's end at which its workers are retired in any case."""
-
-SOON = 5.0
-"""Seconds that ranks have in any case when their worker or machine ends."""
-
-VAIN_WAIT = 1.0
-"""Seconds after which a wait for an operation that can never finish counts."""
-
-QUIET = 5.0
-"""Seconds without a heartbeat after which a rank is silent, if others are not."""
-
-MOST_NAMES = 3
-"""Unused workers that a reason names; of the others it has the number."""
+LONGEST_STAY = 110.0  # seconds that they stay on a retired worker while others are being prepared
+MARGIN = 10.0  # seconds before a machine's end at which its workers are retired in any case
+SOON = 5.0  # seconds that ranks have in any case when their worker or machine ends
+VAIN_WAIT = 1.0  # seconds after which a wait for an operation that can never finish counts
+QUIET = 5.0  # seconds without a heartbeat after which a rank is silent, if others are not
+MOST_NAMES = 3  # unused workers that a reason names; of the others it has the number
 
 
 # -- starting ranks ------------------------------------------------------------------------------
@@ -70,7 +44,7 @@ def last_holders(roster: Roster) -> list[Rank]:
     if not roster.any_leaving:
         return []
     ranks = roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
-    holders = [rank for rank in ranks if rank.version != FRESH]
+    holders = [rank for rank in ranks if rank.version != ev.FRESH]
     if roster.stopping or yields(roster) or any(not rank.leaving for rank in holders):
         return []
     return [
@@ -100,9 +74,9 @@ def time_to_stay(roster: Roster, left: float) -> float:
 def heir(roster: Roster, going: list[Rank]) -> Rank | None:
     """Return the rank among `going` to save the state, unless another rank keeps it."""
     ranks = roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
-    if roster.stopping or any(rank.version != FRESH and not rank.leaving for rank in ranks):
+    if roster.stopping or any(rank.version != ev.FRESH and not rank.leaving for rank in ranks):
         return None
-    able = [rank for rank in going if rank.version != FRESH]
+    able = [rank for rank in going if rank.version != ev.FRESH]
     return min(able, key=lambda rank: (-rank.version, rank.start), default=None)
 
 
@@ -124,20 +98,19 @@ def can_start(roster: Roster) -> bool:
     return alone or (loop(roster) in (None, 1) and not roster.closed)
 
 
-def free_slots(roster: Roster) -> list[Slot]:
+def free_slots(roster: Roster) -> list[ev.Slot]:
     """Return the slots on which a rank could start now, in the order of discovery."""
     there = [slot for id, slot in roster.slots.items() if id in roster.counted.vacant]
     vacant = [slot for slot in there if not roster.excluded(slot)]
     cap = roster.limits.slots_per_host
     if cap is None:
         return vacant
-    counts = count_by_host([rank.slot for rank in roster.staying()])
+    counts = Counter(rank.slot.host for rank in roster.staying())
     free = []
     for slot in vacant:
-        count = counts.get(slot.host, 0)
-        if count < cap:
+        if counts[slot.host] < cap:
             free.append(slot)
-            counts[slot.host] = count + 1
+            counts[slot.host] += 1
     return free
 
 
@@ -178,7 +151,7 @@ def yields(roster: Roster) -> bool:
     return may and roster.share == 0 and roster.phase == Phase.GATHERING
 
 
-def slots_to_start(roster: Roster) -> list[Slot]:
+def slots_to_start(roster: Roster) -> list[ev.Slot]:
     """Return the slots on which ranks start now, as many as the job may have."""
     most = most_ranks(roster)
     room = None if most is None else most - roster.counted.staying
@@ -253,44 +226,44 @@ def is_stuck(roster: Roster) -> bool:
     return enough and not for_a_while and not gone
 
 
-def presence(roster: Roster) -> Presence:
+def presence(roster: Roster) -> ev.Presence:
     """Return the shortage of workers, with the unused workers."""
     out = sum(map(roster.excluded, roster.slots.values()))
-    return Presence(within_reach(roster), needed(roster), out, unused(roster))
+    return ev.Presence(within_reach(roster), needed(roster), out, unused(roster))
 
 
-def shortage(roster: Roster) -> Shortage:
+def shortage(roster: Roster) -> ev.Shortage:
     """Return why a job fails that has waited for workers too long."""
     limits = roster.limits
     since = roster.now if roster.short_since is None else roster.short_since
-    return Shortage(
+    return ev.Shortage(
         presence=presence(roster),
         min_np=limits.min_np,
         waited=roster.now - since,
         timeout=limits.elastic_timeout,
         excluded=tuple(slot.worker for slot in roster.slots.values() if roster.excluded(slot)),
-        last_error=roster.policy.errors.last,
+        last_error=roster.policy.last_error,
         last_death=roster.last_death,
     )
 
 
-def unused(roster: Roster, *, chosen: bool = True) -> tuple[UnusedGroup, ...]:
+def unused(roster: Roster, *, chosen: bool = True) -> tuple[ev.UnusedGroup, ...]:
     """Return the unused workers by reason, with those of the own options if `chosen`."""
-    groups: dict[tuple[UnusedReason, str], list[str]] = {}
+    groups: dict[tuple[ev.UnusedReason, str], list[str]] = {}
     for each in roster.unused:
         if chosen or not each.reason.chosen:
             groups.setdefault((each.reason, each.detail), []).append(each.worker)
     if chosen:
-        why, usable = (UnusedReason.TOO_LATE, ""), set()
+        why, usable = (ev.UnusedReason.TOO_LATE, ""), set()
         if can_start(roster):
-            why = (UnusedReason.HOST_FULL, str(roster.limits.slots_per_host))
+            why = (ev.UnusedReason.HOST_FULL, str(roster.limits.slots_per_host))
             usable = {slot.id for slot in free_slots(roster)}
         for slot in roster.slots.values():  # in the order of discovery, which is serialized
             free = slot.id in roster.counted.vacant and slot.id not in usable
             if free and not roster.excluded(slot):
                 groups.setdefault(why, []).append(slot.worker)
     return tuple(
-        UnusedGroup(*why, len(workers), tuple(workers[:MOST_NAMES]))
+        ev.UnusedGroup(*why, len(workers), tuple(workers[:MOST_NAMES]))
         for why, workers in groups.items()
     )
 
@@ -301,19 +274,19 @@ def first_start(roster: Roster) -> bool:
     return next(iter(starting), roster.first_starts) < roster.first_starts
 
 
-def past_first_loop(roster: Roster) -> PastFirstLoop | None:
+def past_first_loop(roster: Roster) -> ev.PastFirstLoop | None:
     """Return the reason why no newcomer can join, if the job has room or too few ranks."""
     here, staying, most = loop(roster) or 0, roster.counted.staying, most_ranks(roster)
     if here < 2 or not staying or last_holders(roster) or (most is not None and staying >= most):
         return None
     if staying < roster.limits.min_np:
-        return PastFirstLoop(here, staying, roster.limits.min_np)
-    return PastFirstLoop(here) if free_slots(roster) else None
+        return ev.PastFirstLoop(here, staying, roster.limits.min_np)
+    return ev.PastFirstLoop(here) if free_slots(roster) else None
 
 
 def held_up(roster: Roster) -> list[Rank]:
     """Return the ranks that wait for other tasks of Dask to leave their workers."""
-    busy = {each.worker for each in roster.unused if each.reason == UnusedReason.BUSY}
+    busy = {each.worker for each in roster.unused if each.reason == ev.UnusedReason.BUSY}
     if not busy:
         return []
     return [rank for rank in roster.in_stage(Stage.STARTING) if rank.slot.worker in busy]
@@ -370,7 +343,7 @@ def ranks_to_release(roster: Roster, members: list[Rank]) -> list[Rank]:
     keep = holders[0] if len(holders) == 1 else None
     released = choose_released(by_age, len(members) - most, keep=keep)
     staying = [rank for rank in members if rank not in released]
-    if newest != FRESH and all(rank.version == FRESH for rank in staying):
+    if newest != ev.FRESH and all(rank.version == ev.FRESH for rank in staying):
         released = choose_released(by_age, len(members) - most, keep=holders[0])
     return sorted(released, key=attrgetter("start"))
 
@@ -405,7 +378,7 @@ def surplus(roster: Roster) -> list[Rank]:
     if number <= 0 or roster.any_in(Stage.RETURNED):  # then the others are about to return
         return []
     waiting = roster.in_stage(Stage.STARTING, Stage.READY)
-    new = [rank for rank in waiting if rank.version == FRESH and not rank.planned]
+    new = [rank for rank in waiting if rank.version == ev.FRESH and not rank.planned]
     return new[max(len(new) - number, 0) :]
 
 
@@ -501,13 +474,13 @@ def exiting(roster: Roster) -> list[Rank]:
     return [rank for rank in roster.in_stage(Stage.RETURNED) if rank.exits]
 
 
-def never_met(roster: Roster) -> NeverMet | None:
+def never_met(roster: Roster) -> ev.NeverMet | None:
     """Return a warning if no two ranks ever exchanged anything."""
     starts, isolated = roster.expected, roster.isolated
     if len(starts) < 2 or any(start not in isolated for start in starts):
         return None
     libraries = dict.fromkeys(name for start in starts for name in isolated[start])
-    return NeverMet(len(starts), tuple(libraries))
+    return ev.NeverMet(len(starts), tuple(libraries))
 
 
 # -- parameters of the ranks -----------------------------------------------------------------------
@@ -534,8 +507,8 @@ def differ(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
 
 
 def compare(
-    seen: MutableMapping[tuple[int, bool], WeightsSampled], sample: WeightsSampled
-) -> WeightsDiffer | None:
+    seen: MutableMapping[tuple[int, bool], ev.WeightsSampled], sample: ev.WeightsSampled
+) -> ev.WeightsDiffer | None:
     """Return a warning if a sample differs from the first of its moment, kept in `seen`."""
     key = (sample.moment, sample.besides)
     first = seen.get(key)
@@ -544,7 +517,7 @@ def compare(
         return None
     if not differ(first.values, sample.values):
         return None
-    return WeightsDiffer(tuple(dict.fromkeys((*first.plain, *sample.plain))))
+    return ev.WeightsDiffer(tuple(dict.fromkeys((*first.plain, *sample.plain))))
 
 
 # -- events that change nothing more ---------------------------------------------------------------

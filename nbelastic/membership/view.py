@@ -4,38 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from nbelastic.messages import (
-    STOP_PENDING,
-    CutOff,
-    Exiting,
-    Noticed,
-    NotUsed,
-    RankError,
-    Reason,
-    UnusedReason,
-    Waiting,
-    WaitingForRanks,
-)
+from nbelastic import messages as ev
 
 from . import rules
+from .machine import Machine
 from .ranks import Phase, Rank, Stage
 from .roster import Roster
 
-if TYPE_CHECKING:
-    from .machine import Machine
-
-_STATES = {
-    Phase.FORMING: "forming",
-    Phase.RUNNING: "running",
-    Phase.FINISHING: "running",
-}
-
-MOST_NOTICES = 3
-"""Most workers that the status names as about to go."""
+MOST_NOTICES = 3  # most workers that the status names as about to go
 
 
 @dataclass(frozen=True)
@@ -62,11 +41,11 @@ class JobView:
     max_np: int | None
     resets: int
     commits: int
-    reason: Reason | None
+    reason: ev.Reason | None
     ranks: tuple[RankView, ...]
     backend: str
     share: int | None = None
-    sharing: Reason | None = None
+    sharing: ev.Reason | None = None
     errors: int = 0
 
 
@@ -101,7 +80,7 @@ def view(machine: Machine, now: float) -> JobView:
         backend=roster.backend,
         share=None if roster.ended else roster.share,
         sharing=_sharing(roster),
-        errors=sum(isinstance(each, (CutOff, RankError)) for each in roster.warnings),
+        errors=sum(isinstance(each, (ev.CutOff, ev.RankError)) for each in roster.warnings),
     )
 
 
@@ -109,9 +88,10 @@ def _state(roster: Roster) -> str:
     if roster.outcome is not None:
         return roster.outcome.kind if roster.phase == Phase.ENDED else "running"
     gathering = roster.phase == Phase.GATHERING and roster.plan is not None
-    if gathering and roster.short_since is None and not rules.suspended(roster):
+    waits = roster.short_since is not None or rules.suspended(roster)
+    if roster.phase == Phase.FORMING or (gathering and not waits):
         return "forming"
-    return _STATES.get(roster.phase, "waiting")
+    return "running" if roster.phase in (Phase.RUNNING, Phase.FINISHING) else "waiting"
 
 
 def _rank_view(roster: Roster, rank: Rank, number: int | None) -> RankView:
@@ -129,7 +109,7 @@ def _rank_view(roster: Roster, rank: Rank, number: int | None) -> RankView:
     )
 
 
-def _sharing(roster: Roster) -> Reason | None:
+def _sharing(roster: Roster) -> ev.Reason | None:
     """Return the share, where the job could have more ranks without it."""
     high = roster.limits.max_np
     if roster.ended or roster.sharing is None:
@@ -139,37 +119,37 @@ def _sharing(roster: Roster) -> Reason | None:
     return replace(roster.sharing, suspended=rules.suspended(roster))
 
 
-def _noticed(roster: Roster, now: float) -> Noticed:
+def _noticed(roster: Roster, now: float) -> ev.Noticed:
     """Return the departing workers, with the time left to each, and the workers at risk."""
     firm = sorted(roster.notices.values(), key=lambda notice: notice.seconds)
     shown = [replace(each, seconds=max(each.seconds - now, 0.0)) for each in firm]
     shown += [notice for slot, notice in roster.at_risk.items() if roster.on_slot(slot)]
-    return Noticed(tuple(shown[:MOST_NOTICES]), len(shown))
+    return ev.Noticed(tuple(shown[:MOST_NOTICES]), len(shown))
 
 
-def _reason(roster: Roster, now: float) -> Reason | None:
+def _reason(roster: Roster, now: float) -> ev.Reason | None:
     if roster.outcome is not None:
         exits = 0 if roster.phase == Phase.ENDED else len(rules.exiting(roster))
         limit = roster.limits.exit_timeout
-        return Exiting(exits, limit) if exits else roster.outcome.reason
+        return ev.Exiting(exits, limit) if exits else roster.outcome.reason
     most = rules.most_ranks(roster)
     if roster.phase != Phase.GATHERING:
         if roster.stopping:
-            return STOP_PENDING
+            return ev.STOP_PENDING
         if roster.notices or any(map(roster.on_slot, roster.at_risk)):
             return _noticed(roster, now)
         if roster.phase != Phase.RUNNING or (most is not None and roster.counted.staying >= most):
             return None
         groups = rules.unused(roster, chosen=False)
-        return NotUsed(groups) if groups else None
+        return ev.NotUsed(groups) if groups else None
     if roster.short_since is not None and rules.within_reach(roster) < rules.needed(roster):
         waited = now - roster.short_since
-        return Waiting(rules.presence(roster), waited, roster.limits.elastic_timeout)
+        return ev.Waiting(rules.presence(roster), waited, roster.limits.elastic_timeout)
     awaited = len(roster.awaited())
     if awaited:
-        return WaitingForRanks(awaited, roster.generation)
+        return ev.WaitingForRanks(awaited, roster.generation)
     starting = roster.in_stage(Stage.STARTING)
     held_up = [rank for rank in starting if rank.operation]
     why = f"{held_up[0].operation}, {now - held_up[0].since:.0f} s" if held_up else ""
-    busy = [each for each in rules.unused(roster) if each.reason == UnusedReason.BUSY]
-    return WaitingForRanks(len(starting), 0, tuple(busy), why) if starting else None
+    busy = [each for each in rules.unused(roster) if each.reason == ev.UnusedReason.BUSY]
+    return ev.WaitingForRanks(len(starting), 0, tuple(busy), why) if starting else None

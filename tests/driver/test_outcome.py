@@ -1,39 +1,37 @@
-"""The end of a job, whatever the classes and modules of its user do."""
+"""The wait for a job and its end, whatever its user, their classes and the connection do."""
 
 from __future__ import annotations
 
 import bdb
 import builtins
+import contextlib
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+from nbelastic import messages as ev
+from nbelastic.cluster import JobClient
 from nbelastic.cluster.rank_error import MOST_FRAMES, pack_error, unpack_error
 from nbelastic.cluster.worker.rank.program import NO_CONSOLE
+from nbelastic.driver import display
+from nbelastic.driver.fit import wait_interruptibly
+from nbelastic.driver.job import Job
 from nbelastic.driver.kernel_log import KernelLog
 from nbelastic.driver.options import Options
 from nbelastic.driver.outcome import settle
 from nbelastic.driver.thread import Driver
-from nbelastic.errors import JobError, JobStopped, NotEnoughWorkers, RankFailed
-from nbelastic.messages import (
-    CodeLine,
-    FailureKind,
-    NotReady,
-    Outcome,
-    RankId,
-    RankTelemetry,
-    StopReason,
-    StopRequested,
-)
+from nbelastic.errors import JobError, JobInterrupted, JobStopped, NotEnoughWorkers, RankFailed
 from nbelastic.pickling import dumps
 
 KINDS = [SystemExit, KeyboardInterrupt, GeneratorExit, ValueError]
 
-FAILED = Outcome("failed", error=FailureKind.RANK_FAILED, starts=(0,))
-FINISHED = Outcome("finished", starts=(0,))
+FAILED = ev.Outcome("failed", error=ev.FailureKind.RANK_FAILED, starts=(0,))
+FINISHED = ev.Outcome("finished", starts=(0,))
 
 
 def explode(kind):
@@ -42,10 +40,10 @@ def explode(kind):
 
 def test_ranks_that_set_up_for_too_long_are_named_with_their_lines():
     log, future = KernelLog(), Future()
-    line = CodeLine("/x/train.py", 8, "load")
-    log.note_telemetry([RankTelemetry("job", 1, line=line)])
-    ranks = tuple(RankId(start, None, f"tcp://{start}") for start in (0, 1))
-    outcome = Outcome("failed", FailureKind.NOT_ENOUGH_WORKERS, NotReady(ranks, 8.0))
+    line = ev.CodeLine("/x/train.py", 8, "load")
+    log.note_telemetry([ev.RankTelemetry("job", 1, line=line)])
+    ranks = tuple(ev.RankId(start, None, f"tcp://{start}") for start in (0, 1))
+    outcome = ev.Outcome("failed", ev.FailureKind.NOT_ENOUGH_WORKERS, ev.NotReady(ranks, 8.0))
     settle(future, "job", log, outcome, None, detached=False)
     words = "start 0 on tcp://0; start 1 on tcp://1, which is at /x/train.py, line 8, in load. R"
     assert isinstance(future.exception(), NotEnoughWorkers) and words in str(future.exception())
@@ -69,15 +67,6 @@ class NoHeirsError(Exception):
         raise SystemExit("no subclasses")
 
 
-class MadeByItselfError(Exception):
-    made = False
-
-    def __new__(cls, *args):
-        if cls is not MadeByItselfError:
-            raise KeyboardInterrupt
-        return super().__new__(cls, *args)
-
-
 class Strange(type):
     def __call__(cls, *args):
         if cls.__name__ != "StrangeError":
@@ -87,19 +76,6 @@ class Strange(type):
 
 class StrangeError(Exception, metaclass=Strange):
     pass
-
-
-class OwnLayoutError(UnicodeDecodeError):
-    def __init__(self, *args):
-        super().__init__("utf-8", b"x", 0, 1, "odd")
-
-    def __reduce__(self):
-        return OwnLayoutError, ()
-
-    def __new__(cls, *args):
-        if cls is not OwnLayoutError:
-            raise TypeError
-        return super().__new__(cls, "utf-8", b"x", 0, 1, "odd")
 
 
 class MuteError(Exception):
@@ -145,9 +121,7 @@ def test_a_result_that_raises_when_read_is_an_error(kind):
 UNCOMBINED = [
     *map(ExplosiveError, KINDS),
     NoHeirsError("m"),
-    MadeByItselfError("m"),
     StrangeError("m"),
-    OwnLayoutError(),
     SystemExit("m"),
     KeyboardInterrupt("m"),
     bdb.BdbQuit(NO_CONSOLE),  # of which IPython shows nothing
@@ -214,7 +188,7 @@ def test_cancel_ends_a_job_whose_result_takes_for_ever_to_read():
     thread.start()
     try:
         assert read.wait(30)
-        driver.tell(StopRequested(now=True, reason=StopReason.CANCELLED))
+        driver.tell(ev.StopRequested(now=True, reason=ev.StopReason.CANCELLED))
         with pytest.raises(JobStopped, match=r"'digits' was cancelled by its user while"):
             driver.future.result(0)
     finally:
@@ -232,3 +206,111 @@ def test_a_recursion_is_shown_in_few_lines():
     assert len(shown) <= 2 * 2 * MOST_FRAMES + 1
     assert "in test_a_recursion_is_shown_in_few_lines" in shown[0]
     assert shown[2 * MOST_FRAMES].endswith(" more frames]")
+
+
+# -- interrupts of a wait, whenever they come, and a job whose connection is lost ------------------
+
+
+class Waited(Job):
+    """A job whose parts raise a `KeyboardInterrupt` when it is their turn."""
+
+    def __init__(self, *interrupted: str) -> None:
+        self._driver = SimpleNamespace(name="a", owns_cluster=True)
+        self._interrupted = list(interrupted)
+        self.calls: list[str] = []
+
+    status = SimpleNamespace(ranks=())
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if self._interrupted and self._interrupted[0] == call:
+            del self._interrupted[0]
+            raise KeyboardInterrupt
+
+    def wait(self, timeout=None) -> bool:
+        self._note("wait")
+        return self.calls.count("wait") > 5
+
+    def stop(self) -> None:
+        self._note("stop")
+
+    def cancel(self) -> None:
+        self._note("cancel")
+
+    def tick(self) -> None:
+        self._note("tick")
+
+    def say(self, text: str) -> None:
+        self._note("say")
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "asked"),
+    [
+        (("wait",), ["stop"]),
+        (("open",), ["stop"]),
+        (("tick", "wait"), ["stop", "cancel"]),
+        (("wait", "stop"), ["stop", "cancel"]),
+        (("wait", "say"), ["stop", "cancel"]),
+        (("wait", "wait", "cancel"), ["stop", "cancel", "cancel"]),
+    ],
+)
+def test_no_interrupt_leaves_a_job_to_itself(monkeypatch, interrupted, asked):
+    @contextlib.contextmanager
+    def watching(job):
+        job._note("open")
+        yield job
+
+    monkeypatch.setattr(display, "watching", watching)
+    job = Waited(*interrupted)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        wait_interruptibly(job)
+    assert raised.type is JobInterrupted, job.calls
+    assert "the cluster that was started for it is closed" in str(raised.value)
+    assert [call for call in job.calls if call in ("stop", "cancel")] == asked
+
+
+def test_a_lost_connection_is_the_reason_until_it_is_back() -> None:
+    driver = Driver("away", Options(np=2), lambda: None)
+    job_client: Any = SimpleNamespace(status="running", attach=lambda: ev.AttachRefusal("taken"))
+    driver.job_client = job_client
+    job = Job(driver)
+    before = job.status.reason
+    job_client.status = "connecting"
+    driver._look_at_connection()
+    assert job.status.reason == "no connection to the scheduler; if it lives, the job goes on there"
+    job_client.status = "running"
+    driver._look_at_connection()
+    assert job.status.reason == before
+
+
+def cluster_of(names: Any, wanted: Any) -> Any:
+    return SimpleNamespace(workers=dict.fromkeys(names), worker_spec=dict.fromkeys(wanted))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_worker_that_dask_has_closed_for_good_is_said_once_or_started_again(own: bool) -> None:
+    driver, asked = Driver("closed", Options(np=2), lambda: None), list[int]()
+    driver.owns_cluster = own
+    client: Any = SimpleNamespace(cluster=cluster_of((0, 1), (0, 1)))
+    client.cluster.scale = asked.append
+    driver.job_client = JobClient(client, "closed", lambda _: None)
+
+    def look() -> None:
+        driver._look_at = 0.0
+        driver._look_at_workers()
+
+    look()
+    del client.cluster.worker_spec[0], client.cluster.workers[0]  # scaled down
+    client.cluster.worker_spec[2] = None  # about to start
+    look()
+    assert not driver.log.warnings() and not asked
+    del client.cluster.workers[1]
+    look()
+    look()
+    assert asked == [2] * own
+    assert [each.split("\n")[0] for each in driver.log.warnings()] == (
+        [] if own else ["Dask's cluster has closed worker 1 for good"]
+    )
+    client.cluster = None  # an address
+    look()

@@ -6,19 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbelastic.messages import (
-    FRESH,
-    Beat,
-    LoopDone,
-    Place,
-    Plan,
-    RankDied,
-    RankFormed,
-    RankLeft,
-    RankRaised,
-    RankReady,
-    RankReturned,
-)
+from nbelastic import messages as ev
 
 if TYPE_CHECKING:
     from .world import Worker, World
@@ -26,8 +14,7 @@ if TYPE_CHECKING:
 
 CONNECT = 0.005
 NEIGHBOUR_NOTICES = 0.015
-NOTICED = 0.003
-"""Seconds until a worker knows that its rank's process has ended."""
+NOTICED = 0.003  # seconds until a worker knows that its rank's process has ended
 
 KILLED_AFTER = {"evict": 4.0}
 """Seconds after which a worker kills a rank that does not end; eight for other orders."""
@@ -58,14 +45,14 @@ class FakeRank:
     worker; one that is `stuck` in the kernel cannot be.
     """
 
-    def __init__(self, world: World, start: int, worker: Worker, place: Place) -> None:
+    def __init__(self, world: World, start: int, worker: Worker, place: ev.Place) -> None:
         self.world, self.start, self.worker, self.place = world, start, worker, place
         self.where = "setup"
         self.loop = self.steps = self.batch = self.saved = 0
-        self.version: float = FRESH
+        self.version: float = ev.FRESH
         self.generation = self.heard = self.aborted = self.released = self.noticed = 0
         self.reported = -1
-        self.plan: Plan | None = None
+        self.plan: ev.Plan | None = None
         self.leaving = self.hung = self.deaf = self.stuck = False
         self.gone: tuple[int, ...] = ()
         world.on(worker, world.script.setup, self.enter)
@@ -83,11 +70,11 @@ class FakeRank:
     def ring(self) -> Ring:
         return self.world.rings[self.generation]
 
-    def beat(self) -> Beat:
+    def beat(self) -> ev.Beat:
         waits = self.where == "parked" or (self.where == "training" and self.ring.stuck)
         waiting = waits and not self.hung
         progress = self.generation * 1000 + self.steps
-        return Beat(self.start, self.generation, progress, waiting, math.floor(self.version))
+        return ev.Beat(self.start, self.generation, progress, waiting, math.floor(self.version))
 
     # -- the function --------------------------------------------------------------------------
 
@@ -106,7 +93,7 @@ class FakeRank:
             self.batch = self.saved = 0
             self.await_plan()
         else:
-            self.end(RankReturned(self.start))
+            self.end(ev.RankReturned(self.start))
 
     def await_plan(self, *, failed: bool = False, own: str = "") -> None:
         self.where, self.plan, self.reported = "waiting", None, -1
@@ -114,7 +101,7 @@ class FakeRank:
         if not failed:
             self.gone = ()
         if self.leaving:
-            self.end(RankLeft(self.start))
+            self.end(ev.RankLeft(self.start))
         else:
             self.report_ready()
 
@@ -123,7 +110,7 @@ class FakeRank:
         store = (self.worker.slot.host, self.start)
         self.world.send(
             self.worker,
-            RankReady(
+            ev.RankReady(
                 self.start,
                 self.heard,
                 self.version,
@@ -139,7 +126,7 @@ class FakeRank:
     def formed(self) -> None:
         self.where = "training"
         self.steps += 1
-        self.world.send(self.worker, RankFormed(self.start, self.generation))
+        self.world.send(self.worker, ev.RankFormed(self.start, self.generation))
 
     def advance(self) -> None:
         """Train a batch, and commit if it is time to."""
@@ -156,7 +143,7 @@ class FakeRank:
 
     def park(self) -> None:
         self.where = "parked"
-        self.world.send(self.worker, LoopDone(self.start, self.generation, self.version))
+        self.world.send(self.worker, ev.LoopDone(self.start, self.generation, self.version))
         self.go_out()
 
     def go_out(self) -> None:
@@ -169,7 +156,7 @@ class FakeRank:
         if not self.member or self.hung:
             return
         if self.loop == 0:
-            self.end(RankRaised(self.start, "a collective failed", collective=True))
+            self.end(ev.RankRaised(self.start, "a collective failed", collective=True))
         else:
             if self.version > 0 and self.version % 1 == 0 and self._is_ahead():
                 self.saved += 1
@@ -189,7 +176,7 @@ class FakeRank:
     def raise_error(self, error: str = "ValueError: bad", *, collective: bool = False) -> None:
         """Have user code raise."""
         if self.where != "ended" and self.worker.alive:
-            self.end(RankRaised(self.start, error, collective, self.version))
+            self.end(ev.RankRaised(self.start, error, collective, self.version))
 
     def recover(self) -> None:
         """Come back from where it hangs."""
@@ -213,10 +200,10 @@ class FakeRank:
             self.world.on(self.worker, NOTICED, lambda: self._died(detail))
 
     def _died(self, detail: str) -> None:
-        self.world.send(self.worker, RankDied(self.start, detail, math.floor(self.version)))
+        self.world.send(self.worker, ev.RankDied(self.start, detail, math.floor(self.version)))
         self.world.freed(self.worker, self.start)
 
-    def end(self, event: RankRaised | RankLeft | RankReturned) -> None:
+    def end(self, event: ev.RankRaised | ev.RankLeft | ev.RankReturned) -> None:
         if self.where == "ended":
             return
         self.die(abruptly=False)
@@ -225,7 +212,7 @@ class FakeRank:
 
     # -- orders --------------------------------------------------------------------------------
 
-    def on_plan(self, plan: Plan) -> None:
+    def on_plan(self, plan: ev.Plan) -> None:
         if plan.generation <= self.heard:
             return
         self.heard = plan.generation
@@ -241,7 +228,7 @@ class FakeRank:
         elif self.where == "waiting" and self.heard != self.reported:
             self.report_ready()
 
-    def on_notice(self, generation: int) -> None:
+    def on_notify(self, generation: int) -> None:
         self.noticed = max(self.noticed, generation)
 
     def on_release(self, generation: int) -> None:
@@ -257,13 +244,13 @@ class FakeRank:
             return
         self.leaving = self.leaving or how == "leave"
         if how != "leave" or not (self.member or self.where == "outside"):
-            self.end(RankLeft(self.start))
+            self.end(ev.RankLeft(self.start))
 
 
 class Ring:
     """The members of a generation, connected. If one is lost, only its two neighbours notice."""
 
-    def __init__(self, world: World, plan: Plan) -> None:
+    def __init__(self, world: World, plan: ev.Plan) -> None:
         self.world, self.plan = world, plan
         self.starts = [member.start for member in plan.members]
         self.joined: set[int] = set()

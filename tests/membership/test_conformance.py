@@ -8,31 +8,12 @@ from __future__ import annotations
 
 import pytest
 
+from nbelastic import messages as ev
 from nbelastic.membership import TICK, Phase
-from nbelastic.messages import (
-    FRESH,
-    Abort,
-    EndRank,
-    LossReason,
-    Lost,
-    Notify,
-    Place,
-    Presence,
-    RankId,
-    RankRaised,
-    RankReturned,
-    RanksMissing,
-    RepeatedError,
-    ReturnedEarly,
-    Shortage,
-    SlotsFound,
-    StartRank,
-    StateLost,
-    UserErrors,
-)
 
 from .ranks import Script
-from .stories import (
+from .world import (
+    World,
     batches,
     hosts,
     job,
@@ -44,7 +25,6 @@ from .stories import (
     when,
     workers,
 )
-from .world import World
 
 LONG = Script(batches=200)
 FAILURES = ["exception", "kill"]
@@ -92,7 +72,7 @@ def test_A4_all_ranks_raise_at_once() -> None:
     world.run()
     assert world.outcome.kind == "failed"
     assert world.outcome.error == "rank_failed"
-    assert world.outcome.reason == RepeatedError("ValueError: 7", 3, one_generation=True)
+    assert world.outcome.reason == ev.RepeatedError("ValueError: 7", 3, one_generation=True)
     assert sorted(world.outcome.starts) == [0, 1, 2, 3]
     assert len(world.plans) == 1
 
@@ -113,9 +93,9 @@ def test_A6_below_min_np_for_too_long() -> None:
     assert world.outcome.kind == "failed"
     assert world.outcome.error == "not_enough_workers"
     reason = world.outcome.reason
-    assert (reason.presence, reason.min_np, reason.timeout) == (Presence(3, 4), 4, 1.0)
+    assert (reason.presence, reason.min_np, reason.timeout) == (ev.Presence(3, 4), 4, 1.0)
     assert 1.0 <= reason.waited <= 1.0 + TICK
-    ends = [effect for effect in world.of(EndRank) if effect.how == "cancel"]
+    ends = [effect for effect in world.of(ev.EndRank) if effect.how == "cancel"]
     assert sorted(effect.start for effect in ends) == [0, 1, 3]
     assert world.now < 3.0
 
@@ -152,8 +132,8 @@ def test_A8_a_worker_cools_down_and_is_used_again(how: str) -> None:
     assert first == 0.0
     assert 1.5 <= again - lost <= 1.65 + TICK
     if how == "exception":
-        assert times(world, lambda e: isinstance(e, RankRaised)) == [lost]
-    assert world.plans[-1].members[3].version == FRESH
+        assert times(world, lambda e: isinstance(e, ev.RankRaised)) == [lost]
+    assert world.plans[-1].members[3].version == ev.FRESH
 
 
 # -- B: batches, sizes and the leading rank --------------------------------------------------------
@@ -181,7 +161,7 @@ def test_B3_spare_hosts_come_and_go() -> None:
     assert world.outcome.kind == "finished"
     assert len(world.plans) == 1
     assert not world.records("reset")
-    assert len(world.of(StartRank)) == 2
+    assert len(world.of(ev.StartRank)) == 2
 
 
 def test_B6_the_first_rank_0_raises_and_a_spare_slot_exists() -> None:
@@ -205,7 +185,7 @@ def test_B11_hosts_leave_one_by_one() -> None:
     assert world.leaders() == [0, 0, 2]
     assert len(world.plans) == 3
     assert batches(world) == list(range(1, 31))
-    assert not world.of(Abort)
+    assert not world.of(ev.Abort)
     assert not world.records("lost")
     assert [record.worker for record in world.records("left")] == ["tcp://B0", "tcp://A0"]
 
@@ -225,31 +205,31 @@ def test_C1_ranks_at_first(names: list[str], expected: list[tuple[int, ...]]) ->
     world = trained(job(*names, np=len(names), script=LONG))
     (plan,) = world.plans
     assert places(plan) == [
-        Place(rank, len(names), *numbers) for rank, numbers in enumerate(expected)
+        ev.Place(rank, len(names), *numbers) for rank, numbers in enumerate(expected)
     ]
-    foreseen = {effect.start: effect.place for effect in world.of(StartRank)}
+    foreseen = {effect.start: effect.place for effect in world.of(ev.StartRank)}
     assert [foreseen[start] for start in starts(plan)] == places(plan)
 
 
 def test_C4_waits_for_slots_enough_then_starts_once() -> None:
     world = job("A0", "A1", np=4, min_np=4, script=LONG)
     world.run_for(1.0)
-    world.tell(SlotsFound(()))
+    world.tell(ev.SlotsFound(()))
     world.add("B0")
     world.run_for(1.0)
-    assert not world.of(StartRank)
-    assert [record.reason for record in world.records("waiting")] == [Presence(2, 4)]
+    assert not world.of(ev.StartRank)
+    assert world.reasons("waiting") == [ev.Presence(2, 4)]
     world.add("B1")
     trained(world)
-    assert len(world.of(StartRank)) == 4
+    assert len(world.of(ev.StartRank)) == 4
     assert [len(plan.members) for plan in world.plans] == [4]
 
 
 def test_C5_waits_for_hosts_enough_then_starts_once() -> None:
     world = job("A0", "A1", "A2", np=3, min_np=3, max_np=4, slots_per_host=2, script=LONG)
-    world.tell(SlotsFound(()))
+    world.tell(ev.SlotsFound(()))
     world.run_for(1.0)
-    assert not world.of(StartRank), "the third slot on A does not count"
+    assert not world.of(ev.StartRank), "the third slot on A does not count"
     world.add("B0", "B1")
     trained(world)
     assert workers(world.plans[0]) == ["A0", "A1", "B0", "B1"]
@@ -258,12 +238,14 @@ def test_C5_waits_for_hosts_enough_then_starts_once() -> None:
 
 def test_C7_one_rank_returns_while_others_train() -> None:
     world = trained(job("A0", "B0", "C0", np=3, script=LONG))
-    world.rank_on("B0").end(RankReturned(1))
+    world.rank_on("B0").end(ev.RankReturned(1))
     world.run()
     assert world.outcome.kind == "failed"
     assert world.outcome.error == "returned_early"
-    assert world.outcome.reason == ReturnedEarly((RankId(1, 1, "tcp://B0"),), waiting=False)
-    assert {effect.start for effect in world.of(EndRank)} == {0, 2}, "the others are told to stop"
+    assert world.outcome.reason == ev.ReturnedEarly((ev.RankId(1, 1, "tcp://B0"),), waiting=False)
+    assert {effect.start for effect in world.of(ev.EndRank)} == {0, 2}, (
+        "the others are told to stop"
+    )
 
 
 def test_C7_one_rank_returns_while_others_are_ready() -> None:
@@ -271,7 +253,7 @@ def test_C7_one_rank_returns_while_others_are_ready() -> None:
     world.at(5, lambda: setattr(world.ranks[1], "loop", 2))  # its function ends after one loop
     world.run()
     assert world.outcome.error == "returned_early"
-    early = ReturnedEarly((RankId(0, 0, "tcp://A0"),), waiting=True, lines=(None,))
+    early = ev.ReturnedEarly((ev.RankId(0, 0, "tcp://A0"),), waiting=True, lines=(None,))
     assert world.outcome.reason == early
 
 
@@ -281,8 +263,8 @@ def test_C7_success_only_if_all_returned() -> None:
     world.run()
     assert world.outcome.kind == "failed"
     assert world.outcome.error == "rank_lost"
-    lost = Lost(RankId(1, 1, "tcp://B0"), LossReason.WORKER_GONE)
-    assert world.outcome.reason == RanksMissing(1, 2, (lost,))
+    lost = ev.Lost(ev.RankId(1, 1, "tcp://B0"), ev.LossReason.WORKER_GONE)
+    assert world.outcome.reason == ev.RanksMissing(1, 2, (lost,))
     assert world.ranks[0].where == "ended"
 
 
@@ -290,7 +272,7 @@ def test_C10_members_below_min_np_are_told_of_a_planned_leave() -> None:
     world = trained(job("A0", "B0", np=2, min_np=2, script=LONG))
     world.retire("B0")
     world.run_for(1.0)
-    assert [effect.starts for effect in world.of(Notify)] == [(0, 1)]
+    assert [effect.starts for effect in world.of(ev.Notify)] == [(0, 1)]
     assert world.phase() == Phase.GATHERING
 
 
@@ -311,7 +293,7 @@ def test_N3_below_min_np_then_a_new_host_comes() -> None:
     assert plan.version >= 10, "who has the state is part of the plan"
     assert plan.source in (0, 1)
     assert 2 in plan.behind
-    assert plan.members[2].version == FRESH
+    assert plan.members[2].version == ev.FRESH
     assert len(batches(world)) <= 41
     assert not world.records("restarted")
 
@@ -347,7 +329,7 @@ def test_N14_the_same_error_on_three_workers_ends_the_job() -> None:
     world = trained(job("A0", "A1", "A2", "A3", "A4", "A5", np=6, min_np=1, script=LONG), 20)
     poisoned(world, "A1", "A4", "A0", "A2").run(seconds=10.0)
     assert world.outcome.error == "rank_failed"
-    assert world.outcome.reason == RepeatedError(POISON, 3, one_generation=False)
+    assert world.outcome.reason == ev.RepeatedError(POISON, 3, one_generation=False)
     assert sorted(world.outcome.starts) == [0, 1, 4], "their tracebacks are what the user is shown"
     assert len(world.records("lost")) == 3
 
@@ -376,7 +358,7 @@ def test_N14_a_worker_that_may_come_back_is_waited_for() -> None:
     world.run_for(1.0)
     assert workers(world.plans[-1]) == ["A0", "A3"]
     poisoned(world, "A3", error="KeyError: 3").run()
-    assert world.outcome.reason == UserErrors(("KeyError: 3",), Presence(1, 2, excluded=2))
+    assert world.outcome.reason == ev.UserErrors(("KeyError: 3",), ev.Presence(1, 2, excluded=2))
     assert world.now > 20.0, "A2 has had its time"
 
 
@@ -390,7 +372,7 @@ def test_N14_a_worker_that_has_come_back_is_not_waited_for(how: str) -> None:
     assert workers(world.plans[-1]) == ["A0", "A1"]
     poisoned(world, "A0").run(seconds=5.0)
     assert world.outcome.error == "rank_failed"
-    assert world.outcome.reason == UserErrors((POISON,), Presence(1, 2, excluded=1))
+    assert world.outcome.reason == ev.UserErrors((POISON,), ev.Presence(1, 2, excluded=1))
 
 
 def test_N14_a_few_commits_in_between_make_no_difference() -> None:
@@ -441,7 +423,7 @@ def test_N15_the_state_is_lost_with_its_last_holder_only() -> None:
     world.run()
     assert world.outcome.kind == "finished"
     (record,) = world.records("restarted")
-    assert isinstance(record.reason, StateLost)
+    assert isinstance(record.reason, ev.StateLost)
     assert record.reason.commit > 0
     assert batches(world)[10] == 1, "it starts over, and says so"
 
@@ -451,5 +433,5 @@ def test_N17_the_failure_names_limit_present_and_wait(there: int) -> None:
     names = [f"A{i}" for i in range(there)]
     world = job(*names, np=4, min_np=4, elastic_timeout=12.5).run()
     assert world.outcome.error == "not_enough_workers"
-    assert world.outcome.reason == Shortage(Presence(there, 4), 4, 12.5, 12.5)
+    assert world.outcome.reason == ev.Shortage(ev.Presence(there, 4), 4, 12.5, 12.5)
     assert world.now == pytest.approx(12.5, abs=0.01)

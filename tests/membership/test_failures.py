@@ -1,30 +1,23 @@
-"""Errors of user code, losses of some ranks, and the loss of all."""
+"""Errors of user code, losses of some ranks or all, and exclusions of workers and hosts."""
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from nbelastic.membership import Phase
-from nbelastic.membership.failure_policy import SAME_KIND
-from nbelastic.messages import (
-    Abort,
-    Counted,
-    EndRank,
-    LossReason,
-    Lost,
-    RankId,
-    RankRaised,
-    Reset,
-    RestartWorker,
-    Tally,
-    UserErrors,
-)
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from nbelastic import messages as ev
+from nbelastic.membership import Machine, Phase
+from nbelastic.membership.failure_policy import JITTER, SAME_KIND, Exclusions
+from nbelastic.membership.ranks import Rank
 
 from .ranks import Script
-from .stories import job, reached, starts_on, trained, workers
-from .world import World
+from .world import World, job, reached, starts_on, trained, workers
 
-LONG = Script(batches=1000)
+LONG = Script(batches=2000)
 
 
 # -- user code raises ----------------------------------------------------------------------------
@@ -42,15 +35,7 @@ def test_before_the_first_commit_it_fails_the_job(where: str) -> None:
     assert world.outcome.reason.rank.worker == "tcp://B0"
     assert world.outcome.reason.detail == "ZeroDivisionError: by zero"
     assert world.outcome.starts == (1,)
-    assert [(effect.start, effect.how) for effect in world.of(EndRank)] == [(0, "cancel")]
-
-
-def test_errors_of_others_while_the_job_ends_are_kept_too() -> None:
-    world = job("A0", "B0", "C0", np=3, script=LONG).run_for(0.1)
-    for name in ("B0", "A0"):
-        world.rank_on(name).raise_error("KeyError: 1")
-    world.run()
-    assert sorted(world.outcome.starts) == [0, 1]
+    assert [(effect.start, effect.how) for effect in world.of(ev.EndRank)] == [(0, "cancel")]
 
 
 def test_after_a_commit_the_rank_counts_as_failed() -> None:
@@ -59,15 +44,15 @@ def test_after_a_commit_the_rank_counts_as_failed() -> None:
     world.run()
     assert world.outcome.kind == "finished"
     assert workers(world.plans[-1]) == ["A0", "C0"]
-    lost = Lost(RankId(1, 1, "tcp://B0"), LossReason.RAISED, "ValueError: sample 7")
-    assert world.records("lost")[0].reason == lost
-    once = Tally(Counted.SAME_WORKER, 1, SAME_KIND, 20)
-    assert world.records("reset")[0].reason == Reset((lost,), 2, once)
+    lost = ev.Lost(ev.RankId(1, 1, "tcp://B0"), ev.LossReason.RAISED, "ValueError: sample 7")
+    assert world.reasons("lost")[0] == lost
+    once = ev.Tally(ev.Counted.SAME_WORKER, 1, SAME_KIND, 20)
+    assert world.reasons("reset")[0] == ev.Reset((lost,), 2, once)
 
 
 def test_an_error_of_all_ranks_at_one_point_ends_the_job() -> None:
     world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 20)
-    world.tell(RankRaised(1, "RanksDisagree: a, b", version=20, on_all_ranks=True))
+    world.tell(ev.RankRaised(1, "RanksDisagree: a, b", version=20, on_all_ranks=True))
     world.run()
     assert world.outcome.error == "rank_failed"
     assert world.outcome.reason.detail == "RanksDisagree: a, b"
@@ -79,7 +64,7 @@ def test_the_only_rank_raises_after_commits() -> None:
     world.rank_on("A0").raise_error("ValueError: x")
     world.run()
     assert world.outcome.error == "rank_failed"
-    assert world.outcome.reason == UserErrors(("ValueError: x",))
+    assert world.outcome.reason == ev.UserErrors(("ValueError: x",))
 
 
 def test_after_the_loop_it_fails_the_job() -> None:
@@ -103,8 +88,8 @@ def test_a_collective_that_fails_without_a_loop_is_a_consequence() -> None:
 def test_a_cause_that_is_heard_after_its_consequence_is_the_cause() -> None:
     world = trained(job("A0", "B0", np=2, script=Script(loops=0, before=100)), 5)
     cause, other = (world.rank_on(name).start for name in ("A0", "B0"))
-    world.tell(RankRaised(other, "rank 0 has left", collective=True))
-    world.tell(RankRaised(cause, "ValueError: bad"))
+    world.tell(ev.RankRaised(other, "rank 0 has left", collective=True))
+    world.tell(ev.RankRaised(cause, "ValueError: bad"))
     world.run()
     assert world.outcome.error == "rank_failed"
     assert world.outcome.reason.detail == "ValueError: bad"
@@ -119,12 +104,12 @@ def test_survivors_are_aborted_at_once_and_only_once() -> None:
     killed = world.now
     world.kill("B0")
     world.run(until=lambda: len(world.plans) == 2)
-    assert [effect.starts for effect in world.of(Abort)] == [(0, 2, 3)]
+    assert [effect.starts for effect in world.of(ev.Abort)] == [(0, 2, 3)]
     assert world.now - killed < 0.05
-    cause = Lost(RankId(1, 1, "tcp://B0"), LossReason.WORKER_GONE)
-    once = Tally(Counted.SAME_WORKER, 1, SAME_KIND, 10)
-    assert [record.reason for record in world.records("reset")] == [Reset((cause,), 3, once)]
-    assert not world.of(RestartWorker)
+    cause = ev.Lost(ev.RankId(1, 1, "tcp://B0"), ev.LossReason.WORKER_GONE)
+    once = ev.Tally(ev.Counted.SAME_WORKER, 1, SAME_KIND, 10)
+    assert world.reasons("reset") == [ev.Reset((cause,), 3, once)]
+    assert not world.of(ev.RestartWorker)
 
 
 def test_all_are_lost_after_the_loop_and_workers_return() -> None:
@@ -149,28 +134,18 @@ def join(world: World, *names: str) -> None:
     plans = len(world.plans)
     world.run(until=lambda: len(world.plans) > plans)
     for rank in map(world.rank_on, names):
-        rank.end(RankRaised(rank.start, MISFIT, state_mismatch=True))
+        rank.end(ev.RankRaised(rank.start, MISFIT, state_mismatch=True))
 
 
-def test_a_worker_whose_state_differed_is_tried_again_later() -> None:
+def test_workers_whose_states_differed_end_nothing_and_are_tried_again_later() -> None:
     world = trained(job("A0", "B0", min_np=2, script=LONG))
-    world.add("C0")
-    join(world, "C0")
+    newcomers = ("C0", "D0", "E0", "F0")
+    world.add(*newcomers)
+    join(world, *newcomers)
     world.run_for(5.0)
-    assert len(starts_on(world, "C0")) == 1
-    assert world.sizes()[-1] == 2
-    world.run(until=lambda: world.sizes()[-1] == 3)
-    assert len(starts_on(world, "C0")) == 2
-    assert world.outcome is None
-
-
-def test_several_of_them_do_not_end_the_job() -> None:
-    world = trained(job("A0", "B0", min_np=2, script=LONG))
-    world.add("C0", "D0", "E0", "F0")
-    join(world, "C0", "D0", "E0", "F0")
-    world.run_for(2.0)
-    assert world.outcome is None
-    assert world.sizes()[-1] == 2
+    assert [len(starts_on(world, name)) for name in newcomers] == [1] * 4
+    assert world.outcome is None and world.sizes()[-1] == 2
+    world.run(until=lambda: world.sizes()[-1] == 6)
 
 
 def test_where_the_job_needs_them_it_ends_with_what_does_not_fit() -> None:
@@ -182,3 +157,130 @@ def test_where_the_job_needs_them_it_ends_with_what_does_not_fit() -> None:
     world.run()
     assert world.outcome.kind == "failed"
     assert MISFIT in str(world.outcome.reason)
+
+
+# -- exclusions: their length, and their use by the machine ----------------------------------------
+
+
+@given(
+    low=st.floats(0.001, 1e4),
+    factor=st.floats(1.0, 1e3),
+    failures=st.integers(1, 200),
+    chance=st.floats(0.0, 1.0),
+)
+def test_an_exclusion_ends_on_time_with_a_jitter_of_at_most_a_tenth(
+    low: float, factor: float, failures: int, chance: float
+) -> None:
+    high = low * factor
+    exclusions = Exclusions(bounds=(low, high), times={"w": failures - 1})
+    seconds = exclusions.exclude("w", 0.0, chance)
+    plain = min(low * 2.0 ** (failures - 1), high)
+    assert plain <= seconds <= min(plain * (1 + JITTER), high) * (1 + 1e-12)
+    assert exclusions.excludes("w", 0.999 * seconds) and not exclusions.excludes("w", seconds)
+
+
+def excluded(world: World) -> list[tuple[str, str, int]]:
+    """Return what was excluded, and for how many whole seconds."""
+    reasons = world.reasons("cooldown")
+    return [(each.kind, each.name, int(each.seconds)) for each in reasons]
+
+
+def test_a_failed_process_is_excluded_for_good_its_successor_not() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
+    world.rank_on("B0").raise_error()
+    world.run_for(60.0)
+    assert len(starts_on(world, "B0")) == 1
+    assert world.reasons("cooldown")[0] == ev.Exclusion("worker", "tcp://B0", None)
+    world.kill("B0")
+    world.add("B0")
+    world.run_for(1.0)
+    assert len(starts_on(world, "B0")) == 2
+
+
+def test_a_newcomer_ends_when_its_worker_is_excluded() -> None:
+    world = trained(job("A0", "B0", np=2, min_np=1, cooldown=(5.0, 60.0), script=LONG))
+    old = world.worker("B0")
+    old.alive = False
+    world.add("B0")  # word of the new process comes before word of the end of the old one
+    world.run_for(0.1)
+    assert len(starts_on(world, "B0")) == 2
+    old.alive = True
+    world.kill(old.slot.id)
+    world.run_for(1.0)
+    assert [workers(plan) for plan in world.plans] == [["A0", "B0"], ["A0"]]
+    world.run_for(6.0)
+    assert workers(world.plans[-1]) == ["A0", "B0"]
+
+
+def test_the_exclusion_of_the_only_host_does_not_end_the_job() -> None:
+    script = Script(batches=100, setup=5.0)
+    world = job("A0", "A1", "A2", np=3, min_np=3, script=script, nanny=True)
+    for name in ("A0", "A1", "A2"):
+        world.run_for(2.2)  # before any training, so without progress in between
+        world.kill(name)
+    world.run()
+    assert excluded(world) == [("host", "A", 10)]
+    assert world.outcome.kind == "finished"
+
+
+def test_exclusions_of_a_host_double_until_it_makes_progress() -> None:
+    machine = Machine(ev.Limits())
+    rank = Rank(0, ev.Slot("B0#1", "tcp://B0", "B0", "B"), since=0.0)
+    rests = []
+    for failure in range(27):
+        slot = structs.replace(rank.slot, name=f"B{failure}")
+        machine.roster.now += 5.0
+        machine._note_failure(replace(rank, slot=slot), None, process_gone=True)
+        if failure % 3 == 2:
+            rests.append(machine.roster.policy.repeated.until["B"] - machine.roster.now)
+    assert rests == pytest.approx([10, 20, 40, 80, 160, 320, 600, 600, 600])
+    machine.roster.note_version(rank, 1)
+    for failure in range(3):
+        machine.roster.now += 5.0
+        slot = structs.replace(rank.slot, name=f"C{failure}")
+        machine._note_failure(replace(rank, slot=slot, version=0), None, process_gone=True)
+    assert machine.roster.policy.repeated.until["B"] - machine.roster.now == pytest.approx(10)
+
+
+def test_a_worker_that_always_fails_cannot_starve_the_job() -> None:
+    world = trained(
+        job("A0", "B0", np=2, min_np=1, script=replace(LONG, batches=100_000, setup=4.0))
+    )
+    world.add("B9", nanny=True)
+
+    def die_in_set_up() -> None:
+        if world.worker("B9").holder is not None:
+            world.kill("B9")
+        world.later(2.5, die_in_set_up)
+
+    world.later(2.5, die_in_set_up)
+    world.kill("B0")  # no rank on its host makes progress
+    world.run(until=lambda: bool(world.records("cooldown")))
+    assert excluded(world)[0] == ("worker", "B/B9", 10)
+    assert len(world.plans) == 2, "those who train are not disturbed"
+    asked = world.now
+    world.add("B1")
+    world.run_for(6.0)
+    assert starts_on(world, "B1")[0] == asked, "its host has no part in it"
+    assert workers(world.plans[-1]) == ["A0", "B1"]
+    world.run_for(600.0)
+    assert 6 <= len(starts_on(world, "B9")) <= 9, "it is tried at longer and longer intervals"
+    assert len(world.plans) == 3
+
+
+def test_an_error_that_others_have_excludes_nobody_and_is_said() -> None:
+    world = trained(job("A0", "A1", "A2", np=3, min_np=1, script=LONG), 20)
+    world.rank_on("A1").raise_error("ValueError: bad row 7")
+    world.run_for(1.0)
+    assert workers(world.plans[-1]) == ["A0", "A2"], "it may be the worker"
+    world.rank_on("A2").raise_error("ValueError: bad row 8")
+    world.run_for(3.0)
+    assert sorted(workers(world.plans[-1])) == ["A0", "A1", "A2"], "it is not"
+    first, second = world.machine.roster.warnings
+    assert "rank 1 raised ValueError: bad row 7\n" in str(first) and "row 8" in str(second)
+    assert world.view().errors == 2
+    world.rank_on("A1").raise_error("ValueError: bad row 9")
+    world.run_for(1.0)
+    assert world.outcome.reason == ev.RepeatedError(
+        "ValueError: bad row 9", 2, one_generation=False
+    )

@@ -17,37 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from msgspec.structs import replace
 
-from nbelastic.messages import (
-    FRESH,
-    Beat,
-    Beats,
-    ClusterGone,
-    Event,
-    Limits,
-    LimitsChanged,
-    LoopDone,
-    Notice,
-    NoticeSource,
-    RankDied,
-    RankExited,
-    RankFormed,
-    RankLeft,
-    RankRaised,
-    RankReady,
-    RankReturned,
-    ShareSet,
-    Sharing,
-    Slot,
-    SlotBusy,
-    SlotDied,
-    SlotGone,
-    SlotLeaving,
-    SlotsFound,
-    SlotSilent,
-    SlotStays,
-    StopRequested,
-    Tick,
-)
+from nbelastic import messages as ev
 
 from .ranks import Script
 from .world import Worker, World
@@ -63,23 +33,41 @@ def _nothing_else_to_collect() -> Iterator[None]:
 
 numbers = st.integers(0, 50)
 flags = st.booleans()
-NOTICE = Notice(NoticeSource.AWS, "terminate", 120.0, "A0")
-RISK = Notice(NoticeSource.AWS, "rebalance", name="A0", soft=True)
+NOTICE = ev.Notice(ev.NoticeSource.AWS, "terminate", 120.0, "A0")
+RISK = ev.Notice(ev.NoticeSource.AWS, "rebalance", name="A0", soft=True)
 HARM = ["kill", "kill", "freeze", "thaw", "retire", "cut", "raise", "collective"]
 HARM += ["crash", "crash", "hang", "deafen", "stick"]
 names = st.builds("{}{}".format, st.sampled_from("ABC"), st.integers(0, 2))
+
+
+def limits_of(least: int, more: int | None, **others: Any) -> ev.Limits:
+    return ev.Limits(
+        np=least,
+        min_np=least,
+        max_np=None if more is None else least + more,
+        elastic_timeout=60.0,
+        stall_timeout=8.0,
+        forming_timeout=6.0,
+        ending_timeout=3.0,
+        **others,
+    )
 
 
 class FaultyWorld(RuleBasedStateMachine):
     """A job, its world, and whatever may happen to them."""
 
     @initialize(
-        least=st.integers(1, 3),
-        more=st.none() | st.integers(0, 3),
-        cooldown=st.none() | st.sampled_from([(1.0, 8.0), (5.0, 5.0)]),
-        per_host=st.none() | st.integers(1, 2),
-        reset_limit=st.none() | st.integers(0, 4),
-        check_every=st.sampled_from([1, 1, 4, 1000]),
+        limits=st.builds(
+            limits_of,
+            st.integers(1, 3),
+            st.none() | st.integers(0, 3),
+            cooldown=st.none() | st.sampled_from([(1.0, 8.0), (5.0, 5.0)]),
+            slots_per_host=st.none() | st.integers(1, 2),
+            reset_limit=st.none() | st.integers(0, 4),
+            check_every=st.sampled_from([1, 1, 4, 1000]),
+            preemptible=flags,
+            checkpoint=flags,
+        ),
         script=st.builds(
             Script,
             setup=st.sampled_from([0.0, 0.2, 3.0]),
@@ -90,8 +78,6 @@ class FaultyWorld(RuleBasedStateMachine):
             after=st.sampled_from([0.0, 0.3, 3.0]),
             ahead=st.sampled_from([0.0, 0.0, 0.5]),
         ),
-        preemptible=flags,
-        checkpoint=flags,
         slow=st.sampled_from([False, False, False, True]),
         jitter=st.sampled_from([0.0, 0.0, 0.05]),
         seed=numbers,
@@ -100,36 +86,14 @@ class FaultyWorld(RuleBasedStateMachine):
     )
     def open(
         self,
-        least: int,
-        more: int | None,
-        cooldown: tuple[float, float] | None,
-        per_host: int | None,
-        reset_limit: int | None,
-        check_every: int,
+        limits: ev.Limits,
         script: Script,
-        preemptible: bool,
-        checkpoint: bool,
         slow: bool,
         jitter: float,
         seed: int,
         early: int,
         hosts: list[str],
     ) -> None:
-        limits = Limits(
-            np=least,
-            min_np=least,
-            max_np=None if more is None else least + more,
-            elastic_timeout=60.0,
-            stall_timeout=8.0,
-            forming_timeout=6.0,
-            ending_timeout=3.0,
-            reset_limit=reset_limit,
-            check_every=check_every,
-            cooldown=cooldown,
-            slots_per_host=per_host,
-            preemptible=preemptible,
-            checkpoint=checkpoint,
-        )
         if slow:
             script.step, script.batches = 10.0, 5
         self.world = World(limits, script, seed=seed, jitter=jitter)
@@ -153,7 +117,7 @@ class FaultyWorld(RuleBasedStateMachine):
         """Let time pass in which nobody listens."""
         self.world.honest = False
         self.world.now += seconds
-        self.world.tell(Tick())
+        self.world.tell(ev.Tick())
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -196,7 +160,7 @@ class FaultyWorld(RuleBasedStateMachine):
         """A machine is at risk, or is not any more."""
         workers = self.alive()
         slot = workers[which % len(workers)].slot.id
-        self.world.tell(SlotStays(slot) if over else SlotLeaving(slot, notice=RISK))
+        self.world.tell(ev.SlotStays(slot) if over else ev.SlotLeaving(slot, notice=RISK))
 
     @rule(rarely=st.integers(0, 4))
     def kill_all(self, rarely: int) -> None:
@@ -207,7 +171,7 @@ class FaultyWorld(RuleBasedStateMachine):
 
     @rule(low=st.none() | st.integers(1, 3), high=st.none() | st.integers(3, 6))
     def scale(self, low: int | None, high: int | None) -> None:
-        self.world.tell(LimitsChanged(min_np=low, max_np=high))
+        self.world.tell(ev.LimitsChanged(min_np=low, max_np=high))
 
     @rule(share=st.none() | st.integers(0, 5), offered=flags, name=names, reclaims=flags)
     def share(self, share: int | None, offered: bool, name: str, reclaims: bool) -> None:
@@ -215,17 +179,17 @@ class FaultyWorld(RuleBasedStateMachine):
         workers = [w for w in self.alive() if w.holder is None and not w.leaving]
         slots = [worker.slot for worker in workers]
         reclaimed = [worker.slot.id for worker in self.alive() if worker.slot.name == name]
-        sharing = None if share is None else Sharing(share, 6, ("other",), 1)
-        self.world.tell(ShareSet(sharing, tuple(reclaimed if reclaims else ())))
+        sharing = None if share is None else ev.Sharing(share, 6, ("other",), 1)
+        self.world.tell(ev.ShareSet(sharing, tuple(reclaimed if reclaims else ())))
         if offered or share is None:
-            self.world.tell(SlotsFound(tuple(slots)))
+            self.world.tell(ev.SlotsFound(tuple(slots)))
 
     @rule(now=flags, rarely=st.integers(0, 20))
     def stop(self, now: bool, rarely: int) -> None:
         if rarely < 3:
-            self.world.tell(StopRequested(now=now))
+            self.world.tell(ev.StopRequested(now=now))
         elif rarely == 3:
-            self.world.tell(ClusterGone("the scheduler is gone"))
+            self.world.tell(ev.ClusterGone("the scheduler is gone"))
 
     @rule()
     def restart_driver(self) -> None:
@@ -244,38 +208,38 @@ class FaultyWorld(RuleBasedStateMachine):
         self.world.honest = False
         self.world.tell(self.forged(kind, start, back, number))
 
-    def forged(self, kind: int, start: int, back: int, number: int) -> Event:
+    def forged(self, kind: int, start: int, back: int, number: int) -> ev.Event:
         roster: Any = self.world.machine.roster
         start %= roster.starts + 2
         generation = max(0, roster.generation - back)
         rank = self.world.ranks.get(start)
-        version = FRESH if rank is None else rank.version
+        version = ev.FRESH if rank is None else rank.version
         slots = [*self.world.workers, "X0#0"]
         slot = slots[number % len(slots)]
-        unknown = Slot(f"X{number % 3}#0", "tcp://X0", "X0", "X")
+        unknown = ev.Slot(f"X{number % 3}#0", "tcp://X0", "X0", "X")
         loop, failed = number % 3, number % 2 == 0
-        ready = RankReady(start, generation, min(version, 0), loop, ("X", start), failed)
+        ready = ev.RankReady(start, generation, min(version, 0), loop, ("X", start), failed)
         forgeries = [
             lambda: ready,
-            lambda: RankReady(start, generation, FRESH, 1, ("X", start), failed),
+            lambda: ev.RankReady(start, generation, ev.FRESH, 1, ("X", start), failed),
             lambda: replace(ready, gone=(number % (roster.starts + 1),)),
-            lambda: RankFormed(start, generation),
-            lambda: LoopDone(start, generation, version),
-            lambda: RankReturned(start, exits=failed),
-            lambda: RankExited(start, "was killed"),
-            lambda: RankRaised(start, "OSError: forged", failed, version),
-            lambda: RankLeft(start),
-            lambda: RankDied(start, "was killed"),
-            lambda: Beats((Beat(start, 1, number, failed, version),)),
-            lambda: SlotGone(slot),
-            lambda: SlotLeaving(slot),
-            lambda: SlotLeaving(slot, notice=NOTICE),
-            lambda: SlotLeaving(slot, notice=RISK),
-            lambda: SlotStays(slot),
-            lambda: SlotBusy(slot),
-            lambda: SlotDied(replace(unknown, id=slot), start, "was killed"),
-            lambda: SlotSilent(slot),
-            lambda: SlotsFound((unknown,)),
+            lambda: ev.RankFormed(start, generation),
+            lambda: ev.LoopDone(start, generation, version),
+            lambda: ev.RankReturned(start, exits=failed),
+            lambda: ev.RankExited(start, "was killed"),
+            lambda: ev.RankRaised(start, "OSError: forged", failed, version),
+            lambda: ev.RankLeft(start),
+            lambda: ev.RankDied(start, "was killed"),
+            lambda: ev.Beats((ev.Beat(start, 1, number, failed, version),)),
+            lambda: ev.SlotGone(slot),
+            lambda: ev.SlotLeaving(slot),
+            lambda: ev.SlotLeaving(slot, notice=NOTICE),
+            lambda: ev.SlotLeaving(slot, notice=RISK),
+            lambda: ev.SlotStays(slot),
+            lambda: ev.SlotBusy(slot),
+            lambda: ev.SlotDied(replace(unknown, id=slot), start, "was killed"),
+            lambda: ev.SlotSilent(slot),
+            lambda: ev.SlotsFound((unknown,)),
         ]
         return forgeries[kind % len(forgeries)]()
 
@@ -287,9 +251,9 @@ class FaultyWorld(RuleBasedStateMachine):
             return
         world = self.world
         world.jitter = 0.0
-        world.tell(ShareSet(None))
+        world.tell(ev.ShareSet(None))
         free = [w.slot for w in self.alive() if w.holder is None and not w.leaving]
-        world.tell(SlotsFound(tuple(free)))
+        world.tell(ev.SlotsFound(tuple(free)))
         for rank in list(world.ranks.values()):
             if rank.hung:
                 world.on(rank.worker, 0.0, rank.recover)

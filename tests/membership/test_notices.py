@@ -4,44 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import Phase, rules, view
+from nbelastic import messages as ev
+from nbelastic.membership import Phase, rules
 from nbelastic.membership.rules import LONGEST_STAY, STAY
-from nbelastic.messages import (
-    NONE_STAYS,
-    EndRank,
-    GoneBeforeCommit,
-    LossReason,
-    Notice,
-    Noticed,
-    NoticeSource,
-    ShareSet,
-    Sharing,
-    SlotLeaving,
-    SlotsFound,
-    SlotStays,
-    StartRank,
-)
 
 from .invariants import contents
 from .ranks import Script
-from .stories import batches, job, trained, workers
-from .world import World
+from .world import World, batches, job, trained, workers
 
 LONG = Script(batches=20_000)
 
 
-def noticed(world: World, name: str, seconds: float = 120.0) -> SlotLeaving:
-    notice = Notice(NoticeSource.AWS, "terminate", seconds, name)
-    return SlotLeaving(world.worker(name).slot.id, notice=notice)
+def noticed(world: World, name: str, seconds: float = 120.0) -> ev.SlotLeaving:
+    notice = ev.Notice(ev.NoticeSource.AWS, "terminate", seconds, name)
+    return ev.SlotLeaving(world.worker(name).slot.id, notice=notice)
 
 
-def stays(world: World, name: str) -> SlotStays:
-    return SlotStays(world.worker(name).slot.id)
+def stays(world: World, name: str) -> ev.SlotStays:
+    return ev.SlotStays(world.worker(name).slot.id)
 
 
-def risk(world: World, name: str) -> SlotLeaving:
-    notice = Notice(NoticeSource.AWS, "rebalance", name=name, soft=True)
-    return SlotLeaving(world.worker(name).slot.id, notice=notice)
+def risk(world: World, name: str) -> ev.SlotLeaving:
+    notice = ev.Notice(ev.NoticeSource.AWS, "rebalance", name=name, soft=True)
+    return ev.SlotLeaving(world.worker(name).slot.id, notice=notice)
 
 
 def names(world: World) -> list[str]:
@@ -62,13 +47,13 @@ def test_a_hundred_notices_cost_no_step() -> None:
         world.run_for(1.0)
         if number % 3 == 0:
             world.tell(stays(world, name))
-            world.tell(SlotsFound((world.worker(name).slot,)))
+            world.tell(ev.SlotsFound((world.worker(name).slot,)))
             world.run_for(1.0)
             world.tell(noticed(world, name))
             world.run_for(1.0)
         world.kill(name)
     assert batches(world) == sorted(set(batches(world))), "none was trained again"
-    assert {record.reason.reason for record in world.records("left")} == {LossReason.LEFT}
+    assert {record.reason.reason for record in world.records("left")} == {ev.LossReason.LEFT}
     assert not world.records("lost")
 
 
@@ -76,12 +61,12 @@ def test_the_status_counts_down_until_the_worker_is_gone() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
     world.tell(noticed(world, "B0"))
     world.run_for(20.0)
-    (shown,) = view(world.machine.machine, world.now).reason.notices
+    (shown,) = world.view().reason.notices
     assert shown.name == "B0"
     assert 99.0 < shown.seconds <= 101.0
     world.kill("B0")
     world.run_for(1.0)
-    assert not isinstance(view(world.machine.machine, world.now).reason, Noticed)
+    assert not isinstance(world.view().reason, ev.Noticed)
 
 
 def test_a_rank_that_was_not_sent_away_yet_stays_when_the_notice_is_revoked() -> None:
@@ -99,11 +84,11 @@ def test_a_slot_can_be_used_again_when_the_notice_is_revoked() -> None:
     world.tell(noticed(world, "B0"))
     world.run_for(5.0)
     slot = world.worker("B0").slot
-    world.tell(SlotsFound((slot,)))
+    world.tell(ev.SlotsFound((slot,)))
     world.run_for(5.0)
     assert world.sizes()[-1] == 1
     world.tell(stays(world, "B0"))
-    world.tell(SlotsFound((slot,)))
+    world.tell(ev.SlotsFound((slot,)))
     world.run_for(5.0)
     assert world.sizes()[-1] == 2
 
@@ -138,7 +123,7 @@ def test_the_state_is_saved_by_one_rank_where_all_leave() -> None:
     assert world.sizes() == [2, 1], "the last one trains on while there is time"
     world.run_for(10.0)
     assert names(world) == []
-    assert [effect.save > 20 for effect in world.of(EndRank)] == [False, True]
+    assert [effect.save > 20 for effect in world.of(ev.EndRank)] == [False, True]
     assert batches(world) == sorted(set(batches(world)))
     assert not world.records("warning")
 
@@ -151,7 +136,7 @@ def test_of_ranks_that_leave_together_one_saves() -> None:
         for rank in world.machine.roster.on_slot(slot):
             rank.leaving, rank.gone_at = True, world.now + 50.0
     world.run_for(5.0)
-    assert sorted(effect.save for effect in world.of(EndRank)) == [
+    assert sorted(effect.save for effect in world.of(ev.EndRank)) == [
         0.0,
         pytest.approx(25.0, abs=3.0),
     ]
@@ -164,7 +149,7 @@ def test_a_rank_that_waits_with_the_state_saves_it() -> None:
     world.run_for(5.0)
     world.tell(noticed(world, "B0"))
     world.run_for(100.0)
-    assert [0 < effect.save <= 10 for effect in world.of(EndRank)] == [True]
+    assert [0 < effect.save <= 10 for effect in world.of(ev.EndRank)] == [True]
 
 
 def test_that_nothing_keeps_the_state_is_said_in_time_and_once() -> None:
@@ -173,7 +158,7 @@ def test_that_nothing_keeps_the_state_is_said_in_time_and_once() -> None:
     assert not world.records("warning")
     world.tell(noticed(world, "B0"))
     world.tell(noticed(world, "B0", 60.0))
-    assert [record.reason for record in world.records("warning")] == [NONE_STAYS]
+    assert world.reasons("warning") == [ev.NONE_STAYS]
 
 
 @pytest.mark.parametrize("seconds", [20.0, 0.0], ids=["in time", "it dies as it is asked"])
@@ -184,8 +169,8 @@ def test_a_rank_that_comes_to_no_commit_in_time_is_a_warning(seconds: float) -> 
     world.run_for(seconds)
     world.kill("B0")
     world.run_for(1.0)
-    reasons = [record.reason for record in world.records("warning")]
-    assert [(type(each), each.name) for each in reasons] == [(GoneBeforeCommit, "B0")] * (
+    reasons = world.reasons("warning")
+    assert [(type(each), each.name) for each in reasons] == [(ev.GoneBeforeCommit, "B0")] * (
         seconds > 0
     )
 
@@ -208,12 +193,12 @@ def test_a_rank_at_risk_is_replaced_in_one_reset_and_nothing_is_redone() -> None
 
 def test_a_job_that_shares_its_cluster_starts_none_above_its_share() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, max_np=4, script=LONG), 20)
-    world.tell(ShareSet(Sharing(2, 3, ("other",), 1)))
+    world.tell(ev.ShareSet(ev.Sharing(2, 3, ("other",), 1)))
     world.tell(risk(world, "A0"))
     world.add("C0")
     world.run_for(10.0)
     assert names(world) == ["A0", "B0"]
-    assert len(world.of(StartRank)) == 2
+    assert len(world.of(ev.StartRank)) == 2
 
 
 def test_the_time_to_stay_leaves_time_to_write() -> None:
@@ -229,7 +214,7 @@ SLOW = Script(batches=2000, setup=3.0)
 
 
 def told(world: World) -> list[int]:
-    return [each.start for each in world.of(EndRank) if each.how == "leave"]
+    return [each.start for each in world.of(ev.EndRank) if each.how == "leave"]
 
 
 def retired(*names: str, new: int, **limits: int) -> World:
@@ -278,7 +263,7 @@ def test_newcomers_that_never_come_keep_nobody_for_ever() -> None:
 
 def test_a_worker_that_closes_soon_does_not_stay() -> None:
     world = trained(job("A0", np=1, script=SLOW), 20)
-    world.tell(SlotLeaving(world.worker("A0").slot.id))
+    world.tell(ev.SlotLeaving(world.worker("A0").slot.id))
     assert told(world) == []
-    world.tell(SlotLeaving(world.worker("A0").slot.id, soon=True))
+    world.tell(ev.SlotLeaving(world.worker("A0").slot.id, soon=True))
     assert told(world) == [0]

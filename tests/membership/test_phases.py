@@ -7,34 +7,12 @@ from typing import Any
 
 import pytest
 
-from nbelastic.membership import Phase, view
-from nbelastic.messages import (
-    FRESH,
-    Abort,
-    ClusterGone,
-    Effect,
-    EndRank,
-    Limits,
-    NoLoop,
-    Notify,
-    PastFirstLoop,
-    Publish,
-    RankFormed,
-    RankReady,
-    RankReturned,
-    RanksMissing,
-    RestartWorker,
-    Slot,
-    SlotsFound,
-    StartRank,
-    StopRequested,
-    Text,
-)
+from nbelastic import messages as ev
+from nbelastic.membership import Phase
 
 from .invariants import Checked
 from .ranks import Script
-from .stories import batches, job, reached, starts, trained
-from .world import World
+from .world import World, batches, job, reached, starts, trained
 
 LONG = Script(batches=200)
 
@@ -58,7 +36,7 @@ def running() -> World:
 def aborting() -> World:
     world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 10)
     world.kill("C0")
-    return world.run(until=lambda: bool(world.of(Abort)))
+    return world.run(until=lambda: bool(world.of(ev.Abort)))
 
 
 def short_of_workers() -> World:
@@ -79,15 +57,15 @@ PHASES = [waiting, setting_up, forming, running, aborting, short_of_workers, fin
 def test_stop(phase: Callable[[], World], now: bool) -> None:
     world = phase()
     plans, begun = len(world.plans), world.now
-    world.tell(StopRequested(now=now))
+    world.tell(ev.StopRequested(now=now))
     world.run()
     finishes = phase is finishing and not now
     assert world.outcome.kind == ("finished" if finishes else "stopped")
     assert world.outcome.error is None
     assert len(world.plans) == plans
     assert world.now < begun + 1.5
-    assert not world.of(RestartWorker)
-    hows = {effect.how for effect in world.of(EndRank)}
+    assert not world.of(ev.RestartWorker)
+    hows = {effect.how for effect in world.of(ev.EndRank)}
     assert hows <= ({"cancel"} if now else {"stop"})
     world.run_for(1.0)
     assert all(rank.where == "ended" for rank in world.ranks.values()), "the workers are free"
@@ -95,24 +73,24 @@ def test_stop(phase: Callable[[], World], now: bool) -> None:
 
 def test_the_last_members_are_in_the_view_after_the_end() -> None:
     world = running()
-    before = view(world.machine.machine, world.now).ranks
-    world.tell(StopRequested())
+    before = world.view().ranks
+    world.tell(ev.StopRequested())
     world.run()
-    after = view(world.machine.machine, world.now)
+    after = world.view()
     assert (after.state, after.size) == ("stopped", 0)
     assert [(r.rank, r.worker, r.name) for r in after.ranks] == [
         (r.rank, r.worker, r.name) for r in before
     ]
     assert {rank.state for rank in after.ranks} <= {"ending", "ended"}
     world.run_for(1.0)
-    assert {rank.state for rank in view(world.machine.machine, world.now).ranks} == {"ended"}
+    assert {rank.state for rank in world.view().ranks} == {"ended"}
 
 
 def test_stop_at_commit_waits_for_the_commit() -> None:
     script = Script(batches=100, commit_every=20)
     world = trained(job("A0", "B0", np=2, script=script), 5)
-    world.tell(StopRequested())
-    assert len(world.of(Notify)) == 1
+    world.tell(ev.StopRequested())
+    assert len(world.of(ev.Notify)) == 1
     world.run()
     assert world.outcome.kind == "stopped"
     assert batches(world) == list(range(1, 21))
@@ -122,9 +100,9 @@ def test_stop_twice_while_ranks_end() -> None:
     world = setting_up()
     for rank in world.ranks.values():
         rank.deaf = True
-    world.tell(StopRequested())
-    world.tell(StopRequested(now=True))
-    assert [effect.how for effect in world.of(EndRank)] == ["stop", "stop", "cancel", "cancel"]
+    world.tell(ev.StopRequested())
+    world.tell(ev.StopRequested(now=True))
+    assert [effect.how for effect in world.of(ev.EndRank)] == ["stop", "stop", "cancel", "cancel"]
     world.run()
     assert world.outcome.kind == "stopped"
 
@@ -133,16 +111,16 @@ def test_stop_twice_while_ranks_end() -> None:
 def test_the_scheduler_is_gone(phase: Callable[[], World]) -> None:
     world = phase()
     effects = len(world.effects)
-    world.tell(ClusterGone("the scheduler is gone"))
+    world.tell(ev.ClusterGone("the scheduler is gone"))
     assert world.outcome.error == "cluster_lost"
-    assert world.outcome.reason == Text("the scheduler is gone")
+    assert world.outcome.reason == ev.Text("the scheduler is gone")
     assert [type(effect).__name__ for effect in world.effects[effects:]] == ["Record", "End"]
 
 
 def test_a_stopping_job_is_stopped_even_if_the_scheduler_dies() -> None:
     world = running()
-    world.tell(StopRequested(now=True))
-    world.tell(ClusterGone("gone"))
+    world.tell(ev.StopRequested(now=True))
+    world.tell(ev.ClusterGone("gone"))
     assert world.outcome.kind == "stopped"
 
 
@@ -173,7 +151,7 @@ def test_a_job_with_too_few_ranks_in_a_later_loop_says_at_once_that_none_can_joi
     lost_at = world.now
     world.run()
     assert world.outcome.error == "not_enough_workers"
-    assert world.outcome.reason == PastFirstLoop(2, 1, 2)
+    assert world.outcome.reason == ev.PastFirstLoop(2, 1, 2)
     assert world.now < lost_at + 30.0
 
 
@@ -185,9 +163,9 @@ def test_a_worker_that_is_back_in_a_later_loop_is_an_event(comes: bool) -> None:
         world.add("C0", "D0")
     world.run()
     assert world.outcome.kind == "finished"
-    assert len(world.of(StartRank)) == 2, "newcomers cannot join it"
-    said = [record.reason for record in world.records("warning")]
-    assert said == [PastFirstLoop(2)] * comes
+    assert len(world.of(ev.StartRank)) == 2, "newcomers cannot join it"
+    said = world.reasons("warning")
+    assert said == [ev.PastFirstLoop(2)] * comes
 
 
 # -- without a loop ------------------------------------------------------------------------------
@@ -200,7 +178,7 @@ def test_a_loss_without_a_loop_fails_the_job(how: str) -> None:
     getattr(world, how)("B0")
     world.run()
     assert world.outcome.error == "rank_lost"
-    assert isinstance(world.outcome.reason, NoLoop)
+    assert isinstance(world.outcome.reason, ev.NoLoop)
 
 
 def test_a_late_rank_of_a_function_without_a_loop_is_ended() -> None:
@@ -209,30 +187,32 @@ def test_a_late_rank_of_a_function_without_a_loop_is_ended() -> None:
     world.run()
     assert world.outcome.kind == "finished"
     assert world.outcome.starts == (0, 1)
-    assert [(e.start, e.how) for e in world.of(EndRank)] == [(2, "stop")]
-    assert not world.of(Notify)
+    assert [(e.start, e.how) for e in world.of(ev.EndRank)] == [(2, "stop")]
+    assert not world.of(ev.Notify)
 
 
 def test_without_collectives_a_rank_lost_after_one_returned() -> None:
     world = job("A0", "B0", np=2, script=Script(loops=0, setup=5.0)).run_for(1.0)
-    world.ranks[0].end(RankReturned(0))
+    world.ranks[0].end(ev.RankReturned(0))
     world.run_for(0.5)
     world.kill("B0")
     world.run()
     assert world.outcome.error == "rank_lost"
-    assert isinstance(world.outcome.reason, RanksMissing)
+    assert isinstance(world.outcome.reason, ev.RanksMissing)
     assert (world.outcome.reason.missing, world.outcome.reason.expected) == (1, 2)
 
 
 def test_a_newcomer_left_behind_by_a_plan_ends_with_the_plan() -> None:
     """The messages that come next need no rules, so nothing else would end it."""
-    machine = Checked(Limits(np=2, min_np=1))
-    slots = [Slot(name, f"tcp://{name}", name, name) for name in ("A0", "B0", "C0")]
-    ready = [RankReady(start, 0, FRESH, 0, ("", 0)) for start in (0, 1)]
-    effects: list[Effect] = []
-    for number, event in enumerate((SlotsFound((*slots[:2],)), SlotsFound((slots[2],)), *ready)):
+    machine = Checked(ev.Limits(np=2, min_np=1))
+    slots = [ev.Slot(name, f"tcp://{name}", name, name) for name in ("A0", "B0", "C0")]
+    ready = [ev.RankReady(start, 0, ev.FRESH, 0, ("", 0)) for start in (0, 1)]
+    effects: list[ev.Effect] = []
+    for number, event in enumerate(
+        (ev.SlotsFound((*slots[:2],)), ev.SlotsFound((slots[2],)), *ready)
+    ):
         effects = machine.handle(event, 0.001 * number, 0.5)
-    assert any(isinstance(effect, Publish) for effect in effects)
-    assert [effect.start for effect in effects if isinstance(effect, EndRank)] == [2]
-    assert not machine.handle(RankFormed(0, 1), 0.005, 0.5)
+    assert any(isinstance(effect, ev.Publish) for effect in effects)
+    assert [effect.start for effect in effects if isinstance(effect, ev.EndRank)] == [2]
+    assert not machine.handle(ev.RankFormed(0, 1), 0.005, 0.5)
     machine.replay()

@@ -5,33 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from nbelastic import messages as ev
 from nbelastic.membership import Phase
 from nbelastic.membership.failure_policy import SAME_KIND
-from nbelastic.messages import (
-    FRESH,
-    Abort,
-    Effect,
-    EndRank,
-    Limits,
-    LossReason,
-    Lost,
-    Publish,
-    RankDied,
-    RankFormed,
-    RankId,
-    RankReady,
-    Record,
-    RestartWorker,
-    Slot,
-    SlotsFound,
-    StartRank,
-    Text,
-)
 
-from .invariants import Checked
 from .ranks import KILLED_AFTER, Script
-from .stories import batches, job, trained, workers
-from .world import World
+from .world import World, batches, job, trained, workers
 
 LONG = Script(batches=2000)
 CAUSE = "its process was killed by signal 11 (SIGSEGV)"
@@ -55,11 +34,11 @@ def test_the_history_has_the_cause_and_the_worker_starts_the_next_rank(two: Worl
     two.run(until=lambda: len(two.plans) == 2 and two.phase() == Phase.RUNNING)
     (lost,) = two.records("lost")
     assert (lost.rank, lost.name) == (1, "B0")
-    assert (lost.reason.reason, lost.reason.detail) == (LossReason.PROCESS_ENDED, CAUSE)
+    assert (lost.reason.reason, lost.reason.detail) == (ev.LossReason.PROCESS_ENDED, CAUSE)
     assert workers(two.plans[1]) == ["A0", "B0"]
     assert two.rank_on("B0").start == 2
     assert two.now - died < two.script.setup + 0.1, "the slot is used again at once"
-    assert not two.of(RestartWorker)
+    assert not two.of(ev.RestartWorker)
     assert not two.records("died")
 
 
@@ -75,7 +54,7 @@ def test_a_neighbour_may_report_it_before_the_worker_does() -> None:
     world.run(until=lambda: len(world.plans) == 3)
     assert about(world, "A1") == ["joined", "joined", "lost", "died"]
     (died,) = world.records("died")
-    assert (died.start, died.reason) == (rank.start, Text(CAUSE))
+    assert (died.start, died.reason) == (rank.start, ev.Text(CAUSE))
     assert not world.machine.roster.dead
     assert len(workers(world.plans[2])) == 3, "its worker is used again"
 
@@ -83,7 +62,7 @@ def test_a_neighbour_may_report_it_before_the_worker_does() -> None:
 def test_a_death_is_counted_once_and_says_how_far_the_rank_had_come(two: World) -> None:
     start = two.rank_on("B0").start
     for _ in range(2):
-        two.tell(RankDied(start, CAUSE, 10_000))
+        two.tell(ev.RankDied(start, CAUSE, 10_000))
     assert two.machine.roster.newest == 10_000
     assert len(two.records("lost")) == 1
     assert sum(two.machine.roster.policy.worker_failures.values()) == 1
@@ -116,15 +95,15 @@ def test_an_evicted_rank_that_is_killed_leaves_its_worker_free() -> None:
     assert "B0" in workers(world.plans[2])
     assert about(world, "B0") == ["joined", "joined", "lost"], "its end is no second loss"
     assert world.machine.roster.last_death == "", "that its worker killed it is no cause"
-    assert not world.of(RestartWorker)
+    assert not world.of(ev.RestartWorker)
 
 
 def test_only_a_rank_that_cannot_be_killed_has_its_worker_restarted() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, stall_timeout=20.0, script=LONG), 10)
     rank = world.rank_on("B0")
     rank.hung = rank.deaf = rank.stuck = True
-    world.run(until=lambda: bool(world.of(RestartWorker)))
-    (order,) = [effect for effect in world.of(EndRank) if effect.how == "evict"]
+    world.run(until=lambda: bool(world.of(ev.RestartWorker)))
+    (order,) = [effect for effect in world.of(ev.EndRank) if effect.how == "evict"]
     assert order.start == rank.start
     assert workers(world.plans[1]) == ["A0"]
     assert len(batches(world)) > 10
@@ -141,56 +120,9 @@ def test_an_evicted_rank_whose_worker_goes_is_no_second_loss() -> None:
     assert len(world.plans) == 2
 
 
-# -- reports of ranks that a neighbour's process has ended, as the system says --------------------
-
-
-def slot(name: str) -> Slot:
-    return Slot(id=name, worker=f"tcp://{name}", name=name, host=name)
-
-
-def ready(start: int, generation: int, *gone: int) -> RankReady:
-    version = 0 if generation else FRESH
-    return RankReady(start, generation, version, 1, ("", 0), failed=generation > 0, gone=gone)
-
-
-@pytest.fixture
-def three() -> Checked:
-    """A generation of three ranks, which has formed."""
-    machine = Checked(Limits(np=3, min_np=2))
-    machine.handle(SlotsFound(tuple(map(slot, ("A0", "B0", "C0")))), 1.0, 0.5)
-    for start in range(3):
-        machine.handle(ready(start, 0), 2.0, 0.5)
-    for start in range(3):
-        machine.handle(RankFormed(start, 1), 3.0, 0.5)
-    return machine
-
-
-def records(effects: list[Effect]) -> list[tuple[str, int | None]]:
-    return [(e.kind, e.rank) for e in effects if isinstance(e, Record)]
-
-
-def test_the_others_go_on_before_the_scheduler_knows(three: Checked) -> None:
-    effects = three.handle(ready(0, 1, 1), 4.0, 0.5)
-    assert ("lost", 1) in records(effects)
-    (abort,) = [effect for effect in effects if isinstance(effect, Abort)]
-    assert abort.reason == Lost(RankId(1, 1, "tcp://B0"), LossReason.PROCESS_ENDED)
-    effects = three.handle(ready(2, 1, 1), 4.1, 0.5)
-    (publish,) = [effect for effect in effects if isinstance(effect, Publish)]
-    assert [member.start for member in publish.plan.members] == [0, 2]
-    three.replay()
-
-
-def test_a_rank_is_started_there_once_the_worker_says_that_it_lives(three: Checked) -> None:
-    effects = three.handle(ready(0, 1, 1), 4.0, 0.5)
-    assert not any(isinstance(effect, StartRank) for effect in effects)
-    assert records(three.handle(RankDied(1, "was killed"), 4.1, 0.5)) == [("died", 1)]
-    effects = three.handle(SlotsFound((slot("B0"),)), 4.2, 0.5)
-    assert [effect.slot.id for effect in effects if isinstance(effect, StartRank)] == ["B0"]
-    three.replay()
-
-
-def test_reports_of_oneself_or_of_a_ready_rank_are_ignored(three: Checked) -> None:
-    three.handle(ready(0, 1, 0, 7), 4.0, 0.5)
-    assert {rank.start for rank in three.machine.roster.ranks.values()} == {0, 1, 2}
-    three.handle(replace(ready(1, 1), gone=(0,)), 4.1, 0.5)
-    assert {rank.start for rank in three.machine.roster.ranks.values()} == {0, 1, 2}
+def test_reports_of_oneself_or_of_a_ready_rank_are_ignored() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, script=LONG), 10)
+    report = ev.RankReady(0, 1, 10, 1, ("", 0), failed=True, gone=(0, 7))
+    world.tell(report)
+    world.tell(replace(report, start=1, gone=(0,)))
+    assert set(world.machine.roster.ranks) == {0, 1, 2}

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from nbelastic import messages as ev
 from nbelastic import messages as why
 from nbelastic.membership import Machine
-from nbelastic.messages import (
-    FRESH,
-    AnyReason,
-    Limits,
-    LossReason,
-    StopReason,
-    UnusedReason,
-    decode,
-    encode,
-    over,
-)
 
 ONE, TWO = why.RankId(0, 0, "tcp://A0"), why.RankId(5, None, "tcp://B0")
-GONE = why.Lost(ONE, LossReason.WORKER_GONE)
-STALLED = why.Lost(ONE, LossReason.STALLED, seconds=20.0)
-RAISED = why.Lost(TWO, LossReason.RAISED, "ValueError: x")
+GONE = why.Lost(ONE, ev.LossReason.WORKER_GONE)
+STALLED = why.Lost(ONE, ev.LossReason.STALLED, seconds=20.0)
+RAISED = why.Lost(TWO, ev.LossReason.RAISED, "ValueError: x")
 GAVE_UP = why.GenerationLeft(ONE, True, "loss is nan")
 SAME = why.Tally(why.Counted.SAME_WORKER, 4, 4, 5)
-TAKEN = why.UnusedGroup(UnusedReason.TAKEN, "other", 5, ("a", "b", "c"))
-FULL = why.UnusedGroup(UnusedReason.HOST_FULL, "1", 1, ("d",))
+TAKEN = why.UnusedGroup(ev.UnusedReason.TAKEN, "other", 5, ("a", "b", "c"))
+FULL = why.UnusedGroup(ev.UnusedReason.HOST_FULL, "1", 1, ("d",))
 SHORT = why.Presence(1, 3, 1, (TAKEN, FULL))
 SHORT_WORDS = (
     "1 of at least 3 workers (1 more are there, but excluded because they failed) "
@@ -117,7 +107,7 @@ SENTENCES = [
     ),
     (why.NoNewCommit((GAVE_UP,), SAME, "loss is nan"), f"{GAVE_UP} ({SAME}, without progress)"),
     (
-        why.Tally(why.Counted.SAME_WORKER, 4, 4, FRESH),
+        why.Tally(why.Counted.SAME_WORKER, 4, 4, ev.FRESH),
         "the same worker was lost 4 times in a row before the first generation; the limit is 4",
     ),
     (why.ResetLimit(2, ()), "reset_limit=2 is reached; next reset: a planned change"),
@@ -140,10 +130,10 @@ SENTENCES = [
         "1 of 2 ranks ended before they returned; rank 0 on tcp://A0: its worker left the cluster",
     ),
     (why.Text("the client is closed"), "the client is closed"),
-    (why.Stopping(StopReason.STOPPED, at_commit=True), "stopped by its user at a commit"),
-    (why.Stopping(StopReason.CANCELLED), "cancelled by its user"),
+    (why.Stopping(ev.StopReason.STOPPED, at_commit=True), "stopped by its user at a commit"),
+    (why.Stopping(ev.StopReason.CANCELLED), "cancelled by its user"),
     (
-        why.Stopping(StopReason.UNATTENDED, seconds=60.0),
+        why.Stopping(ev.StopReason.UNATTENDED, seconds=60.0),
         "ended, because no kernel attached to it within 60 s",
     ),
     (SHORT, SHORT_WORDS),
@@ -169,7 +159,7 @@ SENTENCES = [
         "waiting for 2 ranks to be ready: importing torch, 2 s",
     ),
     (
-        why.WaitingForRanks(1, 0, (why.UnusedGroup(UnusedReason.BUSY, "", 1, ("d",)),)),
+        why.WaitingForRanks(1, 0, (why.UnusedGroup(ev.UnusedReason.BUSY, "", 1, ("d",)),)),
         "waiting for 1 rank to be ready "
         "(not used: 1 busy with other tasks of Dask, which its rank waits for (d))",
     ),
@@ -218,30 +208,30 @@ def test_a_long_sentence_has_the_facts(reason: why.Reason, facts: list[str]) -> 
 def test_all_reasons_are_here_and_survive_a_message() -> None:
     reasons = [reason for reason, _ in [*SENTENCES, *LONG]]
     assert set(why.Reason.__subclasses__()) == {*map(type, reasons)}
-    assert [decode(encode(reason), AnyReason) for reason in reasons] == reasons
+    assert [ev.decode(ev.encode(reason), ev.AnyReason) for reason in reasons] == reasons
 
 
-@pytest.mark.parametrize("loss", LossReason)
-def test_each_loss_has_words(loss: LossReason) -> None:
+@pytest.mark.parametrize("loss", ev.LossReason)
+def test_each_loss_has_words(loss: ev.LossReason) -> None:
     words = str(why.Lost(ONE, loss, "detail", 3.0))
     assert words.startswith("rank 0 on tcp://A0: ")
     assert "{" not in words
 
 
-@pytest.mark.parametrize("unused", UnusedReason)
-def test_each_unused_worker_has_words(unused: UnusedReason) -> None:
+@pytest.mark.parametrize("unused", ev.UnusedReason)
+def test_each_unused_worker_has_words(unused: ev.UnusedReason) -> None:
     assert str(why.UnusedGroup(unused, "detail", 1, ("a",))).endswith(" (a)")
 
 
 def test_ways_of_tensors() -> None:
-    assert [over(backend) for backend in ("", "solo", "pygloo")] == ["", "", "over pygloo"]
-    assert over("hierarchical") == "over shared memory and Gloo"
-    assert over("cuda_ipc") == "over CUDA IPC"
-    assert over("nccl") == "over NCCL"
+    assert [ev.over(backend) for backend in ("", "solo", "pygloo")] == ["", "", "over pygloo"]
+    assert ev.over("hierarchical") == "over shared memory and Gloo"
+    assert ev.over("cuda_ipc") == "over CUDA IPC"
+    assert ev.over("nccl") == "over NCCL"
 
 
 def test_the_failed_operations_of_others_are_no_causes_beside_the_loss() -> None:
-    roster = Machine(Limits()).roster
+    roster = Machine(ev.Limits()).roster
     roster.reset_causes += [GAVE_UP]
     assert roster.causes() == (GAVE_UP,)
     roster.reset_causes += [RAISED, GAVE_UP, RAISED]

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from nbelastic.membership import Stage, view
-from nbelastic.messages import (
-    EndOrder,
-    EndRank,
-    EndReason,
-    LimitsChanged,
-    LossReason,
-    RankReturned,
-    SaveCommit,
-    ShareChanged,
-    ShareSet,
-    Sharing,
-    SlotsFound,
-)
+from nbelastic import messages as ev
+from nbelastic.membership import Stage
 
 from .ranks import Script
-from .stories import batches, job, trained
+from .world import batches, job, trained
 
 LONG = Script(batches=2000)
 
 
 def share(world, number, *, reclaimed=()):
-    world.tell(ShareSet(Sharing(number, 4, ("bert",), 1), tuple(reclaimed)))
+    world.tell(ev.ShareSet(ev.Sharing(number, 4, ("bert",), 1), tuple(reclaimed)))
 
 
 def offer(world, *names):
-    world.tell(SlotsFound(tuple(world.worker(name).slot for name in names)))
+    world.tell(ev.SlotsFound(tuple(world.worker(name).slot for name in names)))
 
 
 def test_a_share_takes_ranks_at_a_commit_and_nothing_is_redone() -> None:
@@ -41,9 +29,9 @@ def test_a_share_takes_ranks_at_a_commit_and_nothing_is_redone() -> None:
     assert batches(world) == sorted(set(batches(world)))
     assert not world.records("lost")
     left = {(record.reason.reason, record.reason.detail) for record in world.records("left")}
-    assert left == {(LossReason.LEFT, EndReason.SHARED.value)}
-    orders = {effect.reason for effect in world.of(EndRank)}
-    assert orders == {EndOrder(EndReason.SHARED)}
+    assert left == {(ev.LossReason.LEFT, ev.EndReason.SHARED.value)}
+    orders = {effect.reason for effect in world.of(ev.EndRank)}
+    assert orders == {ev.EndOrder(ev.EndReason.SHARED)}
 
 
 @pytest.mark.parametrize("limit", [0, 1])
@@ -55,10 +43,10 @@ def test_resets_by_sharing_do_not_count_for_the_reset_limit(limit: int) -> None:
         offer(world, "B0", "C0")
         world.run_for(2.0)
     assert world.machine.roster.policy.resets == 3
-    world.tell(LimitsChanged(max_np=1, min_np=1))
+    world.tell(ev.LimitsChanged(max_np=1, min_np=1))
     share(world, 3)
     world.run_for(1.0)
-    world.tell(LimitsChanged(max_np=2))
+    world.tell(ev.LimitsChanged(max_np=2))
     world.add("D0")
     world.run()
     assert world.outcome.kind == "finished"
@@ -81,9 +69,9 @@ def test_a_preemptible_job_waits_with_one_rank_and_its_time_stands_still() -> No
     share(world, 1)
     world.run_for(100.0)
     assert world.outcome is None
-    seen = view(world.machine.machine, world.now)
+    seen = world.view()
     assert seen.state == "waiting"
-    assert seen.sharing == Sharing(1, 4, ("bert",), 1, suspended=True)
+    assert seen.sharing == ev.Sharing(1, 4, ("bert",), 1, suspended=True)
     commits = seen.commits
     assert commits > 0
     share(world, 3)
@@ -91,7 +79,7 @@ def test_a_preemptible_job_waits_with_one_rank_and_its_time_stands_still() -> No
     world.run_for(5.0)
     assert (world.sizes()[0], world.sizes()[-1]) == (3, 3)
     assert batches(world) == sorted(set(batches(world))), "nothing is redone"
-    assert view(world.machine.machine, world.now).commits > commits
+    assert world.view().commits > commits
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -111,16 +99,18 @@ def test_a_suspended_job_that_gathers_gives_up_all_ranks_but_one(lost: bool) -> 
     assert not world.records("restarted")
 
 
-@pytest.mark.parametrize("change", [ShareSet(Sharing(1, 4, ("bert",), 1)), LimitsChanged(1, 1)])
+@pytest.mark.parametrize(
+    "change", [ev.ShareSet(ev.Sharing(1, 4, ("bert",), 1)), ev.LimitsChanged(1, 1)]
+)
 def test_ranks_are_not_too_many_while_the_others_return(change) -> None:
     world = job("A0", "B0", "C0", np=3, script=Script(setup=50.0))
     world.run_for(1.0)
     for start in (0, 1):
-        world.tell(RankReturned(start))
+        world.tell(ev.RankReturned(start))
     world.tell(change)
     world.run_for(1.0)
-    assert not world.of(EndRank)
-    world.tell(RankReturned(2))
+    assert not world.of(ev.EndRank)
+    world.tell(ev.RankReturned(2))
     assert world.outcome.kind == "finished"
 
 
@@ -136,27 +126,27 @@ def suspended(*, resumable: bool):
 def test_a_suspended_job_with_a_checkpoint_writes_its_last_commit_once() -> None:
     world = suspended(resumable=True)
     (left,) = world.machine.roster.ranks
-    assert [effect.start for effect in world.of(SaveCommit)] == [left]
+    assert [effect.start for effect in world.of(ev.SaveCommit)] == [left]
     world.run_for(50.0)
-    assert len(world.of(SaveCommit)) == 1
+    assert len(world.of(ev.SaveCommit)) == 1
     share(world, 3)
     offer(world, "A0", "B0", "C0")
     world.run_for(10.0)
     assert world.sizes()[-1] > 1
     share(world, 1)
     world.run_for(50.0)
-    assert len(world.of(SaveCommit)) == 2, "suspended again, with a newer one"
+    assert len(world.of(ev.SaveCommit)) == 2, "suspended again, with a newer one"
 
 
 def test_a_suspended_job_that_yields_saves_its_state_and_starts_again() -> None:
     world = suspended(resumable=True)
     share(world, 0)
     world.run_for(50.0)
-    saving = [effect for effect in world.of(EndRank) if effect.save > 0]
+    saving = [effect for effect in world.of(ev.EndRank) if effect.save > 0]
     assert [effect.how for effect in saving] == ["leave"]
     assert not world.machine.roster.ranks
-    seen = view(world.machine.machine, world.now)
-    assert (seen.state, seen.sharing) == ("waiting", Sharing(0, 4, ("bert",), 1, suspended=True))
+    seen = world.view()
+    assert (seen.state, seen.sharing) == ("waiting", ev.Sharing(0, 4, ("bert",), 1, suspended=True))
     share(world, 2)
     offer(world, "A0", "B0")
     world.run_for(5.0)
@@ -171,7 +161,7 @@ def test_a_suspended_job_that_yields_saves_its_state_and_starts_again() -> None:
 )
 def test_the_time_of_a_suspended_job_runs_while_it_cannot_go_on(resumable, number, slots) -> None:
     world = suspended(resumable=resumable)
-    short = ShareSet(Sharing(number, slots, ("bert",), 1))
+    short = ev.ShareSet(ev.Sharing(number, slots, ("bert",), 1))
     world.tell(short)
     world.run_for(20.0)
     assert len(world.machine.roster.ranks) == 1, "with its state"
@@ -187,10 +177,8 @@ def test_history_and_view_have_the_share() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
     share(world, 1)
     share(world, 1)
-    assert [record.reason for record in world.records("share")] == [
-        ShareChanged(None, Sharing(1, 4, ("bert",), 1))
-    ]
-    seen = view(world.machine.machine, world.now)
-    assert (seen.share, seen.sharing) == (1, Sharing(1, 4, ("bert",), 1))
-    world.tell(LimitsChanged(max_np=1))
-    assert view(world.machine.machine, world.now).sharing is None, "it wants no more"
+    assert world.reasons("share") == [ev.ShareChanged(None, ev.Sharing(1, 4, ("bert",), 1))]
+    seen = world.view()
+    assert (seen.share, seen.sharing) == (1, ev.Sharing(1, 4, ("bert",), 1))
+    world.tell(ev.LimitsChanged(max_np=1))
+    assert world.view().sharing is None, "it wants no more"

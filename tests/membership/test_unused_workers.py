@@ -1,4 +1,4 @@
-"""Workers that a job does not use, in its status and in its error; the view of a job."""
+"""What a job says: unused workers, its view, and its warnings."""
 
 from __future__ import annotations
 
@@ -6,60 +6,46 @@ from typing import Any
 
 import pytest
 
-from nbelastic.membership import view
-from nbelastic.messages import (
-    STOP_PENDING,
-    NotUsed,
-    Presence,
-    Reason,
-    RestartWorker,
-    Stopping,
-    StopReason,
-    StopRequested,
-    UnusedGroup,
-    UnusedReason,
-    UnusedWorker,
-    Waiting,
-    WaitingForRanks,
-    WorkersUnused,
-)
+from nbelastic import messages as ev
+from nbelastic.membership import rules
+from nbelastic.membership.roster import Roster
+from nbelastic.membership.rules import compare, differ
 
 from .ranks import Script
-from .stories import job, trained
-from .world import World
+from .world import World, job, trained
 
-TAKEN = [UnusedWorker(f"tcp://D{n}", UnusedReason.TAKEN, "other") for n in range(5)]
-CHOSEN = UnusedWorker("tcp://E0", UnusedReason.NOT_IN_WORKERS)
-ONE_TAKEN = UnusedGroup(UnusedReason.TAKEN, "other", 1, ("tcp://D0",))
+TAKEN = [ev.UnusedWorker(f"tcp://D{n}", ev.UnusedReason.TAKEN, "other") for n in range(5)]
+CHOSEN = ev.UnusedWorker("tcp://E0", ev.UnusedReason.NOT_IN_WORKERS)
+ONE_TAKEN = ev.UnusedGroup(ev.UnusedReason.TAKEN, "other", 1, ("tcp://D0",))
 
 
-def reason(world: World) -> Reason | None:
-    return view(world.machine.machine, world.now).reason
+def reason(world: World) -> ev.Reason | None:
+    return world.view().reason
 
 
 def test_each_reason_is_named_with_its_workers() -> None:
     world = job("A0", np=2, elastic_timeout=100.0)
-    world.tell(WorkersUnused((*TAKEN, CHOSEN)))
-    taken = UnusedGroup(UnusedReason.TAKEN, "other", 5, ("tcp://D0", "tcp://D1", "tcp://D2"))
-    chosen = UnusedGroup(UnusedReason.NOT_IN_WORKERS, "", 1, ("tcp://E0",))
-    assert reason(world) == Waiting(Presence(1, 2, unused=(taken, chosen)), 0.0, 100.0)
-    world.tell(WorkersUnused(()))
-    assert reason(world) == Waiting(Presence(1, 2), 0.0, 100.0)
+    world.tell(ev.WorkersUnused((*TAKEN, CHOSEN)))
+    taken = ev.UnusedGroup(ev.UnusedReason.TAKEN, "other", 5, ("tcp://D0", "tcp://D1", "tcp://D2"))
+    chosen = ev.UnusedGroup(ev.UnusedReason.NOT_IN_WORKERS, "", 1, ("tcp://E0",))
+    assert reason(world) == ev.Waiting(ev.Presence(1, 2, unused=(taken, chosen)), 0.0, 100.0)
+    world.tell(ev.WorkersUnused(()))
+    assert reason(world) == ev.Waiting(ev.Presence(1, 2), 0.0, 100.0)
 
 
 def test_a_host_that_is_full_is_a_reason() -> None:
     world = job("A0", "A1", "A2", np=2, slots_per_host=1)
     world.run_for(0.1)
     (group,) = reason(world).presence.unused
-    assert (group.reason, group.detail, group.number) == (UnusedReason.HOST_FULL, "1", 2)
+    assert (group.reason, group.detail, group.number) == (ev.UnusedReason.HOST_FULL, "1", 2)
 
 
 def test_a_job_that_trains_names_them_while_it_may_have_more() -> None:
     world = trained(job("A0", np=1, min_np=1, max_np=2, script=Script(batches=100)))
-    world.tell(WorkersUnused((TAKEN[0], CHOSEN)))
-    assert reason(world) == NotUsed((ONE_TAKEN,)), "the user knows the other"
-    world.tell(StopRequested())
-    assert reason(world) == STOP_PENDING
+    world.tell(ev.WorkersUnused((TAKEN[0], CHOSEN)))
+    assert reason(world) == ev.NotUsed((ONE_TAKEN,)), "the user knows the other"
+    world.tell(ev.StopRequested())
+    assert reason(world) == ev.STOP_PENDING
 
 
 # -- workers with tasks of others: the job starts without them, and does not restart them ---------
@@ -69,12 +55,12 @@ def held(world: World, *names: str) -> None:
     """Have ranks wait for other tasks of these workers."""
     for name in names:
         world.occupy(name)
-    busy = [UnusedWorker(world.worker(name).slot.worker, UnusedReason.BUSY) for name in names]
-    world.tell(WorkersUnused(tuple(busy)))
+    busy = [ev.UnusedWorker(world.worker(name).slot.worker, ev.UnusedReason.BUSY) for name in names]
+    world.tell(ev.WorkersUnused(tuple(busy)))
 
 
 def free(world: World, *names: str) -> None:
-    world.tell(WorkersUnused(()))
+    world.tell(ev.WorkersUnused(()))
     for name in names:
         world.thaw(name)
 
@@ -91,16 +77,16 @@ def test_a_job_starts_with_what_is_free_once_min_np_is_met() -> None:
     world.run_for(5.0)
     assert world.sizes() == [1]
     world.run()
-    assert (world.outcome.kind, world.of(RestartWorker)) == ("finished", [])
+    assert (world.outcome.kind, world.of(ev.RestartWorker)) == ("finished", [])
 
 
 def test_a_rank_that_was_held_up_for_long_joins_when_its_worker_is_free() -> None:
     world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=1, max_np=2, elastic_timeout=5.0)
     world.run_for(12.0)
-    assert (world.sizes(), world.of(RestartWorker)) == ([1], [])
+    assert (world.sizes(), world.of(ev.RestartWorker)) == ([1], [])
     free(world, "A1")
     world.run_for(3.0)
-    assert (world.sizes(), world.of(RestartWorker)) == ([1, 2], [])
+    assert (world.sizes(), world.of(ev.RestartWorker)) == ([1, 2], [])
 
 
 @pytest.mark.parametrize("names", [("A0", "A1"), ("A1",)], ids=["one is busy", "all are"])
@@ -109,8 +95,8 @@ def test_a_job_that_needs_busy_workers_fails_in_time_and_names_them(names) -> No
     world = busy_job(*names, busy=("A1",), np=size, min_np=size, elastic_timeout=20.0).run()
     assert world.outcome.error == "not_enough_workers"
     (group,) = world.outcome.reason.presence.unused
-    assert (group.reason, group.number) == (UnusedReason.BUSY, 1)
-    assert world.of(RestartWorker) == []
+    assert (group.reason, group.number) == (ev.UnusedReason.BUSY, 1)
+    assert world.of(ev.RestartWorker) == []
     assert 20.0 <= world.now < 25.0
 
 
@@ -118,11 +104,11 @@ def test_a_rank_that_does_not_begin_though_its_worker_is_free_is_evicted_as_ever
     world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=1, max_np=2, elastic_timeout=5.0)
     world.run_for(12.0)
     world.freeze("A1")
-    world.tell(WorkersUnused(()))  # and yet its rank does not begin
+    world.tell(ev.WorkersUnused(()))  # and yet its rank does not begin
     world.run_for(10.0)
     assert [slot.name for slot in world.evicted()] == ["A1"]
     world.run_for(10.0)
-    assert [effect.slot.name for effect in world.of(RestartWorker)] == ["A1"]
+    assert [effect.slot.name for effect in world.of(ev.RestartWorker)] == ["A1"]
 
 
 # -- the view of a job in its course ---------------------------------------------------------------
@@ -135,14 +121,14 @@ def test_the_view_of_a_job_in_its_course() -> None:
     world = job(np=2, min_np=2, max_np=3, elastic_timeout=100.0, script=LONG)
     world.add("A0")
     world.run_for(10.0)
-    first = view(world.machine.machine, world.now)
+    first = world.view()
     assert (first.state, first.size, first.generation) == ("waiting", 0, 0)
-    assert first.reason == Waiting(Presence(1, 2), pytest.approx(10.0), 100.0)
+    assert first.reason == ev.Waiting(ev.Presence(1, 2), pytest.approx(10.0), 100.0)
     world.add("B0")
     world.run_for(0.1)
-    assert view(world.machine.machine, world.now).reason == WaitingForRanks(2, generation=0)
+    assert world.view().reason == ev.WaitingForRanks(2, generation=0)
     trained(world, 20)
-    running = view(world.machine.machine, world.now)
+    running = world.view()
     assert (running.state, running.size, running.min_np, running.max_np) == ("running", 2, 2, 3)
     assert [(r.rank, r.worker, r.state) for r in running.ranks] == [
         (0, "tcp://A0", "running"),
@@ -151,11 +137,100 @@ def test_the_view_of_a_job_in_its_course() -> None:
     assert running.commits > 5
     world.add("C0")
     world.run_for(0.1)
-    newcomer = view(world.machine.machine, world.now).ranks[-1]
+    newcomer = world.view().ranks[-1]
     assert (newcomer.rank, newcomer.state) == (None, "starting")
-    world.tell(StopRequested())
-    assert view(world.machine.machine, world.now).reason == STOP_PENDING
+    world.tell(ev.StopRequested())
+    assert world.view().reason == ev.STOP_PENDING
     world.run()
-    last = view(world.machine.machine, world.now)
+    last = world.view()
     assert last.state == "stopped"
-    assert last.reason == Stopping(StopReason.STOPPED, at_commit=True)
+    assert last.reason == ev.Stopping(ev.StopReason.STOPPED, at_commit=True)
+
+
+# -- warnings: ranks with different parameters, and ranks that never met ---------------------------
+
+
+VALUES = (1.0, -2.0, 0.0, 1e-9)
+OTHERS = (1.1, -2.2, 0.3, 2e-9)
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        (VALUES, False),
+        (OTHERS, True),
+        ((1.0 + 1e-8, -2.0 - 1e-8, 0.0, 1e-9), False),
+        ((1.0, -2.0, 0.0, 2e-9), False),
+        ((1.0, -2.0, 0.3, 2e-9), True),
+        (VALUES[:3], True),
+        ((1.0, -2.0, 1e-3, 1e-9), True),
+        ((1.0, -2.0, 1e-7, 1e-9), False),
+        ((1.001, -2.0, 0.0, 1e-9), False),
+    ],
+)
+def test_samples_differ_if_more_than_a_few_values_do(others, expected):
+    assert differ(VALUES, others) is differ(others, VALUES) is expected
+
+
+def test_moments_and_generations_are_compared_each_by_itself():
+    seen = {}
+    for sample in (
+        ev.WeightsSampled(0, 1, 1, VALUES),
+        ev.WeightsSampled(0, 1, 10, OTHERS),
+        ev.WeightsSampled(1, 1, 1, VALUES),
+        ev.WeightsSampled(1, 1, 10, OTHERS),
+        ev.WeightsSampled(1, 2, 1, OTHERS),
+        ev.WeightsSampled(0, 2, 1, OTHERS),
+    ):
+        assert compare(seen, sample) is None
+    assert compare(seen, ev.WeightsSampled(2, 2, 1, VALUES, ("SGD",))) == ev.WeightsDiffer(("SGD",))
+    assert compare(seen, ev.WeightsSampled(2, 2, 1, VALUES)) == ev.WeightsDiffer(())
+    assert compare(seen, ev.WeightsSampled(2, 2, 1, VALUES, besides=True)) is None, "another model"
+
+
+def test_a_job_records_it_once_and_nothing_of_former_generations():
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, script=Script(batches=400)), 5)
+    for start, values in enumerate((VALUES, OTHERS, OTHERS)):
+        world.tell(ev.WeightsSampled(start, 1, 1, values))
+    world.tell(ev.WeightsSampled(1, 1, 0, VALUES))
+    world.tell(ev.WeightsSampled(2, 1, 0, OTHERS))
+    assert len(world.records("warning")) == 1
+    assert world.of(ev.Record)[-1].kind == "warning"
+    fresh = trained(job("A0", "B0", np=2, script=Script(batches=400)), 5)
+    for generation in (0, 2):
+        fresh.tell(ev.WeightsSampled(0, generation, 1, VALUES))
+        fresh.tell(ev.WeightsSampled(1, generation, 1, OTHERS))
+    fresh.tell(ev.WeightsSampled(7, 1, 1, VALUES))
+    fresh.tell(ev.WeightsSampled(0, 1, 1, OTHERS))
+    assert fresh.records("warning") == []
+
+
+# -- ranks that never exchanged anything -----------------------------------------------------------
+
+
+APART = {4: ("Lightning",), 7: ("Lightning", "accelerate"), 9: (), 1: ()}
+
+
+@pytest.mark.parametrize(
+    ("starts", "isolated", "warning"),
+    [
+        ([0], {0: ()}, None),
+        ([], {}, None),
+        ([0, 1], {}, None),
+        ([0, 1], {0: ("Lightning",)}, None),
+        ([1, 2], {0: (), 1: ()}, None),
+        ([4, 7, 9], APART, ev.NeverMet(3, ("Lightning", "accelerate"))),
+    ],
+)
+def test_ranks_that_never_met_are_warned_of_but_not_a_single_one(starts, isolated, warning) -> None:
+    roster = Roster(ev.Limits(), expected=starts, isolated=isolated)
+    assert rules.never_met(roster) == warning
+
+
+@pytest.mark.parametrize(("np", "apart", "warned"), [(2, (), 1), (2, None, 0), (1, (), 0)])
+def test_a_job_says_so_as_it_ends(np, apart, warned) -> None:
+    world = job(*("A0", "B0")[:np], np=np)
+    for start in range(np):
+        world.tell(ev.RankReturned(start, isolated=apart))
+    assert len(world.records("warning")) == warned
+    assert world.of(ev.Record)[-1].kind == "finished"

@@ -12,34 +12,10 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nbelastic.membership import TICK, Phase
-from nbelastic.messages import (
-    Abort,
-    Beats,
-    Effect,
-    End,
-    EndRank,
-    Event,
-    Limits,
-    Notify,
-    Outcome,
-    Plan,
-    Publish,
-    Record,
-    Release,
-    RestartWorker,
-    SaveCommit,
-    Slot,
-    SlotBusy,
-    SlotGone,
-    SlotLeaving,
-    SlotsFound,
-    SlotSilent,
-    StartRank,
-    Tick,
-)
+from nbelastic import messages as ev
+from nbelastic.membership import TICK, JobView, Phase, places_of, view
 
 from .invariants import Checked
 from .ranks import FakeRank, Ring, Script
@@ -56,7 +32,7 @@ RESPAWN = 1.0
 class Worker:
     """A worker process with one slot."""
 
-    slot: Slot
+    slot: ev.Slot
     nanny: bool = False
     alive: bool = True
     frozen: bool = False
@@ -72,11 +48,11 @@ class World:
     """A machine, and everything around it; and a tick now and then."""
 
     def __init__(
-        self, limits: Limits, script: Script | None = None, *, seed: int = 0, jitter: float = 0.0
+        self, limits: ev.Limits, script: Script | None = None, *, seed: int = 0, jitter: float = 0.0
     ) -> None:
         self.machine = Checked(limits)
         self.now = 0.0  # simulated: it jumps from one event to the next
-        self.outcome: Outcome | None = None
+        self.outcome: ev.Outcome | None = None
         self.milestones: dict[int, list[Callable[[], None]]] = {}
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -87,8 +63,8 @@ class World:
         self.workers: dict[str, Worker] = {}
         self.ranks: dict[int, FakeRank] = {}
         self.rings: dict[int, Ring] = {}
-        self.plans: list[Plan] = []
-        self.effects: list[Effect] = []
+        self.plans: list[ev.Plan] = []
+        self.effects: list[ev.Effect] = []
         self.trail: list[tuple[int, int]] = []
         self.honest = True  # until a message is forged, or time passes without heartbeats
         self.later(BEAT, self._beat)
@@ -132,15 +108,15 @@ class World:
 
     # -- messages ------------------------------------------------------------------------------
 
-    def tell(self, event: Event, chance: float | None = None) -> None:
+    def tell(self, event: ev.Event, chance: float | None = None) -> None:
         """Hand an event to the machine and carry out its effects."""
         chance = self.random.random() if chance is None else chance
         effects = self.machine.handle(event, self.now, chance)
         self.effects += effects
         for effect in effects:
-            getattr(self, f"_do_{type(effect).__name__}")(effect)
+            self._carry_out(effect)
 
-    def send(self, worker: Worker, event: Event) -> None:
+    def send(self, worker: Worker, event: ev.Event) -> None:
         """Send an event from a worker to the machine."""
         if not worker.cut:
             self.later(LATENCY + self.jitter * self.random.random(), lambda: self.tell(event))
@@ -165,13 +141,13 @@ class World:
         self.later(LATENCY + self.jitter * self.random.random(), deliver)
 
     def _tick(self) -> None:
-        self.tell(Tick(), 0.5)  # without a random number: those of others do not depend on it
+        self.tell(ev.Tick(), 0.5)  # without a random number: those of others do not depend on it
         self.later(TICK, self._tick)
 
     def _beat(self) -> None:
         beats = []
         for worker in self.workers.values():
-            rank = self.ranks.get(-1 if worker.holder is None else worker.holder)
+            rank = self.ranks.get(worker.holder)
             if not worker.alive or worker.cut or rank is None or rank.where == "ended":
                 continue
             if not worker.frozen:
@@ -180,65 +156,52 @@ class World:
                 continue
             worker.silence += BEAT
             if self.heartbeat_timeout <= worker.silence < self.heartbeat_timeout + BEAT:
-                self.tell(SlotSilent(worker.slot.id))
+                self.tell(ev.SlotSilent(worker.slot.id))
         if beats:
-            self.tell(Beats(tuple(beats)))
+            self.tell(ev.Beats(tuple(beats)))
         self.later(BEAT, self._beat)
 
     # -- effects -------------------------------------------------------------------------------
 
-    def _do_StartRank(self, effect: StartRank) -> None:
-        self.later(LATENCY, lambda: self._claim(effect))
+    def _carry_out(self, effect: ev.Effect) -> None:
+        match effect:
+            case ev.StartRank():
+                self.later(LATENCY, lambda: self._claim(effect))
+            case ev.Publish(plan=plan):
+                self.plans.append(plan)
+                self.rings[plan.generation] = Ring(self, plan)
+                for member in plan.members:
+                    self._to_rank(member.start, "on_plan", plan)
+            case ev.Abort() | ev.Notify() | ev.Release():
+                for start in effect.starts:
+                    self._to_rank(start, f"on_{type(effect).__name__.lower()}", effect.generation)
+            case ev.SaveCommit(start=start):
+                assert self.ranks[start].where == "waiting", "only there it writes"
+            case ev.EndRank(start=start, how=how):
+                self._to_rank(start, "on_end", how)
+            case ev.RestartWorker():
+                self._restart(effect)
+            case ev.End(outcome=outcome):
+                self.outcome = outcome
 
-    def _claim(self, effect: StartRank) -> None:
+    def _claim(self, effect: ev.StartRank) -> None:
         worker = self.workers.get(effect.slot.id)
         if worker is None or not worker.alive:
-            self.tell(SlotGone(effect.slot.id))
+            self.tell(ev.SlotGone(effect.slot.id))
         elif worker.holder is not None or worker.leaving:
-            self.tell(SlotBusy(effect.slot.id))
+            self.tell(ev.SlotBusy(effect.slot.id))
         elif not worker.cut:
             worker.holder = effect.start
             self.ranks[effect.start] = FakeRank(self, effect.start, worker, effect.place)
 
-    def _do_Publish(self, effect: Publish) -> None:
-        self.plans.append(effect.plan)
-        self.rings[effect.plan.generation] = Ring(self, effect.plan)
-        for member in effect.plan.members:
-            self._to_rank(member.start, "on_plan", effect.plan)
-
-    def _do_Abort(self, effect: Abort) -> None:
-        for start in effect.starts:
-            self._to_rank(start, "on_abort", effect.generation)
-
-    def _do_Notify(self, effect: Notify) -> None:
-        for start in effect.starts:
-            self._to_rank(start, "on_notice", effect.generation)
-
-    def _do_Release(self, effect: Release) -> None:
-        for start in effect.starts:
-            self._to_rank(start, "on_release", effect.generation)
-
-    def _do_SaveCommit(self, effect: SaveCommit) -> None:
-        rank = self.ranks[effect.start]
-        assert rank.where == "waiting", "only there it writes"
-
-    def _do_EndRank(self, effect: EndRank) -> None:
-        self._to_rank(effect.start, "on_end", effect.how)
-
-    def _do_RestartWorker(self, effect: RestartWorker) -> None:
+    def _restart(self, effect: ev.RestartWorker) -> None:
         worker = self.workers.get(effect.slot.id)
         if worker is None:
             return
-        rank = self.ranks.get(-1 if worker.holder is None else worker.holder)
+        rank = self.ranks.get(worker.holder)
         faulty = worker.frozen or worker.cut or rank is None or rank.deaf
         assert faulty or not worker.alive or not self.honest, f"{effect}: there is no fault"
         self.later(0.1, lambda: self.kill(worker.slot.id))
-
-    def _do_Record(self, effect: Record) -> None:
-        """History is looked at afterwards, in ``effects``."""
-
-    def _do_End(self, effect: End) -> None:
-        self.outcome = effect.outcome
 
     # -- what happens to workers ---------------------------------------------------------------
 
@@ -247,10 +210,10 @@ class World:
         slots = []
         for name in names:
             number = next(self._numbers)
-            slot = Slot(id=f"{name}#{number}", worker=f"tcp://{name}", name=name, host=name[0])
+            slot = ev.Slot(id=f"{name}#{number}", worker=f"tcp://{name}", name=name, host=name[0])
             self.workers[slot.id] = Worker(slot, nanny)
             slots.append(slot)
-        self.tell(SlotsFound(tuple(slots)))
+        self.tell(ev.SlotsFound(tuple(slots)))
 
     def worker(self, name: str) -> Worker:
         """Return the newest worker of that name or slot."""
@@ -265,7 +228,7 @@ class World:
         if worker.holder in self.ranks:
             self.ranks[worker.holder].die()
         if not worker.cut:
-            self.later(2 * LATENCY, lambda: self.tell(SlotGone(worker.slot.id)))
+            self.later(2 * LATENCY, lambda: self.tell(ev.SlotGone(worker.slot.id)))
         if worker.nanny:
             self.later(RESPAWN, lambda: self.add(worker.slot.name, nanny=True))
 
@@ -277,7 +240,7 @@ class World:
         """Ask a worker to leave; it is gone after `grace` seconds."""
         worker = self.worker(name)
         worker.leaving, worker.nanny = True, False
-        self.tell(SlotLeaving(worker.slot.id))
+        self.tell(ev.SlotLeaving(worker.slot.id))
         self.later(grace, lambda: self.kill(worker.slot.id))
 
     def freeze(self, name: str) -> None:
@@ -302,14 +265,14 @@ class World:
         """Take a worker off the network: nothing reaches it, and it is given up after a while."""
         worker = self.worker(name)
         worker.cut = True
-        self.later(after, lambda: self.tell(SlotGone(worker.slot.id)))
+        self.later(after, lambda: self.tell(ev.SlotGone(worker.slot.id)))
 
     def freed(self, worker: Worker, start: int) -> None:
         """Announce the slot of a rank that has ended."""
         if worker.holder == start:
             worker.holder = None
             if worker.alive and not worker.leaving:
-                self.send(worker, SlotsFound((worker.slot,)))
+                self.send(worker, ev.SlotsFound((worker.slot,)))
 
     # -- what came out -------------------------------------------------------------------------
 
@@ -332,13 +295,78 @@ class World:
         plans = {plan.generation: plan for plan in self.plans}
         return [[m.start for m in plans[g].members] for g in generations]
 
-    def records(self, kind: str) -> list[Record]:
-        return [e for e in self.effects if isinstance(e, Record) and e.kind == kind]
+    def records(self, kind: str) -> list[ev.Record]:
+        return [e for e in self.effects if isinstance(e, ev.Record) and e.kind == kind]
+
+    def reasons(self, kind: str) -> list:
+        return [record.reason for record in self.records(kind)]
+
+    def view(self) -> JobView:
+        return view(self.machine.machine, self.now)
 
     def evicted(self) -> list:
         """Return the slots of ranks that were evicted."""
-        slots = {effect.start: effect.slot for effect in self.of(StartRank)}
-        return [slots[effect.start] for effect in self.of(EndRank) if effect.how == "evict"]
+        slots = {effect.start: effect.slot for effect in self.of(ev.StartRank)}
+        return [slots[effect.start] for effect in self.of(ev.EndRank) if effect.how == "evict"]
 
     def of(self, kind: type) -> list:
         return [effect for effect in self.effects if isinstance(effect, kind)]
+
+
+# -- stories ---------------------------------------------------------------------------------------
+
+
+def job(*workers: str, script: Script | None = None, nanny: bool = False, **limits: Any) -> World:
+    """Return a job on workers that are there from the beginning; ``A0`` is one on host ``A``."""
+    world = World(ev.Limits(**limits), script)
+    world.add(*workers, nanny=nanny)
+    return world
+
+
+def reached(phase: Phase, world: World) -> World:
+    """Let a job run until it has come to a phase."""
+    return world.run(until=lambda: world.phase() == phase)
+
+
+def trained(world: World, batch: int = 2) -> World:
+    """Let a job run until it has trained that many batches."""
+    done: list[bool] = []
+    world.at(batch, lambda: done.append(True))
+    return world.run(until=lambda: bool(done))
+
+
+def hosts(plan: ev.Plan) -> list[str]:
+    return list(dict.fromkeys(member.slot.host for member in plan.members))
+
+
+def starts(plan: ev.Plan) -> list[int]:
+    return [member.start for member in plan.members]
+
+
+def workers(plan: ev.Plan) -> list[str]:
+    return [member.slot.name for member in plan.members]
+
+
+def places(plan: ev.Plan) -> list[ev.Place]:
+    slots = [member.slot for member in plan.members]
+    return places_of(slots)
+
+
+def when(world: World, what: Callable[[ev.Effect], bool]) -> list[float]:
+    """Return the times of the effects that `what` is true of."""
+    return [now for _, now, _, effects in world.machine.log for effect in effects if what(effect)]
+
+
+def starts_on(world: World, name: str) -> list[float]:
+    """Return the times at which ranks were started on a worker."""
+    return when(world, lambda e: isinstance(e, ev.StartRank) and e.slot.name == name)
+
+
+def times(world: World, what: Callable[[ev.Event], bool]) -> list[float]:
+    """Return the times of the events that `what` is true of."""
+    return [now for event, now, _, _ in world.machine.log if what(event)]
+
+
+def batches(world: World) -> list[int]:
+    """Return the numbers of the batches in the order in which they were trained."""
+    return [batch for batch, _ in world.trail]

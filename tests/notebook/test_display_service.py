@@ -192,7 +192,7 @@ def test_options_set_for_a_job_hold(stage, capsys):
 
 def test_a_fault_while_waiting_is_logged_once_and_harms_no_job(stage, caplog, monkeypatch):
     monkeypatch.setattr(drivers, "_display", stage.display)
-    monkeypatch.setattr(drivers, "_complained", False)
+    drivers._complain.cache_clear()
     job = FakeJob()
     job.output = None
     with caplog.at_level(logging.WARNING), drivers.watching(job) as watch:

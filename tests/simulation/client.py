@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from .fibers import Fiber
     from .world import World
 
-PATIENCE = 10.0
-"""Seconds for which a client tries to connect again."""
+PATIENCE = 10.0  # seconds for which a client tries to connect again
 
 
 class SimFuture:

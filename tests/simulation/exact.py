@@ -27,11 +27,9 @@ from tests.support.exact_training import (
 )
 
 from . import user
-from .faults import LENGTHS, Fault
 from .loop import Hub
-from .script import Script
-from .stage import staged
-from .world import World
+from .schedule import LENGTHS, Fault, Script
+from .world import World, play
 
 STORM = (
     ("kill", 8),
@@ -204,18 +202,8 @@ class BadMemory(Storm):
 
 def storm(seed: int, *, kind: type[Storm] = Storm, tracing: bool = False) -> Storm:
     """Play a storm; raise AssertionError where something does not hold."""
-    with staged(), one_thread():
-        world = kind(seed, tracing=tracing)
-        user._stage.append(world)
-        try:
-            world.run()
-        except BaseException as error:
-            error.world = world  # type: ignore[attr-defined]
-            raise
-        finally:
-            user._stage.pop()
-            world.close()
-        return world
+    with one_thread():
+        return play(lambda: kind(seed, tracing=tracing))
 
 
 def check(world: Storm) -> str:

@@ -14,25 +14,15 @@ from nbelastic.collectives import Communicator, Rendezvous, SoloCommunicator
 from .ring import SimCommunicator, SimHandle
 
 if TYPE_CHECKING:
-    import torch
-
     from .fibers import Fiber
     from .network import Network
 
 
 class Exchange:
-    """All stores and rooms; also the record of who exchanged what with whom.
+    """All stores and rooms; also the record of who exchanged what with whom."""
 
-    Parameters
-    ----------
-    network : Network
-        What messages travel on.
-    kind : type, optional
-        Of the communicators.
-    """
-
-    def __init__(self, network: Network, kind: type[SimCommunicator] = SimCommunicator) -> None:
-        self.network, self.hub, self.kind = network, network.hub, kind
+    def __init__(self, network: Network) -> None:
+        self.network, self.hub = network, network.hub
         self.stores: dict[tuple[str, int], SimStore] = {}
         self.groups: dict[tuple[str, int, tuple[str, int]], Group] = {}
         self.open: dict[Fiber, Communicator] = {}
@@ -45,18 +35,16 @@ class Exchange:
 
     def connect(self, rendezvous: Rendezvous) -> Communicator:
         """Return a communicator for the calling fiber, not yet connected."""
-        assert self.hub.current is not None
         if rendezvous.size == 1:
             communicator: Communicator = SoloCommunicator(rendezvous.generation)
         else:
-            communicator = self.kind(self, rendezvous)
+            communicator = SimCommunicator(self, rendezvous)
         self._one_generation(communicator)
         return communicator
 
     def _one_generation(self, communicator: Communicator) -> None:
         """A rank never has two communicators that work."""
         fiber = self.hub.current
-        assert fiber is not None
         other = self.open.get(fiber)
         self.hub.require(
             other is None or is_broken(other),
@@ -85,7 +73,6 @@ class SimStore:
 
     def __init__(self, exchange: Exchange, address: tuple[str, int]) -> None:
         fiber = exchange.hub.current
-        assert fiber is not None
         self.address, self.process = address, fiber.process
         self.closed = False
         self._exchange = exchange
@@ -104,7 +91,6 @@ class Group:
         self.generation = rendezvous.generation
         self.members: dict[int, SimCommunicator] = {}
         self.operations: dict[int, Operation] = {}
-        self.mail: dict[tuple[int, int, int], dict[int, torch.Tensor]] = {}
 
     def enter(self, member: SimCommunicator) -> None:
         """A member has come to the store; with the last of them, all are connected."""

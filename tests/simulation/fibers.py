@@ -37,7 +37,6 @@ class Fiber:
         except BaseException as error:  # a thread of the tested code has failed
             if self.process.alive:
                 self.hub.errors.append(f"thread {self.name}: {error!r}")
-                self.hub.failure = error
         finally:
             self.done = True
             self.process.fibers.discard(self)
@@ -142,10 +141,6 @@ class Condition:
         for fiber in self._waiting:
             fiber.wake()
 
-    def notify(self, n: int = 1) -> None:
-        for fiber in self._waiting[:n]:
-            fiber.wake()
-
 
 class Inbox:
     """A ``queue.SimpleQueue`` that one fiber reads."""
@@ -160,18 +155,14 @@ class Inbox:
         if self._reader is not None:
             self._reader.wake()
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+    def get(self, *, timeout: float) -> Any:
         fiber = self._hub.current
-        assert fiber is not None
-        if not self._items and block:
+        if not self._items:
             self._reader = fiber
             try:  # even the shortest wait takes time
-                fiber.park(None if timeout is None else max(timeout, 1e-6))
+                fiber.park(max(timeout, 1e-6))
             finally:
                 self._reader = None
         if not self._items:
             raise queue.Empty
         return self._items.popleft()
-
-    def empty(self) -> bool:
-        return not self._items

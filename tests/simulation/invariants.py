@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.errors import JobError, JobStopped
-from nbelastic.membership import Machine, Phase, Stage
-from nbelastic.membership.failure_policy import SAME_KIND
-from nbelastic.messages import (
-    FRESH,
-    Effect,
-    EndRank,
-    Event,
-    LoopDone,
-    Publish,
-    RankReady,
-    Release,
-    RestartWorker,
+from distributed.core import Status
+
+from nbelastic import messages as ev
+from nbelastic.errors import (
+    ClusterLost,
+    JobError,
+    JobStopped,
+    NoProgress,
+    NotEnoughWorkers,
+    RankFailed,
 )
+from nbelastic.membership import Machine, Phase, Stage, rules
+from nbelastic.membership.failure_policy import SAME_KIND
 from tests.membership.invariants import Checked
 
-from .calm import check_end
 from .exchange import is_broken
 
 if TYPE_CHECKING:
     from .world import World
-
 
 EARLY = 4.0
 """Seconds after which nobody waits any more for a rank whose loop has ended early.
@@ -33,8 +30,7 @@ EARLY = 4.0
 They are the wait that is called vain, and a heartbeat's interval before and after it.
 """
 
-THOROUGH = 16
-"""PeriodicCall so many seeds the invariants that need a copy of the machine are checked, too."""
+THOROUGH = 16  # every so many seeds the invariants that need a copy of the machine are checked, too
 
 KNOWN_ERRORS = (
     "tests.simulation.user.Trouble",
@@ -56,16 +52,16 @@ class Progress:
         self.before: tuple[str, float] | None = None
         self.vain = 0
 
-    def take(self, event: Event, roster: Any) -> None:
+    def take(self, event: ev.Event, roster: Any) -> None:
         """Note what ranks have ended their generation with by themselves."""
-        if isinstance(event, RankReady) and event.own and not self.cause:
+        if isinstance(event, ev.RankReady) and event.own and not self.cause:
             rank = roster.ranks.get(event.start)
             if rank is not None and rank.stage == Stage.MEMBER and event.left >= rank.planned:
                 self.cause = event.detail
 
-    def check(self, effects: list[Effect]) -> None:
+    def check(self, effects: list[ev.Effect]) -> None:
         """The same cause is met once at a place, and any that leads nowhere a few times."""
-        for plan in [effect.plan for effect in effects if isinstance(effect, Publish)]:
+        for plan in [effect.plan for effect in effects if isinstance(effect, ev.Publish)]:
             cause, self.cause = self.cause, ""
             members = {member.start for member in plan.members}
             if not members >= self.members:
@@ -132,7 +128,7 @@ class WatchedMachine(Checked):
         self.generation = self.trained = 0
         self.progress = Progress()
 
-    def handle(self, event: Event, now: float, chance: float = 0.0) -> list[Effect]:
+    def handle(self, event: ev.Event, now: float, chance: float = 0.0) -> list[ev.Effect]:
         ending = [rank.start for rank in self.roster.in_stage(Stage.ENDING)]
         self.generation = self.roster.generation
         if self.roster.phase == Phase.RUNNING:
@@ -151,15 +147,15 @@ class WatchedMachine(Checked):
             self._write(event, effects)
         return effects
 
-    def check_fenced(self, ending: list[int], effects: list[Effect]) -> None:
+    def check_fenced(self, ending: list[int], effects: list[ev.Effect]) -> None:
         """Who was told to end never takes part again, and nobody is left in an old generation."""
         ranks = self.roster.ranks
         back = [start for start in ending if start in ranks and ranks[start].stage != Stage.ENDING]
         assert not back, f"{back} were told to end, and are back"
         for effect in effects:
-            if isinstance(effect, EndRank):
+            if isinstance(effect, ev.EndRank):
                 self.fenced.add(effect.start)
-            elif isinstance(effect, Publish):
+            elif isinstance(effect, ev.Publish):
                 back = [m.start for m in effect.plan.members if m.start in self.fenced]
                 assert not back, f"{back} were told to end, and are planned"
                 self.check_let_go(effect.plan.generation)
@@ -174,25 +170,25 @@ class WatchedMachine(Checked):
                 free = held is None or held.generation >= generation or is_broken(held)
                 assert free, f"start {start} is still in generation {held and held.generation}"
 
-    def check_release(self, event: Event, effects: list[Effect]) -> None:
+    def check_release(self, event: ev.Event, effects: list[ev.Effect]) -> None:
         """The elastic loop is over for all members at once, when all have come to its end."""
-        if isinstance(event, LoopDone):
+        if isinstance(event, ev.LoopDone):
             self.done.add((event.start, event.generation))
         for effect in effects:
-            if isinstance(effect, Release):
+            if isinstance(effect, ev.Release):
                 early = [s for s in effect.starts if (s, effect.generation) not in self.done]
                 assert not early, f"{early} are still in their loop"
 
-    def check_costs(self, event: Event, effects: list[Effect]) -> None:
+    def check_costs(self, event: ev.Event, effects: list[ev.Effect]) -> None:
         """A fault on one worker costs no other its process; a planned change costs nothing."""
         world = self.world
         trained = self.trained and self.trained == self.generation
-        if world.only_planned and trained and isinstance(event, RankReady):
-            assert event.version == FRESH or not event.failed, (
+        if world.only_planned and trained and isinstance(event, ev.RankReady):
+            assert event.version == ev.FRESH or not event.failed, (
                 "a planned change has rolled somebody back"
             )
         for effect in effects:
-            if isinstance(effect, RestartWorker) and world.script.harmless:
+            if isinstance(effect, ev.RestartWorker) and world.script.harmless:
                 assert world.touched(effect.slot.id), f"{effect.slot.id} had no fault: {effect}"
 
     def copy(self) -> Any:
@@ -206,7 +202,7 @@ class WatchedMachine(Checked):
         if machine is not None:
             super().check_8_fault_isolated(event, machine, *args)
 
-    def _write(self, event: Event, effects: list[Effect]) -> None:
+    def _write(self, event: ev.Event, effects: list[ev.Effect]) -> None:
         kind = type(event).__name__
         if effects or kind not in ("Tick", "Beats"):
             self.world.hub.say("machine", f"{event}")
@@ -291,3 +287,86 @@ def _left_at_scheduler(world: World) -> list[str]:
         if host.holder is not None and world.reachable(host.slot.id):
             found.append(f"the slot {host.slot.id}, held by {host.holder}")
     return found + [f"the task {key}" for key in world.scheduler.tasks]
+
+
+# -- when all was well, a job has to finish -------------------------------------------------------
+
+INTERVAL = 0.25  # seconds between two looks
+
+RECOVERY = 2.0
+"""Seconds, beyond its timeouts, that a job needs to come back from what has happened to it."""
+
+
+class Calm:
+    """Watches since when nothing has been in a job's way."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        # When something last was, and for how long nothing was until the driver knew the job's end.
+        self.since = self.lasted = 0.0
+        self.over = False
+
+    def look(self) -> None:
+        world = self._world
+        if self._trouble():
+            self.since = world.hub.now
+        if world.driver._outcome is None:
+            self.lasted = world.hub.now - self.since
+        if not self.over:
+            world.later(INTERVAL, self.look)
+
+    def _trouble(self) -> bool:
+        """Return whether anything is in the job's way now."""
+        world = self._world
+        client, scheduler = world.kernels.client, world.scheduler.process
+        down = not world.kernels.driving or client.status != "running" or client.process.frozen
+        if down or not scheduler.alive or scheduler.frozen or world.network.cuts or world.slow:
+            return True
+        return any(w.process.frozen for w in world.living()) or not self._enough()
+
+    def _enough(self) -> bool:
+        """Return whether there are as many healthy workers as the job needs."""
+        world = self._world
+        if world.machine is None:
+            return False
+        roster = world.machine.roster
+        hosts = world.scheduler.plugins["nbelastic"].workers
+        crews: dict[str, int] = {}
+        for worker in world.living():
+            state = world.scheduler.workers.get(worker.address)
+            host = hosts.get(worker.address)
+            if state is None or state.worker is not worker or state.status != Status.running:
+                continue
+            if host is None or host.leaving or worker.id in roster.departing:
+                continue
+            slot = roster.slots.get(worker.id)
+            if slot is None or not roster.excluded(slot):
+                crews[worker.process.host] = crews.get(worker.process.host, 0) + 1
+        cap = roster.limits.slots_per_host or len(world.crew)
+        return sum(min(crew, cap) for crew in crews.values()) >= rules.needed(roster)
+
+
+def check_end(world: World, error: BaseException) -> None:
+    """Where a function is harmless, there must have been a reason why its job did not finish."""
+    if not world.script.harmless or not world.script.elastic:
+        return
+    roster = world.driver._machine.roster
+    if roster.limits.reset_limit is not None and roster.policy.resets >= roster.limits.reset_limit:
+        return
+    calm = world.calm.lasted
+    limits, problem = world.options, f"for {calm:.2f} s nothing was wrong, but: {error}"
+    if isinstance(error, ClusterLost):
+        begun = world.machine is not None and world.machine.roster.starts > 0
+        assert not begun or not world.scheduler.process.alive, f"the cluster was there: {error}"
+    elif isinstance(error, NotEnoughWorkers):
+        joinable = world.script.loops == 1
+        # A rank whose process holds the GIL for so long is not missing: it may be computing.
+        held = any(f.kind == "hold" and f.length >= limits.elastic_timeout for f in world.faults)
+        assert held or not joinable or calm < RECOVERY + limits.heartbeat_timeout, problem
+    elif isinstance(error, NoProgress):
+        assert calm < RECOVERY + limits.stall_timeout, problem
+    elif isinstance(error, RankFailed):
+        lost = roster.outcome is not None and roster.outcome.error == "rank_lost"
+        assert lost and world.faults, f"nothing explains {error!r}"  # its loop was over
+    else:
+        raise AssertionError(f"nothing explains {error!r}")

@@ -25,29 +25,18 @@ UNREACHABLE = (OSError, asyncio.TimeoutError, TimeoutError, ClusterLost)
 """What Dask and the job_client raise where the scheduler does not answer."""
 
 
-BOUND = 15.0
-"""Half of the seconds within which a driver ends that has lost its cluster."""
+BOUND = 15.0  # half of the seconds within which a driver ends that has lost its cluster
 
 
 class Kernels:
-    """Who drives the job.
-
-    Attributes
-    ----------
-    client, driver
-        Those of the newest kernel.
-    former : list of (SimClient, Driver)
-        Those that were replaced.
-    gone : bool
-        Whether there is no job that a kernel could have.
-    """
+    """Who drives the job: the client and the driver of the newest kernel, and former ones."""
 
     def __init__(self, world: World, options: Options) -> None:
         self.world, self.options = world, options
         self.client = SimClient(world, "kernel")
         self.driver = self._make_driver(options)
         self.former: list[tuple[SimClient, Driver]] = []
-        self.gone = False
+        self.gone = False  # there is no job that a kernel could have
         self._number = 0
         self._epoch = 1
 

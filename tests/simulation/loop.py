@@ -186,4 +186,3 @@ class Process(asyncio.AbstractEventLoop):
         error = context.get("exception")
         if self.alive and error is not None:
             self.hub.errors.append(f"in {self.name}: {error!r} ({context.get('message')})")
-            self.hub.failure = error

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .loop import Hub, Process
 
-APART = 1e-9
-"""Seconds between two messages of a stream: a difference that survives rounding."""
+APART = 1e-9  # seconds between two messages of a stream: a difference that survives rounding
 
 
 class Broken(OSError):
@@ -22,17 +21,7 @@ class Broken(OSError):
 
 
 class Network:
-    """All connections.
-
-    Parameters
-    ----------
-    hub : Hub
-        What runs everything.
-    slowness : float
-        Mean delay of a message, in seconds.
-    again : float
-        How likely a message that may come twice does.
-    """
+    """All connections: with a mean delay, and a chance that a message comes twice if it may."""
 
     def __init__(self, hub: Hub, slowness: float, again: float) -> None:
         self.hub, self.slowness, self.again = hub, slowness, again

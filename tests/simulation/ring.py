@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Communicator, Handle, Op, Rendezvous
+from nbelastic.collectives.consistency import History
 from nbelastic.errors import CollectiveError
 from tests.membership.ranks import NEIGHBOUR_NOTICES
 
@@ -62,12 +63,12 @@ class SimCommunicator(Communicator):
 
     def __init__(self, exchange: Exchange, rendezvous: Rendezvous) -> None:
         fiber = exchange.hub.current
-        assert fiber is not None
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.generation = rendezvous.generation
         self.who = fiber.name
         self.process: Process = fiber.process
         self.broken: str | None = None
+        self.history, self._subgroups = History(), {}
         self._exchange, self._rendezvous = exchange, rendezvous
         self._network: Network = exchange.network
         self._fiber: Fiber = fiber
@@ -76,8 +77,10 @@ class SimCommunicator(Communicator):
         self.orderly = True
         self._ready = self._waiting = False
         self._completed = self._begun = 0
-        self._sent: dict[tuple[int, int], int] = {}
-        self._received: dict[tuple[int, int], int] = {}
+        self._sent: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+        self.mail: dict[tuple[int, int], torch.Tensor] = {}  # by source and number
+        self.awaited: dict[tuple[int, int], SimHandle] = {}
         self.process.mourners.append(self._die)
 
     # -- connecting ---------------------------------------------------------------------------
@@ -89,7 +92,6 @@ class SimCommunicator(Communicator):
             self._fiber.sleep(self._network.delay())
             self.abort("connection refused")
             self.check()
-        assert store is not None
         self._network.post(self.process, store.process, lambda: self._come(store))
         self.wait_for(lambda: self._ready, counts=False)
         return self
@@ -185,7 +187,6 @@ class SimCommunicator(Communicator):
         self.check()
         assert self._ready, "an operation before the group has connected"
         group = self._group
-        assert group is not None
         number, self._begun = self._begun, self._begun + 1
         operation = group.operation(number, kind)
         handle = SimHandle(self, lambda: fill(operation))
@@ -219,14 +220,6 @@ class SimCommunicator(Communicator):
 
         return self._begin(f"allgather of {tuple(tensor.shape)}", tensor.clone(), fill)
 
-    def begin_reduce_scatter(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Op
-    ) -> Handle:
-        def fill(operation: Operation) -> None:
-            output.copy_(_reduce([part[self.rank] for part in operation.parts.values()], op))
-
-        return self._begin(f"reduce_scatter {op.value}", [t.clone() for t in inputs], fill)
-
     def begin_all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> Handle:
@@ -243,15 +236,14 @@ class SimCommunicator(Communicator):
         import torch
 
         self.check()
-        assert self._group is not None
         receiver = self._group.members[to]
         copy = torch.cat(list(parts))
-        box = self._group.mail.setdefault((self.rank, to), {})
         number = self._sent[to] = self._sent.get(to, -1) + 1
 
         def arrive() -> None:
-            box[number] = copy
-            receiver.wake()
+            receiver.mail[self.rank, number] = copy
+            if (self.rank, number) in receiver.awaited:
+                receiver.awaited.pop((self.rank, number)).finish()
 
         self._network.post(self.process, receiver.process, arrive)
         handle = SimHandle(self, lambda: None)
@@ -261,31 +253,14 @@ class SimCommunicator(Communicator):
 
     def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
         self.check()
-        assert self._group is not None
         number = self._received[source] = self._received.get(source, -1) + 1
-        box = self._group.mail.setdefault((source, self.rank), {})
-        return _Receipt(self, tensor, box, number)
-
-
-class _Receipt:
-    """A message to be received."""
-
-    def __init__(
-        self,
-        member: SimCommunicator,
-        tensor: torch.Tensor,
-        box: dict[int, torch.Tensor],
-        number: int,
-    ) -> None:
-        self._member, self._tensor, self._box, self._number = member, tensor, box, number
-
-    def done(self) -> bool:
-        return self._number in self._box or self._member.broken is not None
-
-    def wait(self) -> None:
-        self._member.wait_for(lambda: self._number in self._box)
-        self._tensor.view(-1).copy_(self._box[self._number].view(-1))
-        self._member._completed += 1
+        message = (source, number)
+        handle = SimHandle(self, lambda: tensor.view(-1).copy_(self.mail.pop(message).view(-1)))
+        if message in self.mail:
+            handle.finish()
+        else:
+            self.awaited[message] = handle
+        return handle
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -7,8 +7,7 @@ import pytest
 from .mutations import MUTATIONS, SHOWN_BY_PLANNED_CHANGES
 from .world import simulate
 
-MOST = 300
-"""Schedules within which each bug must be found."""
+MOST = 300  # schedules within which each bug must be found
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .fibers import Fiber
     from .loop import Hub
-    from .script import Script
+    from .schedule import Script
     from .world import World
 
 _stage: list[World] = []
@@ -41,7 +41,6 @@ class SimInterrupt(Interrupt):
     """The way to interrupt a fiber: where it computes, and nowhere else."""
 
     def __init__(self, hub: Hub) -> None:
-        assert hub.current is not None
         self.fiber: Fiber = hub.current
         self.exposed = False
         self._reachable = False
@@ -85,7 +84,6 @@ class Actor:
         self.session: Session = current()  # type: ignore[assignment]
         self.start = self.session.spec.start
         self.saved: tuple[Any, ...] | None = None
-        assert self.hub.current is not None
         self.fiber = self.hub.current
         self.loop = 0
         self.hanging = False
@@ -137,7 +135,6 @@ class Actor:
     def entered(self, state: Any) -> None:
         """A generation begins: the state must be that of a commit which the source has reported."""
         session, plan = self.session, self.session.plan
-        assert plan is not None
         self.say(f"enters generation {plan.generation} as rank {session.rank} at step {state.step}")
         self.require(session.version == max(plan.version, 0), "has another version than the plan")
         here = (state.step, state.value, state.counts)

@@ -1,61 +1,94 @@
-"""One schedule: a cluster, a job and its faults, all from one seed, and what must hold."""
+"""One schedule: a cluster, a job and its faults, all from one seed, and what must hold.
+
+Simulated are clocks, threads, processes and the network; the rest is the real code.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import importlib
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import pytest
+
+from nbelastic.cluster.kernel import preflight
+from nbelastic.cluster.payload import Modules
+from nbelastic.cluster.scheduler import job_service, plugin
+from nbelastic.cluster.worker import agent
 from nbelastic.driver.options import Options
+from nbelastic.elastic.ranks import telemetry
 from nbelastic.elastic.ranks.runtime import RankRuntime
-from nbelastic.messages import ShareSet, Sharing, StopRequested
+from nbelastic.membership import unpack_machine
+from nbelastic.messages import ProcessId, ShareSet, Sharing, StopRequested
 
 from . import user
-from .calm import Calm
 from .dask import SimScheduler
 from .exchange import Exchange
-from .faults import PLANNED, Fault, make_faults
 from .fibers import Condition
-from .invariants import WatchedMachine, check_outcome, is_endless, leftovers
+from .invariants import Calm, WatchedMachine, check_outcome, is_endless, leftovers
 from .kernels import Kernels
 from .loop import Hub, Process, Stuck
 from .network import Network
-from .script import Script, make_script
-from .stage import staged
-from .worker import SimNanny, SimWorker
+from .remote import block_on
+from .schedule import PLANNED, Fault, Script, make_faults, make_script
+from .worker import SimAgent, SimNanny, SimWorker
 
 if TYPE_CHECKING:
     from nbelastic.driver.thread import Driver
 
-LONGEST = 240.0
-"""Seconds of virtual time after the last fault in which a job must have ended."""
+fit = importlib.import_module("nbelastic.driver.fit")  # the package gives this name to a function
 
-SETTLING = 45.0
-"""Seconds of virtual time after the end in which all that was left must be gone."""
+VERSIONS = {"python": "3", "nbelastic": "1", "torch": "2", "cloudpickle": "3"}
 
-MOST_SHARED = 4
-"""Slots of a cluster that the job shares with others, which it knows by its share."""
+
+def _process() -> Any:
+    return asyncio.get_running_loop()
+
+
+def _own_process_id() -> ProcessId:
+    process = _process()
+    number = process.owner.world.processes.index(process)
+    return ProcessId(number, 1.0, process.host)
+
+
+def _machine(data: str) -> Any:
+    world = user._stage[-1]
+    world.machine = WatchedMachine(world, unpack_machine(data))
+    return world.machine
+
+
+REPLACED: list[tuple[Any, str, Any]] = [  # what only a real process has
+    (agent, "host_identity", lambda: _process().host),
+    (agent, "ignore_interrupts", lambda: lambda: None),
+    (agent, "versions", lambda: VERSIONS),
+    (agent, "own_interface", lambda hosts: next(iter(hosts))),
+    (agent, "own_process_id", _own_process_id),
+    (agent, "secede", lambda: None),
+    (agent, "get_worker", lambda: _process().owner),
+    (agent, "sync", block_on),
+    (job_service, "unpack_machine", _machine),
+    (fit, "own_versions", lambda: VERSIONS),
+    (preflight, "collect", lambda names: Modules()),
+    (plugin, "Agent", SimAgent),
+    (plugin, "start_processes_shielded", lambda: None),
+    (telemetry, "user_line", lambda thread: None),
+]
+
+LONGEST = 240.0  # seconds of virtual time after the last fault in which a job must have ended
+SETTLING = 45.0  # seconds of virtual time after the end in which all that was left must be gone
+MOST_SHARED = 4  # slots of a cluster that the job shares with others, which it knows by its share
 
 
 class World:
-    """Everything in one schedule.
+    """Everything in one schedule."""
 
-    Attributes
-    ----------
-    function : callable
-        The user's, which is sent to the workers.
-    known_errors : tuple of str
-        How errors begin that ranks may raise, beside those of all schedules.
-    hub_type : type
-        The hub's.
-    hesitations : tuple of float
-        Chances that a thread waits before it takes a lock, of which the seed chooses one.
-    """
-
-    function: Callable[[], Any] = staticmethod(user.train)
-    known_errors: tuple[str, ...] = ()
+    function: Callable[[], Any] = staticmethod(user.train)  # which is sent to the workers
+    known_errors: tuple[str, ...] = ()  # beginnings of errors that ranks may raise
     hub_type: type[Hub] = Hub
+    # Chances that a thread waits before it takes a lock, of which the seed chooses one.
     hesitations: tuple[float, ...] = (0.0, 0.1, 0.5)
 
     def __init__(
@@ -69,7 +102,7 @@ class World:
         self.god = Process(self.hub, "world", "W")
         again = chance.choice((0.0, 0.0, 0.02, 0.2))
         self.network = Network(self.hub, chance.choice((0.0005, 0.002, 0.01)), again)
-        self.exchange = self._make_exchange()
+        self.exchange = Exchange(self.network)
         self.processes: list[Process] = []
         self.busy: set[Process] = set()
         self.slow: dict[Process, float] = {}
@@ -80,7 +113,7 @@ class World:
         self.actors: dict[int, user.Actor] = {}
         self.ledger: dict[tuple[int, int, int], Any] = {}
         self.beginnings: dict[int, Any] = {}
-        self.stopped = self.scaled = False
+        self.stopped = False
         hesitation = chance.choice(self.hesitations)
         self.runtime = RankRuntime(
             connect=self.exchange.connect,
@@ -102,9 +135,6 @@ class World:
             have_others(self)
 
     # -- building -----------------------------------------------------------------------------
-
-    def _make_exchange(self) -> Exchange:
-        return Exchange(self.network)
 
     def _make_script(self) -> Script:
         return make_script(self.random)
@@ -263,16 +293,15 @@ class World:
         assert not left, f"left behind: {left}"
 
 
-def simulate(
-    seed: int, *, tracing: bool = False, planned: bool = False, shared: bool = False
-) -> World:
-    """Play one schedule; raise AssertionError where something does not hold.
+W = TypeVar("W", bound=World)
 
-    With `planned`, it has no faults but changes that everybody is told of before; with `shared`,
-    there are other jobs on the cluster.
-    """
-    with staged():
-        world = World(seed, tracing=tracing, planned=planned, shared=shared)
+
+def play(make: Callable[[], W]) -> W:
+    """Play one schedule; raise AssertionError, with the world, where something does not hold."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, replacement in REPLACED:
+            patch.setattr(module, name, replacement)
+        world = make()
         user._stage.append(world)
         try:
             world.run()
@@ -283,6 +312,13 @@ def simulate(
             user._stage.pop()
             world.close()
         return world
+
+
+def simulate(
+    seed: int, *, tracing: bool = False, planned: bool = False, shared: bool = False
+) -> World:
+    """Play a schedule: `planned` with announced changes alone, `shared` among other jobs."""
+    return play(lambda: World(seed, tracing=tracing, planned=planned, shared=shared))
 
 
 def have_others(world: World) -> None:

@@ -9,19 +9,21 @@ all ranks. So the report of a repeated step replaces the one that was rolled bac
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import numbers
 import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from nbelastic.messages import CodeLine, DataProgress, MetricsReport, RankTelemetry
-from nbelastic.system import collector_off
 
 _EXACT = 2**53
 
@@ -173,6 +175,22 @@ class ResetTimings:
             moments, self._moments = self._moments, {}
         begin = moments["noticed"]
         return {phase: round(1e3 * (t - begin), 1) for phase, t in moments.items()}
+
+
+_COLLECTOR = threading.Lock()  # held while the garbage collector is off
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Keep garbage from being collected during calls that break if another thread goes on there."""
+    with _COLLECTOR:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def user_line(thread: int) -> CodeLine | None:
