@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 import nbelastic.torch as hvd
 from nbelastic.collectives.reduction_tree import IDENTITY
 from nbelastic.data import Batch, Loader
+from nbelastic.torch.gradients import tree_sums
 from nbelastic.torch.gradients.tree_sums import add_rows, as_dense
 from tests.support.world import run_ranks
 from tests.torch.nets import bits
@@ -190,3 +191,28 @@ def test_absent_rows_change_no_bit():
         False,
         True,
     ]
+
+
+def test_only_rows_travel(monkeypatch):
+    sent = []
+    original = tree_sums._exchange
+
+    def note(communicator, share, columns, like):
+        sent.append(sum(each.numel() for each in like))
+        return original(communicator, share, columns, like)
+
+    monkeypatch.setattr(tree_sums, "_exchange", note)
+
+    def main(_context):
+        table = torch.nn.Embedding(100_000, 8, sparse=True)
+        torch.nn.init.zeros_(table.weight)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
+        words = TensorDataset(torch.arange(16))
+        for step in Loader(words, Batch(8, micro=2, exact=True), seed=1):
+            optimizer.zero_grad()
+            for (rows,) in step:
+                table(rows).sum().backward()
+            optimizer.step()
+
+    run_ranks(2, main)
+    assert sent == [8 * 8] * 4  # on each rank, in each of two steps, the eight rows of both

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import re
+import weakref
 from collections import deque
 from typing import Any
 
@@ -427,3 +428,15 @@ def test_modules_with_extra_state_and_those_of_torch_are_left_out() -> None:
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
     for module in (Saved(), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()), spectral):
         assert moved(module) == set()
+
+
+def test_tensors_of_a_step_are_not_kept_by_commits() -> None:
+    state = usual()
+    state.save()
+    for _ in range(2):
+        state.model.block.cache = hidden = torch.zeros(3)
+        state.save()
+    kept = weakref.ref(hidden)
+    state.model.block.cache = None
+    del hidden
+    assert kept() is None
