@@ -176,3 +176,28 @@ def test_a_change_is_seen_through_the_module_under_test():
     assert replaced("monkeypatch.setattr(supervision.time, 'monotonic', next)") == {"time"}
     assert replaced("monkeypatch.setattr(supervision, 'time', clock)") == set()
     assert replaced("monkeypatch.setattr(sys, 'mark', 1, raising=False)") == set()
+
+
+NEWER = {
+    "typing": {"LiteralString", "Never", "NotRequired", "Required", "Self", "TypeVarTuple"}
+    | {"Unpack", "assert_never", "assert_type", "dataclass_transform", "override", "reveal_type"},
+    "enum": {"ReprEnum", "StrEnum", "member", "nonmember", "property", "verify"},
+    "asyncio": {"Barrier", "Runner", "TaskGroup", "timeout", "timeout_at"},
+    "datetime": {"UTC"},
+    "contextlib": {"chdir"},
+    "itertools": {"batched"},
+    "tomllib": {"load", "loads"},
+}
+"""Names of the standard library that Python 3.10, the oldest supported, does not have."""
+
+
+def test_nothing_is_imported_that_the_oldest_python_lacks():
+    assert not [
+        (path, node.module, each.name)
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+        if each.name in NEWER.get(node.module or "", ())
+        and node.col_offset == 0  # else for types alone
+    ]
