@@ -53,9 +53,9 @@ def left() -> list[str]:
     return [each.name for each in threading.enumerate() if "warmup" in each.name]
 
 
-@pytest.mark.parametrize("backend", ["auto", "gloo"])
+@pytest.mark.parametrize(("backend", "met_over"), [("auto", "host"), ("gloo", "gloo")])
 def test_a_generation_formed_alone_leaves_no_thread(
-    backend: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, met_over: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect = Mock(wraps=runtime.connect)
     monkeypatch.setattr(runtime, "connect", connect)
@@ -63,7 +63,7 @@ def test_a_generation_formed_alone_leaves_no_thread(
     runtime.form_alone(terms(store.address, backend))
     store.close()
     met = [terms for (terms,), _ in connect.call_args_list]
-    assert sorted((e.rank, e.size, e.backend) for e in met) == [(0, 2, backend), (1, 2, backend)]
+    assert sorted((e.rank, e.size, e.backend) for e in met) == [(0, 2, met_over), (1, 2, met_over)]
     assert not left()
 
 
