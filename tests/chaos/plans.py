@@ -109,7 +109,7 @@ def footprint(crew: Crew) -> dict[str, int]:
     found = Counter({f"kernel: {name}": count for name, count in _our_threads().items()})
     found["kernel: event handlers"] = len(crew.client._event_handlers)
     found["kernel: futures"] = len(crew.client.futures)
-    found["shared memory"] = sum(not n.startswith("sem.mp-") for n in os.listdir("/dev/shm"))
+    found["shared memory"] = sum(not n.startswith("sem.") for n in os.listdir("/dev/shm"))
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             found[process.status()] += process.status() in ("stopped", "zombie")

@@ -81,7 +81,7 @@ def everything(crew):
     for name, value in crew.client.run_on_scheduler(scheduler_state).items():
         counts[f"scheduler: {name}"] = value
     shared = os.listdir("/dev/shm")  # killed processes of other tests leave Python's semaphores
-    counts["shared memory"] = sum(not name.startswith("sem.mp-") for name in shared)
+    counts["shared memory"] = sum(not name.startswith("sem.") for name in shared)
     counts["our threads"] = sum(t.name.startswith("nbelastic") for t in threading.enumerate())
     counts["futures"] = len(crew.client.futures)
     counts["event handlers"] = len(crew.client._event_handlers)
