@@ -111,8 +111,7 @@ SLOW = (
 )
 """Seconds each. With tests of real clusters they are left out of ``make test-fast``."""
 
-CLUSTERS = {"crew", "client", "kernel"}
-"""Fixtures that start processes."""
+CLUSTERS = {"crew", "client", "kernel"}  # fixtures that start processes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

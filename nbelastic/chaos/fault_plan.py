@@ -28,8 +28,7 @@ TICK = 0.05  # between two looks at the job
 LATE = 2.0  # that word of a commit may take
 LEAST_SPAN = 2.0  # over which a pace is measured
 
-LEAST_WELL = 2
-"""Ranks that must be well, and hold the state, before one of them is hit at random."""
+LEAST_WELL = 2  # ranks that must be well, and hold the state, before one of them is hit at random
 
 MUTE = frozenset({"kill", "close", "leave", "restart"})
 """Kinds after which no process may be left to report that it was done."""

@@ -193,8 +193,7 @@ KINDS = (
 )
 """What :func:`random` chooses from. ``leave`` is not among it: it makes the cluster smaller."""
 
-SEVERAL = 0.15
-"""How often several are hit at once."""
+SEVERAL = 0.15  # how often several are hit at once
 
 
 @dataclass(frozen=True)

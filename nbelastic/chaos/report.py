@@ -9,11 +9,8 @@ from dataclasses import dataclass, replace
 
 from nbelastic.driver import HistoryEvent
 
-HARMLESS = frozenset({"slow", "disk", "pause"})
-"""Kinds that need no recovery."""
-
-SLACK = 0.05
-"""Seconds by which the loss of a rank may be known before the word that it was hit."""
+HARMLESS = frozenset({"slow", "disk", "pause"})  # kinds that need no recovery
+SLACK = 0.05  # seconds by which the loss of a rank may be known before the word that it was hit
 
 
 @dataclass(frozen=True)

@@ -29,27 +29,17 @@ if TYPE_CHECKING:
 
 _NUMBERS = struct.Struct("<qq")
 _DIGEST = 16
-RECORD = _DIGEST + _NUMBERS.size
-"""Bytes that each rank sends to compare an operation."""
-
-_HEADLINE = 200
-"""Maximum length of the headline that precedes a record through shared memory."""
-
-_LONG = 1000
-"""Length from which a description's digest is not cached."""
-
-_MAX_SIDES = 4
-"""Number of different descriptions that an error names."""
+RECORD = _DIGEST + _NUMBERS.size  # bytes that each rank sends to compare an operation
+_HEADLINE = 200  # maximum length of the headline that precedes a record through shared memory
+_LONG = 1000  # length from which a description's digest is not cached
+_MAX_SIDES = 4  # number of different descriptions that an error names
 
 
 apart: list[Callable[[Communicator, str, int], list[int]]] = []
 """What compares apart from operations; the coordination of operations, which can, adds it."""
 
-_CONTEXT = 3
-"""Number of operations in a row by which a history finds its place."""
-
-_MOST_KEPT = 4096
-"""Number of operations from which a history forgets its first half."""
+_CONTEXT = 3  # number of operations in a row by which a history finds its place
+_MOST_KEPT = 4096  # number of operations from which a history forgets its first half
 
 
 class History:

@@ -97,8 +97,7 @@ class GroupOwner(abc.ABC):
             self._thread.join(limit_s)
 
 
-living: set[GroupOwner] = set()
-"""The owners whose groups have not ended."""
+living: set[GroupOwner] = set()  # the owners whose groups have not ended
 
 
 @atexit.register

@@ -23,8 +23,7 @@ from nbelastic.errors import CollectiveError
 HOST_VARIABLE = "NBELASTIC_HOST"
 """Environment variable that splits one machine into several hosts, for tests of placement."""
 
-VERSION = 6
-"""Of the capabilities, and of the protocol between the ranks of a host."""
+VERSION = 6  # of the capabilities, and of the protocol between the ranks of a host
 
 
 def host_identity() -> str:

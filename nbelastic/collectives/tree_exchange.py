@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     Exchange: TypeAlias = Callable[[Tensors, Tensors], Handle]
 
-_LINE = 16
-"""Shares begin at multiples of so many elements."""
+_LINE = 16  # shares begin at multiples of so many elements
 
 # With smaller chunks each message costs more than it hides, with one chunk nothing is hidden.
 _CHUNK_BYTES = 4 << 20
@@ -36,8 +35,7 @@ _CHUNK_BYTES = 4 << 20
 _ROOM_BYTES = 64 << 20
 """Most memory for chunks of all nodes. Many micro-batches on uneven blocks make many nodes."""
 
-_LEAST_BYTES = 64 << 10
-"""Length of a chunk below which messages are mostly overhead."""
+_LEAST_BYTES = 64 << 10  # length of a chunk below which messages are mostly overhead
 
 _SERIAL = 32_000
 """Elements that are added at a time: few enough for torch not to start threads of its own."""

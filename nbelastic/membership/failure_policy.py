@@ -19,9 +19,7 @@ from nbelastic.messages import Counted, Exclusion, Limits, RepeatedError, Slot, 
 
 SAME_ERROR = 2  # times that ranks themselves end a generation with one error at one commit
 
-SAME_KIND = 4
-"""Times in a row, without progress, of one kind of setback: see :class:`Counted`."""
-
+SAME_KIND = 4  # times in a row, without progress, of one kind of setback: see :class:`Counted`
 ANY_KIND = 20  # resets in a row after faults of any kind, without a commit
 
 REPEATED_COMMITS = 1

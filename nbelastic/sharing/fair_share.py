@@ -44,8 +44,7 @@ class SlotGroup:
     jobs: frozenset[str] | None = None  # that can use them; None: all
 
 
-Node: TypeAlias = "str | tuple[str, str] | int"
-"""A job, a job on a host, or a group of slots."""
+Node: TypeAlias = "str | tuple[str, str] | int"  # a job, a job on a host, or a group of slots
 
 
 class Allocation:

@@ -13,14 +13,9 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.server import LabServer
 
-KERNEL = "Python 3 (ipykernel)"
-"""What the kernel is called."""
-
-PATIENCE_S = 30.0
-"""How long a person waits for anything, unless the test says otherwise."""
-
-ENOUGH_S = 90.0
-"""How long a cluster may take to start what a job asks for."""
+KERNEL = "Python 3 (ipykernel)"  # what the kernel is called
+PATIENCE_S = 30.0  # how long a person waits for anything, unless the test says otherwise
+ENOUGH_S = 90.0  # how long a cluster may take to start what a job asks for
 
 WATCH = """() => {
     window.worlds = [];

@@ -19,8 +19,7 @@ from tests.support.world import StaticContext
 
 from .programs import FIELDS, Program, Step
 
-LIMIT_S = 30.0
-"""How long a program may take."""
+LIMIT_S = 30.0  # how long a program may take
 
 
 class Raised(Exception):

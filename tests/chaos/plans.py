@@ -21,8 +21,7 @@ KINDS = (*chaos.KINDS, "leave")
 GONE = ("closed", "failed")
 LATE = "ranks ended before they returned"
 """How a job fails, as promised, if a rank is lost after the loop, when others have returned."""
-PATIENCE = 90.0
-"""Seconds that a job may take longer than undisturbed before it counts as hanging."""
+PATIENCE = 90.0  # seconds that a job may take longer than undisturbed before it counts as hanging
 STALL_TIMEOUT = 3.0
 FORGOTTEN = 1.5 * STALL_TIMEOUT + 30
 """Seconds after which Gloo's operations time out, and with them the last thread of a cut group.

@@ -41,8 +41,7 @@ class FakeMemory:
             os.close(self._descriptor)
 
 
-living: list[FakeMemory] = []
-"""All memory of this process that was not closed yet."""
+living: list[FakeMemory] = []  # all memory of this process that was not closed yet
 
 
 class _Late(TorchDispatchMode):

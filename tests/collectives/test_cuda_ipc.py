@@ -26,8 +26,7 @@ from tests.support.bits import bits
 
 pytestmark = needs_core
 
-SOON_S = 5.0
-"""Shorter than what an operation may take."""
+SOON_S = 5.0  # shorter than what an operation may take
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ from tests.collectives.worlds import PATIENCE_S, descriptors, eventually, needs_
 
 pytestmark = needs_core
 
-SOON_S = 5.0
-"""Bounded: half as long as forming may take."""
+SOON_S = 5.0  # bounded: half as long as forming may take
 
 
 its = partial(terms, size=3, generation=1, secret=SECRET, timeout_s=PATIENCE_S)

@@ -30,8 +30,7 @@ from tests.support.logs import own_records
 
 pytestmark = needs_core
 
-SOON_S = 5.0
-"""Bounded: half as long as forming may take."""
+SOON_S = 5.0  # bounded: half as long as forming may take
 
 
 def on(hosts, backend="auto"):

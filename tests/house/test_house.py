@@ -17,10 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "nbelastic", ROOT / "tests"
-MODULES = 14
-"""Most modules of a folder, without its door; a room that has more gets sub-rooms."""
-LINES = 60
-"""Fewest of a module that is no door; a smaller one belongs into its user."""
+MODULES = 14  # most modules of a folder, without its door; a room that has more gets sub-rooms
+LINES = 60  # fewest of a module that is no door; a smaller one belongs into its user
 DOORS = {"cli/entry.py", "tensorflow/elastic.py", "torch/elastic/sampler.py"}
 """Doors that import little, or have Horovod's names."""
 

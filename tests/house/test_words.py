@@ -66,8 +66,7 @@ def test_the_check_finds_what_it_looks_for():
 
 
 CHAIN = re.compile(r"\b(which|that|what|who|one|those|it|them|others|there|such)\b", re.IGNORECASE)
-MOST_CHAINED = 0.03
-"""Share of a room's docstrings whose first line may have two of these words."""
+MOST_CHAINED = 0.03  # share of a room's docstrings whose first line may have two of these words
 
 
 def first_lines(source):

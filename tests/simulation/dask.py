@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from .worker import SimWorker
     from .world import World
 
-KEEPER = "fire-and-forget"
-"""Dask's own client of tasks that nobody waits for."""
+KEEPER = "fire-and-forget"  # Dask's own client of tasks that nobody waits for
 
 
 @dataclass(eq=False)

@@ -31,8 +31,7 @@ NOT_RUN = {
 }
 """Tests that are left out, with the reason. Gloo's own back end passes the first five."""
 
-MOST_OK = 95
-"""Fewest tests that run and pass; the others skip themselves, as most need GPUs."""
+MOST_OK = 95  # fewest tests that run and pass; the others skip themselves, as most need GPUs
 
 
 def prepare(directory: str, rank: int, size: int) -> type:

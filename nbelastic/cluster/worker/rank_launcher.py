@@ -40,9 +40,7 @@ from .rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
 
-METHOD = "fork" if LINUX else "spawn"
-"""How ranks begin. Frameworks of macOS do not work in a fork."""
-
+METHOD = "fork" if LINUX else "spawn"  # how ranks begin. Frameworks of macOS do not work in a fork
 STUCK_S = 15.0  # that a template may take to fork a server for a rank
 IMPORT_S = 300.0  # that it may take to import torch, from a slow disk
 

@@ -104,8 +104,7 @@ def leave_on_user_signals(leave: Callable[[str], None]) -> Undo:
 _nannies: weakref.WeakSet[Nanny] = weakref.WeakSet()
 """The nannies of this process that pass on signals."""
 
-_stop_passing: list[Undo] = []
-"""What undoes that, if anything does."""
+_stop_passing: list[Undo] = []  # what undoes that, if anything does
 
 
 def pass_on_user_signals(on: bool, dask_worker: Nanny) -> None:

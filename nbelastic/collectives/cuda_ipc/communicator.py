@@ -66,8 +66,7 @@ OPEN_LIMIT_S = 10.0
 CLOSE_LIMIT_S = 2.0
 """The same when it is closed. Past it, memory of peers stays mapped until the process ends."""
 
-_LINE = 128
-"""Slices begin at multiples of so many elements."""
+_LINE = 128  # slices begin at multiples of so many elements
 
 _PROBE_BYTES = 64
 

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     Calls = Callable[[NcclLibrary, int, int], None]
 
-CLOSE_LIMIT_S = 2.0
-"""Limit for the executor to leave a call when the communicator is closed."""
+CLOSE_LIMIT_S = 2.0  # limit for the executor to leave a call when the communicator is closed
 
 
 class NcclCommunicator(DeviceCommunicator):

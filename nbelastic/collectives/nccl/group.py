@@ -41,8 +41,7 @@ FORMING_LIMIT_S = 30.0
 ENDING_LIMIT_S = 15.0
 """Limit for an abort, which takes a second. Past it, the process does without NCCL."""
 
-FINALIZE_LIMIT_S = 5.0
-"""Limit for what a peer has still to receive when the communicator is closed."""
+FINALIZE_LIMIT_S = 5.0  # limit for what a peer has still to receive when the communicator is closed
 
 IN_USE_LIMIT_S = 2.0
 """Limit for a call under way at an abort, which does not wait for it any longer."""

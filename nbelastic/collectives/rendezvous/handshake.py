@@ -31,14 +31,12 @@ PROOF_BYTES = hashlib.sha256().digest_size
 MAGIC = b"nbe5"
 GREETING = struct.Struct(f"!4s{NONCE_BYTES}s")
 LENGTH = struct.Struct("!I")
-MAX_BODY_BYTES = 1 << 20
-"""Of a client's message. That of a server has those of all clients."""
+MAX_BODY_BYTES = 1 << 20  # of a client's message. That of a server has those of all clients
 
 REQUEST_LIMIT_S = 30.0
 """Limit for a connection's first message. A rank's process may stand still for a while."""
 
-MAX_UNAUTHENTICATED = 128
-"""Connections without a complete message at a time."""
+MAX_UNAUTHENTICATED = 128  # connections without a complete message at a time
 
 _SEND_TIMEOUT_S = 5.0
 

@@ -35,8 +35,7 @@ from nbelastic.elastic.checkpoint.format import (
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.errors import NbelasticError
 
-KEPT = 2
-"""Checkpoints of a loop that are kept: the newest two."""
+KEPT = 2  # checkpoints of a loop that are kept: the newest two
 
 _RUN = re.compile(r"run-(\d{4,})-([0-9a-z]+)")
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors")

@@ -29,11 +29,8 @@ from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.errors import NbelasticError
 
 FORMAT = 7
-CHECKSUM = "nbelastic.checksum"
-"""Name of the tensor that holds the digest."""
-
-PICKLE = "nbelastic.pickle"
-"""Name of the tensor that holds all values but tensors."""
+CHECKSUM = "nbelastic.checksum"  # name of the tensor that holds the digest
+PICKLE = "nbelastic.pickle"  # name of the tensor that holds all values but tensors
 
 _NAMES = {
     **{"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
@@ -47,8 +44,7 @@ _NUMBERS = ("loop", "generation", "version", "size")
 _FORMAT_KEY = "nbelastic"
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
-_LONGEST_HEADER = 100_000_000
-"""Bytes; readers of safetensors refuse a longer one."""
+_LONGEST_HEADER = 100_000_000  # bytes; readers of safetensors refuse a longer one
 _ALIGNMENT = 8
 _DIGEST_BYTES = 16
 _CHUNK_BYTES = 4 << 20

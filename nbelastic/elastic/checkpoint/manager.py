@@ -38,11 +38,8 @@ T = TypeVar("T")
 ABANDON_WAIT = 2.0
 """Most seconds to wait for a thread after cancelling it: a file system may never return."""
 
-LAST_WAIT = 600.0
-"""Most seconds that the end of a loop waits for its last checkpoint."""
-
-MOST_NAMES = 5
-"""Settings that a report names."""
+LAST_WAIT = 600.0  # most seconds that the end of a loop waits for its last checkpoint
+MOST_NAMES = 5  # settings that a report names
 
 OTHER_SETTINGS = (
     "settings of the checkpoint that are not those of the function: {}. The checkpoint's hold. To "
@@ -50,8 +47,7 @@ OTHER_SETTINGS = (
     "from nbelastic.load_checkpoint()"
 )
 
-STOP_WAIT = 5.0
-"""Most seconds that a rank which is stopped at a commit takes to write it."""
+STOP_WAIT = 5.0  # most seconds that a rank which is stopped at a commit takes to write it
 
 
 @dataclass(frozen=True, kw_only=True)

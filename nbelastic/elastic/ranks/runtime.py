@@ -101,8 +101,7 @@ def _take_part(terms: Rendezvous) -> None:
             communicator.close()
 
 
-DEFAULT_RUNTIME = RankRuntime(probe=unreachable, form_alone=form_alone)
-"""Real threads and sockets."""
+DEFAULT_RUNTIME = RankRuntime(probe=unreachable, form_alone=form_alone)  # real threads and sockets
 
 
 PATIENCE = 2  # plans in a row that do not form before peers are probed: a single one is chance

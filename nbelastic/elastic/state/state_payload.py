@@ -23,8 +23,7 @@ from nbelastic.pickling import Pickler
 if TYPE_CHECKING:
     import torch
 
-_ALIGNMENT = 64
-"""A cache line, because received tensors are used in place."""
+_ALIGNMENT = 64  # a cache line, because received tensors are used in place
 
 _SLACK_BYTES = 1 << 20
 """Bytes that descriptions and padding of a state may take in addition to its tensors."""

@@ -31,14 +31,12 @@ if TYPE_CHECKING:
 
     from nbelastic.collectives import Communicator, Handle
 
-CHUNK_BYTES = 16 << 20
-"""How much is sent at a time."""
+CHUNK_BYTES = 16 << 20  # how much is sent at a time
 
 DEVICE_CHUNK_BYTES = 64 << 20
 """How much is broadcast at a time between devices; a rank that needs none of it has so much."""
 
-_AHEAD = 2
-"""Chunks under way at a time."""
+_AHEAD = 2  # chunks under way at a time
 
 _SLOT_BYTES = 1024
 _LENGTH_BYTES = 8

@@ -27,8 +27,7 @@ from nbelastic.messages import AnyMessage, JobPayload, Message, RankEvent, decod
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.runtime import RankSpec
 
-HEADER = struct.Struct("=Q")
-"""Length of the frame that follows."""
+HEADER = struct.Struct("=Q")  # length of the frame that follows
 
 
 @dataclass(frozen=True)

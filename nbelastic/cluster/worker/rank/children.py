@@ -22,8 +22,7 @@ import psutil
 
 from nbelastic.system import LINUX
 
-GROUP_LIMIT_S = 1.0
-"""Seconds that what a rank has started may take to end after it."""
+GROUP_LIMIT_S = 1.0  # seconds that what a rank has started may take to end after it
 
 RETURNED = 77
 """Exit status of a rank whose function has returned. Its server waits for its children."""
