@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dask.utils import parse_bytes
 
-from nbelastic import messages as ev
+from nbelastic import messages as m
 from nbelastic.cluster import JobLog, Modules, Returned
 from nbelastic.driver import display
 from nbelastic.driver.metrics import MetricsAggregator
@@ -89,11 +89,11 @@ class KernelLog(JobLog):
                 return (commit, number), rows
         return (-1, -1), 0
 
-    def in_words(self, reason: ev.Reason) -> str:
+    def in_words(self, reason: m.Reason) -> str:
         """Return a reason in words, with the lines of code last executed by its ranks, if any."""
-        if isinstance(reason, ev.ReturnedEarly):
+        if isinstance(reason, m.ReturnedEarly):
             return reason.at([_code_place(line) for line in reason.lines])
-        if not isinstance(reason, ev.NotReady):
+        if not isinstance(reason, m.NotReady):
             return str(reason)
         return reason.at({start: _code_place(each.line) for start, each in self._latest.items()})
 
@@ -107,7 +107,7 @@ class KernelLog(JobLog):
         super()._note_rank(start, rank, worker)
         self.highest_rank = max(rank, self.highest_rank or 0)
 
-    def _add(self, record: ev.Record) -> None:
+    def _add(self, record: m.Record) -> None:
         detail = record.detail
         if record.reason is not None:
             error = None if record.start is None else self.failures.get(record.start)
@@ -135,23 +135,21 @@ class KernelLog(JobLog):
         with self._lock:
             problem = self._kept.add(Output(start, self.latest_rank(start), text), write=write)
         if problem:
-            self.note(ev.Record("warning", detail=problem))
+            self.note(m.Record("warning", detail=problem))
 
     def note_gap(self, start: int) -> None:
         """Note that output of ranks is missing from here on, because this kernel did not read."""
         self.note_output(start, f"[{OUTPUT_GAP}]\n")
-        self.note(ev.Record("warning", detail=OUTPUT_GAP))
+        self.note(m.Record("warning", detail=OUTPUT_GAP))
 
-    def note_telemetry(
-        self, ranks: Iterable[ev.RankTelemetry], members: Iterable[int] = ()
-    ) -> None:
+    def note_telemetry(self, ranks: Iterable[m.RankTelemetry], members: Iterable[int] = ()) -> None:
         ranks = tuple(ranks)
         self._latest.update((each.start, each) for each in ranks)
         elapsed = self.elapsed
         self.metrics.take(elapsed, ranks)
         self.metrics.note_pace(elapsed, self.metrics.total(members))
 
-    def adopt(self, started: float, contents: ev.LogContents) -> None:
+    def adopt(self, started: float, contents: m.LogContents) -> None:
         """Take over the scheduler's log of a job."""
         self._began = steady_time() - max(self._now() - started, 0.0)
         self.started = started
@@ -171,21 +169,21 @@ class KernelLog(JobLog):
             self._add(record)
 
 
-def _code_place(line: ev.CodeLine | None) -> str:
+def _code_place(line: m.CodeLine | None) -> str:
     """Return a line of code in words: its cell or file, its number, and its function."""
     if line is None:
         return ""
     return f"{display.label(line.file) or line.file}, line {line.line}, in {line.function}"
 
 
-def history_detail(reason: ev.Reason | None, *, executing: str = "", raised: str = "") -> str:
+def history_detail(reason: m.Reason | None, *, executing: str = "", raised: str = "") -> str:
     """Return the detail of a history entry, with the known lines of its rank."""
-    if isinstance(reason, ev.RankError):
+    if isinstance(reason, m.RankError):
         return reason.at(raised)
-    if not isinstance(reason, ev.Lost):
+    if not isinstance(reason, m.Lost):
         return str(reason or "")
     words = reason.cause
-    if reason.reason in (ev.LossReason.STALLED, ev.LossReason.NOT_READY) and executing:
+    if reason.reason in (m.LossReason.STALLED, m.LossReason.NOT_READY) and executing:
         return f"{words}; it was executing {executing}"
     return f"{words}; raised at {raised}" if raised else words
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, wait
 from typing import Any
 
-from nbelastic import messages as ev
+from nbelastic import messages as m
 from nbelastic.cluster import JobClient
 from nbelastic.driver.kernel_log import KernelLog
 from nbelastic.driver.options import Options
@@ -79,7 +79,7 @@ class Driver:
         self.log = KernelLog(name)
         self.ended: float | None = None
         self.future: Future[list[Any]] = Future()
-        self.chaos: Callable[[ev.FaultReport], None] | None = None
+        self.chaos: Callable[[m.FaultReport], None] | None = None
         self.owns_cluster = False
         self.variables: MutableMapping[str, Any] = {}  # of the function, here
         self.options = options
@@ -91,14 +91,14 @@ class Driver:
         self._chance = chance
         self._lock = threading.Lock()
         self._slots: dict[int, str] = {}
-        self._wishes: list[ev.Event] = []
+        self._wishes: list[m.Event] = []
         self._seen_workers: set[Any] = set()
         self._closed_workers: set[Any] = set()
         self._look_at = 0.0
         self._seq = 0
         self.detached = self._away = False
         self._now, self._looked = 0.0, clock()  # the job's time, and the last look at the clock
-        self._outcome: ev.Outcome | None = None
+        self._outcome: m.Outcome | None = None
         self._thread = threading.Thread(
             target=self.run, name=f"nbelastic-driver-{name}", daemon=True
         )
@@ -109,16 +109,16 @@ class Driver:
         self.job_client = job_client
         self._thread.start()
 
-    def tell(self, event: ev.Event) -> None:
+    def tell(self, event: m.Event) -> None:
         """Put an event of the user on the queue."""
         self._wishes.append(event)
         self._inbox.put(event)
-        if self.ended is not None and isinstance(event, ev.StopRequested):
+        if self.ended is not None and isinstance(event, m.StopRequested):
             abandon(self.future, self.name, event)  # the thread has ended
 
-    def receive(self, message: ev.ToDriver) -> None:
+    def receive(self, message: m.ToDriver) -> None:
         """Put a message from the cluster on the queue. Called in the client's event loop."""
-        if not isinstance(message.message, ev.FaultReport):
+        if not isinstance(message.message, m.FaultReport):
             self._inbox.put(message)
         elif self.chaos is not None:
             self.chaos(message.message)
@@ -133,7 +133,7 @@ class Driver:
             figures = dict(
                 zip(("commit", "number", "rows"), map(float, (*sent, rows)), strict=True)
             )
-            self._inbox.put(ev.RankNote(ev.KERNEL, "logged", name, figures))
+            self._inbox.put(m.RankNote(m.KERNEL, "logged", name, figures))
 
     # -- for all threads -----------------------------------------------------------------------
 
@@ -161,30 +161,30 @@ class Driver:
     def _loop(self) -> None:
         while self._outcome is None and not self.detached:
             self._look_at_workers()
-            item: ev.Event | ev.ToDriver | Callable[[], object] | None
+            item: m.Event | m.ToDriver | Callable[[], object] | None
             try:
                 item = self._inbox.get(timeout=TICK)
             except queue.Empty:
                 item = self._look_at_connection()
-            if isinstance(item, ev.Event):
+            if isinstance(item, m.Event):
                 self._step(item)
-            elif isinstance(item, ev.ToDriver):
+            elif isinstance(item, m.ToDriver):
                 if item.epoch == self.job_client.epoch:
                     self._take(item.message)
             elif item is not None:
                 item()
 
-    def _step(self, event: ev.Event, seq: int = 0) -> None:
+    def _step(self, event: m.Event, seq: int = 0) -> None:
         """Make the machine decide, and send the step; `seq` is the event's number, 0 without."""
         with self._lock:
             looked, self._looked, chance = self._looked, self._clock(), self._chance()
             self._now += min(self._looked - looked, MOST_COUNTED)
             effects = self._machine.handle(event, self._now, chance)
             size = self._machine.roster.size
-        outcome = next((each.outcome for each in effects if isinstance(each, ev.End)), None)
-        if outcome is not None and isinstance(event, ev.Tick) and not self._is_over():
+        outcome = next((each.outcome for each in effects if isinstance(each, m.End)), None)
+        if outcome is not None and isinstance(event, m.Tick) and not self._is_over():
             return
-        if isinstance(event, ev.ClusterGone):
+        if isinstance(event, m.ClusterGone):
             outcome = self._machine.roster.outcome  # it may have been known, and not published
         self.job_client.step(self._now, chance, seq, None if seq else event)
         for effect in effects:  # the scheduler carries them out
@@ -199,18 +199,18 @@ class Driver:
         self._attach_again()
         return self._machine is machine and not self._away and not self.detached
 
-    def _look_at_connection(self) -> ev.Event | None:
+    def _look_at_connection(self) -> m.Event | None:
         status, was_away = self.job_client.status, self._away
         self._away = status == "connecting"
         if status == "running" and was_away:
             self._attach_again()  # before anything is decided by what was known then
         elif status == "running":
-            return ev.Tick()
+            return m.Tick()
         if status in ("running", "connecting"):
             if self._away:  # time does not count until it is clear what has become of the job
                 self._looked = self._clock()
             return None
-        return ev.ClusterGone(
+        return m.ClusterGone(
             f"the Dask client is {status}; if its scheduler lives, the job goes on there for up to "
             f"{self.options.lease:g} s: nbelastic.attach({self.name!r}, cluster=...) takes it over"
         )
@@ -227,11 +227,11 @@ class Driver:
             self.job_client.start_again()
         elif new:
             names = ", ".join(sorted(map(str, new)))
-            self.log.note(ev.Record("warning", detail=CLOSED_FOR_GOOD.format(names=names)))
+            self.log.note(m.Record("warning", detail=CLOSED_FOR_GOOD.format(names=names)))
 
     # -- taking a job over ---------------------------------------------------------------------
 
-    def adopt(self, handover: ev.JobHandover) -> None:
+    def adopt(self, handover: m.JobHandover) -> None:
         """Take over a job as the scheduler has it; see :meth:`JobClient.attach`."""
         with self._lock:
             self._machine = unpack_machine(handover.machine)
@@ -254,39 +254,39 @@ class Driver:
         except ClusterLost:
             self._away = True  # look again; the connection may be gone again
             return
-        if isinstance(answer, ev.JobHandover):
+        if isinstance(answer, m.JobHandover):
             self.adopt(answer)
             for wish in self._wishes:
                 self._inbox.put(wish)
         elif answer.problem == "taken":
             self.detached = True
         else:
-            self._step(ev.ClusterGone("the scheduler was restarted, or has given the job up"))
+            self._step(m.ClusterGone("the scheduler was restarted, or has given the job up"))
 
-    def _take(self, message: ev.Message) -> None:
+    def _take(self, message: m.Message) -> None:
         """Take in a message from the cluster that is meant for this driver."""
-        if isinstance(message, ev.DriverReplaced):
+        if isinstance(message, m.DriverReplaced):
             self._attach_again()
-        elif isinstance(message, ev.JobEvent):
+        elif isinstance(message, m.JobEvent):
             self._take_event(message)
-        elif isinstance(message, ev.SlotGranted):
+        elif isinstance(message, m.SlotGranted):
             self._begin(message)
-        elif isinstance(message, ev.RankOutput):
+        elif isinstance(message, m.RankOutput):
             if message.gap:
                 self.log.note_gap(message.start)
             self.log.note_output(message.start, message.text)
-        elif isinstance(message, ev.TelemetryBatch):
+        elif isinstance(message, m.TelemetryBatch):
             members = self._machine.roster.members()
             self.log.note_telemetry(message.ranks, [rank.start for rank in members])
-        elif isinstance(message, ev.WorkerRefused):
-            self.log.note(ev.Record("refused", worker=message.worker, detail=message.reason))
+        elif isinstance(message, m.WorkerRefused):
+            self.log.note(m.Record("refused", worker=message.worker, detail=message.reason))
 
-    def _take_event(self, message: ev.JobEvent) -> None:
+    def _take_event(self, message: m.JobEvent) -> None:
         if message.seq <= self._seq:
             return  # sent twice
         self._seq = message.seq
         self.log.note_event(message.event, message.result, message.error)
-        if isinstance(message.event, ev.SlotGone):
+        if isinstance(message.event, m.SlotGone):
             for start, at in list(self._slots.items()):
                 if at == message.event.slot:  # Dask would keep tasks pinned to it for ever
                     self._slots.pop(start)
@@ -295,7 +295,7 @@ class Driver:
 
     # -- tasks ---------------------------------------------------------------------------------
 
-    def _begin(self, granted: ev.SlotGranted) -> None:
+    def _begin(self, granted: m.SlotGranted) -> None:
         """Start a rank whose slot was granted, unless it has been given up meanwhile."""
         start, roster = granted.start, self._machine.roster
         rank = roster.ranks.get(start)
@@ -337,4 +337,4 @@ class Driver:
             problem = "no rank has written its part: all workers and the kernel must see the path"
         except OSError as error:
             problem = f"it cannot be written: {error}"
-        self.log.note(ev.Record("warning", detail=f"there is no timeline at {path}\n{problem}"))
+        self.log.note(m.Record("warning", detail=f"there is no timeline at {path}\n{problem}"))

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from nbelastic import messages as ev
-from nbelastic import messages as why
+from nbelastic import messages as m
 
 from . import rules
 from .failure_policy import SAME_KIND, ErrorReport, FailurePolicy, Setback
@@ -26,7 +25,7 @@ from .roster import Roster
 TICK = 0.25  # seconds after which a `Tick` is handed in, if nothing else happens
 
 _HANDLERS = {
-    kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in ev.leaves(ev.Event)
+    kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in m.leaves(m.Event)
 }
 
 
@@ -46,20 +45,20 @@ class Machine:
     8. A fault on one worker costs the others no more than the batch in flight.
     """
 
-    def __init__(self, limits: ev.Limits) -> None:
+    def __init__(self, limits: m.Limits) -> None:
         self.roster = Roster(limits=limits, policy=FailurePolicy.of(limits))
         self._chance = 0.0
-        self._effects: list[ev.Effect] = []
+        self._effects: list[m.Effect] = []
 
-    def handle(self, event: ev.Event, now: float, chance: float = 0.0) -> list[ev.Effect]:
+    def handle(self, event: m.Event, now: float, chance: float = 0.0) -> list[m.Effect]:
         """Process one event and return the effects; `chance` is from 0 up to 1."""
         self._chance, self._effects = chance, []
         roster = self.roster
         roster.now = max(now, roster.now)
         if roster.phase != Phase.ENDED:
-            handler: Callable[[ev.Event], None] = getattr(self, _HANDLERS[type(event)])
+            handler: Callable[[m.Event], None] = getattr(self, _HANDLERS[type(event)])
             handler(event)
-            due = isinstance(event, ev.Tick) or roster.now >= roster.advanced + TICK
+            due = isinstance(event, m.Tick) or roster.now >= roster.advanced + TICK
             if due:
                 roster.advanced = roster.now
                 roster.note_commits()
@@ -68,7 +67,7 @@ class Machine:
                 self._advance()
         return self._effects
 
-    def _needs_nothing(self, event: ev.Event) -> bool:
+    def _needs_nothing(self, event: m.Event) -> bool:
         return rules.needs_nothing(self.roster, event)
 
     @property
@@ -77,19 +76,19 @@ class Machine:
 
     # -- events: slots -------------------------------------------------------------------------
 
-    def _on_slots_found(self, event: ev.SlotsFound) -> None:
+    def _on_slots_found(self, event: m.SlotsFound) -> None:
         for slot in event.slots:
             if slot.id not in self.roster.departing:
                 self.roster.find_slot(slot)
 
-    def _on_workers_unused(self, event: ev.WorkersUnused) -> None:
+    def _on_workers_unused(self, event: m.WorkersUnused) -> None:
         before = rules.held_up(self.roster)
         self.roster.unused = list(event.workers)
         for rank in before:
             if rank not in rules.held_up(self.roster):
                 rank.since = self._now
 
-    def _on_slot_busy(self, event: ev.SlotBusy) -> None:
+    def _on_slot_busy(self, event: m.SlotBusy) -> None:
         roster = self.roster
         roster.drop_slot(event.slot)
         for rank in roster.on_slot(event.slot):
@@ -98,7 +97,7 @@ class Machine:
         if not roster.ranks and roster.plan is None:
             roster.launched = False
 
-    def _on_slot_leaving(self, event: ev.SlotLeaving) -> None:
+    def _on_slot_leaving(self, event: m.SlotLeaving) -> None:
         if event.notice is not None and event.notice.soft:
             if event.slot not in self.roster.departing:
                 self._note_notice(event.slot, event.notice)
@@ -107,19 +106,19 @@ class Machine:
         if event.notice is not None:
             self._note_notice(event.slot, event.notice)
         for rank in self.roster.on_slot(event.slot):
-            urgent = event.soon or rank.leave_reason == why.EndReason.SHARED
+            urgent = event.soon or rank.leave_reason == m.EndReason.SHARED
             asked = rank.leaving and not (urgent and not rank.leave_sent)
             stay, gone = self._time_of(event)
             if not asked and rank.stage not in (Stage.ENDING, Stage.RETURNED):
-                self._ask_to_leave(rank, why.EndReason.WORKER_LEAVING, stay=stay, gone=gone)
+                self._ask_to_leave(rank, m.EndReason.WORKER_LEAVING, stay=stay, gone=gone)
             elif rank.leaving:  # it may have less time than it had
                 rank.leave_deadline = min(rank.leave_deadline, self._now + stay)
                 rank.gone_at = min(rank.gone_at, self._now + gone)
         there = self.roster.counted.staying or self.roster.limits.checkpoint or self.roster.stopping
         if event.notice is not None and not there and rules.last_holders(self.roster):
-            self._warn(why.NONE_STAYS)
+            self._warn(m.NONE_STAYS)
 
-    def _time_of(self, event: ev.SlotLeaving) -> tuple[float, float]:
+    def _time_of(self, event: m.SlotLeaving) -> tuple[float, float]:
         """Return how long last holders may stay, and after how long the worker is gone."""
         if event.soon:
             return 0.0, rules.SOON
@@ -128,7 +127,7 @@ class Machine:
         left = max(event.notice.seconds, 0.0)
         return rules.time_to_stay(self.roster, left), max(left - rules.MARGIN, rules.SOON)
 
-    def _note_notice(self, slot: str, notice: why.Notice) -> None:
+    def _note_notice(self, slot: str, notice: m.Notice) -> None:
         """Note the end of a worker with ranks, or a worker's risk."""
         roster, ranks = self.roster, self.roster.on_slot(slot)
         known = slot in (roster.at_risk if notice.soft else roster.notices)
@@ -139,7 +138,7 @@ class Machine:
         for rank in [] if known else ranks:
             self._record("notice", rank, notice)
 
-    def _on_slot_stays(self, event: ev.SlotStays) -> None:
+    def _on_slot_stays(self, event: m.SlotStays) -> None:
         roster = self.roster
         risk = roster.at_risk.pop(event.slot, None)
         if roster.departing.pop(event.slot, None) is None and risk is None:
@@ -149,51 +148,51 @@ class Machine:
             if notice is not None:
                 self._record("notice", rank, replace(notice, revoked=True, seconds=0.0))
             asked = rank.leave_sent or rank.stage == Stage.ENDING
-            if rank.leaving and not asked and rank.leave_reason == why.EndReason.WORKER_LEAVING:
+            if rank.leaving and not asked and rank.leave_reason == m.EndReason.WORKER_LEAVING:
                 rank.leaving = False
                 roster.find_slot(rank.slot)
 
-    def _on_slot_gone(self, event: ev.SlotGone) -> None:
+    def _on_slot_gone(self, event: m.SlotGone) -> None:
         self.roster.depart(event.slot)
         self.roster.notices.pop(event.slot, None)
         dead = self.roster.dead.items()
         self.roster.dead = {start: slot for start, slot in dead if slot.id != event.slot}
         for rank in self.roster.on_slot(event.slot):
             self._warn_if_late(rank)
-            self._lose(rank, why.Lost(self.roster.id(rank), event.reason, event.detail))
+            self._lose(rank, m.Lost(self.roster.id(rank), event.reason, event.detail))
 
     def _warn_if_late(self, rank: Rank) -> None:
         """Warn, once, of a rank that had time to leave and has not come to a commit."""
         asked, waited = rank.leave_sent, self._now - rank.leave_since
         if rank.stage != Stage.MEMBER or self.roster.phase != Phase.RUNNING:
             return
-        known = any(isinstance(each, why.GoneBeforeCommit) for each in self.roster.warnings)
+        known = any(isinstance(each, m.GoneBeforeCommit) for each in self.roster.warnings)
         if asked and waited >= rules.SOON and not known:
-            self._warn(why.GoneBeforeCommit(rank.slot.name, waited))
+            self._warn(m.GoneBeforeCommit(rank.slot.name, waited))
 
-    def _on_slot_died(self, event: ev.SlotDied) -> None:
+    def _on_slot_died(self, event: m.SlotDied) -> None:
         if event.slot.id in self.roster.departing:
             self._note_death(event.start, event.slot, event.detail)
 
-    def _note_death(self, start: int, slot: ev.Slot, detail: str) -> None:
+    def _note_death(self, start: int, slot: m.Slot, detail: str) -> None:
         """Note the cause of death of a lost rank."""
         self.roster.last_death = detail
         if not self.roster.ended:
-            self._record("died", Rank(start, slot, self._now), why.Text(detail))
+            self._record("died", Rank(start, slot, self._now), m.Text(detail))
 
-    def _on_slot_silent(self, event: ev.SlotSilent) -> None:
+    def _on_slot_silent(self, event: m.SlotSilent) -> None:
         self.roster.drop_slot(event.slot)
         for rank in self.roster.on_slot(event.slot):
-            lost = why.Lost(self.roster.id(rank), event.reason, seconds=event.seconds)
+            lost = m.Lost(self.roster.id(rank), event.reason, seconds=event.seconds)
             if rank.stage != Stage.RETURNED:
                 self._send_end(rank, "evict", lost)
-                self._emit(ev.RestartWorker(slot=rank.slot, reason=lost))
+                self._emit(m.RestartWorker(slot=rank.slot, reason=lost))
                 self.roster.depart(rank.slot.id)
             self._lose(rank, lost)
 
     # -- events: ranks -------------------------------------------------------------------------
 
-    def _on_rank_ready(self, event: ev.RankReady) -> None:
+    def _on_rank_ready(self, event: m.RankReady) -> None:
         rank = self.roster.ranks.get(event.start)
         if rank is None or rank.stage in (Stage.ENDING, Stage.RETURNED):
             return  # fenced: it was ordered to end
@@ -215,7 +214,7 @@ class Machine:
         """Let ranks form the first generation, though they need not begin an operation."""
         starts = tuple(rank.start for rank in ranks)
         if starts and self.roster.plan is None:
-            self._emit(ev.Notify(generation=0, starts=starts))
+            self._emit(m.Notify(generation=0, starts=starts))
 
     def _remove_dead_members(self, witness: Rank, gone: tuple[int, ...]) -> None:
         """Remove members whose processes have ended, as a neighbour reports."""
@@ -224,14 +223,14 @@ class Machine:
             if rank is None or rank.stage not in (Stage.MEMBER, Stage.DONE) or rank is witness:
                 continue  # it is known already
             self.roster.drop_slot(rank.slot.id)  # it is found again, if its worker lives
-            self._lose(rank, why.Lost(self.roster.id(rank), why.LossReason.PROCESS_ENDED))
+            self._lose(rank, m.Lost(self.roster.id(rank), m.LossReason.PROCESS_ENDED))
             self.roster.dead[rank.start] = rank.slot
 
-    def _left_generation(self, rank: Rank, event: ev.RankReady) -> None:
+    def _left_generation(self, rank: Rank, event: m.RankReady) -> None:
         roster = self.roster
         if event.own and event.detail and roster.own_failure is None:
             # The others fail with it, and may report sooner.
-            roster.own_failure = why.GenerationLeft(roster.id(rank), event.failed, event.detail)
+            roster.own_failure = m.GenerationLeft(roster.id(rank), event.failed, event.detail)
         if event.failed and roster.aborted:
             return  # it followed the order
         if roster.plan and event.loop > roster.plan.loop and not event.failed:
@@ -242,9 +241,9 @@ class Machine:
             self._regather()
         elif event.failed or roster.phase in (Phase.RUNNING, Phase.FORMING):
             roster.policy.forming_failures += roster.phase == Phase.FORMING and not event.own
-            self._break(why.GenerationLeft(roster.id(rank), event.failed, event.detail))
+            self._break(m.GenerationLeft(roster.id(rank), event.failed, event.detail))
 
-    def _on_rank_formed(self, event: ev.RankFormed) -> None:
+    def _on_rank_formed(self, event: m.RankFormed) -> None:
         roster = self.roster
         rank = roster.ranks.get(event.start)
         if rank is None or not rank.planned == event.generation == roster.generation:
@@ -253,7 +252,7 @@ class Machine:
         self._note_formed(rank)
         if event.remark and event.remark != roster.remark:  # once, not with every generation
             roster.remark = event.remark
-            connected = why.Connected(roster.present, event.backend, event.remark)
+            connected = m.Connected(roster.present, event.backend, event.remark)
             self._record("backend", reason=connected)
 
     def _note_formed(self, rank: Rank) -> None:
@@ -267,9 +266,9 @@ class Machine:
             roster.policy.forming_failures = 0
             roster.ran = roster.ran or roster.in_loop
             roster.enter(Phase.RUNNING)
-            self._record("formed", reason=why.Connected(roster.present, roster.backend))
+            self._record("formed", reason=m.Connected(roster.present, roster.backend))
 
-    def _on_loop_done(self, event: ev.LoopDone) -> None:
+    def _on_loop_done(self, event: m.LoopDone) -> None:
         rank = self.roster.ranks.get(event.start)
         if rank is None or rank.planned != event.generation or rank.stage != Stage.MEMBER:
             return
@@ -277,9 +276,9 @@ class Machine:
         self.roster.note_version(rank, event.version)
         self._note_formed(rank)
         if self.roster.phase == Phase.GATHERING:
-            self._abort_awaited(why.STEPS_DIFFER)
+            self._abort_awaited(m.STEPS_DIFFER)
 
-    def _on_beats(self, event: ev.Beats) -> None:
+    def _on_beats(self, event: m.Beats) -> None:
         roster = self.roster
         for beat in event.beats:
             rank = roster.ranks.get(beat.start)
@@ -291,27 +290,27 @@ class Machine:
                 if rank.stage == Stage.MEMBER:
                     self.roster.note_version(rank, beat.version)
 
-    def _on_rank_note(self, event: ev.RankNote) -> None:
+    def _on_rank_note(self, event: m.RankNote) -> None:
         rank = self.roster.ranks.get(event.start)
-        if rank is not None or event.start == ev.KERNEL:
-            self._record(event.about, rank, why.Text(event.detail), event.figures)
+        if rank is not None or event.start == m.KERNEL:
+            self._record(event.about, rank, m.Text(event.detail), event.figures)
 
-    def _on_weights_sampled(self, event: ev.WeightsSampled) -> None:
+    def _on_weights_sampled(self, event: m.WeightsSampled) -> None:
         if event.start in self.roster.ranks and event.generation == self.roster.generation:
             differ = rules.compare(self.roster.samples, event)
-            if not any(isinstance(each, why.WeightsDiffer) for each in self.roster.warnings):
+            if not any(isinstance(each, m.WeightsDiffer) for each in self.roster.warnings):
                 self._warn(differ)  # more of them would be consequences
 
     # -- events: the end of a rank -------------------------------------------------------------
 
-    def _on_rank_returned(self, event: ev.RankReturned) -> None:
+    def _on_rank_returned(self, event: m.RankReturned) -> None:
         roster = self.roster
         rank = roster.ranks.get(event.start)
         if rank is None or rank.stage == Stage.RETURNED:
             return
         leaves = roster.in_loop and rank.leaving and roster.phase != Phase.FINISHING
         if rank.stage == Stage.ENDING or leaves:
-            self._on_rank_left(ev.RankLeft(event.start))
+            self._on_rank_left(m.RankLeft(event.start))
             return
         rank.stage, rank.since, rank.exits = Stage.RETURNED, self._now, event.exits
         if event.isolated is not None:
@@ -319,12 +318,12 @@ class Machine:
         if roster.plan is None and not roster.expected:
             roster.expected = [other.start for other in arrange([], roster.staying())]
         if roster.in_loop and roster.phase in (Phase.RUNNING, Phase.FORMING):
-            early = why.ReturnedEarly((roster.id(rank),), waiting=False)
-            self._fail(ev.FailureKind.RETURNED_EARLY, early)
+            early = m.ReturnedEarly((roster.id(rank),), waiting=False)
+            self._fail(m.FailureKind.RETURNED_EARLY, early)
         else:
             self._note_formed(rank)
 
-    def _on_rank_exited(self, event: ev.RankExited) -> None:
+    def _on_rank_exited(self, event: m.RankExited) -> None:
         rank = self.roster.ranks.get(event.start)
         if rank is not None and rank.exits:
             self._note_exit(rank, event.cut)
@@ -333,9 +332,9 @@ class Machine:
         """Note the end of a process whose function had returned; warn if it was cut off."""
         rank.exits = False
         if cut:
-            self._warn(why.CutOff(self.roster.id(rank), cut))
+            self._warn(m.CutOff(self.roster.id(rank), cut))
 
-    def _on_rank_raised(self, event: ev.RankRaised) -> None:
+    def _on_rank_raised(self, event: m.RankRaised) -> None:
         roster = self.roster
         rank = roster.ranks.get(event.start)
         if rank is None or rank.stage == Stage.RETURNED:
@@ -344,20 +343,20 @@ class Machine:
         if rank.stage == Stage.ENDING:
             if roster.ended and not event.collective:
                 roster.user_errors[event.start] = event.error
-                self._blame(why.Lost(roster.id(rank), why.LossReason.RAISED, event.error))
+                self._blame(m.Lost(roster.id(rank), m.LossReason.RAISED, event.error))
             roster.ranks.pop(rank.start)
             return
-        cause = why.Lost(roster.id(rank), why.LossReason.RAISED, event.error)
+        cause = m.Lost(roster.id(rank), m.LossReason.RAISED, event.error)
         self._record("lost", rank, cause)
         others = sum(other is not rank for other in roster.staying())
         if rules.is_fatal(roster, event):
             roster.ranks.pop(rank.start)
             if not event.collective:
                 roster.user_errors[event.start] = event.error
-            kind = ev.FailureKind.RANK_LOST if event.collective else ev.FailureKind.RANK_FAILED
+            kind = m.FailureKind.RANK_LOST if event.collective else m.FailureKind.RANK_FAILED
             self._fail(kind, cause)
-        elif event.state_mismatch and event.version == ev.FRESH and others >= roster.limits.min_np:
-            self._warn(why.CannotJoin(roster.id(rank), event.error))
+        elif event.state_mismatch and event.version == m.FRESH and others >= roster.limits.min_np:
+            self._warn(m.CannotJoin(roster.id(rank), event.error))
             self._drop(rank, cause)
             # The worker is not at fault. It is tried again later, when another state may fit.
             self._record(
@@ -371,16 +370,16 @@ class Machine:
             if rank.planned and not event.collective:
                 self._end_if_repeated(rank, event.error)
             if not event.collective and not roster.ended:
-                self._warn(why.RankError(cause.rank, event.error), rank)
+                self._warn(m.RankError(cause.rank, event.error), rank)
 
-    def _blame(self, cause: why.Lost) -> None:
+    def _blame(self, cause: m.Lost) -> None:
         """Make the cause that came later the end of a job, in place of the failed operation."""
         outcome = self.roster.outcome
-        if outcome is None or outcome.error != ev.FailureKind.RANK_LOST:
+        if outcome is None or outcome.error != m.FailureKind.RANK_LOST:
             return
         consequence = outcome.reason
-        if isinstance(consequence, why.Lost) and consequence.reason == why.LossReason.RAISED:
-            self.roster.outcome = replace(outcome, error=ev.FailureKind.RANK_FAILED, reason=cause)
+        if isinstance(consequence, m.Lost) and consequence.reason == m.LossReason.RAISED:
+            self.roster.outcome = replace(outcome, error=m.FailureKind.RANK_FAILED, reason=cause)
 
     def _end_if_repeated(self, rank: Rank, error: str) -> None:
         """End the job if the same error came from several workers."""
@@ -403,9 +402,9 @@ class Machine:
         reason = policy.repeated_error(chain, roster.hosts(), short=short)
         if reason is not None:
             roster.user_errors.update({each.start: each.error for each in chain})
-            self._fail(ev.FailureKind.RANK_FAILED, reason)
+            self._fail(m.FailureKind.RANK_FAILED, reason)
 
-    def _on_rank_died(self, event: ev.RankDied) -> None:
+    def _on_rank_died(self, event: m.RankDied) -> None:
         roster = self.roster
         rank = roster.ranks.get(event.start)
         slot = roster.dead.pop(event.start, None)
@@ -417,19 +416,19 @@ class Machine:
             roster.last_death = event.detail
             roster.note_version(rank, event.version)
             roster.drop_slot(rank.slot.id)  # it is found again at once
-            reason = why.LossReason.PROCESS_ENDED
-            self._lose(rank, why.Lost(roster.id(rank), reason, event.detail))
+            reason = m.LossReason.PROCESS_ENDED
+            self._lose(rank, m.Lost(roster.id(rank), reason, event.detail))
 
-    def _on_rank_left(self, event: ev.RankLeft) -> None:
+    def _on_rank_left(self, event: m.RankLeft) -> None:
         roster = self.roster
         rank = roster.ranks.get(event.start)
         if rank is None or rank.stage == Stage.RETURNED:
             return
         if not roster.ended and not rank.evicted:
             ordered = rank.leaving or rank.stage == Stage.ENDING
-            reason = why.LossReason.LEFT if ordered else why.LossReason.ENDED
+            reason = m.LossReason.LEFT if ordered else m.LossReason.ENDED
             detail = rank.leave_reason.value if ordered else ""
-            self._record("left", rank, why.Lost(roster.id(rank), reason, detail))
+            self._record("left", rank, m.Lost(roster.id(rank), reason, detail))
         agreed = rank.leaving and roster.phase in (Phase.GATHERING, Phase.FINISHING)
         planned = roster.phase == Phase.RUNNING and roster.pending
         if planned or agreed:
@@ -437,13 +436,13 @@ class Machine:
             if planned and rank.stage in (Stage.MEMBER, Stage.DONE):
                 self._regather()
         else:
-            self._drop(rank, why.Lost(roster.id(rank), why.LossReason.ENDED))
+            self._drop(rank, m.Lost(roster.id(rank), m.LossReason.ENDED))
 
     # -- events: the owner ---------------------------------------------------------------------
 
-    def _on_stop_requested(self, event: ev.StopRequested) -> None:
+    def _on_stop_requested(self, event: m.StopRequested) -> None:
         roster = self.roster
-        reason = why.Stopping(event.reason, seconds=event.seconds)
+        reason = m.Stopping(event.reason, seconds=event.seconds)
         commits_to_come = roster.in_loop and roster.phase in (Phase.RUNNING, Phase.FINISHING)
         if roster.ended:
             if event.now:
@@ -451,15 +450,15 @@ class Machine:
                     if rank.stage == Stage.ENDING or rank.exits:
                         self._send_end(rank, "cancel", reason)
         elif event.now or not commits_to_come:
-            self._end(ev.Outcome("stopped", reason=reason), "cancel" if event.now else "stop")
+            self._end(m.Outcome("stopped", reason=reason), "cancel" if event.now else "stop")
         else:
             roster.stopping = True
 
-    def _on_limits_changed(self, event: ev.LimitsChanged) -> None:
+    def _on_limits_changed(self, event: m.LimitsChanged) -> None:
         changes = (event.min_np, event.max_np, event.priority, event.weight)
         self.roster.limits = self.roster.limits.changed(*changes)
 
-    def _on_share_set(self, event: ev.ShareSet) -> None:
+    def _on_share_set(self, event: m.ShareSet) -> None:
         roster, before = self.roster, self.roster.share
         roster.sharing = event.sharing
         if event.sharing is not None:
@@ -470,19 +469,19 @@ class Machine:
                 if not roster.excluded(slot):
                     roster.drop_slot(slot.id)
         if roster.share != before:
-            self._record("share", reason=why.ShareChanged(before, event.sharing))
+            self._record("share", reason=m.ShareChanged(before, event.sharing))
         for reclaimed in event.reclaimed:
             roster.drop_slot(reclaimed)
             for rank in roster.on_slot(reclaimed):
                 if not rank.leaving and rank.stage not in (Stage.ENDING, Stage.RETURNED):
-                    self._ask_to_leave(rank, why.EndReason.SHARED)
+                    self._ask_to_leave(rank, m.EndReason.SHARED)
 
-    def _on_cluster_gone(self, event: ev.ClusterGone) -> None:
+    def _on_cluster_gone(self, event: m.ClusterGone) -> None:
         for start in list(self.roster.ranks):
             self.roster.ranks.pop(start)
-        self._fail(ev.FailureKind.CLUSTER_LOST, why.Text(event.detail))
+        self._fail(m.FailureKind.CLUSTER_LOST, m.Text(event.detail))
 
-    def _on_tick(self, event: ev.Tick) -> None:
+    def _on_tick(self, event: m.Tick) -> None:
         """Let time pass; :meth:`_advance` does the rest."""
 
     # -- what follows from the situation -------------------------------------------------------
@@ -503,7 +502,7 @@ class Machine:
         saver = rules.saver(self.roster)
         if saver is not None:
             self.roster.saved_in = self.roster.generation
-            self._emit(ev.SaveCommit(saver.start))
+            self._emit(m.SaveCommit(saver.start))
         if not self.roster.ended:
             self._start_ranks()
         if self.roster.phase == Phase.RUNNING:
@@ -520,7 +519,7 @@ class Machine:
                 return
             roster.note_commits()
             starts = tuple(member.start for member in roster.members())
-            self._emit(ev.Release(generation=roster.generation, starts=starts))
+            self._emit(m.Release(generation=roster.generation, starts=starts))
         roster.enter(Phase.FINISHING)
         for rank in roster.awaited():
             rank.progress_at = self._now
@@ -529,7 +528,7 @@ class Machine:
         """End the job once every member that is left has returned."""
         roster = self.roster
         for rank in roster.in_stage(Stage.STARTING, Stage.READY):
-            self._end_rank(rank, "stop", why.EndOrder(why.EndReason.FINISHING))
+            self._end_rank(rank, "stop", m.EndOrder(m.EndReason.FINISHING))
         if roster.any_in(Stage.MEMBER, Stage.DONE):
             return
         if roster.any_in(Stage.RETURNED):
@@ -541,15 +540,15 @@ class Machine:
         """End newcomers that cannot join, and surplus newcomers."""
         for rank in rules.left_behind(self.roster):
             self.roster.closed = True
-            self._end_rank(rank, "stop", why.EndOrder(why.EndReason.LEFT_BEHIND))
+            self._end_rank(rank, "stop", m.EndOrder(m.EndReason.LEFT_BEHIND))
         for rank in rules.surplus(self.roster):
-            self._end_rank(rank, "leave", why.EndOrder(self._why_fewer()))
+            self._end_rank(rank, "leave", m.EndOrder(self._why_fewer()))
 
-    def _why_fewer(self) -> why.EndReason:
+    def _why_fewer(self) -> m.EndReason:
         """Return why the job may have fewer ranks than it has: its limits, or its share."""
         roster, high = self.roster, self.roster.limits.max_np
         scaled = roster.share is None or (high is not None and high <= roster.share)
-        return why.EndReason.SCALED_DOWN if scaled else why.EndReason.SHARED
+        return m.EndReason.SCALED_DOWN if scaled else m.EndReason.SHARED
 
     def _note_shortage(self) -> None:
         """Note since when there are too few slots; give up after the elastic timeout."""
@@ -565,11 +564,11 @@ class Machine:
             return
         past = rules.past_first_loop(roster)
         if past is not None and past.ranks is not None:
-            self._fail(ev.FailureKind.NOT_ENOUGH_WORKERS, past)
+            self._fail(m.FailureKind.NOT_ENOUGH_WORKERS, past)
             return
         if roster.user_errors and roster.counted.synced and rules.is_stuck(roster):
-            errors = why.UserErrors(rules.errors(roster), rules.presence(roster))
-            self._fail(ev.FailureKind.RANK_FAILED, errors)
+            errors = m.UserErrors(rules.errors(roster), rules.presence(roster))
+            self._fail(m.FailureKind.RANK_FAILED, errors)
             return
         if roster.short_since is None:
             roster.short_since = self._now
@@ -580,7 +579,7 @@ class Machine:
             roster.limits = replace(limits, np=limits.min_np)
             roster.short_since = None
             return
-        self._fail(ev.FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(roster))
+        self._fail(m.FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(roster))
 
     def _start_ranks(self) -> None:
         """Start ranks on free slots, as many as the job may have, each with a foreseen place."""
@@ -602,7 +601,7 @@ class Machine:
         order = arrange(members, [rank for rank in roster.staying() if rank.start not in known])
         places = dict(zip(order, places_of([rank.slot for rank in order]), strict=True))
         for rank in newcomers:
-            self._emit(ev.StartRank(start=rank.start, slot=rank.slot, place=places[rank]))
+            self._emit(m.StartRank(start=rank.start, slot=rank.slot, place=places[rank]))
 
     def _announce_changes(self) -> None:
         """Notify the members of a planned change, once per generation."""
@@ -614,7 +613,7 @@ class Machine:
         members = roster.members()
         for rank in rules.replaced(roster):
             roster.depart(rank.slot.id)
-            self._ask_to_leave(rank, why.EndReason.WORKER_LEAVING)
+            self._ask_to_leave(rank, m.EndReason.WORKER_LEAVING)
         staying = [rank for rank in members if not rank.leaving]
         for rank in rules.ranks_to_release(roster, staying):
             self._ask_to_leave(rank, self._why_fewer())
@@ -622,7 +621,7 @@ class Machine:
         if leaving or roster.stopping or rules.newcomers_should_join(roster, staying):
             roster.pending = True
             starts = tuple(rank.start for rank in members)
-            self._emit(ev.Notify(generation=roster.generation, starts=starts))
+            self._emit(m.Notify(generation=roster.generation, starts=starts))
 
     # -- the next generation -------------------------------------------------------------------
 
@@ -633,9 +632,7 @@ class Machine:
             return
         roster.note_commits()
         if roster.stopping:
-            self._end(
-                ev.Outcome("stopped", reason=why.Stopping(why.StopReason.STOPPED, at_commit=True))
-            )
+            self._end(m.Outcome("stopped", reason=m.Stopping(m.StopReason.STOPPED, at_commit=True)))
             return
         if roster.any_in(Stage.RETURNED):
             self._gather_returned(rules.ready(roster))
@@ -643,7 +640,7 @@ class Machine:
         holders = len(rules.last_holders(roster))
         synced = roster.counted.synced or holders
         if roster.user_errors and not synced:
-            self._fail(ev.FailureKind.RANK_FAILED, why.UserErrors(rules.errors(roster)))
+            self._fail(m.FailureKind.RANK_FAILED, m.UserErrors(rules.errors(roster)))
             return
         if rules.first_start(roster) and not synced:
             held_up = rules.held_up(roster)
@@ -661,8 +658,8 @@ class Machine:
     def _gather_returned(self, ready: list[Rank]) -> None:
         if ready:
             lines = tuple(rank.line for rank in ready)
-            early = why.ReturnedEarly(tuple(map(self.roster.id, ready)), True, lines)
-            self._fail(ev.FailureKind.RETURNED_EARLY, early)
+            early = m.ReturnedEarly(tuple(map(self.roster.id, ready)), True, lines)
+            self._fail(m.FailureKind.RETURNED_EARLY, early)
         elif self.roster.plan is not None or not self.roster.any_in(Stage.STARTING):
             self._conclude()
 
@@ -676,16 +673,16 @@ class Machine:
         if len(order) < low:
             allowed = most is None or most >= low
             if len(ready) >= low and allowed and not roster.any_in(Stage.STARTING):
-                self._fail(ev.FailureKind.NO_PROGRESS, why.PLACES_DIFFER)
+                self._fail(m.FailureKind.NO_PROGRESS, m.PLACES_DIFFER)
         elif roster.policy.forming_failures >= SAME_KIND:
             failures = roster.policy.forming_failures
-            count = why.Tally(why.Counted.UNFORMED, failures, SAME_KIND, roster.version)
-            self._fail(ev.FailureKind.NO_PROGRESS, why.NoNewCommit(roster.causes(), count))
+            count = m.Tally(m.Counted.UNFORMED, failures, SAME_KIND, roster.version)
+            self._fail(m.FailureKind.NO_PROGRESS, m.NoNewCommit(roster.causes(), count))
         elif roster.plan is None or self._count_reset(order):
             chosen = set(order)
             for rank in ready:
-                if rank not in chosen and (rank.version != ev.FRESH or rank.planned):
-                    self._end_rank(rank, "leave", why.EndOrder(self._why_fewer()))
+                if rank not in chosen and (rank.version != m.FRESH or rank.planned):
+                    self._end_rank(rank, "leave", m.EndOrder(self._why_fewer()))
             known = set(roster.expected)
             self._publish(order)
             for rank in order:
@@ -697,20 +694,20 @@ class Machine:
         """Remove unreachable ranks if the rest is enough for a plan."""
         roster, policy = self.roster, self.roster.policy
         candidates = rules.next_members(roster, ready)
-        order = [r.start for r in sorted(candidates, key=lambda rank: rank.version == ev.FRESH)]
+        order = [r.start for r in sorted(candidates, key=lambda rank: rank.version == m.FRESH)]
         pairs = broken_pairs(order, {rank.start: rank.unreached for rank in ready})
         for pair in pairs:
             one, other = (roster.id(roster.ranks[start]) for start in pair)
-            roster.reset_causes.append(why.Unreachable(one, other))
+            roster.reset_causes.append(m.Unreachable(one, other))
         removed = choose_removed(order, pairs)
         others = [rank for rank in ready if rank.start not in removed]
         if not removed:
-            others = [rank for rank in ready if rank.version != ev.FRESH or not rank.planned]
+            others = [rank for rank in ready if rank.version != m.FRESH or not rank.planned]
         if len(rules.next_members(roster, others)) < roster.limits.min_np:
             return ready
         for rank in ready:
             if rank not in others:
-                lost = why.Lost(roster.id(rank), why.LossReason.UNREACHABLE)
+                lost = m.Lost(roster.id(rank), m.LossReason.UNREACHABLE)
                 self._record("lost", rank, lost)
                 rank.evicted = True
                 self._end_rank(rank, "evict", lost)
@@ -732,28 +729,28 @@ class Machine:
         by_share = not causes and (roster.gave_way or any(rank.by_share for rank in joined))
         limit, counted = roster.limits.reset_limit, policy.resets - policy.resets_by_share
         if not by_share and limit is not None and counted >= limit:
-            self._fail(ev.FailureKind.RESET_LIMIT, why.ResetLimit(limit, causes))
+            self._fail(m.FailureKind.RESET_LIMIT, m.ResetLimit(limit, causes))
             return False
         count = self._count_setback(order) if causes or roster.lost else None
         if count is not None and count.reached:
             known = (*roster.lost.values(),) or causes
-            if count.counted in (why.Counted.SAME_ERROR, why.Counted.ERRORS) and roster.own_failure:
+            if count.counted in (m.Counted.SAME_ERROR, m.Counted.ERRORS) and roster.own_failure:
                 known = (roster.own_failure,)
             raised = bool(roster.user_errors)
-            kind = ev.FailureKind.RANK_FAILED if raised else ev.FailureKind.NO_PROGRESS
-            self._fail(kind, why.NoNewCommit(known, count, roster.last_death))
+            kind = m.FailureKind.RANK_FAILED if raised else m.FailureKind.NO_PROGRESS
+            self._fail(kind, m.NoNewCommit(known, count, roster.last_death))
             return False
         policy.resets += 1
         policy.resets_by_share += by_share
         roster.reset_causes.clear()
-        self._record("reset", reason=why.Reset(causes, len(order), count, len(joined)))
+        self._record("reset", reason=m.Reset(causes, len(order), count, len(joined)))
         return True
 
-    def _count_setback(self, order: list[Rank]) -> why.Tally:
+    def _count_setback(self, order: list[Rank]) -> m.Tally:
         """Count the end of the generation that the members of `order` have left."""
         roster = self.roster
         newest = max(rank.version for rank in order)
-        state_lost = newest == ev.FRESH and roster.ran
+        state_lost = newest == m.FRESH and roster.ran
         own = roster.own_failure if not roster.lost else None
         count = roster.policy.count(
             Setback(
@@ -761,7 +758,7 @@ class Machine:
                 error="" if own is None else own.detail,
                 workers=tuple(roster.lost),
                 state_lost=state_lost,
-                all_waited=any(isinstance(each, why.AllWaited) for each in roster.reset_causes),
+                all_waited=any(isinstance(each, m.AllWaited) for each in roster.reset_causes),
             )
         )
         if len(roster.policy.setbacks) == 1:
@@ -772,17 +769,17 @@ class Machine:
         """Make `order` the next generation."""
         roster = self.roster
         roster.generation += 1
-        plan = ev.Plan(
+        plan = m.Plan(
             generation=roster.generation,
-            members=tuple(ev.Member(r.start, r.slot, r.store, r.version) for r in order),
+            members=tuple(m.Member(r.start, r.slot, r.store, r.version) for r in order),
             loop=max(rank.loop for rank in order),
         )
         newest = plan.version
         lost = roster.version > max(newest, 0) and not roster.restarted
-        if lost or (roster.ran and newest == ev.FRESH):
-            self._record("restarted", reason=why.StateLost(roster.newest))
+        if lost or (roster.ran and newest == m.FRESH):
+            self._record("restarted", reason=m.StateLost(roster.newest))
             roster.newest = math.floor(max(newest, 0))
-            roster.restarted = roster.limits.checkpoint and newest == ev.FRESH
+            roster.restarted = roster.limits.checkpoint and newest == m.FRESH
             if not roster.restarted:
                 roster.version = roster.newest
         for rank in order:
@@ -790,7 +787,7 @@ class Machine:
             rank.formed = rank.waiting = False
             rank.since = rank.progress_at = rank.heartbeat_at = self._now
             rank.operations, rank.operation = 0, ""
-            if rank.version == ev.FRESH:
+            if rank.version == m.FRESH:
                 rank.version_at_join = max(newest, 0)
         roster.plan = plan
         roster.expected = [rank.start for rank in order]
@@ -801,7 +798,7 @@ class Machine:
         roster.lost.clear()
         roster.own_failure = None
         roster.enter(Phase.FORMING)
-        self._emit(ev.Publish(plan))
+        self._emit(m.Publish(plan))
 
     # -- time limits: `now >= since + limit` means that it is over -----------------------------
 
@@ -816,7 +813,7 @@ class Machine:
         elif self.roster.phase == Phase.GATHERING:
             limit = self.roster.limits.stall_timeout
             if self._now >= self.roster.phase_since + limit:
-                self._evict(self.roster.awaited(), why.LossReason.NOT_LEFT, limit)
+                self._evict(self.roster.awaited(), m.LossReason.NOT_LEFT, limit)
         else:
             self._end_if_apart()
         if self.roster.phase in (Phase.RUNNING, Phase.FINISHING):
@@ -828,8 +825,8 @@ class Machine:
             if self._now >= rank.since + limit:
                 roster.ranks.pop(rank.start)
                 roster.drop_slot(rank.slot.id)
-                reason = why.DidNotEnd(roster.id(rank), limit)
-                self._emit(ev.RestartWorker(slot=rank.slot, reason=reason))
+                reason = m.DidNotEnd(roster.id(rank), limit)
+                self._emit(m.RestartWorker(slot=rank.slot, reason=reason))
                 self._warn(reason)
 
     def _expire_exits(self) -> None:
@@ -845,15 +842,15 @@ class Machine:
         late = [rank for rank in starting if self._now >= rank.since + limit]
         held_up = rules.held_up(roster)  # their workers do what others have asked for
         if rules.cannot_begin(roster, [rank for rank in late if rank in held_up]):
-            self._fail(ev.FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(roster))
+            self._fail(m.FailureKind.NOT_ENOUGH_WORKERS, rules.shortage(roster))
             return
         late = [rank for rank in late if rank not in held_up]
         too_few = rules.within_reach(roster) - len(late) < roster.limits.min_np
         if late and too_few and roster.plan is None:  # they do what takes long, and would again
             ids = tuple(map(roster.id, late))
-            self._fail(ev.FailureKind.NOT_ENOUGH_WORKERS, why.NotReady(ids, limit))
+            self._fail(m.FailureKind.NOT_ENOUGH_WORKERS, m.NotReady(ids, limit))
             return
-        self._evict(late, why.LossReason.NOT_READY, limit)
+        self._evict(late, m.LossReason.NOT_READY, limit)
 
     def _expire_forming(self) -> None:
         """Evict members that are silent and not connected; without any, break the generation."""
@@ -864,20 +861,20 @@ class Machine:
         roster.policy.forming_failures += 1
         late = [rank for rank in roster.members() if not rank.formed]
         silent = rules.silent(roster, late)
-        self._evict(silent, why.LossReason.NOT_CONNECTED, limit)
+        self._evict(silent, m.LossReason.NOT_CONNECTED, limit)
         if not silent:
-            self._break(why.NotConnected(tuple(map(roster.id, late)), limit))
+            self._break(m.NotConnected(tuple(map(roster.id, late)), limit))
 
     def _end_if_apart(self) -> None:
         """End the job if ranks wait in operations that the others will not take part in."""
         pair = rules.waits_for_finished(self.roster)
         if pair is not None:
             done, waiting = map(self.roster.id, pair)
-            self._fail(ev.FailureKind.NO_PROGRESS, why.LoopsDiffer(done, waiting))
+            self._fail(m.FailureKind.NO_PROGRESS, m.LoopsDiffer(done, waiting))
         sides = rules.different_operations(self.roster)
         if sides:
             ranks = tuple(map(self.roster.id, sides.values()))
-            self._fail(ev.FailureKind.NO_PROGRESS, why.OperationsDiffer(ranks, tuple(sides)))
+            self._fail(m.FailureKind.NO_PROGRESS, m.OperationsDiffer(ranks, tuple(sides)))
 
     def _check_for_stalls(self) -> None:
         roster, limit = self.roster, self.roster.limits.stall_timeout
@@ -885,42 +882,42 @@ class Machine:
         if not suspects:
             return
         if len(suspects) < len(roster.awaited()):
-            self._evict(suspects, why.LossReason.STALLED, limit)
+            self._evict(suspects, m.LossReason.STALLED, limit)
         elif roster.phase == Phase.FINISHING:
-            self._fail(ev.FailureKind.NO_PROGRESS, why.AllWaited(limit, after_loop=True))
+            self._fail(m.FailureKind.NO_PROGRESS, m.AllWaited(limit, after_loop=True))
         else:
-            self._break(why.AllWaited(limit))
+            self._break(m.AllWaited(limit))
 
     # -- steps: ranks --------------------------------------------------------------------------
 
-    def _end_rank(self, rank: Rank, how: str, reason: why.Reason, save: float = 0.0) -> None:
+    def _end_rank(self, rank: Rank, how: str, reason: m.Reason, save: float = 0.0) -> None:
         """Order a rank to end. From now on it does not count."""
         if rank.stage != Stage.ENDING:
             rank.stage, rank.since = Stage.ENDING, self._now
-            if isinstance(reason, why.EndOrder):
+            if isinstance(reason, m.EndOrder):
                 rank.leave_reason = reason.reason
             self._send_end(rank, how, reason, save)
 
-    def _send_end(self, rank: Rank, how: str, reason: why.Reason, save: float = 0.0) -> None:
-        self._emit(ev.EndRank(start=rank.start, how=how, reason=reason, save=save))
+    def _send_end(self, rank: Rank, how: str, reason: m.Reason, save: float = 0.0) -> None:
+        self._emit(m.EndRank(start=rank.start, how=how, reason=reason, save=save))
 
     def _ask_to_leave(
         self,
         rank: Rank,
-        reason: why.EndReason,
+        reason: m.EndReason,
         *,
         stay: float = rules.STAY,
         gone: float = rules.STAY + rules.MARGIN,
     ) -> None:
         """Ask a rank to leave its generation, in which a last holder may `stay` for a while."""
         rank.leaving, rank.leave_reason = True, reason
-        self.roster.gave_way |= reason == why.EndReason.SHARED
+        self.roster.gave_way |= reason == m.EndReason.SHARED
         # For other jobs the last holder of the state stays as long as it takes: they can wait.
-        stay = math.inf if reason == why.EndReason.SHARED else stay
+        stay = math.inf if reason == m.EndReason.SHARED else stay
         rank.leave_since, rank.leave_deadline = self._now, self._now + stay
         rank.gone_at = self._now + gone
         if rank.stage == Stage.STARTING:
-            self._end_rank(rank, "leave", why.EndOrder(reason))
+            self._end_rank(rank, "leave", m.EndOrder(reason))
         self._end_leaving()
 
     def _end_leaving(self) -> None:
@@ -942,21 +939,21 @@ class Machine:
             if retired:  # its worker waits for it, but not for long
                 rank.gone_at = min(rank.gone_at, self._now + rules.STAY + rules.MARGIN)
             save = rules.time_to_save(roster, rank) if rank is heir else 0.0
-            order = why.EndOrder(rank.leave_reason)
+            order = m.EndOrder(rank.leave_reason)
             if rank.stage == Stage.READY:
                 self._end_rank(rank, "leave", order, save)
             else:
                 rank.leave_sent = True
                 self._send_end(rank, "leave", order, save)
 
-    def _drop(self, rank: Rank, cause: why.Reason) -> None:
+    def _drop(self, rank: Rank, cause: m.Reason) -> None:
         """Remove a rank from the job; the generation of a member is over."""
         was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
         self.roster.ranks.pop(rank.start, None)
         if was_member:
             self._break(cause)
 
-    def _lose(self, rank: Rank, lost: why.Lost) -> None:
+    def _lose(self, rank: Rank, lost: m.Lost) -> None:
         """Remove a rank whose process is gone, and exclude its worker or host."""
         roster = self.roster
         if rank.stage == Stage.RETURNED:  # its result is here already
@@ -969,18 +966,18 @@ class Machine:
         self._drop(rank, lost)
         if not planned and not roster.ended:
             self._note_failure(rank, lost, process_gone=True)
-            ended = lost.reason in (why.LossReason.PROCESS_ENDED, why.LossReason.WORKER_GONE)
+            ended = lost.reason in (m.LossReason.PROCESS_ENDED, m.LossReason.WORKER_GONE)
             if roster.plan is None and ended:  # a death before the first generation
-                count = roster.policy.count(Setback(ev.FRESH, workers=(rank.slot.lasting,)))
+                count = roster.policy.count(Setback(m.FRESH, workers=(rank.slot.lasting,)))
                 if count.reached:
-                    failure = why.NoNewCommit((lost,), count, roster.last_death)
-                    self._fail(ev.FailureKind.NO_PROGRESS, failure)
+                    failure = m.NoNewCommit((lost,), count, roster.last_death)
+                    self._fail(m.FailureKind.NO_PROGRESS, failure)
 
-    def _evict(self, ranks: Sequence[Rank], reason: why.LossReason, seconds: float) -> None:
+    def _evict(self, ranks: Sequence[Rank], reason: m.LossReason, seconds: float) -> None:
         """Go on without silent ranks; their workers end them and are free."""
         roster = self.roster
         for rank in ranks:
-            lost = why.Lost(roster.id(rank), reason, seconds=seconds)
+            lost = m.Lost(roster.id(rank), reason, seconds=seconds)
             was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
             rank.evicted = True
             roster.drop_slot(rank.slot.id)
@@ -995,7 +992,7 @@ class Machine:
             if not rank.leaving and not roster.ended:
                 self._note_failure(rank, lost, process_gone=True)
 
-    def _note_failure(self, rank: Rank, lost: why.Lost | None, *, process_gone: bool) -> None:
+    def _note_failure(self, rank: Rank, lost: m.Lost | None, *, process_gone: bool) -> None:
         """Exclude a rank's worker after a failure, and its host after several."""
         roster, slot, policy = self.roster, rank.slot, self.roster.policy
         if lost is not None and rank.planned == roster.generation > 0:
@@ -1006,7 +1003,7 @@ class Machine:
             key = policy.worker_key(slot)
             for other in list(roster.ranks.values()):
                 if policy.worker_key(other.slot) == key and not other.leaving and other is not rank:
-                    self._ask_to_leave(other, why.EndReason.WORKER_EXCLUDED)
+                    self._ask_to_leave(other, m.EndReason.WORKER_EXCLUDED)
         if rank.version > rank.version_at_join:
             policy.forgive(slot)
         for exclusion in policy.count_failure(slot, self._now, self._chance):
@@ -1014,14 +1011,14 @@ class Machine:
 
     # -- steps: the generation -----------------------------------------------------------------
 
-    def _break(self, cause: why.Reason) -> None:
+    def _break(self, cause: m.Reason) -> None:
         """End the generation because of a fault, and free its members wherever they wait."""
         roster = self.roster
         if roster.ended:
             return
         roster.reset_causes.append(cause)
         if roster.plan is not None and roster.plan.loop == 0 and roster.phase != Phase.GATHERING:
-            self._fail(ev.FailureKind.RANK_LOST, why.NoLoop(cause))
+            self._fail(m.FailureKind.RANK_LOST, m.NoLoop(cause))
             return
         if roster.phase in (Phase.FORMING, Phase.RUNNING):
             roster.enter(Phase.GATHERING)
@@ -1034,30 +1031,30 @@ class Machine:
         """End the present generation as planned: its members leave it at the same step."""
         self.roster.enter(Phase.GATHERING)
         if self.roster.any_in(Stage.DONE):
-            self._abort_awaited(why.STEPS_DIFFER)
+            self._abort_awaited(m.STEPS_DIFFER)
 
-    def _abort_awaited(self, cause: why.Reason) -> None:
+    def _abort_awaited(self, cause: m.Reason) -> None:
         if self.roster.aborted:
             return
         starts = tuple(rank.start for rank in self.roster.awaited())
         if starts:
             self.roster.aborted = True
-            self._emit(ev.Abort(generation=self.roster.generation, starts=starts, reason=cause))
+            self._emit(m.Abort(generation=self.roster.generation, starts=starts, reason=cause))
 
     # -- steps: the end ------------------------------------------------------------------------
 
-    def _fail(self, error: ev.FailureKind, reason: why.Reason) -> None:
+    def _fail(self, error: m.FailureKind, reason: m.Reason) -> None:
         """End the job with a failure."""
-        errors = self.roster.user_errors if error == ev.FailureKind.RANK_FAILED else ()
-        self._end(ev.Outcome("failed", error, reason, tuple(errors)), "cancel")
+        errors = self.roster.user_errors if error == m.FailureKind.RANK_FAILED else ()
+        self._end(m.Outcome("failed", error, reason, tuple(errors)), "cancel")
 
-    def _end(self, outcome: ev.Outcome, how: str = "stop") -> None:
+    def _end(self, outcome: m.Outcome, how: str = "stop") -> None:
         """Fix the outcome, and end the ranks that still run."""
         roster = self.roster
         if roster.ended:
             return
         roster.outcome = outcome
-        reason = outcome.reason or why.EndOrder(why.EndReason.FINISHING)
+        reason = outcome.reason or m.EndOrder(m.EndReason.FINISHING)
         if outcome.kind == "failed":
             self._abort_awaited(reason)
         roster.enter(Phase.ENDING)
@@ -1070,11 +1067,11 @@ class Machine:
         returned = {rank.start for rank in roster.in_stage(Stage.RETURNED)}
         missing = [start for start in roster.expected if start not in returned]
         if missing:
-            reason = why.RanksMissing(len(missing), len(roster.expected), roster.causes())
-            self._fail(ev.FailureKind.RANK_LOST, reason)
+            reason = m.RanksMissing(len(missing), len(roster.expected), roster.causes())
+            self._fail(m.FailureKind.RANK_LOST, reason)
         else:
             self._warn(rules.never_met(roster))
-            self._end(ev.Outcome("finished", starts=tuple(roster.expected)))
+            self._end(m.Outcome("finished", starts=tuple(roster.expected)))
 
     def _close(self) -> None:
         """Emit the end of the job, once nothing runs any more."""
@@ -1084,28 +1081,28 @@ class Machine:
             return
         if outcome.kind == "finished" and rules.exiting(roster):
             return  # as a script does not end before its threads and exit handlers
-        if outcome.error == ev.FailureKind.RANK_FAILED:
+        if outcome.error == m.FailureKind.RANK_FAILED:
             outcome = roster.outcome = replace(outcome, starts=tuple(roster.user_errors))
         roster.enter(Phase.ENDED)
         self._record(outcome.kind, reason=outcome.reason)
-        self._emit(ev.End(outcome))
+        self._emit(m.End(outcome))
 
     # -- steps: effects ------------------------------------------------------------------------
 
-    def _emit(self, effect: ev.Effect) -> None:
+    def _emit(self, effect: m.Effect) -> None:
         self._effects.append(effect)
 
     def _record(
         self,
         kind: str,
         rank: Rank | None = None,
-        reason: why.Reason | None = None,
+        reason: m.Reason | None = None,
         figures: dict[str, float] | None = None,
     ) -> None:
         plan = self.roster.plan
         number = plan.rank_of(rank.start) if plan is not None and rank is not None else None
         self._emit(
-            ev.Record(
+            m.Record(
                 kind=kind,
                 generation=self.roster.generation,
                 worker=rank.slot.worker if rank else None,
@@ -1117,7 +1114,7 @@ class Machine:
             )
         )
 
-    def _warn(self, warning: why.Reason | None, rank: Rank | None = None) -> None:
+    def _warn(self, warning: m.Reason | None, rank: Rank | None = None) -> None:
         """Record a warning, if any, and if it is new."""
         if warning is not None and warning not in self.roster.warnings:
             self.roster.warnings.append(warning)
@@ -1126,12 +1123,12 @@ class Machine:
 
 def pack_machine(machine: Machine) -> bytes:
     """Write a machine as bytes."""
-    return ev.encode(machine.roster)
+    return m.encode(machine.roster)
 
 
 def unpack_machine(data: bytes) -> Machine:
     """Read :func:`pack_machine`'s bytes; raise ValueError if they are none."""
-    roster: Roster = ev.decode(data, Roster)
+    roster: Roster = m.decode(data, Roster)
     machine = Machine(roster.limits)
     machine.roster = roster
     return machine

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from nbelastic import messages as ev
+from nbelastic import messages as m
 
 from .failure_policy import FailurePolicy
 from .ranks import Phase, Rank, Ranks, Stage
@@ -16,13 +16,13 @@ from .ranks import Phase, Rank, Ranks, Stage
 class Roster:
     """The machine's memory of a job."""
 
-    limits: ev.Limits
+    limits: m.Limits
     now: float = 0.0  # time of the newest event
     advanced: float = 0.0  # when all rules were applied last
     phase: Phase = Phase.GATHERING
     phase_since: float = 0.0
     generation: int = 0  # number of the newest plan
-    plan: ev.Plan | None = None  # the newest; in force in FORMING, RUNNING and FINISHING
+    plan: m.Plan | None = None  # the newest; in force in FORMING, RUNNING and FINISHING
     aborted: bool = False  # its members were ordered to end their generation
     pending: bool = False  # a change was announced to its members
     stopping: bool = False  # the job ends at the next commit
@@ -42,39 +42,39 @@ class Roster:
     # Generation after which a rank of the suspended job was told to write its commit.
     saved_in: int = -1
     short_since: float | None = None  # no training since then, because there are too few slots
-    reset_causes: list[ev.AnyReason] = field(default_factory=list)  # faults since the last reset
+    reset_causes: list[m.AnyReason] = field(default_factory=list)  # faults since the last reset
     ranks: dict[int, Rank] = field(default_factory=dict)  # by start
-    slots: dict[str, ev.Slot] = field(default_factory=dict)  # by identity
+    slots: dict[str, m.Slot] = field(default_factory=dict)  # by identity
     # Slots that are leaving or gone, and since when; nothing is ever started on them again.
     departing: dict[str, float] = field(default_factory=dict)
     # When a process of a worker was last to leave or gone, by the worker's lasting name.
     departed: dict[str, float] = field(default_factory=dict)
     # Notices of workers with a rank, by slot, each with the moment in the place of `seconds`.
-    notices: dict[str, ev.Notice] = field(default_factory=dict)
+    notices: dict[str, m.Notice] = field(default_factory=dict)
     # Notices without a time, by slot: a newcomer on another worker should replace the rank.
-    at_risk: dict[str, ev.Notice] = field(default_factory=dict)
+    at_risk: dict[str, m.Notice] = field(default_factory=dict)
     # Starts that returned without an exchange with another rank, with what trained in them.
     isolated: dict[int, tuple[str, ...]] = field(default_factory=dict)
     # The first sample of parameters of each moment of this generation; True: besides the state.
-    samples: dict[tuple[int, bool], ev.WeightsSampled] = field(default_factory=dict)
-    warnings: list[ev.AnyReason] = field(default_factory=list)
+    samples: dict[tuple[int, bool], m.WeightsSampled] = field(default_factory=dict)
+    warnings: list[m.AnyReason] = field(default_factory=list)
     # Starts whose processes have ended, as neighbours report; their workers report the cause later.
-    dead: dict[int, ev.Slot] = field(default_factory=dict)
+    dead: dict[int, m.Slot] = field(default_factory=dict)
     # Workers that the cluster does not offer to the job.
-    unused: list[ev.UnusedWorker] = field(default_factory=list)
+    unused: list[m.UnusedWorker] = field(default_factory=list)
     # Raised by user code since the newest plan, by start.
     user_errors: dict[int, str] = field(default_factory=dict)
     # Limits on failures, and their counts.
     policy: FailurePolicy = field(default_factory=FailurePolicy)
     # First report of the failure by which members ended the plan.
-    own_failure: ev.GenerationLeft | None = None
+    own_failure: m.GenerationLeft | None = None
     # Lost members of the newest plan, by their workers' lasting names.
-    lost: dict[str, ev.Lost] = field(default_factory=dict)
+    lost: dict[str, m.Lost] = field(default_factory=dict)
     last_death: str = ""  # cause of the last known death of a process
-    sharing: ev.Sharing | None = None  # its share, while the job shares its cluster
+    sharing: m.Sharing | None = None  # its share, while the job shares its cluster
     shared: bool = False  # it has had a share at some time
     gave_way: bool = False  # ranks have left for other jobs since the newest plan
-    outcome: ev.Outcome | None = None
+    outcome: m.Outcome | None = None
 
     def __post_init__(self) -> None:
         self.counted = Ranks(self.ranks.values(), self.slots)
@@ -139,7 +139,7 @@ class Roster:
         ending = len(self.counted.stages[Stage.ENDING])
         return self.counted.staying + ending < len(self.ranks)
 
-    def find_slot(self, slot: ev.Slot) -> None:
+    def find_slot(self, slot: m.Slot) -> None:
         """Note a slot, new or known."""
         self.slots[slot.id] = slot
         if slot.id not in self.counted.on_slot:
@@ -164,7 +164,7 @@ class Roster:
         """Begin a phase."""
         self.phase, self.phase_since = phase, self.now
 
-    def excluded(self, slot: ev.Slot) -> bool:
+    def excluded(self, slot: m.Slot) -> bool:
         """Return whether a slot's worker or host is excluded now."""
         return self.policy.excludes(slot, self.now)
 
@@ -176,7 +176,7 @@ class Roster:
     def note_version(self, rank: Rank, version: float) -> None:
         """Note a rank's last commit, which never goes back."""
         if version > rank.version:
-            if self.restarted and rank.version == ev.FRESH:
+            if self.restarted and rank.version == m.FRESH:
                 rank.version_at_join = version  # the checkpoint's: it has made no commit
             if version > rank.version_at_join:
                 self.policy.forgive(rank.slot)
@@ -185,18 +185,18 @@ class Roster:
 
     def note_commits(self) -> None:
         """Note the newest commit that all members hold."""
-        common = min((rank.version for rank in self.members()), default=ev.FRESH)
-        if common >= self.version + 1 or (self.restarted and common != ev.FRESH):
+        common = min((rank.version for rank in self.members()), default=m.FRESH)
+        if common >= self.version + 1 or (self.restarted and common != m.FRESH):
             self.version, self.restarted = math.floor(common), False
 
-    def causes(self) -> tuple[ev.AnyReason, ...]:
+    def causes(self) -> tuple[m.AnyReason, ...]:
         """Return the different faults since the last reset."""
         causes = dict.fromkeys(self.reset_causes)
         # Where a rank was lost, the failed operations of others are its consequence.
-        first = [each for each in causes if not isinstance(each, ev.GenerationLeft)]
+        first = [each for each in causes if not isinstance(each, m.GenerationLeft)]
         return tuple(first or causes)
 
-    def id(self, rank: Rank) -> ev.RankId:
+    def id(self, rank: Rank) -> m.RankId:
         """Return the identity of a rank in the newest plan."""
         number = self.plan.rank_of(rank.start) if self.plan else None
-        return ev.RankId(rank.start, number, rank.slot.worker)
+        return m.RankId(rank.start, number, rank.slot.worker)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import MutableMapping
 from operator import attrgetter
 
-from nbelastic import messages as ev
+from nbelastic import messages as m
 
 from .placement import arrange, choose, choose_released
 from .ranks import Phase, Rank, Stage
@@ -44,7 +44,7 @@ def last_holders(roster: Roster) -> list[Rank]:
     if not roster.any_leaving:
         return []
     ranks = roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
-    holders = [rank for rank in ranks if rank.version != ev.FRESH]
+    holders = [rank for rank in ranks if rank.version != m.FRESH]
     if roster.stopping or yields(roster) or any(not rank.leaving for rank in holders):
         return []
     return [
@@ -74,9 +74,9 @@ def time_to_stay(roster: Roster, left: float) -> float:
 def heir(roster: Roster, going: list[Rank]) -> Rank | None:
     """Return the rank among `going` to save the state, unless another rank keeps it."""
     ranks = roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
-    if roster.stopping or any(rank.version != ev.FRESH and not rank.leaving for rank in ranks):
+    if roster.stopping or any(rank.version != m.FRESH and not rank.leaving for rank in ranks):
         return None
-    able = [rank for rank in going if rank.version != ev.FRESH]
+    able = [rank for rank in going if rank.version != m.FRESH]
     return min(able, key=lambda rank: (-rank.version, rank.start), default=None)
 
 
@@ -98,7 +98,7 @@ def can_start(roster: Roster) -> bool:
     return alone or (loop(roster) in (None, 1) and not roster.closed)
 
 
-def free_slots(roster: Roster) -> list[ev.Slot]:
+def free_slots(roster: Roster) -> list[m.Slot]:
     """Return the slots on which a rank could start now, in the order of discovery."""
     there = [slot for id, slot in roster.slots.items() if id in roster.counted.vacant]
     vacant = [slot for slot in there if not roster.excluded(slot)]
@@ -151,7 +151,7 @@ def yields(roster: Roster) -> bool:
     return may and roster.share == 0 and roster.phase == Phase.GATHERING
 
 
-def slots_to_start(roster: Roster) -> list[ev.Slot]:
+def slots_to_start(roster: Roster) -> list[m.Slot]:
     """Return the slots on which ranks start now, as many as the job may have."""
     most = most_ranks(roster)
     room = None if most is None else most - roster.counted.staying
@@ -226,17 +226,17 @@ def is_stuck(roster: Roster) -> bool:
     return enough and not for_a_while and not gone
 
 
-def presence(roster: Roster) -> ev.Presence:
+def presence(roster: Roster) -> m.Presence:
     """Return the shortage of workers, with the unused workers."""
     out = sum(map(roster.excluded, roster.slots.values()))
-    return ev.Presence(within_reach(roster), needed(roster), out, unused(roster))
+    return m.Presence(within_reach(roster), needed(roster), out, unused(roster))
 
 
-def shortage(roster: Roster) -> ev.Shortage:
+def shortage(roster: Roster) -> m.Shortage:
     """Return why a job fails that has waited for workers too long."""
     limits = roster.limits
     since = roster.now if roster.short_since is None else roster.short_since
-    return ev.Shortage(
+    return m.Shortage(
         presence=presence(roster),
         min_np=limits.min_np,
         waited=roster.now - since,
@@ -247,23 +247,23 @@ def shortage(roster: Roster) -> ev.Shortage:
     )
 
 
-def unused(roster: Roster, *, chosen: bool = True) -> tuple[ev.UnusedGroup, ...]:
+def unused(roster: Roster, *, chosen: bool = True) -> tuple[m.UnusedGroup, ...]:
     """Return the unused workers by reason, with those of the own options if `chosen`."""
-    groups: dict[tuple[ev.UnusedReason, str], list[str]] = {}
+    groups: dict[tuple[m.UnusedReason, str], list[str]] = {}
     for each in roster.unused:
         if chosen or not each.reason.chosen:
             groups.setdefault((each.reason, each.detail), []).append(each.worker)
     if chosen:
-        why, usable = (ev.UnusedReason.TOO_LATE, ""), set()
+        why, usable = (m.UnusedReason.TOO_LATE, ""), set()
         if can_start(roster):
-            why = (ev.UnusedReason.HOST_FULL, str(roster.limits.slots_per_host))
+            why = (m.UnusedReason.HOST_FULL, str(roster.limits.slots_per_host))
             usable = {slot.id for slot in free_slots(roster)}
         for slot in roster.slots.values():  # in the order of discovery, which is serialized
             free = slot.id in roster.counted.vacant and slot.id not in usable
             if free and not roster.excluded(slot):
                 groups.setdefault(why, []).append(slot.worker)
     return tuple(
-        ev.UnusedGroup(*why, len(workers), tuple(workers[:MOST_NAMES]))
+        m.UnusedGroup(*why, len(workers), tuple(workers[:MOST_NAMES]))
         for why, workers in groups.items()
     )
 
@@ -274,19 +274,19 @@ def first_start(roster: Roster) -> bool:
     return next(iter(starting), roster.first_starts) < roster.first_starts
 
 
-def past_first_loop(roster: Roster) -> ev.PastFirstLoop | None:
+def past_first_loop(roster: Roster) -> m.PastFirstLoop | None:
     """Return the reason why no newcomer can join, if the job has room or too few ranks."""
     here, staying, most = loop(roster) or 0, roster.counted.staying, most_ranks(roster)
     if here < 2 or not staying or last_holders(roster) or (most is not None and staying >= most):
         return None
     if staying < roster.limits.min_np:
-        return ev.PastFirstLoop(here, staying, roster.limits.min_np)
-    return ev.PastFirstLoop(here) if free_slots(roster) else None
+        return m.PastFirstLoop(here, staying, roster.limits.min_np)
+    return m.PastFirstLoop(here) if free_slots(roster) else None
 
 
 def held_up(roster: Roster) -> list[Rank]:
     """Return the ranks that wait for other tasks of Dask to leave their workers."""
-    busy = {each.worker for each in roster.unused if each.reason == ev.UnusedReason.BUSY}
+    busy = {each.worker for each in roster.unused if each.reason == m.UnusedReason.BUSY}
     if not busy:
         return []
     return [rank for rank in roster.in_stage(Stage.STARTING) if rank.slot.worker in busy]
@@ -343,12 +343,12 @@ def ranks_to_release(roster: Roster, members: list[Rank]) -> list[Rank]:
     keep = holders[0] if len(holders) == 1 else None
     released = choose_released(by_age, len(members) - most, keep=keep)
     staying = [rank for rank in members if rank not in released]
-    if newest != ev.FRESH and all(rank.version == ev.FRESH for rank in staying):
+    if newest != m.FRESH and all(rank.version == m.FRESH for rank in staying):
         released = choose_released(by_age, len(members) - most, keep=holders[0])
     return sorted(released, key=attrgetter("start"))
 
 
-def is_fatal(roster: Roster, event: ev.RankRaised) -> bool:
+def is_fatal(roster: Roster, event: m.RankRaised) -> bool:
     """Return whether no return to a commit makes up for the failure of a rank."""
     if roster.phase == Phase.FINISHING or event.on_all_ranks:
         return True
@@ -378,7 +378,7 @@ def surplus(roster: Roster) -> list[Rank]:
     if number <= 0 or roster.any_in(Stage.RETURNED):  # then the others are about to return
         return []
     waiting = roster.in_stage(Stage.STARTING, Stage.READY)
-    new = [rank for rank in waiting if rank.version == ev.FRESH and not rank.planned]
+    new = [rank for rank in waiting if rank.version == m.FRESH and not rank.planned]
     return new[max(len(new) - number, 0) :]
 
 
@@ -474,13 +474,13 @@ def exiting(roster: Roster) -> list[Rank]:
     return [rank for rank in roster.in_stage(Stage.RETURNED) if rank.exits]
 
 
-def never_met(roster: Roster) -> ev.NeverMet | None:
+def never_met(roster: Roster) -> m.NeverMet | None:
     """Return a warning if no two ranks ever exchanged anything."""
     starts, isolated = roster.expected, roster.isolated
     if len(starts) < 2 or any(start not in isolated for start in starts):
         return None
     libraries = dict.fromkeys(name for start in starts for name in isolated[start])
-    return ev.NeverMet(len(starts), tuple(libraries))
+    return m.NeverMet(len(starts), tuple(libraries))
 
 
 # -- parameters of the ranks -----------------------------------------------------------------------
@@ -507,8 +507,8 @@ def differ(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
 
 
 def compare(
-    seen: MutableMapping[tuple[int, bool], ev.WeightsSampled], sample: ev.WeightsSampled
-) -> ev.WeightsDiffer | None:
+    seen: MutableMapping[tuple[int, bool], m.WeightsSampled], sample: m.WeightsSampled
+) -> m.WeightsDiffer | None:
     """Return a warning if a sample differs from the first of its moment, kept in `seen`."""
     key = (sample.moment, sample.besides)
     first = seen.get(key)
@@ -517,24 +517,24 @@ def compare(
         return None
     if not differ(first.values, sample.values):
         return None
-    return ev.WeightsDiffer(tuple(dict.fromkeys((*first.plain, *sample.plain))))
+    return m.WeightsDiffer(tuple(dict.fromkeys((*first.plain, *sample.plain))))
 
 
 # -- events that change nothing more ---------------------------------------------------------------
 
 
-def needs_nothing(roster: Roster, event: ev.Event) -> bool:
+def needs_nothing(roster: Roster, event: m.Event) -> bool:
     """Return whether the rules can wait for the next tick: most messages in a large job."""
     kind = type(event)
-    if kind in (ev.Beats, ev.WorkersUnused, ev.WeightsSampled):
+    if kind in (m.Beats, m.WorkersUnused, m.WeightsSampled):
         return True
-    if kind is ev.SlotsFound:
+    if kind is m.SlotsFound:
         waiting = roster.phase == Phase.GATHERING and roster.short_since is not None
         short = waiting and within_reach(roster) < needed(roster)
         return short and not roster.launched
-    if kind is ev.RankFormed:
+    if kind is m.RankFormed:
         return roster.phase == Phase.FORMING
-    return kind is ev.RankReady and _others_will_report(roster)
+    return kind is m.RankReady and _others_will_report(roster)
 
 
 def _others_will_report(roster: Roster) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from nbelastic import messages as ev
+from nbelastic import messages as m
 
 from . import rules
 from .machine import Machine
@@ -41,11 +41,11 @@ class JobView:
     max_np: int | None
     resets: int
     commits: int
-    reason: ev.Reason | None
+    reason: m.Reason | None
     ranks: tuple[RankView, ...]
     backend: str
     share: int | None = None
-    sharing: ev.Reason | None = None
+    sharing: m.Reason | None = None
     errors: int = 0
 
 
@@ -80,7 +80,7 @@ def view(machine: Machine, now: float) -> JobView:
         backend=roster.backend,
         share=None if roster.ended else roster.share,
         sharing=_sharing(roster),
-        errors=sum(isinstance(each, (ev.CutOff, ev.RankError)) for each in roster.warnings),
+        errors=sum(isinstance(each, (m.CutOff, m.RankError)) for each in roster.warnings),
     )
 
 
@@ -109,7 +109,7 @@ def _rank_view(roster: Roster, rank: Rank, number: int | None) -> RankView:
     )
 
 
-def _sharing(roster: Roster) -> ev.Reason | None:
+def _sharing(roster: Roster) -> m.Reason | None:
     """Return the share, where the job could have more ranks without it."""
     high = roster.limits.max_np
     if roster.ended or roster.sharing is None:
@@ -119,37 +119,37 @@ def _sharing(roster: Roster) -> ev.Reason | None:
     return replace(roster.sharing, suspended=rules.suspended(roster))
 
 
-def _noticed(roster: Roster, now: float) -> ev.Noticed:
+def _noticed(roster: Roster, now: float) -> m.Noticed:
     """Return the departing workers, with the time left to each, and the workers at risk."""
     firm = sorted(roster.notices.values(), key=lambda notice: notice.seconds)
     shown = [replace(each, seconds=max(each.seconds - now, 0.0)) for each in firm]
     shown += [notice for slot, notice in roster.at_risk.items() if roster.on_slot(slot)]
-    return ev.Noticed(tuple(shown[:MOST_NOTICES]), len(shown))
+    return m.Noticed(tuple(shown[:MOST_NOTICES]), len(shown))
 
 
-def _reason(roster: Roster, now: float) -> ev.Reason | None:
+def _reason(roster: Roster, now: float) -> m.Reason | None:
     if roster.outcome is not None:
         exits = 0 if roster.phase == Phase.ENDED else len(rules.exiting(roster))
         limit = roster.limits.exit_timeout
-        return ev.Exiting(exits, limit) if exits else roster.outcome.reason
+        return m.Exiting(exits, limit) if exits else roster.outcome.reason
     most = rules.most_ranks(roster)
     if roster.phase != Phase.GATHERING:
         if roster.stopping:
-            return ev.STOP_PENDING
+            return m.STOP_PENDING
         if roster.notices or any(map(roster.on_slot, roster.at_risk)):
             return _noticed(roster, now)
         if roster.phase != Phase.RUNNING or (most is not None and roster.counted.staying >= most):
             return None
         groups = rules.unused(roster, chosen=False)
-        return ev.NotUsed(groups) if groups else None
+        return m.NotUsed(groups) if groups else None
     if roster.short_since is not None and rules.within_reach(roster) < rules.needed(roster):
         waited = now - roster.short_since
-        return ev.Waiting(rules.presence(roster), waited, roster.limits.elastic_timeout)
+        return m.Waiting(rules.presence(roster), waited, roster.limits.elastic_timeout)
     awaited = len(roster.awaited())
     if awaited:
-        return ev.WaitingForRanks(awaited, roster.generation)
+        return m.WaitingForRanks(awaited, roster.generation)
     starting = roster.in_stage(Stage.STARTING)
     held_up = [rank for rank in starting if rank.operation]
     why = f"{held_up[0].operation}, {now - held_up[0].since:.0f} s" if held_up else ""
-    busy = [each for each in rules.unused(roster) if each.reason == ev.UnusedReason.BUSY]
-    return ev.WaitingForRanks(len(starting), 0, tuple(busy), why) if starting else None
+    busy = [each for each in rules.unused(roster) if each.reason == m.UnusedReason.BUSY]
+    return m.WaitingForRanks(len(starting), 0, tuple(busy), why) if starting else None

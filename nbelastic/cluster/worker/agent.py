@@ -27,6 +27,7 @@ from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.utils import sync
 
+from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import (
     ConnectionCheck,
     PeriodicCall,
@@ -45,25 +46,6 @@ from nbelastic.cluster.wire import (
 )
 from nbelastic.collectives.topology import host_identity
 from nbelastic.elastic.ranks.runtime import DASK_CUDA, RankSpec
-from nbelastic.messages import (
-    EndRank,
-    ForgetOrder,
-    Heartbeats,
-    Hello,
-    InjectFaults,
-    JobPayload,
-    Message,
-    NoticeReport,
-    RankEnded,
-    RankEvent,
-    RankLeaving,
-    RankLeft,
-    RankOrder,
-    RankRaised,
-    Slot,
-    Text,
-    WatchOrder,
-)
 
 from .hosted_rank import HostedRank, Key
 from .notice_watcher import NoticeWatcher
@@ -95,19 +77,19 @@ class Agent(WorkerPlugin):
         self._undo_interrupts = ignore_interrupts()
         self._undo_termination = leave_on_termination(self._terminate)
         self._ranks: dict[Key, HostedRank] = {}
-        self._early: dict[Key, list[RankOrder]] = {}  # that came before Dask's task of the rank
-        self._payloads: dict[str, JobPayload] = {}
+        self._early: dict[Key, list[m.RankOrder]] = {}  # that came before Dask's task of the rank
+        self._payloads: dict[str, m.JobPayload] = {}
         self._connection = ConnectionCheck()
         self._beats = PeriodicCall(HEARTBEAT_INTERVAL_S, self._send_beats)
         self._notices = NoticeWatcher(
-            worker.loop, lambda each: self._send(NoticeReport(each)), self._shield_nanny
+            worker.loop, lambda each: self._send(m.NoticeReport(each)), self._shield_nanny
         )
         worker.stream_handlers[PLUGIN] = self._handle
         keep_quiet_at_the_end(worker)
         shorten_batching(worker.batched_stream)
-        slot = Slot(worker.id, worker.address, str(worker.name), host_identity())
+        slot = m.Slot(worker.id, worker.address, str(worker.name), host_identity())
         self._launcher = self._start_launcher()
-        self._send(Hello(slot, versions(), own_process_id()))
+        self._send(m.Hello(slot, versions(), own_process_id()))
 
     def _start_launcher(self) -> RankLauncher:
         """Find or start the host's rank template, which imports torch meanwhile."""
@@ -156,8 +138,8 @@ class Agent(WorkerPlugin):
     async def _leave(self, reason: str) -> None:
         """Make ranks leave at their next commit, as far as they reach it in time."""
         for (job, start), rank in list(self._ranks.items()):
-            self._send(RankLeaving(job, start))
-            rank.obey(RankOrder(job, start, EndRank(start, "leave", Text(reason))))
+            self._send(m.RankLeaving(job, start))
+            rank.obey(m.RankOrder(job, start, m.EndRank(start, "leave", m.Text(reason))))
         await self._wait_for_ranks()
 
     async def _wait_for_ranks(self) -> None:
@@ -176,7 +158,7 @@ class Agent(WorkerPlugin):
         try:
             if not self._ends(key) and spec.job not in self._payloads:
                 packed = await self._worker.scheduler.nbelastic_payload(job=spec.job)
-                self._payloads[spec.job] = unpack(packed, JobPayload)
+                self._payloads[spec.job] = unpack(packed, m.JobPayload)
             if self._ends(key):
                 del self._early[key]
                 return
@@ -184,8 +166,8 @@ class Agent(WorkerPlugin):
             rank = HostedRank(setup, self._launcher, self._worker, self._send)
         except Exception as error:
             problem = f"its process cannot be started: {error!r}"
-            self._send(RankEvent(spec.job, RankRaised(spec.start, problem)))
-            self._send(RankEnded(*key))
+            self._send(m.RankEvent(spec.job, m.RankRaised(spec.start, problem)))
+            self._send(m.RankEnded(*key))
             return
         self._ranks[key] = rank
         for order in self._early.pop(key, ()):
@@ -198,11 +180,11 @@ class Agent(WorkerPlugin):
                 await asyncio.to_thread(shutil.rmtree, setup.scratch, ignore_errors=True)
         finally:
             self._ranks.pop(key)
-            self._send(RankEnded(*key))
+            self._send(m.RankEnded(*key))
             if not self._ranks:
                 self._beats.stop()
 
-    def _setup_of(self, spec: RankSpec, payload: JobPayload) -> RankSetup:
+    def _setup_of(self, spec: RankSpec, payload: m.JobPayload) -> RankSetup:
         dask_config = b""
         with contextlib.suppress(Exception):  # of any class
             # A client in the worker, of any task, has set `scheduler`; the rank has its own client.
@@ -231,7 +213,7 @@ class Agent(WorkerPlugin):
 
     # -- in the event loop -----------------------------------------------------------------------
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: m.Message) -> None:
         # Without a scheduler, the worker is about to close.
         with contextlib.suppress(OSError):
             self._worker.batched_stream.send({"op": FROM_AGENTS, "message": pack(message)})
@@ -243,7 +225,7 @@ class Agent(WorkerPlugin):
             for rank in self._ranks.values():
                 rank.leave_generation(CUT_OFF)
         beats = ((job, rank.beat()) for (job, _), rank in self._ranks.items())
-        self._send(Heartbeats(tuple(beats)))
+        self._send(m.Heartbeats(tuple(beats)))
         self._check_memory()
 
     def _check_memory(self) -> None:
@@ -272,30 +254,30 @@ class Agent(WorkerPlugin):
             for rank in list(self._ranks.values()):
                 rank.end(f"its worker cannot read a message: {error!r}")
 
-    def _take(self, message: Message) -> None:
-        if isinstance(message, ForgetOrder):
+    def _take(self, message: m.Message) -> None:
+        if isinstance(message, m.ForgetOrder):
             self._payloads.pop(message.job, None)
             self._early = {k: each for k, each in self._early.items() if k[0] != message.job}
-        elif isinstance(message, WatchOrder):
+        elif isinstance(message, m.WatchOrder):
             self._notices.apply(message)
-        elif isinstance(message, RankOrder):
+        elif isinstance(message, m.RankOrder):
             self._obey(message)
         else:
             raise TypeError(f"an agent does not expect {type(message).__name__}")
 
-    def _obey(self, order: RankOrder) -> None:
+    def _obey(self, order: m.RankOrder) -> None:
         key = (order.job, order.start)
         if (rank := self._ranks.get(key)) is not None:
             rank.obey(order)
-        elif isinstance(order.effect, (EndRank, InjectFaults)) and not self._ends(key):
+        elif isinstance(order.effect, (m.EndRank, m.InjectFaults)) and not self._ends(key):
             self._early.setdefault(key, []).append(order)
-            if isinstance(order.effect, EndRank):
-                self._send(RankEvent(order.job, RankLeft(order.start)))
-                self._send(RankEnded(*key, never=True))
+            if isinstance(order.effect, m.EndRank):
+                self._send(m.RankEvent(order.job, m.RankLeft(order.start)))
+                self._send(m.RankEnded(*key, never=True))
 
     def _ends(self, key: Key) -> bool:
         """Whether a rank was ordered to end before its start."""
-        return any(isinstance(each.effect, EndRank) for each in self._early.get(key, ()))
+        return any(isinstance(each.effect, m.EndRank) for each in self._early.get(key, ()))
 
 
 def keep_quiet_at_the_end(worker: Worker) -> None:
@@ -311,7 +293,7 @@ def keep_quiet_at_the_end(worker: Worker) -> None:
     logger.addFilter(keep)
 
 
-def run_rank(spec: RankSpec, slot: Slot) -> None:
+def run_rank(spec: RankSpec, slot: m.Slot) -> None:
     """Make the worker's agent run a rank, and wait for its end: the Dask task of a rank.
 
     It runs in a thread that has left the worker's pool. So Dask sees the worker as busy, and the

@@ -16,27 +16,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import unsent_bytes
 from nbelastic.cluster.process_state import ProbeHistory, Verdict
-from nbelastic.messages import (
-    Abort,
-    Beat,
-    EndRank,
-    FaultDue,
-    Heartbeats,
-    Message,
-    Plan,
-    Publish,
-    RankDied,
-    RankEvent,
-    RankExited,
-    RankLeft,
-    RankOrder,
-    RankOutput,
-    RankRaised,
-    RankReturned,
-    Text,
-)
 
 from .worker_faults import inflict
 
@@ -73,17 +55,17 @@ class HostedRank:
         setup: RankSetup,
         launcher: RankLauncher,
         worker: Worker,
-        send: Callable[[Message], None],
+        send: Callable[[m.Message], None],
     ) -> None:
         self._spec = setup.spec
         self._key = key = (setup.spec.job, setup.spec.start)
         self._worker, self._send = worker, send
         self._loop = asyncio.get_running_loop()
-        self._beat = Beat(key[1], 0, 0, False, -1)
+        self._beat = m.Beat(key[1], 0, 0, False, -1)
         self._heard = False
         self._since = self._looked = self._loop.time()  # of its silence, and of the last look
         self._probes = ProbeHistory()
-        self._plan: Plan | None = None
+        self._plan: m.Plan | None = None
         self._over = self._returned = False
         self._limits: list[asyncio.TimerHandle] = []
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -99,48 +81,48 @@ class HostedRank:
         self._print(found.crash.encode())
         job, start = self._key
         if not self._over:
-            self._send(RankEvent(job, RankDied(start, str(found), self._beat.version)))
+            self._send(m.RankEvent(job, m.RankDied(start, str(found), self._beat.version)))
         elif self._returned:
             cut = str(found) if found.reason or found.status else ""
-            self._send(RankEvent(job, RankExited(start, cut)))
+            self._send(m.RankEvent(job, m.RankExited(start, cut)))
 
     def _print(self, data: bytes) -> None:
         if text := self._decoder.decode(data):
-            self._send(RankOutput(*self._key, text))
+            self._send(m.RankOutput(*self._key, text))
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: m.Message) -> None:
         """Take a message of the rank."""
-        if isinstance(message, Heartbeats):
+        if isinstance(message, m.Heartbeats):
             self._beat = message.beats[0][1]
             self._heard, self._since, self._probes = True, self._loop.time(), ProbeHistory()
-        elif isinstance(message, FaultDue):
+        elif isinstance(message, m.FaultDue):
             self._worker.loop.add_callback(inflict, self._worker, self._send, self.process, message)
         else:
-            event = message.event if isinstance(message, RankEvent) else None
-            if isinstance(event, (RankReturned, RankLeft, RankRaised)):
+            event = message.event if isinstance(message, m.RankEvent) else None
+            if isinstance(event, (m.RankReturned, m.RankLeft, m.RankRaised)):
                 self._over = True
                 seconds = self._spec.exit_timeout_s
                 self._end_within(seconds, f"it did not end within {seconds:g} s (exit_timeout)")
-            if isinstance(event, RankReturned):
+            if isinstance(event, m.RankReturned):
                 self._returned = True
                 message = replace(message, event=replace(event, exits=True))
             self._send(message)
 
-    def obey(self, order: RankOrder) -> None:
+    def obey(self, order: m.RankOrder) -> None:
         """Pass on an order; see that an order to end is obeyed."""
         self.process.send(order)
         effect = order.effect
-        if isinstance(effect, Publish):
+        if isinstance(effect, m.Publish):
             self._plan = effect.plan
-        elif isinstance(effect, EndRank) and effect.how != "leave":
+        elif isinstance(effect, m.EndRank) and effect.how != "leave":
             seconds = effect.save + (EVICTION_S if effect.how == "evict" else ENDING_S)
             self._end_within(seconds, f"its worker has ended its process: {effect.reason}")
 
     def leave_generation(self, reason: str) -> None:
         """Send the rank back to its last commit, if it is in an elastic loop."""
         if self._plan is not None and self._plan.loop:
-            effect = Abort(self._plan.generation, (), Text(reason))
-            self.process.send(RankOrder(*self._key, effect))
+            effect = m.Abort(self._plan.generation, (), m.Text(reason))
+            self.process.send(m.RankOrder(*self._key, effect))
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -158,7 +140,7 @@ class HostedRank:
 
     # -- heartbeats --------------------------------------------------------------------------------
 
-    def beat(self) -> Beat:
+    def beat(self) -> m.Beat:
         """Return the rank's heartbeat.
 
         A rank whose code holds its interpreter sends none. The last one is repeated for it, but not

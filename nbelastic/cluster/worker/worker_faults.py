@@ -18,26 +18,17 @@ from typing import TYPE_CHECKING
 from distributed import Worker
 from distributed.core import Status
 
-from nbelastic.messages import (
-    FaultDone,
-    FaultDue,
-    FaultReport,
-    Message,
-    Notice,
-    NoticeReport,
-    NoticeSource,
-    RankOrder,
-)
+from nbelastic import messages as m
 
 if TYPE_CHECKING:
     from .rank_process import RankProcess
 
 
 async def inflict(
-    worker: Worker, send: Callable[[Message], None], rank: RankProcess, due: FaultDue
+    worker: Worker, send: Callable[[m.Message], None], rank: RankProcess, due: m.FaultDue
 ) -> None:
     """Inject a due fault, and let the rank go on, if still alive."""
-    send(FaultReport(due.job, due.start, "done", number=due.fault.number, rank=due.rank))
+    send(m.FaultReport(due.job, due.start, "done", number=due.fault.number, rank=due.rank))
     for _ in range(5):  # turns of the loop, in which the report is sent
         await asyncio.sleep(0.004)
     kind, seconds = due.fault.kind, due.fault.seconds
@@ -58,11 +49,11 @@ async def inflict(
     elif kind == "close":
         worker.loop.add_callback(worker.close, nanny=False, reason="nbelastic.chaos")
     elif kind == "notice":
-        send(NoticeReport(Notice(NoticeSource.CHAOS, seconds=seconds)))
+        send(m.NoticeReport(m.Notice(m.NoticeSource.CHAOS, seconds=seconds)))
         worker.loop.call_later(seconds, _end_as_noticed, worker)
     elif kind in ("leave", "restart"):
         worker.loop.add_callback(_ask_scheduler, worker, kind)
-    rank.send(RankOrder(due.job, due.start, FaultDone(due.fault.number)))
+    rank.send(m.RankOrder(due.job, due.start, m.FaultDone(due.fault.number)))
 
 
 async def _ask_scheduler(worker: Worker, kind: str) -> None:

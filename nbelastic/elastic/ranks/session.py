@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from nbelastic import messages as m
 from nbelastic.collectives import Communicator, RendezvousServer, connect
 from nbelastic.elastic.ranks.context import Context, one_of_all, when_formed
 from nbelastic.elastic.ranks.runtime import (
@@ -37,16 +38,6 @@ from nbelastic.errors import (
     Stopped,
 )
 from nbelastic.membership import places_of
-from nbelastic.messages import (
-    FRESH,
-    Beat,
-    LoopDone,
-    Place,
-    Plan,
-    RankFormed,
-    RankNote,
-    RankReady,
-)
 
 _EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
 
@@ -86,7 +77,7 @@ class Session(Context):
         self._forming = threading.RLock()  # held by the thread that forms a generation
         self._background: threading.Thread | None = None  # that forms the first for others
         self._known = self._aborted = self._released = self._ending = 0
-        self._next_plan: Plan | None = None
+        self._next_plan: m.Plan | None = None
         self._end: tuple[str, str] | None = None
         self._member = self._parked = self._has_formed = False
         self._agreed: bool | None = None
@@ -96,15 +87,15 @@ class Session(Context):
         self._redone = (0, 0)
         self._first_starts: list[int] = []
         self._exchanges_before: int | None = None
-        self.plan: Plan | None = None
-        self.version = FRESH
+        self.plan: m.Plan | None = None
+        self.version = m.FRESH
         self.generation = self.source = 0
         self.max_np = spec.max_np
         self._take_place(spec.place)
 
     # -- what the agent delivers ---------------------------------------------------------------
 
-    def on_plan(self, plan: Plan) -> None:
+    def on_plan(self, plan: m.Plan) -> None:
         """Receive a plan that names this rank."""
         with self._changed:
             if plan.generation > self._known:
@@ -178,7 +169,7 @@ class Session(Context):
         """Interrupt the user's code if this rank is to end, where safe. Call this repeatedly."""
         self._interrupt.nudge()
 
-    def beat(self) -> Beat:
+    def beat(self) -> m.Beat:
         """Return the next heartbeat. Any thread may call it."""
         generation, at = self.generation, self._communicator
         waits = self._parked or (at is not None and at.waiting)
@@ -186,7 +177,7 @@ class Session(Context):
         progress &= 2**62 - 1
         doing = at.current_operation if waits and at is not None else ""
         operations = self._operations()
-        return Beat(self.spec.start, generation, progress, waits, self.version, operations, doing)
+        return m.Beat(self.spec.start, generation, progress, waits, self.version, operations, doing)
 
     def _operations(self) -> int:
         """Return the number of operations that the loop has begun in this generation."""
@@ -237,7 +228,7 @@ class Session(Context):
         failure: str | None = None,
         *,
         part: bool = False,
-    ) -> Plan:
+    ) -> m.Plan:
         """Leave the present generation and become a member of the next.
 
         `loop` is the number of the elastic loop that the rank is about to enter; 0 outside one.
@@ -278,7 +269,7 @@ class Session(Context):
                 return False
             return not self._communicator.dead_ranks
 
-    def _await_plan(self, loop: int, failure: str | None, own: bool, part: bool) -> Plan:
+    def _await_plan(self, loop: int, failure: str | None, own: bool, part: bool) -> m.Plan:
         assert self._store is not None
         line = user_line(threading.get_ident())
         with self._changed:
@@ -296,7 +287,7 @@ class Session(Context):
                 if self._known != reported:
                     reported = self._known
                     self.port.report(
-                        RankReady(
+                        m.RankReady(
                             start=self.spec.start,
                             left=reported,
                             version=self.version + 0.5 * self.ahead,
@@ -316,7 +307,7 @@ class Session(Context):
                     raise CollectiveError("this rank has entered its loop meanwhile")
                 self._changed.wait()
 
-    def _connect(self, plan: Plan) -> None:
+    def _connect(self, plan: m.Plan) -> None:
         terms = self.spec.rendezvous(plan, self.secret)
         meet = connect if terms.size == 1 else self._runtime.connect  # a lone rank has no peers
         communicator = meet(terms)
@@ -332,7 +323,7 @@ class Session(Context):
         chosen = self._communicator = communicator.connect()  # an abort of the first reaches it
         if self._has_formed:
             self._older = weakref.WeakSet(threading.enumerate())
-        elif plan.version == FRESH:
+        elif plan.version == m.FRESH:
             self._first_starts = self.starts()
         self._connected, self._has_formed = chosen, True
         self.timings.mark("connected")
@@ -344,7 +335,7 @@ class Session(Context):
         for call in self.after_forming:
             call()
         self.port.report(
-            RankFormed(self.spec.start, plan.generation, chosen.name, chosen.fallback_reason)
+            m.RankFormed(self.spec.start, plan.generation, chosen.name, chosen.fallback_reason)
         )
 
     def _drop_communicator(self) -> None:
@@ -354,11 +345,11 @@ class Session(Context):
             self._unreachable.record_exits(self.plan, communicator.dead_ranks)
             communicator.close()
 
-    def _take_place(self, place: Place) -> None:
+    def _take_place(self, place: m.Place) -> None:
         for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
             setattr(self, name, getattr(place, name))
 
-    def synchronized(self, plan: Plan, commits: int = 0) -> None:
+    def synchronized(self, plan: m.Plan, commits: int = 0) -> None:
         """Record that this rank has the state of the generation, perhaps a checkpoint's."""
         self.version = max(math.ceil(plan.version), commits)
         self.ahead = False
@@ -378,7 +369,7 @@ class Session(Context):
         with self._changed:
             self._parked = True
             self.port.report(
-                LoopDone(self.spec.start, generation, self.version, self._operations())
+                m.LoopDone(self.spec.start, generation, self.version, self._operations())
             )
             try:
                 while self._released < generation:
@@ -478,7 +469,7 @@ class Session(Context):
                 self.telemetry.observer.redone(*redone)
             if self.rank == 0:  # one report for all members
                 figures.update(zip(("batches", "samples"), redone, strict=True))
-                self.port.report(RankNote(self.spec.start, "phases", "", figures))
+                self.port.report(m.RankNote(self.spec.start, "phases", "", figures))
         changed, self._agreed = self._agreed, None
         if self._ask_all() if changed is None else changed:
             self._left = self.generation
@@ -510,4 +501,4 @@ def note(
     `about` is its kind. The text of some kinds is made of `figures`.
     """
     if isinstance(context, Session):
-        context.port.report(RankNote(context.spec.start, about, detail, figures or {}))
+        context.port.report(m.RankNote(context.spec.start, about, detail, figures or {}))

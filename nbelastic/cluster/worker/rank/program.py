@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from nbelastic import messages as m
 from nbelastic.cluster.payload import install, take_settings, unpack_call, unpack_modules
 from nbelastic.cluster.pulled import Pulled, Returned, pack_variables, trained_models
 from nbelastic.cluster.rank_error import pack_error, summary_of
@@ -23,28 +24,6 @@ from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME, RankRuntime, RankSp
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError, RankExit, RanksDisagree, StateMismatch, Stopped
-from nbelastic.messages import (
-    MOST_BYTES,
-    Abort,
-    EndRank,
-    Event,
-    FaultDone,
-    Heartbeats,
-    InjectFaults,
-    JobPayload,
-    Message,
-    Notify,
-    PackedError,
-    Publish,
-    RankEffect,
-    RankEvent,
-    RankLeft,
-    RankOrder,
-    RankRaised,
-    RankReturned,
-    Release,
-    SaveCommit,
-)
 from nbelastic.pickling import dumps
 
 from .fault_injector import FaultInjector
@@ -64,8 +43,8 @@ class RankProgram:
     def __init__(
         self,
         spec: RankSpec,
-        payload: JobPayload,
-        send: Callable[[Message], None],
+        payload: m.JobPayload,
+        send: Callable[[m.Message], None],
         runtime: RankRuntime = DEFAULT_RUNTIME,
     ) -> None:
         self._spec = spec
@@ -81,11 +60,11 @@ class RankProgram:
     # -- messages ----------------------------------------------------------------------------------
 
     def report(
-        self, event: Event, result: bytes | None = None, error: PackedError | None = None
+        self, event: m.Event, result: bytes | None = None, error: m.PackedError | None = None
     ) -> None:
         """Send an event to the driver, after what the rank has printed and reported before."""
         self._send_telemetry()
-        self._send(RankEvent(self._spec.job, event, result, error))
+        self._send(m.RankEvent(self._spec.job, event, result, error))
 
     def _send_telemetry(self) -> None:
         try:
@@ -98,37 +77,37 @@ class RankProgram:
     def beat(self) -> None:
         """Send a heartbeat and telemetry, and try again to end if the rank is to. Any thread."""
         self.session.nudge()
-        self._send(Heartbeats(((self._spec.job, self.session.beat()),)))
+        self._send(m.Heartbeats(((self._spec.job, self.session.beat()),)))
         self._send_telemetry()
 
-    def take(self, order: Message) -> None:
+    def take(self, order: m.Message) -> None:
         """Take an order. Any thread but the rank's."""
         try:
-            if not isinstance(order, RankOrder):
+            if not isinstance(order, m.RankOrder):
                 raise TypeError(f"a rank does not expect {type(order).__name__}")
             self._obey(order.effect)
         except Exception as error:
             logger.exception("an order to start %d cannot be obeyed", self._spec.start)
             self.fail(error)
 
-    def _obey(self, effect: RankEffect) -> None:
-        if isinstance(effect, InjectFaults):
+    def _obey(self, effect: m.RankEffect) -> None:
+        if isinstance(effect, m.InjectFaults):
             self._injector().take(effect.faults, effect.drop)
-        elif isinstance(effect, FaultDone):
+        elif isinstance(effect, m.FaultDone):
             self._injector().done(effect.number)
-        elif isinstance(effect, Publish):
+        elif isinstance(effect, m.Publish):
             self.session.on_plan(effect.plan)
             if self.session.telemetry.observer is not None:
                 self.session.telemetry.observer.plan()
-        elif isinstance(effect, Abort):
+        elif isinstance(effect, m.Abort):
             self.session.on_abort(effect.generation, str(effect.reason))
-        elif isinstance(effect, Notify):
+        elif isinstance(effect, m.Notify):
             self.session.on_notice(effect.generation)
-        elif isinstance(effect, Release):
+        elif isinstance(effect, m.Release):
             self.session.on_release(effect.generation)
-        elif isinstance(effect, SaveCommit):
+        elif isinstance(effect, m.SaveCommit):
             self.session.on_save()
-        elif isinstance(effect, EndRank):
+        elif isinstance(effect, m.EndRank):
             self.session.on_end(effect.how, str(effect.reason), effect.save)
 
     def _injector(self) -> FaultInjector:
@@ -157,12 +136,12 @@ class RankProgram:
         start = self._spec.start
         try:
             packed = pack_error(error)
-            self._finish(RankRaised(start, packed.summary), error=packed)
+            self._finish(m.RankRaised(start, packed.summary), error=packed)
         except BaseException as another:  # it may be the packing or the sending that fails
-            self._finish(RankRaised(start, summary_of(another)))
+            self._finish(m.RankRaised(start, summary_of(another)))
 
     def _finish(
-        self, event: Event, result: bytes | None = None, error: PackedError | None = None
+        self, event: m.Event, result: bytes | None = None, error: m.PackedError | None = None
     ) -> None:
         """Send the last event of this rank; later events are dropped."""
         if not self._over:
@@ -184,14 +163,14 @@ class RankProgram:
         except RankExit as error:
             # Where the job goes on, another rank becomes rank 0.
             pulled = self._packed() if isinstance(error, Stopped) else None
-            self._finish(RankLeft(start), dumps(Returned(None, pulled)) if pulled else None)
+            self._finish(m.RankLeft(start), dumps(Returned(None, pulled)) if pulled else None)
         except BaseException as error:  # the user's, whatever it is: it goes to the kernel
             self._report_error(error)
         else:
             if session.parameters is not None:
                 session.parameters.returned()
             self.returned = True
-            self._finish(RankReturned(start, isolated=trainers_of(session)), result=result)
+            self._finish(m.RankReturned(start, isolated=trainers_of(session)), result=result)
         finally:
             session.close()
 
@@ -223,10 +202,10 @@ class RankProgram:
             result = dumps(Returned(value, pulled, trained) if pulled or trained else value)
         except Exception as error:  # pickling runs code of any class
             raise TypeError(f"{refused}: {summary_of(error)}") from error
-        if len(result) > MOST_BYTES:
+        if len(result) > m.MOST_BYTES:
             raise ValueError(
                 f"{refused}: it takes {len(result) / 1e9:,.1f} GB, and a message carries at most "
-                f"{MOST_BYTES / 1e9:,.1f} GB; write it to a file, and return the file's name"
+                f"{m.MOST_BYTES / 1e9:,.1f} GB; write it to a file, and return the file's name"
             )
         return result
 
@@ -234,7 +213,7 @@ class RankProgram:
         """Return the variables of rank 0 that go back to the kernel."""
         if self.session.rank != 0 or self._called is None:
             return {}
-        return pack_variables(self._called, self._spec.pull, MOST_BYTES // 2)
+        return pack_variables(self._called, self._spec.pull, m.MOST_BYTES // 2)
 
     def _end_fork(self, error: BaseException | None) -> None:
         """End a fork of the rank that returns from the function, as at the end of a script."""
@@ -257,7 +236,7 @@ class RankProgram:
         advise(error)
         packed = pack_error(error)
         everywhere = issubclass(kind, RanksDisagree)
-        event = RankRaised(
+        event = m.RankRaised(
             self._spec.start,
             packed.summary,
             collective=issubclass(kind, CollectiveError) and not everywhere,
