@@ -12,7 +12,7 @@ from nbelastic.data.sources.row_source import seed_generators
 from nbelastic.elastic.ranks.context import current_or_none
 
 if TYPE_CHECKING:
-    from nbelastic.data.loader import Loader
+    from nbelastic.data.balancer import Balancer
     from nbelastic.elastic.ranks.step_share import StepShare
 
 # Kind of seeds: of the micro-batches that are computed, apart from those of sources.
@@ -35,6 +35,21 @@ class StepParticipant(Protocol):
         """End the micro-batches of a step. All ranks call this at the same point."""
 
 
+class StepOwner(Protocol):
+    """The loader of a step, as far as the step uses it."""
+
+    participants: list[StepParticipant]
+    balancer: Balancer
+    parts: int  # of each micro-batch
+    rows_under_way: int
+
+    def check_latest(self, step: Step) -> None:
+        """Refuse a step that is not the latest one."""
+
+    def settle(self) -> None:
+        """Agree with other ranks on the rows of the latest step, if its source is open."""
+
+
 class Step:
     """A step of an epoch: an iterable over this rank's micro-batches of the step.
 
@@ -52,7 +67,7 @@ class Step:
 
     def __init__(
         self,
-        loader: Loader,
+        loader: StepOwner,
         dealing: Dealing,
         number: int,
         share: StepShare,

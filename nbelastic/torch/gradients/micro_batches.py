@@ -14,7 +14,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -23,16 +23,13 @@ from nbelastic.elastic.ranks.context import Context
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
 from nbelastic.torch.compression import Compression
-from nbelastic.torch.gradients.step import GradientStep, agree, change_of
+from nbelastic.torch.gradients.step import GradientStep, StepOwner, agree, change_of
 from nbelastic.torch.gradients.tree_sums import (
     MicroBatchSum,
     sum_over_ranks,
     sum_sparse_over_ranks,
 )
 from nbelastic.torch.ops.coordination.coordination import announce
-
-if TYPE_CHECKING:
-    from nbelastic.torch.gradients.reducer import Reducer
 
 # Steps of a generation from one comparison of parameters to the next. The first is compared.
 WITNESS_EVERY = 100
@@ -59,6 +56,12 @@ class PreviousSteps:
         return (self._steps - 1) % WITNESS_EVERY == 0
 
 
+class MicroBatchOwner(StepOwner, Protocol):
+    """The reducer of a step with micro-batches, as far as the step uses it."""
+
+    previous: PreviousSteps
+
+
 class MicroBatchReduction(GradientStep):
     """Progress of a step of micro-batches, in the place of a `ReductionStep`.
 
@@ -68,7 +71,7 @@ class MicroBatchReduction(GradientStep):
 
     share: StepShare
 
-    def __init__(self, reducer: Reducer, context: Context) -> None:
+    def __init__(self, reducer: MicroBatchOwner, context: Context) -> None:
         options, share = reducer.options, context.share
         assert share is not None
         if not reducer.of_all or not options.changes_types_only:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,7 +62,9 @@ class Reducer:
     ) -> None:
         self.process_set = process_set
         self.of_all = process_set is global_process_set
-        self.launch_other = functools.partial(_launch_numbered, process_set)
+        self.launch_other: Callable[[Context, int], None] = functools.partial(
+            _launch_numbered, process_set
+        )
         self._alone: SoloCommunicator | None = None
         self._deferred = False
         self._optimizer = weakref.ref(optimizer)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -22,7 +22,9 @@ from nbelastic.torch.ops.operation.reduction import as_real
 from nbelastic.torch.ops.operation.tensor_operations import Allreduce, SparseAllreduce
 
 if TYPE_CHECKING:
-    from nbelastic.torch.gradients.reducer import Reducer
+    from nbelastic.collectives import Communicator
+    from nbelastic.torch.gradients.arrived import ArrivedGradients
+    from nbelastic.torch.gradients.layout import LayoutAgreement
 
 # Gradients of so many elements are cheap to copy.
 SMALL_GRADIENT = 1 << 16
@@ -47,6 +49,22 @@ def agree(context: Context, change: float) -> None:
         context.agree(bool(change))
 
 
+class StepOwner(Protocol):
+    """The reducer of a step, as far as the step uses it."""
+
+    options: ReduceOptions
+    arrived: ArrivedGradients
+    agreement: LayoutAgreement
+    of_all: bool
+    launch_other: Callable[[Context, int], None]
+
+    def communicator(self, context: Context) -> Communicator:
+        """Return the communicator of the ranks that reduce together."""
+
+    def trained(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients are reduced."""
+
+
 class GradientStep:
     """Reduction of an optimizer's gradients in one step, from the first arrival to the delivery.
 
@@ -58,7 +76,7 @@ class GradientStep:
     share: StepShare | None = None  # this rank's micro-batches, if the step consists of them
     found_sparse: Sequence[torch.Tensor] = ()  # parameters to be reduced apart from now on
 
-    def __init__(self, reducer: Reducer, context: Context) -> None:
+    def __init__(self, reducer: StepOwner, context: Context) -> None:
         # The reducer is not kept, because it has to end with its optimizer.
         self.context = context
         self.communicator = reducer.communicator(context)
@@ -94,7 +112,7 @@ class GradientStep:
 class ReductionStep(GradientStep):
     """Progress of one step: passes counted, buckets launched."""
 
-    def __init__(self, reducer: Reducer, context: Context) -> None:
+    def __init__(self, reducer: StepOwner, context: Context) -> None:
         super().__init__(reducer, context)
         self.layout: Layout | None = None  # None in a world of one
         self._agreement = reducer.agreement
