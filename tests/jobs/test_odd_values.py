@@ -106,10 +106,10 @@ def test_a_message_that_cannot_be_read_costs_its_workers_rank(crew, tmp_path):
 
 def test_a_result_that_is_too_large_for_a_message_is_refused(crew):
     def limit(number):
-        from nbelastic.cluster.worker.rank import program
+        from nbelastic import messages
 
-        assert program.MOST_BYTES == 2**32 - 1
-        program.MOST_BYTES = number
+        assert messages.MOST_BYTES == 2**32 - 1
+        messages.MOST_BYTES = number
         return bytes(150_000_000)
 
     before = set(crew.workers())

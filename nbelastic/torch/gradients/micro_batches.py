@@ -23,7 +23,7 @@ from nbelastic.elastic.ranks.context import Context
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
 from nbelastic.torch.compression import Compression
-from nbelastic.torch.gradients.step import GradientStep, StepOwner, agree, change_of
+from nbelastic.torch.gradients.step import GradientStep, StepReducer, agree, change_of
 from nbelastic.torch.gradients.tree_sums import (
     MicroBatchSum,
     sum_over_ranks,
@@ -56,7 +56,7 @@ class PreviousSteps:
         return (self._steps - 1) % WITNESS_EVERY == 0
 
 
-class MicroBatchOwner(StepOwner, Protocol):
+class MicroBatchReducer(StepReducer, Protocol):
     """The reducer of a step with micro-batches, as far as the step uses it."""
 
     previous: PreviousSteps
@@ -71,7 +71,7 @@ class MicroBatchReduction(GradientStep):
 
     share: StepShare
 
-    def __init__(self, reducer: MicroBatchOwner, context: Context) -> None:
+    def __init__(self, reducer: MicroBatchReducer, context: Context) -> None:
         options, share = reducer.options, context.share
         assert share is not None
         if not reducer.of_all or not options.changes_types_only:

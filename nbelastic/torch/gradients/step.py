@@ -49,7 +49,7 @@ def agree(context: Context, change: float) -> None:
         context.agree(bool(change))
 
 
-class StepOwner(Protocol):
+class StepReducer(Protocol):
     """The reducer of a step, as far as the step uses it."""
 
     options: ReduceOptions
@@ -76,7 +76,7 @@ class GradientStep:
     share: StepShare | None = None  # this rank's micro-batches, if the step consists of them
     found_sparse: Sequence[torch.Tensor] = ()  # parameters to be reduced apart from now on
 
-    def __init__(self, reducer: StepOwner, context: Context) -> None:
+    def __init__(self, reducer: StepReducer, context: Context) -> None:
         # The reducer is not kept, because it has to end with its optimizer.
         self.context = context
         self.communicator = reducer.communicator(context)
@@ -112,7 +112,7 @@ class GradientStep:
 class ReductionStep(GradientStep):
     """Progress of one step: passes counted, buckets launched."""
 
-    def __init__(self, reducer: StepOwner, context: Context) -> None:
+    def __init__(self, reducer: StepReducer, context: Context) -> None:
         super().__init__(reducer, context)
         self.layout: Layout | None = None  # None in a world of one
         self._agreement = reducer.agreement
