@@ -113,7 +113,9 @@ class Coordination:
         self._tells = False
         self._comparing = ""  # what the rank's thread waits for in a comparison
         self._pending: dict[tuple[str, str], _Named] = {}
-        self._answers: SimpleQueue[Message | None] = SimpleQueue()  # to what this rank has asked
+        # Apart, because a second thread that asks who is missing must not take a pong.
+        self._pongs: SimpleQueue[Message | None] = SimpleQueue()
+        self._missing: SimpleQueue[Message | None] = SimpleQueue()
         self._events: SimpleQueue[Message | None] = SimpleQueue()
         self._reason: str | None = None
         self._gone: set[int] = set()
@@ -320,7 +322,7 @@ class Coordination:
         """Wait until all decisions on what was offered before have been carried out here."""
         if self._pending and self._reason is None:
             self._client.send({"do": "ping", "number": 0})  # its pong is behind all decisions
-            self._wait(lambda: _next(self._answers))
+            self._wait(lambda: _next(self._pongs))
 
     def await_named(self, named: _Named) -> None:
         """Wait for a named operation."""
@@ -339,7 +341,7 @@ class Coordination:
                     self.over(f"rank {min(gone)} has left without {text}")
                 if time.monotonic() - begun > self.timeout_s and not named.launched:
                     self._client.send({"do": "missing", "set": named.key, "name": named.name})
-                    ranks = (_next(self._answers) or {}).get("ranks")
+                    ranks = (_next(self._missing) or {}).get("ranks")
                     if communicator is not None and ranks:  # none, if they have begun it meanwhile
                         communicator.abort(
                             f"{text.partition(chr(10))[0]} was not begun by ranks {ranks} "
@@ -388,7 +390,7 @@ class Coordination:
             elif self.joined:
                 self.over(f"rank {message['rank']} has left while this rank had joined")
         elif kind in ("pong", "missing"):
-            self._answers.put(message)
+            (self._pongs if kind == "pong" else self._missing).put(message)
         elif kind == "stuck":
             self._end_stuck(message)
         elif kind == "ask":
@@ -487,7 +489,8 @@ class Coordination:
         for comparison in [*self._comparisons.values()]:
             comparison.ended.set()
         self._events.put(None)
-        self._answers.put(None)
+        self._pongs.put(None)
+        self._missing.put(None)
 
 
 def _next(queue: SimpleQueue[T | None]) -> T | None:
