@@ -280,6 +280,8 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
             if self._steps is not None:
                 self._feed.go_on()
                 left = min(self._feed.left() or 0, self._steps - progress.batch)
+            if left == 0 or isinstance(self._feed, LoaderFeed):
+                self._build_metrics()
             if left is None or left > 0:
                 steps = None if left is None else progress.batch + left
                 self.set_params({**self.params, "steps": steps})
@@ -291,12 +293,17 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
                 break
         self._end_epoch(epoch)
 
+    def _build_metrics(self) -> None:
+        """Build metrics and loss where Keras' ``fit`` does not.
+
+        It would take a step of micro-batches for a batch, and is not called on a rank that joins
+        where only the epoch's end is left.
+        """
+        compiled = getattr(self._model, "_compile_metrics", None)
+        if compiled is None or not compiled.built:
+            self._model.test_on_batch(*_as_tuple(self._feed.sample()))
+
     def _fit(self, epoch: int, steps: int | None) -> None:
-        if isinstance(self._feed, LoaderFeed):
-            # Metrics and loss are built by a micro-batch; Keras would take a step for a batch.
-            compiled = getattr(self._model, "_compile_metrics", None)
-            if compiled is None or not compiled.built:
-                self._model.test_on_batch(*_as_tuple(self._feed.sample()))
         # The training goes on afterwards, so that no values are final.
         optimizer = self._model.optimizer
         optimizer.finalize_variable_values = lambda _: None

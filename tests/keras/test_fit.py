@@ -31,9 +31,11 @@ def check(results, work):
         assert most <= 2  # shares of different lengths are padded
 
 
-def test_a_killed_worker(keras_crew, tmp_path):
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_killed_worker(keras_crew, tmp_path, batch):
+    """A worker takes its place in an epoch, or where only the epoch's end is left."""
     work = Training(
-        tmp_path, faults=(Fault(1, 1, 2), Fault(0, 2, 1, "whole")), epochs=5, patience=9
+        tmp_path, faults=(Fault(1, 1, 2), Fault(0, 2, batch, "whole")), epochs=5, patience=9
     )
     job = keras_crew.fit(work, np=3, min_np=2)
     check(job.results(), work)
@@ -60,7 +62,7 @@ def test_with_a_loader_kills_and_a_join_change_nothing(keras_crew, tmp_path):
     plain = Training(marks[0], loader=True, epochs=8)
     expected = keras_crew.fit(plain, np=3).results()[0]
     faults = (
-        *(Fault(1, 0, 2), Fault(0, 1, 1, "whole"), Fault(0, 2, 0), Fault(1, 2, 2)),
+        *(Fault(1, 0, 2), Fault(0, 1, 3, "whole"), Fault(0, 2, 0), Fault(1, 2, 2)),
         Fault(0, 3, 1, "whole"),
     )
     work = Training(marks[1], faults, loader=True, epochs=8)

@@ -12,9 +12,9 @@ from typing import Any
 class Fault:
     """What one rank does to itself, once, before or after a batch.
 
-    It is killed, or raises; after the batch it may ``stop`` the training, ``wait`` for a change of
-    the membership, or wait until that is ``whole``, of three ranks; at the ``end`` of the epoch it
-    is killed.
+    It is killed, raises, or waits until the membership is ``whole``, of three ranks, which it is
+    after this batch; after the batch it may ``stop`` the training, or ``wait`` for a change of the
+    membership; at the ``end`` of the epoch it is killed.
     """
 
     rank: int
@@ -103,11 +103,11 @@ def _train(work: Training) -> dict[str, Any]:
             self.epochs = [*getattr(self, "epochs", []), epoch]
 
         def on_train_batch_begin(self, batch, logs=None):
-            self.do(batch, ("kill", "raise"))
+            self.do(batch, ("kill", "raise", "whole"))
 
         def on_train_batch_end(self, batch, logs=None):
             self.batches = getattr(self, "batches", 0) + 1
-            self.do(batch, ("wait", "whole", "stop"))
+            self.do(batch, ("wait", "stop"))
 
         def on_epoch_end(self, epoch, logs=None):
             self.do(0, ("end",))
