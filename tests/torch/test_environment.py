@@ -103,11 +103,9 @@ LATE = [*tensors(0.1, dtype=torch.float64), *tensors(20, 20)]
         # Of several, the first is small.
         (tensors(10, 10, 10, 10, *[0.5] * 3), ORDER, [], "none", [[6, 5], [4, 3, 2, 1], [0]]),
         # A bucket has one type on the wire.
-        (MIXED, [0, 2, 1, 3], [], "none", [[0, 1], [2, 3]]),
         (MIXED, [0, 2, 1, 3], [], "fp16", [[0, 2, 1, 3]]),
         # Buckets are in the order in which they are full.
         (LATE, [0, 1, 2], [], "none", [[0], [1], [2]]),
-        (LATE, [1, 0, 2], [[0, 2]], "none", [[1], [0], [2]]),
         (tensors(0.1, 20, 20), [0, 1, 2], [[0, 2]], "none", [[1], [0, 2]]),
         # The trailer of no parameter needs one, too.
         ([], [], [], "none", [[]]),

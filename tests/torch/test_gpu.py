@@ -179,39 +179,6 @@ def broadcast_states(context, device):
     return [*model.parameters(), *moments_of(optimizer)]
 
 
-def align_states(context, device):
-    torch.manual_seed(context.rank)
-    model = make_model().to(device)
-    optimizer = torch.optim.Adam(model.parameters())
-    state = hvd.elastic.TorchState(model, optimizer, step=context.rank)
-    if context.rank == 0:
-        model(batch(0, 0, 1)[0].to(device)).sum().backward()
-        optimizer.step()
-    state.align(behind=[*range(1, context.size)])
-    assert state.step == 0
-    return [*model.parameters(), *moments_of(optimizer)]
-
-
-def commit_and_restore(context, device):
-    model = make_model().to(device)
-    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()))
-    state = hvd.elastic.TorchState(model, optimizer, step=0)
-    state.always_copy = True  # or what is changed below would stand in for the commit
-    for step in range(3):
-        loss_of(model, step, context, device).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        state.step += 1
-        state.commit()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    state.step = -1
-    state.restore()
-    assert state.step == 3
-    return [*model.parameters()]
-
-
 def reduce_all_types(context, device):
     communicator, found = context.communicator(), []
     for dtype in REDUCED:
@@ -323,8 +290,6 @@ PROGRAMS = {
     "host and GPU": (train_on_both, ROUNDED),
     "much": (train_much, EXACT),
     "broadcast of states": (broadcast_states, COARSE),
-    "alignment of states": (align_states, ROUNDED),
-    "commit": (commit_and_restore, ROUNDED),
     "all types": (reduce_all_types, EXACT),
     "moves": (move, CLOSE),
     "dropped handles": (drop_handles, EXACT),

@@ -67,9 +67,3 @@ def test_each_stream_is_waited_for_once_and_whoever_comes_next_waits_for_the_las
     assert join(5) == [4]
     seen[5].meanwhile = lambda: None
     assert join(5) == [1, 4]
-
-
-def test_on_the_host_nothing_is_noted(gpu):
-    hook = [].append
-    assert Streams().noting(torch.ones(1), hook) is hook
-    Streams().join(torch.device("cpu"), [])

@@ -143,18 +143,6 @@ class InPasses(Usual):
         optimizers[0].zero_grad(set_to_none=step % 2 == 0)
 
 
-class Changed(Usual):
-    """Gradients may be changed in any way between steps, and kept."""
-
-    def before(self, step: int, optimizers: list[Any]) -> None:
-        first, second, third = self.model[0], self.model[2], self.model[4]
-        if step:
-            first.weight.grad.data = first.weight.grad.data * 0.5
-            first.bias.grad = first.bias.grad * 0.5
-            second.weight.grad *= 0.5
-            second.bias.grad = third.bias.grad = None
-
-
 class NotUsedAnyMore(Usual):
     """A kept gradient of what is not used counts as ever."""
 
