@@ -34,19 +34,6 @@ class Wrapper(DistributedSampler[Any]):
         return (drawn[place] for place in super().__iter__())
 
 
-class Unrepeated(DistributedSampler[Any]):
-    """A sampler as Lightning's, whose shares differ in length by one."""
-
-    def __init__(self, data: Any, **options: Any) -> None:
-        super().__init__(data, **options)
-        self.num_samples = len(range(self.rank, len(data), self.num_replicas))
-        self.total_size = len(data)
-
-    def __iter__(self) -> Iterator[Any]:
-        assert self.num_samples == len(range(self.rank, self.total_size, self.num_replicas))
-        return iter(range(self.rank, self.total_size, self.num_replicas))
-
-
 class Stateful(DistributedSampler[Any]):
     """A sampler as torchdata's, which counts what it yields."""
 
@@ -162,7 +149,7 @@ def test_an_epoch_without_a_reset_is_torchs_own() -> None:
 
 @pytest.mark.parametrize(
     ("make", "each"),
-    [(DistributedSampler, 4), (Unrepeated, 3), (partial(DistributedSampler, drop_last=True), 3)],
+    [(DistributedSampler, 4), (partial(DistributedSampler, drop_last=True), 3)],
 )
 def test_a_sampler_has_the_sizes_of_the_present_ranks(make: Any, each: int) -> None:
     rank = Rank(1, 2, make, 10, 2)

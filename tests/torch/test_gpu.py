@@ -85,20 +85,27 @@ def there(ranks, size, function, kind):
 # -- programs --------------------------------------------------------------------------------------
 
 
-def loss_of(model, step, context, device):
-    inputs, targets = batch(step, context.rank, context.size)
-    return torch.nn.functional.mse_loss(model(inputs.to(device)), targets.to(device))
-
-
-def train(context, device, several=False, **options):
+def train(context, device, several=False, scaled=False, **options):
+    """Train; `scaled` with mixed precision and clipping."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if several:
             set_mode(monkeypatch, "as it is", 200, 800)
-        model = make_model().to(device)
+        model = make_model().to(device, torch.float32 if scaled else torch.float64)
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), **options)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**10, enabled=scaled)
         for step in range(STEPS):
-            loss_of(model, step, context, device).backward()
-            optimizer.step()
+            inputs, targets = (each.to(device) for each in batch(step, context.rank, context.size))
+            with torch.autocast(device, dtype=torch.float16, enabled=scaled):
+                outputs = model(inputs.to(model[0].weight.dtype))
+            loss = torch.nn.functional.mse_loss(outputs.to(targets.dtype), targets)
+            scaler.scale(loss).backward()
+            optimizer.synchronize()
+            if scaled:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
     return [*model.parameters()]
 
@@ -110,28 +117,9 @@ def train_ddp(context, device, bucket_mb):
     optimizer = SGD(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(ddp, step, context, device).backward()
+        inputs, targets = (each.to(device) for each in batch(step, context.rank, context.size))
+        torch.nn.functional.mse_loss(ddp(inputs), targets).backward()
         optimizer.step()
-    return [*model.parameters()]
-
-
-def train_with_a_scaler_and_clipping(context, device):
-    model = make_model().float().to(device)
-    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
-    scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
-    for step in range(STEPS):
-        inputs, targets = batch(step, context.rank, context.size)
-        with torch.autocast(device, dtype=torch.float16):
-            outputs = model(inputs.float().to(device))
-        loss = torch.nn.functional.mse_loss(outputs.float(), targets.float().to(device))
-        scaler.scale(loss).backward()
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-        with optimizer.skip_synchronize():
-            scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
     return [*model.parameters()]
 
 
@@ -286,7 +274,7 @@ PROGRAMS = {
     "groups": (functools.partial(train, num_groups=2), ROUNDED),
     "ddp": (functools.partial(train_ddp, bucket_mb=25), ROUNDED),
     "ddp in several buckets": (functools.partial(train_ddp, bucket_mb=0.0001), ROUNDED),
-    "mixed precision": (train_with_a_scaler_and_clipping, COARSE),
+    "mixed precision": (functools.partial(train, scaled=True), COARSE),
     "host and GPU": (train_on_both, ROUNDED),
     "much": (train_much, EXACT),
     "broadcast of states": (broadcast_states, COARSE),
@@ -369,33 +357,6 @@ def test_gradients_computed_on_several_streams_are_whole(ranks):
 
     for weights in ranks.run(2, rank_main):
         assert all(weight.eq(-4 * 1.5).all() for weight in weights)
-
-
-@pytest.mark.parametrize("kind", ["shm", *ON_GPU])
-def test_gradients_stay_where_they_are_and_visit_the_host_only_if_that_reduces(ranks, kind):
-    """Copies for the host are in pinned memory."""
-
-    def rank_main(context):
-        model = make_model().to(GPU)
-        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
-        places = []
-        for step in range(STEPS):
-            loss_of(model, step, context, GPU).backward()
-            if step == STEPS - 1 and kind == "gpu":
-                assert optimizer._reducer.step._launched > 0
-            optimizer.step()
-            places.append([parameter.grad.data_ptr() for parameter in model.parameters()])
-            optimizer.zero_grad(set_to_none=False)
-        for bucket in optimizer._reducer.agreement.layout.buckets:
-            if kind == "shm":
-                assert bucket._staging.host.is_pinned()
-            else:
-                assert bucket._staging is None
-                assert bucket._wires[0].is_cuda
-        return places
-
-    for places in there(ranks, 2, rank_main, kind):
-        assert places[2] == places[3]  # the first two rounds learn the order
 
 
 @on_gpu

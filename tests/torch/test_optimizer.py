@@ -2,15 +2,17 @@
 
 import dataclasses
 import threading
+import types
 import warnings
 
 import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.ranks.context import activate
+from nbelastic.elastic.ranks.context import activate, current
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients import layout
+from nbelastic.torch.gradients.arrived import Streams
 from tests.support.world import run_ranks
 from tests.torch.fakes import (
     ChangingContext,
@@ -48,24 +50,19 @@ def test_compression_halves_the_bytes(twin, compression, dtype):
     assert compression.compress(other)[0].dtype is other.dtype
 
 
-@only("early")
-def test_nothing_is_launched_before_the_last_pass(twin, monkeypatch):
-    monkeypatch.setattr(layout, "BUCKET_BYTES", 1 << 20)
-    communicator = twin.communicator()
+def test_the_number_of_passes_can_change_between_steps(twin):
     model = make_model()
     optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), backward_passes_per_step=2)
-    for step in range(2):
-        loss_of(model, step).backward()
-        assert len(communicator.lent) == step
-        loss_of(model, step).backward()
-        assert len(communicator.lent) == 2 * step  # none in the first, before ranks agree
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.set_backward_passes_per_step(1)
-    loss_of(model, 2).backward()
-    assert len(communicator.lent) == 3
+    loss_of(model, 0).backward()
     with pytest.raises(RuntimeError, match="between step"):
-        optimizer.set_backward_passes_per_step(2)
+        optimizer.set_backward_passes_per_step(1)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.set_backward_passes_per_step(1)
+    loss_of(model, 1).backward()
+    with pytest.raises(RuntimeError, match="more than backward_passes_per_step=1 times"):
+        loss_of(model, 1).backward()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +130,9 @@ def test_nobody_waits_in_backward_for_one_that_has_not_begun():
 
 
 @pytest.mark.parametrize("late", [[True, False], [False, True]], ids=["of rank 0", "of rank 1"])
-def test_what_all_do_does_not_depend_on_the_processors_of_one(late):
+def test_what_all_do_does_not_depend_on_processors_and_variables_of_one(monkeypatch, late):
+    monkeypatch.setattr(layout, "fusion_threshold", lambda: 800 << current().rank)
+
     def rank_main(context):
         communicator = context.communicator()
         communicator.capabilities = dataclasses.replace(
@@ -142,9 +141,9 @@ def test_what_all_do_does_not_depend_on_the_processors_of_one(late):
         model, optimizer = distributed()
         loss_of(model, 0).backward()
         optimizer.step()
-        return optimizer._reducer.agreement.layout.manifest.after_backward
+        return optimizer._reducer.agreement.layout.manifest[1:]
 
-    assert run_ranks(2, rank_main) == [late[0]] * 2
+    assert run_ranks(2, rank_main) == [(late[0], 800)] * 2
 
 
 @only("early")
@@ -179,19 +178,6 @@ def test_the_flag_of_any_rank_reaches_all():
         return context.agreed
 
     assert run_ranks(3, rank_main) == [[False, True, False]] * 3
-
-
-def test_a_world_of_one_exchanges_nothing():
-    context = ChangingContext(UnreachableCommunicator(generation=1))
-    with activate(context):
-        model, optimizer = distributed()
-        for step in range(4):
-            context.flag = step >= 2
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-    assert_equal(parameters_of(model), train_alone(SGD))
-    assert context.agreed == [False, False, True, True]
 
 
 # -- gradients that live in the communicator's memory ----------------------------------------------
@@ -438,3 +424,68 @@ def test_a_backward_of_a_broken_generation_ends_early():
             loss.backward()
     assert not seen
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+# -- streams that only take notes; test_gpu.py has real ones ---------------------------------------
+
+
+GPU = torch.device("cuda", 0)
+
+
+class Stream:
+    """Equal to all of its number; notes whom it has waited for."""
+
+    def __init__(self, stream_id, device_index=0, device_type=1):
+        self.stream_id, self.device_index, self.device_type = stream_id, device_index, device_type
+        self.awaited = []
+        self.meanwhile = lambda: None
+
+    def __eq__(self, other):
+        return self.stream_id == other.stream_id
+
+    def __hash__(self):
+        return self.stream_id
+
+    def wait_stream(self, other):
+        self.awaited.append(other.stream_id)
+        self.meanwhile()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """The present stream can be set; gradients are noted on it."""
+    gpu = types.SimpleNamespace(present=Stream(0))
+    cuda = types.SimpleNamespace(current_stream=lambda device: gpu.present, Stream=Stream)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(
+        torch._C,
+        "_cuda_getCurrentStream",
+        lambda index: (gpu.present.stream_id, index, 1),
+        raising=False,
+    )
+    return gpu
+
+
+def test_each_stream_is_waited_for_once_and_whoever_comes_next_waits_for_the_last(gpu):
+    streams, parameter = Streams(), types.SimpleNamespace(device=GPU)
+    hook = streams.noting(parameter, lambda _: None)
+    seen = [Stream(number) for number in range(6)]
+
+    def note(*numbers):
+        for number in numbers:
+            before, gpu.present = gpu.present, seen[number]
+            hook(parameter)
+            gpu.present = before
+
+    def join(number):
+        gpu.present = seen[number]
+        streams.join(GPU, [])
+        return sorted(seen[number].awaited)
+
+    note(1, 2, 2)
+    assert join(3) == join(3) == [1, 2]
+    assert join(4) == [3]
+    seen[5].meanwhile = lambda: note(1)  # noted while others are waited for: left for the next
+    assert join(5) == [4]
+    seen[5].meanwhile = lambda: None
+    assert join(5) == [1, 4]
