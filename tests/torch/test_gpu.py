@@ -125,20 +125,16 @@ def train_ddp(context, device, bucket_mb):
 
 def train_on_both(context, device):
     """Half of the model stays on the host."""
-    first, second = torch.nn.Linear(6, 300).double(), torch.nn.Linear(300, 3).double()
-    parameters = [*first.parameters(), *second.parameters()]
-    for number, parameter in enumerate(parameters):
-        torch.nn.init.constant_(parameter, 0.01 * (number + 1))
-    second.to(device)
-    parameters = [*first.parameters(), *second.parameters()]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, 0.1))
+    model = make_model()
+    model[2:].to(device)
+    optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
     for step in range(STEPS):
         inputs, targets = batch(step, context.rank, context.size)
-        outputs = second(first(inputs).to(device))
+        outputs = model[2:](model[:2](inputs).to(device))
         torch.nn.functional.mse_loss(outputs, targets.to(device)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [each.to(device) for each in parameters]
+    return [each.to(device) for each in model.parameters()]
 
 
 def train_much(context, device):

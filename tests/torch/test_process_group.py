@@ -316,11 +316,11 @@ def test_a_group_is_not_reconfigured_by_others_and_what_holds_it_can_be_copied_a
 # -- DistributedDataParallel -----------------------------------------------------------------------
 
 
-def trained(group, steps=4, **given):
+def trained(group, **given):
     model = make_model()
     ddp = DistributedDataParallel(model, process_group=group, **given)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
-    for step in range(steps):
+    for step in range(4):
         optimizer.zero_grad()
         inputs, targets = batch(step, group.rank(), group.size())
         torch.nn.functional.mse_loss(ddp(inputs), targets).backward()

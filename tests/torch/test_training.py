@@ -64,16 +64,6 @@ class Usual:
         return [parameter.detach() for parameter in self.model.parameters()]
 
 
-class Summed(Usual):
-    """A sum of two ranks is twice their mean."""
-
-    options: ClassVar = {"op": hvd.Sum}
-
-    def optimizers(self, alone: bool) -> list[Any]:
-        made = torch.optim.SGD(self.model.parameters(), lr=0.2 if alone else 0.1)
-        return [self.wrapped(made, alone, **self.options)]
-
-
 class Doubled:
     """Compression that changes shapes: every number travels as two halves."""
 
@@ -156,13 +146,6 @@ class NotUsedAnyMore(Usual):
         if step == 0:
             return loss_of(self.model, 0, rank, 2)
         return self.model[0](batch(step, rank, 2)[0]).sum()
-
-
-class WithoutData(Usual):
-    """A rank without a batch steps with the others."""
-
-    def loss(self, step: int, rank: int) -> torch.Tensor | None:
-        return loss_of(self.model, step) if rank == step % 2 else None
 
 
 class Halves(Usual):
