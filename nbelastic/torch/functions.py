@@ -119,27 +119,18 @@ def broadcast_optimizer_state(
     if communicator.size == 1:
         return
     root = check_root(root_rank, group.ranks)
-    verb = f"broadcast_optimizer_state of {type(optimizer).__name__}"
+    verb = f"broadcast_optimizer_state of {type(optimizer).__name__} from rank {root_rank}"
     groups = [options["params"] for options in optimizer.param_groups]
     counts = ", ".join(str(len(parameters)) for parameters in groups)
-    text = "\n".join(
-        [
-            f"{verb} from rank {root_rank}",
-            f"an optimizer with groups of {counts} parameters",
-            *(
-                f"group {number}, parameter {index} is {kind_of(it.dtype, it.shape)}"
-                for number, parameters in enumerate(groups)
-                for index, it in enumerate(parameters)
-            ),
-        ]
-    )
+    parameters = enumerate(itertools.chain(*groups))
+    what = [f"parameter {index} is {kind_of(it.dtype, it.shape)}" for index, it in parameters]
+    text = "\n".join([verb, f"an optimizer with groups of {counts} parameters", *what])
     agree(communicator, text, what="broadcast_optimizer_state" if group.is_global else None)
     is_root = communicator.rank == root
     state: Any = optimizer.state_dict() if is_root else None
     # Without values, which travel apart, each in memory of its own.
     skeleton = _mapped(state, lambda tensor: tensor.to("meta"))
-    copies = _ObjectBroadcast(skeleton, root, f"{verb} from rank {root_rank}", group)
-    skeleton = begin(group, copies).wait()
+    skeleton = begin(group, _ObjectBroadcast(skeleton, root, verb, group)).wait()
     if not is_root:
         # On the host, because load_state_dict() copies to the devices of the parameters.
         state = _mapped(skeleton, lambda tensor: torch.empty_like(tensor, device="cpu"))

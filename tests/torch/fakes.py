@@ -49,7 +49,6 @@ class LendingCommunicator(TwinCommunicator):
     def __init__(self, generation: int, *, fail_at: int | None = None) -> None:
         super().__init__(generation, fail_at)
         self.made: list[torch.Tensor] = []
-        self.ops: list[Op] = []
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         self.made.append(super().empty(count, dtype).fill_(1000))  # never to be relied on
@@ -64,7 +63,6 @@ class LendingCommunicator(TwinCommunicator):
         if self.capabilities.devices or self.capabilities.coalesces:  # in memory of torch's
             self.made.append(tensor)
         assert any(tensor is made for made in self.made)
-        self.ops.append(op)
         return super().allreduce_async(tensor, op)
 
 

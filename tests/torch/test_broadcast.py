@@ -107,21 +107,6 @@ def step_once(model, optimizer, number):
     optimizer.step(closure)
 
 
-def test_optimizer_state_has_memory_of_its_own():
-    def rank_main(context):
-        model = make_model()
-        optimizer = torch.optim.Adam(model.parameters())
-        if context.rank == 0:
-            step_once(model, optimizer, 0)
-        optimizer = hvd.DistributedOptimizer(optimizer)
-        hvd.broadcast_optimizer_state(optimizer)
-        tensors = [value for state in optimizer.state.values() for value in state.values()]
-        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 18
-        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
-
-    run_ranks(2, rank_main)
-
-
 def test_a_world_of_one_exchanges_nothing():
     model = make_model()
     thing = object()

@@ -64,16 +64,6 @@ class Usual:
         return [parameter.detach() for parameter in self.model.parameters()]
 
 
-class Summed(Usual):
-    """A sum of two ranks is twice their mean."""
-
-    options: ClassVar = {"op": hvd.Sum}
-
-    def optimizers(self, alone: bool) -> list[Any]:
-        made = torch.optim.SGD(self.model.parameters(), lr=0.2 if alone else 0.1)
-        return [self.wrapped(made, alone, **self.options)]
-
-
 class Doubled:
     """Compression that changes shapes: every number travels as two halves."""
 
@@ -143,18 +133,6 @@ class InPasses(Usual):
         optimizers[0].zero_grad(set_to_none=step % 2 == 0)
 
 
-class Changed(Usual):
-    """Gradients may be changed in any way between steps, and kept."""
-
-    def before(self, step: int, optimizers: list[Any]) -> None:
-        first, second, third = self.model[0], self.model[2], self.model[4]
-        if step:
-            first.weight.grad.data = first.weight.grad.data * 0.5
-            first.bias.grad = first.bias.grad * 0.5
-            second.weight.grad *= 0.5
-            second.bias.grad = third.bias.grad = None
-
-
 class NotUsedAnyMore(Usual):
     """A kept gradient of what is not used counts as ever."""
 
@@ -168,13 +146,6 @@ class NotUsedAnyMore(Usual):
         if step == 0:
             return loss_of(self.model, 0, rank, 2)
         return self.model[0](batch(step, rank, 2)[0]).sum()
-
-
-class WithoutData(Usual):
-    """A rank without a batch steps with the others."""
-
-    def loss(self, step: int, rank: int) -> torch.Tensor | None:
-        return loss_of(self.model, step) if rank == step % 2 else None
 
 
 class Halves(Usual):

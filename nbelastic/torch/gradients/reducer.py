@@ -65,7 +65,6 @@ class Reducer:
         self.launch_other: Callable[[Context, int], None] = functools.partial(
             _launch_numbered, process_set
         )
-        self._alone: SoloCommunicator | None = None
         self._deferred = False
         self._optimizer = weakref.ref(optimizer)
         self.names = names  # of parameters by their ids, for messages
@@ -210,9 +209,7 @@ class Reducer:
         group = group_in(context, self.process_set)
         if context.rank in group.ranks or not group.ranks:  # a set without members raises there
             return group.communicator()
-        if self._alone is None or self._alone.generation != context.generation:
-            self._alone = SoloCommunicator(context.generation)
-        return self._alone
+        return SoloCommunicator(context.generation)
 
     @torch.no_grad()
     def step_with_nothing(self) -> None:

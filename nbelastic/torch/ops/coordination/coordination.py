@@ -114,9 +114,9 @@ class Coordination:
         self._comparing = ""  # what the rank's thread waits for in a comparison
         self._pending: dict[tuple[str, str], _Named] = {}
         # Apart, because a second thread that asks who is missing must not take a pong.
-        self._pongs: SimpleQueue[Message | None] = SimpleQueue()
-        self._missing: SimpleQueue[Message | None] = SimpleQueue()
-        self._events: SimpleQueue[Message | None] = SimpleQueue()
+        self._answers: dict[str, SimpleQueue[Message | None]] = {
+            kind: SimpleQueue() for kind in ("event", "missing", "pong")
+        }
         self._reason: str | None = None
         self._gone: set[int] = set()
         self._parts: dict[str, weakref.ref[Communicator]] = {"": self._communicator}
@@ -154,7 +154,7 @@ class Coordination:
 
     def next_event(self) -> Message:
         """Wait for an operation of the others, or for the end of joining."""
-        event = self._wait(lambda: _next(self._events))
+        event = self._wait(lambda: self._next("event"))
         if event is None:
             if (communicator := self._communicator()) is not None:
                 communicator.check()  # raises the abort's own reason, if there is one
@@ -322,7 +322,7 @@ class Coordination:
         """Wait until all decisions on what was offered before have been carried out here."""
         if self._pending and self._reason is None:
             self._client.send({"do": "ping", "number": 0})  # its pong is behind all decisions
-            self._wait(lambda: _next(self._pongs))
+            self._wait(lambda: self._next("pong"))
 
     def await_named(self, named: _Named) -> None:
         """Wait for a named operation."""
@@ -341,7 +341,7 @@ class Coordination:
                     self.over(f"rank {min(gone)} has left without {text}")
                 if time.monotonic() - begun > self.timeout_s and not named.launched:
                     self._client.send({"do": "missing", "set": named.key, "name": named.name})
-                    ranks = (_next(self._missing) or {}).get("ranks")
+                    ranks = (self._next("missing") or {}).get("ranks")
                     if communicator is not None and ranks:  # none, if they have begun it meanwhile
                         communicator.abort(
                             f"{text.partition(chr(10))[0]} was not begun by ranks {ranks} "
@@ -375,13 +375,13 @@ class Coordination:
         elif kind == "join":
             self._tell(message["done"])
         elif kind == "step":
-            self._events.put(message)
+            self._answers["event"].put(message)
         elif kind == "together":
             with self._lock:
                 self._tells = False
                 was_joined, self.joined = self.joined, False
             if was_joined:
-                self._events.put(message)
+                self._answers["event"].put(message)
         elif kind == "gone":
             self._gone.add(message["rank"])  # first: `expect` adds its comparison, then reads this
             if any(message["rank"] in each.members for each in [*self._comparisons.values()]):
@@ -390,7 +390,7 @@ class Coordination:
             elif self.joined:
                 self.over(f"rank {message['rank']} has left while this rank had joined")
         elif kind in ("pong", "missing"):
-            (self._pongs if kind == "pong" else self._missing).put(message)
+            self._answers[kind].put(message)
         elif kind == "stuck":
             self._end_stuck(message)
         elif kind == "ask":
@@ -488,17 +488,15 @@ class Coordination:
             self._end(named, CollectiveError(reason))
         for comparison in [*self._comparisons.values()]:
             comparison.ended.set()
-        self._events.put(None)
-        self._pongs.put(None)
-        self._missing.put(None)
+        for queue in self._answers.values():
+            queue.put(None)
 
-
-def _next(queue: SimpleQueue[T | None]) -> T | None:
-    """Wait for the next of a queue; None at its end, which stays there for others that wait."""
-    found = queue.get()
-    if found is None:
-        queue.put(None)
-    return found
+    def _next(self, kind: str) -> Message | None:
+        """Wait for an answer; return None at the end, to each thread."""
+        found = self._answers[kind].get()
+        if found is None:
+            self._answers[kind].put(None)
+        return found
 
 
 def _listen(alive: weakref.ref[Coordination], client: RendezvousClient) -> None:

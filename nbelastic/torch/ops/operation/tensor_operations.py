@@ -76,9 +76,7 @@ class Pending(Generic[T]):
             self._finish, self._handles = None, ()  # a handle may outlive its buffers
         return self._result[0]
 
-    def __call__(self) -> T:
-        """Wait for the operation and return its result."""
-        return self.wait()
+    __call__ = wait
 
 
 def only(pending: Pending[list[T]]) -> Pending[T]:
