@@ -107,17 +107,6 @@ def test_the_static_page_is_updated_every_five_seconds_at_most():
     assert len(screen.updates) == 2
 
 
-def test_a_screen_that_fails_is_logged_once_and_left_alone(stage, monkeypatch, caplog):
-    def fail(*_, **__):
-        raise OSError("no kernel")
-
-    monkeypatch.setattr(stage.display, "_publish", fail)
-    with caplog.at_level(logging.WARNING):
-        stage.display.show(FakeJob())
-        until(lambda: not stage.groups())
-    assert len(own_records(caplog)) == 1
-
-
 # -- a cell that waits -----------------------------------------------------------------------------
 
 
@@ -146,36 +135,16 @@ def test_the_panel_appears_after_two_seconds_and_outlives_a_wait_that_is_given_u
         watch.tick()
         assert len(stage.screen.shown) == 1 and WIDGET in stage.screen.shown[0]
         job.happens("lost", 3, rank=2)
+        job.prints("epoch 1\n")
         watch.tick()
         (group,) = stage.groups()
         assert "Rank 2 is lost" in group._panel._parts["live"].value
         assert panel_threads() == 0
-    assert capsys.readouterr().out == ""
-    job.end()
-    until(lambda: stage.screen.updates)
-    assert stage.screen.shown == [bundle(job)]
-
-
-def test_the_panel_appears_at_once_with_a_reset(stage):
-    job = FakeJob(resets=0)
-    with stage.display.watching(job) as watch:
-        watch.tick()
-        job.set(resets=1)
-        watch.tick()
-        assert len(stage.screen.shown) == 1
-        job.end()
-    assert stage.screen.shown == [bundle(job)]
-
-
-def test_output_is_written_once_as_it_comes_and_before_the_last_line(stage, capsys):
-    job = FakeJob()
-    with stage.display.watching(job) as watch:
-        job.prints("epoch 1\n")
-        watch.tick()
     with stage.display.watching(job):
         job.prints("epoch 2\n")
         job.end()
-    assert capsys.readouterr().out == f"epoch 1\nepoch 2\n{LINE}\n"
+    assert capsys.readouterr().out == f"epoch 1\nepoch 2\n{LINE}\n"  # each line once
+    assert stage.screen.shown == [bundle(job)] * 2
 
 
 def test_options_set_for_a_job_hold(stage, capsys):
@@ -190,16 +159,20 @@ def test_options_set_for_a_job_hold(stage, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_fault_while_waiting_is_logged_once_and_harms_no_job(stage, caplog, monkeypatch):
+@pytest.mark.parametrize(("part", "said"), [("output", 1), ("status", 2)])  # the line, too
+def test_a_fault_of_a_display_is_logged_once_and_harms_no_job(
+    stage, caplog, monkeypatch, part, said
+):
     monkeypatch.setattr(drivers, "_display", stage.display)
     drivers._complain.cache_clear()
     job = FakeJob()
-    job.output = None
     with caplog.at_level(logging.WARNING), drivers.watching(job) as watch:
+        setattr(job, part, None)
+        stage.clock.now += 3.0
         watch.tick()
         watch.tick()
-        job.end()
-    assert len(own_records(caplog)) == 1
+        job._over.set()
+    assert len(own_records(caplog)) == said
 
 
 def test_another_thread_than_the_main_one_waits_in_silence(stage, capsys, monkeypatch):
@@ -282,16 +255,6 @@ class Terminal(io.StringIO):
         return True
 
 
-class Plain(Streamer):
-    """Shows every output as it is."""
-
-    def feed(self, outputs):
-        return "".join(output.text for output in outputs)
-
-    def flush(self):
-        return ""
-
-
 @pytest.fixture
 def out():
     return Terminal()
@@ -304,8 +267,8 @@ def err(monkeypatch, out):
     return screen
 
 
-def watch(job: FakeJob, quiet: bool = False) -> TerminalWaitDisplay:
-    return TerminalWaitDisplay(job, Plain(), quiet, itertools.count(1.0).__next__)
+def watch(job: FakeJob) -> TerminalWaitDisplay:
+    return TerminalWaitDisplay(job, Streamer(), False, itertools.count(1.0).__next__)
 
 
 def test_a_terminal_gets_one_line_that_is_rewritten(err):
@@ -338,22 +301,13 @@ def test_the_line_is_cut_to_the_terminal_and_gives_way_to_what_is_said(err, monk
 def test_the_line_gives_way_to_output_and_is_not_drawn_into_its_middle(err, out):
     job = FakeJob()
     with watch(job) as looking:
-        job.prints("epoch ")
+        job.prints("\repoch 1")
         looking.tick()
         assert err.getvalue() == ""
-        job.prints("1\n")
+        job.prints("\n")
         looking.tick()
         looking.tick()
         job.prints("epoch 2")
         job.end()
-    assert out.getvalue() == "epoch 1\nepoch 2\n"
+    assert out.getvalue() == "\repoch 1\repoch 1\nepoch 2\n"
     assert err.getvalue().endswith(f"samples/s\r\x1b[K{LINE}\n")
-
-
-def test_quiet_means_output_only(err, out):
-    job = FakeJob()
-    with watch(job, quiet=True) as looking:
-        job.prints("epoch 1\n")
-        looking.tick()
-        job.end()
-    assert (out.getvalue(), err.getvalue()) == ("epoch 1\n", "")
