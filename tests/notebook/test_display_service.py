@@ -159,20 +159,18 @@ def test_options_set_for_a_job_hold(stage, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("part", "said"), [("output", 1), ("status", 2)])  # the line, too
-def test_a_fault_of_a_display_is_logged_once_and_harms_no_job(
-    stage, caplog, monkeypatch, part, said
-):
+@pytest.mark.parametrize("part", ["output", "_publish"])
+def test_a_fault_of_a_display_is_logged_once_and_harms_no_job(stage, caplog, monkeypatch, part):
     monkeypatch.setattr(drivers, "_display", stage.display)
     drivers._complain.cache_clear()
     job = FakeJob()
     with caplog.at_level(logging.WARNING), drivers.watching(job) as watch:
-        setattr(job, part, None)
+        setattr(job if part == "output" else stage.display, part, None)
         stage.clock.now += 3.0
         watch.tick()
         watch.tick()
-        job._over.set()
-    assert len(own_records(caplog)) == said
+        job.end()
+    assert len(own_records(caplog)) == 1
 
 
 def test_another_thread_than_the_main_one_waits_in_silence(stage, capsys, monkeypatch):
