@@ -63,7 +63,7 @@ def test_a_reader_gets_each_kept_piece_once(kept):
     assert log.output(cursor) == (cursor + 1, ())
 
 
-def test_a_directory_gets_all_of_it(kept, monkeypatch, tmp_path):
+def test_a_directory_gets_all_of_it_or_one_warning(kept, monkeypatch, tmp_path):
     monkeypatch.setenv("NBELASTIC_LOG_DIR", str(tmp_path / "logs"))
     log = KernelLog("digits")
     print_lines(log, 300)
@@ -73,6 +73,12 @@ def test_a_directory_gets_all_of_it(kept, monkeypatch, tmp_path):
     assert (place / "start-0.log").read_text().splitlines()[299] == f"000299{LINE}"[:-1]
     assert (place / "start-1.log").read_bytes() == "\\udc80 ü\r\n".encode()
     assert f"all of it is in {place}" in log.output_dropped()
+    (place / "start-2.log").mkdir()
+    for _ in range(2):
+        log.note_output(2, "more\n")
+    (*_, warning) = log.warnings()
+    assert warning.startswith(f"what ranks print cannot be written to {place}: ")
+    assert len(log.warnings()) == 2
 
 
 def test_a_driver_that_is_back_does_not_write_again(monkeypatch, tmp_path):
@@ -87,17 +93,6 @@ def test_a_driver_that_is_back_does_not_write_again(monkeypatch, tmp_path):
         log.note_output(0, "two\n")
     texts = [path.read_text() for path in sorted(tmp_path.glob("*/start-0.log"))]
     assert texts == ["one\ntwo\n", "one\ntwo\n"]
-
-
-def test_a_file_that_cannot_be_written_is_told_of_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("NBELASTIC_LOG_DIR", str(tmp_path))
-    log = KernelLog("digits")
-    tmp_path.rmdir()
-    tmp_path.touch()
-    print_lines(log, 3)
-    assert len(log.output(0)[1]) == 3
-    assert len(log.warnings()) == 1
-    assert "what ranks print cannot be written to" in log.warnings()[0]
 
 
 @pytest.mark.parametrize(

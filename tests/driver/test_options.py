@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import runpy
-import threading
 import time
 import traceback
 from fractions import Fraction
@@ -26,7 +25,7 @@ from nbelastic.driver.fit import terms_of
 from nbelastic.driver.options import DEFAULTS, MOST_SECONDS, TABLE, Options
 from nbelastic.driver.parser import ELSEWHERE, call_arguments
 from nbelastic.driver.thread import Driver
-from nbelastic.errors import ClusterLost, NotPicklable, OptionError
+from nbelastic.errors import ClusterLost, OptionError
 
 ROOT = Path(__file__).parents[2]
 NONE_GIVEN = {row.name: None for row in TABLE}
@@ -52,6 +51,9 @@ class LaterCluster:
     ("options", "message"),
     [
         ({"np": 0}, "np=0"),
+        ({"np": True}, "np=True"),
+        ({"workers": []}, r"workers=\[\]: must be a list .* None for all"),
+        ({"kwargs": [0.1]}, r"kwargs=\[0\.1\]: must be a dict"),
         ({"min_np": 3, "max_np": 2}, "min_np=3 is above max_np=2"),
         ({"env": "NCCL_DEBUG=INFO"}, "^env: must be a dict of text, as in .*'NCCL_DEBUG': 'INFO'"),
         ({"env": {"NCCL_DEBUG": 1}}, r"env\['NCCL_DEBUG'\]: must be text, not int"),
@@ -278,18 +280,6 @@ def test_limits_default_as_in_horovod(options, limits):
     found = Options(**options, priority=-2, weight=2, preemptible=True).limits()
     assert (found.priority, found.weight, found.preemptible) == (-2, 2.0, True)
     assert (found.np, found.min_np, found.max_np) == limits
-
-
-def test_what_cannot_travel_is_named():
-    config = {"rate": 0.1, "guard": threading.Lock()}
-
-    def train():
-        return config
-
-    with pytest.raises(NotPicklable, match=r"'config'.*'guard'"):
-        nbelastic.fit(train)
-    with pytest.raises(NotPicklable, match="the argument 'guard'"):
-        nbelastic.fit(print, kwargs={"guard": threading.Lock()})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import builtins
 import contextlib
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -59,6 +58,11 @@ class NoHeirsError(Exception):
         raise SystemExit("no subclasses")
 
 
+class OddError(Exception):
+    def __new__(cls, *args):
+        return super().__new__(cls, *args) if cls is OddError else 7
+
+
 class MuteError(Exception):
     def __str__(self):
         raise SystemExit
@@ -68,13 +72,11 @@ class MuteError(Exception):
     def __getattr__(self, name):
         raise KeyboardInterrupt
 
+    def __setattr__(self, name, value):
+        raise AttributeError("frozen")
+
     def with_traceback(self, traceback):
         raise GeneratorExit
-
-
-@dataclass(frozen=True)
-class FrozenError(Exception):
-    code: int
 
 
 def end(outcome, *, failure=None, result=None):
@@ -102,6 +104,7 @@ def test_a_result_that_raises_when_read_is_an_error(kind):
 UNCOMBINED = [
     ExplosiveError(SystemExit),
     NoHeirsError("m"),
+    OddError("m"),
     KeyboardInterrupt("m"),
     bdb.BdbQuit(NO_CONSOLE),  # of which IPython shows nothing
 ]
@@ -119,12 +122,11 @@ def test_a_class_that_cannot_be_combined_or_read_is_the_cause_if_there_is_one(or
         assert words in str(error)
 
 
-@pytest.mark.parametrize(("kind", "shown"), [(FrozenError, "FrozenError: 7"), (MuteError, "Mute")])
-def test_a_strange_error_keeps_its_type_and_lines(kind, shown):
-    error = end(FAILED, failure=kind(7))
-    assert isinstance(error, kind) and isinstance(error, RankFailed)
-    assert type(error.__cause__) is kind
-    assert shown in str(error) and "raise failure" in str(error)
+def test_a_strange_error_keeps_its_type_and_lines():
+    error = end(FAILED, failure=MuteError(7))
+    assert isinstance(error, MuteError) and isinstance(error, RankFailed)
+    assert type(error.__cause__) is MuteError
+    assert "Mute" in str(error) and "raise failure" in str(error)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,8 +11,12 @@ import pytest
 
 from nbelastic.driver import display as drivers
 from nbelastic.notebook import display_service
-from nbelastic.notebook.display_group import WIDGET, DisplayGroup
-from nbelastic.notebook.display_service import TerminalWaitDisplay, bundle, kernel_shell
+from nbelastic.notebook.display_service import (
+    WIDGET,
+    DisplayGroup,
+    TerminalWaitDisplay,
+    bundle,
+)
 from nbelastic.render import Streamer
 from tests.support.logs import own_records
 
@@ -124,13 +128,15 @@ def test_a_short_wait_shows_the_end_and_one_line_and_the_cell_shows_its_job_once
     assert stage.screen.shown == [bundle(job)] * 2 and stage.groups() == []
 
 
-def test_the_panel_appears_after_two_seconds_and_outlives_a_wait_that_is_given_up(stage, capsys):
+@pytest.mark.parametrize("resets", [0, 1])
+def test_the_panel_appears_late_or_with_a_reset_and_outlives_the_wait(stage, capsys, resets):
     job = FakeJob()
     with stage.display.watching(job) as watch:
         stage.clock.now += 1.9
         watch.tick()
         assert stage.screen.shown == []
-        stage.clock.now += 0.2
+        stage.clock.now += 0.0 if resets else 0.2
+        job.set(resets=2 + resets)
         watch.tick()
         watch.tick()
         assert len(stage.screen.shown) == 1 and WIDGET in stage.screen.shown[0]
@@ -143,7 +149,8 @@ def test_the_panel_appears_after_two_seconds_and_outlives_a_wait_that_is_given_u
     with stage.display.watching(job):
         job.prints("epoch 2\n")
         job.end()
-    assert capsys.readouterr().out == f"epoch 1\nepoch 2\n{LINE}\n"  # each line once
+    said = LINE.replace("2 resets", f"{2 + resets} resets")
+    assert capsys.readouterr().out == f"epoch 1\nepoch 2\n{said}\n"  # each line once
     assert stage.screen.shown == [bundle(job)] * 2
 
 
@@ -226,16 +233,6 @@ def test_without_a_kernel_lines_go_to_stderr_and_a_job_to_stdout(stage, capsys):
     assert stage.screen.shown == []
 
 
-def test_a_kernel_is_found_only_where_ipython_runs_in_one(monkeypatch):
-    monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    assert kernel_shell() is None
-    assert "IPython" not in sys.modules
-    kernel = SimpleNamespace(kernel=object())
-    for shell in (None, SimpleNamespace(), SimpleNamespace(kernel=None), kernel):
-        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda s=shell: s))
-        assert kernel_shell() is (shell if shell is kernel else None)
-
-
 def test_a_file_that_is_a_cell_is_called_as_ipython_calls_it(stage, shell):
     stage.shell = shell
     cell = shell.compile.cache("1 / 0", 7)
@@ -265,8 +262,8 @@ def err(monkeypatch, out):
     return screen
 
 
-def watch(job: FakeJob) -> TerminalWaitDisplay:
-    return TerminalWaitDisplay(job, Streamer(), False, itertools.count(1.0).__next__)
+def watch(job: FakeJob, quiet: bool = False) -> TerminalWaitDisplay:
+    return TerminalWaitDisplay(job, Streamer(), quiet, itertools.count(1.0).__next__)
 
 
 def test_a_terminal_gets_one_line_that_is_rewritten(err):
@@ -284,6 +281,9 @@ def test_a_terminal_gets_one_line_that_is_rewritten(err):
     assert "\r\x1b[Kquickstart: running · 4 ranks · 121 commits" in said
     assert said.count("\n") == 1
     assert said.endswith("\r\x1b[K" + LINE.replace("120", "121") + "\n")
+    with watch(job, quiet=True) as looking:
+        looking.tick()
+    assert err.getvalue() == said
 
 
 def test_the_line_is_cut_to_the_terminal_and_gives_way_to_what_is_said(err, monkeypatch):

@@ -139,7 +139,6 @@ def test_the_cluster_is_a_variable_an_address_or_the_current_client(shell, fit, 
     [
         ("client", {}, "make one: client = Client(...)"),
         ("mycluster", {"my_cluster": Cluster()}, "did you mean my_cluster?"),
-        ("number", {"number": 5}, "--cluster number: the variable holds 'int'"),
     ],
 )
 def test_a_wrong_cluster_is_an_error_that_knows_the_right_ones(shell, fit, name, there, says):

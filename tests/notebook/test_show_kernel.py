@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
 ROOT = str(Path(__file__).parents[2])
@@ -40,6 +41,7 @@ show.show(job)
 """
 
 
+@pytest.mark.slow
 def test_a_saved_notebook_has_final_states_output_and_last_line_and_no_widget():
     sources = (SETUP, SHOWN, OVER, WAITED)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in sources])
