@@ -64,9 +64,9 @@ def test_no_row_is_wider_than_the_terminal(width):
 def test_a_loop_without_epochs_and_samples_is_shown_in_steps():
     ranks = (dataclasses.replace(rank_status(0), samples_per_s=None, steps_per_s=2.5),)
     progress = Progress(epoch=0, epochs=0, step=1500, steps=6000, remaining_s=90.0)
-    job = FakeJob(ranks=ranks, samples_per_s=None, progress=progress)
+    job = FakeJob(ranks=ranks, samples_per_s=None, progress=progress, size=1, max_np=1)
     assert not set("█░") & set("".join(rows(job, 120)))  # no bars without samples
-    assert "step 1,500/6,000 (25%) · 0:42, 1:30 left · 2.5 steps/s" in rows(job, 120)[0]
+    assert "1/1 rank · step 1,500/6,000 (25%) · 0:42, 1:30 left · 2.5 steps/s" in rows(job, 120)[0]
     assert "25% · 2.5 steps/s · 1:30 left" in line(JobSnapshot.of(job))
 
 

@@ -166,13 +166,13 @@ def test_options_set_for_a_job_hold(stage, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("part", ["output", "_publish"])
+@pytest.mark.parametrize("part", ["output", "history"])
 def test_a_fault_of_a_display_is_logged_once_and_harms_no_job(stage, caplog, monkeypatch, part):
     monkeypatch.setattr(drivers, "_display", stage.display)
     drivers._complain.cache_clear()
     job = FakeJob()
     with caplog.at_level(logging.WARNING), drivers.watching(job) as watch:
-        setattr(job if part == "output" else stage.display, part, None)
+        setattr(job, part, None)
         stage.clock.now += 3.0
         watch.tick()
         watch.tick()
