@@ -97,7 +97,6 @@ def _made(text: str, workers: int) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _of_hosts(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[Any]:
-    """Yield a cluster of the hosts that options name."""
     slots = int(options.get("slots_per_host") or 1)
     source, fixed = _source(options, slots)
     others = [host for host in fixed or () if not is_local(host)]

@@ -13,6 +13,7 @@ from nbelastic import driver
 from nbelastic.cli.clusters import existing
 from nbelastic.driver.options import LIMITS, OF_SCRIPTS, ROWS, OptionRow, changed_limits
 from nbelastic.driver.parser import LineCommand, LineOption
+from nbelastic.driver.status import aligned
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.messages import StopReason, StopRequested
 from nbelastic.render import JobSnapshot, duration, line, rank_line, sentence
@@ -192,10 +193,7 @@ def jobs(address: str) -> None:
         if job.ended is not None:
             kernel = f"ended {duration(time.time() - job.ended)} ago"
         rows.append((job.name, job.state, f"{job.size:,}", f"{job.commits:,}", age, kernel))
-    widths = [max(len(row[i]) for row in rows) for i in range(6)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
+    click.echo(aligned(rows))
 
 
 @_command()

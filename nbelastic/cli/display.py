@@ -167,7 +167,6 @@ write_errors: list[str] = []  # streams that could not take what was written, wi
 
 
 def _append(directory: str, output: Output) -> None:
-    """Append what a rank has printed to ``DIR/rank.N/stdout``."""
     number = "unknown" if output.rank is None else output.rank
     place = Path(directory) / f"rank.{number}"
     place.mkdir(parents=True, exist_ok=True)

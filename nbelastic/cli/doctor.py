@@ -145,7 +145,6 @@ def examine(address: str | None) -> Facts:
 
 
 def _ask(client: Any, here: Side) -> Facts:
-    """Ask the scheduler and the workers of a cluster."""
     from nbelastic.cluster.wire import versions_reader
 
     reader = versions_reader()  # needs nothing of nbelastic where it runs

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from nbelastic.cli.display import WaitView
 from nbelastic.driver import HistoryEvent
-from nbelastic.driver.status import JobStatus, RankStatus
+from nbelastic.driver.status import RankStatus
 from nbelastic.render import (
     FIGURES,
     JobSnapshot,
@@ -111,20 +111,19 @@ def frame(snapshot: JobSnapshot, width: int, height: int = 24) -> list[Text]:
 
 
 def _row(*pieces: tuple[str, str]) -> Text:
-    """Return a row of words and their styles; control characters are replaced."""
     clean = [(str(printable(words)), style) for words, style in pieces]
     return Text.assemble(*clean, no_wrap=True, overflow="crop")
 
 
 def _message(words: str, style: str, width: int) -> Text:
-    """Return a row of words, cut in its middle."""
     return _row((f"  {abbreviate(words, width - 2)}", style))
 
 
 def _head(snapshot: JobSnapshot, width: int) -> Text:
     """Return the status line: state, ranks, progress, times; more facts as room allows."""
     status = snapshot.status
-    facts = [_size(status)]
+    most = "" if status.max_np is None else f"/{status.max_np}"
+    facts = [f"{status.size}{most} rank{'s' * ((status.max_np or status.size) != 1)}"]
     if (progress := status.progress) is not None:
         place = f"step {progress.step:,}/{progress.steps:,}"
         if not progress.steps:
@@ -150,14 +149,7 @@ def _head(snapshot: JobSnapshot, width: int) -> Text:
     )
 
 
-def _size(status: JobStatus) -> str:
-    most = "" if status.max_np is None else f"/{status.max_np}"
-    noun = "rank" if (status.max_np or status.size) == 1 else "ranks"
-    return f"{status.size}{most} {noun}"
-
-
 def _ranks(ranks: tuple[RankStatus, ...], width: int, room: int) -> list[Text]:
-    """Return a row for each rank, with a bar for its pace relative to the fastest."""
     shown = ranks if len(ranks) <= room else ranks[: max(room - 1, 0)]
     fastest = max((rank.samples_per_s or 0.0 for rank in ranks), default=0.0)
     names = [rank.name or rank.worker.rpartition("://")[2] for rank in shown]

@@ -14,10 +14,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    from .job import Job
+from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +30,12 @@ class WaitDisplay(Protocol):
 
 
 class Display(Protocol):
-    """Display of all jobs of this process."""
+    """Display of all jobs of this process; a job is a :class:`~nbelastic.Job`."""
 
-    def watching(self, job: Job) -> AbstractContextManager[WaitDisplay] | None:
+    def watching(self, job: Any) -> AbstractContextManager[WaitDisplay] | None:
         """Return the display of a job for a waiting thread, or None to show nothing."""
 
-    def show(self, job: Job) -> None:
+    def show(self, job: Any) -> None:
         """Show a job that is the value of a cell."""
 
     def say(self, text: str) -> None:
@@ -49,8 +46,6 @@ class Display(Protocol):
 
 
 class _NotebookDisplay:
-    """The notebook's display, imported with the first job."""
-
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module("nbelastic.notebook.display_service").display, name)
 
@@ -66,7 +61,7 @@ def set_display(display: Display | None) -> None:
     _display = display
 
 
-def show(job: Job) -> bool:
+def show(job: Any) -> bool:
     """Show a job; return whether a display has shown it."""
     return _call(_display, "show", job) is not _NOTHING
 
@@ -83,7 +78,7 @@ def label(file: str) -> str | None:
 
 
 @contextlib.contextmanager
-def watching(job: Job) -> Iterator[Any]:
+def watching(job: Any) -> Iterator[Any]:
     """Yield the wait display of a job, or none, with its errors caught."""
     manager = _call(_display, "watching", job)
     watch = _call(manager, "__enter__")

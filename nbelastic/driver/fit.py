@@ -351,7 +351,6 @@ def wait_interruptibly(job: Job) -> None:
 
 
 def _what_is_free(job: Job, workers: set[str]) -> str:
-    """Describe the present state of the job's former workers."""
     driver = driver_of(job)
     if driver.owns_cluster:
         return "the cluster that was started for it is closed"
@@ -475,7 +474,6 @@ def ask(name: str, event: StopRequested | LimitsChanged, *, cluster: Any) -> Non
 
 
 def _name_of_job(name: str | None) -> str:
-    """Return the valid name of a job, before the cluster is asked for this job."""
     if name is None:
         raise OptionError("name=None: must be the name of a job; nbelastic.jobs() lists them")
     return check_name(name)

@@ -419,7 +419,9 @@ class Job:
         --------
         >>> job.save_report("report.zip")  # doctest: +SKIP
         """
-        return save_report(self, self._driver.options, path)
+        error = self.exception() if self.done() else None
+        options, output = self._driver.options, self.logs()
+        return save_report(path, options, self.status, self.history, output, error)
 
     def _ipython_display_(self) -> None:
         if not display.show(self):

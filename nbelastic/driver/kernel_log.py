@@ -170,7 +170,6 @@ class KernelLog(JobLog):
 
 
 def _code_place(line: m.CodeLine | None) -> str:
-    """Return a line of code in words: its cell or file, its number, and its function."""
     if line is None:
         return ""
     return f"{display.label(line.file) or line.file}, line {line.line}, in {line.function}"

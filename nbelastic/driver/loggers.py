@@ -1,15 +1,8 @@
 """Send metrics to an experiment logger: wandb, MLflow, TensorBoard, a function.
 
-The ranks report, and the kernel logs. So the steps of a run only grow, whichever rank is lost:
-
-============  ====================================================================================
-a row is      then
-============  ====================================================================================
-reported      a fault may still take it back: ranks go to their last commit, and repeat the step
-committed     every rank holds a commit after it, and so it stays. All ranks have had
-              :data:`SETTLE_S` to send their part of its mean
-sent          the logger has taken it. Rows are sent in the order of training, each one once
-============  ====================================================================================
+The ranks report, and the kernel logs, so the steps of a run only grow, whichever rank is lost. A
+row that is reported may be taken back by a fault. It is sent once every rank holds a commit after
+it, and :data:`SETTLE_S` later, when all have sent their part of its mean.
 
 One thread for each logger, ``nbelastic-logger-NAME``, reads the kernel's metrics, which keep every
 row. A logger that is slow is behind, and one that raises is tried again; neither holds up the
@@ -71,8 +64,6 @@ def sender(target: Any) -> tuple[str, Send]:
 def _each(
     log: Callable[[str, float, int], object], then: Callable[[], object] = lambda: None
 ) -> Send:
-    """Return how a row is sent metric by metric."""
-
     def send(step: float, values: dict[str, float]) -> None:
         for name, value in values.items():
             log(name, value, int(step))

@@ -24,8 +24,6 @@ MOST_POINTS = 600
 
 @dataclass
 class _Row:
-    """Mean of the ranks' reports at one place."""
-
     time: float
     generation: int
     step: float | None

@@ -196,7 +196,6 @@ def flag(value: Any) -> bool:
 
 
 def _several(value: Any) -> tuple[Any, ...]:
-    """Return the items of an iterable, or one text."""
     _require(not isinstance(value, (bytes, Mapping)))
     return (value,) if isinstance(value, str) else tuple(value)
 
@@ -522,7 +521,6 @@ HOROVODS: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def _of_horovod(option: str, value: Any) -> Any:
-    """Return the value of an option that an environment variable of Horovod's has."""
     for name, (meant, read) in HOROVODS.items():
         text = os.environ.get(name)
         given = read(text) if text and meant == option else None

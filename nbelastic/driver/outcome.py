@@ -98,7 +98,6 @@ def _caused(problem: str, cause: BaseException | None) -> errors.JobError:
 
 
 def _failed(job: str, log: KernelLog, outcome: Outcome) -> BaseException:
-    """Return the exception of a job that did not finish."""
     if outcome.kind == "stopped":
         return errors.JobStopped(f"job {job!r} was {outcome.reason or ''}")
     starts = [start for start in outcome.starts if start in log.failures]

@@ -80,7 +80,6 @@ def _plain(name: str) -> str:
 def _no_such_option(
     where: str, given: str, names: Collection[str], users: Callable[..., object] | None
 ) -> UnknownOption:
-    """Return the error for a keyword that is not an option of the function `where`."""
     try:
         known: Mapping[str, Any] = {} if users is None else inspect.signature(users).parameters
     except (TypeError, ValueError):  # it is written in C

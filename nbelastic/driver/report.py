@@ -10,15 +10,15 @@ import platform
 import sys
 import traceback
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbelastic.collectives import missing_native_part
 from nbelastic.elastic.redaction import HIDDEN, Secrets
 
-if TYPE_CHECKING:
-    from .job import Job
-    from .options import Options
+from .options import Options
+from .status import HistoryEvent, JobStatus, aligned
 
 MOST_OUTPUT = 1_000_000  # characters of output in a report: the newest
 
@@ -28,18 +28,24 @@ PACKAGES = (
 )
 
 
-def save_report(job: Job, options: Options, path: str | os.PathLike[str]) -> Path:
+def save_report(
+    path: str | os.PathLike[str],
+    options: Options,
+    status: JobStatus,
+    history: Iterable[HistoryEvent],
+    output: str,
+    error: BaseException | None,
+) -> Path:
     """Write history, status, versions, options, error and newest output to a ZIP file."""
     parts = {
         "versions.json": _json(versions()),
         "options.json": _json(
             {**dataclasses.asdict(options), "env": dict.fromkeys(options.env, HIDDEN)}
         ),
-        "status.json": _json(dataclasses.asdict(job.status)),
-        "history.json": _json([dataclasses.asdict(event) for event in job.history]),
-        "output.txt": job.logs()[-MOST_OUTPUT:],
+        "status.json": _json(dataclasses.asdict(status)),
+        "history.json": _json(list(map(dataclasses.asdict, history))),
+        "output.txt": output[-MOST_OUTPUT:],
     }
-    error = job.exception() if job.done() else None
     if error is not None:
         parts["error.txt"] = "".join(traceback.format_exception(error))
     secrets = Secrets([options.checkpoint or ""], options.env)
@@ -83,6 +89,4 @@ def show_versions() -> None:
     system         Linux 6.8.0 x86_64
     ...
     """
-    rows = versions()
-    width = max(map(len, rows))
-    sys.stdout.write("".join(f"{name:<{width}}  {value}\n" for name, value in rows.items()))
+    sys.stdout.write(aligned(list(versions().items())) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -239,6 +240,12 @@ class JobStatus:
         return tuple(warning.split("\n", 1)[0] for warning in self.warnings)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return the rows of a table as lines with columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
 class JobTable(tuple[JobInfo, ...]):
     """The jobs on a cluster: a tuple, shown as a table."""
 
@@ -263,10 +270,7 @@ class JobTable(tuple[JobInfo, ...]):
     def __repr__(self) -> str:
         if not self:
             return "no jobs"
-        rows = [self.COLUMNS, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join(lines)
+        return aligned([self.COLUMNS, *self._rows()])
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{name}</th>" for name in self.COLUMNS)

@@ -248,7 +248,6 @@ class Driver:
             wait([self.future], SETTLING_S)
 
     def _attach_again(self) -> None:
-        """Take the job over again: the connection was lost, and is back."""
         try:
             answer = self.job_client.attach()
         except ClusterLost:
@@ -264,7 +263,6 @@ class Driver:
             self._step(m.ClusterGone("the scheduler was restarted, or has given the job up"))
 
     def _take(self, message: m.Message) -> None:
-        """Take in a message from the cluster that is meant for this driver."""
         if isinstance(message, m.DriverReplaced):
             self._attach_again()
         elif isinstance(message, m.JobEvent):
@@ -296,7 +294,6 @@ class Driver:
     # -- tasks ---------------------------------------------------------------------------------
 
     def _begin(self, granted: m.SlotGranted) -> None:
-        """Start a rank whose slot was granted, unless it has been given up meanwhile."""
         start, roster = granted.start, self._machine.roster
         rank = roster.ranks.get(start)
         if rank is None or rank.stage != Stage.STARTING:

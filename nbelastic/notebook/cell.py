@@ -101,7 +101,6 @@ class CellFunction:
 
     @property
     def _padded(self) -> str:
-        """The source with blank lines for the lines above it."""
         return "\n" * len(self._above) + self._body
 
     def _remember_lines(self) -> None:

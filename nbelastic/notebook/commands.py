@@ -169,7 +169,6 @@ def _summary(job: Any) -> str:
 
 
 def _written(value: Any) -> str:
-    """Write a value as ``%elastic config`` reads it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):

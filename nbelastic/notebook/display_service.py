@@ -1,32 +1,189 @@
 """Display service: shows the jobs of this process, in a notebook or in a terminal.
 
 Displays are made in the kernel's main thread: in which cell another thread's display lands differs
-between versions of ipykernel. A job that is shown while no cell waits for it has a thread,
-``nbelastic-panel-NAME``, which ends with the job. With ``NBELASTIC_NONINTERACTIVE=1`` one line at
-the end of a job is all, for a log.
+between versions of ipykernel. All displays of a job are a group, which is updated together: by the
+main thread while it waits for the job, else by the thread ``nbelastic-panel-NAME``, which ends with
+the job. With ``NBELASTIC_NONINTERACTIVE=1`` one line at the end of a job is all, for a log.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import shutil
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from nbelastic.render import JobSnapshot, Mode, Streamer, line, text
+from nbelastic.render import STYLE, JobSnapshot, Mode, Streamer, duration, line, page, text
+from nbelastic.render.text import ENDED
 
-from .display_group import DisplayGroup, Publisher, bundle, publish
+if TYPE_CHECKING:
+    from .panel import Panel
+
+logger = logging.getLogger(__name__)
 
 PANEL_DELAY = 2.0  # seconds of waiting before a panel appears
 BETWEEN_LINES = 0.25  # minimum of seconds between two updates of the progress line
+BETWEEN_PAGES = 5.0  # minimum of seconds between two updates of the static HTML while a job runs
+POLL_INTERVAL = 0.1  # seconds between two updates by the thread
 _CLEAR = "\r\x1b[K"
+AFTER = "-after"  # end of the display id of the line that shows where a widget is not there
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+Publisher: TypeAlias = Callable[..., None]  # as `publish`, for any thread
+
+# JupyterLab draws an error in the place of a widget whose kernel is gone, and no other part of its
+# bundle. Until it knows that, or has the live widget after a reload, it says "Loading".
+_AFTERLIFE = """<style>
+:root:has(.nbe-live-{0}) :is(.nbe-after-{0},.jp-OutputArea-child:has(.nbe-after-{0})),
+:root:not(:has(.nbe-live-{0})) .jp-NotebookPanel
+.jp-OutputArea-child:has(+.jp-OutputArea-child .nbe-after-{0}){{display:none}}
+.nbe-after-{0}{{overflow-wrap:anywhere}}
+.jp-NotebookPanel .jp-OutputArea-child:not(:has(.jupyter-widgets))
++.jp-OutputArea-child .nbe-after-{0}{{animation:nbe-after-{0} 5s}}
+@keyframes nbe-after-{0}{{0%,99%{{visibility:hidden}}}}
+</style><div class="nbe nbe-card nbe-after-{0}">{1}</div>"""
+
+
+def publish(data: dict[str, Any], display_id: str, *, update: bool = False) -> None:
+    """Make or replace a display of IPython's."""
+    from IPython.display import publish_display_data
+
+    call: Any = publish_display_data  # it has no annotations
+    call(data, transient={"display_id": display_id}, update=update)
+
+
+def bundle(job: Any, panel: Panel | None = None) -> dict[str, Any]:
+    """Return the representations of a job: HTML, a line of text, and its widget."""
+    # A notebook saves no state of widgets: where an offered widget cannot be drawn, JupyterLab and
+    # nbconvert show nothing in its place. So a job that has ended has none.
+    snapshot = JobSnapshot.of(job)
+    note = ""
+    if not snapshot.ended:
+        note = f"As of {duration(snapshot.status.elapsed)} after the start: the job went on."
+        if panel is None:
+            note += " A live panel with a Stop button needs ipywidgets: pip install ipywidgets."
+    data: dict[str, Any] = {"text/html": page(snapshot, note), "text/plain": text(snapshot)}
+    if panel is not None and not snapshot.ended:
+        model = panel.widget.model_id
+        data[WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": model}
+    return data
+
+
+class DisplayGroup:
+    """All displays of one job. The first exception is logged, and the displays are off.
+
+    The lock makes each update of either thread whole, and the end happen once. Under it the job's
+    state is read, but not waited for.
+    """
+
+    def __init__(
+        self,
+        job: Any,
+        publish: Publisher,
+        clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._job = job
+        self._send = publish
+        self._clock = clock
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._ids: list[str] = []
+        self._published: tuple[str, float] = ("", float("-inf"))
+        self._panel: Panel | None = None
+        self._broken = self._over = False
+        self._thread: threading.Thread | None = None
+
+    def publish(self) -> None:
+        """Make a display under the running cell. Called in the main thread."""
+        with self._guarded() as works:
+            if not works:
+                return
+            if self._panel is None and not self._job.done():
+                with contextlib.suppress(ImportError):  # without ipywidgets
+                    from .panel import Panel
+
+                    self._panel = Panel(self._job)
+            display_id, state = uuid.uuid4().hex, self._job.status.state
+            data = bundle(self._job, self._panel)
+            self._send(data, display_id)
+            if self._panel is not None and WIDGET in data:
+                line = _AFTERLIFE.format(data[WIDGET]["model_id"], self._panel.afterlife)
+                self._send({"text/html": STYLE + line}, display_id + AFTER)
+            self._published = (state, self._clock())
+            if state not in ENDED:
+                self._ids.append(display_id)
+
+    def refresh(self) -> None:
+        """Update the displays."""
+        with self._guarded() as works:
+            if not works or self._over:
+                return
+            if self._panel is not None:
+                self._panel.refresh()
+            state, now = self._job.status.state, self._clock()
+            stale = self._panel is None or state != self._published[0]
+            if stale and now - self._published[1] >= BETWEEN_PAGES:
+                self._published = (state, now)
+                self._update()
+
+    def finish(self) -> None:
+        """Show the final state in every display. Idempotent."""
+        with self._guarded() as works:
+            if self._over:
+                return
+            self._over = True
+            if works:
+                if self._panel is not None:
+                    # The widget stays, for a reloaded page, which gets no updates of displays.
+                    self._panel.finish()
+                self._update()
+        self._on_end()
+
+    def follow(self) -> None:
+        """Start a thread that updates the displays until the job ends."""
+        with self._lock:
+            if self._over or self._thread is not None:
+                return
+            name = f"nbelastic-panel-{self._job.name}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the thread has ended with its job, for a second at most."""
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[bool]:
+        """Hold the lock, and keep exceptions from the job; the value is whether none has come."""
+        with self._lock:
+            try:
+                yield not self._broken
+            except Exception:  # any: the displays end here, and the job goes on
+                self._broken, name = True, self._job.name
+                logger.warning("the display of job %r failed and is off", name, exc_info=True)
+
+    def _update(self) -> None:
+        data = bundle(self._job, self._panel)
+        for display_id in self._ids:
+            self._send(data, display_id, update=True)
+            if self._over and self._panel is not None:
+                self._send({"text/html": ""}, display_id + AFTER, update=True)
+
+    def _run(self) -> None:
+        while not (self._broken or self._job.wait(POLL_INTERVAL)):
+            self.refresh()
+        self.finish()
 
 
 @dataclass(eq=False)
@@ -70,10 +227,10 @@ class DisplayService:
         shell, shown = self._shell(), self._look_up(job)
         if not shown.quiet:
             shown.cell = getattr(shell, "execution_count", None)
+        how = (job, shown.streamer, shown.quiet, self._clock)
         if shell is None:
-            return TerminalWaitDisplay(job, shown.streamer, shown.quiet, self._clock)
-        group = partial(self._group, job)
-        return NotebookWaitDisplay(job, shown.streamer, shown.quiet, self._clock, group=group)
+            return TerminalWaitDisplay(*how)
+        return NotebookWaitDisplay(*how, group=partial(self._group, job))
 
     def show(self, job: Any) -> None:
         """Show a job as the value of a cell, unless the cell has just waited for its end."""

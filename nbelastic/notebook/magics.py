@@ -107,8 +107,10 @@ class ElasticMagics(Magics):
         if (run := options.pop("log_to", None)) is not None:
             options["log_to"] = self._variable("--log-to", run)
         options.setdefault("name", f"job-{uuid.uuid4().hex[:8]}")
-        if not quiet:
-            _warn_of_large_variables(function)
+        large = large_variables(function.captured)
+        if sizes := ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in large):
+            advice = "load large data on the workers instead"
+            _tell(f"sent to every worker: {sizes}; {advice}", quiet)
         job = self._start(function, options, given)
         display.set_options(job, stream, quiet=quiet)
         self.commands.remember(job)
@@ -162,7 +164,6 @@ class ElasticMagics(Magics):
         )
 
     def _blank_lines(self) -> int:
-        """Return the number of empty lines above the magic, which IPython removes."""
         history = self.shell.history_manager
         raw = history.input_hist_raw[-1] if history is not None else ""
         above = re.match(rf"\s*\n(?=\s*{MAGIC})", raw)
@@ -177,13 +178,7 @@ class ElasticMagics(Magics):
                 return None
         variables = self.shell.user_ns
         if name in variables:
-            value = variables[name]
-            if isinstance(value, str) or _is_cluster(value) or hasattr(value, "scheduler_address"):
-                return value
-            raise MagicOptionError(
-                f"{MAGIC}: --cluster {name}: the variable holds {type(value).__name__!r}; it "
-                "must be a Dask Client, a cluster or an address"
-            )
+            return variables[name]  # fit says so if it is no cluster
         if ":" in name:
             return name
         fitting = [each for each, value in list(variables.items()) if _is_cluster(value)]
@@ -252,16 +247,7 @@ def _bring_back(job: Any, quiet: bool) -> None:
         _tell(f"{names} of this notebook {verb} unchanged; {pull}", quiet)
 
 
-def _warn_of_large_variables(function: CellFunction) -> None:
-    """Warn of large variables that are sent with a cell."""
-    sizes = ", ".join(
-        f"{name} {size / 2**20:,.0f} MiB" for name, size in large_variables(function.captured)
-    )
-    if sizes:
-        _tell(f"sent to every worker: {sizes}; load large data on the workers instead")
-
-
-def _tell(words: str, quiet: bool = False) -> None:
+def _tell(words: str, quiet: bool) -> None:
     if not (quiet or silent()):
         write(words + "\n")
 

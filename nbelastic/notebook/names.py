@@ -148,7 +148,6 @@ def _branches(node: Any) -> list[tuple[ast.AST, Sequence[ast.AST]]]:
 
 
 def _without_blocks(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and all in it but statements, handlers and cases."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):

@@ -22,7 +22,6 @@ class Figure:
 
 
 def _is_new(rank: RankStatus) -> bool:
-    """Return whether a rank is new, without a number or commits of its own."""
     return rank.rank is None and not rank.commits
 
 

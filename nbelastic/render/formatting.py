@@ -11,7 +11,7 @@ from markupsafe import escape as markup_escape
 from nbelastic.driver.status import JobStatus
 
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # XML cannot hold these
-_PLURALS = {"rank lost": "ranks lost"}
+_PLURALS = {"rank lost": "ranks lost", "batch": "batches"}
 
 
 def printable(value: object) -> object:

@@ -236,7 +236,6 @@ def visible(text: str) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Write ``[0, 1, 2, 5]`` as ``0-2, 5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -242,7 +242,5 @@ def _cost(figures: Mapping[str, float]) -> str:
     batches, samples = round(figures.get("batches", 0)), round(figures.get("samples", 0))
     if "restored" not in figures:
         return words
-    if not batches:
-        return f"{words}, no batch redone"
-    again = f"{batches:,} {'batch' if batches == 1 else 'batches'}"
+    again = count(batches, "batch") if batches else "no batch"
     return f"{words}, {again}{f' ({samples:,} samples)' if samples else ''} redone"

@@ -44,8 +44,6 @@ _NICE = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 4
 
 @dataclass(frozen=True)
 class _Scale:
-    """Maps seconds and ranks to positions in the drawing."""
-
     begin: float
     end: float
     top: int
@@ -147,7 +145,6 @@ def _summary(snapshot: JobSnapshot, sizes: Sequence[int], seconds: float) -> str
 
 
 def _levels(scale: _Scale) -> list[int]:
-    """Return the world sizes with a grid line."""
     return sorted({0, scale.top} | ({scale.top // 2} if scale.top >= 4 else set()))
 
 
@@ -184,7 +181,6 @@ def _labels(scale: _Scale, height: int, pace: Sequence[tuple[float, float]]) -> 
 
 
 def _line(scale: _Scale, steps: Sequence[tuple[float, int]]) -> str:
-    """Return the step line."""
     turns = [f"H{scale.x(at):g}V{scale.y(size):g}" for at, size in thin(steps, COLUMNS // 2)]
     path = f"M0 {scale.y(0):g}{''.join(turns)}H{scale.x(scale.end):g}"
     return (
@@ -194,7 +190,6 @@ def _line(scale: _Scale, steps: Sequence[tuple[float, int]]) -> str:
 
 
 def _pace(scale: _Scale, pace: Sequence[tuple[float, float]]) -> str:
-    """Return the throughput as a small area under the time axis."""
     points = thin(pace, COLUMNS // 2)
     if not points:
         return ""

@@ -88,9 +88,6 @@ class Lab:
         items = self.page.locator(".lm-Menu .lm-Menu-item")
         items.filter(has=self.page.get_by_text(item, exact=True)).click()
 
-    def interrupt(self) -> None:
-        self.menu("Kernel", "Interrupt Kernel")
-
     def wait_until_idle(self) -> None:
         """Wait until the kernel is there and has nothing to do.
 
@@ -110,10 +107,6 @@ class Lab:
 
     def output(self, index: int) -> Locator:
         return self.cell(index).locator(".jp-Cell-outputArea")
-
-    def wait_for_text(self, index: int, text: Any, timeout_s: float = PATIENCE_S) -> None:
-        """Wait until a cell's output contains a text, or matches a pattern."""
-        expect(self.output(index)).to_contain_text(text, timeout=timeout_s * 1000)
 
 
 class PanelView:

@@ -129,26 +129,19 @@ def test_a_job_that_has_ended_answers_still(crew, call):
 def test_the_scheduler_remembers_the_last_jobs_within_a_limit(monkeypatch):
     service = JobService.__new__(JobService)
     service._ended = {}
-    record = SimpleNamespace(steps=1, epoch=1, log=JobLog(), machine=Machine(Limits()), started=0.0)
-    record.client, record.ranks = None, {}
-    size = 10
-    record.describe = lambda: AttachRefusal("x" * size)
+    monkeypatch.setattr(job_service, "ENDED_BYTES", 2000)
+    facts = {"steps": 1, "epoch": 1, "machine": Machine(Limits()), "client": None, "ranks": {}}
+    record = SimpleNamespace(**facts, log=JobLog(), started=0.0)
+    record.describe = lambda: AttachRefusal("x" * 10)
     for number in range(job_service.MOST_ENDED + 3):
         record.name = f"job-{number}"
         service.remember(record)
     assert list(service._ended) == [f"job-{n}" for n in range(3, job_service.MOST_ENDED + 3)]
-    monkeypatch.setattr(job_service, "ENDED_BYTES", 1000)
-    size = 700
-    record.name = "large"
-    service.remember(record)
-    service.remember(record)
-    assert (
-        "large" in service._ended and sum(len(each) for _, each in service._ended.values()) <= 1000
-    )
-    size = 1001
-    record.name = "too large"
-    service.remember(record)
-    assert not service._ended
+    for size, kept in ((1900, True), (1900, True), (2001, False)):
+        record.name, record.describe = "large", lambda size=size: AttachRefusal("x" * size)
+        service.remember(record)
+        assert ("large" in service._ended) == kept
+        assert sum(len(each) for _, each in service._ended.values()) <= 2000
 
 
 def test_a_user_cannot_send_an_event_of_a_rank(crew, job):

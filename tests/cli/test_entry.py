@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -45,14 +44,6 @@ def test_every_entry_point_exists():
     for target in (target for group in groups for target in group.values()):
         module, _, name = target.partition(":")
         assert callable(getattr(importlib.import_module(module), name)), target
-
-
-def test_the_package_runs_as_a_module(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["nbelastic", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module("nbelastic.cli", run_name="__main__")
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("Usage: nbelastic")
 
 
 @pytest.mark.slow

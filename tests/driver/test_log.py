@@ -35,7 +35,7 @@ def print_lines(log, count, start=0):
 
 
 def test_the_newest_output_is_kept_and_the_rest_is_told_of(kept):
-    job = Job(Driver("digits", Options(), lambda: None))
+    job = job_with()
     print_lines(job._driver.log, 500)
     text = job.logs()
     assert 60_000 < len(text) < 100_500
@@ -63,7 +63,7 @@ def test_a_reader_gets_each_kept_piece_once(kept):
     assert log.output(cursor) == (cursor + 1, ())
 
 
-def test_a_directory_gets_all_of_it(kept, monkeypatch, tmp_path):
+def test_a_directory_gets_all_of_it_or_one_warning(kept, monkeypatch, tmp_path):
     monkeypatch.setenv("NBELASTIC_LOG_DIR", str(tmp_path / "logs"))
     log = KernelLog("digits")
     print_lines(log, 300)
@@ -73,6 +73,12 @@ def test_a_directory_gets_all_of_it(kept, monkeypatch, tmp_path):
     assert (place / "start-0.log").read_text().splitlines()[299] == f"000299{LINE}"[:-1]
     assert (place / "start-1.log").read_bytes() == "\\udc80 ü\r\n".encode()
     assert f"all of it is in {place}" in log.output_dropped()
+    (place / "start-2.log").mkdir()
+    for _ in range(2):
+        log.note_output(2, "more\n")
+    (*_, warning) = log.warnings()
+    assert warning.startswith(f"what ranks print cannot be written to {place}: ")
+    assert len(log.warnings()) == 2
 
 
 def test_a_driver_that_is_back_does_not_write_again(monkeypatch, tmp_path):
@@ -87,17 +93,6 @@ def test_a_driver_that_is_back_does_not_write_again(monkeypatch, tmp_path):
         log.note_output(0, "two\n")
     texts = [path.read_text() for path in sorted(tmp_path.glob("*/start-0.log"))]
     assert texts == ["one\ntwo\n", "one\ntwo\n"]
-
-
-def test_a_file_that_cannot_be_written_is_told_of_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("NBELASTIC_LOG_DIR", str(tmp_path))
-    log = KernelLog("digits")
-    tmp_path.rmdir()
-    tmp_path.touch()
-    print_lines(log, 3)
-    assert len(log.output(0)[1]) == 3
-    assert len(log.warnings()) == 1
-    assert "what ranks print cannot be written to" in log.warnings()[0]
 
 
 @pytest.mark.parametrize(
@@ -122,35 +117,22 @@ def texts(path):
         return {name: archive.read(name).decode() for name in archive.namelist()}
 
 
-def test_a_report_has_what_an_issue_needs(tmp_path):
-    job = job_with(np=2)
-    job._driver.log.note_output(0, "epoch 1\n")
-    found = texts(job.save_report(tmp_path / "r.zip"))
-    assert json.loads(found["options.json"])["np"] == 2
-    assert json.loads(found["status.json"])["name"] == "digits"
-    assert json.loads(found["versions.json"])["nbelastic"] == nbelastic.__version__
-    assert "epoch 1" in found["output.txt"]
-    assert isinstance(json.loads(found["history.json"]), list)
-    assert "error.txt" not in found
-
-
-def test_a_report_has_no_passwords_and_no_values_of_variables(tmp_path):
+def test_a_report_has_what_an_issue_needs_but_no_passwords_and_no_values_of_variables(tmp_path):
     values = {"HF_TOKEN": "hunter33", "NCCL_DEBUG": "INFO", "OTHER": "abcdef99"}
-    job = job_with(env=values, checkpoint="ftp://me:hunter22@host/run?token=abcdef88")
+    job = job_with(np=2, env=values, checkpoint="ftp://me:hunter22@host/run?token=abcdef88")
     job._driver.log.note_output(0, "INFO logging in with hunter33\n")
     job._driver.log.note_output(0, "writing to ftp://me:hunter22@host/run, a\udc80b\n")
+    assert "error.txt" not in texts(job.save_report(tmp_path / "r.zip"))
     job._driver.future.set_exception(ValueError("401 for hunter33"))
     found = texts(job.save_report(tmp_path / "r.zip"))
-    options = json.loads(found["options.json"])
-    assert options["env"] == dict.fromkeys(values, "***") and "ftp://" in options["checkpoint"]
+    read = {name: json.loads(text) for name, text in found.items() if name.endswith("json")}
+    assert read["options.json"]["np"] == 2 and "ftp://" in read["options.json"]["checkpoint"]
+    assert read["options.json"]["env"] == dict.fromkeys(values, "***")
+    assert read["status.json"]["name"] == "digits" and read["history.json"] == []
+    assert read["versions.json"]["nbelastic"] == nbelastic.__version__
     assert not any(each in str(found) for each in ("hunter", "abcdef"))
     assert "INFO" in found["output.txt"] and "a\\udc80b" in found["output.txt"]
     assert "ValueError: 401 for" in found["error.txt"]
-
-
-def test_a_report_goes_only_where_a_file_can_be_written(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        job_with().save_report(tmp_path / "nowhere" / "r.zip")
 
 
 def test_versions_are_printed_with_the_use_of_shared_memory(capsys):
@@ -163,34 +145,27 @@ def test_versions_are_printed_with_the_use_of_shared_memory(capsys):
 # -- details and decisions in words, and the jobs of a cluster as a table --------------------------
 
 
-def test_the_history_names_lines_and_no_rank() -> None:
-    lines = {"executing": "In [3], line 4, in train", "raised": "In [3], line 9, in train"}
-    assert history_detail(GONE) == "its worker left the cluster"
-    assert history_detail(STALLED, executing=lines["executing"]) == (
-        "held up the others for 20 s (stall_timeout); it was executing In [3], line 4, in train"
-    )
-    assert history_detail(RAISED, **lines) == "ValueError: x; raised at In [3], line 9, in train"
-    assert history_detail(None) == ""
-
-
 @pytest.mark.parametrize(
-    ("redone", "words"),
+    ("found", "words"),
     [
-        ((0, 0), "noticed 0.0, stepped 7.5 ms"),
-        ((1, 0), "noticed 0.0, stepped 7.5 ms; 1 batch redone"),
-        ((3, 1200), "noticed 0.0, stepped 7.5 ms; 3 batches of 1,200 samples redone"),
+        (history_detail(GONE), "its worker left the cluster"),
+        (history_detail(STALLED, executing="In [3], line 4"),
+         "held up the others for 20 s (stall_timeout); it was executing In [3], line 4"),
+        (history_detail(RAISED, executing="line 4", raised="line 9"),
+         "ValueError: x; raised at line 9"),
+        (reset_detail({"noticed": 0.0, "stepped": 7.5, "batches": 0.0, "samples": 0.0}),
+         "noticed 0.0, stepped 7.5 ms"),
+        (reset_detail({"stepped": 7.5, "batches": 1.0, "samples": 0.0}),
+         "stepped 7.5 ms; 1 batch redone"),
+        (reset_detail({"stepped": 7.5, "batches": 3.0, "samples": 1200.0}),
+         "stepped 7.5 ms; 3 batches of 1,200 samples redone"),
+        (straggler_detail({"times": 3.04, "micro_batches": 1.0, "before": 4.0, "of": 16.0}),
+         "takes 3.0 times as long for a micro-batch as the others; "
+         "computes 1 of 16 now, 4 before"),
     ],
-)
-def test_a_reset_has_its_phases_and_the_repeated_work(redone: tuple[int, int], words: str) -> None:
-    counts = dict(zip(("batches", "samples"), map(float, redone), strict=True))
-    assert reset_detail({"noticed": 0.0, "stepped": 7.5, **counts}) == words
-
-
-def test_a_straggler_has_its_figures() -> None:
-    figures = {"times": 3.04, "micro_batches": 1.0, "before": 4.0, "of": 16.0}
-    assert straggler_detail(figures) == (
-        "takes 3.0 times as long for a micro-batch as the others; computes 1 of 16 now, 4 before"
-    )
+)  # fmt: skip
+def test_the_history_names_lines_and_figures_and_no_rank(found: str, words: str) -> None:
+    assert found == words
 
 
 JOBS = JobTable(
@@ -219,7 +194,7 @@ LOST = HistoryEvent(
 )
 
 
-def test_a_decision_says_what_was_seen_by_which_process_and_the_rule():
+def test_a_decision_says_what_was_seen_and_the_rule_and_of_many_the_newest_are_shown():
     other = HistoryEvent(1.0, "left", "tcp://w1", 1, 5, "as planned", 2, "w1")
     text = str(explain("job", [LOST, other], rank=3))
     assert "lost rank 3 on w3, in generation 4" in text
@@ -229,13 +204,9 @@ def test_a_decision_says_what_was_seen_by_which_process_and_the_rule():
     assert "w1" not in text
     assert "as planned" in explain("job", [LOST, other])
     assert repr(explain("job", [LOST])) == str(explain("job", [LOST]))
-
-
-def test_of_many_decisions_the_newest_are_shown_and_of_none_that_is_said():
     events = [HistoryEvent(0.0, "reset", None, None, n, f"change {n}") for n in range(3 * MOST)]
-    text = explain("job", events)
-    assert text.count("change ") == MOST
-    assert f"change {3 * MOST - 1}" in text
+    assert explain("job", events).count("change ") == MOST
+    assert f"change {3 * MOST - 1}" in explain("job", events)
     assert explain("job", [], rank=1) == "rank 1 of job 'job': nothing was decided so far"
 
 

@@ -29,56 +29,37 @@ def rank(start, *rows, **figures):
     return ev.RankTelemetry("job", start, **figures, reports=reports)
 
 
-def test_a_metric_is_the_mean_over_the_ranks_that_report_it():
+def test_a_row_is_the_mean_over_ranks_in_the_order_of_training_and_its_newest_try():
     metrics = MetricsAggregator()
-    metrics.take(1.0, [rank(0, (0, 0, 1, None, {"loss": 1.0, "only": 5.0}))])
-    metrics.take(2.0, [rank(1, (0, 0, 1, None, {"loss": 3.0}))])
-    assert metrics.rows() == [{"step": 0.0, "time": 1.0, "ranks": 2, "loss": 2.0, "only": 5.0}]
-
-
-def test_rows_are_in_the_order_of_training():
-    metrics = MetricsAggregator()
-    metrics.take(1.0, [rank(0, (2, 0, 1, None, {"x": 3.0}), (0, 1, 1, None, {"x": 2.0}))])
-    metrics.take(1.0, [rank(1, (0, 0, 1, None, {"x": 1.0}))])
-    assert [row["x"] for row in metrics.rows()] == [1.0, 2.0, 3.0]
-    assert [row["step"] for row in metrics.rows()] == [0.0, 1.0, 2.0]
-    metrics.take(1.0, [rank(1, (9, 0, 1, 17, {"x": 1.0}))])
-    assert metrics.rows()[-1]["step"] == 17  # the user's own
-
-
-def test_rows_after_a_rollback_replace_those_before():
-    metrics = MetricsAggregator()
-    first = [(5, 0, 1, None, {"x": 1.0})]
-    metrics.take(1.0, [rank(0, *first), rank(1, *first)])
-    metrics.take(2.0, [rank(0, (5, 0, 2, None, {"x": 9.0}))])
-    metrics.take(3.0, [rank(1, (5, 0, 1, None, {"x": 0.0}))])  # late, of the old generation
-    (row,) = metrics.rows()
-    assert (row["x"], row["ranks"]) == (9.0, 1)
+    first = (5, 0, 1, None, {"x": 1.0, "y": 1.0})
+    metrics.take(1.0, [rank(0, first, (2, 1, 1, 17, {"x": 3.0, "only": 5.0}))])
+    metrics.take(2.0, [rank(1, first, (2, 0, 1, None, {"x": 2.0}))])
+    metrics.take(2.0, [rank(1, (2, 1, 1, 17, {"x": 5.0}))])
+    metrics.take(3.0, [rank(0, (5, 0, 2, None, {"x": 9.0}))])  # done again after a rollback
+    metrics.take(4.0, [rank(1, first)])  # late, of the old generation
+    assert metrics.rows() == [
+        {"step": 0.0, "time": 2.0, "ranks": 1, "x": 2.0},
+        {"step": 17, "time": 1.0, "ranks": 2, "x": 4.0, "only": 5.0},  # the user's own step
+        {"step": 2.0, "time": 3.0, "ranks": 1, "x": 9.0},
+    ]
 
 
 def test_speed_is_measured_over_a_window_and_added_up():
     metrics = MetricsAggregator()
+    place = RankView(0, 0, "tcp://a", "a", "a", "running", 0)
     for second in range(-9, 0):  # setting up is no slowness
-        metrics.take(second, [rank(0)])
+        metrics.take(second, [rank(0), rank(2)])
+    assert metrics.status(place).steps_per_s is None
     for second in range(11):
-        metrics.take(second, [rank(0, samples=100 * second)])
-        metrics.take(second, [rank(1, samples=50 * second)])
-    assert metrics.total([0]) == 100.0
-    assert metrics.total([0, 1]) == 150.0
-    assert metrics.total([]) is None
+        metrics.take(second, [rank(0, samples=100 * second, step=2 * second)])
+        metrics.take(second, [rank(1, samples=50 * second), rank(2, step=second)])
+    assert (metrics.total([0]), metrics.total([0, 1]), metrics.total([])) == (100.0, 150.0, None)
+    status = metrics.status(place)
+    assert (status.steps_per_s, status.samples_per_s, status.step) == (2.0, 100.0, 20)
+    assert metrics.total([2]) is None  # which counts no samples
     metrics.take(20, [rank(0, samples=1000)])
     metrics.take(24, [rank(0, samples=1000)])
     assert metrics.total([0]) == 0.0
-
-
-def test_steps_have_a_speed_also_where_no_samples_are_counted():
-    metrics = MetricsAggregator()
-    place = RankView(0, 0, "tcp://a", "a", "a", "running", 0)
-    assert metrics.status(place).steps_per_s is None
-    for second in range(4):
-        metrics.take(second, [rank(0, step=2 * second)])
-    status = metrics.status(place)
-    assert (status.steps_per_s, status.samples_per_s, status.step) == (2.0, None, 6)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +229,7 @@ def test_another_kernel_goes_on_where_the_last_one_was(driver):
     assert sum(event.kind == "logged" for event in driver.log.history()) == 1
 
 
-def test_a_logger_that_raises_is_tried_again_and_said_once(driver):
+def test_a_logger_that_raises_is_tried_again_and_said_once(driver, monkeypatch):
     got, raised = [], []
 
     def log(step, values):
@@ -259,30 +240,17 @@ def test_a_logger_that_raises_is_tried_again_and_said_once(driver):
 
     for commit in range(3):
         driver.report(commit, 1.0, step=10 * commit)
-    made = loggers.MetricsLogger(driver, log)
     driver.end()
-    made.finish()
+    loggers.MetricsLogger(driver, log).finish()
     assert (got, raised) == ([0, 10, 20], [0, 0, 0])
     (warning,) = driver.log.warnings()
     assert "failed: ConnectionError: no network; it is tried again" in warning
-
-
-def test_a_logger_that_always_raises_gets_no_more(driver, monkeypatch):
     monkeypatch.setattr(loggers, "TRIES", 3)
-    driver.report(0, 1.0)
-    made = loggers.MetricsLogger(driver, lambda step, values: 1 / 0)
-    driver.end()
-    made.finish()
-    assert "failed 3 times in a row" in driver.log.warnings()[1]
+    loggers.MetricsLogger(driver, lambda step, values: 1 / 0).finish()
+    assert "failed 3 times in a row" in driver.log.warnings()[2]
 
 
-@pytest.mark.parametrize("wrong", [None, 3, "wandb", dict])
-def test_what_is_no_logger_is_refused(wrong):
-    with pytest.raises(OptionError, match="must be a run of wandb or MLflow"):
-        loggers.sender(wrong)
-
-
-def test_each_kind_of_logger_gets_a_row_by_its_own_call(monkeypatch):
+def test_each_kind_of_logger_gets_a_row_by_its_own_call_and_no_other_is_taken(monkeypatch):
     got = []
 
     def log_metric(run_id, key, value, timestamp=None, step=None):
@@ -302,3 +270,6 @@ def test_each_kind_of_logger_gets_a_row_by_its_own_call(monkeypatch):
         found, send = loggers.sender(target)
         send(3.0, {"loss": 0.5})
         assert (found, got.pop()) == (name, ("loss", 0.5, 3))
+    for wrong in (None, 3, "wandb", dict):
+        with pytest.raises(OptionError, match="must be a run of wandb or MLflow"):
+            loggers.sender(wrong)

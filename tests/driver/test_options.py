@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import runpy
-import threading
 import time
 import traceback
 from fractions import Fraction
@@ -26,7 +25,7 @@ from nbelastic.driver.fit import terms_of
 from nbelastic.driver.options import DEFAULTS, MOST_SECONDS, TABLE, Options
 from nbelastic.driver.parser import ELSEWHERE, call_arguments
 from nbelastic.driver.thread import Driver
-from nbelastic.errors import ClusterLost, NotPicklable, OptionError
+from nbelastic.errors import ClusterLost, OptionError
 
 ROOT = Path(__file__).parents[2]
 NONE_GIVEN = {row.name: None for row in TABLE}
@@ -53,9 +52,9 @@ class LaterCluster:
     [
         ({"np": 0}, "np=0"),
         ({"np": True}, "np=True"),
+        ({"workers": []}, r"workers=\[\]: must be a list .* None for all"),
+        ({"kwargs": [0.1]}, r"kwargs=\[0\.1\]: must be a dict"),
         ({"min_np": 3, "max_np": 2}, "min_np=3 is above max_np=2"),
-        ({"reset_limit": -1}, "reset_limit=-1"),
-        ({"blacklist_cooldown": (20, 10)}, "blacklist_cooldown"),
         ({"env": "NCCL_DEBUG=INFO"}, "^env: must be a dict of text, as in .*'NCCL_DEBUG': 'INFO'"),
         ({"env": {"NCCL_DEBUG": 1}}, r"env\['NCCL_DEBUG'\]: must be text, not int"),
         ({"env": {"A\0": "1"}}, "env: 'A.*' must be the name of a variable"),
@@ -67,27 +66,21 @@ class LaterCluster:
         ({"backend": "pygloo"}, "heartbeat_timeout=10: with backend='pygloo' it must be above 30"),
         ({"np": "4"}, "np='4': must be a whole number"),
         ({"workers": 4}, "workers=4: must be a list .* how many may train: np"),
-        ({"workers": []}, r"workers=\[\]: must be a list .* None for all"),
         ({"workers": ["alice", ""]}, r"workers=\['alice', ''\]: must be a list"),
         ({"block": "no"}, "block='no': must be True or False"),
         ({"name": "x" * 5000}, r"^name='x{80,300}…: must be text of at most 64"),
-        ({"resources": ["GPU"]}, r"resources=\['GPU'\]: must be a dict"),
         ({"resources": {"GPU": True}}, r"resources\['GPU'\]=True"),
         ({"blacklist_cooldown": 10}, r"blacklist_cooldown=10: must be \(lo, hi\)"),
-        ({"kwargs": [0.1]}, r"kwargs=\[0\.1\]: must be a dict"),
         ({"kwargs": {1: 2}}, "kwargs: 1 must be the name of a parameter"),
         ({"args": numpy.zeros(2)}, r"args=array\(.*\): must be a tuple or list"),
-        ({"cluster": Unshowable()}, r"cluster=<.*Unshowable object"),
         ({"cluster": LocalCluster}, r"cluster=<class .*LocalCluster'>: must be a Dask Client"),
         ({"cluster": LaterCluster()}, "cluster: this cluster is asynchronous; pass a synchronous"),
         ({"backend": Unshowable()}, r"backend=<.*Unshowable object"),
         ({"notices": numpy.array(["auto", "off"])}, "notices=array.*: must be one of auto, off"),
         ({"weight": 10**400}, "weight=1000"),
-        ({"lease": "1e400 s"}, "lease='1e400 s': must be a duration"),
         ({"resume": True}, "needs checkpoint="),
         ({"checkpoint": "ftpx://host/place"}, "no protocol 'ftpx'"),
         ({"checkpoint": 7}, "must be a path or a URL"),
-        ({"timeline": 3}, "must be a path in a directory that exists"),
         ({"timeline": "/no/such/directory/t.json"}, "must be a path in a directory that exists"),
     ],
 )
@@ -115,8 +108,6 @@ def trains_in_parts():
     ("call", "message"),
     [
         ({"fn": takes_rate}, "takes_rate: missing a required argument: 'rate'; .* args= and"),
-        ({"fn": takes_rate, "args": (1, 2)}, "takes_rate: too many positional arguments"),
-        ({"fn": takes_rate, "args": (1,), "kwargs": {"rate": 2}}, "takes_rate: multiple values"),
         ({"fn": takes_rate, "kwargs": {"rate": 1, "lr": 2}}, "unexpected keyword argument 'lr'"),
         ({"fn": Path.cwd().exists, "args": (1,)}, "exists: too many positional arguments"),
         ({"fn": trains_later}, "fn=<.*trains_later.*: must be a function, not a coroutine"),
@@ -143,10 +134,8 @@ def test_arguments_that_a_decorator_adds_are_not_asked_for():
     ("options", "message"),
     [
         ({"num_workers": 4}, r"fit: there is no option num_workers; did you mean np\?"),
-        ({"MIN_NP": 4}, r"did you mean min_np\?"),
         ({"stream": "all"}, "no option stream; it is an option of %%elastic_train alone"),
         ({"nproc_per_node": 4}, r"did you mean np or slots_per_host\?"),
-        ({"max_restarts": 4}, r"did you mean reset_limit\?"),
         ({"elastic_timout": 4}, r"did you mean elastic_timeout or .*stall_timeout\?"),
         ({"colour": 4}, "there is no option colour; there are fn, cluster, args"),
         ({"rate": 0.1}, r"there is no option rate; to pass it to train: kwargs=\{'rate': ...\}"),
@@ -203,11 +192,8 @@ def test_numbers_are_sent_as_plain_ones_of_64_bits():
     ("given", "seconds"),
     [
         (90, 90.0),
-        (0.5, 0.5),
-        ("90", 90.0),
         ("90 s", 90.0),
         ("2 minutes", 120.0),
-        ("1h", 3600.0),
         (datetime.timedelta(minutes=1), 60.0),
         (numpy.float32(2.0), 2.0),
         (math.inf, MOST_SECONDS),
@@ -287,8 +273,6 @@ def test_the_logs_of_a_rank_that_never_was_are_an_error(rank, message):
         ({}, (1, 1, None)),
         ({"np": 4}, (4, 4, 4)),
         ({"min_np": 2, "max_np": 8}, (2, 2, 8)),
-        ({"np": 4, "min_np": 2}, (4, 2, 4)),
-        ({"np": 4, "max_np": 8}, (4, 4, 8)),
         ({"np": 4, "min_np": 2, "max_np": 8}, (4, 2, 8)),
     ],
 )
@@ -296,18 +280,6 @@ def test_limits_default_as_in_horovod(options, limits):
     found = Options(**options, priority=-2, weight=2, preemptible=True).limits()
     assert (found.priority, found.weight, found.preemptible) == (-2, 2.0, True)
     assert (found.np, found.min_np, found.max_np) == limits
-
-
-def test_what_cannot_travel_is_named():
-    config = {"rate": 0.1, "guard": threading.Lock()}
-
-    def train():
-        return config
-
-    with pytest.raises(NotPicklable, match=r"'config'.*'guard'"):
-        nbelastic.fit(train)
-    with pytest.raises(NotPicklable, match="the argument 'guard'"):
-        nbelastic.fit(print, kwargs={"guard": threading.Lock()})
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,6 @@ def test_a_public_method_has_a_docstring_unless_it_overrides_one():
 ALLOWED = {
     ("cli/test_options.py", "sys"),  # its stdout, to which no cluster writes
     ("benchmarks/test_benchmarks.py", "sys"),  # its arguments, for a benchmark in this process
-    ("cli/test_entry.py", "sys"),  # its arguments, for a command in this process
     ("conftest.py", "os"),  # fork(), for this thread alone
     ("cli/test_script.py", "os"),  # access(), which denies root nothing
 }

@@ -12,8 +12,7 @@ import cloudpickle
 from nbelastic.cluster import Returned
 from nbelastic.driver.status import HistoryEvent, JobStatus, Output, RankStatus
 from nbelastic.errors import RankFailed
-from nbelastic.notebook.display_group import AFTER, DisplayGroup
-from nbelastic.notebook.display_service import DisplayService
+from nbelastic.notebook.display_service import AFTER, DisplayGroup, DisplayService
 from tests.support import clusters
 
 STARTED = 1_000_000.0

@@ -4,13 +4,13 @@ import linecache
 import subprocess
 import sys
 import textwrap
-import threading
 import types
 import xml.dom.minidom
 
 import cloudpickle
 import numpy as np
 import pytest
+import torch
 
 import nbelastic.chaos
 from nbelastic.cluster.rank_error import pack_error, unpack_error
@@ -48,31 +48,23 @@ EVERYTHING = dict.fromkeys(("a", "b", "x", "lr", "batch", "loader", "Net", "help
 @pytest.mark.parametrize(
     ("body", "names"),
     [
-        ("lr = 1\nlr", set()),
-        ("lr = lr * 2", {"lr"}),
         ("lr += 1", {"lr"}),
-        ("from a import b as x\nx", set()),
         ("def f():\n    return x\nf()\nx = 7", {"x"}),
         ("def f():\n    return x\nx = 7\nf()", set()),
         ("def f():\n    return x\ndef g():\n    return f()\ng()\nx = 7", {"x"}),
-        ("class Run:\n    def go(self):\n        return x\nRun().go()\nx = 7", {"x"}),
         ("@helper\ndef f():\n    return x\nx = 7\nf()", {"helper"}),
         ("def f():\n    return x\nif a:\n    x = 7\nf()", {"a", "x"}),
         ("def train():\n    global lr\n    lr += 1\ntrain()", {"lr"}),
         ("[x for x in loader]\nx", {"loader", "x"}),
         ("[batch := x for x in loader]\nbatch", {"loader"}),
         ("class A(Net):\n    lr = lr\n    def f(self): return a(lr)", {"Net", "lr", "a"}),
-        ("@helper\ndef f() -> Net: ...", {"helper", "Net"}),
         ("for batch in loader:\n    x = batch\nx", {"loader"}),
         ("if a:\n    x = 1\nelse:\n    raise ValueError\nx", {"a"}),
-        ("try:\n    import x\nexcept ImportError:\n    x = None\nx", set()),
         ("try:\n    x = 1\nexcept ImportError:\n    pass\nx", {"x"}),
         ("try:\n    pass\nexcept ValueError as x:\n    print(x)\nx", {"x"}),
         ("match a:\n    case [x, *b]:\n        x\n    case {'k': lr, **b}:\n        lr, b", {"a"}),
         ("match a:\n    case 1:\n        x = 1\n    case _:\n        x = 2\nx", {"a"}),
-        ("match a:\n    case 1:\n        x = 1\nx", {"a", "x"}),
         ("x = 1\ndel x\nx", {"x"}),
-        ("print(f'{lr:.{a}f}')", {"lr", "a"}),
         ("from nowhere import *\nlr", {"lr"}),
     ],
 )  # fmt: skip
@@ -122,10 +114,7 @@ def test_it_runs_as_a_cell_does_and_gives_its_last_expression():
         ("1 + 1;", None),
         ("1 + 1;  # quiet\n\n", None),
         ("';'", ";"),
-        ("x = 1", None),
-        ("x = 1; x", 1),
         ("if True:\n    3", None),
-        ("'a text'", "a text"),
         ("from __future__ import annotations\nx: nothing = 1\nx", 1),
         ("(7\n  % 4)", 3),  # within an expression a percent sign is Python's
         ("'''\n!ls\n%time\n'''", "\n!ls\n%time\n"),
@@ -185,7 +174,6 @@ def test_an_error_of_a_rank_has_the_cells_lines_and_numbers_and_no_other_frames(
     ("body", "line"),
     [
         ("x = 1\nx = = 2", 3),
-        ("return 1", 2),
         ("\n\nif x:\npass", 5),
         ("await x", 2),
         ("def f():\n    x = 1\n    global x", 4),
@@ -200,7 +188,7 @@ def test_a_syntax_error_is_refused_here_with_its_line(body, line):
 
 @pytest.mark.parametrize(
     "line",
-    ["%matplotlib inline", "!pip install x", "    %time f()", "files = !ls", "x = %pwd", "Net?"],
+    ["%matplotlib inline", "    %time f()", "files = !ls", "Net?"],
 )
 def test_a_line_for_ipython_is_refused_with_its_number(line):
     body = f"if True:\n    pass\n{line}\n"
@@ -231,19 +219,19 @@ def test_only_rank_0_gives_its_value_which_may_be_of_a_class_of_the_cell(monkeyp
     assert in_a_job(function, 2, monkeypatch) is None
 
 
-def test_a_value_that_cannot_be_pickled_gets_a_placeholder(monkeypatch):
+def test_a_value_that_cannot_be_pickled_or_unpickled_gets_a_placeholder(monkeypatch):
     value = in_a_job(cell("import threading\nthreading.Lock()"), 0, monkeypatch)
     assert isinstance(value, UnavailableValue)
     assert repr(value).startswith("<unlocked _thread.lock object")
     assert "cannot be pickled" in str(value)
     with pytest.raises(AttributeError, match=r"'acquire'.*cannot be pickled"):
         value.acquire()
-    first = pack(threading.Lock())  # the placeholder itself can be
-    again = cloudpickle.loads(cloudpickle.dumps(first))
-    assert (again.text, again.kind, again.reason) == (first.text, first.kind, first.reason)
 
+    class Shy:
+        def __repr__(self):
+            raise RuntimeError("don't look")
 
-def test_a_value_that_cannot_be_unpickled_is_replaced_too():
+    assert type(cloudpickle.loads(cloudpickle.dumps(pack(Shy())))).__name__ == "Shy"
     module = types.ModuleType("only_there")
     exec("class Thing:\n    def __repr__(self):\n        return 'a thing'", module.__dict__)
     sys.modules["only_there"] = module
@@ -256,36 +244,23 @@ def test_a_value_that_cannot_be_unpickled_is_replaced_too():
     assert "cannot be unpickled here (ModuleNotFoundError" in value.reason
 
 
-def test_a_value_whose_repr_fails_comes_back_all_the_same():
-    class Shy:
-        def __repr__(self):
-            raise RuntimeError("don't look")
-
-    assert type(cloudpickle.loads(cloudpickle.dumps(pack(Shy())))).__name__ == "Shy"
-
-
 # -- sizes -------------------------------------------------------------------------------------
 
 
-def test_arrays_tensors_models_and_containers_are_weighed():
+def test_arrays_models_and_containers_are_weighed_and_the_heavy_ones_listed():
     class Touchy:
         @property
         def nbytes(self):
             raise RuntimeError("no")
 
     assert estimated_size(Touchy()) == estimated_size(np) == 0
-    torch = pytest.importorskip("torch")
     million = 8 * 10**6
     array = np.zeros(10**6)
-    model = torch.nn.Linear(1000, 1000)
     assert estimated_size(array) == million
-    assert estimated_size(torch.zeros(10**6, dtype=torch.float64)) == million
-    assert 4.0e6 < estimated_size(model) < 4.2e6
+    assert 4.0e6 < estimated_size(torch.nn.Linear(1000, 1000)) < 4.2e6
     assert 2 * million <= estimated_size([array, {"x": array + 1}]) < 2 * million + 2_000
     assert estimated_size([array, array]) < million + 1_000
     assert 0.9 < estimated_size(list(range(10**6))) / sum(map(sys.getsizeof, [10**6] * 10**6)) < 1.4
 
-
-def test_only_heavy_variables_are_listed_the_heaviest_first():
     values = {"a": np.zeros(10**7), "b": np.zeros(3 * 10**6), "c": 1, "d": np.zeros(10**6)}
     assert large_variables(values) == [("a", 8 * 10**7), ("b", 24 * 10**6)]

@@ -11,8 +11,12 @@ import pytest
 
 from nbelastic.driver import display as drivers
 from nbelastic.notebook import display_service
-from nbelastic.notebook.display_group import WIDGET, DisplayGroup
-from nbelastic.notebook.display_service import TerminalWaitDisplay, bundle, kernel_shell
+from nbelastic.notebook.display_service import (
+    WIDGET,
+    DisplayGroup,
+    TerminalWaitDisplay,
+    bundle,
+)
 from nbelastic.render import Streamer
 from tests.support.logs import own_records
 
@@ -107,17 +111,6 @@ def test_the_static_page_is_updated_every_five_seconds_at_most():
     assert len(screen.updates) == 2
 
 
-def test_a_screen_that_fails_is_logged_once_and_left_alone(stage, monkeypatch, caplog):
-    def fail(*_, **__):
-        raise OSError("no kernel")
-
-    monkeypatch.setattr(stage.display, "_publish", fail)
-    with caplog.at_level(logging.WARNING):
-        stage.display.show(FakeJob())
-        until(lambda: not stage.groups())
-    assert len(own_records(caplog)) == 1
-
-
 # -- a cell that waits -----------------------------------------------------------------------------
 
 
@@ -135,47 +128,30 @@ def test_a_short_wait_shows_the_end_and_one_line_and_the_cell_shows_its_job_once
     assert stage.screen.shown == [bundle(job)] * 2 and stage.groups() == []
 
 
-def test_the_panel_appears_after_two_seconds_and_outlives_a_wait_that_is_given_up(stage, capsys):
+@pytest.mark.parametrize("resets", [0, 1])
+def test_the_panel_appears_late_or_with_a_reset_and_outlives_the_wait(stage, capsys, resets):
     job = FakeJob()
     with stage.display.watching(job) as watch:
         stage.clock.now += 1.9
         watch.tick()
         assert stage.screen.shown == []
-        stage.clock.now += 0.2
+        stage.clock.now += 0.0 if resets else 0.2
+        job.set(resets=2 + resets)
         watch.tick()
         watch.tick()
         assert len(stage.screen.shown) == 1 and WIDGET in stage.screen.shown[0]
         job.happens("lost", 3, rank=2)
+        job.prints("epoch 1\n")
         watch.tick()
         (group,) = stage.groups()
         assert "Rank 2 is lost" in group._panel._parts["live"].value
         assert panel_threads() == 0
-    assert capsys.readouterr().out == ""
-    job.end()
-    until(lambda: stage.screen.updates)
-    assert stage.screen.shown == [bundle(job)]
-
-
-def test_the_panel_appears_at_once_with_a_reset(stage):
-    job = FakeJob(resets=0)
-    with stage.display.watching(job) as watch:
-        watch.tick()
-        job.set(resets=1)
-        watch.tick()
-        assert len(stage.screen.shown) == 1
-        job.end()
-    assert stage.screen.shown == [bundle(job)]
-
-
-def test_output_is_written_once_as_it_comes_and_before_the_last_line(stage, capsys):
-    job = FakeJob()
-    with stage.display.watching(job) as watch:
-        job.prints("epoch 1\n")
-        watch.tick()
     with stage.display.watching(job):
         job.prints("epoch 2\n")
         job.end()
-    assert capsys.readouterr().out == f"epoch 1\nepoch 2\n{LINE}\n"
+    said = LINE.replace("2 resets", f"{2 + resets} resets")
+    assert capsys.readouterr().out == f"epoch 1\nepoch 2\n{said}\n"  # each line once
+    assert stage.screen.shown == [bundle(job)] * 2
 
 
 def test_options_set_for_a_job_hold(stage, capsys):
@@ -190,12 +166,14 @@ def test_options_set_for_a_job_hold(stage, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_fault_while_waiting_is_logged_once_and_harms_no_job(stage, caplog, monkeypatch):
+@pytest.mark.parametrize("part", ["output", "history"])
+def test_a_fault_of_a_display_is_logged_once_and_harms_no_job(stage, caplog, monkeypatch, part):
     monkeypatch.setattr(drivers, "_display", stage.display)
     drivers._complain.cache_clear()
     job = FakeJob()
-    job.output = None
     with caplog.at_level(logging.WARNING), drivers.watching(job) as watch:
+        setattr(job, part, None)
+        stage.clock.now += 3.0
         watch.tick()
         watch.tick()
         job.end()
@@ -255,16 +233,6 @@ def test_without_a_kernel_lines_go_to_stderr_and_a_job_to_stdout(stage, capsys):
     assert stage.screen.shown == []
 
 
-def test_a_kernel_is_found_only_where_ipython_runs_in_one(monkeypatch):
-    monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    assert kernel_shell() is None
-    assert "IPython" not in sys.modules
-    kernel = SimpleNamespace(kernel=object())
-    for shell in (None, SimpleNamespace(), SimpleNamespace(kernel=None), kernel):
-        monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda s=shell: s))
-        assert kernel_shell() is (shell if shell is kernel else None)
-
-
 def test_a_file_that_is_a_cell_is_called_as_ipython_calls_it(stage, shell):
     stage.shell = shell
     cell = shell.compile.cache("1 / 0", 7)
@@ -282,16 +250,6 @@ class Terminal(io.StringIO):
         return True
 
 
-class Plain(Streamer):
-    """Shows every output as it is."""
-
-    def feed(self, outputs):
-        return "".join(output.text for output in outputs)
-
-    def flush(self):
-        return ""
-
-
 @pytest.fixture
 def out():
     return Terminal()
@@ -305,7 +263,7 @@ def err(monkeypatch, out):
 
 
 def watch(job: FakeJob, quiet: bool = False) -> TerminalWaitDisplay:
-    return TerminalWaitDisplay(job, Plain(), quiet, itertools.count(1.0).__next__)
+    return TerminalWaitDisplay(job, Streamer(), quiet, itertools.count(1.0).__next__)
 
 
 def test_a_terminal_gets_one_line_that_is_rewritten(err):
@@ -323,6 +281,9 @@ def test_a_terminal_gets_one_line_that_is_rewritten(err):
     assert "\r\x1b[Kquickstart: running · 4 ranks · 121 commits" in said
     assert said.count("\n") == 1
     assert said.endswith("\r\x1b[K" + LINE.replace("120", "121") + "\n")
+    with watch(job, quiet=True) as looking:
+        looking.tick()
+    assert err.getvalue() == said
 
 
 def test_the_line_is_cut_to_the_terminal_and_gives_way_to_what_is_said(err, monkeypatch):
@@ -338,22 +299,13 @@ def test_the_line_is_cut_to_the_terminal_and_gives_way_to_what_is_said(err, monk
 def test_the_line_gives_way_to_output_and_is_not_drawn_into_its_middle(err, out):
     job = FakeJob()
     with watch(job) as looking:
-        job.prints("epoch ")
+        job.prints("\repoch 1")
         looking.tick()
         assert err.getvalue() == ""
-        job.prints("1\n")
+        job.prints("\n")
         looking.tick()
         looking.tick()
         job.prints("epoch 2")
         job.end()
-    assert out.getvalue() == "epoch 1\nepoch 2\n"
+    assert out.getvalue() == "\repoch 1\repoch 1\nepoch 2\n"
     assert err.getvalue().endswith(f"samples/s\r\x1b[K{LINE}\n")
-
-
-def test_quiet_means_output_only(err, out):
-    job = FakeJob()
-    with watch(job, quiet=True) as looking:
-        job.prints("epoch 1\n")
-        looking.tick()
-        job.end()
-    assert (out.getvalue(), err.getvalue()) == ("epoch 1\n", "")

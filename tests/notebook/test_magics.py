@@ -1,7 +1,7 @@
 """``%%elastic_train`` in a shell, with a ``fit`` that starts nothing, and errors in a notebook."""
 
+import signal
 import sys
-import threading
 import traceback
 
 import pytest
@@ -46,24 +46,10 @@ def test_out_holds_the_job_although_it_fails(shell, fit, error):
     assert shell.user_ns["job"] is fit.job
 
 
-def test_an_interrupt_outside_the_wait_cancels_the_job(shell, fit):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    fit.while_waiting = interrupt
-    error = run(shell, "%%elastic_train\n7", fails=True)
-    assert isinstance(error, KeyboardInterrupt)
+def test_an_interrupt_outside_the_wait_cancels_the_job(shell, fit, monkeypatch):
+    monkeypatch.setattr(fit, "while_waiting", lambda: signal.raise_signal(signal.SIGINT))
+    assert isinstance(run(shell, "%%elastic_train\n7", fails=True), KeyboardInterrupt)
     assert fit.job.asked == ["cancel"]
-
-
-def test_other_threads_than_the_main_one_wait_uninterrupted(shell, fit):
-    results = []
-    magic = shell.find_cell_magic("elastic_train")
-    thread = threading.Thread(target=lambda: results.append(magic("", "5")))
-    thread.start()
-    thread.join(10)
-    assert results == [5]
-    assert not fit.job.waited
 
 
 # -- errors ------------------------------------------------------------------------------------
@@ -85,7 +71,7 @@ def test_a_wrong_cell_starts_nothing_and_shows_no_frame_of_the_magic(
     assert "Error" in shown and ".py" not in shown
 
 
-@pytest.mark.parametrize("wrong", ["x = = 2", "return 3", "  x", "if x:\nx"])
+@pytest.mark.parametrize("wrong", ["x = = 2", "return 3", "  x"])
 def test_a_syntax_error_is_shown_as_in_any_other_cell(shell, fit, capsys, wrong):
     shell.run_cell(f"# above\nx = 1\n{wrong}\n")
     expected = capsys.readouterr().out
@@ -113,23 +99,14 @@ def test_a_conflict_with_a_default_says_where_that_came_from(shell, fit):
     fit.refuses = OptionError("np=4 is above max_np=2")
     error = run(shell, "%%elastic_train --max-np 2\n1", fails=True)
     assert "np set by %elastic config" in str(error)
-    fit.refuses = OptionError("np=5 is above max_np=2")
-    error = run(shell, "%%elastic_train --np 5 --max-np 2\n1", fails=True)
-    assert str(error) == (
-        "%%elastic_train: np=5 is above max_np=2 (every option: %%elastic_train?)"
-    )
+    error = run(shell, "%%elastic_train --np 4 --max-np 2\n1", fails=True)
+    assert str(error).endswith("np=4 is above max_np=2 (every option: %%elastic_train?)")
 
 
-@pytest.mark.parametrize("kind", ["NotPicklable", "NotEnoughWorkers", "JobInterrupted"])
-def test_a_message_comes_without_lines_of_code(shell, kind, capsys):
-    shell.run_cell(
-        f"import nbelastic\nraise nbelastic.errors.{kind}('this and that') from OSError()"
-    )
-    assert capsys.readouterr().out.strip() == f"{kind}: this and that"
-
-
-@pytest.mark.parametrize("options", ["np='4'", "min_np=5, max_np=2", "num_workers=4"])
+@pytest.mark.parametrize("options", ["np='4'", "num_workers=4"])
 def test_a_wrong_option_of_fit_is_shown_with_the_cells_line_only(shell, options, capsys):
+    shell.run_cell("import nbelastic\nraise nbelastic.errors.NotPicklable('no') from OSError()")
+    assert capsys.readouterr().out.strip() == "NotPicklable: no"
     shell.run_cell(f"import nbelastic\nnbelastic.fit(print, {options})")
     place, line, message = capsys.readouterr().out.strip().splitlines()
     assert place.endswith("line 2")
@@ -162,7 +139,6 @@ def test_the_cluster_is_a_variable_an_address_or_the_current_client(shell, fit, 
     [
         ("client", {}, "make one: client = Client(...)"),
         ("mycluster", {"my_cluster": Cluster()}, "did you mean my_cluster?"),
-        ("number", {"number": 5}, "--cluster number: the variable holds 'int'"),
     ],
 )
 def test_a_wrong_cluster_is_an_error_that_knows_the_right_ones(shell, fit, name, there, says):

@@ -67,11 +67,3 @@ def test_a_module_that_did_not_travel_is_named_with_the_reason(crew, folder):
     with pytest.raises(RankFailed, match=r"private did not travel.*gitignore") as caught:
         crew.fit(train, np=2)
     assert isinstance(caught.value, ModuleNotFoundError)
-
-    def seek():
-        import importlib
-
-        return importlib.import_module("models.inner").scale
-
-    with pytest.raises(RankFailed, match="write `import models` into the function"):
-        crew.fit(seek, np=2)

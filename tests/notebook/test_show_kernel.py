@@ -40,41 +40,23 @@ with show.watching(job) as watch:
 show.show(job)
 """
 
-WIDGET = "application/vnd.jupyter.widget-view+json"
 
-
-@pytest.fixture(scope="module")
-def cells():
+@pytest.mark.slow
+def test_a_saved_notebook_has_final_states_output_and_last_line_and_no_widget():
     sources = (SETUP, SHOWN, OVER, WAITED)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in sources])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
-    return NotebookClient(notebook, timeout=60).execute().cells
-
-
-def test_the_saved_notebook_holds_the_final_state_and_no_widget(cells):
-    output, line = cells[1].outputs
+    shown, ended, waited = NotebookClient(notebook, timeout=60).execute().cells[1:]
+    output, line = shown.outputs
     assert line.data == {"text/html": ""}  # while the job ran, it said how to attach
     assert output.output_type == "display_data"
     assert set(output.data) == {"text/html", "text/plain"}
     assert output.data["text/plain"].startswith("nbelastic job quickstart: finished · 3 ranks")
     assert "Rank 2 on 10.0.0.1:40001 lost" in output.data["text/html"]
-    assert cells[2].outputs == []
-
-
-def test_a_cell_that_waited_has_panel_output_and_last_line(cells):
-    displays = [o for o in cells[3].outputs if o.output_type == "display_data"]
-    words = "".join(o.text for o in cells[3].outputs if o.output_type == "stream")
+    assert ended.outputs == []
+    displays = [o for o in waited.outputs if o.output_type == "display_data"]
+    words = "".join(o.text for o in waited.outputs if o.output_type == "stream")
     assert [set(o.data) for o in displays] == [{"text/html", "text/plain"}, {"text/html"}]
-    assert "finished" in displays[0].data["text/html"]
+    assert "✓</i> finished" in displays[0].data["text/html"]
     assert words.startswith("epoch\n")
     assert words.endswith("nbelastic job waited: finished · 4 ranks · 3 resets · 120 commits\n")
-
-
-def test_as_html_it_shows_the_final_state_without_a_script(cells):
-    from nbconvert import HTMLExporter
-
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    html, _ = HTMLExporter(template_name="basic").from_notebook_node(notebook)
-    assert html.count('aria-label="nbelastic job') == 2
-    assert "✓</i> finished" in html
-    assert WIDGET not in html

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.driver import Output
-from nbelastic.render.output import RankLines, Streamer
+from nbelastic.render.output import Streamer
 from tests.notebook.fakes import Clock
 
 
@@ -25,6 +25,7 @@ def said(start, text, rank="same"):
     [
         ("rank0", [said(0, "a\n"), said(1, "b\n"), said(0, "c\n")], "a\nc\n"),
         ("rank0", [said(0, "no end")], "no end\n"),
+        ("all", [said(1, "a\r"), said(1, "\nb")], "[rank 1] a\nb\n"),
         ("rank0", [said(0, "x" * 4_100 + "\n")],
          "x" * 4_000 + " … 100 characters more: job.logs()\n"),
         ("none", [said(0, "a\n")], ""),
@@ -134,26 +135,9 @@ def test_every_line_appears_once_and_in_its_ranks_order(pieces):
     assert _heard(shown) == {r: text.splitlines() for r, text in spoken.items() if text}
 
 
-@settings(max_examples=30, deadline=None)
-@given(_pieces)
-def test_of_rank_0_every_line_appears_once_as_it_was(pieces):
-    streamer = Streamer(clock=Clock())
-    shown = "".join(streamer.feed([said(rank, text)]) for rank, text, _ in pieces)
-    shown += streamer.flush()
-    spoken = "".join(text for rank, text, _ in pieces if rank == 0)
-    assert shown.splitlines() == spoken.splitlines()
-
-
 def test_a_line_that_does_not_end_is_cut(clock, monkeypatch):
     monkeypatch.setattr("nbelastic.render.output.MAX_UNFINISHED", 1_000)
     streamer = Streamer(clock=clock)
     shown = "".join(streamer.feed([said(0, "." * 100)]) for _ in range(11))
     assert shown == "." * 1_100 + "\n"
     assert streamer.feed([said(0, "next\n")]) == "next\n"
-
-
-def test_a_line_end_may_come_in_two_pieces():
-    lines = RankLines()
-    assert lines.take(said(0, "a\r")) == []
-    assert lines.take(said(0, "\nb")) == ["a"]
-    assert lines.rest() == [(0, 0, "b")]

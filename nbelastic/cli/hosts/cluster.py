@@ -111,7 +111,6 @@ class HostCluster(SpecCluster):
         future.add_done_callback(self._report)
 
     def _report(self, future: Future[None]) -> None:
-        """Report an error of the event loop's part."""
         if not future.cancelled() and (error := future.exception()) is not None:
             self._tell(f"the workers could not be brought in line with the hosts: {error!r}")
 

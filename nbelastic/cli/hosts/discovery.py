@@ -33,12 +33,10 @@ class DiscoveryFailed(NbelasticError):
 
 
 def _cut(text: str) -> str:
-    """Return a text as part of a message."""
     return ascii(text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "...")
 
 
 def _problem(host: str, slots: int) -> str:
-    """Return why a host is impossible; empty for a possible host."""
     if not _HOST.fullmatch(host):
         return f"{_cut(host)} must be the name or the address of a host"
     if slots > MOST_SLOTS:

@@ -79,7 +79,6 @@ def _text(file: IO[bytes]) -> str:
 
 
 def _read(command: Sequence[str]) -> Any:
-    """Return the JSON that a program prints."""
     try:
         return json.loads(_output(command, TIME_LIMIT))
     except json.JSONDecodeError as error:

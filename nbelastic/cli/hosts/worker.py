@@ -195,7 +195,6 @@ class SshWorker(Process):
         return f"{problem}: {last}" if last else problem
 
     def _command(self) -> str:
-        """Return the command to start the worker on its host."""
         options = {"name": self.name, "slots": self._slots, "death_timeout": DEATH_TIMEOUT}
         spec = {"cls": f"{SlotNanny.__module__}.{SlotNanny.__name__}", "opts": options}
         words = ["sh", "-c", READ_CONFIG, "sh", self._options.remote_python]

@@ -51,8 +51,6 @@ def alias_horovod(wanted: bool | None) -> None:
 
 
 class _Alias(ModuleType):
-    """A module with the names of another module."""
-
     def __init__(self, name: str, target: ModuleType) -> None:
         super().__init__(name, target.__doc__)
         self._target = target

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,7 +82,6 @@ def script_command(words: Sequence[str], cwd: str) -> ScriptCommand:
 
 
 def _is_python(script: str) -> bool:
-    """Return whether a file without ``.py`` begins as a Python script does."""
     with open(script, "rb") as file:
         first = file.readline(200)
     return first.startswith(b"#!") and b"python" in first
@@ -122,7 +122,12 @@ def bundle_of(folder: str, script: str = "") -> tuple[bytes, str]:
             except FileNotFoundError:  # gone meanwhile
                 continue
             except (UnicodeEncodeError, OSError) as error:
-                raise OptionError(_cannot_travel(name, error)) from None
+                shown = name.encode("utf-8", "backslashreplace").decode()
+                problem = getattr(error, "strerror", "its name is not UTF-8") or str(error)
+                raise OptionError(
+                    f"the file {shown}: {problem}, so it cannot travel with the job; name it in a "
+                    ".gitignore if ranks do not need it, or use --shared-fs where all hosts see it"
+                ) from None
     number = len(archive.namelist())
     noun = "file" if number == 1 else "files"
     words = f"sent with the job: {number} {noun} of {folder}, {size / 1024:,.1f} KiB"
@@ -133,22 +138,11 @@ def bundle_of(folder: str, script: str = "") -> tuple[bytes, str]:
     return buffer.getvalue(), words
 
 
-def _cannot_travel(name: str, error: UnicodeEncodeError | OSError) -> str:
-    shown = name.encode("utf-8", "backslashreplace").decode()
-    problem = getattr(error, "strerror", "its name is not UTF-8") or str(error)
-    return (
-        f"the file {shown}: {problem}, so it cannot travel with the job; name it in a "
-        ".gitignore if ranks do not need it, or use --shared-fs where all hosts see it"
-    )
-
-
 def _too_much(folder: str, found: dict[str, int], size: int) -> str:
-    parts: dict[str, int] = {}
+    parts = Counter[str]()
     for path, each in found.items():
-        top = os.path.relpath(path, folder).split(os.sep, 1)[0]
-        parts[top] = parts.get(top, 0) + each
-    largest = sorted(parts, key=lambda top: -parts[top])[:3]
-    named = ", ".join(f"{top} ({parts[top] / 2**20:,.1f} MiB)" for top in largest)
+        parts[os.path.relpath(path, folder).split(os.sep, 1)[0]] += each
+    named = ", ".join(f"{top} ({each / 2**20:,.1f} MiB)" for top, each in parts.most_common(3))
     return (
         f"{folder} has {len(found):,} files of {size / 2**20:,.1f} MiB, and at most "
         f"{MOST_FILES:,} of {MOST_BYTES >> 20} MiB travel with a job; largest: {named}. "

@@ -102,7 +102,6 @@ def _take_exit(command: ScriptCommand, error: SystemExit) -> None:
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that begins in the script."""
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
         rest = rest.tb_next
