@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from nbelastic.collectives import RendezvousServer, connect
-from nbelastic.errors import CollectiveError
 from tests.collectives.test_arguments import (  # noqa: F401
     test_wrong_arguments_are_refused_and_do_no_harm,
 )
@@ -130,28 +129,6 @@ def test_who_waits_is_freed_when_another_rank_leaves(pair, end):
 
 def _cut(communicator):
     assert communicator.cut_connections() == 1
-
-
-def test_nothing_is_done_after_an_abort(pair):
-    def rank_main(communicator):
-        waited, not_waited = (communicator.allreduce_async(torch.ones(3)) for _ in range(2))
-        waited.wait()
-        communicator.barrier()
-        for reason in ("enough", "more"):
-            communicator.abort(reason)
-        waited.wait()
-        for operation in (
-            not_waited.wait,
-            communicator.barrier,
-            communicator.connect,
-            lambda: communicator.allreduce(torch.ones(0)),
-        ):
-            with pytest.raises(CollectiveError, match=r"^enough$"):
-                operation()
-
-    # The other may have its barrier's end cut off.
-    results = [pair.start(rank, rank_main) for rank in range(2)]
-    assert sum(result.exception(ENDS_S) is None for result in results) >= 1
 
 
 @pytest.mark.slow
