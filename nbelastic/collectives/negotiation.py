@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -53,11 +54,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_SAID = 1000
+
 ON_HOST = "tensors of GPUs are reduced in the memory of the host"
 ON_GPUS = {"auto": ("nccl", "cuda_ipc"), "nccl": ("nccl",), "cuda_ipc": ("cuda_ipc",)}
 """Transports of GPUs to try, in order, by the backend that the job asks for."""
-
-_MOST_SAID = 1000
 
 _logged: set[str] = set()
 
@@ -244,39 +245,27 @@ class NegotiatingCommunicator(AsyncCommunicator):
         from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
 
         ranks = topology.local_ranks(self.rank)
-        peers = topology.cross_ranks(self.rank)
-        several = len(topology.hosts) > 1
-        local: Communicator = host
-        across: Communicator | None = None
-        between = ""
+        gather = functools.partial(_gather, host)
+        exchange, reason = open_exchange(device, self._rendezvous, ranks, gather)
+        host.restart_count()
+        if exchange is None:
+            return None, reason
+        if len(topology.hosts) == 1:
+            chosen = CudaIpcCommunicator(host, exchange, self._abort_signal, topology, host)
+            return chosen, ""
         with contextlib.ExitStack() as stack:
-            if several:
-                local = self._part(host, f"host-{topology.hosts.index(ranks)}", ranks, "host")
-                stack.callback(local.close)
-            exchange, reason = open_exchange(
-                local, device, lambda said: _padded_exchange(host, said), ranks
-            )
-            host.restart_count()
-            if exchange is None:
-                return None, reason
             stack.callback(exchange.close)
-            if several and peers:
+            local = self._part(host, f"host-{topology.hosts.index(ranks)}", ranks, "host")
+            stack.callback(local.close)
+            across, peers = None, topology.cross_ranks(self.rank)
+            if peers:
                 across = self._part(host, f"slice-{ranks.index(self.rank)}", peers, "nccl")
                 stack.callback(across.close)
-            if several:
-                said = _padded_exchange(host, b"" if across is None else across.name.encode())
-                between = "gloo" if b"gloo" in said else "nccl"  # one over Gloo holds up all
-            chosen = CudaIpcCommunicator(
-                host,
-                exchange,
-                self._abort_signal,
-                topology,
-                local,
-                across,
-                between,
-            )
-            stack.pop_all()
-            return chosen, ""
+            names = gather(b"" if across is None else across.name.encode())
+            between = "gloo" if b"gloo" in names else "nccl"  # one over Gloo holds up all
+            stack.pop_all()  # the communicator owns them from here on
+        parts = host, exchange, self._abort_signal, topology, local, across, between
+        return CudaIpcCommunicator(*parts), ""
 
     def _part(self, host: Host, name: str, ranks: Sequence[int], backend: str) -> Communicator:
         """Return a connected communicator of some of the ranks, which ends with the host's."""
@@ -320,10 +309,8 @@ class NegotiatingCommunicator(AsyncCommunicator):
             return f"rank 0: {offer.decode()}"
         problem = group.form(offer[1:])
         # A rank that has failed at once waits here for those that use up their limit.
-        said = self._exchange("nccl-formed", problem.encode()[:1000], 2 * group.limit_s)
-        if not any(said):
-            return ""
-        return group.give_up_with([each.decode(errors="replace") for each in said])
+        said = self._exchange("nccl-formed", problem.encode(), 2 * group.limit_s)
+        return group.give_up_with([each.decode() for each in said]) if any(said) else ""
 
     def _exchange(self, subject: str, value: bytes, limit_s: float | None = None) -> list[bytes]:
         client = RendezvousClient(self._rendezvous, subject)
@@ -358,6 +345,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
     begin_reduce_scatter = begin_all_to_all = begin_send = begin_receive = _not_connected
 
 
-def _padded_exchange(host: Host, said: bytes) -> list[bytes]:
-    """Return the texts of all ranks, over connections that tell of a rank's death."""
-    return [each.rstrip(b"\0") for each in host.allgather_bytes(said.ljust(_MOST_SAID, b"\0"))]
+def _gather(host: Host, said: bytes) -> list[bytes]:
+    """Return what all ranks say, over connections that tell of a rank's death."""
+    record = (said[: _MOST_SAID - 1] + b"\1").ljust(_MOST_SAID, b"\0")
+    return [each.rstrip(b"\0")[:-1] for each in host.allgather_bytes(record)]
