@@ -22,7 +22,6 @@ from tests.collectives.test_handles import (  # noqa: F401
 )
 from tests.collectives.test_operations import (  # noqa: F401
     test_a_large_allreduce_is_the_same_on_all_ranks,
-    test_allreduce_of_truths,
     test_many_operations_in_flight,
     test_tensors_may_need_gradients_be_views_or_inputs_and_outputs,
     test_values_arrive_as_they_were_sent,
