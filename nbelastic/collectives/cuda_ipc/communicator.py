@@ -41,7 +41,7 @@ from nbelastic.collectives.cuda_ipc.rounds import (
     rounds,
 )
 from nbelastic.collectives.gpu.communicator import DeviceCommunicator
-from nbelastic.collectives.gpu.device import Device, DeviceError, Memory, as_reducible
+from nbelastic.collectives.gpu.device import Device, DeviceError, Memory, Unusable, as_reducible
 from nbelastic.collectives.reduction_tree import Blocks, additions, merged
 from nbelastic.collectives.transport import Capabilities, Handle, Op
 
@@ -100,11 +100,11 @@ def open_exchange(
     its: Rendezvous,
     ranks: Sequence[int],
     gather: Callable[[bytes], list[bytes]],
-) -> tuple[Exchange | None, str]:
+) -> Exchange:
     """Open exchange buffers between the `ranks` of a host; all ranks of all hosts call this.
 
     `gather` returns what every rank of all hosts says; a rank that leaves after that fails no
-    other. The exchange is None on all ranks, or on none; the text says why, for people.
+    other. Raises :class:`Unusable` on all ranks, or on none.
     """
     own: Memory | None = None
     memories: list[Memory] = []
@@ -144,9 +144,9 @@ def open_exchange(
                     break
         for rank, each in enumerate(gather(problem.encode())):
             if each:
-                return None, f"rank {rank}: {each.decode(errors='replace')}"
+                raise Unusable(f"rank {rank}: {each.decode(errors='replace')}")
         stack.pop_all()  # the exchange closes them from here on
-        return Exchange(device, memories), ""
+        return Exchange(device, memories)
 
 
 class CudaIpcCommunicator(DeviceCommunicator):
