@@ -145,8 +145,8 @@ class HierarchicalCommunicator(GlooCommunicator):
             sums = sums[:left] if group is None else [torch.empty_like(own[0]) for _ in range(left)]
         if group is not None:
             kind, code = reduction_codes(memory.dtype, whole)
-            tree = None if blocks is None else tree_of(blocks, self._local_ranks)
-            if sums:  # none where no rank of this host has a leaf
+            if sums:  # none where no rank of this host has a leaf, and there is no tree either
+                tree = None if blocks is None else tree_of(blocks, self._local_ranks)
                 places = [each.data_ptr() for each in sums]
                 parts = group.reduce_scatter_async
                 group.wait(parts(memory.data_ptr(), counts, places, kind, code, tree))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ import msgspec
 from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.communicator import Communicator, Rendezvous, connect_part
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
-from nbelastic.collectives.gpu.device import Device, DeviceError, present_device
+from nbelastic.collectives.gpu.device import Device, DeviceError, Unusable, present_device
 from nbelastic.collectives.hierarchical import HierarchicalCommunicator
 from nbelastic.collectives.nccl.library import NcclLibrary, card_of, present_library
 from nbelastic.collectives.operations import AsyncCommunicator
@@ -53,11 +54,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_SAID = 1000
+
 ON_HOST = "tensors of GPUs are reduced in the memory of the host"
 ON_GPUS = {"auto": ("nccl", "cuda_ipc"), "nccl": ("nccl",), "cuda_ipc": ("cuda_ipc",)}
 """Transports of GPUs to try, in order, by the backend that the job asks for."""
-
-_MOST_SAID = 1000
 
 _logged: set[str] = set()
 
@@ -211,72 +212,56 @@ class NegotiatingCommunicator(AsyncCommunicator):
         """Return the fastest communicator that reduces on GPUs and works, else the host's."""
         reasons: list[str] = []
         for transport in self._tries:
-            if transport == "nccl":
-                communicator, reason = self._over_nccl(host, capabilities)
-            else:
-                communicator, reason = self._over_cuda_ipc(host, topology, capabilities)
-            if communicator is not None:
-                if reasons and not communicator.fallback_reason:
-                    communicator.fallback_reason = f"GPUs do without NCCL: {reasons[0]}"
-                return communicator
-            reasons.append(reason)
+            over = self._over_nccl if transport == "nccl" else self._over_cuda_ipc
+            try:
+                communicator = over(host, topology, capabilities)
+            except Unusable as error:
+                reasons.append(str(error))
+                continue
+            if reasons and not communicator.fallback_reason:
+                communicator.fallback_reason = f"GPUs do without NCCL: {reasons[0]}"
+            return communicator
         if not host.fallback_reason:
             host.fallback_reason = f"{ON_HOST}: {'; '.join(dict.fromkeys(reasons))}"
         return host
 
     def _over_cuda_ipc(
         self, host: Host, topology: Topology, capabilities: Sequence[RankCapabilities]
-    ) -> tuple[Communicator | None, str]:
-        """Return a communicator over CUDA IPC, or why there is none."""
+    ) -> Communicator:
         if not topology.any_host_shared:
-            return None, "no two ranks share a host"
+            raise Unusable("no two ranks share a host")
         if host.fallback_reason:  # without shared memory there are no meetings
-            return None, host.fallback_reason
+            raise Unusable(host.fallback_reason)
         missing = [rank for rank, each in enumerate(capabilities) if not each.gpu]
         if self._device is None or missing:
-            return None, f"rank {missing[0]} has used no GPU"
+            raise Unusable(f"rank {missing[0]} has used no GPU")
         return self._over_hosts(host, topology, self._device)
 
-    def _over_hosts(
-        self, host: Host, topology: Topology, device: Device
-    ) -> tuple[Communicator | None, str]:
-        """Return a communicator over CUDA IPC inside hosts, or why there is none."""
+    def _over_hosts(self, host: Host, topology: Topology, device: Device) -> Communicator:
+        """Return a communicator over CUDA IPC inside hosts."""
         from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
 
         ranks = topology.local_ranks(self.rank)
-        peers = topology.cross_ranks(self.rank)
-        several = len(topology.hosts) > 1
-        local: Communicator = host
-        across: Communicator | None = None
-        between = ""
-        with contextlib.ExitStack() as stack:
-            if several:
-                local = self._part(host, f"host-{topology.hosts.index(ranks)}", ranks, "host")
-                stack.callback(local.close)
-            exchange, reason = open_exchange(
-                local, device, lambda said: _padded_exchange(host, said), ranks
-            )
+        gather = functools.partial(_gather, host)
+        try:
+            exchange = open_exchange(device, self._rendezvous, ranks, gather)
+        finally:
             host.restart_count()
-            if exchange is None:
-                return None, reason
+        if len(topology.hosts) == 1:
+            return CudaIpcCommunicator(host, exchange, self._abort_signal, topology, host)
+        with contextlib.ExitStack() as stack:
             stack.callback(exchange.close)
-            if several and peers:
+            local = self._part(host, f"host-{topology.hosts.index(ranks)}", ranks, "host")
+            stack.callback(local.close)
+            across, peers = None, topology.cross_ranks(self.rank)
+            if peers:
                 across = self._part(host, f"slice-{ranks.index(self.rank)}", peers, "nccl")
                 stack.callback(across.close)
-            if several:
-                said = _padded_exchange(host, b"" if across is None else across.name.encode())
-                between = "gloo" if b"gloo" in said else "nccl"  # one over Gloo holds up all
-            chosen = CudaIpcCommunicator(
-                host,
-                exchange,
-                self._abort_signal,
-                topology,
-                local,
-                across,
-                between,
-            )
-            stack.pop_all()
-            return chosen, ""
+            names = gather(b"" if across is None else across.name.encode())
+            between = "gloo" if b"gloo" in names else "nccl"  # one over Gloo holds up all
+            stack.pop_all()  # the communicator owns them from here on
+        parts = host, exchange, self._abort_signal, topology, local, across, between
+        return CudaIpcCommunicator(*parts)
 
     def _part(self, host: Host, name: str, ranks: Sequence[int], backend: str) -> Communicator:
         """Return a connected communicator of some of the ranks, which ends with the host's."""
@@ -289,25 +274,22 @@ class NegotiatingCommunicator(AsyncCommunicator):
         return connect_part(host, made)
 
     def _over_nccl(
-        self, host: Host, capabilities: Sequence[RankCapabilities]
-    ) -> tuple[Communicator | None, str]:
-        """Return a communicator over NCCL, or why there is none."""
+        self, host: Host, _topology: Topology, capabilities: Sequence[RankCapabilities]
+    ) -> Communicator:
         reason = nccl_obstacle(capabilities)
         if reason or self._device is None or self._library is None:
-            return None, reason
+            raise Unusable(reason)
         from nbelastic.collectives.nccl.communicator import NcclCommunicator
         from nbelastic.collectives.nccl.group import NcclGroup
 
         group = NcclGroup(self._library, self._device, self._rendezvous, self._abort_signal)
-        reason = self._form(group)
-        if reason:
-            return None, reason
+        self._form(group)
         chosen = NcclCommunicator(host, self._device, group, self._abort_signal)
         chosen.fallback_reason = host.fallback_reason
-        return chosen, ""
+        return chosen
 
-    def _form(self, group: NcclGroup) -> str:
-        """Form NCCL's communicator with all other ranks; return a failure of any rank."""
+    def _form(self, group: NcclGroup) -> None:
+        """Form NCCL's communicator with all other ranks."""
         assert self._library is not None
         offer = b""
         if self.rank == 0:
@@ -317,13 +299,12 @@ class NegotiatingCommunicator(AsyncCommunicator):
                 offer = str(error).encode()
         offer = self._exchange("nccl", offer)[0]  # an error of rank 0 reaches all, too
         if not offer.startswith(b"+"):
-            return f"rank 0: {offer.decode()}"
+            raise Unusable(f"rank 0: {offer.decode()}")
         problem = group.form(offer[1:])
         # A rank that has failed at once waits here for those that use up their limit.
-        said = self._exchange("nccl-formed", problem.encode()[:1000], 2 * group.limit_s)
-        if not any(said):
-            return ""
-        return group.give_up_with([each.decode(errors="replace") for each in said])
+        said = self._exchange("nccl-formed", problem.encode(), 2 * group.limit_s)
+        if any(said):
+            raise Unusable(group.give_up_with([each.decode() for each in said]))
 
     def _exchange(self, subject: str, value: bytes, limit_s: float | None = None) -> list[bytes]:
         client = RendezvousClient(self._rendezvous, subject)
@@ -358,6 +339,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
     begin_reduce_scatter = begin_all_to_all = begin_send = begin_receive = _not_connected
 
 
-def _padded_exchange(host: Host, said: bytes) -> list[bytes]:
-    """Return the texts of all ranks, over connections that tell of a rank's death."""
-    return [each.rstrip(b"\0") for each in host.allgather_bytes(said.ljust(_MOST_SAID, b"\0"))]
+def _gather(host: Host, said: bytes) -> list[bytes]:
+    """Return what all ranks say, over connections that tell of a rank's death."""
+    record = (said[: _MOST_SAID - 1] + b"\1").ljust(_MOST_SAID, b"\0")
+    return [each.rstrip(b"\0")[:-1] for each in host.allgather_bytes(record)]

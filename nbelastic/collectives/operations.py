@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nbelastic.collectives.abort_signal import AbortSignal, Wakeup
 from nbelastic.collectives.communicator import Communicator
+from nbelastic.collectives.rendezvous.handshake import peer_token
 from nbelastic.errors import CollectiveError, RanksDisagree
 
 if TYPE_CHECKING:
@@ -72,6 +73,18 @@ class AsyncCommunicator(Communicator):
         if deliver is not None:
             deliver()
         self._completed += 1
+
+    def _check_peers(self) -> None:
+        """Check that each peer is a rank of this generation, as the last part of connecting.
+
+        Gloo believes what a connection claims to be. It may come from another process, or be meant
+        for an earlier group with the same port. So each rank sends a proof of its identity.
+        """
+        its = self._rendezvous
+        for rank, token in enumerate(self.allgather_bytes(peer_token(its, self.rank))):
+            if token != peer_token(its, rank):
+                self._fail(f"the peer for rank {rank} belongs to another generation or another job")
+        self.restart_count()
 
     def _release(self, _operation: Operation) -> None:
         """Let go of an operation that has succeeded."""

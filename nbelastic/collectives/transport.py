@@ -83,7 +83,7 @@ class TensorTransport(abc.ABC):
     Each method begins an operation and returns its handle. Arguments are right, contiguous and
     detached; tensors lie on the CPU or on one of :attr:`Capabilities.devices`. They are lent until
     the handle has succeeded, and given away if it fails: a peer or a thread may still use their
-    memory then. Types are those of :mod:`.arguments` for a reduction; any, for what only moves.
+    memory then. Types are those of ``check_op`` for a reduction; any, for what only moves.
 
     All ranks begin the same operations in the same order, except for messages. A handle that fails,
     or an abort, breaks the communicator: from then on every method and every handle raises

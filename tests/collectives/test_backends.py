@@ -1,7 +1,6 @@
 """Backends by name, and one that another package brings: the seam that a transport fits."""
 
 import contextlib
-import inspect
 import sys
 
 import pytest
@@ -11,7 +10,6 @@ from nbelastic.collectives import SoloCommunicator, backend_names, connect
 from nbelastic.driver.options import Options
 from nbelastic.errors import OptionError
 from tests.collectives.worlds import terms
-from tests.support import own_transport
 
 
 @pytest.fixture
@@ -40,11 +38,6 @@ def test_an_unknown_backend_is_refused():
         Options(backend="own")
     with pytest.raises(ValueError, match=r"backend must be one of .*'auto', 'gloo'.* not 'own'"):
         connect(terms(backend="own"))
-
-
-def test_a_transport_is_a_page():
-    lines = inspect.getsource(own_transport.OwnTransport).splitlines()
-    assert sum(bool(line.strip()) for line in lines) < 60
 
 
 def test_it_says_which_package_is_missing_and_for_which_python(monkeypatch):

@@ -72,7 +72,6 @@ def gpus(monkeypatch):
         is_initialized=lambda: gpus.initialized,
         device_count=lambda: 2,
         current_device=lambda: 0,
-        get_device_properties=lambda its: types.SimpleNamespace(uuid=f"GPU-{its.index}"),
     )
     monkeypatch.setattr(torch, "cuda", fakes)
     monkeypatch.setattr(cuda, "_has_context", lambda index: index in gpus.contexts)
@@ -99,19 +98,6 @@ def test_a_process_has_one_device_which_is_the_one_that_it_uses(gpus):
     assert device._device == OTHER_GPU
     gpus.contexts = [0, 1]
     assert present_device()._device == GPU
-
-
-def test_libraries_are_told_the_stream_and_others_which_gpu_it_is(gpus):
-    device = Device(1)
-    device._stream.cuda_stream = 4096
-    assert device.stream == 4096
-    assert device.identity == "GPU-1"
-    with device.using():
-        assert torch.cuda.current_stream(OTHER_GPU) is device._stream
-    assert torch.cuda.current_stream(OTHER_GPU) is not device._stream
-    moved = []
-    device.near(types.SimpleNamespace(to=moved.append))
-    assert moved == [OTHER_GPU]
 
 
 def test_work_follows_the_callers_streams_and_they_follow_it(gpus):
@@ -206,12 +192,6 @@ def test_memory_is_kept_for_the_next_generation(device):
     assert mapped() == before + 1
 
 
-def test_a_process_does_not_open_its_own_memory(device):
-    own = device.allocate(BYTES)
-    with pytest.raises(DeviceError, match="it shares its process with another rank"):
-        device.open(own.handle, BYTES)
-
-
 def test_refusals_name_the_function_and_the_reason(device, gpus, elsewhere, monkeypatch):
     def refused(what, act):
         monkeypatch.setenv("FAKE_CUDART_REFUSES", what.partition(":")[0])
@@ -219,6 +199,8 @@ def test_refusals_name_the_function_and_the_reason(device, gpus, elsewhere, monk
             act()
 
     own = device.allocate(BYTES)
+    with pytest.raises(DeviceError, match="it shares its process with another rank"):
+        device.open(own.handle, BYTES)
     refused("cudaMalloc: out of memory", lambda: device.allocate(BYTES))
     assert gpus.emptied == 1  # what torch keeps may have been too much
     before = mapped()
@@ -229,11 +211,7 @@ def test_refusals_name_the_function_and_the_reason(device, gpus, elsewhere, monk
     monkeypatch.delenv("FAKE_CUDART_REFUSES")
     with pytest.raises(DeviceError, match="cudaIpcOpenMemHandle: invalid argument"):
         device.open(own.handle[:16] + bytes(64), BYTES)
-
-
-@pytest.mark.usefixtures("gpus")
-def test_without_a_runtime_there_is_a_reason(monkeypatch):
-    monkeypatch.setattr(cuda, "_runtime", cache(cuda._runtime.__wrapped__))
+    cuda._runtime.cache_clear()
     monkeypatch.setattr(cuda, "_NAME", "libcudart-of-another-make")
     with pytest.raises(DeviceError, match="CUDA's runtime is not found"):
-        Device(0).allocate(BYTES)
+        device.allocate(BYTES)

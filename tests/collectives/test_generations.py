@@ -48,19 +48,6 @@ def _step(communicator):
     return tensor.item()
 
 
-def test_a_rank_left_behind_does_not_disturb_the_next_generation(make, store):
-    with World(make, 3, store=store) as old:
-        stuck = old.start(2, lambda c: c.allreduce(torch.full((1000,), 99.0)))
-        old.wait_until_waiting([2])
-        for rank in (0, 1):
-            old[rank].abort("the generation is over")
-        with World(make, 2, store=store) as new:
-            for _ in range(50):
-                assert new.run(_step) == [2.0, 2.0]
-        old[2].abort("evicted")
-        assert isinstance(stuck.exception(PATIENCE_S), CollectiveError)
-
-
 @pytest.mark.parametrize("make", [MAKERS["gloo"], MAKERS["auto"]], ids=["gloo", "auto"])
 def test_a_rank_that_comes_late_meets_nobody(make, store):
     with World(make, 2, store=store) as old:

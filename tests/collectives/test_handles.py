@@ -4,17 +4,13 @@ import gc
 import threading
 import weakref
 
-import pytest
 import torch
 
-from nbelastic.collectives import Op, buffers
+from nbelastic.collectives import Op
 from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.operations import OrderedExecutor, abortable
-from nbelastic.collectives.reduction_tree import Blocks
-from nbelastic.errors import CollectiveError, RanksDisagree
-from tests.collectives.worlds import KINDS, MAKERS, PATIENCE_S, World, eventually, failure
-
-HOSTS = [kind for kind in KINDS if kind.values[0] in ("gloo", "shm", "hierarchical")]
+from nbelastic.errors import RanksDisagree
+from tests.collectives.worlds import PATIENCE_S, World, eventually, failure
 
 
 def test_handles_are_waited_for_twice_once_or_never(world):
@@ -108,41 +104,6 @@ def test_nothing_keeps_a_communicator_or_its_threads(make):
     eventually(lambda: set(threading.enumerate()) <= before, "the end of all threads")
 
 
-@pytest.mark.parametrize("kind", HOSTS)
-def test_memory_that_is_not_the_hosts_is_staged(kind, monkeypatch):
-    """As on an accelerator: everything passes through new memory, and back on success only."""
-    monkeypatch.setattr(buffers, "is_on_host", lambda tensor: False)
-
-    def rank_main(c):
-        other, mine = 1 - c.rank, torch.tensor([1.0 + c.rank])
-        average, root, scattered = mine.clone(), mine.clone(), torch.zeros(1)
-        gathered, exchanged, message = torch.zeros(2, 1), torch.zeros(2, 1), torch.zeros(1)
-        total = [torch.zeros(1), torch.zeros(2)]
-        c.allreduce_async(average, Op.AVERAGE).wait()
-        c.broadcast(root)
-        c.allgather([*gathered], mine)
-        c.reduce_scatter(scattered, [mine] * 2)
-        c.all_to_all([*exchanged], [10 * mine + to for to in range(2)])
-        c.allreduce_tree_async([[mine, mine.repeat(2)]], Blocks.even(2, 2), total).wait()
-        sending = c.send_async(mine, other)
-        c.receive(message, other)
-        sending.wait()
-        assert [each.tolist() for each in total] == [[3.0], [3.0, 3.0]]
-        assert message.item() == 1.0 + other
-        assert exchanged.view(-1).tolist() == [10.0 + c.rank, 20.0 + c.rank]
-        return [each.item() for each in (average, root, *gathered, scattered)]
-
-    with World(MAKERS[kind], 2) as world:
-        assert world.run(rank_main) == [[1.5, 1.0, 1.0, 2.0, 3.0]] * 2
-        tensor = torch.full((1,), 5.0)
-        handle = world.do(0, lambda c: c.allreduce_async(tensor))
-        world.do(1, lambda c: c.allreduce_async(torch.ones(1)))
-        world[0].abort("enough")
-        with pytest.raises(CollectiveError):
-            handle.wait()
-        assert tensor.item() == 5.0
-
-
 def test_a_part_that_fails_breaks_the_whole_before_the_operation_has_ended():
     """Another thread may have broken the part, and be about to tell the whole."""
 
@@ -153,26 +114,3 @@ def test_a_part_that_fails_breaks_the_whole_before_the_operation_has_ended():
     operation = OrderedExecutor("fails", PATIENCE_S).submit(abortable(signal, fail))
     eventually(operation.done)
     assert (signal.reason, signal.kind) == ("between hosts", RanksDisagree)
-
-
-def test_a_task_treats_subnormal_numbers_as_the_thread_that_submits_it():
-    begin, found = threading.Event(), []
-
-    def multiply(_limit):
-        begin.wait(PATIENCE_S)
-        found.append(float(torch.tensor(1e-40) * 1.0))
-
-    executor = OrderedExecutor("adds", PATIENCE_S)
-
-    def submit_all():  # while the thread that performs them lives
-        for flushes in (True, False, True):
-            torch.set_flush_denormal(flushes)
-            executor.submit(multiply)
-
-    submitter = threading.Thread(target=submit_all)
-    submitter.start()
-    submitter.join()
-    begin.set()
-    executor.join()
-    assert found[0] == found[2] == 0.0
-    assert found[1] > 0.0

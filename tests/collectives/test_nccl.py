@@ -7,7 +7,6 @@ from functools import cache, partial
 import pytest
 import torch
 
-from nbelastic.collectives import Communicator
 from nbelastic.collectives.gpu.device import DeviceError
 from nbelastic.collectives.nccl import group as nccl_group
 from nbelastic.collectives.nccl import library as nccl
@@ -68,27 +67,6 @@ def reasons(ranks):
     return {each.fallback_reason for each in ranks.communicators}
 
 
-def test_many_tensors_are_one_operation(monkeypatch):
-    """Which the ranks compare once."""
-    compared = []
-    original = Communicator.agree
-
-    def noted(communicator, text):
-        compared.append(text)
-        return original(communicator, text)
-
-    monkeypatch.setattr(Communicator, "agree", noted)
-
-    def rank_main(communicator):
-        tensors = [torch.ones(count) for count in (3, 0, 5000)]
-        communicator.allreduce_coalesced(tensors)
-        return [each.unique().tolist() for each in tensors]
-
-    with world(2) as ranks:
-        assert ranks.run(rank_main) == [[[2.0], [], [2.0]]] * 2
-    assert compared == ["allreduce (sum) of 3, 5000 values of torch.float32"] * 2
-
-
 # -- faults when a generation is formed ----------------------------------------------------------
 
 
@@ -141,38 +119,20 @@ def test_an_abort_while_it_forms_frees_the_ranks_at_once(fault, monkeypatch):
 # -- faults in an operation ----------------------------------------------------------------------
 
 
-def test_an_error_of_nccl_fails_the_operation_by_name(fault):
-    with world(2) as ranks:
-        fault("error:1")
-        waiting = [ranks.start(rank, add) for rank in range(2)]
-        assert "network error" in str(waiting[1].exception(PATIENCE_S))
-        ranks.abort("rank 1 says so")
-        assert str(waiting[0].exception(PATIENCE_S)) == "rank 1 says so"
-
-
-def test_an_operation_that_never_ends_is_freed_by_an_abort_and_the_next_is_right(fault):
-    with world(2) as ranks:
-        fault("stuck:1")
-        waiting = [ranks.start(rank, add) for rank in range(2)]
-        ranks.wait_until_waiting([0, 1])
-        ranks.abort("rank 1 stands still")
-        for future in waiting:
-            assert str(future.exception(PATIENCE_S)) == "rank 1 stands still"
-        fault("")
-        with world(2) as others:
-            assert kinds(others) == {"nccl"}
-            assert others.run(add) == [[3.0]] * 2
-
-
-def test_an_operation_that_never_ends_has_a_limit(fault):
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("error:1", "network error"), ("stuck:1", "has not ended within 1 s")],
+)
+def test_an_operation_fails_with_what_nccl_says_or_by_its_limit(fault, what, said):
     with world(2, timeout_s=1.0) as ranks:
-        fault("stuck:1")
+        fault(what)
         waiting = [ranks.start(rank, add) for rank in range(2)]
-        assert "has not ended within 1 s" in str(waiting[1].exception(PATIENCE_S))
-        assert "has not ended within 1 s" in str(waiting[0].exception(PATIENCE_S))
+        assert said in failure(waiting[1])
+        ranks.abort("rank 1 says so")
+        failure(waiting[0])
 
 
-def test_tensors_of_an_operation_are_kept_until_its_abort_is_over(fault):
+def test_an_abort_frees_an_operation_that_never_ends_and_then_its_tensors(fault):
     with world(2) as ranks:
         fault("stuck:1")
         waiting = [ranks.start(rank, lambda c: add(c, 100)) for rank in range(2)]
@@ -180,12 +140,14 @@ def test_tensors_of_an_operation_are_kept_until_its_abort_is_over(fault):
         groups = [each._group for each in ranks.communicators]
         eventually(lambda: all(group._lent for group in groups), "the loan of tensors")
         fault("stuck:1 abort:1")
-        ranks.abort("enough")
-        for future in waiting:
-            future.exception(PATIENCE_S)
+        ranks.abort("rank 1 stands still")
+        assert {failure(future) for future in waiting} == {"rank 1 stands still"}
         assert groups[1]._lent
         fault("")
         eventually(lambda: not any(group._lent for group in groups), "the end of the loan")
+        with world(2) as others:
+            assert kinds(others) == {"nccl"}
+            assert others.run(add) == [[3.0]] * 2
 
 
 def test_an_abort_that_never_returns_keeps_the_process_from_nccl_until_it_does(fault):
@@ -232,36 +194,17 @@ def test_a_rank_that_dies_in_the_middle_fails_the_others_and_they_form_anew():
 # -- who can use it ------------------------------------------------------------------------------
 
 
-def _can(**others):
-    return RankCapabilities("", "host", "", **{"gpu": "cuda", "nccl": "2.28.9", **others})
-
-
 @pytest.mark.parametrize(
-    ("ranks", "said"),
+    ("other", "said"),
     [
-        ([_can(card="a"), _can(card="b")], ""),
-        ([_can(card="a"), _can(gpu="")], "rank 1 has used no GPU"),
-        ([_can(card="a"), _can(nccl_obstacle="it is broken")], "rank 1: it is broken"),
-        (
-            [_can(card="a"), _can(card="b", nccl="2.30.7")],
-            "rank 1 has NCCL 2.30.7, rank 0 2.28.9",
-        ),
-        (
-            [_can(card="a"), _can(card="b"), _can(card="a")],
-            "ranks 0 and 2 share a GPU; NCCL needs one for each",
-        ),
+        ({"nccl_obstacle": "it is broken"}, "rank 1: it is broken"),
+        ({"nccl": "2.30.7"}, "rank 1 has NCCL 2.30.7, rank 0 2.28.9"),
     ],
 )
-def test_all_ranks_need_the_same_nccl_and_a_card_each(ranks, said):
+def test_all_ranks_need_the_same_nccl(other, said):
+    its = {"gpu": "cuda", "nccl": "2.28.9"}
+    ranks = [RankCapabilities("", "host", "", **each) for each in (its, its | other)]
     assert nccl_obstacle(ranks) == said
-
-
-def test_a_rank_that_cannot_keeps_all_on_the_host(monkeypatch):
-    monkeypatch.setitem(worlds.DEVICES, "nccl", lambda rank: NcclDevice("a"))
-    with world(2) as ranks:
-        assert kinds(ranks) == {"shm"}
-        said = "ranks 0 and 1 share a GPU; NCCL needs one for each"
-        assert reasons(ranks) == {ON_HOST + said}
 
 
 @pytest.mark.parametrize("kind", ["gloo", "hierarchical"])
@@ -274,25 +217,19 @@ def test_ranks_on_several_hosts_reduce_over_nccl_too(kind):
         made._host = f"host {its.rank if kind == 'gloo' else its.rank // 2}"
         return made
 
+    def send_on(communicator):
+        handle = communicator.send_async(torch.ones(3), (communicator.rank + 1) % 3)
+        tensor = torch.zeros(3)
+        communicator.receive(tensor, (communicator.rank - 1) % 3)
+        handle.wait()
+        return tensor.tolist()
+
     with World(make, 3) as ranks:
         assert kinds(ranks) == {"nccl"}
         assert {each._host.name for each in ranks.communicators} == {kind}
-        for _ in range(5):
-            assert ranks.run(add) == [[6.0]] * 3
-            ranks.run(lambda c: c.barrier())
-        tensors = [torch.arange(6.0) for _ in range(3)]
-        ranks.run(lambda c: c.broadcast(tensors[c.rank], root=1))
-        sent = ranks.run(
-            lambda c: c.send(torch.ones(3), 1) if c.rank == 0 else None or _received(c)
-        )
-        assert sent[1] == [1.0] * 3
-
-
-def _received(communicator):
-    tensor = torch.zeros(3)
-    if communicator.rank == 1:
-        communicator.receive(tensor, 0)
-    return tensor.tolist()
+        assert ranks.run(add) == [[6.0]] * 3
+        ranks.run(lambda c: c.barrier())
+        assert ranks.run(send_on) == [[1.0] * 3] * 3
 
 
 def test_subgroups_reduce_on_the_host():

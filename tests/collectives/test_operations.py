@@ -1,16 +1,18 @@
 """Every operation and type, against numpy, on every kind of communicator."""
 
 import numpy as np
+import pytest
 import torch
 
-from nbelastic.collectives import Op
+from nbelastic.collectives import Op, buffers
 from nbelastic.collectives.reduction_tree import Blocks
-from tests.collectives.worlds import noise
+from nbelastic.errors import CollectiveError
+from tests.collectives.worlds import KINDS, MAKERS, World, noise
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int32, torch.int64]
 REDUCED = [*FLOATS, *INTEGERS]
-MOVED = [*REDUCED, torch.int16, torch.bool, torch.complex64]
+MOVED = [*REDUCED, torch.bool, torch.int16, torch.complex64]
 SHAPES = [(), (1,), (7,), (3, 5), (0,), (2, 0, 3)]
 
 NUMPY = {Op.SUM: np.sum, Op.AVERAGE: np.mean, Op.MIN: np.min, Op.MAX: np.max, Op.PRODUCT: np.prod}
@@ -21,9 +23,10 @@ def ops_of(dtype):
 
 
 def values(rank, shape, dtype, seed=0):
-    """Ones and twos: small enough for any type to hold their product, whatever the order."""
+    """Ones and twos: any type holds their product, whatever the order. Truths are of all kinds."""
     generator = np.random.default_rng(1000 * seed + rank)
-    return torch.from_numpy(generator.integers(1, 3, shape)).to(dtype)
+    least = int(dtype is not torch.bool)
+    return torch.from_numpy(generator.integers(least, least + 2, shape)).to(dtype)
 
 
 def as_numpy(tensor):
@@ -37,6 +40,8 @@ def reduced(op, tensors):
 
 
 def same(actual, expected):
+    if actual.dtype is torch.bool:  # a truth is one or zero in memory, too
+        actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
@@ -73,12 +78,12 @@ def reduce_scatter(c, op, dtype):
     return [output]
 
 
-def test_values_of_all_ranks_are_reduced(world):
+def check_reductions(world, dtypes):
     cases = [(allreduce_in_many_places, op, torch.bfloat16) for op in Op]
     cases += [
         (act, op, dtype)
         for act in (allreduce, reduce_scatter)
-        for dtype in REDUCED
+        for dtype in dtypes
         for op in ops_of(dtype)
     ]
     for rank, outcomes in enumerate(world.run(lambda c: [act(c, *how) for act, *how in cases])):
@@ -89,20 +94,8 @@ def test_values_of_all_ranks_are_reduced(world):
                 same(tensor, reduced(op, given))
 
 
-def test_allreduce_of_truths(world):
-    def rank_main(communicator):
-        outcomes = {}
-        for op in (Op.SUM, Op.MIN, Op.MAX, Op.PRODUCT):
-            tensor = torch.tensor([True, False, communicator.rank == 0])
-            communicator.allreduce(tensor, op)
-            assert tensor.view(torch.uint8).max() == 1  # a truth is one or zero in memory too
-            outcomes[op] = tensor.tolist()
-        return outcomes
-
-    alone = world.size == 1
-    for outcomes in world.run(rank_main):
-        assert outcomes[Op.SUM] == outcomes[Op.MAX] == [True, False, True]
-        assert outcomes[Op.PRODUCT] == outcomes[Op.MIN] == [True, False, alone]
+def test_values_of_all_ranks_are_reduced(world):
+    check_reductions(world, [*REDUCED, torch.bool])
 
 
 def test_a_large_allreduce_is_the_same_on_all_ranks(world):
@@ -171,14 +164,43 @@ def wanted_of_parts(rank, size, dtype):
     return [part(source, rank, dtype) for source in range(size)]
 
 
-def test_values_arrive_as_they_were_sent(world):
+def check_moves(world, dtypes):
     acts = {broadcast: wanted_of_all, allgather: wanted_of_all}
     acts |= {all_to_all: wanted_of_parts, send_and_receive: wanted_of_parts}
-    cases = [(act, dtype) for act in acts for dtype in MOVED]
+    cases = [(act, dtype) for act in acts for dtype in dtypes]
     for rank, outcomes in enumerate(world.run(lambda c: [act(c, dtype) for act, dtype in cases])):
         for (act, dtype), found in zip(cases, outcomes, strict=True):
             for tensor, expected in zip(found, acts[act](rank, world.size, dtype), strict=True):
                 same(tensor, expected)
+
+
+def test_values_arrive_as_they_were_sent(world):
+    check_moves(world, MOVED)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind.values[0] in ("gloo", "shm", "hierarchical")]
+)
+def test_memory_that_is_not_the_hosts_is_staged(kind, monkeypatch):
+    """As on an accelerator: everything passes through new memory, and back on success only."""
+    monkeypatch.setattr(buffers, "is_on_host", lambda tensor: False)
+
+    def along_tree(c):
+        mine, total = torch.tensor([1.0 + c.rank]), [torch.zeros(1), torch.zeros(2)]
+        c.allreduce_tree([[mine, mine.repeat(2)]], Blocks.even(2, 2), total)
+        return [each.tolist() for each in total]
+
+    with World(MAKERS[kind], 2) as world:
+        check_reductions(world, [torch.float32])
+        check_moves(world, [torch.float32])
+        assert world.run(along_tree) == [[[3.0], [3.0, 3.0]]] * 2
+        tensor = torch.full((1,), 5.0)
+        handle = world.do(0, lambda c: c.allreduce_async(tensor))
+        world.do(1, lambda c: c.allreduce_async(torch.ones(1)))
+        world[0].abort("enough")
+        with pytest.raises(CollectiveError):
+            handle.wait()
+        assert tensor.item() == 5.0
 
 
 def test_no_rank_passes_a_barrier_before_all_have_come(world):

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from nbelastic.collectives import RendezvousServer, connect
-from nbelastic.errors import CollectiveError
 from tests.collectives.test_arguments import (  # noqa: F401
     test_wrong_arguments_are_refused_and_do_no_harm,
 )
@@ -23,7 +22,6 @@ from tests.collectives.test_handles import (  # noqa: F401
 )
 from tests.collectives.test_operations import (  # noqa: F401
     test_a_large_allreduce_is_the_same_on_all_ranks,
-    test_allreduce_of_truths,
     test_many_operations_in_flight,
     test_tensors_may_need_gradients_be_views_or_inputs_and_outputs,
     test_values_arrive_as_they_were_sent,
@@ -130,28 +128,6 @@ def test_who_waits_is_freed_when_another_rank_leaves(pair, end):
 
 def _cut(communicator):
     assert communicator.cut_connections() == 1
-
-
-def test_nothing_is_done_after_an_abort(pair):
-    def rank_main(communicator):
-        waited, not_waited = (communicator.allreduce_async(torch.ones(3)) for _ in range(2))
-        waited.wait()
-        communicator.barrier()
-        for reason in ("enough", "more"):
-            communicator.abort(reason)
-        waited.wait()
-        for operation in (
-            not_waited.wait,
-            communicator.barrier,
-            communicator.connect,
-            lambda: communicator.allreduce(torch.ones(0)),
-        ):
-            with pytest.raises(CollectiveError, match=r"^enough$"):
-                operation()
-
-    # The other may have its barrier's end cut off.
-    results = [pair.start(rank, rank_main) for rank in range(2)]
-    assert sum(result.exception(ENDS_S) is None for result in results) >= 1
 
 
 @pytest.mark.slow

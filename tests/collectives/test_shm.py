@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nbelastic.collectives import Op
-from nbelastic.errors import CollectiveError
+from nbelastic.collectives.reduction_tree import Blocks
+from nbelastic.errors import CollectiveError, RanksDisagree
 from tests.collectives.test_operations import REDUCED, same
 from tests.collectives.worlds import (
     MAKERS,
@@ -75,9 +76,13 @@ def test_memory_of_any_type_and_parts_of_it(kind):
 def test_memory_goes_back_when_nobody_needs_it():
     others = mapped()  # of worlds that other tests keep, or have just left
     with World(MAKERS["shm"], 2) as world:
-        for _ in range(50):  # of a quarter of a gigabyte, if they were all there
-            world.run(lambda c: c.empty(1 << 20, torch.float32).fill_(1.0).sum())
-        vectors = world.run(lambda c: c.empty(1000, torch.float32).fill_(3.0))
+
+        def place(_):
+            return world.run(lambda c: c.empty(1000, torch.float32).data_ptr())
+
+        assert place(1) == place(2)
+        vectors = world.run(lambda c: c.empty(1000, torch.float32)[10:].fill_(3.0))
+        assert not {*place(3)} & {vector.data_ptr() - 40 for vector in vectors}
     ours = mapped() - others
     assert ours
     assert all((vector == 3.0).all() for vector in vectors), "it outlives the communicator"
@@ -111,6 +116,9 @@ DISAGREEING = {
     "reduction": lambda c: c.allreduce(torch.ones(3), [Op.SUM, Op.MAX][c.rank // 2]),
     "root": lambda c: c.broadcast(torch.ones(3), root=c.rank // 2),
     "operation": lambda c: c.barrier() if c.rank == 2 else c.allreduce(torch.ones(3)),
+    "blocks": lambda c: c.allreduce_tree(
+        [[torch.ones(3)]], Blocks((1, 1, 2 if c.rank == 2 else 1))
+    ),
     "length": lambda c: c.all_to_all(
         [torch.ones(2 + (c.rank != to)) for to in range(3)],
         [torch.ones(2 + (c.rank != to) * (1 + c.rank // 2)) for to in range(3)],
@@ -119,18 +127,19 @@ DISAGREEING = {
 
 
 @pytest.mark.parametrize("disagree", DISAGREEING.values(), ids=DISAGREEING.keys())
-def test_ranks_that_disagree_are_told(disagree):
+def test_ranks_that_disagree_all_raise_the_same_error(disagree):
     with World(MAKERS["shm"], 3) as world:
-        for future in [world.start(rank, disagree) for rank in range(3)]:
-            assert "disagree" in failure(future)
+        futures = [world.start(rank, disagree) for rank in range(3)]
+        errors = [future.exception(PATIENCE_S) for future in futures]
+    assert {type(error) for error in errors} == {RanksDisagree}
+    (said,) = {str(error) for error in errors}
+    assert "disagree" in said
 
 
 def test_a_message_of_another_length_is_an_error():
     with World(MAKERS["shm"], 2) as world:
-        sending = world.start(0, lambda c: c.send(torch.ones(3), 1))
-        receiving = world.start(1, lambda c: c.receive(torch.ones(4), 0))
-        assert "disagree" in failure(receiving)
-        assert isinstance(sending.exception(PATIENCE_S), (CollectiveError, type(None)))
+        world.start(0, lambda c: c.send(torch.ones(3), 1))
+        assert "disagree" in failure(world.start(1, lambda c: c.receive(torch.ones(4), 0)))
 
 
 def test_an_operations_memory_is_kept_without_its_handle(kind):

@@ -76,7 +76,7 @@ class Faked(NegotiatingCommunicator):
     def _with_devices(self, host: Any, topology: Topology, capabilities: Any) -> Communicator:
         if self._apart and not topology.any_host_shared:
             assert self._device is not None
-            return self._over_hosts(host, topology, self._device)[0] or host
+            return self._over_hosts(host, topology, self._device)
         return super()._with_devices(host, topology, capabilities)
 
 

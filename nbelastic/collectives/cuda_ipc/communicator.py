@@ -41,13 +41,13 @@ from nbelastic.collectives.cuda_ipc.rounds import (
     rounds,
 )
 from nbelastic.collectives.gpu.communicator import DeviceCommunicator
-from nbelastic.collectives.gpu.device import Device, DeviceError, Memory, as_reducible
+from nbelastic.collectives.gpu.device import Device, DeviceError, Memory, Unusable, as_reducible
 from nbelastic.collectives.reduction_tree import Blocks, additions, merged
 from nbelastic.collectives.transport import Capabilities, Handle, Op
 
 if TYPE_CHECKING:
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Communicator
+    from nbelastic.collectives.communicator import Communicator, Rendezvous
     from nbelastic.collectives.gpu.communicator import Host
     from nbelastic.collectives.topology import Topology
     from nbelastic.collectives.transport import Nodes, Tensors
@@ -96,21 +96,20 @@ class Exchange:
 
 
 def open_exchange(
-    local: Communicator,
     device: Device,
-    compare: Callable[[bytes], list[bytes]],
+    its: Rendezvous,
     ranks: Sequence[int],
-) -> tuple[Exchange | None, str]:
-    """Open exchange buffers between the ranks of a host; all ranks of all hosts call this.
+    gather: Callable[[bytes], list[bytes]],
+) -> Exchange:
+    """Open exchange buffers between the `ranks` of a host; all ranks of all hosts call this.
 
-    `local` carries handles between the host's ranks, whose numbers in the generation are `ranks`.
-    `compare` returns what every rank of all hosts gives to it; a rank that leaves after that fails
-    no other. The exchange is None on all ranks, or on none; the text says why, for people.
+    `gather` returns what every rank of all hosts says; a rank that leaves after that fails no
+    other. Raises :class:`Unusable` on all ranks, or on none.
     """
     own: Memory | None = None
     memories: list[Memory] = []
     problem = ""
-    limit_s = min(OPEN_LIMIT_S, local._rendezvous.forming_s / 8)  # after a trial of NCCL
+    limit_s = min(OPEN_LIMIT_S, its.forming_s / 8)  # after a trial of NCCL
     with contextlib.ExitStack() as stack:
         try:
             device.drain(limit_s)  # of what an earlier generation has left in its stream
@@ -119,20 +118,20 @@ def open_exchange(
         except (DeviceError, RuntimeError) as error:
             problem = str(error)
         # A rank without memory takes part, too: its peers wait for it.
-        offers = local.allgather_bytes(b"" if own is None else own.handle)
+        offers = gather(b"" if own is None else own.handle)
         if own is not None and all(offers):
             probes = [hashlib.blake2b(each, digest_size=_PROBE_BYTES).digest() for each in offers]
             try:
                 with device.after(device.mark()):
-                    mine = torch.frombuffer(bytearray(probes[local.rank]), dtype=torch.uint8)
+                    mine = torch.frombuffer(bytearray(probes[its.rank]), dtype=torch.uint8)
                     own.tensor[:_PROBE_BYTES].copy_(mine)
                 device.drain(limit_s)  # peers' streams do not follow this one
             except (DeviceError, RuntimeError) as error:
                 problem = str(error)
-            local.barrier()  # all have written before any reads
-            for peer, offer in enumerate(offers):
+            gather(b"")  # all have written before any reads
+            for peer in ranks:
                 try:
-                    memory = own if peer == local.rank else device.open(offer, BUFFER_BYTES)
+                    memory = own if peer == its.rank else device.open(offers[peer], BUFFER_BYTES)
                     memories.append(memory)
                     stack.callback(memory.close)
                     with device.after(device.mark()):
@@ -140,15 +139,14 @@ def open_exchange(
                     if found != probes[peer]:
                         raise DeviceError("it reads something else there")
                 except (DeviceError, RuntimeError) as error:
-                    said = f"it cannot open the memory of the GPU of rank {ranks[peer]}: {error}"
+                    said = f"it cannot open the memory of the GPU of rank {peer}: {error}"
                     problem = problem or said
                     break
-        problems = compare(problem.encode()[:1000])  # records of all ranks are of one length
-        for rank, each in enumerate(problems):
+        for rank, each in enumerate(gather(problem.encode())):
             if each:
-                return None, f"rank {rank}: {each.decode(errors='replace')}"
+                raise Unusable(f"rank {rank}: {each.decode(errors='replace')}")
         stack.pop_all()  # the exchange closes them from here on
-        return Exchange(device, memories), ""
+        return Exchange(device, memories)
 
 
 class CudaIpcCommunicator(DeviceCommunicator):

@@ -61,6 +61,8 @@ class GlooCommunicator(AsyncCommunicator):
     def connect(self) -> GlooCommunicator:
         self._abort_signal.check()
         self._owner.form()
+        self._check_peers()
+        self._owner.lift_limit()
         return self
 
     # -- operations ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Gloo blocks in three places where a rank must not: connecting cannot be interrup
 cannot be cancelled, and a group's destructor waits for both. So a thread owns the group
 (:mod:`nbelastic.collectives.owner`):
 
-- *forming*: it constructs the group and checks the peers' generation;
+- *forming*: it constructs the group;
 - *in use*: it sleeps, and the rank's thread uses the group under ``use_lock``;
 - *ending*: it cuts the connections, and drops the group.
 """
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
-import torch
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store, Work
 
 from nbelastic.collectives.gloo.sockets import addresses_of, cut_connections
@@ -30,7 +29,6 @@ from nbelastic.collectives.operations import (
 )
 from nbelastic.collectives.owner import GroupOwner
 from nbelastic.collectives.rendezvous.client import RendezvousClient
-from nbelastic.collectives.rendezvous.handshake import PROOF_BYTES, peer_token
 from nbelastic.errors import CollectiveError, RanksDisagree
 
 if TYPE_CHECKING:
@@ -218,32 +216,13 @@ class GlooGroupOwner(GroupOwner):
         options._devices = [ProcessGroupGloo.create_device(hostname=its.bind, lazy_init=False)]
         group = ProcessGroupGloo(self._store, its.rank, its.size, options)
         self._group = cast("ProcessGroup", group)  # its stubs leave out the base class's methods
-        self._check_peers()
-        if _TIMEOUT_CAN_CHANGE:
-            self._group.set_timeout(timedelta(seconds=its.timeout_s))  # operations wait for longer
 
-    def _check_peers(self) -> None:
-        """Check that each peer is a rank of this generation.
-
-        Gloo believes what a connection claims to be. It may come from another process, or be
-        meant for an earlier group with the same port. So each rank sends a proof of its identity.
-        """
-        its = self._rendezvous
-        tokens = [torch.zeros(PROOF_BYTES, dtype=torch.uint8) for _ in range(its.size)]
-        own = torch.frombuffer(bytearray(peer_token(its, its.rank)), dtype=torch.uint8)
+    def lift_limit(self) -> None:
+        """Have operations wait for longer than forming may take."""
         with self.use_lock:
-            work = self.group.allgather([tokens], [own])
-            operation = GlooOperation(work, self.use_lock)
-            del work
-            self.under_way.add(operation)
-        if not operation.wait(self._abort_signal):
-            return  # an abort, which the rank's thread sees by itself
-        self.under_way.discard(operation)
-        for rank, token in enumerate(tokens):
-            if bytes(token.tolist()) != peer_token(its, rank):
-                raise OperationFailed(
-                    f"the peer for rank {rank} belongs to another generation or another job"
-                )
+            self._abort_signal.check()
+            if _TIMEOUT_CAN_CHANGE:
+                self.group.set_timeout(timedelta(seconds=self._rendezvous.timeout_s))
 
     def _take_down(self) -> None:
         """End the group, after an abort: no operation begins under the use lock any more."""

@@ -23,7 +23,7 @@ from nbelastic.collectives.buffers import as_bytes, as_number
 from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import AsyncCommunicator, first_sentence
 from nbelastic.collectives.rendezvous.client import RendezvousClient
-from nbelastic.collectives.rendezvous.handshake import GREETING, PROOF_BYTES, peer_token, read
+from nbelastic.collectives.rendezvous.handshake import GREETING, read
 from nbelastic.collectives.transport import Handle, Op
 from nbelastic.errors import CollectiveError
 
@@ -171,17 +171,6 @@ class PyglooCommunicator(AsyncCommunicator):
         if failure is not None:
             self._fail(failure)
         return self.begin_nothing()
-
-    def _check_peers(self) -> None:
-        """Check that each peer is a rank of this generation, by a proof of its identity."""
-        tokens = [torch.empty(PROOF_BYTES, dtype=torch.uint8) for _ in range(self.size)]
-        own = torch.frombuffer(
-            bytearray(peer_token(self._rendezvous, self.rank)), dtype=torch.uint8
-        )
-        self.begin_allgather(tokens, own)
-        for rank, token in enumerate(tokens):
-            if bytes(token.tolist()) != peer_token(self._rendezvous, rank):
-                self._fail(f"the peer for rank {rank} belongs to another generation or another job")
 
 
 class _Mesh:

@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nbelastic.collectives.arguments import check_op, check_together
 from nbelastic.collectives.buffers import copying_back, on_host
+from nbelastic.collectives.communicator import check_op, check_together
 from nbelastic.collectives.operations import (
     AsyncCommunicator,
     OperationHandle,

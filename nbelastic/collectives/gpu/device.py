@@ -26,6 +26,10 @@ class DeviceError(Exception):
     """A device has refused something; the message says what and why."""
 
 
+class Unusable(Exception):
+    """Ranks cannot use a transport, and all of them know; the message says why."""
+
+
 class Memory(Protocol):
     """Memory of a device, this process's own or opened.
 

@@ -62,7 +62,7 @@ class NcclCommunicator(DeviceCommunicator):
                 library.allreduce(comm, stream, each, kind)
 
         what = f"allreduce ({op.value}) of {_listed(values)}"
-        return self._queue(what, filled, values, calls, lambda: _copy_back(filled, values))
+        return self._queue(what, calls, filled, values)
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if not self._device.holds(tensor):
@@ -70,29 +70,22 @@ class NcclCommunicator(DeviceCommunicator):
         values = [self._device.near(tensor.detach()).view(-1)]
         return self._queue(
             f"broadcast of {_listed(values)} from rank {root}",
+            lambda library, comm, stream: library.broadcast(comm, stream, values[0], root),
             [tensor],
             values,
-            lambda library, comm, stream: library.broadcast(comm, stream, values[0], root),
-            lambda: _copy_back([tensor], values),
         )
 
     def begin_allgather(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
         if not self._device.holds(tensor):
             return super().begin_allgather(outputs, tensor)
         source = self._device.near(tensor.detach()).view(-1)
-        everything = source.new_empty(self.size * source.numel())
-
-        def deliver() -> None:
-            parts = everything.view(self.size, -1)
-            for output, part in zip(outputs, parts, strict=True):
-                output.detach().view(-1).copy_(part)
-
+        everything = source.new_empty((self.size, source.numel()))
         return self._queue(
             f"allgather of {_listed([source])}",
-            [tensor],
-            [source, everything],
             lambda library, comm, stream: library.allgather(comm, stream, everything, source),
-            deliver,
+            outputs,
+            [*everything],
+            [tensor, source],
         )
 
     def begin_reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: Op) -> Handle:
@@ -113,11 +106,8 @@ class NcclCommunicator(DeviceCommunicator):
             else:  # which NCCL does not have
                 library.allreduce(comm, stream, values, kind)
 
-        def deliver() -> None:
-            output.detach().view(-1).copy_(own.view(output.dtype))
-
         what = f"reduce-scatter ({op.value}) of {counts} values of {output.dtype}"
-        return self._queue(what, [output, *inputs], [values, own], calls, deliver)
+        return self._queue(what, calls, [output], [own], [*inputs, values])
 
     def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
         if not self._device.holds(inputs[0]):
@@ -125,6 +115,7 @@ class NcclCommunicator(DeviceCommunicator):
         near = self._device.near
         sent = [near(each.detach()).view(-1) for each in inputs]
         received = [torch.empty_like(near(each.detach())).view(-1) for each in outputs]
+        received[self.rank] = sent[self.rank]
 
         def calls(library: NcclLibrary, comm: int, stream: int) -> None:
             for rank in range(self.size):
@@ -133,31 +124,27 @@ class NcclCommunicator(DeviceCommunicator):
                 if rank != self.rank and received[rank].numel():
                     library.receive(comm, stream, received[rank], rank)
 
-        def deliver() -> None:
-            received[self.rank] = sent[self.rank]
-            for output, values in zip(outputs, received, strict=True):
-                output.detach().view(-1).copy_(values)
-
-        return self._queue("all-to-all", [*outputs, *inputs], [*sent, *received], calls, deliver)
+        return self._queue("all-to-all", calls, outputs, received, [*inputs, *sent])
 
     def _queue(
-        self,
-        what: str,
-        tensors: Tensors,
-        used: list[torch.Tensor],
-        calls: Calls,
-        deliver: Callable[[], None],
+        self, what: str, calls: Calls, outputs: Tensors, results: Tensors, inputs: Tensors = ()
     ) -> Handle:
-        """Queue operations that use other tensors than the caller's, or the same."""
+        """Queue `calls`, and copy results that do not lie in the outputs to them."""
+        used = [*outputs, *results, *inputs]  # copies are lent, too
 
         def perform() -> None:
             try:
                 self._host.agree(what)
             except RanksDisagree as error:
                 raise DeviceError(str(error)) from None
-            self._group.begin(calls, [*tensors, *used])
+            self._group.begin(calls, used)
 
-        return self._on_device([*tensors, *used], perform, deliver)  # copies are lent, too
+        def deliver() -> None:
+            for output, each in zip(outputs, results, strict=True):
+                if each.data_ptr() != output.data_ptr():
+                    output.detach().view(-1).copy_(each.view(output.dtype))
+
+        return self._on_device(used, perform, deliver)
 
     def _reached(self, end: Any) -> None:
         def reached() -> bool:
@@ -178,10 +165,3 @@ class NcclCommunicator(DeviceCommunicator):
 def _listed(values: Tensors) -> str:
     counts = ", ".join(str(each.numel()) for each in values)
     return f"{counts} values of {values[0].dtype}"
-
-
-def _copy_back(tensors: Tensors, values: Tensors) -> None:
-    """Copy to tensors that lie elsewhere."""
-    for tensor, each in zip(tensors, values, strict=True):
-        if each.data_ptr() != tensor.data_ptr():
-            tensor.detach().view(-1).copy_(each.view(tensor.dtype))

@@ -21,7 +21,12 @@ import torch
 
 from nbelastic.collectives.buffers import copy_parts
 from nbelastic.collectives.communicator import Rendezvous
-from nbelastic.collectives.operations import AsyncCommunicator, OperationHandle, OrderedExecutor
+from nbelastic.collectives.operations import (
+    AsyncCommunicator,
+    OperationHandle,
+    OrderedExecutor,
+    abortable,
+)
 from nbelastic.collectives.shm.segment import (
     OPS,
     TYPES,
@@ -226,13 +231,11 @@ class SharedMemoryCommunicator(AsyncCommunicator):
             name = f"nbelastic-shm-{self.generation}-{self.rank}-{direction}"
             self._executors[direction] = OrderedExecutor(name, self._rendezvous.timeout_s)
 
-        def transfer(_limit: object, _lent: object = lent) -> None:  # the segment has a limit
-            try:
-                move(*arguments)
-            except core.Broken as error:
-                raise RuntimeError(str(error)) from None  # an executor expects this error
+        def transfer(_lent: object = lent) -> None:
+            move(*arguments)
 
-        return OperationHandle(self, self._executors[direction].submit(transfer))
+        task = abortable(self._abort_signal, transfer, error_type)
+        return OperationHandle(self, self._executors[direction].submit(task))
 
 
 _living: weakref.WeakSet[SharedMemoryCommunicator] = weakref.WeakSet()
