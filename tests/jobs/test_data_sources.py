@@ -1,7 +1,8 @@
-"""Sources of data in real jobs: rows of Parquet files and Dask collections under kills."""
+"""Sources of data in real jobs: rows of Dask collections under kills."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbelastic.data import Batch, Dask, Loader, Parquet
+from nbelastic.data import Batch, Dask, Loader
 from nbelastic.errors import OptionError
 from tests.support.clusters import until
 
@@ -43,18 +44,14 @@ def train(source: Any, marks: Path, kills: int) -> dict[str, Any]:
                 optimizer.zero_grad()
                 for number, (ids, x) in zip(step.numbers, step, strict=True):
                     model(x / 1000).square().mean().backward()
-                    name = f"{step.epoch}-{step.number}-{number}"
-                    with open(marks / name, "a") as file:
-                        file.write(f"{ids.tolist()}\n")
+                    with open(marks / f"{step.epoch}-{step.number}-{number}", "a") as file:
+                        print(ids.tolist(), file=file)
                 optimizer.step()
                 state.seen += step.rows
                 place = step.epoch * 20 + step.number
                 if hvd.rank() == hvd.size() - 1 and place % 12 == 7 and place // 12 < kills:
-                    try:
+                    with contextlib.suppress(FileExistsError):
                         (marks / f"killed {place // 12}").touch(exist_ok=False)
-                    except FileExistsError:
-                        pass
-                    else:
                         os.kill(os.getpid(), signal.SIGKILL)
                 state.commit()
 
@@ -92,31 +89,20 @@ def table() -> Any:
     return pd.DataFrame({"id": numbers, **columns})
 
 
-@pytest.fixture
-def marks(tmp_path: Path) -> Path:
-    (tmp_path / "marks").mkdir()
-    return tmp_path / "marks"
-
-
 def keys_of_jobs(dask_scheduler: Any) -> dict[str, int]:
     """Return how many keys the scheduler holds for jobs, by holder."""
     found = dask_scheduler.clients.items()
     return {name: len(c.wants_what) for name, c in found if name.startswith("nbelastic-")}
 
 
-@pytest.mark.parametrize("kind", ["Parquet", "Dask"])
-def test_rows_are_seen_once_in_a_storm(crew, tmp_path, marks, kind):
+def test_rows_are_seen_once_in_a_storm(crew, tmp_path):
     import dask.dataframe as dd
 
-    source: Any = Dask(dd.from_pandas(table(), npartitions=24), ["id", "x*"], shuffle_rows=300)
-    if kind == "Parquet":
-        for number in range(3):
-            part = table()[number * 320 : (number + 1) * 320]
-            part.to_parquet(tmp_path / f"{number}.parquet", row_group_size=40)
-        source = Parquet(str(tmp_path), ["id", "x*"], shuffle_rows=300)
+    source = Dask(dd.from_pandas(table(), npartitions=24), ["id", "x*"], shuffle_rows=300)
+    marks, alone = tmp_path / "marks", tmp_path / "alone"
+    marks.mkdir(), alone.mkdir()
     job = crew.fit(train, args=(source, marks, 2), np=3, min_np=2, max_np=3, block=False)
-    if kind == "Dask":
-        until(lambda: job.done() or crew.client.run_on_scheduler(keys_of_jobs), "it holds them")
+    until(lambda: job.done() or crew.client.run_on_scheduler(keys_of_jobs), "it holds them")
     assert {result["seen"] for result in job.results()} == {2 * ROWS}
     assert len({str(result["digest"]) for result in job.results()}) == 1
     seen = ledger(marks)
@@ -126,21 +112,14 @@ def test_rows_are_seen_once_in_a_storm(crew, tmp_path, marks, kind):
         assert sorted(rows) == list(range(ROWS))
     assert (marks / "killed 1").exists()
     (data,) = job.status.data
-    assert (data.source, data.epoch, data.done, data.left) == (kind, 1, ROWS, 0)
+    assert (data.source, data.epoch, data.done, data.left) == ("Dask", 1, ROWS, 0)
     assert (data.seen, data.lost) == (2 * ROWS, 0)
     assert data.redone in (0, 48, 96)  # a step for each kill, unless it came between two steps
     crew.wait_until_whole(4)
     assert crew.client.run_on_scheduler(keys_of_jobs) == {}
-    until(lambda: not crew.client.run_on_scheduler(data_keys), "no partition is left")
-
-    alone = tmp_path / "alone"
-    alone.mkdir()
+    until(lambda: "memory" not in crew.client.run_on_scheduler(tasks).values(), "none is left")
     undisturbed = crew.fit(train, args=(source, alone, 0), np=1)
     assert undisturbed.results()[0] == job.results()[0]
-
-
-def data_keys(dask_scheduler: Any) -> list[str]:
-    return [str(key) for key, task in dask_scheduler.tasks.items() if task.state == "memory"]
 
 
 def sum_up(data: Any, scale: float) -> list[Any]:
@@ -199,5 +178,5 @@ def test_an_error_in_a_partition_comes_before_the_job(crew):
     until(lambda: not crew.client.run_on_scheduler(tasks), f"no task is left after {kept.value}")
 
 
-def tasks(dask_scheduler: Any) -> list[Any]:
-    return list(dask_scheduler.tasks)
+def tasks(dask_scheduler: Any) -> dict[str, str]:
+    return {str(key): task.state for key, task in dask_scheduler.tasks.items()}

@@ -3,69 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import signal
 
 import dask
 import pytest
 
-from tests.support.clusters import a_crew, kinds, sizes, until
+from tests.support.clusters import a_crew, sizes, until
 from tests.support.training import Fault, Workload, check
-
-
-def dies_between_step_and_commit(marks, between):
-    import time
-
-    import torch
-
-    import nbelastic.torch as hvd
-
-    hvd.init()
-    model = torch.nn.Linear(4, 2)
-    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()))
-    state = hvd.elastic.TorchState(model, optimizer, step=0)
-
-    @hvd.elastic.run
-    def loop(state):
-        while state.step < 20:
-            optimizer.zero_grad()
-            model(torch.ones(3, 4) + state.step).square().sum().backward()
-            optimizer.step()
-            if state.step == 12 and not (marks / "done").exists():
-                if hvd.rank() == 1:
-                    time.sleep(0.5)  # the others are done with their steps
-                    (marks / "done").touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if between:  # breaks the rhythm: the commit of that step is to be a copy
-                    hvd.allreduce(torch.ones(1))
-            state.step += 1
-            state.commit()
-
-    loop(state)
-    steps = {int(each["step"]) for each in optimizer.state.values()}
-    return *steps, [value for p in model.parameters() for value in p.flatten().tolist()]
-
-
-@pytest.mark.parametrize("between", [False, True])
-def test_who_dies_between_step_and_commit_leaves_the_others_with_one_state(crew, tmp_path, between):
-    job = crew.fit(dies_between_step_and_commit, np=3, min_np=2, max_np=3, args=[tmp_path, between])
-    results = job.results()
-    assert kinds(job).count("lost") == 1
-    # Where an operation fails first, the state is that of after the step: its batch is done again.
-    assert results == [(20 + between, results[0][1])] * len(results)
-
-
-def test_N15_the_state_lives_while_any_rank_has_it(crew, tmp_path):
-    work = Workload(
-        tmp_path, epochs=1000, samples=120, seconds=0.01, replace_all=True, until_newcomers=4
-    )
-    job = crew.fit(work, np=4, min_np=1)
-    results = job.results()
-    check(results, work)
-    assert all(result["newcomer"] for result in results)
-    assert "restarted" not in kinds(job)
-    assert kinds(job).count("lost") == 4
 
 
 def test_N20_a_newcomer_warms_up_beside_the_others(crew, tmp_path):

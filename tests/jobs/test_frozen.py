@@ -1,16 +1,11 @@
-"""Real processes that freeze, others that only look as if they had, and clocks set back."""
+"""Real processes that freeze, and others that only look as if they had."""
 
 from __future__ import annotations
 
 import itertools
-import time
 from typing import TYPE_CHECKING
 
-import distributed.batched
-import distributed.metrics
-import tornado.ioloop
-
-from tests.support.clusters import a_crew, kinds, sizes, until
+from tests.support.clusters import kinds, sizes
 from tests.support.training import Fault, Workload, check
 
 if TYPE_CHECKING:
@@ -66,34 +61,3 @@ def test_N2_one_that_keeps_the_gil_busy_is_evicted_after_stall_timeout(crew, tmp
     check(job.results(), work)
     (detail,) = losses(job)
     assert "3 s (stall_timeout)" in detail  # it holds up the others, or does not leave them
-
-
-CLOCKS = (distributed.batched, distributed.metrics, tornado.ioloop.IOLoop)
-
-
-def set_back(seconds, set_clock=setattr):
-    """Have a process, in which Dask runs, see the wall clock go back once; as NTP may do it."""
-    for place in CLOCKS:
-        set_clock(place, "time", lambda *_: time.time() - seconds)
-
-
-def test_a_clock_that_is_set_back_costs_no_rank(tmp_path, monkeypatch):
-    work = Workload(tmp_path, epochs=500, seconds=0.05, until_told=True)
-    with a_crew(n_workers=2) as crew:
-        job = crew.fit(work, np=2, block=False, heartbeat_timeout=2)
-
-        def trains_on():
-            seen = job.status.commits
-            until(lambda: job.status.commits > seen + 60 or job.done(), "it trains on", 60)
-            assert job.status.state == "running"
-
-        until(lambda: job.status.commits or job.done(), "it trains")
-        crew.client.run(set_back, 60, workers=[next(iter(crew.workers()))])
-        trains_on()
-        set_back(60, monkeypatch.setattr)  # in this process: the kernel, and the scheduler with it
-        trains_on()
-        (tmp_path / "enough").touch()
-        assert len({result["weights"] for result in job.results(30)}) == 1
-        monkeypatch.undo()
-        assert "lost" not in kinds(job)
-        assert job.status.resets == 0

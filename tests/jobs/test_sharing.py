@@ -1,12 +1,14 @@
 """Several jobs on one cluster: nobody is locked out, nothing is lost, and no two are both stuck."""
 
 import contextlib
+import time
 
 import dask
 import pytest
 
 import nbelastic
 from tests.support.clusters import kinds, until
+from tests.support.training import step_by_step
 
 SHARING = {"settle": "0.2 s", "protect": "0.5 s", "patience": "60 s"}
 
@@ -19,30 +21,19 @@ def _soon():
 
 def train(goal):
     """Commit after each step until the goal is written, and return the steps of rank 0."""
-    import time
-    from pathlib import Path
 
-    from nbelastic.elastic import ObjectState, run
+    def over(state):
+        time.sleep(0.01)
+        state.steps = [*state.steps, state.step]
+        return goal.exists() and state.step >= int(goal.read_text())
 
-    def over(step):
-        return Path(goal).exists() and step >= int(Path(goal).read_text())
-
-    @run
-    def loop(state):
-        while not over(state.step):
-            time.sleep(0.01)
-            state.steps.append(state.step)
-            state.step += 1
-            state.commit()
-        return state.steps
-
-    return loop(ObjectState(step=0, steps=[]))
+    return step_by_step(over, steps=[]).steps
 
 
 @contextlib.contextmanager
 def started(crew, folder, name, **options):
     goal = folder / name
-    job = crew.fit(train, args=(str(goal),), name=name, block=False, **options)
+    job = crew.fit(train, args=(goal,), name=name, block=False, **options)
     try:
         yield job
     finally:
@@ -88,23 +79,3 @@ def test_a_job_without_max_np_gives_way_to_a_newcomer_and_grows_back(crew, tmp_p
     shares = [event.detail for event in wide.history if event.kind == "share"]
     assert shares[0] == "all → 2: shares with late"
     assert shares[-1].endswith(" → all")  # perhaps by way of 4, while the other one ends
-
-
-def test_a_preemptible_job_is_suspended_and_goes_on_by_itself(crew, tmp_path):
-    saved = {"checkpoint": str(tmp_path / "saved"), "checkpoint_every": 10**6}
-    options = {"min_np": 3, "preemptible": True, **saved}
-    with started(crew, tmp_path, "spare", **options) as spare:
-        until(lambda: trains(spare, 4) and spare.status.commits > 20, "it has all")
-        with started(crew, tmp_path, "urgent", np=2, priority=1) as urgent:
-            until(lambda: trains(urgent, 2), "two for the other")
-            until(lambda: spare.status.state == "waiting", "it waits")
-            assert spare.status.reason == (
-                "suspended: 1 of 4 slots for its state, while others go first: urgent"
-            )
-            commits = spare.status.commits
-            assert commits
-            saves = tmp_path / "saved"
-            until(lambda: [*saves.rglob("*.safetensors")], "its last commit is on disk")
-        kept_all(urgent)
-        until(lambda: trains(spare, 4) and spare.status.commits > commits, "it goes on")
-    kept_all(spare)

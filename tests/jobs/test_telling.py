@@ -15,7 +15,7 @@ from nbelastic.cli.run import exit_code
 from nbelastic.driver import display, driver_of
 from nbelastic.notebook.display_service import DisplayService
 from tests.support.clusters import kinds, until
-from tests.support.training import Fault, Workload, check
+from tests.support.training import Fault, Workload, check, step_by_step
 
 
 def reporting(epochs, marks):
@@ -140,25 +140,18 @@ class Labels(DisplayService):
         return "The cell" if file == __file__ else None
 
 
-def fails_later_on_rank_1(steps):
-    import nbelastic.torch as hvd
-
-    state = hvd.elastic.ObjectState(step=0)
-
-    @hvd.elastic.run
+def fails_later_on_rank_1():
     def train(state):
-        for state.step in range(state.step, steps):
-            hvd.barrier()
-            state.commit()
-            if state.step == 5 and hvd.rank() == 1 and hvd.size() == 2:
-                raise LookupError("a batch that is not there")
+        if state.step == 5 and nbelastic.rank() == 1 and nbelastic.size() == 2:
+            raise LookupError("a batch that is not there")
+        return state.step == 30
 
-    train(state)
+    step_by_step(train)
 
 
 def test_the_loss_of_a_rank_by_an_error_says_in_which_line(crew, monkeypatch, capsys):
     monkeypatch.setattr(display, "_display", Labels())
-    job = crew.fit(fails_later_on_rank_1, args=[30], np=2, min_np=1)
+    job = crew.fit(fails_later_on_rank_1, np=2, min_np=1)
     lost = next(event for event in job.history if event.kind == "lost")
     assert re.search(
         r"LookupError: a batch.*; raised at The cell, line \d+, in train$", lost.detail

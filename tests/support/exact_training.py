@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
-from typing import Any, Literal
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -24,15 +26,16 @@ Ledger = dict[tuple[int, int, int], list[int]]
 class _Rows(Dataset[tuple[int, torch.Tensor, int]]):
     """Rows, which are augmented by random numbers as they are read."""
 
-    def __init__(self) -> None:
-        self._values = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(2))
+    def __init__(self, count: int) -> None:
+        self._values = torch.randn(count, 6, generator=torch.Generator().manual_seed(2))
 
     def __len__(self) -> int:
-        return ROWS
+        return len(self._values)
 
     def __getitem__(self, row: int) -> tuple[int, torch.Tensor, int]:
         values = self._values[row]
-        return row, values + 0.1 * torch.randn(6), row % 3
+        noise = torch.randn(6) + random.random() + np.random.rand()
+        return row, values + 0.1 * noise, row % 3
 
 
 class ExactTraining:
@@ -43,11 +46,15 @@ class ExactTraining:
     ledger : dict
         Gets the rows of each micro-batch. They may be computed again, by any rank, but not with
         other rows.
-    balance : str, default "even"
-        How the loader deals micro-batches to ranks.
+    rows, batch : int
+        Samples of an epoch and of a step.
+    options
+        Of the loader.
     """
 
-    def __init__(self, ledger: Ledger, balance: Literal["even", "speed"] = "even") -> None:
+    def __init__(
+        self, ledger: Ledger, rows: int = ROWS, batch: int = GLOBAL_BATCH, **options: Any
+    ) -> None:
         self._ledger = ledger
         self.model = nn.Sequential(
             nn.Linear(6, 9),
@@ -63,8 +70,8 @@ class ExactTraining:
             torch.optim.AdamW(self.model.parameters(), lr=0.02), self.model.named_parameters()
         )
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
-        batch = hvd.elastic.Batch(GLOBAL_BATCH, micro=MICRO, exact=True)
-        self.loader = hvd.elastic.Loader(_Rows(), batch, seed=3, balance=balance)
+        size = hvd.elastic.Batch(batch, micro=MICRO, exact=True)
+        self.loader = hvd.elastic.Loader(_Rows(rows), size, seed=3, **options)
         self.state = hvd.elastic.TorchState(
             self.model,
             self.optimizer,
@@ -96,10 +103,15 @@ class ExactTraining:
         """Return a digest of parameters, statistics, moments and the rate."""
         tensors = [*self.model.state_dict().values()]
         tensors += [each for kept in self.optimizer.state.values() for each in kept.values()]
-        found = hashlib.sha256(repr(self.optimizer.param_groups[0]["lr"]).encode())
-        for tensor in tensors:
-            found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()[:16]
+        return f"{digest(tensors)} {self.optimizer.param_groups[0]['lr']}"
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a digest of all bits of some tensors."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 @contextlib.contextmanager
@@ -114,17 +126,18 @@ def one_thread() -> Iterator[None]:
 
 
 @one_thread()
-def train_alone() -> tuple[str, Ledger]:
+def train_alone(epochs: int = EPOCHS, **options: Any) -> tuple[str, Ledger]:
     """Train on one rank, without a job or a fault; return the digest, and all rows."""
     ledger: Ledger = {}
     nbelastic.init()
     try:
-        training = ExactTraining(ledger)
-        for training.state.epoch in range(EPOCHS):
+        training = ExactTraining(ledger, **options)
+        for training.state.epoch in range(epochs):
             for step in training.loader:
                 training.backward(step)
                 training.update()
-        assert training.state.steps == EPOCHS * len(training.loader)
+        assert training.state.steps == epochs * len(training.loader)
+        assert training.loader.why_not_exact == ""
         return training.digest(), ledger
     finally:
         nbelastic.shutdown()
