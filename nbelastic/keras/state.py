@@ -120,7 +120,6 @@ class KerasState(TorchState):
     def __init__(
         self, model: Any, optimizer: Any = None, backend: Any = None, **values: Any
     ) -> None:
-        del backend
         if not getattr(model, "built", False):
             raise ValueError(
                 "KerasState: the model is not built, so it has no variables yet. Give it an Input "
@@ -207,7 +206,7 @@ class KerasState(TorchState):
     # -- what the elastic loop asks ----------------------------------------------------------------
 
     def _rates(self) -> list[float]:
-        return self._progress.present_rates()
+        return self._progress.rates
 
     def _batch(self) -> int:
         return super()._batch() if "batch" in self._names else max(self._progress.batch - 1, 0)

@@ -21,25 +21,16 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from nbelastic.accelerate.state import deal, is_of_this_process, obstacle, refuse_pickled
-from nbelastic.elastic import report
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers.callbacks import Fields, averages_of
+from nbelastic.trainers.callbacks import averages_of, report_logs
 from nbelastic.trainers.sampler import not_dealt
 from nbelastic.transformers.progress import TrainerProgress
 
 _POSITION = "nbelastic_position.json"
 _PARTS = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch")
-_COUNTS = (
-    "_tr_loss",
-    "_total_loss_scalar",
-    "_globalstep_last_logged",
-    "_initial_global_step",
-    "_initial_num_input_tokens_seen",
-    "current_flos",
-)
 
 
 def elastic(trainer: type[Any]) -> type[Any]:
@@ -109,7 +100,6 @@ class _ElasticTrainer:
         trial: Any = None,
         ignore_keys_for_eval: Sequence[str] | None = None,
     ) -> Any:
-        del args
         refuse_pickled(self.accelerator, "this Trainer")
         self.accelerator.free_memory()
         if self.args.auto_find_batch_size:
@@ -161,12 +151,8 @@ class _ElasticTrainer:
         """Log, and report numbers to the job."""
         super().log(logs, *arguments, **named)  # type: ignore[misc]
         if isinstance(current_or_none(), Session):
-            numbers = {
-                name: value
-                for name, value in logs.items()
-                if name != "epoch" and isinstance(value, (int, float))
-            }
-            report(step=self.state.global_step, **numbers)
+            numbers = {name: each for name, each in logs.items() if name != "epoch"}
+            report_logs(numbers, self.state.global_step)
 
 
 class _EpochFollower(TrainerCallback):
@@ -176,7 +162,6 @@ class _EpochFollower(TrainerCallback):
         self._training = training
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
         self._training.step_ended(state)
 
 
@@ -210,7 +195,6 @@ class TrainerLoop:
             scaler=scaler,
             sampler=self.sampler,
             progress=self.progress,
-            counts=Fields((trainer, _COUNTS)),
             averages=averages_of(trainer.callback_handler.callbacks),
             epoch=0,
             batch=0,

@@ -136,27 +136,3 @@ def test_N13_a_job_can_be_run_from_any_thread(crew):
     with ThreadPoolExecutor(2) as pool:
         jobs = list(pool.map(lambda n: crew.fit(place, np=n), [1, 3]))
     assert [len(job.results()) for job in jobs] == [1, 3]
-
-
-def test_a_data_loader_has_processes_and_may_use_a_class_of_the_functions_own(crew):
-    def load():
-        import os
-
-        from torch.utils.data import DataLoader, Dataset
-
-        class Numbers(Dataset):
-            def __len__(self):
-                return 8
-
-            def __getitem__(self, index):
-                return index, os.getpid()
-
-        pairs = [
-            pair
-            for batch in DataLoader(Numbers(), num_workers=2)
-            for pair in zip(*batch, strict=True)
-        ]
-        indices, processes = zip(*pairs, strict=True)
-        return [int(i) for i in indices], len(set(map(int, processes)) | {os.getpid()})
-
-    assert crew.fit(load, np=2).results() == [(list(range(8)), 3)] * 2

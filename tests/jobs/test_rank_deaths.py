@@ -10,7 +10,7 @@ import pytest
 from nbelastic.cluster.worker import rank_process
 from nbelastic.driver import explain_journal
 from tests.support.clusters import kinds, sizes
-from tests.support.training import step_by_step
+from tests.support.training import once, step_by_step
 
 
 def train(mark):
@@ -20,8 +20,7 @@ def train(mark):
     import nbelastic.torch as hvd
 
     def over(state):
-        if state.step == 5 and hvd.rank() == 1 and not mark.exists():
-            mark.touch()
+        if state.step == 5 and hvd.rank() == 1 and once(mark):
             ctypes.string_at(0)
         return state.step >= (30 if hvd.size() == 4 else 3000)
 

@@ -4,8 +4,9 @@ import pytest
 
 from nbelastic.errors import OptionError, RankFailed
 from tests.keras.conftest import BACKEND
-from tests.keras.training import Fault, Training
+from tests.keras.training import Training
 from tests.support.clusters import kinds, sizes, until
+from tests.support.training import Fault
 
 pytestmark = [
     pytest.mark.slow,

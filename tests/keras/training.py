@@ -7,25 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Fault:
-    """What one rank does to itself, once, before or after a batch.
-
-    It is killed, raises, or waits until the membership is ``whole``, of three ranks, which it is
-    after this batch; after the batch it may ``stop`` the training, or ``wait`` for a change of the
-    membership; at the ``end`` of the epoch it is killed.
-    """
-
-    rank: int
-    epoch: int
-    batch: int
-    kind: str = "kill"
+from tests.support.training import Fault, once
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training."""
+    """A training, and what ranks do to themselves, once.
+
+    Before a batch a rank is killed (``kill``), raises, or waits until the membership is ``whole``,
+    of three ranks, which it is after this batch. After the batch it may ``stop`` the training, or
+    ``wait`` for a change of the membership. At the ``end`` of the epoch it is killed.
+    """
 
     marks: Path  # an empty directory that all workers see
     faults: tuple[Fault, ...] = ()
@@ -45,14 +37,6 @@ class Training:
 
     def __call__(self) -> dict[str, Any]:
         return _train(self)
-
-    def once(self, name: str) -> bool:
-        """Return True for the first rank that asks."""
-        try:
-            os.close(os.open(self.marks / name, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
 
 
 def _train(work: Training) -> dict[str, Any]:
@@ -115,7 +99,7 @@ def _train(work: Training) -> dict[str, Any]:
         def do(self, batch, kinds):
             for number, fault in enumerate(work.faults):
                 here = (fault.rank, fault.epoch, fault.batch) == (hvd.rank(), self.at, batch)
-                if not here or fault.kind not in kinds or not work.once(f"fault-{number}"):
+                if not here or fault.kind not in kinds or not once(work.marks / f"fault-{number}"):
                     continue
                 if fault.kind in ("kill", "end"):
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -159,7 +143,7 @@ def _train(work: Training) -> dict[str, Any]:
     log = keras.callbacks.CSVLogger(str(work.marks / "log.csv"))
     harm = Harm()
     own = harm.own
-    newcomer = not work.once(f"first-{hvd.rank()}")
+    newcomer = not once(work.marks / f"first-{hvd.rank()}")
     state = hvd.elastic.KerasState(model, epoch=0)
     data, more = x, {"y": y, "batch_size": work.batch}
     if work.loader or work.loads:

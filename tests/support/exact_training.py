@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import os
 import random
+import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -15,6 +21,7 @@ from torch.utils.data import Dataset
 
 import nbelastic
 import nbelastic.torch as hvd
+from nbelastic.data import balancer
 
 ROWS, GLOBAL_BATCH, MICRO, EPOCHS = 26, 10, 2, 2
 STEPS = EPOCHS * -(-ROWS // GLOBAL_BATCH)
@@ -48,12 +55,19 @@ class ExactTraining:
         other rows.
     rows, batch : int
         Samples of an epoch and of a step.
+    source : optional
+        Of other rows: their numbers, six values, and a label.
     options
         Of the loader.
     """
 
     def __init__(
-        self, ledger: Ledger, rows: int = ROWS, batch: int = GLOBAL_BATCH, **options: Any
+        self,
+        ledger: Ledger,
+        rows: int = ROWS,
+        batch: int = GLOBAL_BATCH,
+        source: Any = None,
+        **options: Any,
     ) -> None:
         self._ledger = ledger
         self.model = nn.Sequential(
@@ -71,7 +85,7 @@ class ExactTraining:
         )
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
         size = hvd.elastic.Batch(batch, micro=MICRO, exact=True)
-        self.loader = hvd.elastic.Loader(_Rows(rows), size, seed=3, **options)
+        self.loader = hvd.elastic.Loader(source or _Rows(rows), size, seed=3, **options)
         self.state = hvd.elastic.TorchState(
             self.model,
             self.optimizer,
@@ -141,3 +155,67 @@ def train_alone(epochs: int = EPOCHS, **options: Any) -> tuple[str, Ledger]:
         return training.digest(), ledger
     finally:
         nbelastic.shutdown()
+
+
+SIZES = {"rows": 108, "batch": 16}
+LONG = 4  # epochs
+
+
+@dataclass(frozen=True)
+class SameResult:
+    """A longer training for a job; ranks keep the rows of micro-batches in files."""
+
+    marks: Path
+    seconds: float = 0.0  # of a step
+    slow: int | None = None  # a rank that takes three times as long by the loader's clock
+    hold: int | None = None  # a step after which ranks wait for the file "go"
+    processes: int = 0  # of each rank's loader
+
+    @one_thread()
+    def __call__(self, source: Any = None) -> tuple[str, str, list[int]]:
+        ledger: Ledger = {}
+        quotas, ticks = set(), 0.0
+        options = {"balance": "even" if self.slow is None else "speed"}
+        options |= {"source": source} if source else {"num_workers": self.processes}
+        training = ExactTraining(ledger, **SIZES, **options)
+
+        def tick() -> float:
+            nonlocal ticks
+            ticks += 3.0 if hvd.rank() == self.slow else 1.0
+            return ticks
+
+        @hvd.elastic.run
+        def train(state: Any) -> None:
+            for state.epoch in range(state.epoch, LONG):
+                for step in training.loader:
+                    quotas.add(len(training.loader.block))
+                    ledger.clear()
+                    training.backward(step)
+                    with (self.marks / f"ledger-{os.getpid()}").open("a") as file:
+                        print(json.dumps([*ledger.items()]), file=file)
+                    training.update()
+                    while state.steps == self.hold and not (self.marks / "go").exists():
+                        time.sleep(0.01)
+                    state.commit()
+                    time.sleep(self.seconds)
+
+        with mock.patch.object(balancer, "clock", tick):
+            train(training.state)
+        return training.digest(), training.loader.why_not_exact, sorted(quotas)
+
+    def check(self, results: list[Any], expected: tuple[str, Ledger]) -> None:
+        """Check digests, and that whoever has computed a micro-batch had the same rows."""
+        assert {result[:2] for result in results} == {(expected[0], "")}
+        assert self.ledger() == expected[1]
+
+    def ledger(self) -> Ledger:
+        """Return the rows of micro-batches; each epoch has each row once."""
+        ledger: Ledger = {}
+        for path in self.marks.glob("ledger-*"):
+            for line in path.read_text().splitlines():
+                for place, rows in json.loads(line):
+                    assert ledger.setdefault(tuple(place), rows) == rows
+        for epoch in range(LONG):
+            rows = [row for place, each in ledger.items() if place[0] == epoch for row in each]
+            assert sorted(rows) == list(range(SIZES["rows"]))
+        return ledger

@@ -13,6 +13,15 @@ from pathlib import Path
 from typing import Any
 
 
+def once(mark: Path) -> bool:
+    """Return True for the first process that asks."""
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Fault:
     """What one rank does to itself, once, after the optimizer's step and before the commit.
@@ -53,14 +62,6 @@ class Workload:
     def __call__(self) -> dict[str, Any]:
         """Train, on every rank."""
         return _train(self)
-
-    def once(self, name: str) -> bool:
-        """Return True for the first rank that asks."""
-        try:
-            os.close(os.open(self.marks / name, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
 
 
 def _train(work: Workload) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def _do_harm(work: Workload, state: Any, rank: int) -> None:
     for fault in work.faults:
         where = (fault.rank, fault.epoch, fault.batch)
         mark = f"fault-{fault.kind}-{fault.rank}"
-        if where != (rank, state.epoch, state.batch) or not work.once(mark):
+        if where != (rank, state.epoch, state.batch) or not once(work.marks / mark):
             continue
         if fault.kind == "kill":
             for process in _gather(

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.ranks.context import current
+from tests.support.training import once
 
 ROWS = 48
 EPOCHS = 3
@@ -112,8 +113,7 @@ def half():
 
 def die_once(flag):
     """Kill this rank, unless a rank was killed before."""
-    if not Path(flag).exists():
-        Path(flag).touch()
+    if once(Path(flag)):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
