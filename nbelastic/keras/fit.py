@@ -328,11 +328,6 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._progress.metrics, self._stops = self._sums.exchange(stop=self._stops)
         return self._stops
 
-    def _gather_stop(self) -> None:
-        """Take note that a callback stops the training; all ranks do so at the next commit."""
-        if self._model.stop_training:
-            self._stops, self._model.stop_training = True, False
-
     def _end_epoch(self, epoch: int) -> None:
         """Validate, tell callbacks, and commit the end of the epoch."""
         progress, model = self._progress, self._model
@@ -347,7 +342,7 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
             logs.update({f"val_{name}": each for name, each in self._validate().items()})
         model.stop_training = False
         super().on_epoch_end(epoch, logs)
-        self._gather_stop()
+        self._stops |= model.stop_training
         self._logs = logs
         report_logs(logs, epoch)
         progress.ended = model.stop_training = self._exchange()
@@ -409,7 +404,7 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         stops = commits and self._exchange()
         self._reduction.complete()
         super().on_train_batch_end(progress.batch + count - 1, logs)
-        self._gather_stop()
+        self._stops |= self._model.stop_training  # all ranks do so at the next commit
         self._feed.record(first, count)
         progress.batch += count
         self._place(progress.epoch, progress.batch)

@@ -138,22 +138,17 @@ class KerasState(TorchState):
         self._keras = {"model": model, "optimizer": optimizer}
         progress = self._progress = FitProgress(() if optimizer is None else rates_of(optimizer))
         buffers = model.buffers() if isinstance(model, torch.nn.Module) else ()
-        parts = {
-            "model": Variables(model.variables, back, [*buffers]),
-            "optimizer": self._part_of_optimizer(optimizer),
-        }
-        self._parts = parts
-        super().__init__(**parts, **values)
+        reduction: Any = distribution_of(optimizer)
+        part: Any = None
+        if optimizer is not None and back.in_place:
+            part = variable_step(optimizer) if reduction is None else reduction.step
+        elif optimizer is not None:
+            part = Variables(optimizer.variables, back)
+        model_part = Variables(model.variables, back, [*buffers])
+        self._parts = {"model": model_part, "optimizer": part}
+        super().__init__(**self._parts, **values)
         self._add("_progress", progress)
         self.__dict__.update(self._keras)
-
-    def _part_of_optimizer(self, optimizer: Any) -> Any:
-        if optimizer is None:
-            return None
-        if not self._back.in_place:
-            return Variables(optimizer.variables, self._back)
-        reduction: Any = distribution_of(optimizer)
-        return variable_step(optimizer) if reduction is None else reduction.step
 
     def _add(self, name: str, value: Any) -> None:
         """Add a value that is not the user's, before the elastic loop."""

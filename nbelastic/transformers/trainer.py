@@ -162,7 +162,10 @@ class _EpochFollower(TrainerCallback):
         self._training = training
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._training.step_ended(state)
+        training = self._training
+        training.in_step = True
+        within = state.epoch - training.progress.epoch
+        state.epoch = training.progress.epoch + training.before + (1 - training.before) * within
 
 
 class TrainerLoop:
@@ -178,8 +181,8 @@ class TrainerLoop:
         self.loader = loader
         self._start = time.time()
         self._left = 0
-        self._in_step = False
-        self._before = 0.0  # share of the epoch that was done when its rest was dealt
+        self.in_step = False
+        self.before = 0.0  # share of the epoch that was done when its rest was dealt
         args = trainer.args
         seed = args.seed if args.data_seed is None else args.data_seed
         if why := obstacle(loader):
@@ -259,9 +262,9 @@ class TrainerLoop:
                 trainer.args, trainer.state, trainer.control
             )
             progress.begun = True
-        batches, self._before = self._batches_left(progress.epoch)
+        batches, self.before = self._batches_left(progress.epoch)
         updates = self._left = self._updates(batches)
-        self._in_step = False
+        self.in_step = False
         common = {
             "model": self.model,
             "epoch": progress.epoch,
@@ -288,16 +291,10 @@ class TrainerLoop:
         progress.begun = False
         self._commit()
 
-    def step_ended(self, state: Any) -> None:
-        """Follow the end of a step, before other callbacks do."""
-        self._in_step = True
-        within = state.epoch - self.progress.epoch
-        state.epoch = self.progress.epoch + self._before + (1.0 - self._before) * within
-
     def after_step(self) -> None:
         """Commit a step, unless it is the last of its epoch."""
-        if self._in_step:
-            self._in_step = False
+        if self.in_step:
+            self.in_step = False
             self._left -= 1
             control = self.trainer.control
             if self._left > 0 and not (control.should_epoch_stop or control.should_training_stop):
@@ -334,12 +331,12 @@ class TrainerLoop:
         """Count the steps that are left with the present ranks."""
         trainer, progress = self.trainer, self.progress
         args, done = trainer.args, trainer.state.global_step
-        batches, self._before = self._batches_left(progress.epoch)
+        batches, self.before = self._batches_left(progress.epoch)
         rest, whole = self._updates(batches), self._updates(self._batches_left(None)[0])
         if args.num_train_epochs == epochs:
             left = rest + whole * (epochs - progress.epoch - 1) if progress.epoch < epochs else 0
         else:
-            left = math.ceil((args.num_train_epochs - progress.epoch - self._before) * whole)
+            left = math.ceil((args.num_train_epochs - progress.epoch - self.before) * whole)
         trainer.state.max_steps = done + max(left, 0)
         if trainer._created_lr_scheduler:
             progress.stretch(trainer.state.max_steps)

@@ -116,29 +116,3 @@ def test_a_data_loaders_processes_do_not_hide_the_death_of_their_rank(crew, tmp_
     formed = [event for event in job.history if event.kind == "formed"][1]
     assert formed.time - lost.time < 10
     assert lost.detail in ("its process has ended", "its worker left the cluster")
-
-
-def large():
-    return bytes(30_000_000)
-
-
-def bytes_kept(dask_scheduler):
-    """Return how many bytes of results the scheduler keeps, also of jobs that are over."""
-    import gc
-
-    from nbelastic.cluster.job_log import JobLog
-    from nbelastic.cluster.scheduler.job import ScheduledJob
-
-    kept = gc.get_objects()
-    archives = [each for each in kept if type(each) is JobLog]
-    records = [each for each in kept if type(each) is ScheduledJob]
-    of_results = [len(result) for each in archives for result in each.results.values()]
-    return sum(of_results) + sum(len(each.terms.payload.call) for each in records)
-
-
-def test_large_results_are_kept_once_and_in_the_kernel_alone(crew):
-    before = crew.client.run_on_scheduler(bytes_kept)  # jobs of others, to be taken over
-    job = crew.fit(large, np=2)
-    assert [len(result) for result in job.results()] == [30_000_000, 30_000_000]
-    assert crew.client.run_on_scheduler(bytes_kept) <= before
-    assert not job._driver.log.results
