@@ -9,7 +9,6 @@ from typing import Any
 
 from tests.support.training import Fault, once
 
-
 SAMPLES, BATCH = 96, 8
 
 

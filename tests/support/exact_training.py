@@ -46,19 +46,10 @@ class _Rows(Dataset[tuple[int, torch.Tensor, int]]):
 
 
 class ExactTraining:
-    """Batch norm, AdamW, clipping and a scheduler, in steps of five micro-batches.
+    """Batch norm, AdamW, clipping and a scheduler, in steps of micro-batches.
 
-    Parameters
-    ----------
-    ledger : dict
-        Gets the rows of each micro-batch. They may be computed again, by any rank, but not with
-        other rows.
-    rows, batch : int
-        Samples of an epoch and of a step.
-    source : optional
-        Of other rows: their numbers, six values, and a label.
-    options
-        Of the loader.
+    The ledger gets the rows of each, which may be computed again, by any rank, but not with other
+    rows. A `source` has other rows: their numbers, six values, and a label.
     """
 
     def __init__(
