@@ -33,7 +33,7 @@ from torch.utils.data.distributed import DistributedSampler
 from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers.callbacks import Callbacks, Progress, averages_of
+from nbelastic.trainers.callbacks import Callbacks, TrainingProgress, averages_of
 from nbelastic.trainers.sampler import DealtSampler, dealt, not_dealt, obstacle_to, source_of
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
@@ -295,7 +295,7 @@ def _dealt(loader: Any) -> DealtSampler | None:
     return None
 
 
-class LightningProgress(Progress):
+class LightningProgress(TrainingProgress):
     """Progress of a Trainer."""
 
     callbacks: Callbacks

@@ -29,14 +29,14 @@ _MISSING = object()
 
 
 class _ProgressAdapter(Adapter):
-    def capture(self, flattener: Flattener, obj: Progress) -> Any:
+    def capture(self, flattener: Flattener, obj: TrainingProgress) -> Any:
         return flattener.flatten(obj.content())
 
-    def restore(self, unflattener: Unflattener, obj: Progress, content: Any) -> None:
+    def restore(self, unflattener: Unflattener, obj: TrainingProgress, content: Any) -> None:
         obj.take(unflattener.unflatten(content), own=unflattener.local)
 
 
-class Progress:
+class TrainingProgress:
     """Attributes of objects, and callbacks, as a value of a state."""
 
     nbelastic_adapter = _ProgressAdapter

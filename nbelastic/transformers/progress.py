@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nbelastic.trainers.callbacks import Callbacks, Progress, Runs
+from nbelastic.trainers.callbacks import Callbacks, Runs, TrainingProgress
 
 _NOT_KEPT = {
     "log_history",
@@ -29,7 +29,7 @@ _COUNTS = (
 _FOLDER = "TENSORBOARD_LOGGING_DIR"
 
 
-class TrainerProgress(Progress):
+class TrainerProgress(TrainingProgress):
     """Progress of a Trainer."""
 
     callbacks: Callbacks

@@ -79,3 +79,23 @@ def test_a_job_without_max_np_gives_way_to_a_newcomer_and_grows_back(crew, tmp_p
     shares = [event.detail for event in wide.history if event.kind == "share"]
     assert shares[0] == "all → 2: shares with late"
     assert shares[-1].endswith(" → all")  # perhaps by way of 4, while the other one ends
+
+
+def test_a_preemptible_job_is_suspended_and_goes_on_by_itself(crew, tmp_path):
+    saved = {"checkpoint": str(tmp_path / "saved"), "checkpoint_every": 10**6}
+    options = {"min_np": 3, "preemptible": True, **saved}
+    with started(crew, tmp_path, "spare", **options) as spare:
+        until(lambda: trains(spare, 4) and spare.status.commits > 20, "it has all")
+        with started(crew, tmp_path, "urgent", np=2, priority=1) as urgent:
+            until(lambda: trains(urgent, 2), "two for the other")
+            until(lambda: spare.status.state == "waiting", "it waits")
+            assert spare.status.reason == (
+                "suspended: 1 of 4 slots for its state, while others go first: urgent"
+            )
+            commits = spare.status.commits
+            assert commits
+            saves = tmp_path / "saved"
+            until(lambda: [*saves.rglob("*.safetensors")], "its last commit is on disk")
+        kept_all(urgent)
+        until(lambda: trains(spare, 4) and spare.status.commits > commits, "it goes on")
+    kept_all(spare)

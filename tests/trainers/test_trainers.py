@@ -220,7 +220,8 @@ def test_what_accelerate_has_prepared_in_the_kernel_is_refused_before_it_is_sent
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     rows = torch.utils.data.DataLoader([1.0, 2.0])
-    trainer = transformers.Trainer(model=torch.nn.Linear(1, 1), args=arguments())
+    given = arguments()
+    trainer = transformers.Trainer(model=torch.nn.Linear(1, 1), args=given)
     for made in (accelerator, trainer, *accelerator.prepare(optimizer, scheduler, rows)):
         with pytest.raises(NotPicklable, match=f"a {type(made).__name__} that was made in this pr"):
             pack_function(lambda found: found, ([made],), {})

@@ -11,7 +11,7 @@ import numpy as np
 
 from nbelastic.elastic.ranks.context import rank
 from nbelastic.errors import OptionError
-from nbelastic.trainers.callbacks import Callbacks, Progress
+from nbelastic.trainers.callbacks import Callbacks, TrainingProgress
 
 _WRITERS = (
     keras.callbacks.CSVLogger,
@@ -149,7 +149,7 @@ def _take_back(logger: Any, epoch: int) -> None:
             logger.csv_file.seek(0, os.SEEK_END)
 
 
-class FitProgress(Progress):
+class FitProgress(TrainingProgress):
     """Position of a training by ``fit``, and what callbacks and metrics know."""
 
     callbacks: Callbacks
