@@ -165,6 +165,7 @@ def test_arguments_of_keras_fit(one_rank):
     rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
     loader = DataLoader(rows, 2, sampler=hvd.elastic.ElasticSampler(rows))
     assert fit(loader, validation_data=loader, validation_steps=5) == [(0, 4.5, 4.5)]
+    assert fit(loader, validation_data=DataLoader(rows, 2), validation_steps=3) == [(0, 4.5, 2.5)]
     for options in ({"validation_split": 1.5}, {"validation_split": 0.99}, {"steps_per_epoch": 0}):
         with pytest.raises(OptionError, match=next(iter(options))):
             fit(x, y, **options)
