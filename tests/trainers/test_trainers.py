@@ -225,9 +225,7 @@ def test_what_accelerate_has_prepared_in_the_kernel_is_refused_before_it_is_sent
     for made in (accelerator, trainer, *accelerator.prepare(optimizer, scheduler, rows)):
         with pytest.raises(NotPicklable, match=f"a {type(made).__name__} that was made in this pr"):
             pack_function(lambda found: found, ([made],), {})
-    pack_function(
-        lambda found: found, (arguments(), accelerator.prepare(torch.nn.Linear(1, 1))), {}
-    )
+    pack_function(lambda found: found, (given, accelerator.prepare(torch.nn.Linear(1, 1))), {})
 
 
 # -- Lightning: validations that fail, files, averages, a test as the first call, a step's file ----
