@@ -24,7 +24,7 @@ from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import OptionError
 from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.elastic import TorchState
-from nbelastic.trainers.callbacks import Fields, Runs, by_itself
+from nbelastic.trainers.callbacks import Runs, TrainingProgress, by_itself
 from nbelastic.trainers.sampler import DealtSampler, dealt, not_dealt, obstacle_to, source_of
 
 
@@ -175,7 +175,7 @@ class AccelerateState(TorchState):
             scheduler=schedulers,
             scaler=accelerator.scaler,
             sampler=samplers,
-            progress=Fields((accelerator, ["step"]), (self._runs, ["ids"]), *counted),
+            progress=TrainingProgress((accelerator, ["step"]), (self._runs, ["ids"]), *counted),
             registered=list(accelerator._custom_objects),
             **values,
         )

@@ -8,11 +8,12 @@ import keras
 
 from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful
 from nbelastic.elastic.state import ObjectState, State
-from nbelastic.keras.callbacks.fit_callbacks import OnRankZero, report_logs
+from nbelastic.keras.callbacks.fit_callbacks import OnRankZero
 from nbelastic.keras.feeds import ElasticDataset
 from nbelastic.keras.fit import fit
 from nbelastic.keras.state import KerasState, run
 from nbelastic.torch.elastic import ElasticSampler
+from nbelastic.trainers.callbacks import report_logs
 
 __all__ = [
     "Arrow",
@@ -66,7 +67,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
             self._commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        report_logs(logs, epoch)
+        report_logs(logs or {}, epoch)
         if not self.state.accumulates:
             self._commit()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import warnings
 from collections.abc import Collection
@@ -22,12 +21,11 @@ from nbelastic.keras.callbacks.fit_callbacks import (
     RankZeroModel,
     is_keras,
     make_callbacks,
-    report_logs,
 )
 from nbelastic.keras.feeds import Feed, LoaderFeed, feed_of, shard_of, split_off, whole
 from nbelastic.keras.optimizer import distribution_of, is_distributed
 from nbelastic.keras.state import SEED, KerasState, run
-from nbelastic.trainers.callbacks import by_itself
+from nbelastic.trainers.callbacks import report_logs
 
 NOT_DISTRIBUTED = (
     "elastic.fit: the model was compiled with {kind}, whose gradients are not averaged over ranks: "
@@ -125,14 +123,15 @@ def fit(
     feed = feed_of(
         data, y, batch_size=batch_size, shuffle=shuffle, seed=seed, sample_weight=sample_weight
     )
-    if steps_per_epoch is not None:
-        whole("elastic.fit", "steps_per_epoch", steps_per_epoch)
-    if validation_steps is not None:
-        whole("elastic.fit", "validation_steps", validation_steps)
+    numbers = {"epochs": epochs, "batches_per_commit": batches_per_commit}
+    optional = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
     if isinstance(validation_freq, int):
-        whole("elastic.fit", "validation_freq", validation_freq)
+        numbers["validation_freq"] = validation_freq
+    for name, value in (*numbers.items(), *optional.items()):
+        if value is not None or name in numbers:
+            whole("elastic.fit", name, value)
     options = SimpleNamespace(
-        epochs=whole("elastic.fit", "epochs", epochs),
+        epochs=epochs,
         initial_epoch=initial_epoch,
         steps=steps_per_epoch,
         validation_data=validation_data,
@@ -140,7 +139,7 @@ def fit(
         validation_freq=validation_freq,
         class_weight=class_weight,
         verbose=2 if verbose == "auto" else verbose,
-        batches_per_commit=whole("elastic.fit", "batches_per_commit", batches_per_commit),
+        batches_per_commit=batches_per_commit,
     )
     return _Training(state, feed, make_callbacks(callbacks, verbose), options).run()
 
@@ -264,10 +263,9 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     def _begin(self, again: bool, goes_on: bool) -> None:
         """Tell callbacks of the training's begin; if `again`, only the user's own, for rank 0."""
-        with by_itself() if again or goes_on else contextlib.nullcontext():
-            for each in self.callbacks:
-                if not again or not (is_keras(each) or isinstance(each, OnRankZero)):
-                    each.on_train_begin({})
+        for each in self.callbacks:
+            if not again or not (is_keras(each) or isinstance(each, OnRankZero)):
+                each.on_train_begin({})
 
     def _train_epoch(self) -> None:
         """Train the rest of an epoch, and end the epoch."""
@@ -330,11 +328,6 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._progress.metrics, self._stops = self._sums.exchange(stop=self._stops)
         return self._stops
 
-    def _gather_stop(self) -> None:
-        """Take note that a callback stops the training; all ranks do so at the next commit."""
-        if self._model.stop_training:
-            self._stops, self._model.stop_training = True, False
-
     def _end_epoch(self, epoch: int) -> None:
         """Validate, tell callbacks, and commit the end of the epoch."""
         progress, model = self._progress, self._model
@@ -349,7 +342,7 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
             logs.update({f"val_{name}": each for name, each in self._validate().items()})
         model.stop_training = False
         super().on_epoch_end(epoch, logs)
-        self._gather_stop()
+        self._stops |= model.stop_training
         self._logs = logs
         report_logs(logs, epoch)
         progress.ended = model.stop_training = self._exchange()
@@ -396,7 +389,7 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
             super().on_epoch_begin(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Do nothing: the epoch ends after its validation."""
+        pass  # the epoch ends after its validation
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         super().on_train_batch_begin(self._first + batch, logs)
@@ -411,7 +404,7 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         stops = commits and self._exchange()
         self._reduction.complete()
         super().on_train_batch_end(progress.batch + count - 1, logs)
-        self._gather_stop()
+        self._stops |= self._model.stop_training  # all ranks do so at the next commit
         self._feed.record(first, count)
         progress.batch += count
         self._place(progress.epoch, progress.batch)

@@ -134,7 +134,6 @@ process_set
     keras.optimizers.Optimizer
         `optimizer`.
     """
-    del device_dense, device_sparse
     options = KerasOptions(
         op=op,
         compression=compression,
@@ -270,7 +269,6 @@ def load_model(
     keras.Model
         The model.
     """
-    del legacy_opts
     known = {each.__name__: each for each in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
     optimizer = getattr(model, "optimizer", None)

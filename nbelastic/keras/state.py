@@ -20,7 +20,7 @@ from nbelastic.keras import backends
 from nbelastic.keras.backends.reduction import raised
 from nbelastic.keras.backends.torch import rates_of, variable_step
 from nbelastic.keras.callbacks.fit_callbacks import FitProgress
-from nbelastic.keras.optimizer import distribution_of, is_distributed, settle_scaling
+from nbelastic.keras.optimizer import distribution_of, settle_scaling
 from nbelastic.torch.ops.reductions import Average, grouped_allreduce
 from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
 from nbelastic.torch.state.structure import Structure, word_for
@@ -120,7 +120,6 @@ class KerasState(TorchState):
     def __init__(
         self, model: Any, optimizer: Any = None, backend: Any = None, **values: Any
     ) -> None:
-        del backend
         if not getattr(model, "built", False):
             raise ValueError(
                 "KerasState: the model is not built, so it has no variables yet. Give it an Input "
@@ -139,22 +138,18 @@ class KerasState(TorchState):
         self._keras = {"model": model, "optimizer": optimizer}
         progress = self._progress = FitProgress(() if optimizer is None else rates_of(optimizer))
         buffers = model.buffers() if isinstance(model, torch.nn.Module) else ()
-        parts = {
-            "model": Variables(model.variables, back, [*buffers]),
-            "optimizer": self._part_of_optimizer(optimizer),
-        }
-        self._parts = parts
-        super().__init__(**parts, **values)
+        reduction: Any = distribution_of(optimizer)
+        self._reduction = reduction
+        part: Any = None
+        if optimizer is not None and back.in_place:
+            part = variable_step(optimizer) if reduction is None else reduction.step
+        elif optimizer is not None:
+            part = Variables(optimizer.variables, back)
+        model_part = Variables(model.variables, back, [*buffers])
+        self._parts = {"model": model_part, "optimizer": part}
+        super().__init__(**self._parts, **values)
         self._add("_progress", progress)
         self.__dict__.update(self._keras)
-
-    def _part_of_optimizer(self, optimizer: Any) -> Any:
-        if optimizer is None:
-            return None
-        if not self._back.in_place:
-            return Variables(optimizer.variables, self._back)
-        reduction: Any = distribution_of(optimizer)
-        return variable_step(optimizer) if reduction is None else reduction.step
 
     def _add(self, name: str, value: Any) -> None:
         """Add a value that is not the user's, before the elastic loop."""
@@ -175,8 +170,8 @@ class KerasState(TorchState):
         self._back.settle(self._keras["model"])
         super().restore()
         self.__dict__.update(self._keras)
-        if (reduction := distribution_of(self._keras["optimizer"])) is not None:
-            reduction.forget()
+        if self._reduction is not None:
+            self._reduction.forget()
 
     def save(self) -> None:
         self._back.settle(self._keras["model"])
@@ -196,8 +191,7 @@ class KerasState(TorchState):
     @property
     def accumulates(self) -> bool:
         """Whether a step is incomplete, so that a commit has to wait."""
-        reduction = distribution_of(self._keras["optimizer"])
-        return reduction is not None and reduction.accumulates
+        return self._reduction is not None and self._reduction.accumulates
 
     @property
     def deals_data(self) -> bool:
@@ -207,7 +201,7 @@ class KerasState(TorchState):
     # -- what the elastic loop asks ----------------------------------------------------------------
 
     def _rates(self) -> list[float]:
-        return self._progress.present_rates()
+        return self._progress.rates
 
     def _batch(self) -> int:
         return super()._batch() if "batch" in self._names else max(self._progress.batch - 1, 0)
@@ -242,13 +236,13 @@ class KerasState(TorchState):
 
     def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
         model, optimizer = self._keras["model"], self._keras["optimizer"]
-        reduction = distribution_of(optimizer)
+        reduction = self._reduction
         local = set() if reduction is None else reduction.options.is_local()
         trained = [each for each in model.trainable_variables if id(each) not in local]
         if reduction is not None and not reduction.options.is_global:
             trained = []  # each set of ranks trains a model of its own
         named = zip((each.path for each in trained), self._back.read(trained), strict=True)
-        plain = [] if optimizer is None or is_distributed(optimizer) else [type(optimizer).__name__]
+        plain = [] if optimizer is None or reduction else [type(optimizer).__name__]
         return sampler_of(named)(), tuple(plain)
 
     def _take_part_in_steps(self) -> list[Loader]:

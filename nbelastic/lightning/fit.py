@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import lightning.fabric.strategies as fabric_strategies
@@ -23,7 +22,6 @@ from nbelastic.lightning.loop import (
     ElasticFit,
     callbacks_of,
     follow_epochs_of_fabric,
-    replace_stage,
 )
 from nbelastic.torch.device import device
 from nbelastic.torch.functions import broadcast_parameters
@@ -145,7 +143,8 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
         """Train with the trainer, which is set up now, in an elastic loop."""
         super().setup(trainer)
 
-        def run_stage(plain: Callable[[], Any]) -> Any:
+        def run_stage() -> Any:
+            del trainer._run_stage
             fits = trainer.state.fn == TrainerFn.FITTING
             if fits and isinstance(current_or_none(), Session):
                 return ElasticFit(trainer, self).run()
@@ -153,9 +152,9 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
             if not fits:  # all ranks evaluate the module of rank 0
                 module = trainer.lightning_module
                 broadcast_parameters([*module.named_parameters(), *module.named_buffers()])
-            return plain()
+            return trainer._run_stage()
 
-        replace_stage(trainer, run_stage)
+        trainer._run_stage = run_stage
 
     def teardown(self) -> None:
         self.begin()

@@ -33,7 +33,7 @@ from torch.utils.data.distributed import DistributedSampler
 from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers.callbacks import Callbacks, ProgressAdapter, averages_of, by_itself
+from nbelastic.trainers.callbacks import Callbacks, TrainingProgress, averages_of
 from nbelastic.trainers.sampler import DealtSampler, dealt, not_dealt, obstacle_to, source_of
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
@@ -42,17 +42,6 @@ _OF_LOGGERS = (
     *("_id", "_run_id", "_experiment_id"),  # of the runs that all ranks go on with
 )
 _OF_METRICS = ("has_reset", "_update_count", "_forward_cache")
-
-
-def replace_stage(trainer: Any, run_stage: Callable[[Callable[[], Any]], Any]) -> None:
-    """Call a function in the place of the trainer's next stage, with the stage as its argument."""
-    plain: Callable[[], Any] = type(trainer)._run_stage.__get__(trainer)
-
-    def call() -> Any:
-        vars(trainer).pop("_run_stage", None)
-        return run_stage(plain)
-
-    trainer._run_stage = call
 
 
 def follow_epochs_of_fabric() -> None:
@@ -80,12 +69,10 @@ class BatchRecorder(Callback):
                 each.record_next()
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        del trainer, module
         if self.samplers:
             checkpoint["nbelastic"] = [each and each.state_dict() for each in self.samplers]
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        del trainer, module
         self.found = checkpoint.get("nbelastic", ())
 
 
@@ -163,7 +150,7 @@ class ElasticFit:
         finally:
             self.strategy.recorder.samplers = ()
             vars(self.loop.epoch_loop).pop("run", None)
-            self.progress.files.close()
+            self.progress.close()
 
     def _train(self, _: TorchState) -> None:
         """Train with the present ranks."""
@@ -202,16 +189,15 @@ class ElasticFit:
         """Tell callbacks of the beginning, on this rank alone if others are in the middle."""
         trainer, module = self.trainer, self.trainer.lightning_module
         mine = [each for each in trainer.callbacks if self.progress.callbacks.begins_again(each)]
-        with by_itself():
-            for callback in mine if again else ():
-                callback.setup(trainer, module, stage="fit")
-                callback.on_fit_start(trainer, module)
-            if goes_on:
-                for callback in mine if self._started else trainer.callbacks:
-                    callback.on_train_start(trainer, module)
-                if not self._started:
-                    _call_lightning_module_hook(trainer, "on_train_start")
-        if not goes_on:
+        for callback in mine if again else ():
+            callback.setup(trainer, module, stage="fit")
+            callback.on_fit_start(trainer, module)
+        if goes_on:
+            for callback in mine if self._started else trainer.callbacks:
+                callback.on_train_start(trainer, module)
+            if not self._started:
+                _call_lightning_module_hook(trainer, "on_train_start")
+        else:
             self.loop.on_run_start()
         self._started = True
 
@@ -247,7 +233,7 @@ class ElasticFit:
             # A validation, also the one before training, always begins with its first row.
             current().samplers.left(getattr(loader.batch_sampler, "sampler", loader.sampler))
         state.commit()
-        self.progress.files.committed()
+        self.progress.committed()
 
     # -- generations -------------------------------------------------------------------------------
 
@@ -309,17 +295,30 @@ def _dealt(loader: Any) -> DealtSampler | None:
     return None
 
 
-class LightningProgress:
+class LightningProgress(TrainingProgress):
     """Progress of a Trainer."""
 
-    nbelastic_adapter = ProgressAdapter
+    callbacks: Callbacks
 
     def __init__(self, trainer: Any, callbacks: Callbacks) -> None:
+        connector = trainer._logger_connector
         self._trainer = trainer
         self.callbacks = callbacks
-        self.files = ModelFiles(trainer)
+        session: Any = current()
+        self._start = session.spec.start  # its number, which no other rank of the job has
+        # Files that ModelCheckpoint has written in a failed step. Where the step is repeated, they
+        # are written again, under the same names. Others are removed at the next commit.
+        self._taken_back: set[str] = set()
+        self._savers = [e for e in trainer.checkpoint_callbacks if isinstance(e, ModelCheckpoint)]
+        for each in self._savers:
+            vars(each)["file_exists"] = self._exists
         self.begun = False  # callbacks know that training has begun
         self.in_epoch = False  # an epoch has begun, and not ended
+        super().__init__(
+            (self, ("begun", "in_epoch")),
+            (trainer, ["should_stop"]),
+            (connector, ("_current_fx", "_first_loop_iter", *_LOGGED)),
+        )
 
     def show(self) -> None:
         """Show the bar of progress on rank 0, and continue files of metrics there."""
@@ -338,21 +337,16 @@ class LightningProgress:
                 callback.on_train_start(trainer, trainer.lightning_module)
 
     def content(self) -> dict[str, Any]:
-        """Return the progress."""
+        """Return the content of a commit."""
         trainer = self._trainer
-        connector = trainer._logger_connector
         return {
+            **super().content(),
             "loops": trainer.fit_loop.state_dict(),
-            "callbacks": self.callbacks.content(),
             "own": [_own_state(each) for each in trainer.callbacks],
             "datamodule": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
             "loggers": [_settings_of(each) for each in trainer.loggers],
-            "logged": {name: dict(getattr(connector, name)) for name in _LOGGED},
-            "logging": (connector._current_fx, connector._first_loop_iter),
             "precision": trainer.precision_plugin.state_dict(),
-            "should_stop": trainer.should_stop,
-            "progress": (self.begun, self.in_epoch),
-            "rank": _identity(),
+            "rank": self._start,
             "metrics": [_metric_state(each) for each in self._metrics()],
             "results": {name: _metric_state(each) for name, each in self._counted.items()},
         }
@@ -360,11 +354,10 @@ class LightningProgress:
     def take(self, found: dict[str, Any], *, own: bool) -> None:
         """Go back, or forward, to a progress."""
         trainer = self._trainer
-        connector = trainer._logger_connector
         trainer.fit_loop.load_state_dict(found["loops"])
         settle(trainer.fit_loop)  # an epoch under way goes on by other means
-        files = self.files.known()
-        self.callbacks.take(found["callbacks"], own=own)
+        files = self._files()
+        super().take(found, own=own)
         for callback, state in zip(trainer.callbacks, found["own"], strict=True):
             if state:
                 with warnings.catch_warnings():
@@ -372,25 +365,18 @@ class LightningProgress:
                     callback.load_state_dict(state)
                 if isinstance(callback, StochasticWeightAveraging):
                     self._follow(callback, state["scheduler_state"])
-        self.files.taken_back |= files - self.files.known()
+        self._taken_back |= files - self._files()
         if found["datamodule"] and trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(found["datamodule"])
         for logger, attributes in zip(trainer.loggers, found["loggers"], strict=True):
             vars(logger).update(attributes)
             if attributes.get("_id") and hasattr(logger, "_wandb_init"):
                 logger._wandb_init["id"] = attributes["_id"]
-        for name, values in found["logged"].items():
-            logged = getattr(connector, name)
-            logged.clear()
-            logged.update(values)
         trainer.precision_plugin.load_state_dict(found["precision"])
-        trainer.should_stop = found["should_stop"]
-        self.begun, self.in_epoch = found["progress"]
-        connector._current_fx, connector._first_loop_iter = found["logging"]
         trainer.lightning_module._current_fx_name = None  # of a hook that has failed
         trainer.fit_loop.epoch_loop.val_loop._results.clear()  # a validation begins again
         # What another rank has counted is in its own metric: all are added up at the end.
-        same = found["rank"] == _identity()
+        same = found["rank"] == self._start
         for metric, state in zip(self._metrics(), found["metrics"], strict=False):
             _restore(metric, state if same else {})
         for name, result in [*self._counted.items()]:
@@ -398,6 +384,28 @@ class LightningProgress:
                 _restore(result, found["results"][name])
             else:
                 del self._counted[name]
+
+    def _files(self) -> set[str]:
+        found: set[str] = set()
+        for each in self._savers:
+            found.update((each.last_model_path, each.best_model_path, *each.best_k_models))
+        return found - {""}
+
+    def _exists(self, path: str, trainer: Any) -> bool:
+        known = trainer.is_global_zero and path not in self._taken_back
+        mine = known and get_filesystem(path).exists(path)
+        return bool(trainer.strategy.reduce_boolean_decision(mine, all=False))
+
+    def committed(self) -> None:
+        """Remove files written in a failed step, and not written again."""
+        for path in self._taken_back - self._files() if self._taken_back else ():
+            self._trainer.strategy.remove_checkpoint(path)
+        self._taken_back = set()
+
+    def close(self) -> None:
+        """Give callbacks their own methods back."""
+        for each in self._savers:
+            vars(each).pop("file_exists", None)
 
     def _follow(self, averaging: Any, state: Any) -> None:
         """Give an averaging callback the schedule of the commit's rank."""
@@ -440,9 +448,6 @@ def _settings_of(logger: Any) -> dict[str, Any]:
 
 
 def _own_state(callback: Any) -> dict[str, Any]:
-    """Return the state dict of a callback that overrides ``state_dict``."""
-    if type(callback).state_dict is Callback.state_dict:
-        return {}
     with contextlib.suppress(Exception):  # a callback of a user's that is not set up yet
         return dict(callback.state_dict())
     return {}
@@ -461,51 +466,6 @@ def _restore(metric: Any, state: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor):
             value = value.clone()  # noqa: PLW2901 - metrics add to it in place
         setattr(metric, name, list(value) if isinstance(value, list) else value)
-
-
-def _identity() -> int:
-    """Return the number of this rank's start, which no other rank of the job has."""
-    spec = getattr(current(), "spec", None)
-    return -1 if spec is None else int(spec.start)
-
-
-class ModelFiles:
-    """Files of ``ModelCheckpoint``, written in a failed step.
-
-    Where the step is repeated, they are written again, under the same names. Those that are not are
-    removed at the next commit.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        callbacks = trainer.checkpoint_callbacks
-        self._trainer = trainer
-        self._callbacks = [each for each in callbacks if isinstance(each, ModelCheckpoint)]
-        self.taken_back: set[str] = set()
-        for each in self._callbacks:
-            vars(each)["file_exists"] = self._exists
-
-    def known(self) -> set[str]:
-        """Return the paths that callbacks know of."""
-        found: set[str] = set()
-        for each in self._callbacks:
-            found.update((each.last_model_path, each.best_model_path, *each.best_k_models))
-        return found - {""}
-
-    def _exists(self, path: str, trainer: Any) -> bool:
-        known = trainer.is_global_zero and path not in self.taken_back
-        mine = known and get_filesystem(path).exists(path)
-        return bool(trainer.strategy.reduce_boolean_decision(mine, all=False))
-
-    def committed(self) -> None:
-        """Remove files written in a failed step, and not written again."""
-        for path in self.taken_back - self.known() if self.taken_back else ():
-            self._trainer.strategy.remove_checkpoint(path)
-        self.taken_back = set()
-
-    def close(self) -> None:
-        """Give callbacks their own methods back."""
-        for each in self._callbacks:
-            vars(each).pop("file_exists", None)
 
 
 def go_on_with_rows(logger: Any, step: int) -> None:

@@ -129,7 +129,6 @@ def grouped_allreduce(
     name: str | None = None,
 ) -> list[Any]:
     """Reduce several tensors in as few operations as possible; as :func:`allreduce`."""
-    del device_dense, device_sparse, ignore_name_scope
     if op is None:
         op, average = Sum if average is False else Average, None
     factors, linear = (prescale_factor, postscale_factor), op in (Average, Sum)
@@ -182,7 +181,6 @@ def grouped_allgather(
     process_set: object = None,
 ) -> list[Any]:
     """Gather several tensors as one operation; as :func:`allgather`."""
-    del ignore_name_scope
     tensors = [tf.convert_to_tensor(each) for each in tensors]
     tensors = [tf.reshape(each, [1]) if each.shape.rank == 0 else each for each in tensors]
 
@@ -215,7 +213,6 @@ def broadcast(
     process_set: object = None,
 ) -> Any:
     """Return the tensor of one rank. Differentiable: the root has the mean of all gradients."""
-    del ignore_name_scope
 
     def gradient(_: list[Any], grads: list[Any]) -> list[Any]:
         mean = allreduce(grads[0], op=Average, process_set=process_set)
@@ -235,7 +232,6 @@ def broadcast_(
 
     All ranks pass the same variables, of TensorFlow or Keras, which travel in few large broadcasts.
     """
-    del name
     own = [native(each) for each in variables]
 
     def operation(given: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -255,7 +251,6 @@ def broadcast_variables(
     variables: Sequence[Any], root_rank: int = 0, process_set: object = None, inplace: bool = False
 ) -> None:
     """Broadcast the values of variables from `root_rank`, as :func:`broadcast_`."""
-    del inplace
     broadcast_(variables, root_rank, process_set=process_set)
 
 
@@ -270,7 +265,6 @@ def alltoall(
 
     With `splits`, the rows for each rank, also return the number of rows received from each.
     """
-    del ignore_name_scope
 
     def operation(given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         rows, *counts = given
@@ -306,7 +300,6 @@ def reducescatter(
 
     The gradient of a sum is multiplied by the number of ranks, as in Horovod.
     """
-    del ignore_name_scope
     options = (device_dense, compression, op, process_set, prescale_factor, postscale_factor, name)
     return grouped_reducescatter([tensor], *options)[0]
 
@@ -322,7 +315,6 @@ def grouped_reducescatter(
     name: str | None = None,
 ) -> list[Any]:
     """Reduce several tensors as one operation; as :func:`reducescatter`."""
-    del device_dense
     factors, none = (prescale_factor, postscale_factor), compressions.Compression.none
 
     def operation(given: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -355,31 +347,26 @@ def _size(process_set: object) -> Any:
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Return the number of ranks in a process set, as of when a ``tf.function`` runs."""
-    del name
     return _number(lambda: process_sets.set_of_id(process_set_id).size())
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Return 1 if the rank is in a process set when a ``tf.function`` runs, else 0."""
-    del name
     return _number(lambda: process_sets.set_of_id(process_set_id).included())
 
 
 def local_size_op(name: str | None = None) -> Any:
     """Return the number of ranks on this host, as of when a ``tf.function`` runs."""
-    del name
     return _number(context.local_size)
 
 
 def rank_op(name: str | None = None) -> Any:
     """Return the rank, as of when a ``tf.function`` runs."""
-    del name
     return _number(context.rank)
 
 
 def local_rank_op(name: str | None = None) -> Any:
     """Return the rank among those of its host, as of when a ``tf.function`` runs."""
-    del name
     return _number(context.local_rank)
 
 

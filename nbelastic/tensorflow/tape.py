@@ -60,7 +60,6 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     The gradients of these, one layer or several, stay on their rank. The rest is as for
     :func:`DistributedGradientTape`.
     """
-    del device_dense, device_sparse, num_groups, groups
     options = KerasOptions(
         op=op,
         compression=compression,

@@ -11,13 +11,14 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from nbelastic.elastic import report
 from nbelastic.torch.functions import broadcast_object
 from nbelastic.torch.process_group import default_group
 from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
@@ -27,30 +28,34 @@ _CONTAINERS = (list, tuple, dict, set, frozenset)
 _MISSING = object()
 
 
-class ProgressAdapter(Adapter):
-    """Capture and restoration of an object with ``content()`` and ``take(content, own=…)``."""
-
-    def capture(self, flattener: Flattener, obj: Any) -> Any:
+class _ProgressAdapter(Adapter):
+    def capture(self, flattener: Flattener, obj: TrainingProgress) -> Any:
         return flattener.flatten(obj.content())
 
-    def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
+    def restore(self, unflattener: Unflattener, obj: TrainingProgress, content: Any) -> None:
         obj.take(unflattener.unflatten(content), own=unflattener.local)
 
 
-class Fields:
-    """Attributes of objects, as a value of a state."""
+class TrainingProgress:
+    """Attributes of objects, and callbacks, as a value of a state."""
+
+    nbelastic_adapter = _ProgressAdapter
+    callbacks: Callbacks | None = None
 
     def __init__(self, *fields: tuple[Any, Iterable[str]]) -> None:
         self._fields = [(each, name) for each, names in fields for name in names]
 
-    def state_dict(self) -> dict[int, Any]:
-        """Return the attributes."""
-        return {number: getattr(*each) for number, each in enumerate(self._fields)}
+    def content(self) -> dict[str, Any]:
+        """Return the content of a commit."""
+        callbacks = None if self.callbacks is None else self.callbacks.content()
+        return {"fields": [getattr(*each) for each in self._fields], "callbacks": callbacks}
 
-    def load_state_dict(self, state: dict[int, Any]) -> None:
-        """Set the attributes."""
-        for number, (each, name) in enumerate(self._fields):
-            setattr(each, name, state[number])
+    def take(self, found: dict[str, Any], *, own: bool) -> None:
+        """Take over a commit of this rank, or of another rank."""
+        for (each, name), value in zip(self._fields, found["fields"], strict=True):
+            setattr(each, name, value)
+        if self.callbacks is not None:
+            self.callbacks.take(found["callbacks"], own=own)
 
 
 class Callbacks:
@@ -78,7 +83,10 @@ class Callbacks:
         self.main: bool | None = None  # whether as those of the main rank
 
     def begin(self, main: bool, call: Callable[[bool, bool], None]) -> None:
-        """Begin callbacks by ``call(again, goes_on)``: once, and again on a rank become `main`."""
+        """Begin callbacks by ``call(again, goes_on)``: once, and again on a rank become `main`.
+
+        Where training goes on, others are in its middle, and this rank is alone in the call.
+        """
         # Those that begin again have their attributes as they were made.
         again = main and self.main is False
         if self._begun and not again:
@@ -89,7 +97,8 @@ class Callbacks:
                 if key in self._made and self.begins_again(callback):
                     self._put(callback, _copied(self._made[key]))
         goes_on = bool(known and known["trained"])
-        call(again, goes_on)
+        with by_itself() if goes_on else contextlib.nullcontext():
+            call(again, goes_on)
         self._begun, self.main = self._begun + 1, main
         self._start, self._received = self._copies(), {}
         if goes_on:
@@ -148,6 +157,13 @@ class Callbacks:
 
     def _copies(self) -> dict[str, dict[str, Any]]:
         return {key: _copied(self._plain(each)) for key, each in self._named().items()}
+
+
+def report_logs(logs: Mapping[str, Any], step: int | None) -> None:
+    """Show the numbers of logs in the job's panel."""
+    numbers = {name: each for name, each in logs.items() if isinstance(each, (int, float))}
+    if numbers:
+        report(step=step, **numbers)
 
 
 def averages_of(callbacks: Iterable[Any]) -> list[AveragedModel]:

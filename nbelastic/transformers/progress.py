@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nbelastic.trainers.callbacks import Callbacks, Fields, ProgressAdapter, Runs, by_itself
+from nbelastic.trainers.callbacks import Callbacks, Runs, TrainingProgress
 
 _NOT_KEPT = {
     "log_history",
@@ -19,17 +18,25 @@ _NOT_KEPT = {
     "stateful_callbacks",
     "trial_params",
 }
+_COUNTS = (
+    "_tr_loss",
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
+    "current_flos",
+)
 _FOLDER = "TENSORBOARD_LOGGING_DIR"
 
 
-class TrainerProgress:
+class TrainerProgress(TrainingProgress):
     """Progress of a Trainer."""
 
-    nbelastic_adapter = ProgressAdapter
+    callbacks: Callbacks
 
     def __init__(self, trainer: Any, steps: int, stretches: bool) -> None:
         self._trainer = trainer
-        self._callbacks = Callbacks(lambda: trainer.callback_handler.callbacks)
+        self.callbacks = Callbacks(lambda: trainer.callback_handler.callbacks)
         self._runs = Runs()
         self.epoch = 0
         self.begun = False  # callbacks know that the epoch has begun
@@ -37,7 +44,10 @@ class TrainerProgress:
         self.foreseen = self._built = steps
         self.start, self.at, self.slope = 0, 0.0, 1.0
         place = ("epoch", "begun", "evaluated", "foreseen", "start", "at", "slope")
-        self._own = Fields((self, place), (self._runs, ["ids"]))
+        kept = {each.name for each in dataclasses.fields(trainer.state)} - _NOT_KEPT
+        super().__init__(
+            (self, place), (self._runs, ["ids"]), (trainer, _COUNTS), (trainer.state, sorted(kept))
+        )
         self._text, self._entries = "", 0
         if stretches and hasattr(trainer.lr_scheduler, "lr_lambdas"):
             scheduler = trainer.lr_scheduler
@@ -77,7 +87,7 @@ class TrainerProgress:
         """Tell callbacks of the beginning where they have not begun, or not as the main rank's."""
         trainer = self._trainer
         state = trainer.state
-        self._callbacks.begin(state.is_world_process_zero, self._begin)
+        self.callbacks.begin(state.is_world_process_zero, self._begin)
         callbacks = trainer.callback_handler.callbacks
         writers = [each for each in callbacks if hasattr(each, "tb_writer")]
         folders = [each.logging_dir for each in writers if getattr(each, "logging_dir", None)]
@@ -96,42 +106,28 @@ class TrainerProgress:
         for each in trainer.callback_handler.callbacks if again else ():
             if hasattr(each, "logging_dir") and _FOLDER in self._runs.ids:
                 each.logging_dir = self._runs.ids[_FOLDER]
-        with by_itself() if again or goes_on else contextlib.nullcontext(), self._runs.go_on():
+        with self._runs.go_on():
             trainer.control = trainer.callback_handler.on_train_begin(
                 trainer.args, trainer.state, trainer.control
             )
-        if again or goes_on:
+        if goes_on:
             vars(trainer.control).update(control)
 
     # -- in commits --------------------------------------------------------------------------------
 
     def content(self) -> dict[str, Any]:
-        """Return the progress."""
-        trainer = self._trainer
-        state = {
-            field.name: getattr(trainer.state, field.name)
-            for field in dataclasses.fields(trainer.state)
-            if field.name not in _NOT_KEPT
-        }
-        return {
-            "trainer": state,
-            "history": self._history(),
-            "control": dict(vars(trainer.control)),
-            "callbacks": self._callbacks.content(),
-            "own": self._own.state_dict(),
-        }
+        """Return the content of a commit."""
+        control = dict(vars(self._trainer.control))
+        return {**super().content(), "history": self._history(), "control": control}
 
     def take(self, found: dict[str, Any], *, own: bool) -> None:
         """Go back, or forward, to a progress."""
         trainer = self._trainer
-        for name, value in found["trainer"].items():
-            setattr(trainer.state, name, value)
         if found["history"] != self._history():
             trainer.state.log_history[:] = map(json.loads, found["history"].splitlines())
             self._text, self._entries = "", 0
         vars(trainer.control).update(found["control"])
-        self._callbacks.take(found["callbacks"], own=own)
-        self._own.load_state_dict(found["own"])
+        super().take(found, own=own)
 
     def _history(self) -> str:
         """Return the logs as a growing text, because copies of a text cost nothing."""

@@ -21,25 +21,16 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from nbelastic.accelerate.state import deal, is_of_this_process, obstacle, refuse_pickled
-from nbelastic.elastic import report
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers.callbacks import Fields, averages_of
+from nbelastic.trainers.callbacks import averages_of, report_logs
 from nbelastic.trainers.sampler import not_dealt
 from nbelastic.transformers.progress import TrainerProgress
 
 _POSITION = "nbelastic_position.json"
 _PARTS = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch")
-_COUNTS = (
-    "_tr_loss",
-    "_total_loss_scalar",
-    "_globalstep_last_logged",
-    "_initial_global_step",
-    "_initial_num_input_tokens_seen",
-    "current_flos",
-)
 
 
 def elastic(trainer: type[Any]) -> type[Any]:
@@ -109,7 +100,6 @@ class _ElasticTrainer:
         trial: Any = None,
         ignore_keys_for_eval: Sequence[str] | None = None,
     ) -> Any:
-        del args
         refuse_pickled(self.accelerator, "this Trainer")
         self.accelerator.free_memory()
         if self.args.auto_find_batch_size:
@@ -161,12 +151,8 @@ class _ElasticTrainer:
         """Log, and report numbers to the job."""
         super().log(logs, *arguments, **named)  # type: ignore[misc]
         if isinstance(current_or_none(), Session):
-            numbers = {
-                name: value
-                for name, value in logs.items()
-                if name != "epoch" and isinstance(value, (int, float))
-            }
-            report(step=self.state.global_step, **numbers)
+            numbers = {name: each for name, each in logs.items() if name != "epoch"}
+            report_logs(numbers, self.state.global_step)
 
 
 class _EpochFollower(TrainerCallback):
@@ -176,8 +162,10 @@ class _EpochFollower(TrainerCallback):
         self._training = training
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        del args, control
-        self._training.step_ended(state)
+        training = self._training
+        training.in_step = True
+        within = state.epoch - training.progress.epoch
+        state.epoch = training.progress.epoch + training.before + (1 - training.before) * within
 
 
 class TrainerLoop:
@@ -193,8 +181,8 @@ class TrainerLoop:
         self.loader = loader
         self._start = time.time()
         self._left = 0
-        self._in_step = False
-        self._before = 0.0  # share of the epoch that was done when its rest was dealt
+        self.in_step = False
+        self.before = 0.0  # share of the epoch that was done when its rest was dealt
         args = trainer.args
         seed = args.seed if args.data_seed is None else args.data_seed
         if why := obstacle(loader):
@@ -210,7 +198,6 @@ class TrainerLoop:
             scaler=scaler,
             sampler=self.sampler,
             progress=self.progress,
-            counts=Fields((trainer, _COUNTS)),
             averages=averages_of(trainer.callback_handler.callbacks),
             epoch=0,
             batch=0,
@@ -275,9 +262,9 @@ class TrainerLoop:
                 trainer.args, trainer.state, trainer.control
             )
             progress.begun = True
-        batches, self._before = self._batches_left(progress.epoch)
+        batches, self.before = self._batches_left(progress.epoch)
         updates = self._left = self._updates(batches)
-        self._in_step = False
+        self.in_step = False
         common = {
             "model": self.model,
             "epoch": progress.epoch,
@@ -304,16 +291,10 @@ class TrainerLoop:
         progress.begun = False
         self._commit()
 
-    def step_ended(self, state: Any) -> None:
-        """Follow the end of a step, before other callbacks do."""
-        self._in_step = True
-        within = state.epoch - self.progress.epoch
-        state.epoch = self.progress.epoch + self._before + (1.0 - self._before) * within
-
     def after_step(self) -> None:
         """Commit a step, unless it is the last of its epoch."""
-        if self._in_step:
-            self._in_step = False
+        if self.in_step:
+            self.in_step = False
             self._left -= 1
             control = self.trainer.control
             if self._left > 0 and not (control.should_epoch_stop or control.should_training_stop):
@@ -350,12 +331,12 @@ class TrainerLoop:
         """Count the steps that are left with the present ranks."""
         trainer, progress = self.trainer, self.progress
         args, done = trainer.args, trainer.state.global_step
-        batches, self._before = self._batches_left(progress.epoch)
+        batches, self.before = self._batches_left(progress.epoch)
         rest, whole = self._updates(batches), self._updates(self._batches_left(None)[0])
         if args.num_train_epochs == epochs:
             left = rest + whole * (epochs - progress.epoch - 1) if progress.epoch < epochs else 0
         else:
-            left = math.ceil((args.num_train_epochs - progress.epoch - self._before) * whole)
+            left = math.ceil((args.num_train_epochs - progress.epoch - self.before) * whole)
         trainer.state.max_steps = done + max(left, 0)
         if trainer._created_lr_scheduler:
             progress.stretch(trainer.state.max_steps)

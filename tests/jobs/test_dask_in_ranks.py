@@ -3,29 +3,16 @@
 from tests.support.clusters import until
 
 
-def compute(times):
-    """Compute a collection, time and again, on workers that all have a rank."""
-    import torch
-    from dask import delayed
-
-    import nbelastic.torch as hvd
-
-    hvd.init()
-    sums = []
-    for _ in range(times):
-        sums.append(delayed(sum)([delayed(abs)(-number) for number in range(10)]).compute())
-        hvd.allreduce(torch.ones(1))
-    return sums
-
-
 def in_every_way():
     """Use Dask as its documentation has tasks use it."""
     import torch
+    from dask import delayed
     from distributed import get_client, rejoin, secede, worker_client
 
     import nbelastic.torch as hvd
 
     hvd.init()
+    assert delayed(sum)([delayed(abs)(-number) for number in range(10)]).compute() == 45
     client = get_client()
     found = [client.submit(abs, -1, pure=False).result()]
     hvd.allreduce(torch.ones(1))
@@ -65,13 +52,9 @@ def ask_for_a_client():
     dask.config.set(scheduler="dask.distributed")
 
 
-def test_a_client_of_the_worker_is_not_the_ranks(crew):
+def test_ranks_compute_submit_secede_and_rejoin_whatever_client_their_worker_has(crew):
     for address in crew.workers():
         crew.client.submit(ask_for_a_client, workers=[address], pure=False).result()
-    assert crew.fit(compute, args=[5], np=4).results() == [[45] * 5] * 4
-
-
-def test_ranks_submit_secede_and_rejoin(crew):
     assert crew.fit(in_every_way, np=4).results() == [[1, 15, 2]] * 4
 
 

@@ -1,101 +1,28 @@
-"""Sources of data in real jobs: rows of Parquet files and Dask collections under kills."""
+"""Dask collections in real jobs: rows under kills, and what may be wrong with a partition."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nbelastic.data import Batch, Dask, Loader, Parquet
+from nbelastic import chaos
+from nbelastic.data import Dask
 from nbelastic.errors import OptionError
 from tests.support.clusters import until
+from tests.support.exact_training import LONG, SIZES, SameResult
 
 pytestmark = pytest.mark.timeout(100)
-ROWS = 960
-
-
-def train(source: Any, marks: Path, kills: int) -> dict[str, Any]:
-    """Train two epochs; write down each micro-batch; kill a rank now and then."""
-    import signal
-
-    import torch
-
-    import nbelastic.torch as hvd
-
-    hvd.init()
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(
-                torch.linspace(-1, 1, parameter.numel()).view_as(parameter) / (2 + number)
-            )
-    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
-    loader = hvd.elastic.Loader(source, hvd.elastic.Batch(48, micro=8), seed=4)
-    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, loader=loader, epoch=0, seen=0)
-
-    @hvd.elastic.run
-    def loop(state: Any) -> None:
-        for state.epoch in range(state.epoch, 2):
-            for step in loader:
-                optimizer.zero_grad()
-                for number, (ids, x) in zip(step.numbers, step, strict=True):
-                    model(x / 1000).square().mean().backward()
-                    name = f"{step.epoch}-{step.number}-{number}"
-                    with open(marks / name, "a") as file:
-                        file.write(f"{ids.tolist()}\n")
-                optimizer.step()
-                state.seen += step.rows
-                place = step.epoch * 20 + step.number
-                if hvd.rank() == hvd.size() - 1 and place % 12 == 7 and place // 12 < kills:
-                    try:
-                        (marks / f"killed {place // 12}").touch(exist_ok=False)
-                    except FileExistsError:
-                        pass
-                    else:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                state.commit()
-
-    loop(state)
-    digest = [parameter.detach().numpy().tobytes().hex() for parameter in model.parameters()]
-    return {"seen": state.seen, "digest": digest}
-
-
-def ledger(marks: Path) -> dict[tuple[int, ...], set[str]]:
-    """Return what each micro-batch (epoch, step, number) has consisted of, whenever it was read."""
-    return {
-        tuple(map(int, path.name.split("-"))): set(path.read_text().split("\n")) - {""}
-        for path in marks.iterdir()
-        if path.name[0].isdigit()
-    }
-
-
-def expected(source: Any) -> dict[tuple[int, ...], set[str]]:
-    """Return what an undisturbed run of one rank has."""
-    loader = Loader(source, Batch(48, micro=8), seed=4)
-    found = {}
-    for epoch in range(2):
-        loader.set_epoch(epoch)
-        for step in range(len(loader)):
-            for number in range(6):
-                found[epoch, step, number] = {str(loader.rows(step, number))}
-    return found
+ROWS = SIZES["rows"]
 
 
 def table() -> Any:
     import pandas as pd
 
     numbers = np.arange(ROWS)
-    columns = {f"x{i}": (numbers * 10 + i).astype(np.float32) for i in range(3)}
-    return pd.DataFrame({"id": numbers, **columns})
-
-
-@pytest.fixture
-def marks(tmp_path: Path) -> Path:
-    (tmp_path / "marks").mkdir()
-    return tmp_path / "marks"
+    columns = {f"x{i}": np.sin(numbers * 7 + i).astype(np.float32) for i in range(6)}
+    return pd.DataFrame({"id": numbers, **columns, "label": numbers % 3})
 
 
 def keys_of_jobs(dask_scheduler: Any) -> dict[str, int]:
@@ -104,43 +31,34 @@ def keys_of_jobs(dask_scheduler: Any) -> dict[str, int]:
     return {name: len(c.wants_what) for name, c in found if name.startswith("nbelastic-")}
 
 
-@pytest.mark.parametrize("kind", ["Parquet", "Dask"])
-def test_rows_are_seen_once_in_a_storm(crew, tmp_path, marks, kind):
+def tasks(dask_scheduler: Any) -> dict[str, str]:
+    return {str(key): task.state for key, task in dask_scheduler.tasks.items()}
+
+
+def test_rows_are_seen_once_in_a_storm(crew, tmp_path):
     import dask.dataframe as dd
 
-    source: Any = Dask(dd.from_pandas(table(), npartitions=24), ["id", "x*"], shuffle_rows=300)
-    if kind == "Parquet":
-        for number in range(3):
-            part = table()[number * 320 : (number + 1) * 320]
-            part.to_parquet(tmp_path / f"{number}.parquet", row_group_size=40)
-        source = Parquet(str(tmp_path), ["id", "x*"], shuffle_rows=300)
-    job = crew.fit(train, args=(source, marks, 2), np=3, min_np=2, max_np=3, block=False)
-    if kind == "Dask":
-        until(lambda: job.done() or crew.client.run_on_scheduler(keys_of_jobs), "it holds them")
-    assert {result["seen"] for result in job.results()} == {2 * ROWS}
-    assert len({str(result["digest"]) for result in job.results()}) == 1
-    seen = ledger(marks)
-    assert seen == expected(source)
-    for epoch in range(2):
-        rows = [row for key, texts in seen.items() if key[0] == epoch for row in eval(min(texts))]
-        assert sorted(rows) == list(range(ROWS))
-    assert (marks / "killed 1").exists()
+    frame = dd.from_pandas(table(), npartitions=24)
+    source = Dask(frame, ["id", "x*", "label"], shuffle_rows=40)
+    alone = SameResult(tmp_path / "alone")
+    work = SameResult(tmp_path / "marks", seconds=0.03, hold=2)
+    for each in (alone, work):
+        each.marks.mkdir()
+    digest, *_ = crew.fit(alone, args=(source,), np=1).result()
+    job = crew.fit(work, args=(source,), np=3, min_np=2, max_np=3, block=False)
+    until(lambda: job.status.commits or job.done(), "a commit")
+    assert crew.client.run_on_scheduler(keys_of_jobs)
+    plan = chaos.inject(job, chaos.kill(rank=2, step=4), chaos.kill(rank=1, step=14))
+    (work.marks / "go").touch()
+    work.check(job.results(), (digest, alone.ledger()))
+    assert len(plan.report().injections) == 2
     (data,) = job.status.data
-    assert (data.source, data.epoch, data.done, data.left) == (kind, 1, ROWS, 0)
-    assert (data.seen, data.lost) == (2 * ROWS, 0)
-    assert data.redone in (0, 48, 96)  # a step for each kill, unless it came between two steps
+    assert (data.source, data.epoch, data.done, data.left) == ("Dask", LONG - 1, ROWS, 0)
+    assert (data.seen, data.lost) == (LONG * ROWS, 0)
+    assert data.redone in (0, 16, 32)  # a step for each kill, unless it came between two steps
     crew.wait_until_whole(4)
     assert crew.client.run_on_scheduler(keys_of_jobs) == {}
-    until(lambda: not crew.client.run_on_scheduler(data_keys), "no partition is left")
-
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    undisturbed = crew.fit(train, args=(source, alone, 0), np=1)
-    assert undisturbed.results()[0] == job.results()[0]
-
-
-def data_keys(dask_scheduler: Any) -> list[str]:
-    return [str(key) for key, task in dask_scheduler.tasks.items() if task.state == "memory"]
+    until(lambda: "memory" not in crew.client.run_on_scheduler(tasks).values(), "none is left")
 
 
 def sum_up(data: Any, scale: float) -> list[Any]:
@@ -197,7 +115,3 @@ def test_an_error_in_a_partition_comes_before_the_job(crew):
     with pytest.raises(ZeroDivisionError, match="in a partition") as kept:
         crew.fit(sum_up, args=((dd.from_pandas(table(), npartitions=3), frame), 1.0), np=2)
     until(lambda: not crew.client.run_on_scheduler(tasks), f"no task is left after {kept.value}")
-
-
-def tasks(dask_scheduler: Any) -> list[Any]:
-    return list(dask_scheduler.tasks)

@@ -1,11 +1,7 @@
-"""Real workers in real processes, really killed, stopped and retired, while they train."""
-
-from __future__ import annotations
+"""Real processes that freeze, or only look as if they had, start late, or have no Linux."""
 
 import itertools
-import os
 import re
-import signal
 
 import dask
 import pytest
@@ -14,85 +10,60 @@ from tests.support.clusters import a_crew, kinds, sizes, until
 from tests.support.training import Fault, Workload, check
 
 
-def dies_between_step_and_commit(marks, between):
-    import time
-
-    import torch
-
-    import nbelastic.torch as hvd
-
-    hvd.init()
-    model = torch.nn.Linear(4, 2)
-    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()))
-    state = hvd.elastic.TorchState(model, optimizer, step=0)
-
-    @hvd.elastic.run
-    def loop(state):
-        while state.step < 20:
-            optimizer.zero_grad()
-            model(torch.ones(3, 4) + state.step).square().sum().backward()
-            optimizer.step()
-            if state.step == 12 and not (marks / "done").exists():
-                if hvd.rank() == 1:
-                    time.sleep(0.5)  # the others are done with their steps
-                    (marks / "done").touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if between:  # breaks the rhythm: the commit of that step is to be a copy
-                    hvd.allreduce(torch.ones(1))
-            state.step += 1
-            state.commit()
-
-    loop(state)
-    steps = {int(each["step"]) for each in optimizer.state.values()}
-    return *steps, [value for p in model.parameters() for value in p.flatten().tolist()]
+def longest_gap(result):
+    stamps = [stamp for stamp, _ in result["times"]]
+    return max(after - before for before, after in itertools.pairwise(stamps))
 
 
-@pytest.mark.parametrize("between", [False, True])
-def test_who_dies_between_step_and_commit_leaves_the_others_with_one_state(crew, tmp_path, between):
-    job = crew.fit(dies_between_step_and_commit, np=3, min_np=2, max_np=3, args=[tmp_path, between])
-    results = job.results()
-    assert kinds(job).count("lost") == 1
-    # Where an operation fails first, the state is that of after the step: its batch is done again.
-    assert results == [(20 + between, results[0][1])] * len(results)
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("stop", {}, "^its process is stopped$"),
+        ("hang", {"stall_timeout": 2}, r"it was executing .*training\.py, line \d+, in _do_harm$"),
+        ("hold", {"heartbeat_timeout": 2, "stall_timeout": 3}, r"3 s \(stall_timeout\)"),
+    ],
+)
+def test_a_rank_that_freezes_is_lost_and_the_reason_is_said(crew, tmp_path, kind, options, words):
+    fault = Fault(rank=1, epoch=1, batch=1, kind=kind, seconds=60.0)
+    work = Workload(tmp_path, epochs=4, faults=(fault,))
+    job = crew.fit(work, np=4, min_np=2, **options)
+    check(job.results(), work)
+    (lost,) = (event for event in job.history if event.kind == "lost")
+    assert re.search(words, lost.detail)
+    assert sizes(job)[:2] == [4, 3]
+    if kind == "stop":  # seen by its nanny, not by heartbeat_timeout
+        assert lost.time - (tmp_path / "stopped").stat().st_mtime < 8
 
 
-def test_N15_the_state_lives_while_any_rank_has_it(crew, tmp_path):
-    work = Workload(
-        tmp_path, epochs=1000, samples=120, seconds=0.01, replace_all=True, until_newcomers=4
-    )
-    job = crew.fit(work, np=4, min_np=1)
-    results = job.results()
-    check(results, work)
-    assert all(result["newcomer"] for result in results)
-    assert "restarted" not in kinds(job)
-    assert kinds(job).count("lost") == 4
+def test_a_stopped_rank_is_ended_by_its_worker_which_starts_another(crew, tmp_path):
+    before = crew.workers()
+    fault = Fault(rank=1, epoch=1, batch=1, kind="stop_rank")
+    work = Workload(tmp_path, epochs=1000, until_newcomers=1, faults=(fault,))
+    job = crew.fit(work, np=4, min_np=2)
+    check(job.results(), work)
+    assert any("was stopped for" in event.detail for event in job.history)
+    assert sizes(job)[:3] == [4, 3, 4]
+    assert crew.workers() == before
+
+
+def test_one_that_only_keeps_the_gil_busy_is_left_in_peace(crew, tmp_path):
+    work = Workload(tmp_path, faults=(Fault(rank=1, epoch=1, batch=1, kind="hold", seconds=4.0),))
+    job = crew.fit(work, np=4, min_np=2, heartbeat_timeout=2)
+    check(job.results(), work)
+    assert sizes(job) == [4]
+    assert not {"lost", "left", "reset"} & set(kinds(job))
+    assert longest_gap(job.results()[1]) >= 4.0
 
 
 def test_N20_a_newcomer_warms_up_beside_the_others(crew, tmp_path):
-    work = Workload(
-        tmp_path,
-        epochs=1000,
-        until_newcomers=1,
-        slow_start=3.0,
-        faults=(Fault(rank=3, epoch=1, batch=2),),
-    )
+    faults = (Fault(rank=3, epoch=1, batch=2),)
+    work = Workload(tmp_path, epochs=1000, until_newcomers=1, slow_start=3.0, faults=faults)
     job = crew.fit(work, np=4, min_np=2)
     results = job.results()
     check(results, work)
     assert sizes(job) == [4, 3, 4]
     old = next(result for result in results if not result["newcomer"])
-    stamps = [stamp for stamp, _ in old["times"]]
-    gap = max(after - before for before, after in itertools.pairwise(stamps))
-    assert gap < work.slow_start / 2, f"the others waited {gap:.2f} s for a newcomer"
-
-
-def test_a_rank_that_hangs_in_user_code_is_evicted(crew, tmp_path):
-    work = Workload(tmp_path, epochs=4, faults=(Fault(rank=2, epoch=1, batch=1, kind="hang"),))
-    job = crew.fit(work, np=4, min_np=2, stall_timeout=2.0)
-    check(job.results(), work)
-    assert sizes(job)[:2] == [4, 3]
-    lost = next(event for event in job.history if event.kind == "lost")
-    assert re.search(r"it was executing .*training\.py, line \d+, in _do_harm$", lost.detail)
+    assert longest_gap(old) < work.slow_start / 2, "the others waited for a newcomer"
 
 
 def how_it_began():

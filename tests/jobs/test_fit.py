@@ -1,6 +1,7 @@
 """What every job does: run a function on all ranks, and come back."""
 
 import asyncio
+import contextlib
 import time
 
 import pytest
@@ -69,27 +70,37 @@ def test_a_name_can_be_used_again_but_not_twice_at_once(crew):
     crew.fit(nap, args=("refused",), np=1, name="naps")
 
 
-def test_cancel_ends_a_job_in_pure_python_code_and_its_cleanup_runs(crew, tmp_path):
-    mark = tmp_path / "cleaned"
-
+def test_cancel_ends_ranks_whether_they_obey_or_swallow_everything_and_spares_workers(
+    crew, tmp_path
+):
     def spin():
+        import signal
         import time
 
+        (tmp_path / f"begun-{nbelastic.rank()}").touch()
         try:
             while True:
                 time.sleep(0.01)
         finally:
-            mark.touch()
+            (tmp_path / f"cleaned-{nbelastic.rank()}").touch()
+            signal.signal(signal.SIGTERM, lambda *_: print("not yet"))
+            while nbelastic.rank() == 1:
+                with contextlib.suppress(BaseException):
+                    time.sleep(1)
 
-    job = crew.fit(spin, np=1, block=False)
-    until(lambda: [r for r in job.status.ranks if r.state == "starting"], "the rank starts")
-    crew.client.run(int)  # the rank's task has been sent by now
+    before = crew.workers()
+    job = crew.fit(spin, np=2, block=False)
+    until(lambda: len([*tmp_path.glob("begun-*")]) == 2, "the ranks run")
     assert job.cancel()
     with pytest.raises(JobStopped, match="cancelled"):
-        job.result(30)
+        job.result(60)
+    assert len([*tmp_path.glob("cleaned-*")]) == 2
     assert job.status.state == "stopped" and job.cancelled()
     assert not job.cancel()
     assert job.status.ranks == ()  # none was ever a member
+    assert "warning" not in kinds(job)
+    crew.wait_until_whole(4)
+    assert crew.workers() == before
 
 
 def test_a_job_can_be_awaited_and_giving_up_leaves_it_alone(crew):
@@ -125,27 +136,3 @@ def test_N13_a_job_can_be_run_from_any_thread(crew):
     with ThreadPoolExecutor(2) as pool:
         jobs = list(pool.map(lambda n: crew.fit(place, np=n), [1, 3]))
     assert [len(job.results()) for job in jobs] == [1, 3]
-
-
-def test_a_data_loader_has_processes_and_may_use_a_class_of_the_functions_own(crew):
-    def load():
-        import os
-
-        from torch.utils.data import DataLoader, Dataset
-
-        class Numbers(Dataset):
-            def __len__(self):
-                return 8
-
-            def __getitem__(self, index):
-                return index, os.getpid()
-
-        pairs = [
-            pair
-            for batch in DataLoader(Numbers(), num_workers=2)
-            for pair in zip(*batch, strict=True)
-        ]
-        indices, processes = zip(*pairs, strict=True)
-        return [int(i) for i in indices], len(set(map(int, processes)) | {os.getpid()})
-
-    assert crew.fit(load, np=2).results() == [(list(range(8)), 3)] * 2

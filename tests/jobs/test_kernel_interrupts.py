@@ -1,14 +1,13 @@
 """SIGINT for the kernel's process group, which a notebook's Interrupt sends, spares its workers.
 
-Each test runs a script as the kernel of a process group of its own. Its workers start as Dask
-starts them.
+A script is the kernel of a process group of its own. Its workers start as Dask starts them.
 """
 
 import os
 import subprocess
 import sys
 
-BEGINNING = """
+SCRIPT = """
 import faulthandler, os, signal, sys, threading, time, traceback
 from pathlib import Path
 from distributed import Client, LocalCluster
@@ -37,9 +36,7 @@ def interrupted(call):
 faulthandler.dump_traceback_later(120, exit=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 marks = Path(sys.argv[1])
-"""
 
-BY_HAND = """
 def main():
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, \\
             Client(cluster) as client:
@@ -82,9 +79,9 @@ if __name__ == "__main__":
 """
 
 
-def kernel(tmp_path, script):
+def test_N12_an_interrupt_frees_the_workers_of_the_kernels_cluster_and_ends_none(tmp_path):
     path = tmp_path / "script.py"
-    path.write_text(BEGINNING + script)
+    path.write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, path, tmp_path],
         capture_output=True,
@@ -94,12 +91,7 @@ def kernel(tmp_path, script):
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         start_new_session=True,
     )
-    return done.stdout.splitlines(), done.stderr
-
-
-def test_N12_an_interrupt_frees_the_workers_of_the_kernels_cluster_and_ends_none(tmp_path):
-    lines, errors = kernel(tmp_path, BY_HAND)
-    assert lines == [
+    assert done.stdout.splitlines() == [
         "KeyboardInterrupt ",
         "while it is opened: [True, True]",
         "KeyboardInterrupt ",
@@ -110,4 +102,4 @@ def test_N12_an_interrupt_frees_the_workers_of_the_kernels_cluster_and_ends_none
         "handler kept: True",
         *["KeyboardInterrupt "] * 5,
         "the new one: True",
-    ], errors
+    ], done.stderr

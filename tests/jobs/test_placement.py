@@ -4,12 +4,14 @@ import os
 import threading
 
 import pytest
-from distributed import SchedulerPlugin, WorkerPlugin, get_client
+from distributed import get_client
 from distributed.security import Security
 
+import nbelastic
 from nbelastic.cluster.scheduler import job_service
 from nbelastic.errors import NotEnoughWorkers
 from tests.support.clusters import a_crew, sizes, until, workers_of
+from tests.support.training import step_by_step
 
 
 def nothing():
@@ -42,22 +44,6 @@ def test_resources_restrict_and_a_worker_that_comes_late_is_taken_in():
         crew.cluster.scale(2)
         assert job.results(60) == [2, 2]  # Dask says OMP_NUM_THREADS=1
         assert sizes(job) == []
-
-
-def test_plugins_that_are_there_already_go_on(crew):
-    class Watch(SchedulerPlugin):
-        name = "someone-elses"
-
-    class Look(WorkerPlugin):
-        name = "someone-elses"
-
-    crew.client.register_plugin(Watch())
-    crew.client.register_plugin(Look())
-    crew.fit(nothing, np=2)
-    found = crew.client.run(lambda dask_worker: {*dask_worker.plugins})
-    found["it"] = crew.client.run_on_scheduler(lambda dask_scheduler: {*dask_scheduler.plugins})
-    assert all({"someone-elses", "nbelastic"} <= plugins for plugins in found.values())
-    crew.client.unregister_worker_plugin("someone-elses")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -98,25 +84,10 @@ def test_a_rank_that_waits_for_other_tasks_says_so(crew, tmp_path):
     crew.client.gather(tasks)
 
 
-def train(steps=3):
-    import torch
-
-    import nbelastic.torch as hvd
-
-    hvd.init()
-    state = hvd.elastic.ObjectState(step=0)
+def train():
     sizes = []
-
-    @hvd.elastic.run
-    def loop(state):
-        while state.step < steps:
-            hvd.allreduce(torch.ones(1))
-            sizes.append(hvd.size())
-            state.step += 1
-            state.commit()
-
-    loop(state)
-    return sizes
+    step_by_step(lambda state: sizes.append(nbelastic.size()) or state.step == 3)
+    return sizes[1:]
 
 
 def test_a_job_starts_and_ends_without_a_worker_that_is_busy_and_leaves_it_alone(
@@ -137,8 +108,6 @@ def test_a_job_starts_and_ends_without_a_worker_that_is_busy_and_leaves_it_alone
 
 
 def calls_fit():
-    import nbelastic
-
     with get_client() as client:
         job = nbelastic.fit(train, cluster=client, min_np=1, max_np=4, np=4, elastic_timeout=3)
         return os.getpid(), threading.get_ident() and job.results()

@@ -10,10 +10,8 @@ def variables():
 def test_a_job_gives_its_ranks_variables_and_the_next_job_has_none(crew):
     workers = sorted(crew.workers())[:2]
     env = {"NCCL_DEBUG": "INFO", "OF_A_JOB": "a=b, c"}
-    assert (
-        crew.fit(variables, np=2, workers=workers, env=env).results()
-        == [("INFO", "a=b, c", "2")] * 2
-    )
+    given = crew.fit(variables, np=2, workers=workers, env=env)
+    assert given.results() == [("INFO", "a=b, c", "2")] * 2
     assert crew.fit(variables, np=2, workers=workers).results() == [(None, None, "2")] * 2
 
 
@@ -46,13 +44,13 @@ def test_gradients_are_enabled_again_after_a_reset(crew):
 def torchs_settings():
     import torch
 
-    return {
-        "dtype": torch.get_default_dtype(),
-        "made": str(torch.empty(1).device),
-        "precision": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
-    }
+    return (
+        torch.get_default_dtype(),
+        str(torch.empty(1).device),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
 def test_torchs_settings_of_the_kernel_are_those_of_its_ranks(crew):

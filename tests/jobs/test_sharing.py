@@ -1,12 +1,14 @@
 """Several jobs on one cluster: nobody is locked out, nothing is lost, and no two are both stuck."""
 
 import contextlib
+import time
 
 import dask
 import pytest
 
 import nbelastic
 from tests.support.clusters import kinds, until
+from tests.support.training import step_by_step
 
 SHARING = {"settle": "0.2 s", "protect": "0.5 s", "patience": "60 s"}
 
@@ -19,30 +21,19 @@ def _soon():
 
 def train(goal):
     """Commit after each step until the goal is written, and return the steps of rank 0."""
-    import time
-    from pathlib import Path
 
-    from nbelastic.elastic import ObjectState, run
+    def over(state):
+        time.sleep(0.01)
+        state.steps = [*state.steps, state.step]
+        return goal.exists() and state.step >= int(goal.read_text())
 
-    def over(step):
-        return Path(goal).exists() and step >= int(Path(goal).read_text())
-
-    @run
-    def loop(state):
-        while not over(state.step):
-            time.sleep(0.01)
-            state.steps.append(state.step)
-            state.step += 1
-            state.commit()
-        return state.steps
-
-    return loop(ObjectState(step=0, steps=[]))
+    return step_by_step(over, steps=[]).steps
 
 
 @contextlib.contextmanager
 def started(crew, folder, name, **options):
     goal = folder / name
-    job = crew.fit(train, args=(str(goal),), name=name, block=False, **options)
+    job = crew.fit(train, args=(goal,), name=name, block=False, **options)
     try:
         yield job
     finally:

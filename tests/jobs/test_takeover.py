@@ -90,7 +90,9 @@ def test_training_goes_on_and_ends_without_its_kernel_and_another_has_the_result
     assert there(crew) == []
 
 
-def test_a_job_without_its_kernel_survives_a_loss_and_grows_again_with_the_next(crew, tmp_path):
+def test_a_job_without_its_kernel_survives_a_loss_and_obeys_the_latest_that_attaches(
+    crew, tmp_path
+):
     work = Workload(tmp_path, epochs=1000, until_told=True, samples=96)
     with Kernel(crew, work, np=4, min_np=2, backend="gloo") as kernel:
         kernel.kill()
@@ -98,47 +100,26 @@ def test_a_job_without_its_kernel_survives_a_loss_and_grows_again_with_the_next(
         until(lambda: info(crew).size == 3, "the others go on")
         before = info(crew).commits
         until(lambda: info(crew).commits > before + 5, "commits of three")
-        job = nbelastic.attach("night-run", cluster=crew.client)
+        first = nbelastic.attach("night-run", cluster=crew.client)
         assert info(crew).attached
-        assert running(job) == 3
-        until(lambda: job.status.size == 4 or job.done(), "a newcomer", 90)
-        finish(work)
-        check(job.results(), work)
-    assert sizes(job) == [4, 3, 4]
-    assert job.status.backend == "gloo", "the newcomer was told so too"
-
-
-def test_the_second_to_attach_fences_the_first(crew, tmp_path):
-    work = Workload(tmp_path, epochs=1000, until_told=True, samples=96)
-    first = crew.fit(work, np=4, block=False, name="night-run")
-    until(lambda: first.status.state == "running" or first.done(), "it runs")
-    with Client(crew.client.scheduler.address, set_as_default=False) as client:
-        second = nbelastic.attach("night-run", cluster=client)
-        with pytest.raises(Detached, match="taken over by another kernel"):
-            first.result(20)
-        assert first.status.state == "detached"
-        first.stop()  # has nothing to say any more
-        second.scale(min_np=1, max_np=2)
-        until(lambda: running(second) == 2 or second.done(), "it was scaled down")
-        finish(work)
-        check(second.results(), work)
-
-
-def test_a_connection_that_breaks_and_comes_back_costs_nothing(crew, tmp_path):
-    work = Workload(tmp_path, epochs=1000, until_told=True, samples=96)
-    with Client(crew.client.scheduler.address, set_as_default=False) as client:
-        job = nbelastic.fit(work, cluster=client, np=4, block=False)
-        until(lambda: job.status.state == "running" or job.done(), "it runs")
-        for _ in range(3):
+        assert running(first) == 3
+        until(lambda: running(first) == 4 or first.done(), "a newcomer", 90)
+        assert first.status.backend == "gloo", "the newcomer was told so too"
+        with Client(crew.client.scheduler.address, set_as_default=False) as client:
+            job = nbelastic.attach("night-run", cluster=client)
+            with pytest.raises(Detached, match="taken over by another kernel"):
+                first.result(20)
+            assert first.status.state == "detached"
+            first.stop()  # has nothing to say any more
             attached = kinds(job).count("attached")
             client.loop.add_callback(client.scheduler_comm.comm.abort)
-            until(lambda n=attached: kinds(job).count("attached") > n or job.done(), "it is back")
-        assert job.status.state == "running"
-        before = job.status.commits
-        until(lambda: job.status.commits > before + 5 or job.done(), "commits")
-        finish(work)
-        check(job.results(), work)
-    assert sizes(job) == [4]
+            until(lambda: kinds(job).count("attached") > attached or job.done(), "it is back")
+            assert job.status.state == "running"
+            job.scale(min_np=1, max_np=2)
+            until(lambda: running(job) == 2 or job.done(), "it was scaled down")
+            finish(work)
+            check(job.results(), work)
+    assert sizes(job) == [4, 3, 4, 2]
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ from nbelastic.cluster import pack_function
 from nbelastic.cluster.worker.rank import program
 from nbelastic.elastic.ranks import telemetry
 from nbelastic.elastic.ranks.runtime import RankSpec
-from nbelastic.errors import JobStopped
 from nbelastic.messages import Place, RankEvent, RankRaised
-from tests.support.clusters import kinds, until
+from tests.support.clusters import until
 
 
 def fail():
@@ -72,30 +71,3 @@ def test_what_goes_on_after_the_function_ends_or_is_said_to_be_cut_off(crew, tmp
     assert "was cut off after its function had returned" in job.status.headlines[0]
     assert "did not end within 0.1 s (exit_timeout)" in job.status.headlines[0]
     assert job.status.state_in_words == "finished with 1 error"
-
-
-def swallow(place):
-    import signal
-    import time
-    from pathlib import Path
-
-    signal.signal(signal.SIGTERM, lambda *_: print("not yet"))
-    Path(place).touch()
-    while True:
-        try:
-            time.sleep(1)
-        except BaseException:
-            continue
-
-
-def test_cancel_ends_a_rank_that_swallows_everything_and_spares_its_worker(crew, tmp_path):
-    begun = tmp_path / "begun"
-    job = crew.fit(swallow, args=[str(begun)], np=1, block=False)
-    until(begun.exists, "the rank runs")
-    before = crew.workers()
-    job.cancel()
-    with pytest.raises(JobStopped):
-        job.result(60)
-    assert "warning" not in kinds(job)
-    crew.wait_until_whole(4)
-    assert crew.workers() == before

@@ -1,6 +1,5 @@
 """What ranks report and print reaches their owner, and what is displayed never harms a job."""
 
-import contextlib
 import json
 import re
 import threading
@@ -15,42 +14,24 @@ from nbelastic.cli.run import exit_code
 from nbelastic.driver import display, driver_of
 from nbelastic.notebook.display_service import DisplayService
 from tests.support.clusters import kinds, until
-from tests.support.training import Fault, Workload, check
+from tests.support.training import Fault, Workload, check, once, step_by_step
 
 
-def reporting(epochs, marks):
+def reporting(marks):
     import os
     import signal
     import time
 
-    import nbelastic.torch as hvd
+    def over(state):
+        if state.step == 18:
+            return True
+        time.sleep(0.05)
+        nbelastic.report(rank=nbelastic.rank(), size=nbelastic.size(), place=10 * state.step)
+        if state.step == 4 and nbelastic.rank() == 1 and once(marks / "killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
 
-    hvd.init()
-    hvd.device()
-    sampler = hvd.elastic.ElasticSampler(range(48), shuffle=False)
-    state = hvd.elastic.TorchState(sampler=sampler, epoch=0, batch=0)
-    state.set_total(epoch=epochs, batch=3)
-
-    @hvd.elastic.run
-    def loop(state):
-        for state.epoch in range(state.epoch, epochs):
-            while state.batch < 3:
-                time.sleep(0.05)
-                hvd.barrier()
-                place = 10 * state.epoch + state.batch
-                nbelastic.report(rank=hvd.rank(), size=hvd.size(), place=place)
-                print(f"at {state.epoch}.{state.batch}")
-                if (state.epoch, state.batch, hvd.rank()) == (1, 1, 1):
-                    with contextlib.suppress(FileExistsError):
-                        os.close(os.open(marks / "killed", os.O_CREAT | os.O_EXCL))
-                        os.kill(os.getpid(), signal.SIGKILL)
-                state.sampler.record_batch(state.batch, 4)
-                state.batch += 1
-                state.commit()
-            state.batch = 0
-
-    loop(state)
-    return hvd.size()
+    step_by_step(over)
 
 
 def test_a_rank_prints_in_every_way_and_its_child_processes_too(crew):
@@ -88,10 +69,10 @@ def test_a_rank_without_a_console_says_how_to_debug(crew, how):
 
 
 def test_reports_are_means_by_place_each_once_though_a_rank_dies(crew, tmp_path):
-    job = crew.fit(reporting, args=[6, tmp_path], np=4, min_np=2)
+    job = crew.fit(reporting, args=[tmp_path], np=4, min_np=2)
     assert "lost" in kinds(job)
     rows = job.metrics.to_dict("records")
-    assert [row["place"] for row in rows] == [10 * e + b for e in range(6) for b in range(3)]
+    assert [row["place"] for row in rows] == [10 * step for step in range(18)]
     assert [row["step"] for row in rows] == list(range(18))
     size = rows[-1]["size"]  # a newcomer may still join at the last commit
     assert (rows[-1]["ranks"], rows[-1]["rank"]) == (size, (size - 1) / 2)  # nothing is held back
@@ -140,25 +121,18 @@ class Labels(DisplayService):
         return "The cell" if file == __file__ else None
 
 
-def fails_later_on_rank_1(steps):
-    import nbelastic.torch as hvd
-
-    state = hvd.elastic.ObjectState(step=0)
-
-    @hvd.elastic.run
+def fails_later_on_rank_1():
     def train(state):
-        for state.step in range(state.step, steps):
-            hvd.barrier()
-            state.commit()
-            if state.step == 5 and hvd.rank() == 1 and hvd.size() == 2:
-                raise LookupError("a batch that is not there")
+        if state.step == 5 and nbelastic.rank() == 1 and nbelastic.size() == 2:
+            raise LookupError("a batch that is not there")
+        return state.step == 30
 
-    train(state)
+    step_by_step(train)
 
 
 def test_the_loss_of_a_rank_by_an_error_says_in_which_line(crew, monkeypatch, capsys):
     monkeypatch.setattr(display, "_display", Labels())
-    job = crew.fit(fails_later_on_rank_1, args=[30], np=2, min_np=1)
+    job = crew.fit(fails_later_on_rank_1, np=2, min_np=1)
     lost = next(event for event in job.history if event.kind == "lost")
     assert re.search(
         r"LookupError: a batch.*; raised at The cell, line \d+, in train$", lost.detail

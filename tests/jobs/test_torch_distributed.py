@@ -1,6 +1,7 @@
 """torch.distributed in jobs on real workers: variables, FSDP2, checkpoints by a second thread."""
 
 from tests.support.clusters import sizes, until
+from tests.support.training import once
 
 
 def test_variables_of_torchrun_are_there_before_the_function_and_follow_resets(crew):
@@ -78,6 +79,7 @@ def test_fsdp_works_on_a_fixed_world_and_is_refused_in_an_elastic_loop(crew):
 
 def test_async_save_in_a_loop_goes_on_after_a_kill(crew, tmp_path):
     def train(path):
+        import contextlib
         import os
         import signal
         import time
@@ -95,7 +97,6 @@ def test_async_save_in_a_loop_goes_on_after_a_kill(crew, tmp_path):
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
         group = dist.new_group()
         state = hvd.elastic.TorchState(model, optimizer, step=0, written=[])
-        killed = Path(path, "killed")
 
         @hvd.elastic.run
         def loop(state):
@@ -106,24 +107,19 @@ def test_async_save_in_a_loop_goes_on_after_a_kill(crew, tmp_path):
                 optimizer.step()
                 state.step += 1
                 time.sleep(0.01)
-                if future is None or future.done():
-                    if future is not None:
-                        try:
-                            future.result()
-                            state.written = [*state.written, of]
-                        except CollectiveError:
-                            pass
-                    future, of = None, state.step
-                    ready = torch.ones(1)
-                else:
-                    ready = torch.zeros(1)
+                if future is not None and future.done():
+                    with contextlib.suppress(CollectiveError):
+                        future.result()
+                        state.written = [*state.written, of]
+                    future = None
+                ready = torch.tensor(float(future is None))
                 dist.all_reduce(ready)
                 if ready.item() == dist.get_world_size():
                     place = f"{path}/{state.step}-{dist.get_world_size()}"
                     values = {"weight": model.weight.detach().clone()}
+                    of = state.step
                     future = dcp.async_save(values, checkpoint_id=place, process_group=group)
-                    if state.step > 20 and dist.get_rank() == 1 and not killed.exists():
-                        killed.touch()
+                    if state.step > 20 and dist.get_rank() == 1 and once(Path(path, "killed")):
                         os.kill(os.getpid(), signal.SIGKILL)
                 state.commit()
             return state.step, len(state.written)

@@ -93,17 +93,18 @@ def over_a_loader(kind):
     import nbelastic.torch as hvd
 
     model = torch.nn.Linear(2, 1)
-    seen = []
+
+    def hook():
+        model.bias.register_post_accumulate_grad_hook(lambda p: None)
+
     if kind == "early hook":
-        model.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+        hook()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     if kind == "late hook":
-        model.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
-    rows = TensorDataset(torch.ones(16, 2))
-    loader = hvd.elastic.Loader(rows, hvd.elastic.Batch(8, micro=2))
-    held_out = hvd.elastic.Loader(rows, hvd.elastic.Batch(8, micro=2))
+        hook()
+    rows, batch = TensorDataset(torch.ones(16, 2)), hvd.elastic.Batch(8, micro=2)
+    loader, held_out = (hvd.elastic.Loader(rows, batch) for _ in range(2))
     values = {} if kind == "in no state" else {"loader": loader}
-    state = hvd.elastic.TorchState(model, optimizer, epoch=0, **values)
 
     @hvd.elastic.run
     def loop(state):
@@ -114,14 +115,13 @@ def over_a_loader(kind):
                     model(x).mean().backward()
                 optimizer.step()
                 state.commit()
-                loss = float("nan") if kind == "not finite" and state.epoch else 1.0
-                nbelastic.report(loss=loss)
+                nbelastic.report(loss=float("nan" if kind == "not finite" and state.epoch else 1))
             with torch.no_grad():
                 for step in held_out:
                     for (x,) in step:
                         model(x)
 
-    loop(state)
+    loop(hvd.elastic.TorchState(model, optimizer, epoch=0, **values))
 
 
 def over_a_sampler(kind):
@@ -131,10 +131,8 @@ def over_a_sampler(kind):
 
     model = torch.nn.Linear(1, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    sampler = hvd.elastic.ElasticSampler(range(16))
-    held_out = hvd.elastic.ElasticSampler(range(8))
+    sampler, held_out = (hvd.elastic.ElasticSampler(range(count)) for count in (16, 8))
     values = {} if kind == "sampler in no state" else {"sampler": sampler}
-    state = hvd.elastic.TorchState(model, optimizer, epoch=0, **values)
 
     @hvd.elastic.run
     def loop(state):
@@ -151,7 +149,7 @@ def over_a_sampler(kind):
             state.commit()
             list(held_out)
 
-    loop(state)
+    loop(hvd.elastic.TorchState(model, optimizer, epoch=0, **values))
 
 
 OVERSIGHTS = [

@@ -7,30 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.training import Fault, once
 
-@dataclass(frozen=True)
-class Fault:
-    """What one rank does to itself, once, before or after a batch.
-
-    It is killed, raises, or waits until the membership is ``whole``, of three ranks, which it is
-    after this batch; after the batch it may ``stop`` the training, or ``wait`` for a change of the
-    membership; at the ``end`` of the epoch it is killed.
-    """
-
-    rank: int
-    epoch: int
-    batch: int
-    kind: str = "kill"
+SAMPLES, BATCH = 96, 8
 
 
 @dataclass(frozen=True)
 class Training:
-    """A training."""
+    """A training, and what ranks do to themselves, once.
+
+    Before a batch a rank is killed (``kill``), raises, or waits until the membership is ``whole``,
+    of three ranks, which it is after this batch. After the batch it may ``stop`` the training, or
+    ``wait`` for a change of the membership. At the ``end`` of the epoch it is killed.
+    """
 
     marks: Path  # an empty directory that all workers see
     faults: tuple[Fault, ...] = ()
-    samples: int = 96
-    batch: int = 8
     epochs: int = 4
     loader: bool = False  # the data are a Loader with an exact batch
     patience: int = 2
@@ -38,21 +30,8 @@ class Training:
     loads: bool = False  # they are a DataLoader
     steps: int | None = None
 
-    @property
-    def stops(self) -> bool:
-        """Whether the training ends in the middle of an epoch."""
-        return any(fault.kind == "stop" for fault in self.faults)
-
     def __call__(self) -> dict[str, Any]:
         return _train(self)
-
-    def once(self, name: str) -> bool:
-        """Return True for the first rank that asks."""
-        try:
-            os.close(os.open(self.marks / name, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
 
 
 def _train(work: Training) -> dict[str, Any]:
@@ -68,21 +47,20 @@ def _train(work: Training) -> dict[str, Any]:
 
     hvd.init()
     made = np.random.default_rng(1)
-    x = made.normal(size=(work.samples, 6)).astype("float32")
-    target = np.tanh(x.sum(1, keepdims=True)) + made.normal(size=(work.samples, 1)) * 0.3
-    y = np.concatenate([target, np.arange(work.samples)[:, None]], axis=1).astype("float32")
-    samples = work.samples
+    x = made.normal(size=(SAMPLES, 6)).astype("float32")
+    target = np.tanh(x.sum(1, keepdims=True)) + made.normal(size=(SAMPLES, 1)) * 0.3
+    y = np.concatenate([target, np.arange(SAMPLES)[:, None]], axis=1).astype("float32")
 
     class Seen(keras.metrics.Metric):
         """Counts how often each sample went into the model in an epoch."""
 
         def __init__(self, name):
             super().__init__(name=name)
-            self.counts = self.add_variable((samples,), "zeros", name="counts")
+            self.counts = self.add_variable((SAMPLES,), "zeros", name="counts")
 
         def update_state(self, y_true, y_pred, sample_weight=None):
             numbers = keras.ops.cast(y_true[:, 1], "int32")
-            ones = keras.ops.one_hot(numbers, samples, dtype="float32")
+            ones = keras.ops.one_hot(numbers, SAMPLES, dtype="float32")
             self.counts.assign(self.counts + keras.ops.sum(ones, axis=0))
 
         def result(self):
@@ -115,7 +93,7 @@ def _train(work: Training) -> dict[str, Any]:
         def do(self, batch, kinds):
             for number, fault in enumerate(work.faults):
                 here = (fault.rank, fault.epoch, fault.batch) == (hvd.rank(), self.at, batch)
-                if not here or fault.kind not in kinds or not work.once(f"fault-{number}"):
+                if not here or fault.kind not in kinds or not once(work.marks / f"fault-{number}"):
                     continue
                 if fault.kind in ("kill", "end"):
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -159,20 +137,20 @@ def _train(work: Training) -> dict[str, Any]:
     log = keras.callbacks.CSVLogger(str(work.marks / "log.csv"))
     harm = Harm()
     own = harm.own
-    newcomer = not work.once(f"first-{hvd.rank()}")
+    newcomer = not once(work.marks / f"first-{hvd.rank()}")
     state = hvd.elastic.KerasState(model, epoch=0)
-    data, more = x, {"y": y, "batch_size": work.batch}
+    data, more = x, {"y": y, "batch_size": BATCH}
     if work.loader or work.loads:
         import torch
         from torch.utils.data import DataLoader, TensorDataset
 
         rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
     if work.loader:
-        batch = hvd.elastic.Batch(work.batch * 3, micro=work.batch // 2, exact=True)
+        batch = hvd.elastic.Batch(BATCH * 3, micro=BATCH // 2, exact=True)
         data, more = hvd.elastic.Loader(rows, batch, seed=3), {}
     if work.loads:
         sampler = hvd.elastic.ElasticSampler(rows)
-        data, more = DataLoader(rows, work.batch, sampler=sampler), {}
+        data, more = DataLoader(rows, BATCH, sampler=sampler), {}
     history = hvd.elastic.fit(
         state,
         data,

@@ -56,7 +56,7 @@ def train() -> tuple[int, str]:
     assert isinstance(world, Storm)
     actor = user.Actor(world)
     actor.compute(actor.script.setup)
-    training = ExactTraining(world.rows, "speed" if world.uneven else "even")
+    training = ExactTraining(world.rows, balance="speed" if world.uneven else "even")
     training.loader.balancer._pace = Uneven(world, actor.session.spec.start)
     _loop(training.state, training, actor)
     return training.state.steps, training.digest()

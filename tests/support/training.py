@@ -7,19 +7,28 @@ compared by hash, and ``counts[epoch][sample]`` says how often each sample went 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+
+def once(mark: Path) -> bool:
+    """Return True for the first process that asks."""
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
 class Fault:
     """What one rank does to itself, once, after the optimizer's step and before the commit.
 
-    Kinds: ``kill`` (SIGKILL to its worker), ``crash`` (to itself), ``stop`` and ``stop_rank``
-    (SIGSTOP), ``raise`` (a ``ValueError``), ``hang`` (sleeps for ever in Python code), ``hold``
-    (computes for some seconds and keeps the GIL). Ranks that do the same in the same batch do it
-    together.
+    Kinds: ``kill`` (SIGKILL to its worker), ``stop`` and ``stop_rank`` (SIGSTOP), ``raise`` (a
+    ``ValueError``), ``hang`` (sleeps for ever in Python code), ``hold`` (computes for some seconds
+    and keeps the GIL). Ranks that do the same in the same batch do it together.
     """
 
     rank: int
@@ -46,9 +55,6 @@ class Workload:
     # test depends on how fast a newcomer starts. Or until there is a file "enough" among the marks.
     until_newcomers: int = 0
     until_told: bool = False
-    replace_all: bool = (
-        False  # ranks of the first generation are killed one by one, if four are there
-    )
     loader_workers: int = 0
     seed: int = 0  # if not 0, of the weights of all ranks, so that two jobs can be compared
     faults: tuple[Fault, ...] = field(default=())
@@ -56,14 +62,6 @@ class Workload:
     def __call__(self) -> dict[str, Any]:
         """Train, on every rank."""
         return _train(self)
-
-    def once(self, name: str) -> bool:
-        """Return True for the first rank that asks."""
-        try:
-            os.close(os.open(self.marks / name, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return False
-        return True
 
 
 def _train(work: Workload) -> dict[str, Any]:
@@ -126,8 +124,6 @@ def _train(work: Workload) -> dict[str, Any]:
                 state.batch = index
                 (work.marks / "training").touch()
                 _do_harm(work, state, hvd.rank())
-                if work.replace_all and not newcomer and hvd.size() == 4 and state.steps > 20:
-                    _kill_one_per_generation(work)
                 if state.steps % work.commit_every == 0:
                     state.commit()
                 else:
@@ -165,27 +161,21 @@ def _train(work: Workload) -> dict[str, Any]:
     }
 
 
-def _kill_one_per_generation(work: Workload) -> None:
-    import signal
-
-    from nbelastic.elastic.ranks.context import current
-
-    if work.once(f"replaced-in-{current().generation}"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _do_harm(work: Workload, state: Any, rank: int) -> None:
     import contextlib
     import signal
+    import sys
     import time
 
     for fault in work.faults:
         where = (fault.rank, fault.epoch, fault.batch)
-        if where != (rank, state.epoch, state.batch) or not work.once(_mark(fault)):
+        mark = f"fault-{fault.kind}-{fault.rank}"
+        if where != (rank, state.epoch, state.batch) or not once(work.marks / mark):
             continue
-        processes = _gather(work, fault)
-        if fault.kind in ("kill", "crash"):  # of the worker, of the rank itself
-            for process in processes:  # each would survive hearing of another's end in time
+        if fault.kind == "kill":
+            for process in _gather(
+                work, fault
+            ):  # each would survive hearing of another's end in time
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(60)
@@ -200,26 +190,26 @@ def _do_harm(work: Workload, state: Any, rank: int) -> None:
             while True:
                 time.sleep(0.1)
         else:
-            _keep_busy(fault)
-
-
-def _mark(fault: Fault) -> str:
-    return f"fault-{fault.kind}-{fault.rank}-{fault.epoch}-{fault.batch}"
+            interval = sys.getswitchinterval()
+            sys.setswitchinterval(1e6)  # nobody asks for the GIL before that
+            end = time.monotonic() + fault.seconds
+            while time.monotonic() < end:
+                pass
+            sys.setswitchinterval(interval)
 
 
 def _gather(work: Workload, fault: Fault) -> list[int]:
-    """Wait until all are there that this is to happen to at once; return their processes.
+    """Wait until all are there that are killed at once; return their workers' processes.
 
     Its own is the last: else it could be gone while another is still in a collective.
     """
     import time
 
-    own = worker_process() if fault.kind == "kill" else os.getpid()
-    (work.marks / f"{_mark(fault)}-by").write_text(f"{own}\n")
-    processes = []
+    own, processes = worker_process(), []
+    (work.marks / f"killed-{fault.rank}").write_text(f"{own}\n")
     for other in work.faults:
         if (other.epoch, other.batch, other.kind) == (fault.epoch, fault.batch, fault.kind):
-            file = work.marks / f"{_mark(other)}-by"
+            file = work.marks / f"killed-{other.rank}"
             while not (file.exists() and file.read_text().endswith("\n")):
                 time.sleep(0.001)
             processes.append(int(file.read_text()))
@@ -233,16 +223,19 @@ def worker_process() -> int:
     return int(psutil.Process().name().removeprefix("rank of "))
 
 
-def _keep_busy(fault: Fault) -> None:
-    import sys
-    import time
+def step_by_step(over: Callable[[Any], object], **values: Any) -> Any:
+    """Commit after each step until `over` is true of the state; return the state."""
+    import nbelastic.torch as hvd
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e6)  # nobody asks for the GIL before that
-    end = time.monotonic() + fault.seconds
-    while time.monotonic() < end:
-        pass
-    sys.setswitchinterval(interval)
+    @hvd.elastic.run
+    def loop(state: Any) -> Any:
+        while not over(state):
+            hvd.barrier()
+            state.step += 1
+            state.commit()
+        return state
+
+    return loop(hvd.elastic.ObjectState(step=0, **values))
 
 
 def check(results: list[dict[str, Any]], work: Workload) -> None:

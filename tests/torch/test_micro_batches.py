@@ -28,7 +28,7 @@ from nbelastic.torch.gradients.micro_batches import check_places, check_witness,
 from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.state.torch_state import TorchState
 from tests.collectives.worlds import MAKERS
-from tests.support.same_result import digest
+from tests.support.exact_training import digest
 from tests.support.world import StaticContext, run_ranks, world_of
 from tests.torch.training import filled
 

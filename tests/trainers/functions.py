@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import nbelastic.torch as hvd
 from nbelastic.elastic.ranks.context import current
+from tests.support.training import once
 
 ROWS = 48
 EPOCHS = 3
@@ -112,8 +113,7 @@ def half():
 
 def die_once(flag):
     """Kill this rank, unless a rank was killed before."""
-    if not Path(flag).exists():
-        Path(flag).touch()
+    if once(Path(flag)):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -147,31 +147,15 @@ class Trial:
         while dist.get_world_size() == size and not current().change_flag():
             time.sleep(0.01)
 
-    def redone(self, seen):
-        """Return how many batches this rank has begun twice; negative if it has joined later."""
-        return self.begun - len(seen)
-
 
 def with_ddp(how, flag, directory):
-    return train_in_a_loop(how, flag, lambda model: (DistributedDataParallel(model), lambda: None))
-
-
-def with_torch_distributed(how, flag, directory):
     """Keep torch's own sampler, which is in no state, and has no batches recorded."""
-
-    def wrap(model):
-        def average():
-            for each in model.parameters():
-                dist.all_reduce(each.grad)
-                each.grad /= dist.get_world_size()
-
-        return model, average
 
     def load(data):
         sampler = torch.utils.data.distributed.DistributedSampler(data)
-        return DataLoader(data, BATCH, sampler=sampler), sampler.set_epoch, lambda number: None
+        return DataLoader(data, BATCH, sampler=sampler), sampler.set_epoch
 
-    return train_in_a_loop(how, flag, wrap, load)
+    return train_in_a_loop(how, flag, load)
 
 
 def with_fabric(how, flag, directory):
@@ -186,27 +170,18 @@ def with_fabric(how, flag, directory):
         weights = [1.0] * ROWS
         sampler = torch.utils.data.WeightedRandomSampler(weights, ROWS, replacement=False)
         loader = fabric.setup_dataloaders(DataLoader(data, BATCH, sampler=sampler))
-        return loader, lambda epoch: None, lambda number: None
+        return loader, lambda epoch: None
 
-    def wrap(model):
-        return DistributedDataParallel(model), lambda: None
-
-    return train_in_a_loop(how, flag, wrap, load)
+    return train_in_a_loop(how, flag, load)
 
 
-def load_with_elastic_sampler(data):
-    sampler = hvd.elastic.ElasticSampler(data)
-    loader = DataLoader(data, BATCH, sampler=sampler)
-    return loader, sampler.set_epoch, lambda number: sampler.record_batch(number, BATCH), sampler
-
-
-def train_in_a_loop(how, flag, wrap, load=load_with_elastic_sampler):
+def train_in_a_loop(how, flag, load):
     dist.init_process_group("gloo")
-    model, average = wrap(network())
+    model = DistributedDataParallel(network())
     optimizer, scheduler = optimizers_of(model)
-    loader, set_epoch, record, *sampler = load(numbered(ROWS))
+    loader, set_epoch = load(numbered(ROWS))
     state = hvd.elastic.TorchState(
-        model, optimizer, scheduler=scheduler, sampler=sampler, epoch=0, step=0, seen=[], ends=0
+        model, optimizer, scheduler=scheduler, epoch=0, step=0, seen=[], ends=0
     )
     trial = Trial(how, flag)
 
@@ -214,22 +189,20 @@ def train_in_a_loop(how, flag, wrap, load=load_with_elastic_sampler):
     def train(state):
         for state.epoch in range(state.epoch, EPOCHS):
             set_epoch(state.epoch)
-            for number, (rows,) in enumerate(loader):
+            for (rows,) in loader:
                 trial.begin(state.epoch, state.step)
                 optimizer.zero_grad()
                 loss_of(model, rows).backward()
-                average()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 scheduler.step()
                 state.seen = [*state.seen, (state.epoch, everyones(rows))]
                 state.step += 1
-                record(number)
                 state.commit()
             state.step, state.ends = 0, state.ends + 1
         facts = {"epochs": state.epoch + 1, "evaluations": state.ends}
         facts["rate"] = scheduler.get_last_lr()
-        return Outcome(digest_of(model), state.seen, facts, trial.redone(state.seen))
+        return Outcome(digest_of(model), state.seen, facts, trial.begun - len(state.seen))
 
     return train(state)
 
@@ -298,14 +271,14 @@ def with_accelerate(how, flag, directory):
         facts = {"epochs": state.epoch + 1, "evaluations": state.evaluations}
         facts["rate"] = scheduler.get_last_lr()
         callback = (True, 1, 0, len(state.seen))
-        return Outcome(digest_of(model), state.seen, facts, trial.redone(state.seen), callback)
+        return Outcome(digest_of(model), state.seen, facts, trial.begun - len(state.seen), callback)
 
     outcome = train(state)
     accelerator.save_state(f"{directory}/state")
     return outcome
 
 
-def with_transformers(how, flag, directory, lora=False):
+def with_transformers(how, flag, directory):
     from transformers import (
         EarlyStoppingCallback,
         GPT2Config,
@@ -341,7 +314,7 @@ def with_transformers(how, flag, directory, lora=False):
 
     class Watched(Trainer):
         def _get_train_sampler(self, dataset):
-            return super()._get_train_sampler(dataset) if lora else half()
+            return half()
 
         def training_step(self, model, inputs, *arguments, **named):
             epoch = watch.epochs - 1
@@ -357,13 +330,7 @@ def with_transformers(how, flag, directory, lora=False):
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
-    if lora:
-        from peft import LoraConfig, get_peft_model
-
-        wanted = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], lora_dropout=0)
-        model = get_peft_model(model, wanted)
-    size = ROWS if lora else 2 * ROWS
-    data = [{"input_ids": (torch.arange(8) + row) % ROWS} for row in range(size)]
+    data = [{"input_ids": (torch.arange(8) + row) % ROWS} for row in range(2 * ROWS)]
     for each in data:
         each["labels"] = each["input_ids"]
     arguments = TrainingArguments(
@@ -398,7 +365,7 @@ def with_transformers(how, flag, directory, lora=False):
     assert (watch.rank, watch.path) == own
     steps = trainer.state.global_step
     callback = watch.is_main == (dist.get_rank() == 0), watch.begins, steps - watch.counts, steps
-    return Outcome(digest_of(model), watch.seen, facts, trial.redone(watch.seen), callback)
+    return Outcome(digest_of(model), watch.seen, facts, trial.begun - len(watch.seen), callback)
 
 
 def train_and_resume(directory, stop, resume=None, flag=None):
@@ -444,10 +411,6 @@ def train_and_resume(directory, stop, resume=None, flag=None):
     trainer = Watched(model=Model(), args=arguments, train_dataset=data, callbacks=[Stop()])
     trainer.train(resume_from_checkpoint=resume)
     return seen, rates
-
-
-def with_lora(**options):
-    return with_transformers(lora=True, **options)
 
 
 def with_lightning(how, flag, directory):
@@ -526,7 +489,7 @@ def with_lightning(how, flag, directory):
     assert watch.path == str(os.getpid())
     missed = len(watch.seen) - watch.counts
     callback = watch.is_main == trainer.is_global_zero, watch.begins, missed, trainer.global_step
-    return Outcome(digest_of(module), watch.seen, facts, trial.redone(watch.seen), callback)
+    return Outcome(digest_of(module), watch.seen, facts, trial.begun - len(watch.seen), callback)
 
 
 def with_a_state_of_torch(right):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from nbelastic.trainers.callbacks import Callbacks
@@ -35,69 +34,51 @@ class Rank:
 
         self.callbacks.begin(main, call)
 
+    def takes_from(self, other: Rank) -> None:
+        self.callbacks.take(other.callbacks.content(), own=self is other)
 
-@pytest.fixture
-def ranks() -> tuple[Rank, Rank]:
-    zero, one = Rank(0), Rank(1)
-    one.callbacks.take(zero.callbacks.content(), own=False)
+
+def test_each_rank_keeps_its_own_and_has_what_training_has_changed() -> None:
+    zero, one, late, later = map(Rank, range(4))
+    one.takes_from(zero)
     zero.begin(True)
     one.begin(False)
-    return zero, one
-
-
-def test_what_was_not_changed_stays_the_ranks_own_if_it_was_so_at_first(ranks):
-    zero, one = ranks
-    one.watch.seen = [9]
-    one.callbacks.take(zero.callbacks.content(), own=False)
+    one.watch.seen = [9]  # the first commit has it as it was
+    one.takes_from(zero)
     assert one.watch.seen == []
     zero.watch.seen.append(3)
     zero.watch.best = 0.5
     zero.watch.weights["a"][0] = 1.0
-    one.callbacks.take(zero.callbacks.content(), own=False)
+    one.takes_from(zero)
     assert (one.watch.rank, one.watch.path, float(one.watch.device)) == (1, "/tmp/1", 1.0)
     assert (one.watch.seen, one.watch.best, one.watch.weights["a"][0]) == ([3], 0.5, 1.0)
-    assert not one.watch.is_main
-    assert one.calls == [(False, False)]
-
-
-def test_a_rank_that_becomes_the_main_one_begins_again_once(ranks):
-    _, one = ranks
-    one.watch.seen = [3]
     handle = one.watch.handle
-    one.begin(True)
-    one.begin(True)
-    assert one.calls == [(False, False), (True, True)]
-    assert (one.watch.is_main, one.watch.begins, one.watch.seen) == (True, 1, [3])
-    assert one.watch.handle is handle
-
-
-def test_a_rank_that_joins_begins_before_it_is_given_what_has_changed(ranks):
-    zero, _ = ranks
+    for _ in range(2):  # it becomes the main one, once
+        one.begin(True)
+        assert one.calls == [(False, False), (True, True)]
+        assert (one.watch.is_main, one.watch.begins, one.watch.seen) == (True, 1, [3])
+        assert one.watch.handle is handle
     zero.watch.begins = 5
-    late, later = Rank(2), Rank(3)
-    late.callbacks.take(zero.callbacks.content(), own=False)
-    later.callbacks.take(late.callbacks.content(), own=False)  # passed on before it has begun
+    late.takes_from(zero)
+    later.takes_from(late)  # passed on before it has begun
     for each in (late, later):
         each.begin(False)
         assert each.calls == [(False, True)]
-        assert each.watch.begins == 5
+        assert (each.watch.begins, each.watch.seen) == (5, [3])
         assert each.watch.rank > 1
 
 
-def test_a_failure_takes_back_what_was_changed_and_made_since(ranks):
-    zero, _ = ranks
-    zero.watch.seen = [3]
+def test_a_failure_takes_back_what_was_changed_and_made_since_the_commit() -> None:
+    zero, late = Rank(0), Rank(2)
+    unbegun = late.callbacks.content()
+    zero.begin(True)
+    late.begin(True)
+    zero.watch.seen.append(3)
     committed = zero.callbacks.content()
     zero.watch.seen, zero.watch.new = [3, 4], 1
     zero.callbacks.take(committed, own=True)
     assert zero.watch.seen == [3]
     assert not hasattr(zero.watch, "new")
-
-
-def test_a_commit_from_before_the_beginning_keeps_what_that_has_made():
-    late = Rank(2)
-    committed = late.callbacks.content()
-    late.begin(True)
     late.watch.seen = [1]
-    late.callbacks.take(committed, own=True)
+    late.callbacks.take(unbegun, own=True)  # from before the beginning, whose traces stay
     assert (late.watch.is_main, late.watch.begins, late.watch.seen) == (True, 1, [])

@@ -7,7 +7,6 @@ for back ends by their names; it is told "gloo", which a job answers with its ow
 
 import contextlib
 import os
-import sys
 import tempfile
 import traceback
 import unittest
@@ -34,81 +33,54 @@ NOT_RUN = {
 MOST_OK = 95  # fewest tests that run and pass; the others skip themselves, as most need GPUs
 
 
-def prepare(directory: str, rank: int, size: int) -> type:
-    """Import the suite and return its class of tests."""
-    os.environ.update(
-        BACKEND="gloo",
-        TEMP_DIR=directory,
-        WORLD_SIZE=str(size),
-        INIT_METHOD="env://",
-        RANK=str(rank),
-    )
-    import torch
-
-    torch.manual_seed(0)  # models of the module, which ranks compare with what DDP makes of them
-    from torch.testing._internal.distributed import distributed_test as suite
-
-    class Tests(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
-        pass
-
-    os.makedirs(os.path.join(directory, "barrier"), exist_ok=True)
-    os.makedirs(os.path.join(directory, "test_dir"), exist_ok=True)
-    return Tests
-
-
-def run_one(tests: type, name: str, rank: int, number: int) -> str:
-    """Run a test on this rank; return "ok", "skip: …" or "failed: …"."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.distributed_test import Barrier
-
-    # Barriers are numbers in files; each test begins at one that is the same on all ranks.
-    Barrier.barrier_id = 1000 * (number + 1)
-    case = tests(name)
-    case.rank = rank
-    case.file_name = tempfile.mktemp()
-    dist.init_process_group("nbelastic")
-    try:
-        getattr(case, name)()
-        dist.barrier()
-        return "ok"
-    except unittest.SkipTest as skip:
-        return f"skip: {skip}"
-    except SystemExit as end:
-        return f"skip: exit {end.code}"
-    except BaseException:
-        return f"failed: {traceback.format_exc()}"
-    finally:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
-        case.doCleanups()
-
-
 def run_all(directory: str, left_out: list[str]) -> dict[str, str]:
-    """Run all tests on this rank but some, and return their outcomes by name."""
+    """Run all tests on this rank but some; return "ok", "skip: …" or "failed: …" by name."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("nbelastic")
     dist.barrier()
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
     dist.destroy_process_group()
-    tests, outcomes = prepare(directory, rank, size), {}
-    names = sorted({*unittest.TestLoader().getTestCaseNames(tests)} - {*left_out})
-    for number, name in enumerate(names):
-        print(f"rank {rank} {name}", file=sys.stderr, flush=True)
-        outcomes[name] = run_one(tests, name, rank, number)
-    return outcomes
+    os.environ.update(BACKEND="gloo", TEMP_DIR=directory, INIT_METHOD="env://")
+    os.environ.update(RANK=rank, WORLD_SIZE=size)
+    torch.manual_seed(0)  # models of the module, which ranks compare with what DDP makes of them
+    from torch.testing._internal.distributed import distributed_test as suite
+
+    class Tests(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
+        pass
+
+    def run(name: str, number: int) -> str:
+        # Barriers are numbers in files; each test begins at one that is the same on all ranks.
+        suite.Barrier.barrier_id = 1000 * (number + 1)
+        case = Tests(name)
+        case.rank, case.file_name = int(rank), tempfile.mktemp()
+        dist.init_process_group("nbelastic")
+        try:
+            getattr(case, name)()
+            dist.barrier()
+            return "ok"
+        except unittest.SkipTest as skip:
+            return f"skip: {skip}"
+        except SystemExit as end:
+            return f"skip: exit {end.code}"
+        except BaseException:
+            return f"failed: {traceback.format_exc()[-1500:]}"
+        finally:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+            case.doCleanups()
+
+    for folder in ("barrier", "test_dir"):
+        os.makedirs(os.path.join(directory, folder), exist_ok=True)
+    names = sorted({*unittest.TestLoader().getTestCaseNames(Tests)} - {*left_out})
+    return {name: run(name, number) for number, name in enumerate(names)}
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_torchs_own_suite(crew, tmp_path, size):
     outcomes = crew.fit(run_all, args=(str(tmp_path), sorted(NOT_RUN)), np=size).results()
-    failed = [
-        f"{name}: {text[-1500:]}"
-        for each in outcomes
-        for name, text in each.items()
-        if text.startswith("failed")
-    ]
-    assert not failed, "\n".join(failed)
+    failed = [pair for each in outcomes for pair in each.items() if pair[1].startswith("failed")]
+    assert not failed, "\n".join(map(": ".join, failed))
     assert sum(each == "ok" for each in outcomes[0].values()) >= MOST_OK

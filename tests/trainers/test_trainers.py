@@ -22,9 +22,9 @@ pytest.importorskip("lightning")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
 
-TRAINERS = ["torch_distributed", "ddp", "accelerate", "transformers", "lightning"]
+TRAINERS = ["ddp", "accelerate", "transformers", "lightning"]
 
-IN_FLIGHT = {"torch_distributed": 1, "ddp": 1, "fabric": 1}
+IN_FLIGHT = {"ddp": 1, "fabric": 1}
 """Batches of a rank from one commit to the next; the others accumulate the gradients of two."""
 
 
@@ -64,7 +64,7 @@ def check_logs(directory, last):
         assert len(set((directory / "ids").read_text().split())) == 1
 
 
-@pytest.mark.parametrize("trainer", [*TRAINERS, "lora", "fabric"])
+@pytest.mark.parametrize("trainer", [*TRAINERS, "fabric"])
 def test_a_kill_repeats_the_batch_in_flight_and_another_joins(crew, tmp_path, trainer):
     """The main rank is killed; callbacks begin on the next."""
     job = train(crew, trainer, tmp_path, "kill", np=2, min_np=1, max_np=2)
@@ -178,10 +178,14 @@ def pickled(value):
     return cloudpickle.loads(cloudpickle.dumps(value))
 
 
+def arguments():
+    return transformers.TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+
+
 def test_training_arguments_have_the_ranks_of_this_process():
     from nbelastic.transformers.trainer import renew
 
-    made = transformers.TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+    made = arguments()
     made.distributed_state.num_processes = 7  # as if the kernel were one of seven
     sent = pickled(made)
     made.distributed_state.num_processes = 1
@@ -202,9 +206,8 @@ def test_an_accelerator_and_a_trainer_of_another_process_are_refused():
     accelerator.prepare(torch.nn.Linear(1, 1))
     with pytest.raises(OptionError, match="Accelerator of this AccelerateState was made in anoth"):
         AccelerateState(pickled(accelerator))
-    arguments = transformers.TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
     kind = elastic(transformers.Trainer)
-    trainer = kind(model=torch.nn.Linear(1, 1), args=arguments, train_dataset=[{"x": 1}])
+    trainer = kind(model=torch.nn.Linear(1, 1), args=arguments(), train_dataset=[{"x": 1}])
     trainer.accelerator = pickled(trainer.accelerator)
     with pytest.raises(OptionError, match="this Trainer was made in another process"):
         trainer._train_elastically()
@@ -217,12 +220,12 @@ def test_what_accelerate_has_prepared_in_the_kernel_is_refused_before_it_is_sent
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     rows = torch.utils.data.DataLoader([1.0, 2.0])
-    arguments = transformers.TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
-    trainer = transformers.Trainer(model=torch.nn.Linear(1, 1), args=arguments)
+    given = arguments()
+    trainer = transformers.Trainer(model=torch.nn.Linear(1, 1), args=given)
     for made in (accelerator, trainer, *accelerator.prepare(optimizer, scheduler, rows)):
         with pytest.raises(NotPicklable, match=f"a {type(made).__name__} that was made in this pr"):
             pack_function(lambda found: found, ([made],), {})
-    pack_function(lambda found: found, (arguments, accelerator.prepare(torch.nn.Linear(1, 1))), {})
+    pack_function(lambda found: found, (given, accelerator.prepare(torch.nn.Linear(1, 1))), {})
 
 
 # -- Lightning: validations that fail, files, averages, a test as the first call, a step's file ----

@@ -166,7 +166,6 @@ def train_on(directory, steps, from_checkpoint):
 def fail(directory, saves):
     """Train, and raise on one rank; files are written on an exception."""
     import lightning
-    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
     class Fails(lightning.Callback):
         def on_train_batch_end(self, trainer, *args):
@@ -174,9 +173,7 @@ def fail(directory, saves):
                 raise ArithmeticError("the user's own")
 
     module, data, _ = parts(directory, averaging=False)
-    files = {
-        "OnExceptionCheckpoint": lambda: OnExceptionCheckpoint(directory),
-        "ModelCheckpoint": lambda: ModelCheckpoint(directory, save_on_exception=True),
-    }
-    trainer = trainer_of([Fails(), files[saves]()], max_epochs=2)
+    whole = {"save_on_exception": True} if saves == "ModelCheckpoint" else {}
+    files = getattr(lightning.pytorch.callbacks, saves)(directory, **whole)
+    trainer = trainer_of([Fails(), files], max_epochs=2)
     trainer.fit(module, datamodule=data)

@@ -11,7 +11,7 @@ import numpy as np
 
 from nbelastic.elastic.ranks.context import rank
 from nbelastic.errors import OptionError
-from nbelastic.trainers.callbacks import Callbacks, ProgressAdapter
+from nbelastic.trainers.callbacks import Callbacks, TrainingProgress
 
 _WRITERS = (
     keras.callbacks.CSVLogger,
@@ -149,11 +149,10 @@ def _take_back(logger: Any, epoch: int) -> None:
             logger.csv_file.seek(0, os.SEEK_END)
 
 
-class FitProgress:
+class FitProgress(TrainingProgress):
     """Position of a training by ``fit``, and what callbacks and metrics know."""
 
-    nbelastic_adapter = ProgressAdapter
-    _PLACE = ("epoch", "batch", "in_epoch", "ended")
+    callbacks: Callbacks
 
     def __init__(self, rates: Sequence[Any] = (), callbacks: Sequence[Any] = ()) -> None:
         self.epoch = self.batch = 0  # the present epoch, and the batches of it that are done
@@ -161,7 +160,8 @@ class FitProgress:
         self.ended = False
         # Variables of the metrics, summed over all ranks, as far as the epoch is done.
         self.metrics: list[np.ndarray[Any, Any]] = []
-        self.rates = list(rates)  # variables that callbacks change between steps
+        self._variables = rates  # that callbacks change between steps
+        super().__init__((self, ("epoch", "batch", "in_epoch", "ended", "metrics", "rates")))
         self.callbacks = Callbacks(
             lambda: callbacks,
             begins_again=lambda each: not is_keras(each),
@@ -172,36 +172,15 @@ class FitProgress:
 
     def begin(self, callbacks: Sequence[Any]) -> None:
         """Begin a training with these callbacks; those of rank 0 alone keep theirs."""
-        on_all = [each for each in callbacks if not hasattr(each, "goes_on")]
-        self.__init__(self.rates, on_all)  # type: ignore[misc]
+        on_all = [each for each in callbacks if not isinstance(each, OnRankZero)]
+        self.__init__(self._variables, on_all)  # type: ignore[misc]
 
-    def content(self) -> dict[str, Any]:
-        """Return all there is to know."""
-        return {
-            **{name: getattr(self, name) for name in self._PLACE},
-            "metrics": list(self.metrics),
-            "callbacks": self.callbacks.content(),
-            "rates": self.present_rates(),
-        }
+    @property
+    def rates(self) -> list[float]:
+        """The learning rates."""
+        return [float(keras.ops.convert_to_numpy(each)) for each in self._variables]
 
-    def present_rates(self) -> list[float]:
-        """Return the values of the learning rates."""
-        return [float(keras.ops.convert_to_numpy(each)) for each in self.rates]
-
-    def take(self, content: dict[str, Any], *, own: bool) -> None:
-        """Take over a commit of this rank, or of another rank."""
-        for name in self._PLACE:
-            setattr(self, name, content[name])
-        self.metrics = list(content["metrics"])
-        for variable, value in zip(self.rates, content["rates"], strict=False):
+    @rates.setter
+    def rates(self, values: list[float]) -> None:
+        for variable, value in zip(self._variables, values, strict=False):
             variable.assign(value)
-        self.callbacks.take(content["callbacks"], own=own)
-
-
-def report_logs(logs: Any, step: int | None) -> None:
-    """Show logs in the job's panel."""
-    from nbelastic.elastic import report
-
-    numbers = {name: each for name, each in (logs or {}).items() if isinstance(each, (int, float))}
-    if numbers:
-        report(step=step, **numbers)
