@@ -58,8 +58,7 @@ class Launched:
     def __init__(self, launcher: RankLauncher, function: Callable[..., Any], *args: Any) -> None:
         self.came: list[Message | bytes] = []
         setup, take = setup_of(function, *args), self.came.append
-        self.crowded = False
-        self.process: RankProcess = launcher.launch(setup, take, take, lambda: self.crowded)
+        self.process: RankProcess = launcher.launch(setup, take, take, bool)
 
     async def end(self) -> ProcessExit:
         return await asyncio.wait_for(self.process.wait(), PATIENCE_S)

@@ -85,7 +85,7 @@ class RankLauncher:
         setup: RankSetup,
         take: Callable[[Message], None],
         output: Callable[[bytes], None],
-        crowded: Callable[[], bool] = bool,
+        crowded: Callable[[], bool],
     ) -> RankProcess:
         """Start the process of a rank, which gets its `setup` first.
 
