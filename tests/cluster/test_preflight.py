@@ -1,6 +1,7 @@
 """What a job asks for before it begins, and where an error of a rank was raised."""
 
 import asyncio
+import pickle
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from distributed.comm import CommClosedError
 import nbelastic.torch as hvd
 from nbelastic.cluster.kernel import preflight
 from nbelastic.cluster.kernel.preflight import check_versions, pack_function
-from nbelastic.cluster.payload import unpack_call
 from nbelastic.cluster.rank_error import pack_error
 from nbelastic.cluster.wire import versions
 from nbelastic.errors import NotPicklable, VersionMismatch
@@ -103,7 +103,7 @@ def test_functions_that_cannot_be_looked_into_travel_all_the_same():
         return packed, late
 
     packed, _ = outer()
-    assert callable(unpack_call(packed[0])[0])
+    assert callable(pickle.loads(packed[0].call)[0])
 
 
 # -- where an error of a rank was raised ----------------------------------------------------------

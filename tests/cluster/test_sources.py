@@ -15,7 +15,7 @@ import pytest
 from nbelastic.cluster.kernel import sources
 from nbelastic.cluster.kernel.preflight import pack_function
 from nbelastic.cluster.kernel.sources import GitIgnore, collect, why_missing
-from nbelastic.cluster.payload import Modules, install, unpack_call, unpack_modules
+from nbelastic.cluster.payload import Modules, install
 
 
 @pytest.fixture
@@ -113,10 +113,10 @@ def test_a_result_is_of_the_kernels_class_and_a_traceback_shows_the_lines_that_r
 
     write(folder, helpers="class Thing:\n    pass\ndef fail():\n    return missing_then\n")
     payload, travelled = pack_function(helpers.Thing, (), {})
-    arrived = unpack_modules(payload)
+    arrived = pickle.loads(payload.modules)
     assert arrived == travelled
     with installed(folder, arrived):
-        function, args, kwargs = unpack_call(payload)
+        function, args, kwargs = cloudpickle.loads(payload.call)
         assert function is not helpers.Thing
         result = cloudpickle.dumps(function(*args, **kwargs))
         write(folder, helpers="class Thing:\n    pass\ndef fail():\n    return edited_since\n")

@@ -27,7 +27,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from nbelastic import rank_template
 from nbelastic.elastic.ranks.runtime import THREAD_VARIABLES
@@ -166,23 +165,18 @@ class RankLauncher:
 
     def _hear(self) -> None:
         assert self._line is not None
-        data = b""
-        with contextlib.suppress(ConnectionError):
-            data = self._line.recv(rank_template.MESSAGE_BYTES)
-        if not data:
+        found = rank_template.receive(self._line)
+        for message in found:
+            if message["op"] == "bound":
+                self.template = message["pid"]
+                if self._starter is not None:  # it has forked the template, and ends
+                    self._starter.wait()
+                    self._starter = None
+            elif message["op"] == "ready":
+                self._ready, self._tries = True, 0
+                self._ask()
+        if not found:
             self._lose_line()
-        for message in rank_template.messages(data):
-            self._obey(message)
-
-    def _obey(self, message: dict[str, Any]) -> None:
-        if message["op"] == "bound":
-            self.template = message["pid"]
-            if self._starter is not None:  # it has forked the template, and ends
-                self._starter.wait()
-                self._starter = None
-        elif message["op"] == "ready":
-            self._ready, self._tries = True, 0
-            self._ask()
 
     def _close_line(self) -> None:
         if self._line is not None:

@@ -35,7 +35,7 @@ import psutil
 from nbelastic.cluster.process_state import ProcessState, process_id, read_state
 from nbelastic.elastic.ranks.telemetry import NOT_THE_USERS
 from nbelastic.messages import AnyMessage, Message, RankEvent, decode, encode
-from nbelastic.rank_template import KIND, MESSAGE_BYTES, messages, send
+from nbelastic.rank_template import KIND, receive, send
 from nbelastic.system import LINUX
 
 from .rank.channel import HEADER, RankSetup, frame
@@ -282,10 +282,8 @@ class RankProcess:
 
     def _hear(self) -> None:
         assert self.control is not None
-        data = b""
-        with contextlib.suppress(ConnectionError):
-            data = self.control.recv(MESSAGE_BYTES)
-        for message in messages(data):
+        found = receive(self.control)
+        for message in found:
             if message["op"] == "forked":
                 self.pid, self.server = message["pid"], message["server"]
                 self._close_theirs()
@@ -294,7 +292,7 @@ class RankProcess:
             elif message["op"] == "refused":
                 why = message["why"]
                 self.finish(reason=f"the system refused to start its process: {why}")
-        if not data:
+        if not found:
             self.withdraw()
             if self.pid is not None and not self._ending:
                 # Its server was killed, and the kernel ends the rank itself. The template ends what
