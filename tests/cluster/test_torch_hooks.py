@@ -165,10 +165,8 @@ def test_a_place_of_the_callers_own_is_refused(session):
 
 
 LAYER = torch.nn.SyncBatchNorm(4)
-convert = torch.nn.SyncBatchNorm.convert_sync_batchnorm
 MADE = {
     "anew": lambda: torch.nn.SyncBatchNorm(4),
-    "converted": lambda: convert(torch.nn.Sequential(torch.nn.BatchNorm1d(4)))[0],
     "copied": lambda: copy.deepcopy(LAYER),
     "unpickled": lambda: pickle.loads(pickle.dumps(LAYER)),
     "without statistics": lambda: torch.nn.SyncBatchNorm(4, track_running_stats=False),

@@ -18,7 +18,7 @@ import pytest
 from distributed import Client
 
 from nbelastic.errors import NoProgress
-from tests.hosts.network import Link, Network, a_network, environment, why_not
+from tests.hosts.network import ROOT, Link, Network, a_network, why_not
 from tests.support.clusters import Crew, kinds, sizes, tasks_of_workers, until
 from tests.support.training import Workload, check
 
@@ -38,6 +38,7 @@ TIMEOUTS = {
     "distributed.comm.timeouts.connect": "5s",
 }
 SETTINGS = {
+    "PYTHONPATH": str(ROOT),
     **{f"DASK_{name.replace('.', '__').upper()}": value for name, value in TIMEOUTS.items()},
     "DASK_DISTRIBUTED__WORKER__MEMORY__TERMINATE": "False",
     # What takes long happens once on each host, however many workers are lost there.
@@ -94,7 +95,7 @@ class HostsCluster(Crew):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment({**SETTINGS, "TEST_HOST": host}),
+                env={**os.environ, **SETTINGS, "TEST_HOST": host},
             )
 
     def tend(self) -> None:
