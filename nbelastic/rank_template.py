@@ -110,7 +110,7 @@ def address(path: list[str]) -> str:
     }
     own, found = Path(__file__).parent, importlib.util.find_spec("torch")
     files = sorted([*own.rglob("*.py"), *own.rglob("*.so")])
-    if found and found.origin:  # what is installed or removed beside torch changes the folder
+    if found and found.origin:  # what is installed or removed there changes the folder
         files += [Path(found.origin), Path(found.origin).parents[1]]
     installed = [_stamp(each) for each in files]
     parts = [standing(os.getpid()), sys.executable, sys.version, path, variables, installed]

@@ -44,14 +44,17 @@ class JobLog:
     def note_effect(self, effect: m.Effect, size: int, seen: m.Event) -> m.Record | None:
         """Note an effect's ranks, or add its entry to the history with the causing event."""
         if isinstance(effect, m.StartRank):
-            self.ranks[effect.start] = effect.place.rank, effect.slot.worker
+            self._note_rank(effect.start, effect.place.rank, effect.slot.worker)
         elif isinstance(effect, m.Publish):
             for rank, member in enumerate(effect.plan.members):
-                self.ranks[member.start] = rank, member.slot.worker
+                self._note_rank(member.start, rank, member.slot.worker)
         elif isinstance(effect, m.Record):
             seen_by = describe_event(seen, self.ranks)
             return self.note(replace(effect, size=size, seen=seen_by))
         return None
+
+    def _note_rank(self, start: int, rank: int, worker: str) -> None:
+        self.ranks[start] = rank, worker
 
     def note(self, record: m.Record) -> m.Record:
         """Add an entry to the history, with the latest known line of its rank."""

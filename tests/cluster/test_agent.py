@@ -7,7 +7,7 @@ import contextlib
 import os
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -115,9 +115,9 @@ class Process:
 
 def hosted(process: Any, beat: Beat | None, send: Any = print) -> hosted_rank.HostedRank:
     """Return a rank of a process that has sent a heartbeat, if one is given."""
-    launcher = Mock(**{"launch.return_value": process})
     setup: Any = SimpleNamespace(spec=SPEC)
-    rank = hosted_rank.HostedRank(setup, launcher, Mock(), send)
+    with patch.object(hosted_rank, "RankProcess", return_value=process):
+        rank = hosted_rank.HostedRank(setup, Mock(), Mock(), send)
     if beat:
         rank._take(Heartbeats((("job", beat),)))
     return rank

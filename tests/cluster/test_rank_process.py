@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from nbelastic.cluster.worker import rank_launcher
-from nbelastic.messages import RankEvent, RankRaised, RankReturned, RankTelemetry
+from nbelastic.messages import RankEvent, RankRaised, RankTelemetry
 from tests.support.rank_processes import Host, is_there, until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import the tests
@@ -59,42 +59,26 @@ def open_files(pid: int | str = "self") -> set[str]:
 # -- starts and ends -------------------------------------------------------------------------------
 
 
-def test_a_rank_runs_its_function_in_the_main_thread_of_a_process_of_its_own(host: Host) -> None:
-    def function(x: int) -> tuple[int, bool, int, int, float]:
-        import random
-
-        main = threading.current_thread() is threading.main_thread()
-        return x + 1, main, os.getpid(), os.getppid(), random.random()
-
-    ranks = [host.launch(function, 41) for _ in range(2)]
-    exits = [host.do(rank.end()) for rank in ranks]
-    for rank, exit_ in zip(ranks, exits, strict=True):
-        assert rank.result[:-1] == (42, True, rank.process.pid, rank.process.server)
-        assert exit_.status == 0 and rank.process.ended
-        assert isinstance(rank.last.event, RankReturned)
-    assert ranks[0].process.pid != ranks[1].process.pid
-    assert ranks[0].result[-1] != ranks[1].result[-1]
-
-
 def test_nothing_of_the_worker_is_in_it(host: Host) -> None:
     """It has its standard streams, its channel and its crash file; what it starts, the first."""
 
-    def function() -> tuple[set[str], list[str], int]:
+    def function() -> tuple[set[str], list[str], int, bool]:
         words = ["sh", "-c", "ls -l /proc/$$/fd"]
         child = subprocess.run(
             words, close_fds=False, stdout=subprocess.PIPE, text=True, check=True
         )
         theirs = [line.split()[-3] for line in child.stdout.splitlines() if "->" in line]
-        return open_files(), theirs, threading.active_count()
+        main = threading.current_thread() is threading.main_thread()
+        return open_files(), theirs, threading.active_count(), main
 
     with open(os.devnull) as mine:
         os.set_inheritable(mine.fileno(), True)
         rank, _ = host.run(function)
-    files, theirs, threads = rank.result
+    files, theirs, threads, in_main_thread = rank.result
     kinds = sorted(each.split()[1].partition(":")[0] for each in files)
     assert [kind for kind in kinds if kind in ("socket", "pipe")] == ["pipe", "pipe", "socket"]
     assert theirs == ["0", "1", "2"]
-    assert threads == 3  # with those of the channel
+    assert threads == 3 and in_main_thread  # with those of the channel
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,8 @@ from collections.abc import Callable
 
 from nbelastic import rank_template
 from nbelastic.elastic.ranks.runtime import THREAD_VARIABLES
-from nbelastic.messages import Message
 from nbelastic.system import LINUX
 
-from .rank.channel import RankSetup
 from .rank.children import GROUP_LIMIT_S, signal_group
 from .rank_process import RankProcess
 
@@ -79,19 +77,8 @@ class RankLauncher:
             IMPORT_S, self._leave_if, lambda: self._line is line and not self._ready
         )
 
-    def launch(
-        self,
-        setup: RankSetup,
-        take: Callable[[Message], None],
-        output: Callable[[bytes], None],
-        crowded: Callable[[], bool],
-    ) -> RankProcess:
-        """Start the process of a rank, which gets its `setup` first.
-
-        `output` gets what it prints, which waits while `crowded()`, and `take` each message, an
-        event after all that was printed before.
-        """
-        rank = RankProcess(setup, take, output, crowded)
+    def launch(self, rank: RankProcess) -> None:
+        """Start the process of a rank."""
         self._ranks.add(rank)
         rank.gone.add_done_callback(lambda _: self._ranks.discard(rank))
         try:
@@ -99,7 +86,6 @@ class RankLauncher:
         except OSError as error:
             rank.finish(reason=f"the system refused to start its process: {error}")
         self._ask()
-        return rank
 
     async def close(self) -> None:
         """End the remaining ranks and their processes; leave the template."""

@@ -1,17 +1,9 @@
 """The process of a worker's rank, from the request to its end.
 
-============  ====================================================================================
-a process is  then
-============  ====================================================================================
-requested     its descriptors wait, until the host's template is ready and its server has them
-running       forked. It ends by returning, by a signal (its own, the worker's, the system's), or
-              with its server or its worker
-ended         reaped by its server, or lost with that. Its exit is known, its output complete
-============  ====================================================================================
-
-Each has a rank server (:mod:`.rank.server`), its parent, to which the control socket leads: by it
-the worker sends signals, and learns of the end. The server ends what the rank has started, and then
-itself, which closes the socket.
+Requested, its descriptors wait until the host's template is ready and its server has them. Running,
+it has a rank server (:mod:`.rank.server`), its parent, to which the control socket leads: by it the
+worker sends signals, and learns of the end. The server ends what the rank has started, and then
+itself, which closes the socket. Ended, its exit is known and its output complete.
 """
 
 from __future__ import annotations
@@ -160,7 +152,11 @@ class OutputPipe:
 
 
 class RankProcess:
-    """Process of one rank; made by :meth:`~.rank_launcher.RankLauncher.launch`."""
+    """Process of one rank, launched by :class:`~.rank_launcher.RankLauncher`; `setup` comes first.
+
+    `output` gets what it prints, which waits while `crowded()`, and `take` each message, an event
+    after all that was printed before.
+    """
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 Orders come in the thread that reads. Faults that belong to a step are injected by the rank's
 thread, after each batch (:meth:`FaultInjector.step`). Faults of the process or of its worker are
-the worker's to inject (:mod:`nbelastic.cluster.worker.worker_faults`); the rank says when one is
+the worker's to inject (:mod:`nbelastic.cluster.worker.hosted_rank`); the rank says when one is
 due. The kernel is told of each first, so that it knows even of a process that ends a moment later.
 """
 
