@@ -87,7 +87,6 @@ OUT_OF_MEMORY = "was ended by its nanny, because it exceeded 95% of its memory l
 @pytest.mark.parametrize(
     ("lines", "cause"),
     [
-        ([TERMINATED.format(7)], "was killed by signal 15 (SIGTERM)"),
         ([EXITED.format(7)], "exited with status 3"),
         ([TERMINATED.format(7), MEMORY.format(7)], OUT_OF_MEMORY),
         ([MEMORY.format(7), EXITED.format(7)], OUT_OF_MEMORY),

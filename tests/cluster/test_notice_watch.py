@@ -9,8 +9,6 @@ from email.utils import formatdate
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nbelastic.cluster.worker import notice_watcher
 from nbelastic.cluster.worker.notice_watcher import (
@@ -242,22 +240,20 @@ OK = b"HTTP/1.1 200 OK\r\n"
 ODD_TEXTS = [
     b"",
     b"HTTP/1.1 2000 OK\r\n\r\n",
-    OK + b"Content-Length: 7\r\n\r\nhalf",
     b"SSH-2.0-OpenSSH_9.6\r\n",
     OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n",
 ]
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.one_of(st.sampled_from(ODD_TEXTS), st.binary(max_size=60).map(lambda b: OK + b)))
-def test_any_bytes_are_an_answer_or_none(text):
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_any_bytes_are_no_answer_and_what_redirects_is_not_followed(text):
     with answering(lambda connection: connection.sendall(text)) as url:
-        try:
-            answer = ask_service(url, "GET", "/", {})
-        except OSError:
-            return
-        assert answer.status in (200, 302)
+        if b"Found" in text:
+            assert ask_service(url, "GET", "/", {}).status == 302
+        else:
+            with pytest.raises(OSError):  # noqa: PT011 - of any kind
+                ask_service(url, "GET", "/", {})
 
 
 def test_a_huge_answer_is_cut_and_a_silent_service_given_up(monkeypatch):

@@ -4,18 +4,14 @@ import asyncio
 import pickle
 
 import pytest
-import torch
 from distributed import Future
 from distributed.comm import CommClosedError
 
-import nbelastic.torch as hvd
 from nbelastic.cluster.kernel import preflight
 from nbelastic.cluster.kernel.preflight import check_versions, pack_function
-from nbelastic.cluster.rank_error import pack_error
 from nbelastic.cluster.wire import versions
 from nbelastic.errors import NotPicklable, VersionMismatch
 from nbelastic.messages import CodeLine, PackedError
-from tests.support.world import run_ranks
 
 HERE = versions()
 
@@ -130,16 +126,3 @@ def test_the_place_of_an_error_is_the_users_line(theirs):
     assert place(theirs, "<ipython-input-3>", theirs) == "<ipython-input-3>", "a cell is the user's"
     assert place(theirs) == theirs, "there is no other"
     assert place() is None
-
-
-def test_a_mismatch_in_a_function_of_autograds_is_raised_at_the_users_call():
-    def rank_main(context):
-        tensor = torch.ones(context.rank + 1, requires_grad=True)
-        try:
-            hvd.allreduce(tensor)
-        except RuntimeError as error:
-            packed = pack_error(error)
-        assert packed.frames[-1].file != __file__  # torch's, which calls nbelastic again
-        return packed.place.file, packed.place.text
-
-    assert run_ranks(2, rank_main) == [(__file__, "hvd.allreduce(tensor)")] * 2
