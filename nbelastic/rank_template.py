@@ -70,8 +70,7 @@ others from its own worker, after the fork."""
 
 _SCRATCH = "dask-scratch-space"
 _STANDING = ("Uid:", "Gid:", "Groups:", "Cap", "NoNewPrivs:", "Seccomp")
-LIMITS = [each for name in dir(resource) if name.startswith("RLIMIT_")
-          for each in [getattr(resource, name)]]  # fmt: skip
+LIMITS = [each for name, each in vars(resource).items() if name.startswith("RLIMIT_")]
 
 
 # -- for workers -----------------------------------------------------------------------------------
@@ -109,12 +108,11 @@ def address(path: list[str]) -> str:
         for name, value in os.environ.items()
         if name.startswith(AT_IMPORT) and name != "PYTHONPATH" and not name.endswith("_NUM_THREADS")
     }
-    found = importlib.util.find_spec("torch")
-    installed = [_stamp(Path(found.origin)) if found and found.origin else ""]
+    own, found = Path(__file__).parent, importlib.util.find_spec("torch")
+    files = sorted([*own.rglob("*.py"), *own.rglob("*.so")])
     if found and found.origin:  # what is installed or removed there changes the folder
-        installed.append(_stamp(Path(found.origin).parents[1]))
-    own = Path(__file__).parent
-    installed += [_stamp(each) for each in sorted(own.rglob("*.py")) + sorted(own.rglob("*.so"))]
+        files += [Path(found.origin), Path(found.origin).parents[1]]
+    installed = [_stamp(each) for each in files]
     parts = [standing(os.getpid()), sys.executable, sys.version, path, variables, installed]
     return "nbelastic-" + hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -263,9 +261,11 @@ def send(line: socket.socket, **message: Any) -> None:
         line.send(json.dumps(message).encode() + b"\n", getattr(socket, "MSG_DONTWAIT", 0))
 
 
-def messages(data: bytes) -> list[dict[str, Any]]:
-    """Return the messages of a read: a stream (:data:`KIND`) may join several."""
-    return [json.loads(each) for each in data.splitlines()]
+def receive(line: socket.socket) -> list[dict[str, Any]]:
+    """Return what has come: a stream may join messages, and has none where the sender has gone."""
+    with contextlib.suppress(ConnectionError):
+        return [json.loads(each) for each in line.recv(MESSAGE_BYTES).splitlines()]
+    return []
 
 
 def main(descriptor: str, method: str, name: str = "") -> None:

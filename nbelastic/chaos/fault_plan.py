@@ -38,14 +38,6 @@ LASTING = MUTE | {"crash", "crash_server", "stop", "fail", "memory", "hang"}
 
 _numbers = itertools.count(1)
 
-Draws = Iterator[tuple[float, float, Fault]]
-
-
-def _drawn(draws: Draws, now: float) -> tuple[float, float, Fault]:
-    """Draw the next random fault, with the time at which it is due."""
-    wait, where, fault = next(draws)
-    return now + wait, where, fault
-
 
 @dataclass
 class ScheduledFault:
@@ -134,10 +126,8 @@ class FaultPlan:
         self._scheduled = {
             next(_numbers): ScheduledFault(f) for f in faults if isinstance(f, Fault)
         }
-        self._draws: dict[Draws, tuple[float, float, Fault]] = {
-            draws: _drawn(draws, self._began)
-            for draws in [plan.draws() for plan in faults if isinstance(plan, RandomPlan)]
-        }
+        self._random = [self._schedule_all(p) for p in faults if isinstance(p, RandomPlan)]
+        self._members: list[RankView] = []  # at the last look
         self._known: set[int] = set()
         self._unwell: dict[int, float] = {}
         self._redone: dict[int, tuple[int, int]] = {}
@@ -225,13 +215,12 @@ class FaultPlan:
 
     def _look(self) -> None:
         view, now = self._driver.view(), time.time()
-        members = [rank for rank in view.ranks if rank.rank is not None]
+        self._members = [rank for rank in view.ranks if rank.rank is not None]
         running = view.state == "running"
         with self._lock:
             self._commit_rate.note(now, view.commits)
-            for draws, (due, where, fault) in self._draws.items() if running else ():
-                if now >= due and self._schedule(where, fault, members, now):
-                    self._draws[draws] = _drawn(draws, now)
+            for plan in self._random if running else ():
+                next(plan)
             starts = {rank.start for rank in view.ranks}
             orders: dict[int, list[FaultOrder]] = {start: [] for start in starts - self._known}
             self._known |= starts
@@ -240,7 +229,7 @@ class FaultPlan:
                 if not each.fault.by_the_rank:
                     waits = each.open and each.sent is None and running
                     if waits and now - self._began >= (each.fault.after or 0.0):
-                        chosen = self._send(each, members, now)
+                        chosen = self._send(each, now)
                 elif each.open:  # armed on every start, also on later ones
                     fixed = starts if each.start is None else starts & {each.start}
                     chosen = fixed - each.sent_to
@@ -254,12 +243,22 @@ class FaultPlan:
             for start, faults in orders.items():
                 self._driver.job_client.inject([start], faults)
 
-    def _schedule(self, where: float, fault: Fault, members: list[RankView], now: float) -> bool:
-        """Schedule a fault of a random plan; return False if too few ranks are well."""
+    def _schedule_all(self, plan: RandomPlan) -> Iterator[None]:
+        """Schedule faults of a random plan, each when it is due; one at most until a ``yield``."""
+        for wait, where, fault in plan.draws():
+            due = time.time() + wait
+            while time.time() < due or not self._schedule(where, fault):
+                yield
+            yield
+
+    def _schedule(self, where: float, fault: Fault) -> bool:
+        """Schedule a random fault; return False if too few ranks are well."""
         well = [
             rank
-            for rank in members
-            if rank.state == "running" and rank.commits and self._unwell.get(rank.start, 0) < now
+            for rank in self._members
+            if rank.state == "running"
+            and rank.commits
+            and self._unwell.get(rank.start, 0) < time.time()
         ]
         if len(well) < LEAST_WELL:
             return False
@@ -270,7 +269,7 @@ class FaultPlan:
         self._scheduled[next(_numbers)] = ScheduledFault(fault, start=target.start)
         return True
 
-    def _send(self, scheduled: ScheduledFault, members: list[RankView], now: float) -> set[int]:
+    def _send(self, scheduled: ScheduledFault, now: float) -> set[int]:
         """Send a fault whose time has come; return the start of the rank to order it from."""
         fault = scheduled.fault
         if fault.kind == "pause":
@@ -278,9 +277,9 @@ class FaultPlan:
             scheduled.sent = scheduled.done = now
             self._commit_rate.mark()
             return set()
-        target = next((rank for rank in members if rank.rank == fault.rank), None)
+        target = next((rank for rank in self._members if rank.rank == fault.rank), None)
         if target is None:
-            scheduled.problem = f"there are {len(members)} ranks"
+            scheduled.problem = f"there are {len(self._members)} ranks"
             return set()
         scheduled.sent, scheduled.start, scheduled.worker = now, target.start, target.worker
         self._commit_rate.mark()

@@ -11,16 +11,11 @@ import importlib.machinery
 import importlib.util
 import linecache
 import os
-import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, ModuleType
 from typing import Any
-
-import cloudpickle
-
-from nbelastic.messages import JobPayload
 
 
 @dataclass(frozen=True)
@@ -51,12 +46,6 @@ class Modules:
         lines = [f"modules that travel: {', '.join(what) or 'none'}\n"]
         lines += [f"left out: {name}, {why}\n" for name, why in sorted(self.left_out.items())]
         return "".join(lines)
-
-
-def unpack_modules(payload: JobPayload) -> Modules:
-    """Return the modules of a payload."""
-    modules: Modules = pickle.loads(payload.modules)
-    return modules
 
 
 class _SourceImporter(  # type: ignore[misc]  # typeshed: a static method in one base
@@ -99,12 +88,6 @@ def install(modules: Modules) -> None:
     if modules.sources:
         sys.meta_path.insert(0, _SourceImporter(modules.sources))
         importlib.invalidate_caches()
-
-
-def unpack_call(payload: JobPayload) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return the function and its arguments; its modules must be importable."""
-    function, args, kwargs = cloudpickle.loads(payload.call)
-    return function, args, kwargs
 
 
 def torch_settings() -> dict[str, str]:

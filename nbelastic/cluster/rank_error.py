@@ -19,8 +19,6 @@ from nbelastic.errors import summary_of
 from nbelastic.messages import MOST_BYTES, CodeLine, PackedError
 from nbelastic.pickling import dumps
 
-__all__ = ["Failure", "pack_error", "summary_of", "unpack_error"]
-
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MOST_FRAMES = 20  # frames that are shown of the outermost, and as many of the innermost

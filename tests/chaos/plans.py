@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from nbelastic import Job, chaos
+from nbelastic import chaos
 from tests.support.clusters import Crew, until
 from tests.support.training import Workload, check
 
@@ -37,7 +37,8 @@ def random_plan(crew: Crew, marks: Path, seed: int, *, epochs: int, every: float
     """
     commit_every = (1, 1, 3, 7)[seed % 4]
     work = Workload(marks, epochs=epochs, seconds=0.03, commit_every=commit_every, rate=0.01)
-    await_workers(crew)
+    refill(crew)  # one may have left after its job had ended
+    crew.wait_until_whole(WORKERS)
     before = footprint(crew)
     job = crew.fit(
         work,
@@ -50,8 +51,11 @@ def random_plan(crew: Crew, marks: Path, seed: int, *, epochs: int, every: float
         block=False,
     )
     plan = chaos.inject(job, chaos.random(seed, every=every, kinds=KINDS))
+    deadline = time.monotonic() + PATIENCE + 4 * epochs * 5 * work.seconds
     try:
-        _await_end(crew, job, patience=PATIENCE + 4 * epochs * 5 * work.seconds)
+        while not job.wait(0.3):
+            refill(crew)
+            assert time.monotonic() < deadline, f"it hangs: {job.status}"
         if LATE not in str(job.exception()):
             check(job.results(), work)
         _await_nothing_left(crew, before)
@@ -62,15 +66,6 @@ def random_plan(crew: Crew, marks: Path, seed: int, *, epochs: int, every: float
         report = plan.report()
         print(f"seed {seed}:\n{report}", flush=True)
     assert len(report.injections) > len(report.skipped), "there was no plan"
-
-
-def _await_end(crew: Crew, job: Job, patience: float) -> None:
-    """Wait for the end of a job, while somebody brings new workers for those that left."""
-    deadline = time.monotonic() + patience
-    while not job.wait(0.3):
-        refill(crew)
-        if time.monotonic() > deadline:
-            raise AssertionError(f"it hangs: {job.status}")
 
 
 def refill(crew: Crew) -> None:
@@ -85,18 +80,6 @@ def refill(crew: Crew) -> None:
             await cluster._correct_state()
 
     crew.cluster.sync(correct)
-
-
-def await_workers(crew: Crew) -> None:
-    """Wait until all workers are there and idle; one may have left after its job had ended."""
-
-    def whole() -> bool:
-        refill(crew)
-        workers = crew.client.scheduler_info(n_workers=-1)["workers"].values()
-        return len(workers) == WORKERS
-
-    until(whole, f"{WORKERS} workers")
-    crew.wait_until_whole(WORKERS)
 
 
 # -- what may be left behind ----------------------------------------------------------------------

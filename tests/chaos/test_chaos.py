@@ -27,14 +27,6 @@ def under(crew, work, *faults, **options):
     return job, plan.report()
 
 
-def each_had(batches, work):
-    """Return how many samples three ranks may have had since a commit when a fourth had so many.
-
-    Who was slow was still in the last one's reduction when the fourth had left it, and was lost.
-    """
-    return [(3 * batches - late) * work.batch_size for late in range(3)]
-
-
 def test_a_kill_happens_at_its_step_and_what_was_not_committed_is_redone(crew, tmp_path):
     work = Workload(tmp_path, epochs=12, seconds=0.05, commit_every=10)
     job, report = under(crew, work, chaos.kill(rank=2, step=27))
@@ -45,7 +37,8 @@ def test_a_kill_happens_at_its_step_and_what_was_not_committed_is_redone(crew, t
     assert (injection.kind, injection.rank, injection.problem) == ("kill", 2, "")
     assert injection.recovery is not None and injection.recovery > 0
     assert report.steps_redone == 7
-    assert report.samples_redone in each_had(7, work)
+    # Who was slow was still in the last reduction when the fourth had left it.
+    assert report.samples_redone in [(3 * 7 - late) * work.batch_size for late in range(3)]
 
 
 def test_a_fault_waits_for_its_generation_and_memory_that_fails_costs_its_rank(crew, tmp_path):
@@ -60,10 +53,9 @@ def test_a_worker_closes_in_the_middle_of_forming(crew, tmp_path):
     work = Workload(tmp_path, epochs=16, seconds=0.05)
     faults = (chaos.close(rank=1, forming=True), chaos.restart(rank=3, after=1.0))
     job, report = under(crew, work, *faults)
-    assert sorted(injection.kind for injection in report.injections) == ["close", "restart"]
     assert not report.skipped
-    lost = [e.worker for e in job.history if e.kind in ("lost", "left")]
-    assert {injection.worker for injection in report.injections} <= set(lost)
+    lost = {e.worker for e in job.history if e.kind in ("lost", "left")}
+    assert {injection.worker for injection in report.injections} <= lost
 
 
 def test_what_harms_nobody_for_long_costs_no_rank(crew, tmp_path):

@@ -7,15 +7,14 @@ import contextlib
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
-from distributed.core import Status
 
 from nbelastic.cluster.process_state import ProcessState
 from nbelastic.cluster.worker import agent as agents
 from nbelastic.cluster.worker import hosted_rank
 from nbelastic.cluster.worker.agent import Agent
-from nbelastic.cluster.worker.notice_watcher import NoticeWatcher
 from nbelastic.cluster.worker.rank_process import (
     OUTPUT_INTERVAL_S,
     PATIENCE_S,
@@ -42,21 +41,6 @@ from tests.support.virtual_time import run  # noqa: F401 - conftest runs the tes
 SPEC = RankSpec(job="job", start=3, place=Place(0, 1, 0, 1, 0, 1), heartbeat_timeout_s=2)
 
 
-@pytest.mark.parametrize("status", [Status.closing, Status.running])
-def test_a_worker_that_closes_ends_its_ranks(status):
-    heeded, undone, closed = [], [], []
-    agent = Agent()
-    agent._ranks = {}
-    agent._beats = SimpleNamespace(stop=lambda: None)
-    agent._notices = NoticeWatcher(SimpleNamespace(), lambda report: None)
-    agent._undo_interrupts = lambda: heeded.append(True)
-    agent._undo_termination = lambda: undone.append(True)
-    agent._launcher = SimpleNamespace(close=lambda: asyncio.sleep(0, closed.append(True)))
-    asyncio.run(agent.teardown(SimpleNamespace(status=status)))
-    assert undone == closed == [True]
-    assert bool(heeded) == (status is Status.running)  # it goes on without the agent
-
-
 class Hosted:
     """A rank that ends at once, and keeps what it was ordered."""
 
@@ -79,47 +63,34 @@ def agent(monkeypatch):
     made.clear()
     agent = Agent()
     agent._ranks, agent._early, agent._payloads = {}, {}, {"job": b""}
-    agent._beats = SimpleNamespace(start=lambda: None, stop=lambda: None)
-    agent._worker = SimpleNamespace(loop=SimpleNamespace(add_callback=print))
-    agent._send = lambda *_: None
-    agent._send_beats = lambda: None
+    agent._beats = agent._send = agent._send_beats = agent._worker = agent._launcher = Mock()
     agent._setup_of = lambda spec, payload: SimpleNamespace(spec=spec, scratch="/nowhere")
-    agent.bind, agent._launcher = (lambda address: ""), None
+    agent.bind = lambda address: ""
     return agent
 
 
-def test_a_rank_gets_the_orders_that_came_before_it(agent):
+async def test_a_rank_obeys_orders_from_before_it_of_its_own_job(agent):
+    end = RankOrder("job", 3, EndRank(3, "leave", Text("it is over")))
+    agent._obey(end)
+    await agent.run(SPEC, "")
+    assert made == {}
+    agent._obey(end)  # late: its process has ended
+    agent._take(ForgetOrder("job"))
+    assert agent._early == {}
+    agent._payloads["job"] = b""  # of the next job of this name
     early = [InjectFaults((), (7,)), InjectFaults((), (8,))]
     for effect in early:
         for start in (3, 4):
             agent._obey(RankOrder("job", start, effect))
-    asyncio.run(agent.run(SPEC, ""))
+    await agent.run(SPEC, "")
     assert made == {("job", 3): early}
-    agent._take(ForgetOrder("job"))
-    assert agent._early == {}
-
-
-def test_an_order_to_end_holds_for_the_job_that_gave_it(agent):
-    end = RankOrder("job", 3, EndRank(3, "leave", Text("it is over")))
-    agent._obey(end)
-    asyncio.run(agent.run(SPEC, ""))
-    assert made == {}
-    agent._obey(end)  # late: its process has ended
-    agent._take(ForgetOrder("job"))
-    agent._payloads["job"] = b""  # of the next job of this name
-    asyncio.run(agent.run(SPEC, ""))
-    assert list(made) == [("job", 3)]
 
 
 def test_the_largest_rank_ends_where_a_worker_has_more_memory_than_it_may(agent, monkeypatch):
     monkeypatch.setattr(agents, "memory_limit", lambda worker: 1e6)
-    killed = []
-    for size in (1, 2):
-        process = SimpleNamespace(memory=lambda size=size: size)
-        rank = SimpleNamespace(process=process, kill=lambda why, size=size: killed.append(size))
-        agent._ranks["job", size] = rank
+    ranks = agent._ranks = {size: Mock(**{"process.memory.return_value": size}) for size in (1, 2)}
     agent._check_memory()
-    assert killed == [2]
+    assert [rank.kill.called for rank in ranks.values()] == [False, True]
 
 
 # -- a rank whose process a test makes up ----------------------------------------------------------
@@ -145,8 +116,8 @@ class Process:
 def hosted(process: Any, beat: Beat | None, send: Any = print) -> hosted_rank.HostedRank:
     """Return a rank of a process that has sent a heartbeat, if one is given."""
     setup: Any = SimpleNamespace(spec=SPEC)
-    launcher: Any = SimpleNamespace(launch=lambda *_: process)
-    rank = hosted_rank.HostedRank(setup, launcher, SimpleNamespace(), send)  # type: ignore[arg-type]
+    with patch.object(hosted_rank, "RankProcess", return_value=process):
+        rank = hosted_rank.HostedRank(setup, Mock(), Mock(), send)
     if beat:
         rank._take(Heartbeats((("job", beat),)))
     return rank
@@ -165,12 +136,7 @@ async def test_a_death_is_reported_with_the_commit_of_the_last_heartbeat() -> No
 
 @pytest.mark.parametrize(
     ("state", "heard", "words"),
-    [
-        ("stopped", True, "was stopped"),
-        ("stopped", False, "was stopped"),
-        ("alive", True, "does nothing"),
-        ("alive", False, ""),
-    ],
+    [("stopped", False, "was stopped"), ("alive", True, "does nothing"), ("alive", False, "")],
 )
 async def test_a_process_that_is_stopped_is_ended_also_before_its_first_heartbeat(
     state: str, heard: bool, words: str
@@ -224,9 +190,6 @@ async def test_many_lines_are_one_message_and_a_crowded_connection_delays_it_for
             os.write(prints, b"%d\n" % number)
         assert await passed(OUTPUT_INTERVAL_S / 2) == []
         assert [len(each) for each in await passed(OUTPUT_INTERVAL_S)] == [290]
-    os.write(prints, b"end")
-    pipe.read()
-    assert await passed(2 * OUTPUT_INTERVAL_S) == [b"end"]
     crowded = True
     os.set_blocking(prints, False)
     written = 0

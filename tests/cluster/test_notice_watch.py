@@ -1,7 +1,6 @@
 """Notices: read from any bytes, watched for in virtual time, asked for, and reported."""
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -10,8 +9,6 @@ from email.utils import formatdate
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nbelastic.cluster.worker import notice_watcher
 from nbelastic.cluster.worker.notice_watcher import (
@@ -39,7 +36,6 @@ from tests.support.metadata import (
 
 from .test_reachability import listening
 
-NAMES = sorted(ROLES)
 PATHS = {**ROLES, "rebalance": REBALANCE}
 NOON = 1700000000.0
 
@@ -59,28 +55,18 @@ def read(what, body, now=NOON):
     return asked.poll(ask, "vm-1")
 
 
-def azure(*resources, **event):
-    return azure_events(*(resources or ["vm-1"]), **event)
-
-
 STOP = b'{"action": "stop", "time": "2017-09-18T08:22:00Z"}'
 AT_STOP = 1505722920.0
 ODD_BODIES = [
     b"",
     b"null",
-    b"[]",
     b"[" * 5000,
     b"<!DOCTYPE html><p>log in</p>",
     b"caf\xc3\xa9 \xff",
     b"x\r\ny: z",
-    b"x" * 5000,
-    b'{"Events": 3}',
-    b'{"Events": [3]}',
     b'{"Events": [{"EventType": []}]}',
-    azure(before="soon"),
-    azure(Resources="vm-10"),
+    azure_events("vm-1", before="soon"),
     b'{"action": "stop", "time": "9999-99-99T00:00:00Z"}',
-    b'{"action": "stop", "time": null}',
     aws_notice(3e7, now=NOON),
 ]
 
@@ -90,18 +76,28 @@ ODD_BODIES = [
     [
         ("aws", STOP, AT_STOP - 120, ("stop", 120.0)),
         ("aws", STOP, AT_STOP + 500, ("stop", 0.0)),
+        *(
+            ("aws", STOP.replace(b'"stop"', action), AT_STOP, ("", 0.0))  # no word to show
+            for action in (
+                b'"\\u001b[2J"',
+                b'"stop\\nnow"',
+                b'"<b>"',
+                b'"%050d"' % 0,
+                b"null",
+                b"7",
+            )
+        ),
         ("rebalance", b'{"noticeTime": "2020-10-27T08:22:00Z"}', NOON, ("rebalance", 0.0)),
         ("google", b"TRUE\n", NOON, ("preempt", 30.0)),
         ("google", b"FALSE", NOON, ()),
         (
-            *("azure", azure("vm-0", "VM-1", before="Mon, 19 Sep 2016 18:29:47 GMT")),
+            *("azure", azure_events("vm-0", "VM-1", before="Mon, 19 Sep 2016 18:29:47 GMT")),
             *(1474309787.0 - 60, ("Preempt", 60.0)),
         ),
-        ("azure", azure(kind="Terminate"), 5.0, ("Terminate", 0.0)),
-        ("azure", azure("vm-10"), NOON, ()),
-        ("azure", azure(kind="Freeze"), NOON, ()),
-        ("azure", azure(EventStatus="Canceled"), NOON, ()),
-        ("azure", b'{"DocumentIncarnation": 7, "Events": []}', NOON, ()),
+        ("azure", azure_events("vm-1", kind="Terminate"), 5.0, ("Terminate", 0.0)),
+        ("azure", azure_events("vm-10"), NOON, ()),
+        ("azure", azure_events("vm-1", kind="Freeze"), NOON, ()),
+        ("azure", azure_events("vm-1", EventStatus="Canceled"), NOON, ()),
     ],
 )
 def test_what_a_cloud_writes_is_read_and_no_other_bytes_are(what, body, now, found):
@@ -112,20 +108,13 @@ def test_what_a_cloud_writes_is_read_and_no_other_bytes_are(what, body, now, fou
             read(what, odd)
 
 
-@pytest.mark.parametrize("action", ["\x1b[2J", "stop\nnow", "<b>", "a" * 50, None, 7])
-def test_an_action_that_is_no_word_is_not_shown(action):
-    body = json.dumps({"action": action, "time": "2017-09-18T08:22:00Z"}).encode()
-    assert read("aws", body, AT_STOP)[0].action == ""
-
-
 @pytest.mark.parametrize(
     ("environ", "end"),
     [
         ({}, None),
         ({"SLURM_JOB_END_TIME": "1700000600"}, (NoticeSource.SLURM, 1700000600.0)),
         ({"PBS_WALLTIME": "3600"}, (NoticeSource.PBS, 1700003600.0)),
-        ({"PBS_WALLTIME": "-1"}, None),
-        ({"SLURM_JOB_END_TIME": "nan"}, None),
+        ({"PBS_WALLTIME": "-1", "SLURM_JOB_END_TIME": "nan"}, None),
         ({"SLURM_JOB_END_TIME": "UNLIMITED"}, None),
     ],
 )
@@ -148,9 +137,9 @@ def test_a_page_that_answers_everything_is_no_cloud(body):
 # -- a story of each cloud, in virtual time --------------------------------------------------------
 
 
-def machine(cloud, *script):
+def machine(service, *script):
     """Return a machine of a cloud with the script of its service, in seconds after noon."""
-    service = FakeMetadata(cloud)
+    service = FakeMetadata(service) if isinstance(service, str) else service
     return Machine(service, [(NOON + after, act) for after, act in script], NOON)
 
 
@@ -172,8 +161,8 @@ def verdicts(played):
     return [not notice.revoked for _, _, notice in played.told]
 
 
-@pytest.mark.parametrize("skew", [0.0, -3600.0, 3600.0])
-@pytest.mark.parametrize("cloud", NAMES)
+@pytest.mark.parametrize("skew", [-3600.0, 3600.0])
+@pytest.mark.parametrize("cloud", ROLES)
 def test_a_machine_goes_through_all_kinds_of_trouble(cloud, skew):
     """A slow start, a notice, errors and silence, which revoke nothing; then it is revoked.
 
@@ -195,8 +184,6 @@ def test_a_machine_goes_through_all_kinds_of_trouble(cloud, skew):
     assert notice.seconds == pytest.approx(30 if cloud == "google" else 120, abs=11)
     assert cloud == "google" or played.told[2][2].seconds == pytest.approx(40, abs=11)
     assert risk.revoked
-    polls = [path for path, _ in played.service.asked if path == ROLES[cloud]]
-    assert len(polls) <= (end + 40) / POLL_INTERVAL
 
 
 def test_a_recommendation_of_aws_is_soft_and_one_that_cannot_be_read_hides_no_notice():
@@ -208,8 +195,7 @@ def test_a_recommendation_of_aws_is_soft_and_one_that_cannot_be_read_hides_no_no
         def _answer(self, method, path, headers):
             return (500, b"") if path == REBALANCE else super()._answer(method, path, headers)
 
-    played = Machine(NoAdvice("aws"), [(NOON + 61, given_at(61)[1])], NOON).run(NOON + 120)
-    assert verdicts(played) == [True]
+    assert verdicts(machine(NoAdvice("aws"), given_at(61)).run(NOON + 120)) == [True]
 
 
 def test_what_takes_connections_and_never_answers_is_looked_at_some_times():
@@ -253,26 +239,21 @@ def answering(write):
 OK = b"HTTP/1.1 200 OK\r\n"
 ODD_TEXTS = [
     b"",
-    b"\0" * 100,
     b"HTTP/1.1 2000 OK\r\n\r\n",
-    OK + b"Content-Length: x\r\n\r\n",
-    OK + b"Content-Length: 7\r\n\r\nhalf",
     b"SSH-2.0-OpenSSH_9.6\r\n",
     OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
     b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n",
 ]
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.one_of(st.sampled_from(ODD_TEXTS), st.binary(max_size=60).map(lambda b: OK + b)))
-def test_any_bytes_are_an_answer_or_none(text):
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_any_bytes_are_no_answer_and_what_redirects_is_not_followed(text):
     with answering(lambda connection: connection.sendall(text)) as url:
-        try:
-            answer = ask_service(url, "GET", "/", {})
-        except OSError:
-            return
-        assert answer.status in (200, 302)
-        assert len(answer.body) <= 60
+        if b"Found" in text:
+            assert ask_service(url, "GET", "/", {}).status == 302
+        else:
+            with pytest.raises(OSError):  # noqa: PT011 - of any kind
+                ask_service(url, "GET", "/", {})
 
 
 def test_a_huge_answer_is_cut_and_a_silent_service_given_up(monkeypatch):
@@ -333,19 +314,20 @@ def test_the_end_of_a_batch_job_is_told_in_time_and_for_this_worker_alone(monkey
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1700003600")
     loop, sent = FakeLoop(), []
     watcher = NoticeWatcher(loop, sent.append)
-    watcher.apply(WatchOrder(on=True))
-    watcher.apply(WatchOrder(on=True))
+    for _ in range(2):
+        watcher.apply(WatchOrder(on=True))
     ((delay, act),) = loop.timers.values()
     assert delay == 3600.0 - notice_watcher.BATCH_SECONDS
     now += delay
     act()
     assert sent == [Notice(NoticeSource.SLURM, "end", 120.0)]
-    watcher.apply(WatchOrder())
+    watcher.close()
     assert not loop.timers
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")  # of an earlier job
+    watcher = NoticeWatcher(loop, sent.append)
     watcher.apply(WatchOrder(on=True))
-    assert not loop.timers
     watcher.close()
+    assert not loop.timers
 
 
 def test_an_agent_reports_all_that_it_knows_of_its_host(monkeypatch):

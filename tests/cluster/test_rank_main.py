@@ -28,14 +28,7 @@ def interrupt() -> Iterator[SignalInterrupt]:
     signal.signal(SIGNAL, before)
 
 
-def soon(action) -> threading.Thread:
-    """Do something in a thread, as the one that reads orders does."""
-    thread = threading.Thread(target=action)
-    thread.start()
-    return thread
-
-
-@pytest.mark.parametrize("wait", [lambda: time.sleep(60), threading.Event().wait, None])
+@pytest.mark.parametrize("wait", [lambda: time.sleep(60), threading.Event().wait, list])
 def test_the_function_is_interrupted_where_it_stands(interrupt, wait) -> None:
     here, told = threading.Event(), threading.Event()
 
@@ -45,45 +38,35 @@ def test_the_function_is_interrupted_where_it_stands(interrupt, wait) -> None:
         while not told.wait(0.05):  # as each heartbeat does: a signal just before a wait is lost
             interrupt.nudge()
 
-    thread = soon(order)
+    thread = threading.Thread(target=order)  # as the one that reads orders
+    thread.start()
     with pytest.raises(Told), interrupt.reachable():  # noqa: PT012 - where it is raised is open
         here.set()
-        if wait is not None:
-            wait()
+        wait()
         while True:
             pass
     told.set()
     thread.join()
 
 
-def test_nothing_is_raised_without_a_request_or_once_it_is_dropped(interrupt, monkeypatch) -> None:
+def test_it_waits_outside_of_the_function_and_in_our_rooms_until_it_is_dropped(
+    interrupt, monkeypatch
+) -> None:
+    def in_our_rooms() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(room, "_OURS", (__file__,))  # which obey by themselves
+            interrupt.request(Told)
+
     with interrupt.reachable():
         interrupt.nudge()
         signal.raise_signal(SIGNAL)
-        with monkeypatch.context() as patch:
-            patch.setattr(room, "_OURS", (__file__,))  # it is not to be interrupted now
-            interrupt.request(Told)
+        in_our_rooms()
         interrupt.drop()
         interrupt.nudge()
-
-
-def test_in_our_own_rooms_which_obey_by_themselves_it_waits(interrupt, monkeypatch) -> None:
-    with pytest.raises(Told), interrupt.reachable():  # noqa: PT012 - likewise
-        with monkeypatch.context() as patch:
-            patch.setattr(room, "_OURS", (__file__,))
-            interrupt.request(Told)
-            interrupt.nudge()
-        interrupt.nudge()  # as each heartbeat does
-        pytest.fail("it was not raised")
-
-
-def test_outside_of_the_function_it_waits(interrupt) -> None:
-    with interrupt.reachable():
-        pass
-    interrupt.request(Told)
+        in_our_rooms()
     signal.raise_signal(SIGNAL)  # one that was under way
     with pytest.raises(Told), interrupt.reachable():
-        interrupt.nudge()
+        interrupt.nudge()  # as each heartbeat does
     with interrupt.reachable():
         interrupt.nudge()  # it has been obeyed
 
@@ -122,15 +105,8 @@ print(faults())
 def measured(environment, code=MEASURE):
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("there is no glibc")
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return [int(line) for line in process.stdout.split()]
+    words, variables = [sys.executable, "-c", code], {**os.environ, **environment}
+    return [int(line) for line in subprocess.check_output(words, env=variables).split()]
 
 
 def test_a_rank_keeps_memory_for_its_next_step():
@@ -154,12 +130,8 @@ from nbelastic.cluster.worker.rank.main import keep_freed_memory
 hvd.init()
 small = [bytearray(n % 5000) for n in range(50_000)]  # as code before the loop leaves them
 model = torch.nn.Sequential(*(torch.nn.Linear(2048, 2048, bias=False) for _ in range(3)))
-optimizer = torch.optim.Adam(model.parameters())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
 state = hvd.elastic.TorchState(model, optimizer)
-for parameter in model.parameters():  # as if received
-    entry = optimizer.state[parameter]
-    entry["step"] = torch.tensor(1.0)
-    entry["exp_avg"], entry["exp_avg_sq"] = torch.ones(2, *parameter.shape)
 keep_freed_memory(state._step_bytes())
 del small[::2]
 more = [bytearray(n % 6000) for n in range(1_000)]  # as code after it takes them

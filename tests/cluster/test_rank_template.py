@@ -88,26 +88,15 @@ open("/proc/self/oom_score_adj", "w").write("77")
 
 def function():
     import os, resource
-    return {
-        "umask": os.umask(0), "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        "cores": len(os.sched_getaffinity(0)), "folder": os.getcwd(),
-        "gpus": os.environ["CUDA_VISIBLE_DEVICES"],
-        "oom": int(open("/proc/self/oom_score_adj").read()),
-    }
+    files, oom = resource.getrlimit(resource.RLIMIT_NOFILE)[0], open("/proc/self/oom_score_adj")
+    gpus = os.environ["CUDA_VISIBLE_DEVICES"]
+    return os.umask(0), files, len(os.sched_getaffinity(0)), os.getcwd(), gpus, int(oom.read())
 
 rank, _ = host.run(function)
-print(json.dumps({"template": host.launcher.template, **rank.result}))
+print(json.dumps([host.launcher.template, *rank.result]))
 """,
     )
-    assert json.loads(text) == {
-        "template": host.launcher.template,
-        "umask": 0o27,
-        "files": 333,
-        "cores": 1,
-        "folder": str(tmp_path),
-        "gpus": "5",
-        "oom": 77,
-    }
+    assert json.loads(text) == [host.launcher.template, 0o27, 333, 1, str(tmp_path), "5", 77]
 
 
 def in_process(tmp_path: Path, code: str, *before: str) -> str:
@@ -261,7 +250,7 @@ print(json.dumps([uid, host.launcher.template, server, template, host.run(functi
 # -- a template that dies, or does not answer ------------------------------------------------------
 
 
-def test_the_death_of_the_template_costs_no_rank(host, tmp_path):
+def test_the_death_of_the_template_costs_no_rank_nor_does_that_of_another(host, tmp_path):
     def function() -> int:
         print("pids", daemon(), "end")
         while not (tmp_path / "go").exists():
@@ -271,12 +260,15 @@ def test_the_death_of_the_template_costs_no_rank(host, tmp_path):
     first = host.launcher.template
     rank = host.launch(function)
     host.do(rank.printed("end"))
+    host.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    host.do(until(lambda: len(psutil.Process(first).children()) == 1))
+    assert is_there(*rank.pids), "another rank of the worker has started it"
     os.kill(first, signal.SIGKILL)
     host.do(until(lambda: host.launcher.template not in (0, first)))
     (tmp_path / "go").touch()
     host.do(rank.end())
     assert rank.result == 7
-    host.do(until(lambda: not any(map(is_there, rank.pids))))
+    host.do(until(lambda: not is_there(*rank.pids)))
     assert host.run(lambda: 5)[0].result == 5
 
 
@@ -355,15 +347,11 @@ def by_shell(line: str) -> int:
     return int(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
 
 
-QUIET = "sleep 300 >/dev/null"
 KINDS = {
     "a session of its own": lambda: subprocess.Popen(["sleep", "300"], start_new_session=True).pid,
-    "timeout": lambda: subprocess.Popen(["timeout", "300", "sleep", "300"]).pid,
-    "setsid": lambda: by_shell(f"setsid {QUIET}"),
-    "job control": lambda: by_shell(f"set -m; {QUIET}"),
-    "nohup": lambda: by_shell(f"nohup {QUIET} 2>&1"),
+    "job control": lambda: by_shell("set -m; sleep 300 >/dev/null"),
     "a daemon": daemon,
-    "deaf": lambda: by_shell(f"setsid sh -c 'trap \"\" TERM; {QUIET}; {QUIET}' >/dev/null"),
+    "deaf": lambda: by_shell("setsid sh -c 'trap \"\" TERM; sleep 300; sleep 300' >/dev/null"),
 }
 
 
@@ -393,22 +381,9 @@ def test_what_a_rank_has_started_ends_with_it_wherever_it_has_gone(host, by):
         os.kill(rank.process.server, signal.SIGKILL)
     exit_ = host.do(rank.end())
     assert by != "its server" or str(exit_) == "its rank server has ended"
-    pids = rank.pids
-    assert len(pids) >= len(KINDS) + 1
+    assert len(rank.pids) >= len(KINDS)
     memory = Path("/dev/shm", rank.output.split()[1])
-    host.do(until(lambda: not memory.exists() and not any(map(is_there, pids))))
-
-
-def test_what_another_rank_of_the_worker_has_started_stays(host):
-    first = host.launch(lambda: [print("pids", daemon(), "end"), time.sleep(300)])
-    host.do(first.printed("end"))
-    (pid,) = first.pids
-    host.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    host.do(until(lambda: len(psutil.Process(host.launcher.template).children()) == 1))
-    assert is_there(pid)
-    first.process.send_signal(signal.SIGKILL)
-    host.do(first.end())
-    host.do(until(lambda: not is_there(pid)))
+    host.do(until(lambda: not memory.exists() and not any(map(is_there, rank.pids))))
 
 
 # -- any death, at any moment ----------------------------------------------------------------------
@@ -423,12 +398,6 @@ def own(line: Any) -> None:
     made.do(rank.printed("end"))
     line.send([rank.process.server, *rank.pids])
     made.loop.run_forever()
-
-
-def kill(*pids: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -450,12 +419,13 @@ def test_nothing_is_left_however_workers_servers_and_ranks_end(host, number, see
             time.sleep(dice.uniform(0, 0.1))
         else:
             pids = ours.recv()
-            victims = [worker.pid, *pids[:2]]
-            chosen = dice.sample(victims, dice.choice([1, 1, 2]))
+            chosen = dice.sample([worker.pid, *pids[:2]], dice.choice([1, 1, 2]))
             if dice.random() < 0.1 and pids[0] not in chosen:
                 chosen.append(template)  # with a server, what its rank has started is lost sight of
-            kill(*dice.sample(chosen, len(chosen)))
-        kill(worker.pid)
+            for pid in dice.sample(chosen, len(chosen)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        worker.kill()
         worker.join()
         host.do(until(lambda pids=pids: not any(map(is_there, pids))))
     host.run(lambda: None)

@@ -54,44 +54,40 @@ def test_it_is_said_at_once_where_a_connection_is_tried_and_why_it_fails(told):
         nbelastic.jobs("tcp://no-such-host.invalid:8786")
 
 
-def say_something(connection):
-    connection.sendall(b"HTTP/1.0 400 Bad request\r\n\r\n" + b"x" * 100)
-    connection.close()
-
-
-kept = []
-
-
 @pytest.mark.parametrize(
     ("answer", "message", "tries"),
     [
-        (kept.append, "the connection is accepted, but nothing is answered", 2),
-        (lambda connection: connection.close(), r"it closed the connection .* needs tls://", 1),
-        (say_something, "no scheduler answers", 1),
+        (None, "the connection is accepted, but nothing is answered", 2),
+        (b"", r"it closed the connection .* needs tls://", 1),
+        (b"HTTP/1.0 400 Bad request\r\n\r\n" + b"x" * 100, "no scheduler answers", 1),
     ],
 )
 def test_what_takes_connections_is_no_scheduler(told, monkeypatch, answer, message, tries):
     limit = 60.0 if tries == 1 else 0.3
     monkeypatch.setattr(reachability, "FIRST_TRY_S", limit)
-    with (
-        dask.config.set({"distributed.comm.timeouts.connect": f"{2 * limit} s"}),
-        listening(answer) as address,
-        pytest.raises(ClusterLost, match=message),
-    ):
-        nbelastic.attach("a-job", cluster=address)
+    with contextlib.ExitStack() as kept:
+
+        def say(connection):
+            if answer is None:
+                kept.enter_context(connection)
+            else:
+                connection.sendall(answer)
+                connection.close()
+
+        with (
+            dask.config.set({"distributed.comm.timeouts.connect": f"{2 * limit} s"}),
+            listening(say) as address,
+            pytest.raises(ClusterLost, match=message),
+        ):
+            nbelastic.attach("a-job", cluster=address)
     assert len(told) == tries - 1, "of what cannot be a scheduler nothing more is asked"
-    while kept:
-        kept.pop().close()
 
 
 @pytest.mark.parametrize(
     ("address", "message"),
     [
         ("10.0.0.5", r"as in tcp://10\.0\.0\.5:8786$"),
-        ("", "must be a scheduler's address"),
-        ("tcp://10.0.0.5", "must be a scheduler's address"),
-        ("tcp://10.0.0.5:99999", "must be a scheduler's address"),
-        ("tcp://10.0.0.5:port", "must be a scheduler's address"),
+        *((each, "must be a scheduler's address") for each in ("", "tcp://h", "tcp://h:99999")),
         ("http://localhost:8787/status", "of a web page, such as Dask's dashboard"),
         ("tpc://10.0.0.5:8786", "tpc:// is no protocol"),
         ("scheduler.json", r"Client\(scheduler_file=...\)"),

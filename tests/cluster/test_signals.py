@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +19,6 @@ from nbelastic.cluster.worker.signals import (
     pass_on_user_signals,
     start_processes_shielded,
 )
-from tests.support.clusters import until
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +27,6 @@ def _handlers():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-def in_a_thread(function, *args):
-    thread = threading.Thread(target=function, args=args)
-    thread.start()
-    thread.join()
 
 
 def test_a_worker_ignores_interrupts_until_its_agent_is_gone(monkeypatch):
@@ -58,7 +51,8 @@ def test_what_an_event_loops_thread_starts_is_shielded_and_the_main_thread_is_no
         seen.append(subprocess.check_output([sys.executable, "-c", code]))
 
     start()
-    in_a_thread(start)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(start).result()
     assert seen == [b"False\n", b"True\n"]
 
 
@@ -67,9 +61,10 @@ def test_what_an_event_loops_thread_starts_is_shielded_and_the_main_thread_is_no
 
 @pytest.mark.slow
 def test_signals_of_batch_systems_are_handled_until_that_is_undone():
-    """In the main thread only, and in no fork."""
+    """In the main thread only, and in no fork. A handler of the user's stays, also a later one."""
     heard = []
-    in_a_thread(leave_on_user_signals, heard.append)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(leave_on_user_signals, heard.append).result()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     undo = leave_on_user_signals(heard.append)
     signal.raise_signal(signal.SIGUSR2)
@@ -78,22 +73,14 @@ def test_signals_of_batch_systems_are_handled_until_that_is_undone():
         signal.raise_signal(signal.SIGUSR1)
         os._exit(len(heard))
     assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 2
+    own = []
+    signal.signal(signal.SIGUSR2, lambda *_: own.append("later"))
     undo()
-    assert heard == ["SIGUSR2", "SIGUSR1"]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
-def test_a_handler_of_the_user_s_stays_and_so_does_one_that_comes_later():
-    heard, own = [], []
-    signal.signal(signal.SIGUSR1, lambda *_: own.append("first"))
-    undo = leave_on_user_signals(heard.append)
-    signal.raise_signal(signal.SIGUSR1)
-    later = signal.signal(signal.SIGUSR2, lambda *_: own.append("second"))
-    assert callable(later), "ours"
-    undo()
     signal.raise_signal(signal.SIGUSR2)
-    assert own == ["first", "second"]
-    assert heard == []
+    leave_on_user_signals(heard.append)()
+    signal.raise_signal(signal.SIGUSR2)
+    assert (heard, own) == (["SIGUSR2", "SIGUSR1"], ["later", "later"])
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux shows them only")
@@ -116,24 +103,20 @@ def test_a_handler_in_c_stays():
 def test_nannies_of_one_process_pass_a_signal_on_to_each_worker():
     class Nanny:
         def __init__(self):
-            command = [sys.executable, "-c", "input()"]
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+            self.process = subprocess.Popen(["sleep", "60"])
 
         def is_alive(self):
             return self.process.poll() is None
 
     nannies = [Nanny(), Nanny()]
-    for nanny in nannies:
-        pass_on_user_signals(True, nanny)
+    for nanny in 2 * nannies:
         pass_on_user_signals(True, nanny)
     pass_on_user_signals(False, nannies[0])
     signal.raise_signal(signal.SIGUSR1)
     assert nannies[1].process.wait(60) == -signal.SIGUSR1
-    assert nannies[0].process.poll() is None
     pass_on_user_signals(True, nannies[0])
-    signal.raise_signal(signal.SIGUSR1)
-    until(lambda: nannies[0].process.poll() is not None, "it has got it")
+    signal.raise_signal(signal.SIGUSR2)
+    assert nannies[0].process.wait(60) == -signal.SIGUSR2
     for nanny in nannies:
         pass_on_user_signals(False, nanny)
-        nanny.process.stdin.close()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

@@ -23,9 +23,8 @@ ERROR = m.PackedError("ValueError: no", (m.CodeLine("f", 1, "g", "x"),), b"x")
 EVENT = m.RankEvent("j", READY)
 BEATS = m.Heartbeats((("j", m.Beat(0, 1, 5, False, 2, 7, "allreduce")),))
 RAISED = m.RankEvent("j", m.RankRaised(0, "no"), error=ERROR)
-TELEMETRY = m.RankTelemetry("j", 0, 1, line=m.CodeLine("f", 1, "g"), reports=(REPORT,))
 NOTICE = m.NoticeReport(m.Notice(m.NoticeSource.AWS, "terminate", 120.0, host=True))
-HELLO = m.Hello(m.Slot("w", "a", "n", "h"), {}, m.ProcessId(1, 1.0, ""))
+SLOT = m.Slot("w", "a", "n", "h")
 
 
 def carried(packed):
@@ -36,14 +35,11 @@ def carried(packed):
 @pytest.mark.parametrize(
     "message",
     [
-        EVENT,
         BEATS,
         RAISED,
-        TELEMETRY,
+        m.RankTelemetry("j", 0, 1, line=m.CodeLine("f", 1, "g"), reports=(REPORT,)),
         NOTICE,
-        HELLO,
-        m.RankEvent("j", m.RankReturned(0), result=b"x"),
-        m.RankOrder("j", 0, m.Publish(m.Plan(1, (m.Member(0, HELLO.slot, ("h", 1), 2.5),), 1))),
+        m.RankOrder("j", 0, m.Publish(m.Plan(1, (m.Member(0, SLOT, ("h", 1), 2.5),), 1))),
         m.JobEvent(3, m.SlotGone("1", m.LossReason.UNREADABLE, "no number")),
         m.JournalStep("j", "t", 1, 2, 3.0, 0.5, event=m.StopRequested(reason=m.StopReason.STOPPED)),
     ],
@@ -62,7 +58,7 @@ def test_a_large_message_travels_in_parts(monkeypatch):
 
 
 def test_an_order_to_many_ranks_is_each_ones_own():
-    effect = m.Publish(m.Plan(1, (m.Member(4, HELLO.slot, ("h", 1), 2),), 1))
+    effect = m.Publish(m.Plan(1, (m.Member(4, SLOT, ("h", 1), 2),), 1))
     packed = wire.pack_for_ranks("j", effect)
     assert wire.unpack(packed(4)) == m.RankOrder("j", 4, effect)
 
@@ -72,30 +68,21 @@ def changed(message, *path, to):
     plain = place = msgspec.msgpack.decode(m.encode(message))
     for step in path[:-1]:
         place = place[step]
-    if to is LEFT_OUT:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = to
+    place[path[-1]] = to
     return {"protocol": wire.PROTOCOL, "body": [m.encode(plain)]}
 
 
-LEFT_OUT = object()
 BAD = [
     None,
-    {},
     {"protocol": wire.PROTOCOL, "body": [b"\xc1"]},
     {"protocol": wire.PROTOCOL, "body": 3},
     changed(EVENT, "event", to={"kind": "ClusterGone"}),
     wire.pack(m.RankEvent("j", m.RankReturned(0))),
     wire.pack(m.GiveUp("topic", False)),
-    changed(EVENT, "message", to="Nothing"),
-    changed(EVENT, "job", to=3),
     changed(EVENT, "strange", to=3),
-    changed(EVENT, "event", to=None),
-    changed(EVENT, "event", "start", to=LEFT_OUT),
+    changed(EVENT, "event", to={"kind": "RankReady"}),
     changed(EVENT, "event", "start", to="0"),
     changed(EVENT, "event", "version", to=float("nan")),
-    changed(EVENT, "event", "store", to=["host"]),
     changed(BEATS, "beats", 0, 1, 2, to=None),
     changed(NOTICE, "seconds", to=float("inf")),
 ]
@@ -166,13 +153,11 @@ class Colour(enum.IntEnum):
     [
         ("a\udc80b", "a\\udc80b"),
         ("ü", "ü"),
-        (2**70, 2**64 - 1),
         (-(2**70), -(2**63)),
         (Colour.RED, 1),
         (np.int32(7), 7),
         (np.float32(0.5), 0.5),
         (np.float64(0.5), 0.5),
-        (np.str_("x"), "x"),
         (Cunning("x\ud800"), "x\\ud800"),
         ({"\udc80": 1, 2**70: 2}, {"\\udc80": 1, 2**64 - 1: 2}),
         ((b"x", ["\udc80"]), [b"x", ["\\udc80"]]),

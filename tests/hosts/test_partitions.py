@@ -18,7 +18,7 @@ import pytest
 from distributed import Client
 
 from nbelastic.errors import NoProgress
-from tests.hosts.network import Link, Network, a_network, environment, why_not
+from tests.hosts.network import ROOT, Link, Network, a_network, why_not
 from tests.support.clusters import Crew, kinds, sizes, tasks_of_workers, until
 from tests.support.training import Workload, check
 
@@ -38,6 +38,7 @@ TIMEOUTS = {
     "distributed.comm.timeouts.connect": "5s",
 }
 SETTINGS = {
+    "PYTHONPATH": str(ROOT),
     **{f"DASK_{name.replace('.', '__').upper()}": value for name, value in TIMEOUTS.items()},
     "DASK_DISTRIBUTED__WORKER__MEMORY__TERMINATE": "False",
     # What takes long happens once on each host, however many workers are lost there.
@@ -94,7 +95,7 @@ class HostsCluster(Crew):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment({**SETTINGS, "TEST_HOST": host}),
+                env={**os.environ, **SETTINGS, "TEST_HOST": host},
             )
 
     def tend(self) -> None:
@@ -121,9 +122,9 @@ class HostsCluster(Crew):
         return list(tasks.values()) == [[]] * sum(self._workers.values())
 
 
-def until_formed(job: nbelastic.Job, size: int, timeout: float = 30.0) -> None:
-    """Wait until a generation of this size has formed."""
-    until(lambda: size in sizes(job) or job.done(), f"a generation of {size}", timeout)
+def until_formed(job: nbelastic.Job, size: int) -> None:
+    """Wait until a generation of this size has formed; that is bounded, not measured."""
+    until(lambda: size in sizes(job) or job.done(), f"a generation of {size}", 30)
     assert size in sizes(job), f"it ended before: {job.exception()!r}"
 
 
@@ -148,13 +149,9 @@ def cluster(_three_hosts: HostsCluster) -> HostsCluster:
 
 # -- jobs ----------------------------------------------------------------------------------------
 
-HEARTBEAT = 5.0
-QUICK = {"np": 4, "min_np": 2, "heartbeat_timeout": HEARTBEAT, "stall_timeout": 8.0}
+QUICK = {"np": 4, "min_np": 2, "heartbeat_timeout": 5.0, "stall_timeout": 8.0}
 LONG = 1000
 """Epochs that nobody waits for: such a job goes on until newcomers have come, or is left behind."""
-
-FORMED = 30.0
-"""Seconds after a cut in which those on the driver's side train again; bounded, not measured."""
 
 
 def a_job(cluster, folder, *, size=4, seconds=0.05, options=None, **work):
@@ -168,22 +165,18 @@ def a_job(cluster, folder, *, size=4, seconds=0.05, options=None, **work):
     return function, job
 
 
-def lost(job):
-    """Return the hosts whose workers were lost, as the last part of their address."""
+def lost(cluster, job):
+    """Return the names of the hosts whose workers were lost."""
+    names = {host.address: name for name, host in cluster.network.hosts.items()}
     workers = [event.worker for event in job.history if event.kind == "lost"]
-    return {worker.rpartition(":")[0].rpartition(".")[2] for worker in workers}
+    return {names[worker.removeprefix("tcp://").rpartition(":")[0]] for worker in workers}
 
 
-def number(cluster, host):
-    """Return the last part of a host's address."""
-    return cluster.network.hosts[host].address.rpartition(".")[2]
-
-
-def ends(job, function, formed, lost_hosts=()):
+def ends(cluster, job, function, formed, lost_hosts=frozenset()):
     """Check the results, the sizes of the generations, and the hosts whose workers were lost."""
     check(job.results(90), function.work)
     assert sizes(job) == formed, [each.detail for each in job.history if each.kind == "reset"]
-    assert lost(job) == set(lost_hosts)
+    assert lost(cluster, job) == lost_hosts
 
 
 nightly = pytest.mark.nightly
@@ -200,10 +193,10 @@ def test_the_side_with_the_driver_goes_on_and_the_other_side_stops(cluster, tmp_
         cluster.network.cut("a")
     if fault != "cut":
         cluster.network.hosts["a"].kill()
-    until_formed(job, 2, timeout=FORMED)
+    until_formed(job, 2)
     if fault == "cut":
         until(lambda: not function.left_on("a"), "the end of the ranks that are cut off", 60)
-    ends(job, function, [4, 2], {number(cluster, "a")})
+    ends(cluster, job, function, [4, 2], {"a"})
 
 
 @nightly
@@ -226,8 +219,8 @@ def test_ranks_that_are_cut_off_all_together_do_not_train_on(cluster, tmp_path):
 def test_a_host_that_is_back_after_the_driver_went_on_gets_new_ranks(cluster, tmp_path, directions):
     function, job = a_job(cluster, tmp_path, epochs=LONG, until_newcomers=2)
     cluster.network.cut("a", directions=directions)
-    until_formed(job, 2, timeout=FORMED)
-    assert lost(job) == {number(cluster, "a")}
+    until_formed(job, 2)
+    assert lost(cluster, job) == {"a"}
     cluster.network.heal()
     results = job.results(timeout=90)
     check(results, function.work)
@@ -248,7 +241,7 @@ def test_a_short_cut_and_a_connection_that_loses_packets_cost_time_alone(cluster
         network.cut("a")
         until(lambda: network.lost > before + 20, "packets that are lost")
         network.heal()
-    ends(job, function, [4])
+    ends(cluster, job, function, [4])
 
 
 @nightly
@@ -265,7 +258,7 @@ def test_where_two_hosts_cannot_reach_each_other_the_job_goes_on_without_one(
         reasons = [event.detail for event in job.history if event.kind == "reset"]
         assert sizes(job)[:2] == [4, 3], reasons
         assert set(sizes(job)[2:]) <= {3}, reasons  # one more attempt, among the same
-        assert lost(job) < {number(cluster, "b"), number(cluster, "c")}
+        assert lost(cluster, job) < {"b", "c"}
         assert any("cannot reach" in reason for reason in reasons)
         return
     error = job.exception(90)

@@ -2,9 +2,13 @@
 
 import itertools
 import re
+import time
 
 import dask
+import distributed.batched
+import distributed.metrics
 import pytest
+import tornado.ioloop
 
 from tests.support.clusters import a_crew, kinds, sizes, until
 from tests.support.training import Fault, Workload, check
@@ -89,3 +93,32 @@ def test_a_job_survives_a_killed_worker_without_what_only_linux_has(tmp_path, mo
         check([trained for _, trained in job.results()], work)
         assert [began for began, _ in job.results()] == [(None, True)] * 3
         assert sizes(job)[:3] == [3, 2, 3] and job.status.backend == "gloo"
+
+
+CLOCKS = (distributed.batched, distributed.metrics, tornado.ioloop.IOLoop)
+
+
+def set_back(seconds, set_clock=setattr):
+    """Let a process, in which Dask runs, see the wall clock go back once; as NTP may do it."""
+    for place in CLOCKS:
+        set_clock(place, "time", lambda *_: time.time() - seconds)
+
+
+def test_a_clock_that_is_set_back_costs_no_rank(tmp_path, monkeypatch):
+    work = Workload(tmp_path, epochs=500, seconds=0.05, until_told=True)
+    with a_crew(n_workers=2) as crew:
+        job = crew.fit(work, np=2, block=False, heartbeat_timeout=2)
+
+        def trains_on():
+            seen = job.status.commits
+            until(lambda: job.status.commits > seen + 60 or job.done(), "it trains on", 60)
+
+        until(lambda: job.status.commits or job.done(), "it trains")
+        crew.client.run(set_back, 60, workers=[next(iter(crew.workers()))])
+        trains_on()
+        set_back(60, monkeypatch.setattr)  # in this process: the kernel, and the scheduler with it
+        trains_on()
+        (tmp_path / "enough").touch()
+        job.results(30)
+        monkeypatch.undo()
+        assert not {"lost", "reset"} & set(kinds(job))

@@ -19,7 +19,7 @@ def fail():
 
 
 @pytest.mark.parametrize(
-    "name", ["activate", "install", "unpack_call", "dumps", "trainers_of", "pack_error"]
+    "name", ["activate", "install", "take_settings", "dumps", "trainers_of", "pack_error"]
 )
 def test_a_rank_that_raises_outside_its_function_says_so(monkeypatch, name):
     def boom(*args, **kwargs):

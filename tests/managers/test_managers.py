@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest.mock import AsyncMock
 
 import dask
@@ -73,37 +74,23 @@ kill -TERM "-$(cat "{folder}/$1/pid")" && touch "{folder}/$1/cancelled"
 """
 
 
-class BatchSystem:
-    """Runs each job at once, in a session of its own. Cancelled, all its processes get SIGTERM."""
-
-    def __init__(self, folder: Path) -> None:
-        self.commands = folder / "commands"
-        self._jobs = folder / "jobs"
-        for directory in (self.commands, self._jobs):
-            directory.mkdir()
-        for name, text in (("sbatch", SUBMIT), ("scancel", CANCEL)):
-            path = self.commands / name
-            path.write_text(text.format(folder=self._jobs))
-            path.chmod(0o700)
-
-    def numbers(self, mark: str = "pid") -> list[int]:
-        """Return the jobs that were submitted, or those with a mark."""
-        return sorted(int(path.parent.name) for path in self._jobs.glob(f"*/{mark}"))
-
-    def end(self) -> None:
-        """Kill what is left, until nothing is."""
-        for number in self.numbers():
-            pid = int((self._jobs / str(number) / "pid").read_text())
-            with contextlib.suppress(ProcessLookupError):
-                until(lambda pid=pid: os.killpg(pid, signal.SIGKILL), f"the end of job {number}")
-
-
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    system = BatchSystem(tmp_path)
-    monkeypatch.setenv("PATH", f"{system.commands}:{os.environ['PATH']}")
-    yield system
-    system.end()
+    """A batch system that runs each job at once, in a session of its own; its jobs' folders.
+
+    All processes of a job that is cancelled get SIGTERM.
+    """
+    commands, jobs = tmp_path / "commands", tmp_path / "jobs"
+    for directory in (commands, jobs):
+        directory.mkdir()
+    for name, text in (("sbatch", SUBMIT), ("scancel", CANCEL)):
+        (commands / name).write_text(text.format(folder=jobs))
+        (commands / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    yield jobs
+    for pid in jobs.glob("*/pid"):  # kill what is left, until nothing is
+        with contextlib.suppress(ProcessLookupError):
+            until(lambda pid=pid: os.killpg(int(pid.read_text()), signal.SIGKILL), f"end of {pid}")
 
 
 def end_lifetime(dask_worker):
@@ -141,8 +128,8 @@ def test_workers_leave_as_planned_at_the_end_of_their_lifetime_and_when_scaled_d
             shrinks(job, 2)
             cluster.scale(1)  # one that trains, and the one that is gone
             shrinks(job, 1)
-        assert slurm.numbers() == [1, 2, 3]
-    assert len(slurm.numbers("cancelled")) >= 2, "all but the one that had ended by itself"
+        assert {path.parent.name for path in slurm.glob("*/pid")} == {"1", "2", "3"}
+    assert len(list(slurm.glob("*/cancelled"))) >= 2, "all but the one that had ended by itself"
 
 
 # -- Dask Gateway, with a stand-in for its server --------------------------------------------------
@@ -150,42 +137,29 @@ def test_workers_leave_as_planned_at_the_end_of_their_lifetime_and_when_scaled_d
 TOKEN = "secret"
 
 
-class GatewayServer:
+class Gateway(BaseHTTPRequestHandler):
     """What a scheduler needs of Gateway's server: it takes heartbeats, and sends orders."""
 
-    def __init__(self, url):
-        self.url = url
-        self.heartbeats = []
+    heartbeats: ClassVar = [{"count": None, "closed_workers": [], "closing_workers": []}]
 
-    def last(self):
-        return self.heartbeats[-1] if self.heartbeats else {"count": None, "closed_workers": []}
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        known = self.headers["Authorization"] == f"token {TOKEN}"
+        if known and self.path == "/v1/clusters/one/heartbeat":
+            self.heartbeats.append(json.loads(body))
+        self.send_response_only(200 if known else 403)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
-    def order(self, op, **options):
+    @classmethod
+    def order(cls, op, **options):
         """Send an order to the address that the scheduler has reported."""
-        until(lambda: self.heartbeats, "the first heartbeat")
         request = urllib.request.Request(
-            f"{self.last()['api_address']}/api/comm",
+            f"{until(lambda: cls.heartbeats[-1].get('api_address'), 'a heartbeat')}/api/comm",
             json.dumps({"op": op, **options}).encode(),
             {"Authorization": f"token {TOKEN}", "Content-Type": "application/json"},
         )
         urllib.request.urlopen(request, timeout=60).close()
-
-
-@contextlib.contextmanager
-def a_gateway():
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            known = self.headers["Authorization"] == f"token {TOKEN}"
-            if known and self.path == "/v1/clusters/one/heartbeat":
-                gateway.heartbeats.append(json.loads(body))
-            self.send_response_only(200 if known else 403)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-    with serving(Handler) as url:
-        gateway = GatewayServer(url)
-        yield gateway
 
 
 PRELOAD = {
@@ -197,24 +171,25 @@ PRELOAD = {
 @pytest.mark.nightly
 def test_gateway_asks_for_what_jobs_want_and_scales_down_as_planned(tmp_path, monkeypatch):
     pytest.importorskip("dask_gateway")
-    with a_gateway() as gateway:
+    beats = Gateway.heartbeats
+    with serving(Gateway) as url:
         monkeypatch.setenv("DASK_GATEWAY_CLUSTER_NAME", "one")
         monkeypatch.setenv("DASK_GATEWAY_API_TOKEN", TOKEN)
-        monkeypatch.setenv("DASK_GATEWAY_API_URL", gateway.url)
+        monkeypatch.setenv("DASK_GATEWAY_API_URL", url)
         with a_crew(n_workers=0, scheduler_kwargs=PRELOAD) as crew:
-            gateway.order("scale", count=2)
-            until(lambda: gateway.last()["count"] == 2, "it asks for two workers")
+            Gateway.order("scale", count=2)
+            until(lambda: beats[-1]["count"] == 2, "it asks for two workers")
             crew.cluster.scale(2)
             crew.client.wait_for_workers(2, timeout=120)
             with a_job_that_loses_nothing(crew, tmp_path, [2, 1], max_np=5) as job:
                 names = {rank.name for rank in job.status.ranks}
-                gateway.order("adapt", minimum=1, maximum=9)
-                until(lambda: gateway.last()["count"] == 5, "it asks for what the job wants")
-                gateway.order("scale", count=1)
+                Gateway.order("adapt", minimum=1, maximum=9)
+                until(lambda: beats[-1]["count"] == 5, "it asks for what the job wants")
+                Gateway.order("scale", count=1)
                 shrinks(job, 1)
                 (left,) = names - {rank.name for rank in job.status.ranks}
-            closed = until(lambda: gateway.last()["closed_workers"], "it reports that one has gone")
-            closing = {name for beat in gateway.heartbeats for name in beat["closing_workers"]}
+            closed = until(lambda: beats[-1]["closed_workers"], "it reports that one has gone")
+            closing = {name for beat in beats for name in beat["closing_workers"]}
         assert [str(name) for name in closed] == [left]
         assert closing == set(closed)
 

@@ -141,7 +141,11 @@ class Machine:
 # -- over loopback ---------------------------------------------------------------------------------
 
 
-def handler_of(service: FakeMetadata) -> type[BaseHTTPRequestHandler]:
+@contextlib.contextmanager
+def metadata(cloud: str) -> Iterator[FakeMetadata]:
+    """Serve a cloud's metadata until the end."""
+    service = FakeMetadata(cloud)
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             time.sleep(service.slow)
@@ -160,7 +164,8 @@ def handler_of(service: FakeMetadata) -> type[BaseHTTPRequestHandler]:
         def log_message(self, *_: Any) -> None:
             """Say nothing."""
 
-    return Handler
+    with serving(Handler) as service.url:
+        yield service
 
 
 @contextlib.contextmanager
@@ -175,14 +180,6 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-@contextlib.contextmanager
-def metadata(cloud: str) -> Iterator[FakeMetadata]:
-    """Serve a cloud's metadata until the end."""
-    service = FakeMetadata(cloud)
-    with serving(handler_of(service)) as service.url:
-        yield service
 
 
 # -- notices ---------------------------------------------------------------------------------------

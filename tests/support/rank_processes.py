@@ -9,7 +9,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import psutil
@@ -18,6 +18,7 @@ import pytest
 from nbelastic.cluster.payload import Modules
 from nbelastic.cluster.worker.rank.channel import RankSetup
 from nbelastic.cluster.worker.rank_launcher import RankLauncher
+from nbelastic.cluster.worker.rank_process import ProcessExit, RankProcess
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.messages import (
     JobPayload,
@@ -29,9 +30,6 @@ from nbelastic.messages import (
     RankReturned,
 )
 from nbelastic.pickling import dumps
-
-if TYPE_CHECKING:
-    from nbelastic.cluster.worker.rank_process import ProcessExit, RankProcess
 
 PATIENCE_S = 60.0
 
@@ -58,8 +56,8 @@ class Launched:
     def __init__(self, launcher: RankLauncher, function: Callable[..., Any], *args: Any) -> None:
         self.came: list[Message | bytes] = []
         setup, take = setup_of(function, *args), self.came.append
-        self.crowded = False
-        self.process: RankProcess = launcher.launch(setup, take, take, lambda: self.crowded)
+        self.process = RankProcess(setup, take, take, bool)
+        launcher.launch(self.process)
 
     async def end(self) -> ProcessExit:
         return await asyncio.wait_for(self.process.wait(), PATIENCE_S)

@@ -88,14 +88,15 @@ def pack_function(
 ) -> tuple[JobPayload, Modules]:
     """Pickle a function and its modules; NotPicklable names the value that cannot travel."""
     # Objects that pickle, but of which a rank would get one that does not serve.
-    for name, value in parts_of(function, args, kwargs):
+    parts = list(parts_of(function, args, kwargs))
+    for name, value in parts:
         for where, inner in itertools.islice(_elements(value), MOST_ELEMENTS):
             if problem := _problem(inner):
                 raise NotPicklable(f"{where} of {name} {problem}" if where else f"{name} {problem}")
     try:
         call, names = dumps_noting((function, args, kwargs))
     except Exception as error:  # pickling runs code of any class
-        culprit = _culprit(function, args, kwargs)
+        culprit = _culprit(function, parts)
         raise NotPicklable(
             f"{culprit} cannot be sent to the workers: {error}. "
             "Make it inside the function instead, or pass what it is made from."
@@ -103,7 +104,7 @@ def pack_function(
     modules = collect(names | getattr(function, "imported", set()))
     sources = pickle.dumps(modules)
     if len(call) + len(sources) > LARGE:
-        sizes = sorted(_sizes(function, args, kwargs), reverse=True)[:3]
+        sizes = sorted(_sizes(parts), reverse=True)[:3]
         large = [f"{name} {size / 2**20:.0f} MiB" for size, name in sizes if size >= 2**20]
         logger.warning(
             "the function takes %.0f MiB to each worker (%s); load large data on the workers, and "
@@ -167,8 +168,8 @@ def _elements(value: Any, where: str = "", depth: int = 4) -> Iterator[tuple[str
             yield from _elements(item, where + step, depth - 1)
 
 
-def _culprit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    for name, value in parts_of(function, args, kwargs):
+def _culprit(function: Callable[..., Any], parts: list[tuple[str, Any]]) -> str:
+    for name, value in parts:
         try:
             dumps(value)
         except Exception:  # pickling runs code of any class
@@ -183,10 +184,8 @@ def _variables(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f", {name}", part) for name, part in parts_of(value, (), {}))
 
 
-def _sizes(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[int, str]]:
-    for name, value in parts_of(function, args, kwargs):
+def _sizes(parts: list[tuple[str, Any]]) -> Iterator[tuple[int, str]]:
+    for name, value in parts:
         try:
             yield len(dumps(value)), name
         except (pickle.PicklingError, TypeError):

@@ -51,8 +51,9 @@ class _Noting(Pickler):
         self.names: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, CodeType):
-            self.names |= imported_by_code(obj)
+        if isinstance(obj, CodeType):  # code within it comes by itself
+            steps = dis.get_instructions(obj)
+            self.names |= {str(each.argval) for each in steps if each.opname == "IMPORT_NAME"}
         elif isinstance(obj, (type, FunctionType)) and _is_importable(obj):
             self.names.add(obj.__module__)
         elif isinstance(obj, ModuleType):
@@ -74,16 +75,6 @@ def _is_importable(obj: Any) -> bool:
     for name in obj.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is obj
-
-
-def imported_by_code(code: CodeType) -> set[str]:
-    """Return the names in the import statements of a code object and its nested code objects."""
-    instructions = dis.get_instructions(code)
-    found = {str(each.argval) for each in instructions if each.opname == "IMPORT_NAME"}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= imported_by_code(constant)
-    return found
 
 
 @functools.lru_cache(maxsize=10_000)

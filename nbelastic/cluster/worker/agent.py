@@ -88,15 +88,10 @@ class Agent(WorkerPlugin):
         keep_quiet_at_the_end(worker)
         shorten_batching(worker.batched_stream)
         slot = m.Slot(worker.id, worker.address, str(worker.name), host_identity())
-        self._launcher = self._start_launcher()
-        self._send(m.Hello(slot, versions(), own_process_id()))
-
-    def _start_launcher(self) -> RankLauncher:
-        """Find or start the host's rank template, which imports torch meanwhile."""
-        launcher = RankLauncher()
+        self._launcher = RankLauncher()
         with contextlib.suppress(OSError):  # of processes; the next rank tries again
-            launcher.start()
-        return launcher
+            self._launcher.start()  # the host's rank template imports torch meanwhile
+        self._send(m.Hello(slot, versions(), own_process_id()))
 
     async def teardown(self, worker: Worker) -> None:
         """Make ranks leave at their next commit, then end them: the worker is closing."""

@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
+import os
 import signal
+import subprocess
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from distributed.core import Status
 from msgspec.structs import replace
 
 from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import unsent_bytes
 from nbelastic.cluster.process_state import ProbeHistory, Verdict
 
-from .worker_faults import inflict
+from .rank_process import RankProcess
 
 if TYPE_CHECKING:
     from distributed import Worker
@@ -69,9 +74,10 @@ class HostedRank:
         self._over = self._returned = False
         self._limits: list[asyncio.TimerHandle] = []
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.process = launcher.launch(
+        self.process = RankProcess(
             setup, self._take, self._print, lambda: unsent_bytes(worker.batched_stream) > CROWDED
         )
+        launcher.launch(self.process)
 
     async def wait(self) -> None:
         """Wait until the process has ended, and report it if the rank has not."""
@@ -96,7 +102,7 @@ class HostedRank:
             self._beat = message.beats[0][1]
             self._heard, self._since, self._probes = True, self._loop.time(), ProbeHistory()
         elif isinstance(message, m.FaultDue):
-            self._worker.loop.add_callback(inflict, self._worker, self._send, self.process, message)
+            self._worker.loop.add_callback(self._inflict, message)
         else:
             event = message.event if isinstance(message, m.RankEvent) else None
             if isinstance(event, (m.RankReturned, m.RankLeft, m.RankRaised)):
@@ -167,3 +173,57 @@ class HostedRank:
         # Kept: a rank that waits and does not in turns would seem to make progress.
         self._beat = replace(self._beat, waiting=False, operation="")
         return self._beat
+
+    # -- faults of ``nbelastic.chaos`` -------------------------------------------------------------
+    #
+    # The rank knows when one is due. Its worker does what a process cannot do to itself, or should
+    # not.
+
+    async def _inflict(self, due: m.FaultDue) -> None:
+        """Inject a due fault, and let the rank go on, if still alive."""
+        worker, rank, kind, seconds = self._worker, self.process, due.fault.kind, due.fault.seconds
+        self._send(
+            m.FaultReport(due.job, due.start, "done", number=due.fault.number, rank=due.rank)
+        )
+        for _ in range(5):  # turns of the loop, in which the report is sent
+            await asyncio.sleep(0.004)
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "crash":
+            rank.send_signal(signal.SIGKILL)
+        elif kind == "crash_server" and rank.server is not None:
+            os.kill(rank.server, signal.SIGKILL)
+        elif kind == "stop":
+            stopped = [os.getpid()] if rank.pid is None else [rank.pid, os.getpid()]
+            if seconds:  # by another process, because a stopped process cannot act
+                words = f"(sleep {seconds:g}; kill -CONT {' '.join(map(str, stopped))})"
+                command = ["/bin/sh", "-c", f"{words} >/dev/null 2>&1 &"]
+                subprocess.run(command, stdin=subprocess.DEVNULL, check=True)
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+        elif kind == "close":
+            worker.loop.add_callback(worker.close, nanny=False, reason="nbelastic.chaos")
+        elif kind == "notice":
+            self._send(m.NoticeReport(m.Notice(m.NoticeSource.CHAOS, seconds=seconds)))
+            worker.loop.call_later(seconds, self._end_as_noticed)
+        elif kind in ("leave", "restart"):
+            worker.loop.add_callback(self._ask_scheduler, kind)
+        rank.send(m.RankOrder(due.job, due.start, m.FaultDone(due.fault.number)))
+
+    async def _ask_scheduler(self, kind: str) -> None:
+        scheduler, addresses = self._worker.scheduler, [self._worker.address]
+        with contextlib.suppress(OSError):  # the worker has lost its scheduler over it
+            if kind == "leave":
+                await scheduler.retire_workers(workers=addresses)
+            else:
+                await scheduler.restart_workers(
+                    workers=addresses,
+                    wait_for_workers=False,
+                    on_error="return",
+                    stimulus_id=f"nbelastic-chaos-{time.time()}",
+                )
+
+    def _end_as_noticed(self) -> None:
+        """Kill this process, as its machine would, if its worker is still active."""
+        if self._worker.status in (Status.running, Status.paused):
+            os.kill(os.getpid(), signal.SIGKILL)

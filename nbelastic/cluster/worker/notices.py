@@ -109,10 +109,6 @@ class _Action(msgspec.Struct):
     action: Any
 
 
-class _Recommendation(msgspec.Struct, rename="camel"):
-    notice_time: str
-
-
 class _Event(msgspec.Struct, rename="pascal"):
     event_type: str
     resources: list[str]
@@ -133,7 +129,8 @@ def _aws(body: bytes, _: str, now: float) -> Notice:
 
 def _rebalance(body: bytes, *_: object) -> Notice:
     """Read EC2's recommendation to leave a machine that is at risk."""
-    msgspec.json.decode(body, type=_Recommendation)
+    if "noticeTime" not in msgspec.json.decode(body):
+        raise ValueError("no recommendation")
     return Notice(NoticeSource.AWS, "rebalance", host=True, soft=True)
 
 

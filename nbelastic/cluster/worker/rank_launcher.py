@@ -27,14 +27,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from nbelastic import rank_template
 from nbelastic.elastic.ranks.runtime import THREAD_VARIABLES
-from nbelastic.messages import Message
 from nbelastic.system import LINUX
 
-from .rank.channel import RankSetup
 from .rank.children import GROUP_LIMIT_S, signal_group
 from .rank_process import RankProcess
 
@@ -80,19 +77,8 @@ class RankLauncher:
             IMPORT_S, self._leave_if, lambda: self._line is line and not self._ready
         )
 
-    def launch(
-        self,
-        setup: RankSetup,
-        take: Callable[[Message], None],
-        output: Callable[[bytes], None],
-        crowded: Callable[[], bool] = bool,
-    ) -> RankProcess:
-        """Start the process of a rank, which gets its `setup` first.
-
-        `output` gets what it prints, which waits while `crowded()`, and `take` each message, an
-        event after all that was printed before.
-        """
-        rank = RankProcess(setup, take, output, crowded)
+    def launch(self, rank: RankProcess) -> None:
+        """Start the process of a rank."""
         self._ranks.add(rank)
         rank.gone.add_done_callback(lambda _: self._ranks.discard(rank))
         try:
@@ -100,7 +86,6 @@ class RankLauncher:
         except OSError as error:
             rank.finish(reason=f"the system refused to start its process: {error}")
         self._ask()
-        return rank
 
     async def close(self) -> None:
         """End the remaining ranks and their processes; leave the template."""
@@ -166,23 +151,18 @@ class RankLauncher:
 
     def _hear(self) -> None:
         assert self._line is not None
-        data = b""
-        with contextlib.suppress(ConnectionError):
-            data = self._line.recv(rank_template.MESSAGE_BYTES)
-        if not data:
+        found = rank_template.receive(self._line)
+        for message in found:
+            if message["op"] == "bound":
+                self.template = message["pid"]
+                if self._starter is not None:  # it has forked the template, and ends
+                    self._starter.wait()
+                    self._starter = None
+            elif message["op"] == "ready":
+                self._ready, self._tries = True, 0
+                self._ask()
+        if not found:
             self._lose_line()
-        for message in rank_template.messages(data):
-            self._obey(message)
-
-    def _obey(self, message: dict[str, Any]) -> None:
-        if message["op"] == "bound":
-            self.template = message["pid"]
-            if self._starter is not None:  # it has forked the template, and ends
-                self._starter.wait()
-                self._starter = None
-        elif message["op"] == "ready":
-            self._ready, self._tries = True, 0
-            self._ask()
 
     def _close_line(self) -> None:
         if self._line is not None:

@@ -1,17 +1,9 @@
 """The process of a worker's rank, from the request to its end.
 
-============  ====================================================================================
-a process is  then
-============  ====================================================================================
-requested     its descriptors wait, until the host's template is ready and its server has them
-running       forked. It ends by returning, by a signal (its own, the worker's, the system's), or
-              with its server or its worker
-ended         reaped by its server, or lost with that. Its exit is known, its output complete
-============  ====================================================================================
-
-Each has a rank server (:mod:`.rank.server`), its parent, to which the control socket leads: by it
-the worker sends signals, and learns of the end. The server ends what the rank has started, and then
-itself, which closes the socket.
+Requested, its descriptors wait until the host's template is ready and its server has them. Running,
+it has a rank server (:mod:`.rank.server`), its parent, to which the control socket leads: by it the
+worker sends signals, and learns of the end. The server ends what the rank has started, and then
+itself, which closes the socket. Ended, its exit is known and its output complete.
 """
 
 from __future__ import annotations
@@ -35,7 +27,7 @@ import psutil
 from nbelastic.cluster.process_state import ProcessState, process_id, read_state
 from nbelastic.elastic.ranks.telemetry import NOT_THE_USERS
 from nbelastic.messages import AnyMessage, Message, RankEvent, decode, encode
-from nbelastic.rank_template import KIND, MESSAGE_BYTES, messages, send
+from nbelastic.rank_template import KIND, receive, send
 from nbelastic.system import LINUX
 
 from .rank.channel import HEADER, RankSetup, frame
@@ -160,7 +152,11 @@ class OutputPipe:
 
 
 class RankProcess:
-    """Process of one rank; made by :meth:`~.rank_launcher.RankLauncher.launch`."""
+    """Process of one rank, launched by :class:`~.rank_launcher.RankLauncher`; `setup` comes first.
+
+    `output` gets what it prints, which waits while `crowded()`, and `take` each message, an event
+    after all that was printed before.
+    """
 
     def __init__(
         self,
@@ -282,10 +278,8 @@ class RankProcess:
 
     def _hear(self) -> None:
         assert self.control is not None
-        data = b""
-        with contextlib.suppress(ConnectionError):
-            data = self.control.recv(MESSAGE_BYTES)
-        for message in messages(data):
+        found = receive(self.control)
+        for message in found:
             if message["op"] == "forked":
                 self.pid, self.server = message["pid"], message["server"]
                 self._close_theirs()
@@ -294,7 +288,7 @@ class RankProcess:
             elif message["op"] == "refused":
                 why = message["why"]
                 self.finish(reason=f"the system refused to start its process: {why}")
-        if not data:
+        if not found:
             self.withdraw()
             if self.pid is not None and not self._ending:
                 # Its server was killed, and the kernel ends the rank itself. The template ends what

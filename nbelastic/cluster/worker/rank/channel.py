@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -61,11 +60,6 @@ class RankChannel:
         self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sender: threading.Thread | None = None
 
-    def read_setup(self) -> RankSetup:
-        """Wait for what the worker gives its rank at the start."""
-        setup: RankSetup = pickle.loads(self._read())
-        return setup
-
     def start(self, take: Callable[[Message], None], beat: Callable[[], None]) -> None:
         """Begin to serve the channel; `beat` is called in the thread that sends."""
         for name, serve, act in (
@@ -107,12 +101,13 @@ class RankChannel:
     def _serve_reader(self, take: Callable[[Message], None]) -> None:
         while True:
             try:
-                data = self._read()
+                data = self.read()
             except OSError:  # the worker has ended
                 os.killpg(0, signal.SIGKILL)
             take(decode(data, AnyMessage))
 
-    def _read(self) -> bytes:
+    def read(self) -> bytes:
+        """Wait for a message; ConnectionError: the worker has ended."""
         return self._exactly(*HEADER.unpack(self._exactly(HEADER.size)))
 
     def _exactly(self, count: int) -> bytes:

@@ -2,7 +2,7 @@
 
 Orders come in the thread that reads. Faults that belong to a step are injected by the rank's
 thread, after each batch (:meth:`FaultInjector.step`). Faults of the process or of its worker are
-the worker's to inject (:mod:`nbelastic.cluster.worker.worker_faults`); the rank says when one is
+the worker's to inject (:mod:`nbelastic.cluster.worker.hosted_rank`); the rank says when one is
 due. The kernel is told of each first, so that it knows even of a process that ends a moment later.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.messages import FaultDue, FaultOrder, FaultReport, Message
@@ -51,16 +51,13 @@ class FaultInjector:
 
     # -- by the thread that reads orders -----------------------------------------------------------
 
-    def take(self, faults: Iterable[FaultOrder] = (), drop: Iterable[int] = ()) -> None:
+    def take(self, faults: Sequence[FaultOrder], drop: Sequence[int]) -> None:
         """Arm `faults`, or inject immediate faults now; disarm the faults numbered `drop`."""
-        dropped = set(drop)
+        later = [fault for fault in faults if fault.timed or fault.kind in IN_STEP]
         with self._lock:
-            self._armed = [fault for fault in self._armed if fault.number not in dropped]
+            self._armed = [each for each in self._armed if each.number not in {*drop}] + later
         for fault in faults:
-            if fault.timed or fault.kind in IN_STEP:
-                with self._lock:
-                    self._armed.append(fault)
-            else:
+            if fault not in later:
                 self._inflict(fault)
 
     def plan(self) -> None:
@@ -93,21 +90,20 @@ class FaultInjector:
             time.sleep(seconds)  # the fault itself
 
     def _due(self, *, forming: bool) -> list[FaultOrder]:
-        with self._lock:
-            due = [fault for fault in self._armed if self._is_due(fault, forming)]
-            self._armed = [fault for fault in self._armed if fault not in due]
-        return due
-
-    def _is_due(self, fault: FaultOrder, forming: bool) -> bool:
         session = self._session
         if not forming and time.monotonic() < self._moved + SETTLING:
-            return False  # it may have been the fault of another rank, that had this number
-        return (
-            fault.forming == forming
-            and fault.rank in (None, session.rank)
-            and session.telemetry.steps >= (fault.step or 0)
-            and session.generation >= (fault.generation or 0)
-        )
+            return []  # it may have been the fault of another rank, that had this number
+        with self._lock:
+            due = [
+                fault
+                for fault in self._armed
+                if fault.forming == forming
+                and fault.rank in (None, session.rank)
+                and session.telemetry.steps >= (fault.step or 0)
+                and session.generation >= (fault.generation or 0)
+            ]
+            self._armed = [fault for fault in self._armed if fault not in due]
+        return due
 
     def redone(self, steps: int, samples: int) -> None:
         """Report batches that are repeated, because a reset has rolled them back."""

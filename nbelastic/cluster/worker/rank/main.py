@@ -12,6 +12,7 @@ import faulthandler
 import io
 import mmap
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -53,7 +54,7 @@ def main(channel_fd: int, crash_fd: int) -> None:
     sys.stderr = sys.__stderr__ = _lines(2)  # type: ignore[misc]
     sys.stdin = _NoInput(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115
     channel = RankChannel(channel_fd)
-    setup = channel.read_setup()
+    setup: RankSetup = pickle.loads(channel.read())
     _take_environment(setup)
     runtime = replace(DEFAULT_RUNTIME, interrupt=SignalInterrupt, on_set_up=keep_freed_memory)
     program = RankProgram(setup.spec, setup.payload, channel.send, runtime)

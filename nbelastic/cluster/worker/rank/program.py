@@ -11,19 +11,29 @@ import contextlib
 import contextvars
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
+
 from nbelastic import messages as m
-from nbelastic.cluster.payload import install, take_settings, unpack_call, unpack_modules
+from nbelastic.cluster.payload import install, take_settings
 from nbelastic.cluster.pulled import Pulled, Returned, pack_variables, trained_models
-from nbelastic.cluster.rank_error import pack_error, summary_of
+from nbelastic.cluster.rank_error import pack_error
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME, RankRuntime, RankSpec
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.ranks.timeline import timeline
-from nbelastic.errors import CollectiveError, RankExit, RanksDisagree, StateMismatch, Stopped
+from nbelastic.errors import (
+    CollectiveError,
+    RankExit,
+    RanksDisagree,
+    StateMismatch,
+    Stopped,
+    summary_of,
+)
 from nbelastic.pickling import dumps
 
 from .fault_injector import FaultInjector
@@ -151,7 +161,7 @@ class RankProgram:
     def _run(self) -> None:
         start, session = self._spec.start, self.session
         try:
-            install(unpack_modules(self._payload))
+            install(pickle.loads(self._payload.modules))
             take_settings(self._payload.torch)
             self._begin_timeline()
             try:
@@ -186,7 +196,7 @@ class RankProgram:
 
     def _function(self) -> bytes:
         """Unpickle and call the user's function; return its pickled result."""
-        function, args, kwargs = unpack_call(self._payload)
+        function, args, kwargs = cloudpickle.loads(self._payload.call)
         self._called = function
         try:
             value = contextvars.copy_context().run(function, *args, **kwargs)

@@ -32,7 +32,7 @@ import sys
 import time
 import traceback
 
-from nbelastic.rank_template import LIMITS, MESSAGE_BYTES, messages, send
+from nbelastic.rank_template import LIMITS, receive, send
 from nbelastic.system import LINUX
 
 from .children import GROUP_LIMIT_S, NAME, RETURNED, Children, end_with, set_option, signal_group
@@ -137,13 +137,10 @@ def _obey(control: socket.socket, ready: list[int], rank: int) -> bool:
     """Send a signal on the worker's request; return False if the rank is to be killed."""
     if not ready:
         return True
-    data = b""
-    with contextlib.suppress(ConnectionError):
-        data = control.recv(MESSAGE_BYTES)
-    numbers = [message["signal"] for message in messages(data)]
+    numbers = [message["signal"] for message in receive(control)]
     for number in filter(signal.SIGKILL.__ne__, numbers):
         signal_group(rank, number)
-    return bool(data) and signal.SIGKILL not in numbers
+    return bool(numbers) and signal.SIGKILL not in numbers
 
 
 def _has_group(rank: int) -> bool:

@@ -14,10 +14,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from nbelastic.cluster.rank_error import summary_of
 from nbelastic.elastic.ranks.context import Context, current_or_none
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.training_checks import note_step
+from nbelastic.errors import summary_of
 
 _TRAINERS = {
     "accelerate": "accelerate",
