@@ -45,6 +45,8 @@ class Checked:
         self.plans: list[ev.Plan] = []
         self.returned: set[int] = set()
         self.unusable: set[str] = set()
+        self.gone: set[str] = set()
+        self.spent: set[str] = set()  # a rank was evicted there, and its worker has not said more
         self.outcome: ev.Outcome | None = None
 
     @property
@@ -90,6 +92,10 @@ class Checked:
             self.unusable.add(event.slot)
         if isinstance(event, ev.SlotStays):
             self.unusable.discard(event.slot)
+        if isinstance(event, ev.SlotGone):
+            self.gone.add(event.slot)
+        if isinstance(event, ev.SlotsFound):
+            self.spent -= {slot.id for slot in event.slots}
         if isinstance(event, ev.RankReturned) and event.start in ranks:
             self.returned.add(event.start)
 
@@ -107,6 +113,10 @@ class Checked:
                 self.check_3_order_and_source(effect.plan, here)
                 self.check_4_no_excluded(effect.plan)
                 self.plans.append(effect.plan)
+            if isinstance(effect, ev.EndRank) and effect.how == "evict":
+                self.spent.add(ranks[effect.start][0])
+            if isinstance(effect, ev.RestartWorker):
+                self.spent.add(effect.slot.id)
             if isinstance(effect, ev.StartRank):
                 self.check_4_start(effect)
         if not (restarted and not self.roster.restarted):  # else the checkpoint's has become known
@@ -198,7 +208,7 @@ class Checked:
     def check_4_start(self, effect: ev.StartRank) -> None:
         """No rank is started on a worker or host that cools down, is retiring, gone or taken."""
         slot, roster = effect.slot, self.roster
-        assert slot.id not in self.unusable
+        assert slot.id not in self.unusable | self.spent
         assert not roster.excluded(slot)
         assert [r.start for r in roster.ranks.values() if r.slot.id == slot.id] == [effect.start]
 
@@ -241,6 +251,7 @@ class Checked:
         for rank in roster.ranks.values():
             object.__setattr__(rank, "counted_by", roster.counted)
         assert vars(roster.counted) == vars(anew)
+        assert self.gone.isdisjoint(slot.id for slot in roster.dead.values())
         for stage, group in roster.counted.stages.items():
             assert all(rank.stage == stage for rank in group.values())
 
