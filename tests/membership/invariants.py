@@ -87,15 +87,7 @@ class Checked:
         stale = self._stale(event)
         if stale or isinstance(event, FAULTS):
             unchanged = self.copy()
-        soft = isinstance(event, ev.SlotLeaving) and event.notice is not None and event.notice.soft
-        if isinstance(event, (ev.SlotGone, ev.SlotLeaving)) and not soft:
-            self.unusable.add(event.slot)
-        if isinstance(event, ev.SlotStays):
-            self.unusable.discard(event.slot)
-        if isinstance(event, ev.SlotGone):
-            self.gone.add(event.slot)
-        if isinstance(event, ev.SlotsFound):
-            self.spent -= {slot.id for slot in event.slots}
+        self._note_slots(event)
         if isinstance(event, ev.RankReturned) and event.start in ranks:
             self.returned.add(event.start)
 
@@ -125,6 +117,18 @@ class Checked:
         self.check_counts()
         self.check_7_end(before, effects)
         return effects
+
+    def _note_slots(self, event: ev.Event) -> None:
+        """Note on which slots no rank may be started."""
+        soft = isinstance(event, ev.SlotLeaving) and event.notice is not None and event.notice.soft
+        if isinstance(event, (ev.SlotGone, ev.SlotLeaving)) and not soft:
+            self.unusable.add(event.slot)
+        if isinstance(event, ev.SlotStays):
+            self.unusable.discard(event.slot)
+        if isinstance(event, ev.SlotGone):
+            self.gone.add(event.slot)
+        if isinstance(event, ev.SlotsFound):
+            self.spent -= {slot.id for slot in event.slots}
 
     def _stale(self, event: ev.Event) -> bool:
         """Whether a message is from an older generation, or of a rank that is out already."""

@@ -16,6 +16,7 @@ from .world import World, job, trained
 
 TAKEN = [ev.UnusedWorker(f"tcp://D{n}", ev.UnusedReason.TAKEN, "other") for n in range(5)]
 CHOSEN = ev.UnusedWorker("tcp://E0", ev.UnusedReason.NOT_IN_WORKERS)
+REFUSED = ev.UnusedWorker("tcp://F0", ev.UnusedReason.REFUSED, "it is silent")
 ONE_TAKEN = ev.UnusedGroup(ev.UnusedReason.TAKEN, "other", 1, ("tcp://D0",))
 
 
@@ -31,6 +32,10 @@ def test_each_reason_is_named_with_its_workers() -> None:
     assert reason(world) == ev.Waiting(ev.Presence(1, 2, unused=(taken, chosen)), 0.0, 100.0)
     world.tell(ev.WorkersUnused(()))
     assert reason(world) == ev.Waiting(ev.Presence(1, 2), 0.0, 100.0)
+    for _ in range(2):
+        world.tell(ev.WorkersUnused((REFUSED, *TAKEN)))
+    (refused,) = world.records("refused")
+    assert (refused.worker, refused.detail) == ("tcp://F0", "refused, because it is silent")
 
 
 def test_a_host_that_is_full_is_a_reason() -> None:
