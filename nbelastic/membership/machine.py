@@ -65,12 +65,9 @@ class Machine:
                 roster.advanced = roster.now
                 roster.note_commits()
                 self._apply_time_limits()
-            if self._effects or due or not self._needs_nothing(event):
+            if self._effects or due or not rules.needs_nothing(roster, event):
                 self._advance()
         return self._effects
-
-    def _needs_nothing(self, event: m.Event) -> bool:
-        return rules.needs_nothing(self.roster, event)
 
     @property
     def _now(self) -> float:
