@@ -119,6 +119,7 @@ class Checked:
             self.unusable.add(event.slot)
         if isinstance(event, ev.SlotStays):
             self.unusable.discard(event.slot)
+            self.gone.discard(event.slot)
         if isinstance(event, ev.SlotGone):
             self.gone.add(event.slot)
         if isinstance(event, ev.SlotsFound):

@@ -115,21 +115,6 @@ def test_A8_a_worker_cools_down_and_is_used_again(how: str) -> None:
 # -- B: batches, sizes and the leading rank --------------------------------------------------------
 
 
-def test_B11_hosts_leave_one_by_one() -> None:
-    world = job("A0", "B0", "C0", np=3, min_np=1)
-    world.at(10, lambda: world.retire("B0"))
-    world.at(20, lambda: world.retire("A0"))
-    world.run()
-    assert world.outcome.kind == "finished"
-    assert world.sizes() == [3, 2, 1]
-    assert world.leaders() == [0, 0, 2]
-    assert len(world.plans) == 3
-    assert batches(world) == list(range(1, 31))
-    assert not world.of(ev.Abort)
-    assert not world.records("lost")
-    assert [record.worker for record in world.records("left")] == ["tcp://B0", "tcp://A0"]
-
-
 # -- C: ranks, and messages to them ----------------------------------------------------------------
 
 

@@ -32,13 +32,14 @@ def running() -> tuple[World, Checked]:
     [
         ready(0, 0),
         ready(0, 1, 5, failed=True),
-        ev.RankFormed(0, 1),
+        ev.RankFormed(0, 1, "shm"),
         ev.LoopDone(0, 1, 5),
         ev.RankReturned(1),
         ev.RankRaised(1, "ValueError: old"),
         ev.RankLeft(1),
         ev.Beats((ev.Beat(1, 1, 5, True, 99),)),
         ready(7, 0),
+        ev.RankNote(7, "checkpoint", "of no rank"),
     ],
     ids=lambda event: f"{type(event).__name__}-{getattr(event, 'start', '')}",
 )
