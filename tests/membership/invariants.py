@@ -250,7 +250,8 @@ class Checked:
         for rank in roster.ranks.values():
             object.__setattr__(rank, "counted_by", roster.counted)
         assert vars(roster.counted) == vars(anew)
-        assert self.gone.isdisjoint(slot.id for slot in roster.dead.values())
+        dead = {slot.id for slot in roster.dead.values() if roster.phase != Phase.ENDED}
+        assert self.gone.isdisjoint(dead)
         for stage, group in roster.counted.stages.items():
             assert all(rank.stage == stage for rank in group.values())
 
