@@ -254,6 +254,15 @@ def test_a_neighbour_may_report_it_before_the_worker_does() -> None:
     assert len(workers(world.plans[2])) == 3, "its worker is used again"
 
 
+def test_a_worker_that_is_gone_reports_no_death_any_more() -> None:
+    world = trained(job("A0", "A1", "A2", np=3, min_np=2, script=LONG), 10)
+    world.worker("A1").frozen = True
+    world.crash("A1")
+    world.run(until=lambda: bool(world.machine.roster.dead))
+    world.tell(ev.SlotGone(world.worker("A1").slot.id))
+    assert not world.machine.roster.dead
+
+
 def test_a_death_is_counted_once_and_says_how_far_the_rank_had_come() -> None:
     two = trained(job("A0", "B0", np=2, min_np=2, script=LONG), 10)
     start = two.rank_on("B0").start
