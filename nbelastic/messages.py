@@ -113,27 +113,16 @@ class Limits(Data, frozen=True):
         if self.cooldown is not None and not 0 <= self.cooldown[0] <= self.cooldown[1]:
             raise ValueError(f"cooldown={self.cooldown}: must be (lo, hi) with 0 <= lo <= hi")
 
-    def changed(
-        self,
-        min_np: int | None,
-        max_np: int | None,
-        priority: int | None = None,
-        weight: float | None = None,
-    ) -> Limits:
+    def changed(self, event: LimitsChanged) -> Limits:
         """Return the limits after a change, in which the new one of min_np and max_np wins."""
-        low = self.min_np if min_np is None else min_np
-        high = self.max_np if max_np is None else max_np
+        given = msgspec.structs.asdict(event).items()
+        new = msgspec.structs.asdict(self) | {k: v for k, v in given if v is not None}
+        low, high = new["min_np"], new["max_np"]
         if high is not None and low > high:
-            low, high = (low, low) if max_np is None else (high, high)
-        start = self.np if min_np is None else low
-        return msgspec.structs.replace(
-            self,
-            np=start,
-            min_np=low,
-            max_np=high,
-            priority=self.priority if priority is None else priority,
-            weight=self.weight if weight is None else weight,
-        )
+            new["min_np"] = new["max_np"] = low if event.max_np is None else high
+        if event.min_np is not None:
+            new["np"] = new["min_np"]
+        return Limits(**new)
 
 
 class Place(Data, frozen=True):
@@ -566,21 +555,18 @@ class OperationsDiffer(Reason, frozen=True):
 
 
 class PastFirstLoop(Reason, frozen=True):
-    says = (
-        "{what}: the others are in elastic loop {loop} of the function, and a rank that joins "
-        "starts at its top, with the first loop. To let ranks join in all phases, put the phases "
-        "into one elastic loop, with the phase among the values of the state"
-    )
     loop: int
     ranks: int | None = None  # that are left; None while they are enough
     low: int = 0  # fewest ranks of the job
 
-    @property
-    def what(self) -> str:
-        """The consequence."""
-        if self.ranks is None:
-            return "no rank can join any more"
-        return f"{self.ranks} of at least {self.low} ranks are left, and none can join"
+    def __str__(self) -> str:
+        left = f"{self.ranks} of at least {self.low} ranks are left, and none can join"
+        return (
+            f"{'no rank can join any more' if self.ranks is None else left}: the others are in "
+            f"elastic loop {self.loop} of the function, and a rank that joins starts at its top, "
+            "with the first loop. To let ranks join in all phases, put the phases into one elastic "
+            "loop, with the phase among the values of the state"
+        )
 
 
 class ReturnedEarly(Reason, frozen=True):
@@ -653,24 +639,17 @@ JOINED = {
 
 
 class NeverMet(Reason, frozen=True):
-    says = (
-        "ranks never met: {ranks} separate trainings\n"
-        "No rank used an operation between ranks or an elastic loop, so each ran the whole "
-        "function alone.\n{imported}To train one model, {how}."
-    )
     ranks: int
     libraries: tuple[str, ...]  # for training, imported in the ranks
 
-    @property
-    def imported(self) -> str:
-        """A sentence on the libraries."""
-        names = ", ".join(self.libraries)
-        return f"Imported in the ranks: {names}.\n" if names else ""
-
-    @property
-    def how(self) -> str:
-        """The remedy."""
-        return next((JOINED[each] for each in JOINED if each in self.libraries), JOINED[""])
+    def __str__(self) -> str:
+        imported = f"Imported in the ranks: {', '.join(self.libraries)}.\n" * bool(self.libraries)
+        how = next(JOINED[each] for each in JOINED if each in (*self.libraries, ""))
+        return (
+            f"ranks never met: {self.ranks} separate trainings\n"
+            "No rank used an operation between ranks or an elastic loop, so each ran the whole "
+            f"function alone.\n{imported}To train one model, {how}."
+        )
 
 
 class WeightsDiffer(Reason, frozen=True):
@@ -763,15 +742,14 @@ class NotReady(Reason, frozen=True):
 
 
 class Waiting(Reason, frozen=True):
-    says = "{presence}; waiting {waited:.0f} s of {timeout:g} s for {missing} more"
     presence: Presence
     waited: Number
     timeout: Number
 
-    @property
-    def missing(self) -> int:
-        """Number of workers that are missing."""
-        return self.presence.needed - self.presence.there
+    def __str__(self) -> str:
+        more = self.presence.needed - self.presence.there
+        time = f"{self.waited:.0f} s of {self.timeout:g} s"
+        return f"{self.presence}; waiting {time} for {more} more"
 
 
 class NotUsed(Reason, frozen=True):
@@ -1629,13 +1607,6 @@ class TelemetryBatch(Message, frozen=True):
     """Telemetry of several ranks."""
 
     ranks: tuple[RankTelemetry, ...]
-
-
-class WorkerRefused(Message, frozen=True):
-    """A worker cannot host a rank of the job."""
-
-    worker: str
-    reason: str
 
 
 class DriverReplaced(Message, frozen=True):

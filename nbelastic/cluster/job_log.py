@@ -109,8 +109,8 @@ def in_one_line(entry: m.Record) -> str:
     """Return an entry of the history for a logger, with its numbers."""
     words = [f"{entry.kind} in generation {entry.generation} of {entry.size} ranks"]
     if entry.worker is not None:
-        rank = f"start {entry.start}" if entry.rank is None else f"rank {entry.rank}"
-        words.append(f"{rank} on {entry.worker}")
+        start = "no rank" if entry.start is None else f"start {entry.start}"
+        words.append(f"{start if entry.rank is None else f'rank {entry.rank}'} on {entry.worker}")
     words.append(" ".join(str(entry.reason or entry.detail).split()))
     values = {} if entry.reason is None else msgspec.structs.asdict(entry.reason)
     numbers = {key: value for key, value in values.items() if type(value) in (int, float)}

@@ -276,8 +276,6 @@ class Driver:
         elif isinstance(message, m.TelemetryBatch):
             members = self._machine.roster.members()
             self.log.note_telemetry(message.ranks, [rank.start for rank in members])
-        elif isinstance(message, m.WorkerRefused):
-            self.log.note(m.Record("refused", worker=message.worker, detail=message.reason))
 
     def _take_event(self, message: m.JobEvent) -> None:
         if message.seq <= self._seq:

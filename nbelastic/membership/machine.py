@@ -24,6 +24,8 @@ from .roster import Roster
 
 TICK = 0.25  # seconds after which a `Tick` is handed in, if nothing else happens
 
+_UNABLE = (m.UnusedReason.OTHER_VERSIONS, m.UnusedReason.REFUSED)
+
 _HANDLERS = {
     kind: "_on" + re.sub("([A-Z])", r"_\1", kind.__name__).lower() for kind in m.leaves(m.Event)
 }
@@ -63,12 +65,9 @@ class Machine:
                 roster.advanced = roster.now
                 roster.note_commits()
                 self._apply_time_limits()
-            if self._effects or due or not self._needs_nothing(event):
+            if self._effects or due or not rules.needs_nothing(roster, event):
                 self._advance()
         return self._effects
-
-    def _needs_nothing(self, event: m.Event) -> bool:
-        return rules.needs_nothing(self.roster, event)
 
     @property
     def _now(self) -> float:
@@ -83,6 +82,10 @@ class Machine:
 
     def _on_workers_unused(self, event: m.WorkersUnused) -> None:
         before = rules.held_up(self.roster)
+        for each in event.workers:
+            if each.reason in _UNABLE and each not in self.roster.unused:
+                words = each.reason.value.format(detail=each.detail)
+                self._emit(m.Record("refused", worker=each.worker, detail=words))
         self.roster.unused = list(event.workers)
         for rank in before:
             if rank not in rules.held_up(self.roster):
@@ -455,8 +458,7 @@ class Machine:
             roster.stopping = True
 
     def _on_limits_changed(self, event: m.LimitsChanged) -> None:
-        changes = (event.min_np, event.max_np, event.priority, event.weight)
-        self.roster.limits = self.roster.limits.changed(*changes)
+        self.roster.limits = self.roster.limits.changed(event)
 
     def _on_share_set(self, event: m.ShareSet) -> None:
         roster, before = self.roster, self.roster.share
@@ -1004,8 +1006,6 @@ class Machine:
             for other in list(roster.ranks.values()):
                 if policy.worker_key(other.slot) == key and not other.leaving and other is not rank:
                     self._ask_to_leave(other, m.EndReason.WORKER_EXCLUDED)
-        if rank.version > rank.version_at_join:
-            policy.forgive(slot)
         for exclusion in policy.count_failure(slot, self._now, self._chance):
             self._record("cooldown", rank, exclusion)
 
@@ -1055,8 +1055,6 @@ class Machine:
             return
         roster.outcome = outcome
         reason = outcome.reason or m.EndOrder(m.EndReason.FINISHING)
-        if outcome.kind == "failed":
-            self._abort_awaited(reason)
         roster.enter(Phase.ENDING)
         for rank in roster.in_stage(Stage.STARTING, Stage.READY, Stage.MEMBER, Stage.DONE):
             self._end_rank(rank, how, reason)

@@ -45,10 +45,9 @@ class Roster:
     reset_causes: list[m.AnyReason] = field(default_factory=list)  # faults since the last reset
     ranks: dict[int, Rank] = field(default_factory=dict)  # by start
     slots: dict[str, m.Slot] = field(default_factory=dict)  # by identity
-    # Slots that are leaving or gone, and since when; nothing is ever started on them again.
-    departing: dict[str, float] = field(default_factory=dict)
-    # When a process of a worker was last to leave or gone, by the worker's lasting name.
-    departed: dict[str, float] = field(default_factory=dict)
+    # Slots that are leaving or gone, each with its worker's lasting name, and since when; nothing
+    # is ever started on them again.
+    departing: dict[str, tuple[str, float]] = field(default_factory=dict)
     # Notices of workers with a rank, by slot, each with the moment in the place of `seconds`.
     notices: dict[str, m.Notice] = field(default_factory=dict)
     # Notices without a time, by slot: a newcomer on another worker should replace the rank.
@@ -152,13 +151,10 @@ class Roster:
 
     def depart(self, slot: str) -> None:
         """Note that nothing can be started on a slot any more."""
-        ranks = self.on_slot(slot)
-        known = self.slots.get(slot) or (ranks[0].slot if ranks else None)
-        if slot not in self.departing:
-            self.departed[known.lasting if known else slot] = self.now
+        known = self.slots.get(slot) or next((rank.slot for rank in self.on_slot(slot)), None)
+        self.departing.setdefault(slot, (known.lasting if known else slot, self.now))
         self.drop_slot(slot)
         self.at_risk.pop(slot, None)
-        self.departing.setdefault(slot, self.now)
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase."""

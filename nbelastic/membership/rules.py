@@ -221,7 +221,7 @@ def is_stuck(roster: Roster) -> bool:
     for_a_while = any(map(roster.excluded, others))
     recent = roster.now - roster.limits.elastic_timeout
     there = {slot.lasting for slot in roster.slots.values()}
-    gone = any(at > recent and name not in there for name, at in roster.departed.items())
+    gone = any(at > recent and name not in there for name, at in roster.departing.values())
     enough = within_reach(roster) + len(out) >= needed(roster)
     return enough and not for_a_while and not gone
 

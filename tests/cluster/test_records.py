@@ -33,10 +33,6 @@ def a_worker(**changes):
     return SimpleNamespace(**{**fields, **changes})
 
 
-def test_a_free_worker_has_none():
-    assert obstacle(a_job(), a_worker(), a_host()) is None
-
-
 @pytest.mark.parametrize(
     ("job", "worker", "host", "reason", "detail"),
     [

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec import structs
 
 from nbelastic import messages as ev
 from nbelastic.membership import Machine, Phase
-from nbelastic.membership.failure_policy import JITTER, SAME_KIND, Exclusions
+from nbelastic.membership.failure_policy import SAME_KIND
 from nbelastic.membership.ranks import Rank
 
 from .ranks import Script
@@ -38,18 +36,6 @@ def test_before_the_first_commit_it_fails_the_job(where: str) -> None:
     assert [(effect.start, effect.how) for effect in world.of(ev.EndRank)] == [(0, "cancel")]
 
 
-def test_after_a_commit_the_rank_counts_as_failed() -> None:
-    world = trained(job("A0", "B0", "C0", np=3, min_np=2, script=LONG), 20)
-    world.rank_on("B0").raise_error("ValueError: sample 7")
-    world.run()
-    assert world.outcome.kind == "finished"
-    assert workers(world.plans[-1]) == ["A0", "C0"]
-    lost = ev.Lost(ev.RankId(1, 1, "tcp://B0"), ev.LossReason.RAISED, "ValueError: sample 7")
-    assert world.reasons("lost")[0] == lost
-    once = ev.Tally(ev.Counted.SAME_WORKER, 1, SAME_KIND, 20)
-    assert world.reasons("reset")[0] == ev.Reset((lost,), 2, once)
-
-
 def test_an_error_of_all_ranks_at_one_point_ends_the_job() -> None:
     world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 20)
     world.tell(ev.RankRaised(1, "RanksDisagree: a, b", version=20, on_all_ranks=True))
@@ -57,14 +43,6 @@ def test_an_error_of_all_ranks_at_one_point_ends_the_job() -> None:
     assert world.outcome.error == "rank_failed"
     assert world.outcome.reason.detail == "RanksDisagree: a, b"
     assert not world.records("reset")
-
-
-def test_the_only_rank_raises_after_commits() -> None:
-    world = trained(job("A0", np=1, script=LONG), 20)
-    world.rank_on("A0").raise_error("ValueError: x")
-    world.run()
-    assert world.outcome.error == "rank_failed"
-    assert world.outcome.reason == ev.UserErrors(("ValueError: x",))
 
 
 def test_after_the_loop_it_fails_the_job() -> None:
@@ -112,17 +90,6 @@ def test_survivors_are_aborted_at_once_and_only_once() -> None:
     assert not world.of(ev.RestartWorker)
 
 
-def test_all_are_lost_after_the_loop_and_workers_return() -> None:
-    script = Script(batches=10, after=0.5)
-    world = reached(Phase.FINISHING, job("A0", "B0", np=2, min_np=2, script=script, nanny=True))
-    world.kill("A0")
-    world.kill("B0")
-    world.run()
-    assert world.outcome.kind == "finished"
-    assert world.outcome.starts == (2, 3)
-    assert len(world.records("restarted")) == 1
-
-
 # -- newcomers with a different state: the others go on, and their workers are not lost -----------
 
 
@@ -162,23 +129,6 @@ def test_where_the_job_needs_them_it_ends_with_what_does_not_fit() -> None:
 # -- exclusions: their length, and their use by the machine ----------------------------------------
 
 
-@given(
-    low=st.floats(0.001, 1e4),
-    factor=st.floats(1.0, 1e3),
-    failures=st.integers(1, 200),
-    chance=st.floats(0.0, 1.0),
-)
-def test_an_exclusion_ends_on_time_with_a_jitter_of_at_most_a_tenth(
-    low: float, factor: float, failures: int, chance: float
-) -> None:
-    high = low * factor
-    exclusions = Exclusions(bounds=(low, high), times={"w": failures - 1})
-    seconds = exclusions.exclude("w", 0.0, chance)
-    plain = min(low * 2.0 ** (failures - 1), high)
-    assert plain <= seconds <= min(plain * (1 + JITTER), high) * (1 + 1e-12)
-    assert exclusions.excludes("w", 0.999 * seconds) and not exclusions.excludes("w", seconds)
-
-
 def excluded(world: World) -> list[tuple[str, str, int]]:
     """Return what was excluded, and for how many whole seconds."""
     reasons = world.reasons("cooldown")
@@ -210,17 +160,6 @@ def test_a_newcomer_ends_when_its_worker_is_excluded() -> None:
     assert [workers(plan) for plan in world.plans] == [["A0", "B0"], ["A0"]]
     world.run_for(6.0)
     assert workers(world.plans[-1]) == ["A0", "B0"]
-
-
-def test_the_exclusion_of_the_only_host_does_not_end_the_job() -> None:
-    script = Script(batches=100, setup=5.0)
-    world = job("A0", "A1", "A2", np=3, min_np=3, script=script, nanny=True)
-    for name in ("A0", "A1", "A2"):
-        world.run_for(2.2)  # before any training, so without progress in between
-        world.kill(name)
-    world.run()
-    assert excluded(world) == [("host", "A", 10)]
-    assert world.outcome.kind == "finished"
 
 
 def test_exclusions_of_a_host_double_until_it_makes_progress() -> None:
@@ -284,3 +223,65 @@ def test_an_error_that_others_have_excludes_nobody_and_is_said() -> None:
     assert world.outcome.reason == ev.RepeatedError(
         "ValueError: bad row 9", 2, one_generation=False
     )
+
+
+# -- deaths of ranks' processes whose workers live -------------------------------------------------
+
+
+CAUSE = "its process was killed by signal 11 (SIGSEGV)"
+
+
+def about(world: World, name: str) -> list[str]:
+    """Return the kinds of entries of a worker's ranks in the history."""
+    kinds = ("joined", "lost", "died", "left")
+    return [e.kind for kind in kinds for e in world.records(kind) if e.name == name]
+
+
+def test_a_neighbour_may_report_it_before_the_worker_does() -> None:
+    world = trained(job("A0", "A1", "A2", np=3, min_np=2, script=LONG), 10)
+    world.worker("A1").frozen = True  # its worker is late
+    rank = world.rank_on("A1")
+    rank.crash(CAUSE)
+    world.run(until=lambda: len(world.plans) == 2)
+    assert workers(world.plans[1]) == ["A0", "A2"]
+    assert about(world, "A1") == ["joined", "lost"]
+    world.thaw("A1")
+    world.run(until=lambda: len(world.plans) == 3)
+    assert about(world, "A1") == ["joined", "joined", "lost", "died"]
+    (died,) = world.records("died")
+    assert (died.start, died.reason) == (rank.start, ev.Text(CAUSE))
+    assert not world.machine.roster.dead
+    assert len(workers(world.plans[2])) == 3, "its worker is used again"
+
+
+def test_a_worker_that_is_gone_reports_no_death_any_more() -> None:
+    world = trained(job("A0", "A1", "A2", np=3, min_np=2, script=LONG), 10)
+    world.worker("A1").frozen = True
+    world.crash("A1")
+    world.run(until=lambda: bool(world.machine.roster.dead))
+    world.tell(ev.SlotGone(world.worker("A1").slot.id))
+    assert not world.machine.roster.dead
+
+
+def test_a_death_is_counted_once_and_says_how_far_the_rank_had_come() -> None:
+    two = trained(job("A0", "B0", np=2, min_np=2, script=LONG), 10)
+    start = two.rank_on("B0").start
+    for _ in range(2):
+        two.tell(ev.RankDied(start, CAUSE, 10_000))
+    assert two.machine.roster.newest == 10_000
+    assert len(two.records("lost")) == 1
+    assert sum(two.machine.roster.policy.worker_failures.values()) == 1
+
+
+# -- evicted ranks ---------------------------------------------------------------------------------
+
+
+def test_an_evicted_rank_whose_worker_goes_is_no_second_loss() -> None:
+    world = trained(job("A0", "B0", "C0", np=3, min_np=2, stall_timeout=20.0, script=LONG), 10)
+    rank = world.rank_on("B0")
+    rank.hung = rank.deaf = True
+    world.run(until=lambda: len(world.plans) == 2)
+    world.kill("B0")
+    world.run_for(1.0)
+    assert about(world, "B0") == ["joined", "lost"]
+    assert len(world.plans) == 2

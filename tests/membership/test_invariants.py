@@ -57,47 +57,41 @@ class FaultyWorld(RuleBasedStateMachine):
     """A job, its world, and whatever may happen to them."""
 
     @initialize(
-        limits=st.builds(
-            limits_of,
-            st.integers(1, 3),
-            st.none() | st.integers(0, 3),
-            cooldown=st.none() | st.sampled_from([(1.0, 8.0), (5.0, 5.0)]),
-            slots_per_host=st.none() | st.integers(1, 2),
-            reset_limit=st.none() | st.integers(0, 4),
-            check_every=st.sampled_from([1, 1, 4, 1000]),
-            preemptible=flags,
-            checkpoint=flags,
-        ),
-        script=st.builds(
-            Script,
-            setup=st.sampled_from([0.0, 0.2, 3.0]),
-            before=st.sampled_from([0, 0, 0, 0, 2]),
-            loops=st.sampled_from([1, 1, 1, 1, 1, 2, 0]),
-            batches=st.sampled_from([5, 5, 60, 400, 400]),
-            commit_every=st.sampled_from([1, 3]),
-            after=st.sampled_from([0.0, 0.3, 3.0]),
-            ahead=st.sampled_from([0.0, 0.0, 0.5]),
+        world=st.builds(
+            World,
+            st.builds(
+                limits_of,
+                st.integers(1, 3),
+                st.none() | st.integers(0, 3),
+                cooldown=st.none() | st.sampled_from([(1.0, 8.0), (5.0, 5.0)]),
+                slots_per_host=st.none() | st.integers(1, 2),
+                reset_limit=st.none() | st.integers(0, 4),
+                check_every=st.sampled_from([1, 1, 4, 1000]),
+                preemptible=flags,
+                checkpoint=flags,
+            ),
+            st.builds(
+                Script,
+                setup=st.sampled_from([0.0, 0.2, 3.0]),
+                before=st.sampled_from([0, 0, 0, 0, 2]),
+                loops=st.sampled_from([1, 1, 1, 1, 1, 2, 0]),
+                batches=st.sampled_from([5, 5, 60, 400, 400]),
+                commit_every=st.sampled_from([1, 3]),
+                after=st.sampled_from([0.0, 0.3, 3.0]),
+                ahead=st.sampled_from([0.0, 0.0, 0.5]),
+            ),
+            seed=numbers,
+            jitter=st.sampled_from([0.0, 0.0, 0.05]),
         ),
         slow=st.sampled_from([False, False, False, True]),
-        jitter=st.sampled_from([0.0, 0.0, 0.05]),
-        seed=numbers,
         early=st.sampled_from([0, 20, 100]),
         hosts=st.lists(names, min_size=2, max_size=6, unique=True),
     )
-    def open(
-        self,
-        limits: ev.Limits,
-        script: Script,
-        slow: bool,
-        jitter: float,
-        seed: int,
-        early: int,
-        hosts: list[str],
-    ) -> None:
+    def open(self, world: World, slow: bool, early: int, hosts: list[str]) -> None:
+        self.world = world
         if slow:
-            script.step, script.batches = 10.0, 5
-        self.world = World(limits, script, seed=seed, jitter=jitter)
-        self.world.add(*hosts, nanny=True)
+            world.script.step, world.script.batches = 10.0, 5
+        world.add(*hosts, nanny=True)
         for _ in range(early):
             self.world.step()
 

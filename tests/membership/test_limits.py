@@ -11,7 +11,7 @@ from nbelastic.membership import Machine, Phase
 
 from .ranks import Script
 from .test_time_limits import stopped_beats
-from .world import batches, job, reached, starts, trained, when, workers
+from .world import batches, job, reached, trained, when, workers
 
 LONG = Script(batches=2000)
 
@@ -26,31 +26,6 @@ def test_a_job_waits_for_np_and_then_starts_with_min_np() -> None:
     trained(world)
     assert workers(world.plans[0]) == ["A0", "B0", "C0"]
     assert when(world, lambda e: isinstance(e, ev.StartRank)) == [30.0] * 3
-
-
-def test_a_shortage_is_counted_from_the_last_training_on() -> None:
-    world = job("A0", "B0", np=2, min_np=2, elastic_timeout=30.0, script=Script(batches=400))
-    for number in range(3):
-        trained(world, len(world.trail) + 20)
-        world.kill(f"B{number}")
-        world.run_for(25.0)
-        world.add(f"B{number + 1}")
-    world.run()
-    assert world.outcome.kind == "finished"
-    assert len(world.records("waiting")) == 3
-
-
-def test_workers_that_come_and_die_do_not_prolong_the_wait() -> None:
-    script = Script(batches=100, setup=5.0)
-    world = job("A0", "B0", np=2, min_np=2, elastic_timeout=30.0, script=script)
-    trained(world)
-    world.kill("B0")
-    for number in range(1, 9):
-        world.add(f"{'CDEFGHIJ'[number - 1]}0")
-        world.run_for(4.0)
-        world.kill(f"{'CDEFGHIJ'[number - 1]}0")
-        world.run_for(1.0)
-    assert world.outcome.error == "not_enough_workers"
 
 
 # -- newcomers every so many commits -------------------------------------------------------------
@@ -122,44 +97,6 @@ def test_scale_down_lets_newcomers_go_first() -> None:
     world.run_for(3.0)
     assert len(world.plans) == 1
     assert not world.of(ev.Notify)
-
-
-def test_scale_down_while_a_generation_is_over() -> None:
-    world = trained(job("A0", "B0", "C0", "D0", np=4, min_np=1, script=LONG), 10)
-    world.kill("D0")
-    reached(Phase.GATHERING, world)
-    world.tell(ev.LimitsChanged(max_np=2))
-    world.run(until=lambda: len(world.plans) == 2)
-    plan = world.plans[1]
-    assert len(plan.members) == 2
-    assert plan.version == max(world.ranks[start].version for start in (0, 1, 2))
-    world.run_for(1.0)
-    assert sum(rank.where == "ended" for rank in world.ranks.values()) == 2
-
-
-def test_scaling_down_keeps_those_with_the_newest_commit() -> None:
-    world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 10)
-    reached(Phase.RUNNING, world)
-    version = max(rank.version for rank in world.ranks.values())
-    world.tell(ev.RankReady(0, 1, version, 1, ("h", 0), failed=True))
-    world.tell(ev.LimitsChanged(max_np=1))
-    world.tell(ev.RankReady(1, 1, version, 1, ("h", 1), failed=True))
-    world.tell(ev.RankReady(2, 1, version + 1, 1, ("h", 2), failed=True))
-    (_, plan) = world.plans
-    assert starts(plan) == [2]
-    assert plan.version == version + 1
-
-
-def test_a_raised_min_np_counts_from_the_next_plan_on() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, elastic_timeout=30.0, script=LONG), 5)
-    world.tell(ev.LimitsChanged(min_np=3))
-    world.run_for(5.0)
-    assert world.phase() == Phase.RUNNING
-    world.kill("B0")
-    world.run()
-    assert world.outcome.error == "not_enough_workers"
-    assert world.outcome.reason.presence == ev.Presence(1, 3)
-    assert world.outcome.reason.min_np == 3
 
 
 def test_of_two_contradicting_limits_the_later_counts() -> None:

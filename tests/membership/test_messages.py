@@ -32,13 +32,14 @@ def running() -> tuple[World, Checked]:
     [
         ready(0, 0),
         ready(0, 1, 5, failed=True),
-        ev.RankFormed(0, 1),
+        ev.RankFormed(0, 1, "shm"),
         ev.LoopDone(0, 1, 5),
         ev.RankReturned(1),
         ev.RankRaised(1, "ValueError: old"),
         ev.RankLeft(1),
         ev.Beats((ev.Beat(1, 1, 5, True, 99),)),
         ready(7, 0),
+        ev.RankNote(7, "checkpoint", "of no rank"),
     ],
     ids=lambda event: f"{type(event).__name__}-{getattr(event, 'start', '')}",
 )
@@ -50,17 +51,6 @@ def test_a_message_from_before_changes_nothing(event: ev.Event) -> None:
     assert machine.handle(event, world.now, 0.0) == []
     after = contents(machine.machine)
     assert {**after, "now": 0} == {**before, "now": 0}
-
-
-def test_a_rank_that_was_ready_before_an_abort_overtook_its_plan() -> None:
-    world, machine = running()
-    world.kill("B0")
-    world.run(until=lambda: len(world.plans) == 2)
-    machine.handle(ev.SlotGone(world.worker("C0").slot.id), world.now, 0.0)
-    assert world.phase() == Phase.GATHERING
-    effects = machine.handle(ready(0, 2, 12), world.now, 0.0)
-    (plan,) = [effect.plan for effect in effects if isinstance(effect, ev.Publish)]
-    assert [member.start for member in plan.members] == [0]
 
 
 @pytest.mark.parametrize("reports", [True, False])
@@ -75,27 +65,6 @@ def test_a_rank_may_come_to_its_next_loop_before_all_have_reported(reports: bool
     world.tell(next_loop[1])
     assert world.reasons("formed") == [ev.Connected(2, "shm")]
     assert len(world.plans) == 2
-
-
-def test_each_generation_is_recorded_with_its_own_communicator() -> None:
-    world = reached(Phase.FORMING, job("A0", "B0", np=2, min_np=1, script=LONG))
-
-    def backend() -> str:
-        return world.view().backend
-
-    assert backend() == ""
-    for start in (0, 1):
-        world.tell(ev.RankFormed(start, 1, "shm"))
-    assert backend() == "shm"
-    world.kill("B0")
-    world.run(until=lambda: len(world.plans) == 2)
-    assert backend() == ""
-    world.tell(ev.RankFormed(0, 1, "shm"))  # late, of the generation before
-    assert backend() == ""
-    world.tell(ev.RankFormed(0, 2, "solo"))
-    assert backend() == "solo"
-    formed = world.reasons("formed")
-    assert formed == [ev.Connected(2, "shm"), ev.Connected(1, "solo")]
 
 
 def test_why_there_is_nothing_faster_is_said_once() -> None:
@@ -121,15 +90,6 @@ def test_some_come_to_the_end_of_the_loop_and_others_leave_it() -> None:
     assert abort.reason == ev.STEPS_DIFFER
 
 
-def test_a_planned_leave_while_another_rank_has_ended_its_loop() -> None:
-    world, machine = running()
-    world.retire("B0")
-    machine.handle(ev.LoopDone(0, 1, 20), world.now, 0.0)
-    effects = machine.handle(ev.RankLeft(1), world.now, 0.0)
-    (abort,) = [effect for effect in effects if isinstance(effect, ev.Abort)]
-    assert abort.starts == (0, 2)
-
-
 def test_a_leaving_rank_may_return_in_spite_of_the_order() -> None:
     world, machine = running()
     world.tell(ev.SlotLeaving(world.worker("B0").slot.id))
@@ -139,27 +99,6 @@ def test_a_leaving_rank_may_return_in_spite_of_the_order() -> None:
     assert 1 not in machine.roster.ranks
 
 
-def test_what_comes_after_a_rank_returned_is_ignored() -> None:
-    world = reached(Phase.FINISHING, job("A0", "B0", np=2, script=Script(batches=5, after=1.0)))
-    world.ranks[0].end(ev.RankReturned(0))
-    world.run_for(0.1)
-    for event in (
-        ev.RankRaised(0, "ValueError: late"),
-        ev.RankLeft(0),
-        ev.SlotGone("A0#1"),
-        ready(0, 1),
-    ):
-        assert world.machine.handle(event, world.now, 0.0) == []
-    assert world.run().outcome.kind == "finished"
-
-
-def test_ready_in_the_wrong_place_after_the_loop() -> None:
-    world = reached(Phase.FINISHING, job("A0", "B0", np=2, script=Script(batches=5, after=1.0)))
-    world.tell(ready(0, 1, 5, failed=True))
-    world.run()
-    assert world.outcome.error == "rank_lost"
-
-
 def test_ranks_that_wait_at_different_places_of_the_function() -> None:
     world = job("A0", "B0", np=2, min_np=2, script=Script(setup=100.0)).run_for(1.0)
     world.tell(ev.RankReady(0, 0, ev.FRESH, 1, STORE))
@@ -167,30 +106,3 @@ def test_ranks_that_wait_at_different_places_of_the_function() -> None:
     world.run()
     assert world.outcome.error == "no_progress"
     assert world.outcome.reason == ev.PLACES_DIFFER
-
-
-def test_a_note_of_a_rank_is_recorded_and_decides_nothing() -> None:
-    world, machine = running()
-    before = contents(machine.machine)
-    (record,) = machine.handle(
-        ev.RankNote(1, "checkpoint", "commit 3 is in a file"), world.now, 0.0
-    )
-    assert isinstance(record, ev.Record)
-    assert (record.kind, record.start) == ("checkpoint", 1)
-    assert record.reason == ev.Text("commit 3 is in a file")
-    assert machine.handle(ev.RankNote(7, "checkpoint", "of no rank"), world.now, 0.0) == []
-    times = {"now": 0.0, "advanced": 0.0}
-    assert contents(machine.machine) | times == before | times
-
-
-# -- after the end -------------------------------------------------------------------------------
-
-
-def test_a_rank_that_dies_while_the_job_ends() -> None:
-    world, machine = running()
-    world.rank_on("A0").deaf = True
-    machine.handle(ev.RankReturned(1), world.now, 0.0)
-    effects = machine.handle(ev.SlotGone(world.worker("A0").slot.id), world.now, 0.0)
-    effects += machine.handle(ev.RankLeft(2), world.now, 0.0)
-    assert not any(isinstance(effect, ev.RestartWorker) for effect in effects)
-    assert world.phase() == Phase.ENDED

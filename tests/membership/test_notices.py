@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nbelastic import messages as ev
-from nbelastic.membership import Phase, rules
+from nbelastic.membership import Phase
 from nbelastic.membership.rules import LONGEST_STAY, STAY
 
-from .invariants import contents
 from .ranks import Script
 from .world import World, batches, job, trained, workers
 
@@ -79,38 +78,6 @@ def test_a_rank_that_was_not_sent_away_yet_stays_when_the_notice_is_revoked() ->
     assert [record.reason.revoked for record in world.records("notice")] == [False, True]
 
 
-def test_a_slot_can_be_used_again_when_the_notice_is_revoked() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
-    world.tell(noticed(world, "B0"))
-    world.run_for(5.0)
-    slot = world.worker("B0").slot
-    world.tell(ev.SlotsFound((slot,)))
-    world.run_for(5.0)
-    assert world.sizes()[-1] == 1
-    world.tell(stays(world, "B0"))
-    world.tell(ev.SlotsFound((slot,)))
-    world.run_for(5.0)
-    assert world.sizes()[-1] == 2
-
-
-def test_a_revocation_of_nothing_changes_nothing() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
-    before = contents(world.machine.machine)
-    assert world.machine.machine.handle(stays(world, "B0"), world.machine.machine.roster.now) == []
-    assert contents(world.machine.machine) == before
-
-
-# -- a deadline that comes nearer, or is there -----------------------------------------------------
-
-
-@pytest.mark.parametrize("seconds", [30.0, 5.0, 0.0, -100.0])
-def test_the_last_holder_never_stays_longer_than_its_machine(seconds: float) -> None:
-    world = trained(job("A0", np=1, min_np=1, script=LONG), 20)
-    world.tell(noticed(world, "A0", seconds))
-    (rank,) = world.machine.roster.ranks.values()
-    assert rank.leave_deadline <= world.now + max(seconds, 0.0)
-
-
 # -- where all leave -------------------------------------------------------------------------------
 
 
@@ -140,16 +107,6 @@ def test_of_ranks_that_leave_together_one_saves() -> None:
         0.0,
         pytest.approx(25.0, abs=3.0),
     ]
-
-
-def test_a_rank_that_waits_with_the_state_saves_it() -> None:
-    """Too few ranks are left to train; then the machine of the one with the state goes, too."""
-    world = trained(job("A0", "B0", np=2, min_np=2, checkpoint=True, script=LONG), 20)
-    world.kill("A0")
-    world.run_for(5.0)
-    world.tell(noticed(world, "B0"))
-    world.run_for(100.0)
-    assert [0 < effect.save <= 10 for effect in world.of(ev.EndRank)] == [True]
 
 
 def test_that_nothing_keeps_the_state_is_said_in_time_and_once() -> None:
@@ -191,22 +148,6 @@ def test_a_rank_at_risk_is_replaced_in_one_reset_and_nothing_is_redone() -> None
     assert not world.records("lost")
 
 
-def test_a_job_that_shares_its_cluster_starts_none_above_its_share() -> None:
-    world = trained(job("A0", "B0", np=2, min_np=1, max_np=4, script=LONG), 20)
-    world.tell(ev.ShareSet(ev.Sharing(2, 3, ("other",), 1)))
-    world.tell(risk(world, "A0"))
-    world.add("C0")
-    world.run_for(10.0)
-    assert names(world) == ["A0", "B0"]
-    assert len(world.of(ev.StartRank)) == 2
-
-
-def test_the_time_to_stay_leaves_time_to_write() -> None:
-    world = job("A0", checkpoint=True)
-    assert rules.time_to_stay(world.machine.roster, 120.0) == 55.0
-    assert rules.time_to_stay(job("A0").machine.roster, 120.0) == 100.0
-
-
 # -- the last holders of the state, asked to leave, stay until another rank has it ----------------
 
 
@@ -241,11 +182,12 @@ def test_the_state_outlives_all_who_held_it(number: int, grows: bool) -> None:
 
 
 def test_who_stays_until_its_time_is_over_is_told_then() -> None:
-    world = retired("A0", "A1", new=0, min_np=1)
+    world = retired("A0", "A1", new=0, min_np=1, checkpoint=True)
     world.run_for(STAY - 0.5)
     assert told(world) == [0]
     world.run_for(1.0)
     assert told(world) == [0, 1]
+    assert [effect.save for effect in world.of(ev.EndRank)] == [0.0, pytest.approx(15.0, abs=1.0)]
     world.run_for(5.0)
     world.add("N0")
     world.run(until=lambda: bool(world.records("restarted")))

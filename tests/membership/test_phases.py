@@ -117,13 +117,6 @@ def test_the_scheduler_is_gone(phase: Callable[[], World]) -> None:
     assert [type(effect).__name__ for effect in world.effects[effects:]] == ["Record", "End"]
 
 
-def test_a_stopping_job_is_stopped_even_if_the_scheduler_dies() -> None:
-    world = running()
-    world.tell(ev.StopRequested(now=True))
-    world.tell(ev.ClusterGone("gone"))
-    assert world.outcome.kind == "stopped"
-
-
 # -- loops ---------------------------------------------------------------------------------------
 
 

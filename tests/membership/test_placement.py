@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from nbelastic.membership.placement import arrange, choose, choose_released, places_of
+from nbelastic.membership.placement import choose, choose_released
 from nbelastic.messages import FRESH, Member, Plan, Slot
 
 
@@ -28,21 +25,6 @@ def candidates(names: str) -> list[Candidate]:
 
 def line(crew: list[Candidate]) -> str:
     return " ".join(candidate.name for candidate in crew)
-
-
-@pytest.mark.parametrize(
-    ("survivors", "newcomers", "order"),
-    [
-        ("", "A0 B0 A1", "A0 A1 B0"),
-        ("A0 B0", "C0", "A0 B0 C0"),
-        ("A0 B0", "C0 B1 A1", "A0 A1 B0 B1 C0"),
-        ("B1 A0", "A1 B0", "B1 B0 A0 A1"),
-        ("C0", "", "C0"),
-        ("", "", ""),
-    ],
-)
-def test_arrange(survivors: str, newcomers: str, order: str) -> None:
-    assert line(arrange(candidates(survivors), candidates(newcomers))) == order
 
 
 def test_choose_takes_the_first_that_there_is_room_for() -> None:
@@ -64,34 +46,6 @@ def test_choose_takes_the_first_that_there_is_room_for() -> None:
 )
 def test_the_youngest_leave_and_small_hosts_as_a_whole(names: str, number: int, gone: str) -> None:
     assert line(choose_released(candidates(names), number)) == gone
-
-
-names = st.lists(
-    st.builds("{}{}".format, st.sampled_from("ABCD"), st.integers(0, 9)), unique=True, max_size=12
-)
-
-
-@given(names, st.integers(0, 12))
-def test_whatever_the_candidates(everyone: list[str], old: int) -> None:
-    first = arrange([], candidates(" ".join(everyone[:old])))
-    newcomers = candidates(" ".join(everyone[old:]))
-    crew = arrange(first, newcomers)
-    assert [candidate for candidate in crew if candidate in first] == first
-    hosts = [host for host, _ in groupby(candidate.slot.host for candidate in crew)]
-    assert len(hosts) == len(set(hosts))
-    assert set(crew) == {*first, *newcomers}
-
-
-@given(names.filter(bool))
-def test_places_are_consistent(everyone: list[str]) -> None:
-    slots = [candidate.slot for candidate in arrange([], candidates(" ".join(everyone)))]
-    all_places = places_of(slots)
-    assert [place.rank for place in all_places] == list(range(len(slots)))
-    assert {place.size for place in all_places} == {len(slots)}
-    for place in all_places:
-        peers = [other for other in all_places if other.local_rank == place.local_rank]
-        assert [peer.cross_rank for peer in peers] == list(range(place.cross_size))
-        assert 0 <= place.local_rank < place.local_size
 
 
 def plan(*versions: int) -> Plan:

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from nbelastic import messages as ev
-from nbelastic.membership import Machine, Phase
+from nbelastic.membership import Phase
 from nbelastic.membership.placement import choose_removed
 
 from .ranks import FakeRank, Script
@@ -54,15 +54,6 @@ def test_slow_steps_are_no_stall() -> None:
     assert len(world.plans) == 1
 
 
-def test_all_waiting_for_each_other_is_a_reset_without_a_culprit() -> None:
-    world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
-    world.rings[1].broken = True
-    world.run(until=lambda: len(world.plans) == 2)
-    assert restarted(world) == []
-    assert world.reasons("reset")[0].causes == (ev.AllWaited(20.0),)
-    assert len(world.plans[1].members) == 2
-
-
 def test_late_messages_evict_no_rank() -> None:
     world = trained(job("A0", "B0", np=2, stall_timeout=20.0, script=LONG), 10)
     world.rank_on("B0").hung = True
@@ -93,19 +84,6 @@ def test_a_rank_that_hangs_after_the_loop_is_evicted() -> None:
     assert world.phase() == Phase.FINISHING
     world.tell(ev.RankRaised(0, "a collective failed", collective=True))
     assert world.run().outcome.error == "rank_lost"
-
-
-# -- ranks that are never ready --------------------------------------------------------------------
-
-
-def test_a_rank_that_is_not_ready_in_time_is_evicted() -> None:
-    world = job("A0", "B0", np=2, min_np=1, elastic_timeout=30.0, script=LONG)
-    world.run_for(0.1)
-    world.rank_on("B0").hung = True
-    world.run(until=lambda: bool(world.plans))
-    assert workers(world.plans[0]) == ["A0"], "those started together wait for each other"
-    assert evicted(world) == ["B0"]
-    assert world.now == pytest.approx(30.0, abs=0.1)
 
 
 # -- ranks that do not connect ---------------------------------------------------------------------
@@ -170,17 +148,6 @@ def test_a_rank_that_does_not_end_has_its_worker_restarted() -> None:
     assert isinstance(world.of(ev.RestartWorker)[0].reason, ev.DidNotEnd)
 
 
-def test_a_job_ends_even_if_its_ranks_do_not() -> None:
-    world = trained(job("A0", "B0", np=2, ending_timeout=7.0, script=LONG), 5)
-    world.rank_on("B0").raise_error()
-    rank = world.rank_on("A0")
-    rank.deaf = rank.stuck = rank.hung = True
-    world.tell(ev.Tick())
-    world.run(seconds=700.0)
-    assert world.outcome.kind == "failed"
-    assert restarted(world) == ["A0"]
-
-
 def test_a_job_whose_ranks_all_set_up_for_too_long_says_so_at_once() -> None:
     world = job("A0", "B0", np=2, min_np=1, elastic_timeout=8.0, script=Script(setup=60.0))
     world.run(seconds=600.0)
@@ -239,13 +206,6 @@ BROKEN = ev.Unreachable(ev.RankId(1, 1, "tcp://B0"), ev.RankId(2, 2, "tcp://C0")
 
 
 # -- choice of removed ranks ----------------------------------------------------------------------
-
-
-def test_of_two_separated_hosts_the_smaller_one_is_removed() -> None:
-    two_and_two = list(itertools.product((0, 1), (2, 3)))
-    assert choose_removed([0, 1, 2, 3], two_and_two) == [3, 2]
-    one_and_three = list(itertools.product((0,), (1, 2, 3)))
-    assert choose_removed([0, 1, 2, 3], one_and_three) == [0]
 
 
 @pytest.mark.parametrize("size", [3, 4, 5])
@@ -309,27 +269,3 @@ def test_of_two_the_newcomer_without_a_commit_is_removed() -> None:
     world.run(until=lambda: len(world.plans) == 4)
     assert [workers(plan) for plan in world.plans[1:3]] == [["A0", "A1", "B0", "C0"]] * 2
     assert workers(world.plans[3]) == ["A0", "B0", "C0"]
-
-
-def test_a_job_that_needs_both_fails_and_names_them() -> None:
-    world = trained(job("A0", "B0", "C0", np=3, min_np=3, forming_timeout=4.0, script=LONG), 20)
-    separate(world, "B0", "C0")
-    world.rank_on("A0").collective_failed()
-    world.run()
-    assert world.outcome.error == "no_progress"
-    assert BROKEN in world.outcome.reason.causes
-
-
-def test_reports_of_unreachable_ranks_are_made_anew_each_time() -> None:
-    world = trained(job("A0", "B0", np=2, script=LONG), 5)
-    machine: Machine = world.machine
-    rank = machine.roster.ranks[0]
-    world.tell(
-        ev.RankReady(0, left=1, version=5, loop=1, store=("", 0), failed=True, unreached=(1,))
-    )
-    assert rank.unreached == (1,)
-    world.run(until=lambda: len(world.plans) == 2)
-    world.run_for(1.0)
-    world.rank_on("A0").collective_failed()
-    world.run(until=lambda: len(world.plans) == 3)
-    assert rank.unreached == ()

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from nbelastic import messages as ev
-from nbelastic.membership import rules
-from nbelastic.membership.roster import Roster
 from nbelastic.membership.rules import compare, differ
 
 from .ranks import Script
@@ -16,6 +14,7 @@ from .world import World, job, trained
 
 TAKEN = [ev.UnusedWorker(f"tcp://D{n}", ev.UnusedReason.TAKEN, "other") for n in range(5)]
 CHOSEN = ev.UnusedWorker("tcp://E0", ev.UnusedReason.NOT_IN_WORKERS)
+REFUSED = ev.UnusedWorker("tcp://F0", ev.UnusedReason.REFUSED, "it is silent")
 ONE_TAKEN = ev.UnusedGroup(ev.UnusedReason.TAKEN, "other", 1, ("tcp://D0",))
 
 
@@ -31,6 +30,10 @@ def test_each_reason_is_named_with_its_workers() -> None:
     assert reason(world) == ev.Waiting(ev.Presence(1, 2, unused=(taken, chosen)), 0.0, 100.0)
     world.tell(ev.WorkersUnused(()))
     assert reason(world) == ev.Waiting(ev.Presence(1, 2), 0.0, 100.0)
+    for _ in range(2):
+        world.tell(ev.WorkersUnused((REFUSED, *TAKEN)))
+    (refused,) = world.records("refused")
+    assert (refused.worker, refused.detail) == ("tcp://F0", "refused, because it is silent")
 
 
 def test_a_host_that_is_full_is_a_reason() -> None:
@@ -59,34 +62,11 @@ def held(world: World, *names: str) -> None:
     world.tell(ev.WorkersUnused(tuple(busy)))
 
 
-def free(world: World, *names: str) -> None:
-    world.tell(ev.WorkersUnused(()))
-    for name in names:
-        world.thaw(name)
-
-
 def busy_job(*names: str, busy: tuple[str, ...], batches: int = 400, **limits: Any) -> World:
     world = job(*names, script=Script(batches=batches), **limits)
     world.heartbeat_timeout = 1e9  # of a rank that has not begun, a worker says nothing
     held(world, *busy)
     return world
-
-
-def test_a_job_starts_with_what_is_free_once_min_np_is_met() -> None:
-    world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=1, max_np=2, elastic_timeout=20.0)
-    world.run_for(5.0)
-    assert world.sizes() == [1]
-    world.run()
-    assert (world.outcome.kind, world.of(ev.RestartWorker)) == ("finished", [])
-
-
-def test_a_rank_that_was_held_up_for_long_joins_when_its_worker_is_free() -> None:
-    world = busy_job("A0", "A1", busy=("A1",), np=2, min_np=1, max_np=2, elastic_timeout=5.0)
-    world.run_for(12.0)
-    assert (world.sizes(), world.of(ev.RestartWorker)) == ([1], [])
-    free(world, "A1")
-    world.run_for(3.0)
-    assert (world.sizes(), world.of(ev.RestartWorker)) == ([1, 2], [])
 
 
 @pytest.mark.parametrize("names", [("A0", "A1"), ("A1",)], ids=["one is busy", "all are"])
@@ -206,25 +186,6 @@ def test_a_job_records_it_once_and_nothing_of_former_generations():
 
 
 # -- ranks that never exchanged anything -----------------------------------------------------------
-
-
-APART = {4: ("Lightning",), 7: ("Lightning", "accelerate"), 9: (), 1: ()}
-
-
-@pytest.mark.parametrize(
-    ("starts", "isolated", "warning"),
-    [
-        ([0], {0: ()}, None),
-        ([], {}, None),
-        ([0, 1], {}, None),
-        ([0, 1], {0: ("Lightning",)}, None),
-        ([1, 2], {0: (), 1: ()}, None),
-        ([4, 7, 9], APART, ev.NeverMet(3, ("Lightning", "accelerate"))),
-    ],
-)
-def test_ranks_that_never_met_are_warned_of_but_not_a_single_one(starts, isolated, warning) -> None:
-    roster = Roster(ev.Limits(), expected=starts, isolated=isolated)
-    assert rules.never_met(roster) == warning
 
 
 @pytest.mark.parametrize(("np", "apart", "warned"), [(2, (), 1), (2, None, 0), (1, (), 0)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import gc
 import logging
 import multiprocessing
@@ -17,6 +18,8 @@ from .world import World, simulate
 
 BLOCK = 50
 
+Run = Callable[..., World]
+
 
 def main() -> int:
     """Play schedules over all cores; tell the failing ones at the end."""
@@ -28,17 +31,20 @@ def main() -> int:
     parser.add_argument("--exact", action="store_true", help="storms over an exact training")
     options = parser.parse_args()
     seeds = range(options.seed, options.seed + options.number)
+    run: Run = simulate
     if options.exact:
-        return play_storms(seeds, tracing=options.trace)
+        from .exact import storm  # imports torch
+
+        run = storm
     if options.trace:
         for seed in seeds:
-            print(story(seed))
+            print(story(seed, run))
         return 0
     logging.disable()  # at a schedule's end, processes that are taken apart log that they fail
     began = time.monotonic()
     ends: collections.Counter[str] = collections.Counter()
     failing: list[tuple[int, str]] = []
-    for part in _play_all(seeds, options.jobs):
+    for part in _play_all(seeds, options.jobs, run):
         for seed, end, problem in part:
             ends[end] += 1
             if problem:
@@ -49,43 +55,27 @@ def main() -> int:
     print("".join(f"\n{count:8} {end}" for end, count in ends.most_common()))
     if failing:
         print(f"{len(failing)} failing; the first, as it happened:\n")
-        print(story(failing[0][0]))
+        print(story(failing[0][0], run))
     return 1 if failing else 0
 
 
-def play_storms(seeds: range, *, tracing: bool) -> int:
-    """Play storms over an exact training, one after the other; print how each ended."""
-    from .exact import check, storm  # imports torch
-
-    failing = 0
-    for seed in seeds:
-        if tracing:
-            print(story(seed, storm, "--exact "))
-        try:
-            print(f"seed {seed}: {check(storm(seed))}", flush=True)
-        except Exception as error:
-            failing += 1
-            print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
-    return 1 if failing else 0
-
-
-def _play_all(seeds: range, jobs: int) -> Iterator[list[tuple[int, str, str]]]:
+def _play_all(seeds: range, jobs: int, run: Run) -> Iterator[list[tuple[int, str, str]]]:
     blocks = [seeds[i : i + BLOCK] for i in range(0, len(seeds), BLOCK)]
     if jobs == 1:
-        yield from map(play, blocks)
+        yield from (play(block, run) for block in blocks)
         return
     # In a forked process, greenlets that never end keep their frames: each lives for some blocks.
     fork = multiprocessing.get_context("fork")
     with fork.Pool(jobs, initializer=gc.freeze, maxtasksperchild=10) as pool:
-        yield from pool.imap_unordered(play, blocks)
+        yield from pool.imap_unordered(functools.partial(play, run=run), blocks)
 
 
-def play(seeds: range) -> list[tuple[int, str, str]]:
+def play(seeds: range, run: Run = simulate) -> list[tuple[int, str, str]]:
     """Play some schedules; return how each ended, and what did not hold."""
     ends = []
     for seed in seeds:
         try:
-            world = simulate(seed)
+            world = run(seed)
         except Exception as error:  # whatever it is, it is found, and belongs to this seed
             ends.append((seed, "BROKEN", f"{type(error).__name__}: {error}"))
         else:
@@ -94,36 +84,23 @@ def play(seeds: range) -> list[tuple[int, str, str]]:
     return ends
 
 
-def story(seed: int, play: Callable[..., World] = simulate, option: str = "") -> str:
-    """Play a schedule once more, as `play` does; tell what happens, and what does not hold.
-
-    The command needs `option` to play it so.
-    """
+def story(seed: int, run: Run = simulate) -> str:
+    """Play a schedule once more; tell what happens, and what does not hold."""
     problem: BaseException | None = None
     try:
-        world: Any = play(seed, tracing=True)
+        world: Any = run(seed, tracing=True)
     except Exception as error:  # what is wrong with the schedule is what the story ends with
         problem, world = error, getattr(error, "world", None)
     lines = [f"seed {seed}"]
     if world is not None:
-        lines += _setting(world)
+        lines += [f"  the function: {world.script}", f"  the options: {world.options}"]
+        lines += [f"    {f.at:8.4f} {f.kind} {f.which} for {f.length:g} s" for f in world.faults]
         lines += world.hub.trace or []
     if problem is not None:
         lines.append(f"BROKEN: {type(problem).__name__}: {problem}")
-    lines.append(f"again with: python -m tests.simulation 1 {option}--seed {seed} --trace")
+    exact = "" if run is simulate else "--exact "
+    lines.append(f"again with: python -m tests.simulation 1 {exact}--seed {seed} --trace")
     return "\n".join(lines)
-
-
-def _setting(world: World) -> list[str]:
-    faults = "".join(
-        f"\n    {f.at:8.4f} {f.kind} which={f.which} for {f.length:g} s" for f in world.faults
-    )
-    return [
-        f"  the function: {world.script}",
-        f"  the options: {world.options}",
-        f"  messages take {world.network.slowness:g} s, come twice with {world.network.again:g}",
-        f"  the faults: {faults or 'none'}",
-    ]
 
 
 if __name__ == "__main__":

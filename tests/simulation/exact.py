@@ -126,6 +126,20 @@ class Storm(World):
         self.changes = 0
         super().__init__(seed, tracing=tracing)
 
+    def run(self) -> None:
+        """Play the storm: it ends with the bits, and the rows, of a training without one.
+
+        If a rank is lost after the loop, when others have returned, its result is, too, and the
+        job fails with that.
+        """
+        super().run()
+        if self.end == "finished":
+            digest, ledger = alone()
+            assert set(self.driver.future.result()) == {(STEPS, digest)}
+            assert self.rows == ledger
+        else:
+            assert self.end == "RankFailed", f"the job ended with {self.end}"
+
     def before_update(self, actor: user.Actor, training: ExactTraining) -> None:
         """Let something happen to a rank between its gradients and its update."""
         balance = training.loader.balancer._balance
@@ -204,18 +218,3 @@ def storm(seed: int, *, kind: type[Storm] = Storm, tracing: bool = False) -> Sto
     """Play a storm; raise AssertionError where something does not hold."""
     with one_thread():
         return play(lambda: kind(seed, tracing=tracing))
-
-
-def check(world: Storm) -> str:
-    """Check the outcome of a storm; return how the job ended.
-
-    If a rank is lost after the loop, when others have returned, its result is, too, and the job
-    fails with that. Every other storm ends with the bits, and the rows, of a training without one.
-    """
-    if world.end == "finished":
-        digest, ledger = alone()
-        assert set(world.driver.future.result()) == {(STEPS, digest)}
-        assert world.rows == ledger
-    else:
-        assert world.end == "RankFailed", f"the job ended with {world.end}"
-    return world.end

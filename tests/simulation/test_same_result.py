@@ -8,7 +8,8 @@ import pytest
 
 from nbelastic.torch.gradients import micro_batches
 
-from .exact import BadMemory, check, storm
+from .__main__ import story
+from .exact import BadMemory, storm
 
 STORMS, SHARDS = 60, 2
 
@@ -19,13 +20,10 @@ def test_a_storm_changes_no_bit(shard: int) -> None:
     for seed in range(shard, 2 * STORMS, SHARDS):
         try:
             world = storm(seed)
-            finished += check(world) == "finished"
-            changes += world.changes
-        except Exception as error:
-            pytest.fail(
-                f"{type(error).__name__}: {error}\n"
-                f"again with: python -m tests.simulation 1 --exact --seed {seed} --trace"
-            )
+        except Exception:
+            pytest.fail(story(seed, storm))
+        finished += world.end == "finished"
+        changes += world.changes
         if finished == STORMS // SHARDS:
             assert changes, "no storm has changed quotas"
             return
@@ -39,7 +37,7 @@ def test_a_rank_whose_memory_fails_is_named_and_left_out(
     """It would change all parameters by its gradients, if it was not noticed in that step."""
     monkeypatch.setattr(micro_batches, "WITNESS_EVERY", 1)
     world = storm(seed, kind=BadMemory)
-    assert check(world) == "finished"
+    assert world.end == "finished"
     assert world.struck
     errors = [failure.summary for failure in world.driver.log.failures.values()]
     (named,) = {error for error in errors if "are not those of most" in error}

@@ -38,7 +38,7 @@ from .heartbeats import HeartbeatMonitor
 from .job import ScheduledJob
 from .job_service import JobService
 from .notices import STANDING, NoticeController
-from .records import RANK_KEY, WorkerRecord, differing, fits, is_busy, misfit, obstacle
+from .records import RANK_KEY, WorkerRecord, fits, is_busy, misfit, obstacle
 from .scaling import ScalingHooks
 
 logger = logging.getLogger(__name__)
@@ -184,12 +184,8 @@ class ElasticPlugin(SchedulerPlugin):
             self._installing.pop(address).set()
 
     def _refuse(self, address: str, reason: str) -> None:
-        state = self.scheduler.workers.get(address)
         logger.info("worker %s can host no rank: %s", address, reason)
         self._refused[address] = reason
-        for job in self.jobs.values():
-            if state is not None and fits(job, state):
-                job.send(m.WorkerRefused(address, reason))
 
     def _hello(self, worker: str, hello: m.Hello) -> None:
         # The scheduler's address of a worker, which others reach it at: an agent knows only the
@@ -258,15 +254,10 @@ class ElasticPlugin(SchedulerPlugin):
         """Announce usable free slots to a job's driver."""
         if job.client is None or job.opening:
             return
-        found = []
-        for host in hosts:
-            state = self.scheduler.workers.get(host.address)
-            if state is None or host.holder is not None or not self.arbiter.offers(job, host):
-                continue
-            if obstacle(job, state, host) is None:
-                found.append(host.slot)
-            elif fits(job, state) and differing(job, host):
-                job.send(m.WorkerRefused(host.address, f"it runs {differing(job, host)}"))
+        there = self.scheduler.workers
+        offered = (each for each in hosts if self.arbiter.offers(job, each))
+        known = ((each, there.get(each.address)) for each in offered)
+        found = [each.slot for each, at in known if at and obstacle(job, at, each) is None]
         if found:
             job.take_in(m.SlotsFound(tuple(found)))
 
