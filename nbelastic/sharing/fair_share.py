@@ -154,11 +154,35 @@ def assign(
     wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
 ) -> Assignment:
     """Return the slots for each job to claim, and for each to leave; first wants first."""
-    # Where slots are alike, whatever becomes free will do. Else a job may have to exchange a slot
-    # that another one needs.
     everyone = {want.job for want in wants}
     alike = all(slot.jobs is None or everyone <= slot.jobs for slot in slots)
-    alike = alike and all(want.per_host is None for want in wants)
+    capped = any(want.per_host is not None for want in wants)
+    return (_in_order if alike and not capped else _matched)(wants, given, slots)
+
+
+def _in_order(
+    wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
+) -> Assignment:
+    """Reserve free slots one after the other: whatever becomes free will do."""
+    held = dict.fromkeys(given, 0)
+    for slot in slots:
+        if slot.holder in held:
+            held[slot.holder] += 1
+    free = iter([slot.id for slot in slots if slot.free and slot.holder is None])
+    found = Assignment()
+    for want in wants:
+        for _ in range(given[want.job] - held[want.job]):
+            slot_id = next(free, None)
+            if slot_id is None:
+                return found
+            found.reserved[slot_id] = want.job
+    return found
+
+
+def _matched(
+    wants: Sequence[Want], given: Mapping[str, int], slots: Sequence[SharedSlot]
+) -> Assignment:
+    """Match slots with jobs; a job may exchange a slot that another job needs."""
     matched = Allocation(wants, [SlotGroup(1, slot.host, slot.jobs) for slot in slots])
     for number, slot in enumerate(slots):
         holder = slot.holder
@@ -168,12 +192,11 @@ def assign(
         for number, slot in enumerate(slots):
             if slot.free and matched.count[want.job] < given[want.job]:
                 matched.give(want.job, number)
-        if not alike:
-            _raise(matched, want, given[want.job])
+        _raise(matched, want, given[want.job])
     found = Assignment()
     for number, slot in enumerate(slots):
         owner = next((job for job, used in matched.used[number].items() if used), None)
-        if not alike and slot.holder not in (None, owner) and slot.holder in given:
+        if slot.holder is not None and owner != slot.holder and slot.holder in given:
             found.reclaimed.setdefault(slot.holder, []).append(slot.id)
         elif slot.free and slot.holder is None and owner is not None:
             found.reserved[slot.id] = owner
