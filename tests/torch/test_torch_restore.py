@@ -197,3 +197,17 @@ def test_N7_restore_is_exact_whatever_happened_since(kind: str, extra: bool, eve
             assert all(p.grad is None for p in training.net.parameters())
         else:
             training.happen(what, how)
+
+
+def test_a_state_of_numpys_generator_is_taken_anew_once_another_one_is_put_back() -> None:
+    one, other = TorchState(), TorchState()
+    drawn = []
+    for state in (one, other):  # the second number of a pair of normal ones leaves no mark
+        np.random.randn()
+        state.save()
+    one.restore()
+    for _ in range(2):
+        one.save()
+        drawn.append(np.random.randn())
+        one.restore()
+    assert drawn[0] == drawn[1]

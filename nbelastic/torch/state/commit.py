@@ -12,8 +12,17 @@ import torch
 from nbelastic.elastic.followed import generator_states
 from nbelastic.elastic.sampler import SamplerSnapshot, ShardSampler
 from nbelastic.elastic.state.in_place import Originals
+from nbelastic.torch.gradients.arrived import same
 from nbelastic.torch.state.adapters import adapter_for, objects_in, tensors_in
-from nbelastic.torch.state.flatten import Flattener, Unflattener, filled, is_container, walk
+from nbelastic.torch.state.flatten import (
+    ATOMS,
+    Flattener,
+    Row,
+    Unflattener,
+    filled,
+    is_container,
+    walk,
+)
 from nbelastic.torch.state.optimizer_adapter import within
 from nbelastic.torch.state.settings import COMPILED
 from nbelastic.torch.state.structure import Structure
@@ -28,6 +37,7 @@ class Commit:
     objects: Sequence[object]
     labels: Sequence[str]  # expressions for the objects
     contents: Sequence[Any]
+    rows: Sequence[Row | None]  # what the contents follow from
     values: dict[str, Any]
     tensors: list[torch.Tensor]
     samplers: list[tuple[ShardSampler, SamplerSnapshot]]
@@ -108,15 +118,33 @@ class Commit:
 
 def make_commit(values: Mapping[str, Any], before: Commit | None = None) -> Commit:
     """Return a commit of `values`, with what has not changed since the commit `before`."""
-    labels = objects_in(values)
-    objects = [*labels.values()]
-    known = () if before is None else zip(before.objects, before.contents, strict=True)
-    flattener = Flattener(objects, {id(obj): content for obj, content in known})
-    contents = [adapter_for(obj).capture(flattener, obj) for obj in objects]
+    objects: Sequence[object] = [each for each in values.values() if type(each) not in ATOMS]
+    if before is not None and same(objects, before.objects):
+        labels = before.labels
+    else:
+        found = objects_in(values)
+        objects, labels = [*found.values()], [*found]
+    known: dict[int, tuple[Any, Row | None]] = {}
+    if before is not None:
+        pairs = zip(before.contents, before.rows, strict=True)
+        known = dict(zip(map(id, before.objects), pairs, strict=True))
+    flattener = Flattener(objects)
+    contents, rows = [], []
+    for obj in objects:
+        content, row = known.get(id(obj), (None, None))
+        if row is not None and row.holds():
+            flattener.add(row.tensors)
+        else:
+            adapter = adapter_for(obj)
+            content = adapter.capture(flattener, obj)
+            row = adapter.row(obj, content)
+        contents.append(content)
+        rows.append(row)
     return Commit(
         objects,
-        [*labels],
+        labels,
         contents,
+        rows,
         {name: flattener.flatten(value) for name, value in values.items()},
         flattener.tensors,
         [(each, each.snapshot()) for each in objects if isinstance(each, ShardSampler)],
@@ -128,48 +156,46 @@ class Copies:
     """Copies of a state's tensors, renewed at each commit."""
 
     def __init__(self) -> None:
-        # In the order of the tensors, on their devices, or in the host's memory once a device was
-        # full. Uncopied tensors are in it themselves.
-        self.values: list[torch.Tensor] = []
-        self._uncopied: set[int] = set()
+        self._tensors: Sequence[torch.Tensor] = ()
+        # By places of the tensors, on their devices; in the host's memory once a device was full.
+        self._copied: dict[int, torch.Tensor] = {}
         self._spilled = False
 
     @property
     def nbytes(self) -> int:
         """Bytes that the copies take."""
-        return sum(e.nbytes for n, e in enumerate(self.values) if n not in self._uncopied)
+        return sum(each.nbytes for each in self._copied.values())
 
-    @torch.no_grad()
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """Copies in the order of the tensors; uncopied tensors themselves."""
+        return [self._copied.get(place, each) for place, each in enumerate(self._tensors)]
+
     def take(self, tensors: Sequence[torch.Tensor], uncopied: AbstractSet[int]) -> None:
         """Copy `tensors`, except those with ids in `uncopied`, in place of the copies before."""
-        # An uncopied entry is the tensor itself, which no copy may overwrite.
-        old = [None if n in self._uncopied else copied for n, copied in enumerate(self.values)]
-        self.values, self._uncopied = [], set()
+        old, self._copied, self._tensors = self._copied, {}, tensors
         targets, sources = [], []
-        pairs = zip(tensors, [*old, *[None] * len(tensors)], strict=False)
-        for index, (tensor, copied) in enumerate(pairs):
-            if id(tensor) in uncopied:
-                self._uncopied.add(index)
-                self.values.append(tensor)
-            elif (
+        for place in [n for n, each in enumerate(tensors) if id(each) not in uncopied]:
+            tensor, copied = tensors[place], old.get(place)
+            if (
                 copied is not None
                 and (copied.shape, copied.dtype) == (tensor.shape, tensor.dtype)
                 and (copied.device == tensor.device or self._spilled)
             ):
                 targets.append(copied)
                 sources.append(tensor)
-                self.values.append(copied)
             else:
-                self.values.append(self._clone(tensor))
+                copied = self._clone(tensor)
+            self._copied[place] = copied
         if targets:
-            torch._foreach_copy_(targets, sources)  # one launch for hundreds of tensors
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)  # one launch for hundreds of tensors
 
-    @torch.no_grad()
     def complete(self) -> None:
         """Copy the uncopied tensors, as they are now."""
-        for index in self._uncopied:
-            self.values[index] = self._clone(self.values[index])
-        self._uncopied = set()
+        for place, tensor in enumerate(self._tensors):
+            if place not in self._copied:
+                self._copied[place] = self._clone(tensor)
 
     def _clone(self, tensor: torch.Tensor) -> torch.Tensor:
         """Clone a tensor on its device, or to the host if the device is full."""

@@ -20,6 +20,7 @@ from nbelastic.elastic.ranks.context import Context
 from nbelastic.torch.gradients.arrived import same
 from nbelastic.torch.rates import WhileAlive
 from nbelastic.torch.state.adapters import wrapped_in
+from nbelastic.torch.state.commit import Commit
 from nbelastic.torch.state.optimizer_adapter import hooks_see_steps
 
 # Regular commits in a row after which commits are not copied any more.
@@ -63,7 +64,7 @@ class LazyCommit:
         # The last commit has no copies of the optimizers' tensors; false once there are some.
         self.uncopied = False
         self.stepped = False  # since the last commit
-        self.tensors: frozenset[int] = frozenset()  # ids; one object as long as they are the same
+        self.tensors: frozenset[int] = frozenset()  # ids
         self._on_step = on_step
         self._on_break = on_break
         self._regular = True  # so far
@@ -73,6 +74,7 @@ class LazyCommit:
         self._context: Context | None = None
         self._exchanges = self._generation = 0
         self._objects: Sequence[object] = ()
+        self._contents: Sequence[object] = ()  # of the optimizers among them
         self._sees_steps = False  # of all optimizers
         self._optimizers: list[torch.optim.Optimizer] = []
         self._tensors: list[torch.Tensor] = []
@@ -101,9 +103,7 @@ class LazyCommit:
         """Whether only the optimizers have changed the tensors since the last commit."""
         return _marks_of(self._tensors) == self._marks
 
-    def commit(
-        self, objects: Sequence[object], context: Context | None, *, copy: bool
-    ) -> frozenset[int]:
+    def commit(self, new: Commit, context: Context | None, *, copy: bool) -> frozenset[int]:
         """Decide on a new commit; return the tensors not to copy."""
         generation = 0 if context is None else context.generation
         unchanged = self.unchanged
@@ -114,10 +114,14 @@ class LazyCommit:
         self._context, self._generation = context, generation
         if context is not None and self._watcher not in context.before_exchange:
             context.before_exchange += (self._watcher,)
-        optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
-        tensors = _tensors_of(optimizers)
-        if not (same(objects, self._objects) and same(tensors, self._tensors)):
-            self._objects, self._optimizers, self._tensors = objects, optimizers, tensors
+        objects = new.objects
+        pairs = zip(objects, new.contents, strict=True)
+        contents = [content for obj, content in pairs if isinstance(obj, torch.optim.Optimizer)]
+        if not (same(objects, self._objects) and same(contents, self._contents)):
+            optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
+            tensors = _tensors_of(optimizers)
+            self._objects, self._contents = objects, contents
+            self._optimizers, self._tensors = optimizers, tensors
             unchanged = False
             for optimizer in optimizers:
                 self._hook(optimizer)

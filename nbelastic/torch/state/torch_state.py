@@ -227,7 +227,7 @@ class TorchState(ObjectState):
             if not isinstance(error, NbelasticError):
                 refuse_by_name(error, values, self._objects())
             raise
-        uncopied = self._lazy.commit(commit.objects, current_or_none(), copy=self.always_copy)
+        uncopied = self._lazy.commit(commit, current_or_none(), copy=self.always_copy)
         self._copies.take(commit.tensors, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
