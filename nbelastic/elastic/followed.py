@@ -291,7 +291,7 @@ _numpys: list[Any] = [b"", {}]  # words of NumPy's generator, and its state
 
 def _numpy_state() -> dict[str, Any]:
     """Return the state of NumPy's generator; the one before if it has not changed."""
-    generator, words = np.random.get_bit_generator(), b""
+    generator, words = np.random.get_bit_generator(), b""  # type: ignore[attr-defined]
     if type(generator) is np.random.MT19937:  # get_state() copies number by number: half a commit
         words = ctypes.string_at(generator.ctypes.state_address, _WORDS_BYTES)
     # A number that is left of a pair of normal ones is not among the words.

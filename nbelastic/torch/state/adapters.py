@@ -173,9 +173,8 @@ def _is_in(path: str, outer: Iterable[str]) -> bool:
     return any(not each or path == each or path.startswith(f"{each}.") for each in outer)
 
 
-def keeps_more(module: torch.nn.Module) -> bool:
-    """Return whether a module overrides its state dict, which may hold more than tensors."""
-    kind = type(module)
+def _keeps_more(kind: type[torch.nn.Module]) -> bool:
+    """Return whether modules override their state dict, which may hold more than tensors."""
     return any(
         getattr(kind, name) is not getattr(torch.nn.Module, name)
         and not getattr(kind, name).__module__.startswith(_TORCHS)
@@ -187,7 +186,7 @@ def _custom(flattener: Flattener, modules: Mapping[str, torch.nn.Module]) -> lis
     """Capture the state dicts of a model's outermost modules with a custom ``state_dict``."""
     found: list[tuple[str, Any]] = []
     for path, module in modules.items():
-        if keeps_more(module) and not _is_in(path, [outer for outer, _ in found]):
+        if _keeps_more(type(module)) and not _is_in(path, [outer for outer, _ in found]):
             try:  # with the tensors themselves, which are captured once
                 state_dict = module.state_dict(keep_vars=True)
             except TypeError:
@@ -224,10 +223,6 @@ def _fill(
 
 class SamplerAdapter(Adapter):
     """Samplers, whose progress the ranks agree on; ``ObjectState`` keeps them."""
-
-    def state_dict(self, content: Any, *, whole: bool = False) -> dict[str, Any]:
-        del content, whole
-        return {}
 
 
 class StateDictAdapter(Adapter):

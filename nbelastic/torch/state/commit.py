@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,14 +30,20 @@ from nbelastic.torch.state.structure import Structure
 _address_of = torch.Tensor.data_ptr
 
 
+class Part(NamedTuple):
+    """Object of a state, and its captured content."""
+
+    obj: Any
+    label: str  # an expression for it
+    content: Any
+    row: Row | None  # what the content follows from
+
+
 @dataclass(slots=True)
 class Commit:
     """All of a state but its tensors' values: objects with their captured content, and values."""
 
-    objects: Sequence[object]
-    labels: Sequence[str]  # expressions for the objects
-    contents: Sequence[Any]
-    rows: Sequence[Row | None]  # what the contents follow from
+    parts: Sequence[Part]
     values: dict[str, Any]
     tensors: list[torch.Tensor]
     samplers: list[tuple[ShardSampler, SamplerSnapshot]]
@@ -48,44 +54,47 @@ class Commit:
     def __post_init__(self) -> None:
         self.addresses = list(map(_address_of, self.tensors))
 
-    def in_order(self) -> list[tuple[Any, str, Any]]:
+    @property
+    def objects(self) -> list[Any]:
+        """Models, optimizers and others with an adapter."""
+        return [part.obj for part in self.parts]
+
+    def in_order(self) -> list[Part]:
         """Return objects in the order of restoration: models first, optimizers after wrappers."""
 
-        def place(row: tuple[Any, str, Any]) -> tuple[bool, bool, int]:
-            if isinstance(row[0], torch.optim.Optimizer):
-                return True, True, -len(within(row[0]))
-            return not isinstance(row[0], torch.nn.Module), False, 0
+        def place(part: Part) -> tuple[bool, bool, int]:
+            if isinstance(part.obj, torch.optim.Optimizer):
+                return True, True, -len(within(part.obj))
+            return not isinstance(part.obj, torch.nn.Module), False, 0
 
-        return sorted(zip(self.objects, self.labels, self.contents, strict=True), key=place)
+        return sorted(self.parts, key=place)
 
     def kinds(self) -> list[str]:
         """Return names and types of the objects; of a compiled model that of the model itself."""
-        plain = [getattr(obj, COMPILED, obj) for obj in self.objects]
-        pairs = zip(self.labels, plain, strict=True)
-        return [f"{label} ({type(obj).__qualname__})" for label, obj in pairs]
+        plain = [(each.label, getattr(each.obj, COMPILED, each.obj)) for each in self.parts]
+        return [f"{label} ({type(obj).__qualname__})" for label, obj in plain]
 
     def structure(self) -> Structure:
         """Return the structure of the objects, to be compared with another one."""
         names: dict[int, str] = {}
         structure: Structure = {}
-        for obj, label, content in self.in_order():
+        for obj, label, content, _ in self.in_order():
             structure.update(adapter_for(obj).parts(label, content, names))
         return structure
 
     def names(self) -> dict[int, str]:
         """Return a name for each tensor, by its id: its path in these values."""
-        numbers = {id(obj): number for number, obj in enumerate(self.objects)}
-        parts = [part for label, value in self.values.items() for part in walk(value, label)]
-        parts = [part for part in parts if not is_container(part[1])]
-        reached = {id(part) for _, part in parts}
-        pairs = zip(self.labels, self.objects, strict=True)
-        parts += [pair for pair in pairs if id(pair[1]) not in reached]
-        parts.sort(key=lambda part: not isinstance(part[1], torch.nn.Module))
+        known = {id(each.obj): each for each in self.parts}
+        paths = [path for label, value in self.values.items() for path in walk(value, label)]
+        paths = [path for path in paths if not is_container(path[1])]
+        reached = {id(value) for _, value in paths}
+        paths += [(each.label, each.obj) for each in self.parts if id(each.obj) not in reached]
+        paths.sort(key=lambda path: not isinstance(path[1], torch.nn.Module))
         found: dict[int, str] = {}  # models come first, because they name what others share
-        for label, part in parts:
-            if (number := numbers.get(id(part))) is not None:
-                part = adapter_for(part).state_dict(self.contents[number], whole=True)  # noqa: PLW2901
-            for name, tensor in tensors_in(part, label):
+        for label, value in paths:
+            if (part := known.get(id(value))) is not None:
+                value = adapter_for(value).state_dict(part.content, whole=True)  # noqa: PLW2901
+            for name, tensor in tensors_in(value, label):
                 found.setdefault(id(tensor), name)
         return found
 
@@ -107,7 +116,7 @@ class Commit:
         self, unflattener: Unflattener, originals: Originals | None = None
     ) -> tuple[dict[str, Any], dict[int, Any]]:
         """Return values by name, and what objects have by id; restore objects in place."""
-        for obj, _, content in self.in_order():
+        for obj, _, content, _ in self.in_order():
             adapter_for(obj).restore(unflattener, obj, content)
         # What an object has loaded is its own business: it may clear its containers before it fills
         # them from those that it is given. Values are restored in place on their rank.
@@ -118,36 +127,28 @@ class Commit:
 
 def make_commit(values: Mapping[str, Any], before: Commit | None = None) -> Commit:
     """Return a commit of `values`, with what has not changed since the commit `before`."""
-    objects: Sequence[object] = [each for each in values.values() if type(each) not in ATOMS]
+    known = {} if before is None else {id(part.obj): part for part in before.parts}
+    objects = [each for each in values.values() if type(each) not in ATOMS]
     if before is not None and same(objects, before.objects):
-        labels = before.labels
+        found = {part.label: part.obj for part in before.parts}
     else:
         found = objects_in(values)
-        objects, labels = [*found.values()], [*found]
-    known: dict[int, tuple[Any, Row | None]] = {}
-    if before is not None:
-        pairs = zip(before.contents, before.rows, strict=True)
-        known = dict(zip(map(id, before.objects), pairs, strict=True))
-    flattener = Flattener(objects)
-    contents, rows = [], []
-    for obj in objects:
-        content, row = known.get(id(obj), (None, None))
-        if row is not None and row.holds():
-            flattener.add(row.tensors)
+    flattener = Flattener(found.values())
+    parts = []
+    for label, obj in found.items():
+        part = known.get(id(obj))
+        if part is not None and part.row is not None and part.label == label and part.row.holds():
+            flattener.add(part.row.tensors)
         else:
             adapter = adapter_for(obj)
             content = adapter.capture(flattener, obj)
-            row = adapter.row(obj, content)
-        contents.append(content)
-        rows.append(row)
+            part = Part(obj, label, content, adapter.row(obj, content))
+        parts.append(part)
     return Commit(
-        objects,
-        labels,
-        contents,
-        rows,
+        parts,
         {name: flattener.flatten(value) for name, value in values.items()},
         flattener.tensors,
-        [(each, each.snapshot()) for each in objects if isinstance(each, ShardSampler)],
+        [(each, each.snapshot()) for each in found.values() if isinstance(each, ShardSampler)],
         flattener.memo,
     )
 
