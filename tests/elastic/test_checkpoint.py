@@ -255,6 +255,7 @@ def test_resume_without_a_checkpoint_starts_from_the_beginning(tmp_path):
     state, notes, _ = resumed(tmp_path, lambda: ObjectState(count=7))
     assert state.count == 7
     assert notes == [f"nothing to resume from in {tmp_path}: it starts from the beginning"]
+    assert resumed(tmp_path, lambda: ObjectState(count=7), loop=2)[1] == []
 
 
 def test_an_unreadable_place_fails_only_a_job_that_resumes(tmp_path):

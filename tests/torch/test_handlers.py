@@ -115,7 +115,7 @@ def test_the_handlers_of_horovod_save_restore_and_synchronise():
         assert [type(handler) for handler in handlers] == kinds
         assert registry._get_handler(3) is None
 
-        sampler.record_batch(0, 2)
+        sampler.record_batch(0, 2 + context.rank)
         for handler in handlers:
             handler.save()
         kept = [copy.deepcopy(value.state_dict()) for value in values[:3]]

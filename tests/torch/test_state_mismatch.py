@@ -21,7 +21,7 @@ from nbelastic.torch.state.settings import moving_values
 from nbelastic.torch.state.torch_state import TorchState
 from tests.elastic.members import job, nothing, resumed
 from tests.support.world import StaticContext, run_ranks
-from tests.torch.nets import bits
+from tests.torch.nets import Extra, bits
 
 
 class Averages:
@@ -35,16 +35,6 @@ class Averages:
 
     def load_state_dict(self, state: dict) -> None:
         self.shadow = state["shadow"]
-
-
-class Counting(nn.Module):
-    calls = 0
-
-    def get_extra_state(self) -> int:
-        return self.calls
-
-    def set_extra_state(self, state: int) -> None:
-        self.calls = state
 
 
 def _double(x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +98,7 @@ def without_bias() -> TorchState:
 
 
 def with_counter() -> TorchState:
-    return with_parts(counting=Counting())
+    return with_parts(counting=Extra())
 
 
 def frozen() -> TorchState:
@@ -186,6 +176,7 @@ MISFITS = {
         late("", "late", nn.Linear(1, 1)),
         usual,
     ),
+    "extra state of model.late: expected nothing": (late("", "late", Extra()), usual),
     "class of model.layers.1: expected ReLU, came GELU": (late("layers", "1", nn.GELU()), usual),
     "block.score: expected _double, came _triple": (late("block", "score", _triple), usual),
     "came <lambda> (line": (late("block", "score", lambda x: x), usual),
@@ -381,7 +372,7 @@ class Moving(nn.Module):
 
 
 class Saved(Moving):
-    get_extra_state = Counting.get_extra_state
+    get_extra_state = Extra.get_extra_state
 
 
 def moved(module: nn.Module) -> set[str]:

@@ -4,6 +4,7 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,12 +27,6 @@ def _dask_has_random_numbers_of_its_own() -> Iterator[None]:
         yield
 
 
-class Calls:
-    """What a model counts that is not part of its state."""
-
-    calls = 0
-
-
 class Training:
     """All that a state may hold, what can happen to it, and an independent view of its bits."""
 
@@ -42,7 +37,7 @@ class Training:
         self.net = Net()
         if not extra:  # then all of the model is parameters and buffers
             del self.net.extra
-            self.net.extra = Calls()
+            self.net.extra = SimpleNamespace(calls=0)
         if kind == "adam":
             self.optimizer: torch.optim.Optimizer = adam(self.net, amsgrad=True)
         elif kind == "tensor lr":

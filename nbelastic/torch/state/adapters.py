@@ -24,7 +24,7 @@ from nbelastic.torch.state.flatten import (
     ATOMS,
     Adapter,
     Flattener,
-    Row,
+    ObjectRow,
     Unflattener,
     is_container,
     is_dense,
@@ -88,7 +88,7 @@ class ModuleAdapter(Adapter):
                 extras.append((path, flattener.flatten(module.get_extra_state())))
         return ModuleContent(parts, extras, _custom(flattener, modules), Settings(modules))
 
-    def row(self, obj: torch.nn.Module, content: ModuleContent) -> Row | None:
+    def row(self, obj: torch.nn.Module, content: ModuleContent) -> ObjectRow | None:
         assert isinstance(content.settings, Settings)
         modules, places = [*obj.modules()], content.settings.places()
         parts = content.parts.values()
@@ -114,7 +114,7 @@ class ModuleAdapter(Adapter):
             and all(isinstance(each, dict) for each in _all_of(map(_dicts_in, modules)))
             and all(isinstance(each, torch.Tensor) and is_dense(each) for each in tensors)
         )
-        return Row(look, tensors) if complete else None
+        return ObjectRow(look, tensors) if complete else None
 
     def restore(
         self, unflattener: Unflattener, obj: torch.nn.Module, content: ModuleContent

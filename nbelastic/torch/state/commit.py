@@ -17,7 +17,7 @@ from nbelastic.torch.state.adapters import adapter_for, objects_in, tensors_in
 from nbelastic.torch.state.flatten import (
     ATOMS,
     Flattener,
-    Row,
+    ObjectRow,
     Unflattener,
     filled,
     is_container,
@@ -36,7 +36,7 @@ class Part(NamedTuple):
     obj: Any
     label: str  # an expression for it
     content: Any
-    row: Row | None  # what the content follows from
+    row: ObjectRow | None  # what the content follows from
 
 
 @dataclass(slots=True)

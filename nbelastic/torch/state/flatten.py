@@ -102,7 +102,7 @@ class Flattener:
         self.tensors.extend(new.values())
 
 
-class Row:
+class ObjectRow:
     """What an object is made of, by identity; as long as it is the same, its content holds.
 
     `look` chains functions in C, because each step looks twice.
@@ -204,7 +204,7 @@ class Adapter:
     def capture(self, flattener: Flattener, obj: Any) -> Any:
         """Return the content of an object, made of flattened values; picklable."""
 
-    def row(self, obj: Any, content: Any) -> Row | None:
+    def row(self, obj: Any, content: Any) -> ObjectRow | None:
         """Return what the captured content follows from; None if each commit captures anew."""
         del obj, content
         return None

@@ -30,7 +30,7 @@ from nbelastic.torch.state.flatten import (
     ATOMS,
     Adapter,
     Flattener,
-    Row,
+    ObjectRow,
     Unflattener,
     is_container,
     is_dense,
@@ -99,7 +99,7 @@ class OptimizerAdapter(Adapter):
         custom = flatten(obj.state_dict()) if overrides(obj) else None
         return OptimizerContent(groups, state, Settings({"": obj}), custom)
 
-    def row(self, obj: _Optimizer, content: OptimizerContent) -> Row | None:
+    def row(self, obj: _Optimizer, content: OptimizerContent) -> ObjectRow | None:
         del content
 
         def look() -> Iterable[object]:
@@ -114,7 +114,7 @@ class OptimizerAdapter(Adapter):
         lists = [id(group["params"]) for group in obj.param_groups]
         others = [e for e in look() if not isinstance(e, torch.Tensor) and id(e) not in lists]
         fixed = all(type(e) in ATOMS or (type(e) is tuple and is_flat(e)) for e in others)
-        return Row(look, tensors) if fixed and all(map(is_dense, tensors)) else None
+        return ObjectRow(look, tensors) if fixed and all(map(is_dense, tensors)) else None
 
     def restore(self, unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent) -> None:
         self._put_back(unflattener, obj, content)
