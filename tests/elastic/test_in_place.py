@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
 import enum
@@ -25,11 +24,6 @@ from tests.support.world import StaticContext, run_ranks
 class Record:
     best: float = 0.0
     losses: list[float] = field(default_factory=list)
-
-
-class Plain:
-    def __init__(self) -> None:
-        self.seen = {1, 2}
 
 
 def in_object(each: Any) -> None:
@@ -63,18 +57,12 @@ MAKE: dict[str, tuple[Any, Any]] = {  # a value, and a change in place
     "bytearray": (lambda: bytearray(b"abc"), lambda each: each.__setitem__(0, each[0] + 1)),
     "array": (lambda: np.zeros(3), lambda each: each.put(0, each[0] + 1)),
     "dataclass": (Record, in_object),
-    "object": (Plain, lambda each: each.seen.add(len(each.seen) + 1)),
     "namespace": (lambda: types.SimpleNamespace(steps=0, log=[]), in_namespace),
-    "arguments": (lambda: argparse.Namespace(steps=0, log=[]), in_namespace),
     "random": (lambda: random.Random(3), lambda each: each.random()),
     "generator": (lambda: np.random.default_rng(3), lambda each: each.random()),
     "old generator": (lambda: np.random.RandomState(3), lambda each: each.rand()),
     "tuple of lists": (lambda: ([0], "b"), lambda each: each[0].append(1)),
     "tensor": (lambda: torch.zeros(2), lambda each: each.add_(1.0)),
-    "dict of tensors": (
-        lambda: {"ema": torch.ones(2), "log": []},
-        lambda each: each["ema"].mul_(2.0),
-    ),
 }
 
 

@@ -14,7 +14,6 @@ import nbelastic.torch as hvd
 from nbelastic.elastic import ObjectState
 from nbelastic.elastic.checkpoint.files import CheckpointFiles
 from nbelastic.elastic.checkpoint.format import _NAMES
-from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NbelasticError
 from tests.elastic.members import job, nothing, resumed
 from tests.elastic.test_checkpoint_files import put
@@ -126,6 +125,8 @@ def odd_tensors():
 
 
 def same_bits(one, other):
+    if one.is_quantized:
+        return torch.equal(one, other)
     if one.is_sparse:
         return torch.equal(one.to_dense(), other.to_dense())
     plain = [each.detach().resolve_conj().contiguous().view(-1) for each in (one, other)]
@@ -133,8 +134,10 @@ def same_bits(one, other):
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
 def test_tensors_of_all_types_and_shapes_come_back_bit_by_bit(tmp_path):
-    tensors = odd_tensors()
+    quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.1, 3, torch.quint8)
+    tensors = {**odd_tensors(), "quantized": quantized}
     write(tmp_path, lambda: hvd.elastic.TorchState(odd=dict(tensors)))
     found = nbelastic.load_checkpoint(the_file(tmp_path))["odd"]
     gone_on = resumed(tmp_path, lambda: hvd.elastic.TorchState(odd=None))[0].odd
@@ -146,21 +149,6 @@ def test_tensors_of_all_types_and_shapes_come_back_bit_by_bit(tmp_path):
     for name in [*_NAMES, *UNKNOWN]:
         kept = torch.uint8 if name in UNKNOWN else getattr(torch, name)
         assert known[f"odd.{name}"].dtype == kept, name
-
-
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
-def test_a_quantized_buffer_is_kept(tmp_path):
-    def make():
-        model = torch.nn.Linear(2, 2)
-        model.register_buffer(
-            "table", torch.quantize_per_tensor(torch.rand(4), 0.1, 3, torch.quint8)
-        )
-        return hvd.elastic.TorchState(model)
-
-    state = write(tmp_path, make)
-    found = nbelastic.load_checkpoint(tmp_path)["model"]["table"]
-    assert torch.equal(found, state.model.table)
-    assert torch.equal(resumed(tmp_path, make)[0].model.table, state.model.table)
 
 
 def test_names_are_distinct_and_fit_into_json(tmp_path):
@@ -176,17 +164,6 @@ def test_names_are_distinct_and_fit_into_json(tmp_path):
     assert found["x.a.b.2"] == 2
     assert found["x.\\udcff"] == 3
     assert equal(nbelastic.load_checkpoint(tmp_path)["x"], values)
-
-
-def test_plain_values_and_samplers_need_no_torch_objects(tmp_path):
-    def make():
-        return ObjectState(losses=[0.5], sampler=ShardSampler(range(6), shuffle=False))
-
-    write(tmp_path, make, lambda state: state.sampler.record_batch(0, 4))
-    assert nbelastic.load_checkpoint(tmp_path) == {
-        "losses": [0.5],
-        "sampler": {"epoch": 0, "processed_num": 4},
-    }
 
 
 def test_a_value_that_refers_to_a_model_has_its_state_dict(tmp_path):
@@ -232,13 +209,10 @@ def test_a_file_of_another_program_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"weight": torch.zeros(3)}, path)
     with pytest.raises(
-        NbelasticError, match=r"model\.safetensors: it is not complete, or no checkpoint"
+        NbelasticError, match=r"model\.safetensors: .*not complete, or no checkpoint"
     ):
         nbelastic.load_checkpoint(path)
-
-
-def test_a_file_without_a_commit_in_it_is_no_crash(tmp_path):
-    path = put(CheckpointFiles(str(tmp_path), "a"), 1)
+    path = put(CheckpointFiles(str(tmp_path), "a"), 1)  # without a commit in it
     with pytest.raises(NbelasticError, match="cannot be unpickled"):
         nbelastic.load_checkpoint(path)
 

@@ -9,18 +9,10 @@ from nbelastic.torch.elastic import TorchState
 from tests.support.world import run_ranks
 from tests.torch.training import loss_of, make_model
 
-
-def transposed():
-    layer = torch.nn.Linear(30, 20)
-    layer.weight = torch.nn.Parameter(torch.randn(30, 20).t())
-    return layer
-
-
 MODELS = {
     "small": make_model,
     "many layers": lambda: torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(200)]),
     "one layer": lambda: torch.nn.Linear(1000, 1000, bias=False),
-    "transposed": transposed,
     "of many types": lambda: torch.nn.Sequential(
         *[torch.nn.Linear(2, 2, dtype=each) for each in (torch.double, torch.bfloat16, None)]
     ),

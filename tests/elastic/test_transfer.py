@@ -5,7 +5,6 @@ import mmap
 import multiprocessing
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -110,25 +109,6 @@ def test_objects_of_any_size_are_gathered(sizes: tuple[int, ...]) -> None:
     assert run_ranks(3, main) == [expected] * 3
 
 
-def test_a_peer_that_goes_away_frees_those_who_wait_for_it() -> None:
-    freed = threading.Event()
-    both = threading.Barrier(2)
-
-    def main(context: StaticContext) -> None:
-        communicator = context.communicator()
-        both.wait(timeout=20)
-        if context.rank == 0:
-            communicator.abort("gone")
-            assert freed.wait(20)
-            return
-        threading.Timer(0.1, communicator.abort, ["the generation is over"]).start()
-        with pytest.raises(CollectiveError):
-            spread(communicator, [0, 1])
-        freed.set()
-
-    run_ranks(2, main)
-
-
 DEVICES = [each for each in KINDS if each.values[0] in ("cuda_ipc", "nccl", "cuda_ipc+nccl")]
 
 
@@ -195,7 +175,7 @@ def test_a_buffer_has_its_pages_and_returns_them_by_tensor() -> None:
     before = resident()
     buffer = ReceiveBuffer.for_state(MANY)
     assert resident() - before > 0.9 * MANY
-    kept, other = buffer.bytes[: MANY // 2], buffer.bytes[MANY // 2 :]
+    kept, other = buffer.bytes[: MANY // 2 + 10], buffer.bytes[MANY // 2 + 10 :]
     kept.fill_(7)
     buffer.give_back(other)
     buffer.give_back(kept[10:20])  # less than a page stays

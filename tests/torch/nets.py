@@ -51,7 +51,8 @@ def bits(value: Any, seen: dict[int, Any] | None = None) -> object:
     seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor):
         number, _ = seen.setdefault(id(value), (len(seen), value))
-        raw = value.detach().to_dense() if value.layout is not torch.strided else value.detach()
+        plain = value.detach().resolve_conj()
+        raw = plain.to_dense() if plain.layout is not torch.strided else plain
         raw = raw.clone(memory_format=torch.contiguous_format).view(-1)
         data = raw.view(torch.uint8).numpy().tobytes()
         return number, tuple(value.shape), value.dtype, value.layout, value.requires_grad, data

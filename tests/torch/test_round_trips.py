@@ -13,16 +13,14 @@ from torch.utils.data.distributed import DistributedSampler
 from nbelastic.data import Batch, Loader
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.state import transfer
-from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
 from nbelastic.torch.state.lazy_commit import LEARNED
-from nbelastic.torch.state.structure import word_for
 from nbelastic.torch.state.torch_state import TorchState
 from tests.elastic.members import job
+from tests.elastic.test_load_checkpoint import odd_tensors
 from tests.support.world import StaticContext, run_ranks, world_of
 from tests.torch import wrappers
-from tests.torch.nets import bits
+from tests.torch.nets import Extra, bits
 from tests.torch.test_state_mismatch import (
-    Counting,
     Net,
     resume_from,
     setting,
@@ -110,30 +108,10 @@ TRIPS = {n: Trip(lambda _, build=build: build(), change) for n, (build, change) 
 # -- what a state may hold -------------------------------------------------------------------------
 
 
-def several(rank: int) -> TorchState:
-    nets = {"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)}
-    return TorchState(nets, tuple(torch.optim.Adam(net.parameters()) for net in nets.values()))
-
-
 def prompted(rank: int) -> TorchState:
     """A parameter in no model, which its optimizer and values refer to."""
     prompt = torch.full((2,), float(rank), requires_grad=True)
     return TorchState(None, torch.optim.Adam([prompt]), prompt=prompt, prompts=[prompt])
-
-
-def of_all_types(rank: int) -> TorchState:
-    generator = torch.Generator().manual_seed(rank)
-
-    def rand(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    tensors = [
-        *(rand(3).double(), rand(5).half(), rand(7).bfloat16(), torch.complex(rand(3), rand(3))),
-        *(rand(9) > 0, (rand(33) * 100).to(torch.uint8), rand(), rand(0, 3), rand(4, 6).t()[::2]),
-        rand(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
-        torch.tensor([float("nan"), -0.0]) * (rank + 1),
-    ]
-    return TorchState(tensors=tensors)
 
 
 def sparse(rank: int) -> TorchState:
@@ -168,22 +146,22 @@ def pass_over(state: TorchState) -> None:
 class Quantised(nn.Linear):
     """A module that keeps a number by its state dict alone."""
 
-    scale = 1.0
+    scale = (1.0,)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "scale"] = torch.tensor(self.scale)
+        destination[prefix + "scale"] = torch.tensor([*self.scale])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        self.scale = float(state_dict.pop(prefix + "scale"))
+        self.scale = state_dict.pop(prefix + "scale").tolist()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class Whole(nn.Sequential):
-    steps = 0
+    steps = (0,)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {"inner": super().state_dict(*args, **kwargs), "steps": self.steps}
+        return {"inner": super().state_dict(*args, **kwargs), "steps": [*self.steps]}
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         self.steps = state_dict["steps"]
@@ -191,45 +169,19 @@ class Whole(nn.Sequential):
 
 
 def overriding(rank: int) -> TorchState:
-    return TorchState(Whole(Quantised(2, 2), nn.Linear(2, 1)))
+    return TorchState(nn.Sequential(Whole(nn.Linear(2, 2)), Quantised(2, 1)))
 
 
 def set_both(state: TorchState) -> None:
-    state.model.steps, state.model[0].scale = 3, 0.25
-
-
-class AccountAdapter(Adapter):
-    """A reader's own, for an object of a foreign class."""
-
-    def capture(self, flattener: Flattener, obj: Account) -> Any:
-        return {"sums": flattener.flatten(obj.sums), "count": flattener.flatten(obj.count)}
-
-    def restore(self, unflattener: Unflattener, obj: Account, content: Any) -> None:
-        obj.sums = unflattener.tensor(content["sums"], obj.sums)
-        obj.count = unflattener.unflatten(content["count"])
-
-    def parts(self, label: str, content: Any, names: Any) -> Any:
-        return {("account", label): word_for(content["sums"])}
-
-
-class Account:
-    nbelastic_adapter = AccountAdapter
-
-    def __init__(self, number: int) -> None:
-        self.sums = torch.full((3,), float(number))
-        self.count = number
-        self.lines = (number for number in range(3))  # can neither be copied nor sent
-
-
-def pay(state: TorchState) -> None:
-    state.account.count = 7
-    state.account.sums.add_(5)
+    state.model[0].steps, state.model[1].scale = [3], [0.25]
 
 
 TRIPS |= {
-    "models and optimizers in containers": Trip(several, train_step),
     "a parameter in no model": Trip(prompted, lambda s: s.prompt.data.fill_(3.0)),
-    "tensors of all types": Trip(of_all_types, lambda s: s.tensors.reverse()),
+    "tensors of all types": Trip(
+        lambda _: TorchState(odd=odd_tensors()),
+        lambda s: s.odd.update(nan=torch.tensor([float("nan"), -0.0])),
+    ),
     "sparse tensors": Trip(sparse, lambda s: setattr(s.model, "graph", 2 * s.value)),
     "a value with a graph": Trip(
         lambda rank: TorchState(net := nn.Linear(2, 1), losses=[net(torch.ones(2)).sum()]),
@@ -249,12 +201,7 @@ TRIPS |= {
     "modules that override their state dict": Trip(
         overriding,
         set_both,
-        view=lambda s: bits([*s.model.parameters(), s.model.steps, s.model[0].scale]),
-    ),
-    "an object with an adapter": Trip(
-        lambda rank: TorchState(account=Account(rank)),
-        pay,
-        view=lambda s: bits([s.account.sums, s.account.count]),
+        view=lambda s: bits([*s.model.parameters(), [*s.model[0].steps], [*s.model[1].scale]]),
     ),
 }
 
@@ -264,7 +211,6 @@ TRIPS |= {
 
 KINDS: dict[str, Callable[[nn.Module], Any]] = {
     "sam": lambda net: wrappers.Sam(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9),
-    "lookahead by identity": lambda net: wrappers.KeyedLookahead(sgd(net)),
     "lookahead in a state dict": lambda net: wrappers.NestedLookahead(sgd(net)),
     "schedule-free": lambda net: wrappers.ScheduleFree(sgd(net)),
     "counting": lambda net: wrappers.Counting(net.parameters(), lr=0.1, momentum=0.9),
@@ -317,32 +263,25 @@ for kind in KINDS:
 
 def whole_compiled(rank: int) -> TorchState:
     net = Net()
-    net.counting = Counting()
+    net.counting = Extra()
     compiled = torch.compile(net)
     return state_of(compiled, torch.optim.Adam(compiled.parameters(), lr=0.1))
 
 
 def part_compiled(rank: int, whole: bool = False) -> TorchState:
     net = Net()
-    net.counting = Counting()
+    net.counting = Extra()
     net.head = torch.compile(net.head)
     return state_of(torch.compile(net) if whole else net)
 
 
-def in_dict(compiled: bool) -> TorchState:
-    net = Net()
-    model = {"a": torch.compile(net) if compiled else net}
-    return TorchState(model, torch.optim.Adam(net.parameters()))
-
-
 def everywhere(state: TorchState) -> None:
-    (model,) = state.model.values() if isinstance(state.model, dict) else [state.model]
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in state.model.parameters():
             parameter.add_(1)
-    model.eval()
-    changes = {"Counting": ("calls", 5), "Block": ("temperature", 0.5)}
-    for module in model.modules():
+    state.model.eval()
+    changes = {"Extra": ("calls", 5), "Block": ("temperature", 0.5)}
+    for module in state.model.modules():
         if type(module).__name__ in changes:
             setattr(module, *changes[type(module).__name__])
 
@@ -353,8 +292,6 @@ TRIPS |= {
     "compiled twice to compiled": Trip(
         lambda rank: part_compiled(rank, whole=True), everywhere, whole_compiled
     ),
-    "compiled in a dict": Trip(lambda _: in_dict(True), everywhere, lambda _: in_dict(False)),
-    "plain in a dict": Trip(lambda _: in_dict(False), everywhere, lambda _: in_dict(True)),
 }
 
 
@@ -432,10 +369,3 @@ def test_a_wrapped_optimizer_goes_back_to_a_commit_without_copies(kind: str) -> 
         averages_of(state)
         state.restore()
         assert averages_of(step(state, 5)) == averages_of(step(wrapped(0, kind), LEARNED + 7))
-
-
-def test_a_checkpoint_has_an_object_with_an_adapter_as_a_state_dict() -> None:
-    state = TorchState(account=Account(2))
-    found = state._as_dict(state._pack_commit(), [])
-    assert found["account"]["count"] == 2
-    assert found["account"]["sums"].tolist() == [2.0, 2.0, 2.0]

@@ -141,9 +141,12 @@ def test_a_model_is_captured_anew_only_once_it_has_changed() -> None:
     for change in changes:
         change()
         commits.append(make_commit({"model": net}, commits[-1]))
-    contents = [commit.contents[0] for commit in commits]
+    contents = [commit.parts[0].content for commit in commits]
     same = [one is other for one, other in pairwise(contents)]
     assert same == [True, False, False, True]
+    other = nn.Linear(1, 1)
+    swapped = make_commit({"a": net, "b": other}, make_commit({"a": other, "b": net}))
+    assert [(part.label, part.obj) for part in swapped.parts] == [("a", net), ("b", other)]
 
 
 @pytest.mark.parametrize("call", ["commit", "save", "check_host_updates"])

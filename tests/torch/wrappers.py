@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -37,48 +35,6 @@ class Sam(Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
         self.base_optimizer.param_groups = self.param_groups
-
-
-class KeyedLookahead(Optimizer):
-    """Lookahead that keys its state dict by identities."""
-
-    def __init__(self, optimizer: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
-        super().__init__(optimizer.param_groups, {"alpha": alpha})
-        self.optimizer = optimizer
-        self.k = k
-        self.alpha = alpha
-        self.param_groups = self.optimizer.param_groups
-        self.state = defaultdict(dict)
-        self.fast_state = self.optimizer.state
-        for group in self.param_groups:
-            group["counter"] = 0
-
-    def step(self, closure: Any = None) -> None:
-        self.optimizer.step(closure)
-        for group in self.param_groups:
-            for fast in group["params"] if group["counter"] == 0 else ():
-                slow = self.state[fast].setdefault("slow_param", fast.data.clone())
-                slow += (fast.data - slow) * self.alpha
-                fast.data.copy_(slow)
-            group["counter"] = (group["counter"] + 1) % self.k
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-    def state_dict(self) -> Any:
-        fast = self.optimizer.state_dict()
-        slow = {(id(k) if isinstance(k, torch.Tensor) else k): v for k, v in self.state.items()}
-        return {
-            "fast_state": fast["state"],
-            "slow_state": slow,
-            "param_groups": fast["param_groups"],
-        }
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        groups = state_dict["param_groups"]
-        super().load_state_dict({"state": state_dict["slow_state"], "param_groups": groups})
-        self.optimizer.load_state_dict({"state": state_dict["fast_state"], "param_groups": groups})
-        self.fast_state = self.optimizer.state
 
 
 class NestedLookahead(Optimizer):
@@ -161,36 +117,24 @@ class ScheduleFree(Optimizer):
         self.base.load_state_dict(state_dict)
 
 
-class Counter:
-    """Something that only its owner can look into."""
-
-    def __init__(self) -> None:
-        self._steps = itertools.count()
-        self._now = 0
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("a counter cannot be copied")
-
-
 class Counting(torch.optim.SGD):
     """An optimizer whose own state travels by its state dict alone."""
 
     def __init__(self, params: Any, **kwargs: Any) -> None:
         super().__init__(params, **kwargs)
-        self.counter = Counter()
-        self.slow = None
+        self.now = [0]
 
     def step(self, closure: Any = None) -> None:
-        self.counter._now += 1
+        self.now[0] += 1
         for group in self.param_groups:
-            group["lr"] = 0.1 / self.counter._now
+            group["lr"] = 0.1 / self.now[0]
         super().step(closure)
 
     def state_dict(self) -> Any:
-        return {**super().state_dict(), "now": self.counter._now}
+        return {**super().state_dict(), "now": self.now[0]}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        self.counter._now = state_dict["now"]
+        self.now[0] = state_dict["now"]
         super().load_state_dict({k: state_dict[k] for k in ("state", "param_groups")})
 
 

@@ -20,11 +20,11 @@ from nbelastic.data import Loader
 from nbelastic.elastic.followed import resumes_itself
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NbelasticError, StateMismatch
-from nbelastic.torch.gradients.arrived import same
 from nbelastic.torch.state.flatten import (
     ATOMS,
     Adapter,
     Flattener,
+    ObjectRow,
     Unflattener,
     is_container,
     is_dense,
@@ -66,63 +66,12 @@ class ModuleContent(NamedTuple):
     extras: list[tuple[str, Any]]  # extra states by paths of modules
     custom: list[tuple[str, Any]]  # overridden state dicts by paths of modules
     settings: Settings | SentSettings
-    row: ModuleRow | None = None  # on the rank that has captured it, unless each commit does
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ModuleContent, self[:-1]  # a row is of this rank's modules
-
-
-class ModuleRow:
-    """What a model is made of, by identity: modules, names, tensors, and plain attributes.
-
-    As long as the row is the same, the captured content holds. It is made by chained functions in
-    C, because each step makes two.
-    """
-
-    def __init__(
-        self, modules: Iterable[torch.nn.Module], content: ModuleContent, settings: Settings
-    ) -> None:
-        self._modules = [*modules]
-        self._settings = settings.places()
-        parts = content.parts.values()
-        found = (each for p in parts for each in (*p.parameters.values(), *p.buffers.values()))
-        self.tensors = [each for each in found if each is not None]
-        complete = (  # all but tensors' values; a scripted module has no dicts
-            not content.extras
-            and not content.custom
-            and all(isinstance(each, dict) for each in _all_of(map(_dicts_in, self._modules)))
-            and all(isinstance(each, torch.Tensor) and is_dense(each) for each in self.tensors)
-        )
-        self._row = self._look() if complete else []
-
-    def holds(self) -> bool:
-        """Return whether all is as it was."""
-        try:
-            return bool(self._row) and same(self._look(), self._row)
-        except KeyError:  # an attribute is gone
-            return False
-
-    def _look(self) -> list[object]:
-        dicts = [*_all_of(map(_dicts_in, self._modules))]
-        return [
-            *map(type, self._modules),
-            *_all_of(dicts),
-            *_all_of(map(dict.values, dicts)),
-            *map(_requires_grad, self.tensors),
-            *map(len, map(vars, self._modules)),
-            *map(operator.getitem, *self._settings),
-        ]
 
 
 class ModuleAdapter(Adapter):
     """Parameters and buffers of a module, tied ones once, extra state, and plain attributes."""
 
     def capture(self, flattener: Flattener, obj: torch.nn.Module) -> ModuleContent:
-        before: ModuleContent | None = flattener.before.get(id(obj))
-        if before is not None and before.row is not None and before.row.holds():
-            flattener.add(before.row.tensors)
-            return before
-
         def captured(tensors: Mapping[str, Any]) -> dict[str, Any]:
             return {n: LAZY if is_lazy(t) else flattener.flatten(t) for n, t in tensors.items()}
 
@@ -137,9 +86,35 @@ class ModuleAdapter(Adapter):
             )
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                 extras.append((path, flattener.flatten(module.get_extra_state())))
-        settings = Settings(modules)
-        content = ModuleContent(parts, extras, _custom(flattener, modules), settings)
-        return content._replace(row=ModuleRow(modules.values(), content, settings))
+        return ModuleContent(parts, extras, _custom(flattener, modules), Settings(modules))
+
+    def row(self, obj: torch.nn.Module, content: ModuleContent) -> ObjectRow | None:
+        assert isinstance(content.settings, Settings)
+        modules, places = [*obj.modules()], content.settings.places()
+        parts = content.parts.values()
+        found = (each for p in parts for each in (*p.parameters.values(), *p.buffers.values()))
+        tensors = [each for each in found if each is not None]
+
+        def look() -> Iterable[object]:
+            dicts = [*_all_of(map(_dicts_in, modules))]
+            return _all_of(
+                (
+                    map(type, modules),
+                    _all_of(dicts),
+                    _all_of(map(dict.values, dicts)),
+                    map(_requires_grad, tensors),
+                    map(len, map(vars, modules)),
+                    map(operator.getitem, *places),
+                )
+            )
+
+        complete = (  # all but tensors' values; a scripted module has no dicts
+            not content.extras
+            and not content.custom
+            and all(isinstance(each, dict) for each in _all_of(map(_dicts_in, modules)))
+            and all(isinstance(each, torch.Tensor) and is_dense(each) for each in tensors)
+        )
+        return ObjectRow(look, tensors) if complete else None
 
     def restore(
         self, unflattener: Unflattener, obj: torch.nn.Module, content: ModuleContent
@@ -198,9 +173,8 @@ def _is_in(path: str, outer: Iterable[str]) -> bool:
     return any(not each or path == each or path.startswith(f"{each}.") for each in outer)
 
 
-def keeps_more(module: torch.nn.Module) -> bool:
-    """Return whether a module overrides its state dict, which may hold more than tensors."""
-    kind = type(module)
+def _keeps_more(kind: type[torch.nn.Module]) -> bool:
+    """Return whether modules override their state dict, which may hold more than tensors."""
     return any(
         getattr(kind, name) is not getattr(torch.nn.Module, name)
         and not getattr(kind, name).__module__.startswith(_TORCHS)
@@ -212,7 +186,7 @@ def _custom(flattener: Flattener, modules: Mapping[str, torch.nn.Module]) -> lis
     """Capture the state dicts of a model's outermost modules with a custom ``state_dict``."""
     found: list[tuple[str, Any]] = []
     for path, module in modules.items():
-        if keeps_more(module) and not _is_in(path, [outer for outer, _ in found]):
+        if _keeps_more(type(module)) and not _is_in(path, [outer for outer, _ in found]):
             try:  # with the tensors themselves, which are captured once
                 state_dict = module.state_dict(keep_vars=True)
             except TypeError:
@@ -249,10 +223,6 @@ def _fill(
 
 class SamplerAdapter(Adapter):
     """Samplers, whose progress the ranks agree on; ``ObjectState`` keeps them."""
-
-    def state_dict(self, content: Any, *, whole: bool = False) -> dict[str, Any]:
-        del content, whole
-        return {}
 
 
 class StateDictAdapter(Adapter):

@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nbelastic.elastic.followed import generator_states
 from nbelastic.elastic.sampler import SamplerSnapshot, ShardSampler
 from nbelastic.elastic.state.in_place import Originals
+from nbelastic.torch.gradients.arrived import same
 from nbelastic.torch.state.adapters import adapter_for, objects_in, tensors_in
-from nbelastic.torch.state.flatten import Flattener, Unflattener, filled, is_container, walk
+from nbelastic.torch.state.flatten import (
+    ATOMS,
+    Flattener,
+    ObjectRow,
+    Unflattener,
+    filled,
+    is_container,
+    walk,
+)
 from nbelastic.torch.state.optimizer_adapter import within
 from nbelastic.torch.state.settings import COMPILED
 from nbelastic.torch.state.structure import Structure
@@ -21,13 +30,20 @@ from nbelastic.torch.state.structure import Structure
 _address_of = torch.Tensor.data_ptr
 
 
+class Part(NamedTuple):
+    """Object of a state, and its captured content."""
+
+    obj: Any
+    label: str  # an expression for it
+    content: Any
+    row: ObjectRow | None  # what the content follows from
+
+
 @dataclass(slots=True)
 class Commit:
     """All of a state but its tensors' values: objects with their captured content, and values."""
 
-    objects: Sequence[object]
-    labels: Sequence[str]  # expressions for the objects
-    contents: Sequence[Any]
+    parts: Sequence[Part]
     values: dict[str, Any]
     tensors: list[torch.Tensor]
     samplers: list[tuple[ShardSampler, SamplerSnapshot]]
@@ -38,44 +54,47 @@ class Commit:
     def __post_init__(self) -> None:
         self.addresses = list(map(_address_of, self.tensors))
 
-    def in_order(self) -> list[tuple[Any, str, Any]]:
+    @property
+    def objects(self) -> list[Any]:
+        """Models, optimizers and others with an adapter."""
+        return [part.obj for part in self.parts]
+
+    def in_order(self) -> list[Part]:
         """Return objects in the order of restoration: models first, optimizers after wrappers."""
 
-        def place(row: tuple[Any, str, Any]) -> tuple[bool, bool, int]:
-            if isinstance(row[0], torch.optim.Optimizer):
-                return True, True, -len(within(row[0]))
-            return not isinstance(row[0], torch.nn.Module), False, 0
+        def place(part: Part) -> tuple[bool, bool, int]:
+            if isinstance(part.obj, torch.optim.Optimizer):
+                return True, True, -len(within(part.obj))
+            return not isinstance(part.obj, torch.nn.Module), False, 0
 
-        return sorted(zip(self.objects, self.labels, self.contents, strict=True), key=place)
+        return sorted(self.parts, key=place)
 
     def kinds(self) -> list[str]:
         """Return names and types of the objects; of a compiled model that of the model itself."""
-        plain = [getattr(obj, COMPILED, obj) for obj in self.objects]
-        pairs = zip(self.labels, plain, strict=True)
-        return [f"{label} ({type(obj).__qualname__})" for label, obj in pairs]
+        plain = [(each.label, getattr(each.obj, COMPILED, each.obj)) for each in self.parts]
+        return [f"{label} ({type(obj).__qualname__})" for label, obj in plain]
 
     def structure(self) -> Structure:
         """Return the structure of the objects, to be compared with another one."""
         names: dict[int, str] = {}
         structure: Structure = {}
-        for obj, label, content in self.in_order():
+        for obj, label, content, _ in self.in_order():
             structure.update(adapter_for(obj).parts(label, content, names))
         return structure
 
     def names(self) -> dict[int, str]:
         """Return a name for each tensor, by its id: its path in these values."""
-        numbers = {id(obj): number for number, obj in enumerate(self.objects)}
-        parts = [part for label, value in self.values.items() for part in walk(value, label)]
-        parts = [part for part in parts if not is_container(part[1])]
-        reached = {id(part) for _, part in parts}
-        pairs = zip(self.labels, self.objects, strict=True)
-        parts += [pair for pair in pairs if id(pair[1]) not in reached]
-        parts.sort(key=lambda part: not isinstance(part[1], torch.nn.Module))
+        known = {id(each.obj): each for each in self.parts}
+        paths = [path for label, value in self.values.items() for path in walk(value, label)]
+        paths = [path for path in paths if not is_container(path[1])]
+        reached = {id(value) for _, value in paths}
+        paths += [(each.label, each.obj) for each in self.parts if id(each.obj) not in reached]
+        paths.sort(key=lambda path: not isinstance(path[1], torch.nn.Module))
         found: dict[int, str] = {}  # models come first, because they name what others share
-        for label, part in parts:
-            if (number := numbers.get(id(part))) is not None:
-                part = adapter_for(part).state_dict(self.contents[number], whole=True)  # noqa: PLW2901
-            for name, tensor in tensors_in(part, label):
+        for label, value in paths:
+            if (part := known.get(id(value))) is not None:
+                value = adapter_for(value).state_dict(part.content, whole=True)  # noqa: PLW2901
+            for name, tensor in tensors_in(value, label):
                 found.setdefault(id(tensor), name)
         return found
 
@@ -97,7 +116,7 @@ class Commit:
         self, unflattener: Unflattener, originals: Originals | None = None
     ) -> tuple[dict[str, Any], dict[int, Any]]:
         """Return values by name, and what objects have by id; restore objects in place."""
-        for obj, _, content in self.in_order():
+        for obj, _, content, _ in self.in_order():
             adapter_for(obj).restore(unflattener, obj, content)
         # What an object has loaded is its own business: it may clear its containers before it fills
         # them from those that it is given. Values are restored in place on their rank.
@@ -108,18 +127,28 @@ class Commit:
 
 def make_commit(values: Mapping[str, Any], before: Commit | None = None) -> Commit:
     """Return a commit of `values`, with what has not changed since the commit `before`."""
-    labels = objects_in(values)
-    objects = [*labels.values()]
-    known = () if before is None else zip(before.objects, before.contents, strict=True)
-    flattener = Flattener(objects, {id(obj): content for obj, content in known})
-    contents = [adapter_for(obj).capture(flattener, obj) for obj in objects]
+    known = {} if before is None else {id(part.obj): part for part in before.parts}
+    objects = [each for each in values.values() if type(each) not in ATOMS]
+    if before is not None and same(objects, before.objects):
+        found = {part.label: part.obj for part in before.parts}
+    else:
+        found = objects_in(values)
+    flattener = Flattener(found.values())
+    parts = []
+    for label, obj in found.items():
+        part = known.get(id(obj))
+        if part is not None and part.row is not None and part.label == label and part.row.holds():
+            flattener.add(part.row.tensors)
+        else:
+            adapter = adapter_for(obj)
+            content = adapter.capture(flattener, obj)
+            part = Part(obj, label, content, adapter.row(obj, content))
+        parts.append(part)
     return Commit(
-        objects,
-        [*labels],
-        contents,
+        parts,
         {name: flattener.flatten(value) for name, value in values.items()},
         flattener.tensors,
-        [(each, each.snapshot()) for each in objects if isinstance(each, ShardSampler)],
+        [(each, each.snapshot()) for each in found.values() if isinstance(each, ShardSampler)],
         flattener.memo,
     )
 
@@ -128,48 +157,46 @@ class Copies:
     """Copies of a state's tensors, renewed at each commit."""
 
     def __init__(self) -> None:
-        # In the order of the tensors, on their devices, or in the host's memory once a device was
-        # full. Uncopied tensors are in it themselves.
-        self.values: list[torch.Tensor] = []
-        self._uncopied: set[int] = set()
+        self._tensors: Sequence[torch.Tensor] = ()
+        # By places of the tensors, on their devices; in the host's memory once a device was full.
+        self._copied: dict[int, torch.Tensor] = {}
         self._spilled = False
 
     @property
     def nbytes(self) -> int:
         """Bytes that the copies take."""
-        return sum(e.nbytes for n, e in enumerate(self.values) if n not in self._uncopied)
+        return sum(each.nbytes for each in self._copied.values())
 
-    @torch.no_grad()
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """Copies in the order of the tensors; uncopied tensors themselves."""
+        return [self._copied.get(place, each) for place, each in enumerate(self._tensors)]
+
     def take(self, tensors: Sequence[torch.Tensor], uncopied: AbstractSet[int]) -> None:
         """Copy `tensors`, except those with ids in `uncopied`, in place of the copies before."""
-        # An uncopied entry is the tensor itself, which no copy may overwrite.
-        old = [None if n in self._uncopied else copied for n, copied in enumerate(self.values)]
-        self.values, self._uncopied = [], set()
+        old, self._copied, self._tensors = self._copied, {}, tensors
         targets, sources = [], []
-        pairs = zip(tensors, [*old, *[None] * len(tensors)], strict=False)
-        for index, (tensor, copied) in enumerate(pairs):
-            if id(tensor) in uncopied:
-                self._uncopied.add(index)
-                self.values.append(tensor)
-            elif (
+        for place in [n for n, each in enumerate(tensors) if id(each) not in uncopied]:
+            tensor, copied = tensors[place], old.get(place)
+            if (
                 copied is not None
                 and (copied.shape, copied.dtype) == (tensor.shape, tensor.dtype)
                 and (copied.device == tensor.device or self._spilled)
             ):
                 targets.append(copied)
                 sources.append(tensor)
-                self.values.append(copied)
             else:
-                self.values.append(self._clone(tensor))
+                copied = self._clone(tensor)
+            self._copied[place] = copied
         if targets:
-            torch._foreach_copy_(targets, sources)  # one launch for hundreds of tensors
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)  # one launch for hundreds of tensors
 
-    @torch.no_grad()
     def complete(self) -> None:
         """Copy the uncopied tensors, as they are now."""
-        for index in self._uncopied:
-            self.values[index] = self._clone(self.values[index])
-        self._uncopied = set()
+        for place, tensor in enumerate(self._tensors):
+            if place not in self._copied:
+                self._copied[place] = self._clone(tensor)
 
     def _clone(self, tensor: torch.Tensor) -> torch.Tensor:
         """Clone a tensor on its device, or to the host if the device is full."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from nbelastic.elastic.state.in_place import Originals
+from nbelastic.torch.gradients.arrived import same
 from nbelastic.torch.state.structure import Structure
 
 _MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -73,10 +73,7 @@ def walk(value: Any, label: str = "", form: str = "{}.{}") -> Iterator[tuple[str
 class Flattener:
     """Copies of values in which tensors, and the `objects` with adapters, stand for themselves."""
 
-    def __init__(
-        self, objects: Iterable[object], before: Mapping[int, Any] = MappingProxyType({})
-    ) -> None:
-        self.before = before  # the content of objects at an earlier commit, by their ids
+    def __init__(self, objects: Iterable[object]) -> None:
         self.tensors: list[torch.Tensor] = []  # dense ones, each once
         self.memo: dict[int, Any] = {id(obj): obj for obj in objects}  # of the deep copies
         # As deep copies do: an id means something only while its value lives.
@@ -103,6 +100,26 @@ class Flattener:
         new = {id(each): each for each in tensors if id(each) not in self.memo}
         self.memo.update(new)
         self.tensors.extend(new.values())
+
+
+class ObjectRow:
+    """What an object is made of, by identity; as long as it is the same, its content holds.
+
+    `look` chains functions in C, because each step looks twice.
+    """
+
+    def __init__(
+        self, look: Callable[[], Iterable[object]], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self._look, self._seen = look, [*look()]
+        self.tensors = tensors
+
+    def holds(self) -> bool:
+        """Return whether all is as it was."""
+        try:
+            return same([*self._look()], self._seen)
+        except KeyError:  # an attribute is gone
+            return False
 
 
 class Unflattener:
@@ -186,6 +203,11 @@ class Adapter:
 
     def capture(self, flattener: Flattener, obj: Any) -> Any:
         """Return the content of an object, made of flattened values; picklable."""
+
+    def row(self, obj: Any, content: Any) -> ObjectRow | None:
+        """Return what the captured content follows from; None if each commit captures anew."""
+        del obj, content
+        return None
 
     def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
         """Give `obj` its captured content."""

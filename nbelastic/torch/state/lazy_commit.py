@@ -20,6 +20,7 @@ from nbelastic.elastic.ranks.context import Context
 from nbelastic.torch.gradients.arrived import same
 from nbelastic.torch.rates import WhileAlive
 from nbelastic.torch.state.adapters import wrapped_in
+from nbelastic.torch.state.commit import Commit
 from nbelastic.torch.state.optimizer_adapter import hooks_see_steps
 
 # Regular commits in a row after which commits are not copied any more.
@@ -63,7 +64,7 @@ class LazyCommit:
         # The last commit has no copies of the optimizers' tensors; false once there are some.
         self.uncopied = False
         self.stepped = False  # since the last commit
-        self.tensors: frozenset[int] = frozenset()  # ids; one object as long as they are the same
+        self.tensors: frozenset[int] = frozenset()  # ids
         self._on_step = on_step
         self._on_break = on_break
         self._regular = True  # so far
@@ -73,13 +74,14 @@ class LazyCommit:
         self._context: Context | None = None
         self._exchanges = self._generation = 0
         self._objects: Sequence[object] = ()
+        self._parts: Sequence[object] = ()  # the optimizers among them
         self._sees_steps = False  # of all optimizers
         self._optimizers: list[torch.optim.Optimizer] = []
         self._tensors: list[torch.Tensor] = []
         self._marks: Marks = ([], [])
         self._commits = 0
         self._values: str | None = None  # some of the parameters', at the last commit
-        self._watcher = WhileAlive(self._before_exchange)  # the context outlives the state
+        self._watcher = WhileAlive(self.settle)  # the context outlives the state
         self._hooked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     @property
@@ -91,22 +93,10 @@ class LazyCommit:
         """Take the word of a rank whose commits need no copies."""
         self._in_a_row = LEARNED
 
-    @property
-    def overwritten(self) -> bool:
-        """Whether the uncopied tensors are a step newer than the last commit."""
-        return self.uncopied and self.stepped
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether only the optimizers have changed the tensors since the last commit."""
-        return _marks_of(self._tensors) == self._marks
-
-    def commit(
-        self, objects: Sequence[object], context: Context | None, *, copy: bool
-    ) -> frozenset[int]:
+    def commit(self, new: Commit, context: Context | None, *, copy: bool) -> frozenset[int]:
         """Decide on a new commit; return the tensors not to copy."""
         generation = 0 if context is None else context.generation
-        unchanged = self.unchanged
+        unchanged = self._is_unchanged()
         if generation == self._generation:
             self._count(unchanged)
         # Else tensors have changed, and much was sent, for reasons of the membership.
@@ -114,10 +104,13 @@ class LazyCommit:
         self._context, self._generation = context, generation
         if context is not None and self._watcher not in context.before_exchange:
             context.before_exchange += (self._watcher,)
-        optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
-        tensors = _tensors_of(optimizers)
-        if not (same(objects, self._objects) and same(tensors, self._tensors)):
-            self._objects, self._optimizers, self._tensors = objects, optimizers, tensors
+        objects = new.objects
+        parts = [part for part in new.parts if isinstance(part.obj, torch.optim.Optimizer)]
+        if not (same(objects, self._objects) and same(parts, self._parts)):
+            optimizers = [part.obj for part in parts]
+            tensors = _tensors_of(optimizers)
+            self._objects, self._parts = objects, parts
+            self._optimizers, self._tensors = optimizers, tensors
             unchanged = False
             for optimizer in optimizers:
                 self._hook(optimizer)
@@ -133,6 +126,15 @@ class LazyCommit:
         self._values = self._look() if looks and not self._broken else None
         self.uncopied = self.trusted and self._sees_steps and context is not None and not copy
         return self.tensors if self.uncopied else frozenset()
+
+    def settle(self) -> None:
+        """Replace an uncopied commit, if its values are gone."""
+        if not self.uncopied:
+            return
+        unchanged = self._is_unchanged()
+        if self.stepped or not unchanged:
+            self._regular = False
+            self._on_break(unchanged)
 
     def restored(self) -> None:
         """Record that the state equals the last commit."""
@@ -153,7 +155,7 @@ class LazyCommit:
         self._regular = True
 
     def _before_step(self) -> None:
-        if self.unchanged:
+        if self._is_unchanged():
             before, self._values = self._values, None  # once: the step changes them
             if before is None or before == self._look():
                 return
@@ -170,13 +172,9 @@ class LazyCommit:
         if self.uncopied:
             self._on_step()
 
-    def _before_exchange(self) -> None:
-        if not self.uncopied:
-            return
-        unchanged = self.unchanged
-        if self.stepped or not unchanged:
-            self._regular = False
-            self._on_break(unchanged)
+    def _is_unchanged(self) -> bool:
+        """Return whether only optimizers have changed the tensors since the last commit."""
+        return _marks_of(self._tensors) == self._marks
 
     def _look(self) -> str:
         return repr(sample(self._optimizers))  # as text, a value that is no number equals itself

@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import random
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from nbelastic.torch.state.flatten import (
     ATOMS,
     Adapter,
     Flattener,
+    ObjectRow,
     Unflattener,
     is_container,
     is_dense,
@@ -45,6 +46,7 @@ from nbelastic.torch.state.settings import (
 from nbelastic.torch.state.structure import OWN, Structure, word_for
 
 _Optimizer = torch.optim.Optimizer
+_all_of = itertools.chain.from_iterable
 
 _DATA = (
     *(torch.Tensor, np.generic, np.ndarray, set, frozenset, collections.deque),
@@ -85,16 +87,10 @@ class OptimizerAdapter(Adapter):
             }
             for group in obj.param_groups
         ]
-        values = [*itertools.chain.from_iterable(each.values() for each in obj.state.values())]
-        tensors = [each for each in values if type(each) not in ATOMS]
-        if all(type(each) is torch.Tensor and is_dense(each) for each in tensors):
-            flattener.add(tensors)  # all at once, because each step does it
-            state = dict(zip(map(flatten, obj.state), map(dict, obj.state.values()), strict=True))
-        else:
-            state = {
-                flatten(owner): {key: flatten(each) for key, each in values.items()}
-                for owner, values in obj.state.items()
-            }
+        state = {
+            flatten(owner): {key: flatten(each) for key, each in values.items()}
+            for owner, values in obj.state.items()
+        }
         if is_torchs(obj):
             return OptimizerContent(groups, state)
         if obj not in _checked:
@@ -102,6 +98,23 @@ class OptimizerAdapter(Adapter):
             _checked.add(obj)
         custom = flatten(obj.state_dict()) if overrides(obj) else None
         return OptimizerContent(groups, state, Settings({"": obj}), custom)
+
+    def row(self, obj: _Optimizer, content: OptimizerContent) -> ObjectRow | None:
+        del content
+
+        def look() -> Iterable[object]:
+            state = obj.state
+            groups = [(each, each.values(), each["params"]) for each in obj.param_groups]
+            of_state = (state, map(len, state.values()), *state.values())
+            return _all_of((*_all_of(groups), *of_state, *map(dict.values, state.values())))
+
+        if not is_torchs(obj) or not all(isinstance(each, dict) for each in obj.state.values()):
+            return None
+        tensors = [each for each in look() if isinstance(each, torch.Tensor)]
+        lists = [id(group["params"]) for group in obj.param_groups]
+        others = [e for e in look() if not isinstance(e, torch.Tensor) and id(e) not in lists]
+        fixed = all(type(e) in ATOMS or (type(e) is tuple and is_flat(e)) for e in others)
+        return ObjectRow(look, tensors) if fixed and all(map(is_dense, tensors)) else None
 
     def restore(self, unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent) -> None:
         self._put_back(unflattener, obj, content)

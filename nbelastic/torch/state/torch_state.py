@@ -227,7 +227,7 @@ class TorchState(ObjectState):
             if not isinstance(error, NbelasticError):
                 refuse_by_name(error, values, self._objects())
             raise
-        uncopied = self._lazy.commit(commit.objects, current_or_none(), copy=self.always_copy)
+        uncopied = self._lazy.commit(commit, current_or_none(), copy=self.always_copy)
         self._copies.take(commit.tensors, uncopied)
         self._commit, self._stepped = commit, None
         self._report_memory(len(uncopied))
@@ -296,7 +296,7 @@ class TorchState(ObjectState):
             context.telemetry.memory = (sum(each.nbytes for each in tensors), copied)
 
     def restore(self) -> None:
-        self._materialize()
+        self._lazy.settle()
         self.__dict__.update(self._commit.restore(self._copies.values))
         self._lazy.restored()
         for name, handler in self._handlers.items():
@@ -327,12 +327,6 @@ class TorchState(ObjectState):
         groups = [group for each in self._objects(Optimizer) for group in each.param_groups]
         return [float(group.get("lr", 0.0)) for group in groups]
 
-    def _materialize(self) -> None:
-        """If the values of the last commit are gone, replace it by the present state."""
-        unchanged = self._lazy.unchanged
-        if self._lazy.overwritten or not unchanged:
-            self._replace_commit(unchanged)
-
     def _capture_step(self) -> None:
         """Capture the state at the end of a step, without the optimizers' tensors."""
         self._stepped = make_commit(self._values(), self._commit)
@@ -340,8 +334,6 @@ class TorchState(ObjectState):
 
     def _replace_commit(self, as_stepped: bool) -> None:
         """Replace an uncopied commit by a newer state, which is copied."""
-        if not self._lazy.uncopied:
-            return
         if self._stepped is None or not as_stepped:
             self._capture_step()
         assert self._stepped is not None
@@ -402,7 +394,7 @@ class TorchState(ObjectState):
         return list(self._handlers)
 
     def _pack_commit(self) -> StatePayload:
-        self._materialize()
+        self._lazy.settle()
         found = self._commit.names()
         names = [found.get(id(t), f"tensor.{n}") for n, t in enumerate(self._commit.tensors)]
         return replace(self._payload(self._commit, self._copies.values), names=names)
@@ -419,7 +411,8 @@ class TorchState(ObjectState):
         before = changes(self._built, commit.structure())
         things = [*commit.objects, *commit.tensors]
         try:
-            content = dump((commit.contents, commit.values, trusted, self._more()), things)
+            contents = [part.content for part in commit.parts]
+            content = dump((contents, commit.values, trusted, self._more()), things)
         except Exception as error:  # pickling runs code of any class
             values = self._values()
             refuse_by_name(error, values, commit.objects, SENT, lambda each: dump(each, things))
@@ -452,7 +445,9 @@ class TorchState(ObjectState):
         mine = make_commit(self._values(), self._commit)
         check_names("the objects", mine.kinds(), kinds, in_order=True)
         contents, values, trusted, more = load(content, [*mine.objects, *payload.tensors])
-        theirs = replace(mine, contents=contents, values=values)
+        pairs = zip(mine.parts, contents, strict=True)
+        parts = [part._replace(content=content) for part, content in pairs]
+        theirs = replace(mine, parts=parts, values=values)
         if not self._aligned:  # else it may be behind ranks that have changed it since
             check_fit(mine.structure(), theirs.structure(), before)
         if data:  # checkpoints have none
