@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -25,32 +26,6 @@ from nbelastic.data.plan.quotas import (
     slowness,
 )
 
-seconds = st.floats(1e-6, 1e3)
-
-
-@st.composite
-def worlds(draw: st.DrawFn, unknown: bool = False) -> tuple[tuple[int, ...], list[float]]:
-    """Quotas of the present, and a time for each rank."""
-    size = draw(st.integers(1, 6))
-    quotas = draw(st.lists(st.integers(0, 5), min_size=size, max_size=size).filter(any))
-    time = st.one_of(st.just(0.0), seconds) if unknown else seconds
-    return tuple(quotas), draw(st.lists(time, min_size=size, max_size=size))
-
-
-@given(worlds(unknown=True))
-def test_a_plan_shares_out_all_micro_batches_and_stays_as_it_is(
-    world: tuple[tuple[int, ...], list[float]],
-) -> None:
-    quotas, times = world
-    found = plan(quotas, times)
-    assert sum(found) == sum(quotas)
-    assert min(found) >= 0
-    assert plan(quotas, tuple(times)) == found  # a pure function
-    for quota, before, time in zip(found, quotas, times, strict=True):
-        assert time or quota <= max(before, 1)  # a rank of unknown speed gets one to be timed
-    if all(times):
-        assert plan(found, times) == found
-
 
 def splits(count: int, ranks: int) -> Iterator[tuple[int, ...]]:
     """Yield all ways to share out micro-batches."""
@@ -59,13 +34,25 @@ def splits(count: int, ranks: int) -> Iterator[tuple[int, ...]]:
         yield tuple(after - before - 1 for before, after in itertools.pairwise(ends))
 
 
-@given(worlds())
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.one_of(st.just(0.0), st.floats(1e-6, 1e3))),
+        min_size=1,
+        max_size=6,
+    ).filter(lambda ranks: any(quota for quota, _ in ranks))
+)
+@settings(max_examples=200)
 def test_other_quotas_are_taken_only_if_no_others_are_shorter_and_they_clearly_are(
-    world: tuple[tuple[int, ...], list[float]],
+    ranks: list[tuple[int, float]],
 ) -> None:
-    quotas, times = world
-    found = plan(quotas, times)
-    count = sum(quotas)
+    quotas, times = zip(*ranks, strict=True)
+    found, count = plan(quotas, times), sum(quotas)
+    assert sum(found) == count
+    for quota, before, time in zip(found, quotas, times, strict=True):
+        assert quota >= 0
+        assert time or quota <= max(before, 1)  # a rank of unknown speed gets one to be timed
+    if not all(times):
+        return
     best = None
     if count <= 8:
         best = min(predict(split, times) for split in splits(count, len(quotas)))
@@ -104,34 +91,19 @@ def test_a_stopwatch_times_what_is_between_start_and_stop_and_waits_for_no_devic
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moments, watch = iter((10.0, 12.0, 50.0, 54.0)), Stopwatch()
-    monkeypatch.setattr(balancer, "clock", lambda: next(moments, 0.0))
-    for seconds in (None, 3.0, None):
-        assert watch.take() == seconds
-        for _ in range(2 if seconds is None else 0):
-            watch.start()
-            watch.stop()
-
-    class Event:
-        moments = itertools.count(0, 1000)
-        over = False
-
-        def __init__(self) -> None:
-            self.at = next(self.moments)
-
-        def query(self) -> bool:
-            return Event.over
-
-        def elapsed_time(self, later: Event) -> float:
-            return float(later.at - self.at)
-
+    monkeypatch.setattr(balancer, "clock", lambda: next(moments))
+    assert watch.take() is None
+    for _ in range(2):
+        watch.start()
+        watch.stop()
+    assert (watch.take(), watch.take()) == (3.0, None)
+    event = Mock(**{"query.side_effect": [False, True], "elapsed_time.return_value": 1000.0})
     monkeypatch.setattr(balancer.torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(balancer, "_event", Event)
-    watch = Stopwatch()
+    monkeypatch.setattr(balancer, "_event", lambda: event)
+    monkeypatch.setattr(balancer, "clock", Mock())
     watch.start()
     watch.stop()
-    assert watch.take() is None
-    Event.over = True
-    assert watch.take() == 1.0
+    assert (watch.take(), watch.take()) == (None, 1.0)
 
 
 class World:
