@@ -70,8 +70,7 @@ others from its own worker, after the fork."""
 
 _SCRATCH = "dask-scratch-space"
 _STANDING = ("Uid:", "Gid:", "Groups:", "Cap", "NoNewPrivs:", "Seccomp")
-LIMITS = [each for name in dir(resource) if name.startswith("RLIMIT_")
-          for each in [getattr(resource, name)]]  # fmt: skip
+LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
 # -- for workers -----------------------------------------------------------------------------------

@@ -49,18 +49,16 @@ class Position(NamedTuple):
     order: Order | None = None  # of the epoch, with its rows unless all ranks draw the same
 
 
+@dataclass(eq=False)
 class Count:
     """Batches handed out by an iteration; the count lives as long as the iteration."""
 
-    def __init__(self, rows: int | None) -> None:
-        self.rows = rows  # in a batch; None if unknown
-        self.batches = 0
+    rows: int | None  # in a batch; None if unknown
+    batches: int = 0
 
 
 @dataclass(eq=False)
 class _Followed:
-    """Record of a followed sampler."""
-
     made: int
     made_for: int  # number of the job's ranks at the time
     follows: bool | None  # None until it is found out how

@@ -231,7 +231,6 @@ def made(make: Callable[[int], Any]) -> dict[str, Any]:
         ([1, 2], made(lambda n: np.ones(n, "longdouble")), "returned (longdouble|float128) values"),
         ([1, 2], made(lambda n: np.ma.masked_array(np.ones(n), mask=[True] * n)), "masked values"),
         ([1, 2], made(lambda n: torch.eye(n).to_sparse()), "torch.float32 values, sparse_coo"),
-        ([1, 2], made(lambda n: torch.zeros(n).to(torch.float8_e5m2)), "torch.float8_e5m2 values"),
         ([1, 2], made(lambda n: torch.zeros(n, dtype=torch.bfloat16)), "torch.bfloat16 values"),
         ([1, 2], made(lambda n: (each for each in range(n))), "returned a generator"),
         ([1, 2], made(lambda n: torch.zeros(3)), r"transform got 2 rows and returned \[3\]"),
@@ -351,27 +350,27 @@ def test_errors_and_descriptions_have_no_secrets_of_urls(path: Path) -> None:
     url = "odd://user:hunter2@host/a.parquet?sig=abcdef99"
     options = {"token": "swordfish"}
 
-    def messages(call: Callable[[], Any], kind: type[Exception] = OptionError) -> str:
+    def found(*urls: Any) -> Any:
+        return Parquet(*urls, storage_options=options)
+
+    def check(call: Callable[[], Any], kind: type[Exception] = OptionError) -> None:
         with pytest.raises(kind) as caught:
             call()
-        return "".join(traceback.format_exception(caught.value))
-
-    def found(*urls: Any) -> Callable[[], Any]:
-        return lambda: Parquet(*urls, storage_options=options)
-
-    texts = [messages(found(url))]
-    with fsspec.open(url, "wb") as file:
-        file.write(path.read_bytes())
-    texts += [messages(found([url, url])), messages(found(url, ["z"]))]
-    source = found(url)()
-    texts.append(repr(source.describe()))
-    Odd.fails.add("isfile")
-    texts.append(messages(found(url)))
-    Odd.store.clear()
-    texts.append(messages(lambda: source.read(0), DataError))
-    for text in texts:
+        text = "".join(traceback.format_exception(caught.value))
         assert "host/a.parquet" in text
         assert not re.search("user:|hunter2|abcdef99|swordfish", text), text
+
+    check(lambda: found(url))
+    with fsspec.open(url, "wb") as file:
+        file.write(path.read_bytes())
+    check(lambda: found([url, url]))
+    check(lambda: found(url, ["z"]))
+    source = found(url)
+    assert [*source.describe()] == ["/***@host/a.parquet?sig=***"]
+    Odd.fails.add("isfile")
+    check(lambda: found(url))
+    Odd.store.clear()
+    check(lambda: source.read(0), DataError)
 
 
 # -- files that are not what they were -------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
@@ -20,7 +19,6 @@ from nbelastic.data.plan.quotas import (
     LEAST_STEPS,
     PATIENCE,
     Pace,
-    is_straggler,
     plan,
     predict,
     slowness,
@@ -70,8 +68,7 @@ def test_a_rank_that_is_three_times_slower_gets_less() -> None:
     assert plan((1, 1, 1, 1), (1, 1, 1, 3)) == (2, 1, 1, 0)
     assert plan((4, 4), (1.0, 1.04)) == (4, 4)
     assert plan((2, 2), (0.0, 0.0)) == (2, 2)
-    assert is_straggler((1, 1, 1, 3), 3)
-    assert not is_straggler((1, 1, 1, 3), 0)
+    assert slowness((1, 1, 1, 3), 3) == 3.0
     assert slowness((0, 2.0), 1) == 0.0  # not known
 
 
@@ -112,7 +109,6 @@ class World:
     def __init__(self, size: int, micro_batches: int) -> None:
         self.paces = [Pace() for _ in range(size)]
         self.quotas = Blocks.even(micro_batches, size).quotas
-        self.changes = 0
 
     def step(self, speeds: Any) -> tuple[int, ...]:
         """Take a step, and return the quotas of it."""
@@ -123,28 +119,7 @@ class World:
             else:
                 pace.note_idle()
         self.quotas = plan(before, [pace.seconds for pace in self.paces])
-        self.changes += self.quotas != before
         return before
-
-
-@given(
-    speeds=st.lists(st.floats(1.0, 4.0), min_size=1, max_size=6),
-    micro_batches=st.integers(6, 24),
-    seed=st.integers(0, 2**32),
-)
-@settings(max_examples=60, deadline=None)
-def test_quotas_settle_at_once_and_noise_does_not_move_them(
-    speeds: list[float], micro_batches: int, seed: int
-) -> None:
-    dice = random.Random(seed)
-    world = World(len(speeds), micro_batches)
-    for _ in range(LEAST_STEPS + 2):
-        found = world.step(speeds)
-    settled = world.changes
-    assert settled <= 1
-    steps = [world.step([speed * dice.uniform(0.99, 1.01) for speed in speeds]) for _ in range(50)]
-    assert settled == 0 or set(steps) == {found}
-    assert world.changes <= 1
 
 
 def test_a_rank_that_has_nothing_is_timed_again_more_and_more_rarely() -> None:

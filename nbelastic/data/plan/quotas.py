@@ -80,11 +80,6 @@ def slowness(times: Sequence[float], rank: int) -> float:
     return times[rank] / statistics.median_low(others) if others else 0.0
 
 
-def is_straggler(times: Sequence[float], rank: int) -> bool:
-    """Return whether a rank holds the others up."""
-    return slowness(times, rank) >= STRAGGLER
-
-
 class Pace:
     """Time of a rank for a micro-batch. It outlives generations."""
 
