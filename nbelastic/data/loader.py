@@ -434,7 +434,6 @@ class Loader:
             self._say(warning)
 
     def _report(self, context: Context | None, block: range) -> None:
-        """Report this rank's share of a step, and whether it is exact."""
         if context is not None:
             why = self.why_not_exact
             context.telemetry.share = (self.batch.micro_batches, block.start, block.stop, why)

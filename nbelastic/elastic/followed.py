@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nbelastic.elastic.deal import Deal, Order, Tail
+from nbelastic.elastic.deal import SEED_LIMIT, Deal, Order, Tail
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.ranks.telemetry import collector_off
 from nbelastic.errors import NbelasticError
@@ -280,6 +280,20 @@ def generator_states() -> list[tuple[Callable[[Any], object], Any]]:
     return found
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and PyTorch.
+
+    ``torch.manual_seed`` would take eighty times as long, because it visits all devices. Of
+    accelerators, only CUDA's present device is seeded, once CUDA has been initialised.
+    """
+    random.seed(seed)
+    np.random.seed(seed % SEED_LIMIT)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
+
+
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Leave the random generators of this process as they were before the block."""
@@ -294,14 +308,9 @@ def generators_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def seeded(*words: int) -> Iterator[None]:
     """Seed the random generators of this process for a while, from a few numbers."""
-    state = np.random.SeedSequence([abs(word) % (1 << 32) for word in words])
-    seed = int(state.generate_state(1)[0])
-    torch: Any = sys.modules.get("torch")
+    state = np.random.SeedSequence([abs(word) % SEED_LIMIT for word in words])
     with generators_kept():
-        random.seed(seed)
-        np.random.seed(seed)
-        if torch is not None:
-            torch.default_generator.manual_seed(seed)
+        seed_generators(int(state.generate_state(1)[0]))
         yield
 
 

@@ -86,6 +86,8 @@ def test_the_order_of_units_and_windows_is_the_same_for_good() -> None:
         [11, 12, 10, 15, 20, 21, 16, 19, 14, 13, 18, 17],
         [23, 22, 7, 2, 6, 5, 4, 9, 8, 0, 1, 3],
     ]
+    in_order = UnitStreams(np.array([4, 4, 4]), Dealing(12, 2, 2, shuffle=False), 4)
+    assert [window.number for window in in_order.needed(2, range(1))] == [1], "one is done"
 
 
 # -- units of unknown length ---------------------------------------------------------------------
