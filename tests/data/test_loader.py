@@ -115,14 +115,14 @@ def test_a_step_is_iterated_over_once_within_its_loop_which_ends_with_a_newer_on
     last = next(iter(loader_of()))
     assert len(list(last)) == len(last) == 4  # to look at
     loader = loader_of(range(24))
-    newer = iter(loader)
-    step = next(newer)
+    older = iter(loader)
+    step = next(older)
     next(iter(loader))
     for go_on, message in (
         (lambda: list(last), "only once"),
         (lambda: [*map(list, list(loader_of()))], "loop over the loader has gone on from"),
         (lambda: list(step), "a newer loop over the same loader has begun"),
-        (lambda: next(newer), "a newer loop over the same loader has begun"),
+        (lambda: next(older), "a newer loop over the same loader has begun"),
     ):
         with pytest.raises(RuntimeError, match=message):
             go_on()
