@@ -134,7 +134,7 @@ def test_an_error_of_the_thread_is_raised_at_its_batch_and_the_window_read_again
 
 
 def test_windows_stay_within_their_memory() -> None:
-    source = Numbers([50] * 200, memory=20_000)
+    source = Numbers([50] * 200, memory=3_000)
     loader: Any = loader_of(source)
     most = 0
     for step in loader:
@@ -142,7 +142,7 @@ def test_windows_stay_within_their_memory() -> None:
             reader = loader._source._reader
             with reader._changed:
                 most = max(most, reader.held)
-    assert 0 < most <= 20_000
+    assert 0 < most <= 3_000
     assert len(source.read_units) <= 200 + 3
 
 

@@ -146,7 +146,7 @@ def test_rows_are_fetched_here_without_worker_processes_and_draw_from_nothing() 
 def test_generators_are_found_once_and_rows_are_not_searched() -> None:
     rng = random.Random(0)
     holder = SimpleNamespace(rng=rng, again=[rng, (rng,)], rows=[random.Random(0)] * 500)
-    holder.me = holder
+    holder.me, holder.more = holder, dict(enumerate(holder.rows))
     assert generators_in(holder) == [rng]
     assert generators_in(random.random) == []
 

@@ -44,6 +44,7 @@ from tests.support.world import StaticContext, run_ranks, world_of
         # Streams of 29, 17, 0, 40, 33, 12 rows; after 4 steps of 5 rows three are left.
         ("states", 3, {}, 3, 3 * (5 + 1) + 2),  # from step 3, with the row after it
         ("states", 4, {}, 3, 3 * (5 + 5 + 1)),
+        ("iterator", 2, {}, 3, 4 * (5 + 1) + 2),
         ("plain", 4, {}, 3, 3 * (20 + 5 + 1)),
         # After a planned leave the row that had been read ahead has come with the state.
         ("states", 1, {"as_planned": True}, 3, 5 * 5),

@@ -45,7 +45,7 @@ def test_batches_since_the_last_commit_are_checks_without_a_sampler():
     for _ in range(3):
         telemetry.recorded(4)
     assert telemetry.uncommitted() == (3, 12)
-    telemetry.nothing_to_redo()
+    telemetry.nothing_to_redo(made=True)
     telemetry.checked()
     assert telemetry.uncommitted() == (0, 0)
     telemetry.recorded(4)
@@ -162,7 +162,7 @@ def test_phases_are_in_their_order_from_the_notice_on_and_the_last_of_each_count
     timings = ResetTimings()
     timings.mark("ready")  # the first generation is no change
     assert not timings.in_progress
-    for phase in ("aborted", "ready", "planned", "ready", "planned", "connected"):
+    for phase in ("ready", "aborted", "ready", "planned", "connected"):
         timings.begin()
         timings.mark(phase)
     figures = timings.end()
