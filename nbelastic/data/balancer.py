@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nbelastic.collectives.reduction_tree import Blocks
-from nbelastic.data.plan.quotas import Pace, is_straggler, plan, slowness
+from nbelastic.data.plan.quotas import STRAGGLER, Pace, plan, slowness
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import note
 
@@ -76,10 +76,11 @@ class Balancer:
         if found == before:
             return False
         self._balance = _Balance(place, Blocks(found))
-        told, self._straggles = self._straggles, is_straggler(times, rank)
+        slow, told = slowness(times, rank), self._straggles
+        self._straggles = slow >= STRAGGLER
         if self._straggles and not told:  # this rank has become slow, and others get its work
             figures = {
-                "times": slowness(times, rank),
+                "times": slow,
                 "micro_batches": float(found[rank]),
                 "before": float(before[rank]),
                 "of": float(self._micro_batches),

@@ -49,7 +49,6 @@ class Batch:
     exact: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name, value in (("global_batch", self.global_batch), ("micro", self.micro)):
             if name == "micro" and value is None:
                 continue

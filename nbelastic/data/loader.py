@@ -160,19 +160,17 @@ class Loader:
         balance: Literal["even", "speed"] = "even",
         **options: Any,
     ) -> None:
-        if not isinstance(batch, Batch):
-            raise OptionError(
-                f"Loader(batch={batch!r}): must be a Batch, as in Batch(256, micro=32)"
-            )
-        if why := _obstacle_to(dataset):
-            raise OptionError(f"Loader({type(dataset).__name__}): {why}")
-        given: Any = seed
-        if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-            raise OptionError(f"Loader(seed={seed!r}): must be a whole number")
-        if steps is not None and not is_count(steps):
-            raise OptionError(f"Loader(steps={steps!r}): must be a whole number, at least 1")
-        if buffers is not None and not isinstance(buffers, Mapping):
-            raise OptionError(f"Loader(buffers={buffers!r}): must be a dict of functions by name")
+        whole: Any = None if isinstance(seed, bool) else seed
+        modes = balance if isinstance(balance, str) else ""
+        for name, value, is_right, must_be in (
+            ("batch", batch, isinstance(batch, Batch), "a Batch, as in Batch(256, micro=32)"),
+            ("seed", seed, isinstance(whole, numbers.Integral), "a whole number"),
+            ("steps", steps, steps is None or is_count(steps), "a whole number, at least 1"),
+            ("buffers", buffers, isinstance(buffers or {}, Mapping), "a dict of functions by name"),
+            ("balance", balance, modes in ("even", "speed"), "'even' or 'speed'"),
+        ):
+            if not is_right:
+                raise OptionError(f"Loader({name}={value!r}): must be {must_be}")
         self.buffers = dict(buffers or {})
         for name, function in self.buffers.items():
             if not isinstance(name, str) or not name or not callable(function):
@@ -180,8 +178,8 @@ class Loader:
                     f"Loader(buffers={{{name!r}: {function!r}}}): must be a function by the name "
                     "of a buffer"
                 )
-        if not isinstance(balance, str) or balance not in ("even", "speed"):
-            raise OptionError(f"Loader(balance={balance!r}): must be 'even' or 'speed'")
+        if why := _obstacle_to(dataset):
+            raise OptionError(f"Loader({type(dataset).__name__}): {why}")
         context = current_or_none()
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
@@ -436,7 +434,6 @@ class Loader:
             self._say(warning)
 
     def _report(self, context: Context | None, block: range) -> None:
-        """Report this rank's share of a step, and whether it is exact."""
         if context is not None:
             why = self.why_not_exact
             context.telemetry.share = (self.batch.micro_batches, block.start, block.stop, why)

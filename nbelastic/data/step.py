@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.data.plan.dealing import Dealing, mix
-from nbelastic.data.sources.row_source import seed_generators
+from nbelastic.elastic.followed import seed_generators
 from nbelastic.elastic.ranks.context import current_or_none
 
 if TYPE_CHECKING:
@@ -183,7 +183,6 @@ class Step:
         return value
 
     def _close(self) -> None:
-        """End the micro-batch under way."""
         if not self._open:
             return
         self._open = False

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-_SEED_LIMIT = 1 << 32
+SEED_LIMIT = 1 << 32  # of NumPy's generators
 
 Tail = Literal["pad", "drop", "uneven"]
 """How shares are made equally long: by samples from the start, by leaving some out, or not."""
@@ -42,7 +42,7 @@ class Order:
         indices = np.arange(self.length, dtype=np.int64)
         if self.shuffle:
             # The legacy generator: its stream is fixed for good, so ranks may differ in NumPy.
-            words = [self.seed % _SEED_LIMIT, self.epoch % _SEED_LIMIT]
+            words = [self.seed % SEED_LIMIT, self.epoch % SEED_LIMIT]
             np.random.RandomState(words).shuffle(indices)
         indices.setflags(write=False)
         return indices

@@ -8,7 +8,6 @@ the batches that it hands out; see :mod:`nbelastic.torch.distributed_sampler`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import random
 import sys
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nbelastic.elastic.deal import Deal, Order, Tail
+from nbelastic.elastic.deal import SEED_LIMIT, Deal, Order, Tail
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.ranks.telemetry import collector_off
 from nbelastic.errors import NbelasticError
@@ -34,8 +33,6 @@ UNKNOWN = (
     "twice.\n"
     "Use hvd.elastic.ElasticSampler(data), and record its batches."
 )
-
-_WORDS_BYTES = 625 * 4  # of NumPy's Mersenne Twister: 624 words and a position
 
 _SIZES = ("num_replicas", "rank", "num_samples", "total_size")
 
@@ -52,18 +49,16 @@ class Position(NamedTuple):
     order: Order | None = None  # of the epoch, with its rows unless all ranks draw the same
 
 
+@dataclass(eq=False)
 class Count:
     """Batches handed out by an iteration; the count lives as long as the iteration."""
 
-    def __init__(self, rows: int | None) -> None:
-        self.rows = rows  # in a batch; None if unknown
-        self.batches = 0
+    rows: int | None  # in a batch; None if unknown
+    batches: int = 0
 
 
 @dataclass(eq=False)
 class _Followed:
-    """Record of a followed sampler."""
-
     made: int
     made_for: int  # number of the job's ranks at the time
     follows: bool | None  # None until it is found out how
@@ -271,7 +266,7 @@ def generator_states() -> list[tuple[Callable[[Any], object], Any]]:
     """Return this process's global generators, as setters, and their states; they are not sent."""
     found: list[tuple[Callable[[Any], object], Any]] = [
         (random.setstate, random.getstate()),
-        (_put_numpy, _numpy_state()),
+        (np.random.set_state, np.random.get_state(legacy=False)),
     ]
     torch: Any = sys.modules.get("torch")
     if torch is not None:
@@ -286,24 +281,18 @@ def generator_states() -> list[tuple[Callable[[Any], object], Any]]:
     return found
 
 
-_numpys: list[Any] = [b"", {}]  # words of NumPy's generator, and its state
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and PyTorch.
 
-
-def _numpy_state() -> dict[str, Any]:
-    """Return the state of NumPy's generator; the one before if it has not changed."""
-    generator, words = np.random.get_bit_generator(), b""  # type: ignore[attr-defined]
-    if type(generator) is np.random.MT19937:  # get_state() copies number by number: half a commit
-        words = ctypes.string_at(generator.ctypes.state_address, _WORDS_BYTES)
-    # A number that is left of a pair of normal ones is not among the words.
-    if not words or words != _numpys[0] or _numpys[1]["has_gauss"]:
-        _numpys[:] = words, np.random.get_state(legacy=False)
-    state: dict[str, Any] = _numpys[1]
-    return state
-
-
-def _put_numpy(state: dict[str, Any]) -> None:
-    _numpys[:] = b"", {}
-    np.random.set_state(state)
+    ``torch.manual_seed`` would take eighty times as long, because it visits all devices. Of
+    accelerators, only CUDA's present device is seeded, once CUDA has been initialised.
+    """
+    random.seed(seed)
+    np.random.seed(seed % SEED_LIMIT)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
 
 
 @contextlib.contextmanager
@@ -320,14 +309,9 @@ def generators_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def seeded(*words: int) -> Iterator[None]:
     """Seed the random generators of this process for a while, from a few numbers."""
-    state = np.random.SeedSequence([abs(word) % (1 << 32) for word in words])
-    seed = int(state.generate_state(1)[0])
-    torch: Any = sys.modules.get("torch")
+    state = np.random.SeedSequence([abs(word) % SEED_LIMIT for word in words])
     with generators_kept():
-        random.seed(seed)
-        np.random.seed(seed)
-        if torch is not None:
-            torch.default_generator.manual_seed(seed)
+        seed_generators(int(state.generate_state(1)[0]))
         yield
 
 

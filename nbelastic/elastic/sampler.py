@@ -201,7 +201,6 @@ class ShardSampler:
         self._at = SamplerSnapshot(deal, rank, rows, apart)
 
     def _recorded(self, samples: int) -> None:
-        """Count a batch for the rank's telemetry."""
         self._records = True
         context = current_or_none()
         if context is None:

@@ -8,14 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import dask
 import pytest
 import torch
 
-from benchmarks import latency, side_by_side
+from benchmarks import side_by_side
 from benchmarks.side_by_side import ROOT
 from tests.benchmarks.forked import ForkedRank
 
@@ -40,55 +38,26 @@ MEASURED = [
         ["--sizes", "4KB", "--backend", "gloo", "--no-mpich"],
         {"4096": {"ours", "ours, any memory", "gloo", "limit"}},
     ),
-    (
-        "allreduce_tree",
-        ["--sizes", "1M", "--backends", "gloo"],
-        {"gloo 1M": {"tree", "ordinary"}},
-    ),
-    (
-        "training_step",
-        ["--models", "mlp-1m", "--backends", "gloo"],
-        {"mlp-1m": {"parameters", "steps", "rounds"}},
-    ),
-    (
-        "exact",
-        ["--models", "mlp-1m", "--backends", "gloo"],
-        {"mlp-1m": {"parameters", "digests", "rounds"}},
-    ),
-    (
-        "mismatch",
-        ["--sizes", "4KB", "25MB", "--backends", "shm"],
-        {
-            f"shm {size}": {"compared", "not compared", "comparison alone"}
-            for size in ("4 KB", "25 MB")
-        },
-    ),
-    ("latency", ["--sizes", "4KB", "--backends", "shm"], {"shm 4 KB": set(latency.ALL)}),
-    ("straggler", [], {"rounds", "quotas"}),
-    ("sampler", [], {"samples", "reset", "torch"}),
     ("commit", ["--models", "1M"], {"1M": {"step", "commit", "copies", "parameters"}}),
-    ("memory", ["--models", "1M"], {"1M": {"nbelastic", "DDP", "parameters"}}),
     ("recovery", ["--models", "mlp-1m", "--alone"], {"mlp-1m": {"ours", "ours, worker"}}),
-    ("sharing", [], {"first", "newcomers", "decisions", "jobs"}),
-    ("join", ["--models", "mlp-1m"], {"mlp-1m": {"joins", "state"}}),
-    ("terminal", [], {"commands", "helps"}),
-    ("start", [], {"ours", "imports torch"}),
 ]
-SHORT = {"allreduce", "commit", "recovery"}
-"""One of operations, one of a rank, one of jobs; `make nightly` has all."""
+"""One of operations, one of a rank, one of jobs; `make nightly` runs all as commands."""
 
 
 @pytest.mark.usefixtures("_this_process")
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [pytest.param(*row, marks=[pytest.mark.nightly] * (row[0] not in SHORT)) for row in MEASURED],
-)
+@pytest.mark.parametrize(("name", "options", "expected"), MEASURED)
 def test_it_measures_all_it_compares(tmp_path, monkeypatch, capsys, name, options, expected):
     out = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", [name, *QUICK, *options, "--json", str(out)])
     code = importlib.import_module(f"benchmarks.{name}").main()
     printed = capsys.readouterr()
-    check(out, code, printed.out, printed.err, expected)
+    # 1: a target was missed, which a busy machine may cause.
+    assert code in {0, 1}, printed.out + printed.err
+    figures = json.loads(out.read_text())
+    assert {model: set(each) for model, each in figures["worlds"]["2"].items()} == expected
+    assert figures["targets"]
+    assert "Targets" in printed.out
+    assert printed.err == ""
 
 
 @pytest.mark.parametrize("name", ["panel", "large_job"])
@@ -127,18 +96,3 @@ def test_each_command_can_be_run(name):
     if result.returncode == 2 and ("pip install" in printed or "no GPU" in printed):
         pytest.skip(printed)
     assert result.returncode in {0, 1}, printed  # 1: a target was missed
-
-
-def check(out: Path, code: int, printed: str, errors: str, expected: Any) -> None:
-    """Check a benchmark's exit status, and that it has all figures."""
-    # 1: a target was missed, which a busy machine may cause.
-    assert code in {0, 1}, printed + errors
-    figures = json.loads(out.read_text())
-    world = figures["worlds"]["2"]
-    if isinstance(expected, set):
-        assert set(world) == expected
-    else:
-        assert {name: set(each) for name, each in world.items()} == expected
-    assert figures["targets"]
-    assert "Targets" in printed
-    assert errors == ""

@@ -11,20 +11,16 @@ import psutil
 import pytest
 
 from benchmarks import side_by_side
-from benchmarks.figures import Target, bootstrap, quartiles, table
+from benchmarks.figures import Target, bootstrap, quartiles
 from benchmarks.side_by_side import ROOT, Crew, Failed
 from tests.support.clusters import until
 
 RANK = "tests.benchmarks.ranks:Rank"
 
 
-def test_each_rank_answers_for_itself():
-    with Crew(RANK, 3, ("x",)) as crew:
-        assert crew.ask("who") == [(0, 3, "x"), (1, 3, "x"), (2, 3, "x")]
-
-
-def test_a_sample_ends_with_the_last_rank():
-    with Crew(RANK, 2) as crew:
+def test_each_rank_answers_for_itself_and_a_sample_ends_with_the_last():
+    with Crew(RANK, 2, ("x",)) as crew:
+        assert crew.ask("who") == [(0, 2, "x"), (1, 2, "x")]
         assert crew.time("sleep", 0.2, 0.0) >= 0.2
         assert crew.time("sleep", 0.0, 0.2) >= 0.2
 
@@ -72,25 +68,14 @@ def test_ranks_end_when_who_gives_the_orders_is_killed():
     until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "they end")
 
 
-def test_figures_are_medians_between_quartiles():
+def test_figures_are_medians_between_quartiles_and_targets_say_whether_they_are_met():
     assert [each for each in vars(quartiles([4.0, 1.0, 2.0, 3.0, 5.0])).values()] == [2.0, 3.0, 4.0]
     assert quartiles([7.0]).high == 7.0
     spread = bootstrap([1.0] * 5 + [2.0] * 6, lambda some: sorted(some)[len(some) // 2])
     assert (spread.low, spread.median, spread.high) == (1.0, 2.0, 2.0)
-
-
-def test_a_target_says_whether_it_was_met():
     assert Target("a", 6.1, 6.0, at_least=True).show() == "a: 6.10 (≥ 6) ok"
     assert Target("b", 0.3, 0.25, at_least=False).show() == "b: 0.30 (≤ 0.25) MISSED"
     assert not Target("c", float("nan"), 1.0, at_least=False).met
-
-
-def test_a_table_lines_up():
-    assert table(["", "x"], [["long", "1"], ["s", "100"]]).splitlines() == [
-        "        x",
-        "long    1",
-        "s     100",
-    ]
 
 
 def test_the_picture_has_a_bar_for_each_peer_and_a_dot_for_each_kill(tmp_path):

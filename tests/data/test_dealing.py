@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
-import numpy as np
+import tracemalloc
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.data.plan.dealing import Dealing, Permutation, mix
 
-lengths = st.integers(1, 400)
-counts = st.integers(1, 13)
 
-FIRST = [3, 0, 4, 6, 1, 2, 9, 7, 8, 5]
-MIXED = 7702586659592502839
-
-
-@given(length=st.integers(0, 3000), key=st.integers(0, 2**64 - 1))
-@settings(max_examples=60, deadline=None)
-def test_a_permutation_has_each_row_once(length: int, key: int) -> None:
-    rows = Permutation(length, key).rows(np.arange(length))
-    assert sorted(rows.tolist()) == list(range(length))
-
-
-def test_a_permutation_is_the_same_place_by_place_and_for_good() -> None:
-    permutation = Permutation(1_000_003, 7)
-    assert permutation.rows([0, 1, 2, 1_000_002]).tolist() == [
-        int(permutation.rows([place])[0]) for place in (0, 1, 2, 1_000_002)
-    ]
+def test_orders_are_the_same_for_good() -> None:
     # Written down, because checkpoints depend on it.
-    assert Permutation(10, 1).rows(range(10)).tolist() == FIRST
-    assert mix(1, 2, 3) == MIXED
-
-
-def test_rows_are_mixed_over_the_whole_epoch() -> None:
-    table = np.zeros((10, 10))
-    for epoch in range(200):
-        rows = Permutation(1000, mix(9, epoch)).rows(range(1000))
-        table += np.histogram2d(np.arange(1000) // 100, rows // 100, bins=10)[0]
-    assert ((table - 2000) ** 2 / 2000).sum() < 135  # chi-squared with 81 degrees of freedom
+    assert Permutation(10, 1).rows(range(10)).tolist() == [3, 0, 4, 6, 1, 2, 9, 7, 8, 5]
+    assert mix(1, 2, 3) == 7702586659592502839
+    assert Dealing(50, 3, 2, epoch=4, seed=5).rows(1, 1).tolist() == [46, 39, 15]
 
 
 @given(
-    length=lengths,
+    length=st.integers(1, 400),
     micro=st.integers(1, 9),
-    micro_batches=counts,
+    micro_batches=st.integers(1, 13),
     epoch=st.integers(0, 5),
     shuffle=st.booleans(),
     drop_last=st.booleans(),
@@ -81,18 +58,7 @@ def test_a_smaller_last_step_is_spread_over_the_ranks() -> None:
         assert any(deal.weights(1)[number] for number in Blocks.even(8, 2).block(rank))
 
 
-def test_other_seeds_and_epochs_have_other_orders() -> None:
-    orders = {
-        tuple(Dealing(50, 5, 2, epoch, seed).rows(0, 0).tolist())
-        for epoch in range(4)
-        for seed in range(4)
-    }
-    assert len(orders) == 16
-
-
 def test_ten_million_rows_take_no_memory_that_grows_with_them() -> None:
-    import tracemalloc
-
     tracemalloc.start()
     deal = Dealing(10_000_000, 32, 8)
     assert len(set(deal.rows(39_061, 3).tolist())) == 32

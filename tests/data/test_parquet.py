@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,8 +21,7 @@ import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from nbelastic.data import Arrow, Batch, Loader, Parquet
-from nbelastic.data.plan.streams import RowRange, Window
-from nbelastic.data.sources.units import RowBlock, UnitSource, WindowReader, parse_bytes
+from nbelastic.data.sources.units import RowBlock, UnitSource, parse_bytes
 from nbelastic.errors import DataError, OptionError, StateMismatch
 from tests.elastic.test_checkpoint_places import Odd, odd  # noqa: F401
 
@@ -118,7 +118,7 @@ class Numbers(UnitSource):
         return {"units": str(self.sizes.tolist())}
 
 
-def test_an_error_of_the_thread_is_raised_at_its_batch() -> None:
+def test_an_error_of_the_thread_is_raised_at_its_batch_and_the_window_read_again() -> None:
     source = Numbers([10] * 40, broken=17)
     loader, done = Loader(source, Batch(8, micro=4), seed=1), list[list[int]]()
     rows = [loader.rows(step, number) for step in range(len(loader)) for number in range(2)]
@@ -129,16 +129,12 @@ def test_an_error_of_the_thread_is_raised_at_its_batch() -> None:
     assert source.read_units.count(17) == 1
     assert done == rows[: len(done)]
     assert len(done) <= bad + 1
-    # Asked again, as by a retry on this rank, it is read again.
-    with pytest.raises(DataError, match="unit 17 is broken"):
-        consume(loader)
-    source.broken = -1
-    loader.set_epoch(1)
-    assert sum(len(rows) for (rows,) in consume(loader)) == 400
+    source.broken, loader.step = -1, 0  # asked again, as by a retry on this rank
+    assert [row.tolist() for (row,) in consume(loader)] == rows
 
 
 def test_windows_stay_within_their_memory() -> None:
-    source = Numbers([50] * 200, memory=20_000)
+    source = Numbers([50] * 200, memory=3_000)
     loader: Any = loader_of(source)
     most = 0
     for step in loader:
@@ -146,7 +142,7 @@ def test_windows_stay_within_their_memory() -> None:
             reader = loader._source._reader
             with reader._changed:
                 most = max(most, reader.held)
-    assert 0 < most <= 20_000
+    assert 0 < most <= 3_000
     assert len(source.read_units) <= 200 + 3
 
 
@@ -166,12 +162,6 @@ def test_a_sample_within_an_epoch_takes_nothing_from_it() -> None:
     assert sorted(rows) == list(range(400))
 
 
-def test_a_loader_that_is_given_up_leaves_no_thread() -> None:
-    steps = iter(loader_of(Numbers([10] * 400)))
-    next(steps)
-    del steps
-
-
 def test_batches_share_no_memory_with_windows(path: Path) -> None:
     loader = loader_of(Parquet(str(path), ["x"]))
     for (xs,) in next(iter(loader)):
@@ -180,37 +170,12 @@ def test_batches_share_no_memory_with_windows(path: Path) -> None:
     assert any(xs.any() for (xs,) in next(iter(loader)))
 
 
-def test_a_window_in_memory_is_kept_and_one_that_failed_is_read_again() -> None:
-    windows = [Window(0, n, 5 * n, (RowRange(n, 0, 5),), None) for n in range(3)]
-    source = Numbers([5] * 3, broken=1)
-    read, reader = source.read_units, WindowReader(source)
-    reader.begin(windows)
-    assert len(reader.take(windows[0])) == 5
-    for _ in range(2):
-        with pytest.raises(DataError, match="unit 1 is broken"):
-            reader.take(windows[1])
-    assert read == [0, 1]
-    source.broken = -1
-    reader.begin(windows)
-    assert [len(reader.take(window)) for window in windows] == [5, 5, 5]
-    assert sorted(read) == [0, 1, 1, 2]
-    reader.release(windows[0])
-    assert reader.held == 80
-
-
-@pytest.mark.parametrize(
-    ("value", "count"),
-    [
-        *[("256 MB", 256e6), ("1GiB", 2**30), (12, 12), ("1.5 kB", 1500), ("3", 3)],
-        *[(each, 0) for each in ("lots", -1, 0, True, "12 furlongs", "", 10**400, "9" * 400)],
-    ],
-)
-def test_sizes_are_read_as_dask_reads_them(value: Any, count: float) -> None:
-    if count:
+def test_sizes_are_read_as_dask_reads_them() -> None:
+    for value, count in (("256 MB", 256e6), ("1GiB", 2**30), (12, 12), ("1.5 kB", 1500)):
         assert parse_bytes(value, "memory") == count
-        return
-    with pytest.raises(OptionError, match="must be a number of bytes"):
-        parse_bytes(value, "memory")
+    for value in ("lots", -1, 0, True, "12 furlongs", "9" * 400):
+        with pytest.raises(OptionError, match="must be a number of bytes"):
+            parse_bytes(value, "memory")
 
 
 # -- columns, and the tensors that are made of them ------------------------------------------------
@@ -243,17 +208,10 @@ def test_columns_are_chosen_stacked_and_named() -> None:
     assert sorted(named["label"].tolist()) == [*range(4)]
 
 
-@pytest.mark.parametrize(
-    ("column", "fill", "found"),
-    [
-        (NULLS, 7.0, [1.0] * 10 + [7.0] * 10),
-        (NULLS, {"x": 7.0}, [1.0] * 10 + [7.0] * 10),
-        ([1, 2, 3, None], 7, [1, 2, 3, 7]),
-        ([True, True, True, None], 0, [0, 1, 1, 1]),
-    ],
-)
-def test_nulls_are_filled(column: list[Any], fill: Any, found: list[Any]) -> None:
-    assert sorted(batch_of({"x": column}, fill=fill)["x"].tolist()) == found
+def test_nulls_are_filled() -> None:
+    for fill in (7.0, {"x": 7.0}):
+        assert sorted(batch_of({"x": NULLS}, fill=fill)["x"].tolist()) == [1.0] * 10 + [7.0] * 10
+    assert sorted(batch_of({"x": [True, True, None]}, fill=0)["x"].tolist()) == [0, 1, 1]
 
 
 def made(make: Callable[[int], Any]) -> dict[str, Any]:
@@ -273,7 +231,6 @@ def made(make: Callable[[int], Any]) -> dict[str, Any]:
         ([1, 2], made(lambda n: np.ones(n, "longdouble")), "returned (longdouble|float128) values"),
         ([1, 2], made(lambda n: np.ma.masked_array(np.ones(n), mask=[True] * n)), "masked values"),
         ([1, 2], made(lambda n: torch.eye(n).to_sparse()), "torch.float32 values, sparse_coo"),
-        ([1, 2], made(lambda n: torch.zeros(n).to(torch.float8_e5m2)), "torch.float8_e5m2 values"),
         ([1, 2], made(lambda n: torch.zeros(n, dtype=torch.bfloat16)), "torch.bfloat16 values"),
         ([1, 2], made(lambda n: (each for each in range(n))), "returned a generator"),
         ([1, 2], made(lambda n: torch.zeros(3)), r"transform got 2 rows and returned \[3\]"),
@@ -286,18 +243,13 @@ def test_values_that_make_no_batch_are_named(column: Any, options: Any, message:
 
 
 def test_an_exit_in_transform_is_raised_in_the_rank() -> None:
-    def leave(_: Any) -> Any:
-        raise SystemExit(3)
-
     with pytest.raises(SystemExit, match="3"):
-        batch_of({"x": [1, 2]}, transform=leave)
+        batch_of({"x": [1, 2]}, transform=lambda _: sys.exit(3))
 
 
-@pytest.mark.parametrize(
-    "make", [lambda n: np.ones(n, ">f8"), lambda n: torch.ones(n).cfloat().conj()]
-)
-def test_values_that_only_have_another_order_of_bytes_are_taken(make: Any) -> None:
-    assert batch_of({"x": [1, 2]}, **made(make)).real.tolist() == [1.0, 1.0]
+def test_values_that_only_have_another_order_of_bytes_are_taken() -> None:
+    for make in (lambda n: np.ones(n, ">f8"), lambda n: torch.ones(n).cfloat().conj()):
+        assert batch_of({"x": [1, 2]}, **made(make)).real.tolist() == [1.0, 1.0]
 
 
 def test_text_goes_through_a_transform_that_may_reuse_its_memory(tmp_path: Path) -> None:
@@ -348,6 +300,7 @@ def linked(path: Path, name: str, to: Path) -> Path:
             "row group 0: column 'x' has 10 nulls",
         ),
         (lambda p: p.write_bytes(b"not Parquet") and Parquet(str(p)), "a.parquet cannot be read"),
+        (lambda p: os.mkfifo(f"{p}.pipe") or Parquet(f"{p}.pipe"), "it is no regular file"),
         (lambda p: Parquet(str(p), storage_options=3), r"=\.\.\.\): must be a dict, not int"),
         (lambda p: Loader(Arrow(pa.table({"x": [1]})), Batch(2, micro=1)), "1 rows for 2 micro-ba"),
         (lambda p: Loader(Arrow(pa.table({"x": [1]})), Batch(1, micro=1), num_workers=2), "num_w"),
@@ -379,13 +332,6 @@ def test_what_cannot_be_used_is_refused_before_the_start(
         make(path)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.parquet")
-    with pytest.raises(OptionError, match=r"a\.parquet cannot be read: it is no regular file"):
-        Parquet(f"{tmp_path}/a.parquet")
-
-
 def test_a_directory_has_its_files_and_links_but_no_copies_of_programs(path: Path) -> None:
     for hidden in (".ipynb_checkpoints/0-checkpoint.parquet", "_temporary/0.parquet"):
         (path.parent / hidden).parent.mkdir()
@@ -404,27 +350,27 @@ def test_errors_and_descriptions_have_no_secrets_of_urls(path: Path) -> None:
     url = "odd://user:hunter2@host/a.parquet?sig=abcdef99"
     options = {"token": "swordfish"}
 
-    def messages(call: Callable[[], Any], kind: type[Exception] = OptionError) -> str:
+    def found(*urls: Any) -> Any:
+        return Parquet(*urls, storage_options=options)
+
+    def check(call: Callable[[], Any], kind: type[Exception] = OptionError) -> None:
         with pytest.raises(kind) as caught:
             call()
-        return "".join(traceback.format_exception(caught.value))
-
-    def found(*urls: Any) -> Callable[[], Any]:
-        return lambda: Parquet(*urls, storage_options=options)
-
-    texts = [messages(found(url))]
-    with fsspec.open(url, "wb") as file:
-        file.write(path.read_bytes())
-    texts += [messages(found([url, url])), messages(found(url, ["z"]))]
-    source = found(url)()
-    texts.append(repr(source.describe()))
-    Odd.fails.add("isfile")
-    texts.append(messages(found(url)))
-    Odd.store.clear()
-    texts.append(messages(lambda: source.read(0), DataError))
-    for text in texts:
+        text = "".join(traceback.format_exception(caught.value))
         assert "host/a.parquet" in text
         assert not re.search("user:|hunter2|abcdef99|swordfish", text), text
+
+    check(lambda: found(url))
+    with fsspec.open(url, "wb") as file:
+        file.write(path.read_bytes())
+    check(lambda: found([url, url]))
+    check(lambda: found(url, ["z"]))
+    source = found(url)
+    assert [*source.describe()] == ["/***@host/a.parquet?sig=***"]
+    Odd.fails.add("isfile")
+    check(lambda: found(url))
+    Odd.store.clear()
+    check(lambda: source.read(0), DataError)
 
 
 # -- files that are not what they were -------------------------------------------------------------

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import call, patch
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ import nbelastic.torch as hvd
 from nbelastic import load_checkpoint
 from nbelastic.data import Batch, Loader, Shards, Stateful
 from nbelastic.data.sources.stream_reader import StreamReader, row_digest
+from nbelastic.data.sources.streams import WITHOUT_STATES
 from nbelastic.elastic.checkpoint.manager import CheckpointManager
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import DataError, StateMismatch
@@ -42,6 +44,7 @@ from tests.support.world import StaticContext, run_ranks, world_of
         # Streams of 29, 17, 0, 40, 33, 12 rows; after 4 steps of 5 rows three are left.
         ("states", 3, {}, 3, 3 * (5 + 1) + 2),  # from step 3, with the row after it
         ("states", 4, {}, 3, 3 * (5 + 5 + 1)),
+        ("iterator", 2, {}, 3, 4 * (5 + 1) + 2),
         ("plain", 4, {}, 3, 3 * (20 + 5 + 1)),
         # After a planned leave the row that had been read ahead has come with the state.
         ("states", 1, {"as_planned": True}, 3, 5 * 5),
@@ -113,8 +116,7 @@ def test_commits_of_leaves_and_checkpoints_have_the_states_of_all_streams(tmp_pa
     results = run_ranks(2, rank)
     assert results == [[set(), set(), {15}, {15}, {15}, {25}]] * 2
     (file,) = tmp_path.rglob("*.safetensors")
-    loader = load_checkpoint(str(file))["loader"]
-    marks = pickle.loads(loader["source"]["marks"])
+    marks = pickle.loads(load_checkpoint(str(file))["loader"]["source"]["marks"])
     assert {mark.rows for mark in marks.values()} == {15}
 
 
@@ -136,12 +138,22 @@ class Views:
         self.place = state
 
 
-def test_a_mark_has_a_row_ahead_and_not_the_tensor_around_it() -> None:
-    reader = StreamReader("views", Views, seed=0)
-    reader.seek(0)
-    reader.take(3)
-    assert not reader.at_end
-    mark = reader.make_mark()
+class Locks(Views):
+    def __iter__(self) -> Iterator[Any]:
+        return ((row, threading.Lock()) for row in super().__iter__())
+
+
+def test_a_mark_has_a_row_ahead_if_it_can_be_pickled_and_not_the_tensor_around_it() -> None:
+    marks = []
+    for make in (Views, Locks):
+        reader = StreamReader("views", make, seed=0)
+        reader.seek(0)
+        reader.take(3)
+        assert make is Views or reader.make_mark() is not None
+        assert not reader.at_end
+        marks.append(reader.make_mark())
+    mark, none = marks
+    assert none is None
     assert mark is not None
     assert (mark.rows, mark.read) == (3, 4)
     assert len(pickle.dumps(mark)) < 2000
@@ -151,30 +163,18 @@ def test_a_mark_has_a_row_ahead_and_not_the_tensor_around_it() -> None:
     assert [row.tolist() for row in other.take(2)] == [[12, 13, 14, 15], [16, 17, 18, 19]]
 
 
-def test_rows_that_cannot_be_pickled_are_not_in_marks() -> None:
-    class Locks(Views):
-        def __iter__(self) -> Iterator[Any]:
-            return ((row, threading.Lock()) for row in super().__iter__())
-
-    reader = StreamReader("locks", Locks, seed=0)
-    reader.seek(0)
-    reader.take(3)
-    assert reader.make_mark() is not None
-    assert not reader.at_end
-    assert reader.make_mark() is None  # a row is ahead
-
-
 class Forgetful(Resumable):
-    """A stream whose states lack a shuffle buffer of some rows, or lead to its end."""
-
-    lost = 2
+    """A stream whose states lack a shuffle buffer of some rows."""
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.row = state_dict["row"] + self.lost
+        self.row = state_dict["row"] + 2
 
 
-class Hasty(Forgetful):
-    lost = 100
+class Hasty(Resumable):
+    """A stream whose states lead to its end."""
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.row = 100
 
 
 class Unsteady(Plain):
@@ -240,13 +240,6 @@ def test_an_error_while_rows_are_read_names_the_unit_and_leaves_nothing_out() ->
     assert sorted(row for batch in rows for row in batch) == sorted([*range(6)] * 3)
 
 
-def test_names_of_units_need_not_be_text_of_utf_8() -> None:
-    odd = ["a\udce9.txt", "b"]
-    loader = Loader(Shards(odd, lambda name: [len(name)] * 2), Batch(4, micro=2))
-    assert [sorted(batch.tolist() for batch in step) for step in loader] == [[[1, 1], [6, 6]]]
-    assert loader.requirements()["dataset"] != Shards(["a", "b"], list).describe()
-
-
 def train(kind: str, context: StaticContext) -> str:
     """Train on rows that are uneven at the end, and return the bits of all tensors."""
     rows = 0
@@ -280,20 +273,18 @@ def test_a_commit_before_ranks_have_agreed_on_a_step_is_refused() -> None:
             break
 
 
-def test_other_units_are_refused() -> None:
-    saved = Loader(Shards(["a", "b"], lambda _: [1]), Batch(2, micro=1)).state_dict()
-    other = Loader(Shards(["a", "c"], lambda _: [1]), Batch(2, micro=1))
+def test_other_units_are_refused_whose_names_need_not_be_of_utf_8() -> None:
+    saved = Loader(Shards(["a", "b"], list), Batch(2, micro=1)).state_dict()
+    other = Loader(Shards(["a\udce9.txt", "b"], list), Batch(2, micro=1))
     with pytest.raises(StateMismatch, match="the units of Shards have changed"):
         other.load_state_dict(saved)
 
 
-def test_streams_that_are_read_again_are_told() -> None:
-    for kind, count in (("plain", 1), ("states", 0)):
-        told: list[str] = []
-        loader = loader_of(kind)
-        loader._say = told.append  # type: ignore[method-assign]
-        list(loader)
-        assert ["a dataset has no state_dict" in each for each in told[:1]] == [True] * count
+@pytest.mark.parametrize(("kind", "count"), [("plain", 1), ("states", 0)])
+def test_streams_that_are_read_again_are_told(kind: str, count: int) -> None:
+    with activate(context := world_of(0, 1)), patch("nbelastic.data.loader.warn") as warn:
+        list(loader_of(kind))
+    assert warn.call_args_list == [call(context, WITHOUT_STATES.format(name="Stateful"))] * count
 
 
 def test_equal_rows_have_equal_digests() -> None:
@@ -304,11 +295,6 @@ def test_equal_rows_have_equal_digests() -> None:
 
     shared = [1, 2]
     assert row_digest(row()) == row_digest(row(shared=[shared, shared]))
-    for name, value in (
-        ("x", torch.arange(6) + 1),
-        ("y", [1, 2.0]),
-        ("z", np.zeros(3)),
-        ("w", "e"),
-    ):
-        assert row_digest(row(**{name: value})) != row_digest(row())
+    for other in ({"x": torch.arange(6) + 1}, {"y": [1, 2.0]}, {"z": np.zeros(3)}, {"w": "e"}):
+        assert row_digest(row(**other)) != row_digest(row())
     assert row_digest(torch.zeros((), dtype=torch.bfloat16)) != row_digest(torch.ones(()))

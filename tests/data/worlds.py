@@ -133,15 +133,15 @@ class StateInIterator:
         self.arguments = stream, streams
 
     def __iter__(self) -> Any:
-        return _Rows(Resumable(*self.arguments))
+        return _Rows(*self.arguments)
 
 
-class _Rows:
-    def __init__(self, source: Resumable) -> None:
-        self.source, self.rows = source, iter(source)
-        self.state_dict, self.load_state_dict = source.state_dict, source.load_state_dict
+class _Rows(Resumable):
+    def __init__(self, stream: int, streams: int) -> None:
+        super().__init__(stream, streams)
+        self.rows = super().__iter__()
 
-    def __iter__(self) -> _Rows:
+    def __iter__(self) -> Any:
         return self
 
     def __next__(self) -> tuple[int, float]:

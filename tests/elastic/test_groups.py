@@ -51,6 +51,8 @@ def test_members_named_before_the_first_generation_are_its_ranks():
     world.form(10, 11, 12)
     world.form(11, 12, 13)  # no one has asked before
     assert members.ranks(world) == [0]
+    with pytest.raises(ValueError, match=r"ranks \[0, 7\] cannot be formed: there are 3 ranks"):
+        Members([0, 7]).ranks(world)
 
 
 def test_a_rank_that_joins_later_is_in_no_group_of_before():
@@ -60,14 +62,6 @@ def test_a_rank_that_joins_later_is_in_no_group_of_before():
     assert (group.ranks, group.rank, group.size) == ([], -1, 0)
     with pytest.raises(NbelasticError, match=r"members of group 'pair' have left.*elastic loop"):
         group.communicator()
-
-
-def test_a_rank_that_there_is_not_is_named():
-    world = World(10)
-    members = Members([0, 2])
-    world.form(10, 11)
-    with pytest.raises(ValueError, match=r"ranks \[0, 2\] cannot be formed: there are 2 ranks"):
-        members.ranks(world)
 
 
 def test_operations_of_a_group_are_not_counted_as_those_of_all():

@@ -8,11 +8,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from nbelastic.collectives import Rendezvous, RendezvousServer
+from nbelastic.collectives import RendezvousServer
 from nbelastic.elastic import run
 from nbelastic.elastic.ranks import runtime
-from nbelastic.elastic.ranks.runtime import UnreachablePeers
-from nbelastic.messages import Member, Plan, RankReady, Slot
+from nbelastic.elastic.ranks.runtime import RankSpec, UnreachablePeers
+from nbelastic.messages import Member, Place, Plan, RankReady, Slot
 from nbelastic.torch.state.torch_state import TorchState
 from tests.elastic.members import one_rank
 
@@ -43,36 +43,27 @@ def test_all_others_are_asked_after_a_second_failure_in_a_row():
 # -- warm-up of a rank: a generation that it forms alone ------------------------------------------
 
 
-def terms(store: tuple[str, int], backend: str = "auto") -> Rendezvous:
-    return Rendezvous(
-        job="alone", generation=0, rank=0, size=1, store=store, bind="127.0.0.1", backend=backend
-    )
-
-
-def left() -> list[str]:
-    return [each.name for each in threading.enumerate() if "warmup" in each.name]
-
-
-@pytest.mark.parametrize(("backend", "met_over"), [("auto", "host"), ("gloo", "gloo")])
-def test_a_generation_formed_alone_leaves_no_thread(
-    backend: str, met_over: str, monkeypatch: pytest.MonkeyPatch
+def test_a_generation_formed_alone_leaves_no_thread_and_its_errors_are_ignored(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connect = Mock(wraps=runtime.connect)
     monkeypatch.setattr(runtime, "connect", connect)
-    store = RendezvousServer("127.0.0.1")
-    runtime.form_alone(terms(store.address, backend))
-    store.close()
-    met = [terms for (terms,), _ in connect.call_args_list]
-    assert sorted((e.rank, e.size, e.backend) for e in met) == [(0, 2, met_over), (1, 2, met_over)]
-    assert not left()
-
-
-def test_an_error_of_a_generation_formed_alone_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "LIMIT_S", 0.2)
     store = RendezvousServer("127.0.0.1")
-    store.close()
-    runtime.form_alone(terms(store.address))
-    assert not left()
+    for backend, over, is_open in (
+        ("auto", "host", True),
+        ("gloo", "gloo", True),
+        ("gloo", "gloo", False),
+    ):
+        if not is_open:
+            store.close()
+        place = Place(0, 1, 0, 1, 0, 1)
+        spec = RankSpec(job="alone", start=0, place=place, bind="127.0.0.1", backend=backend)
+        runtime.form_alone(spec, store.address, b"")
+        met = [terms for (terms,), _ in connect.call_args_list]
+        assert sorted((e.rank, e.size, e.backend) for e in met) == [(0, 2, over), (1, 2, over)]
+        assert not [each for each in threading.enumerate() if "warmup" in each.name]
+        connect.reset_mock()
 
 
 @pytest.mark.parametrize(("state_bytes", "prepared"), [(None, 0), (0, 0), (100, 4 * (6 + 3))])

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from nbelastic.elastic.ranks import timeline as timelines
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.ranks.timeline import Timeline, join_parts, part_of
-from tests.support.world import run_ranks
+from tests.support.world import world_of
 
 
 def events_in(path):
@@ -47,25 +48,15 @@ def test_a_part_has_what_was_recorded_before_its_rank_was_killed(tmp_path, monke
     assert [event["name"] for event in events_in(path)] == ["process_name", "before"]
 
 
-def test_an_event_has_the_rank_of_its_time(tmp_path):
-    timeline = Timeline()
-    timeline.record(tmp_path / "part", 0, marks_cycles=False)
-
-    def rank_main(context):
-        for rank in (0, 5):
-            context.rank = rank
-            timeline.instant("moment")
-
-    run_ranks(1, rank_main)
-    timeline.close_part()
-    lines = (tmp_path / "part").read_text().splitlines()
-    assert [json.loads(line)["pid"] for line in lines] == [0, 5]
-
-
-def test_a_part_that_cannot_be_written_is_not_begun(tmp_path):
+def test_an_event_has_the_rank_of_its_time_and_a_part_that_cannot_be_written_is_not_begun(tmp_path):
     timeline = Timeline()
     with pytest.raises(OSError, match="nowhere"):
         timeline.record(tmp_path / "nowhere" / "part", 0, marks_cycles=False)
     assert not timeline.is_on
-    assert not timeline.is_the_jobs
+    timeline.record(tmp_path / "part", 0, marks_cycles=False)
+    for rank in (0, 5):
+        with activate(world_of(rank, 6)):
+            timeline.instant("moment")
     timeline.close_part()
+    lines = (tmp_path / "part").read_text().splitlines()
+    assert [json.loads(line)["pid"] for line in lines] == [0, 5]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import stat
@@ -74,22 +73,3 @@ def test_start_runs_its_command_and_dashboards_go_through_the_proxy(prefix: str)
     ran = subprocess.run(command, env=known, capture_output=True, text=True, check=False)
     assert ran.stdout == f"{prefix}/proxy/8787/status ['-c', 'two words']\n", ran.stderr
     assert ran.returncode == 7
-
-
-@pytest.mark.slow
-def test_binder_would_build_from_this_folder():
-    expected = ["binder/environment.yml", "binder/postBuild", "binder/start"]
-    assert all((ROOT / name).is_file() for name in expected)
-    if importlib.util.find_spec("repo2docker") is None:
-        return  # what it would make of the folder is known only where it is installed
-    command = [sys.executable, "-m", "repo2docker", "--no-build", "--debug"]
-    whom = ["--user-id", "1000", "--user-name", "someone"]
-    ran = subprocess.run([*command, *whom, ROOT], capture_output=True, text=True, check=False)
-    recipe = ran.stdout + ran.stderr
-    assert ran.returncode == 0, recipe
-    version = re.search(r"python=(\S+)", (BINDER / "environment.yml").read_text())
-    assert version is not None
-    assert f"Building conda environment for python={version[1]}" in recipe
-    assert '--file "binder/environment.yml"' in recipe
-    assert "RUN ./binder/postBuild" in recipe
-    assert 'ENV R2D_ENTRYPOINT="${REPO_DIR}/binder/start"' in recipe

@@ -167,7 +167,7 @@ class Dealing:
             return range(start, start + self.micro)
         count = -(-rows // self.micro)
         part = -(-number * count // self.micro_batches)
-        if part == count or part * self.micro_batches // count != number:
+        if part * self.micro_batches // count != number:
             return range(first, first)
         return range(first + part * rows // count, first + (part + 1) * rows // count)
 

@@ -39,8 +39,8 @@ def plan(quotas: tuple[int, ...], times: Sequence[float]) -> tuple[int, ...]:
     """Return the quotas to take: `quotas`, unless others make the step clearly shorter."""
     # The next micro-batch goes to the rank that would be done with it first, and so on until all
     # are given away. No other quotas have a shorter step. A rank whose time is not known is
-    # supposed to be as fast as the others are in the median. It gets no more than it has, or one
-    # micro-batch if it has none: so its time becomes known at the least cost.
+    # supposed to be as fast as the others are in the median. It gets no more than it has, or the
+    # one that `_deal` gives each rank: so its time becomes known at the least cost.
     known = [time for time in times if time > 0.0]
     if not known:
         return quotas
@@ -49,9 +49,7 @@ def plan(quotas: tuple[int, ...], times: Sequence[float]) -> tuple[int, ...]:
     count = sum(quotas)
     if predict(_deal(supposed, count, [count] * len(quotas)), supposed) >= limit:
         return quotas
-    most = [
-        count if time > 0.0 else max(quota, 1) for quota, time in zip(quotas, times, strict=True)
-    ]
+    most = [count if time > 0.0 else quota for quota, time in zip(quotas, times, strict=True)]
     found = _deal(supposed, count, most)
     tries = any(new > 0 == old for old, new in zip(quotas, found, strict=True))
     return found if tries or predict(found, supposed) < limit else quotas
@@ -78,11 +76,6 @@ def slowness(times: Sequence[float], rank: int) -> float:
     """Return a rank's time relative to the other ranks' median; 0 if unknown."""
     others = [time for each, time in enumerate(times) if each != rank and time > 0.0]
     return times[rank] / statistics.median_low(others) if others else 0.0
-
-
-def is_straggler(times: Sequence[float], rank: int) -> bool:
-    """Return whether a rank holds the others up."""
-    return slowness(times, rank) >= STRAGGLER
 
 
 class Pace:

@@ -18,15 +18,10 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 from nbelastic.data.plan.dealing import Dealing, Rows, mix
-from nbelastic.data.sources.row_source import (
-    COLLATING,
-    SEED_LIMIT,
-    DataSample,
-    RowSource,
-    seed_generators,
-)
+from nbelastic.data.sources.row_source import COLLATING, DataSample, RowSource
 from nbelastic.data.sources.stream_reader import row_digest
-from nbelastic.elastic.followed import generators_kept
+from nbelastic.elastic.deal import SEED_LIMIT
+from nbelastic.elastic.followed import generators_kept, seed_generators
 from nbelastic.errors import DataError, OptionError
 
 # Kind of seeds, apart from those of the loader.

@@ -327,7 +327,6 @@ class Arrow(ColumnSource):
 
 
 def _given(urls: str | Sequence[str]) -> list[str]:
-    """Return the given URLs as a list, also for a single URL."""
     given = [urls] if isinstance(urls, (str, os.PathLike)) else urls
     usable = isinstance(given, Sequence) and len(given) > 0
     if not usable or not all(isinstance(url, (str, os.PathLike)) for url in given):

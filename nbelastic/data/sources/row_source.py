@@ -5,17 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import numbers
-import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
-import torch
-
 from nbelastic.data.plan.dealing import Dealing, Rows
 from nbelastic.errors import DataError, NbelasticError, summary_of
-
-SEED_LIMIT = 1 << 32
 
 COLLATING = -1  # number that takes the place of a row in the seed of ``collate_fn``
 
@@ -29,8 +23,7 @@ class RowSource(Protocol):
     name: str  # what the user calls it
     is_open: bool = False  # the end of an epoch is not known before it has come
 
-    def __len__(self) -> int:
-        """Return the number of rows."""
+    def __len__(self) -> int: ...
 
     def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
         """Return the rows of a micro-batch, by their indices in the source."""
@@ -86,19 +79,6 @@ class RowSource(Protocol):
 def is_count(value: Any) -> bool:
     """Whether a value that a user has given is a whole number, at least 1."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and PyTorch.
-
-    ``torch.manual_seed`` would take eighty times as long, because it visits all devices. Of
-    accelerators, only CUDA's present device is seeded, once CUDA has been initialised.
-    """
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % SEED_LIMIT)
-    random.seed(seed)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed(seed)
 
 
 @contextlib.contextmanager

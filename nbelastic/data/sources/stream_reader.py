@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from nbelastic.data.plan.dealing import mix
-from nbelastic.data.sources.row_source import named, seed_generators
+from nbelastic.data.sources.row_source import named
+from nbelastic.elastic.followed import seed_generators
 from nbelastic.errors import DataError
 
 _DIGEST_BYTES = 12
@@ -124,7 +125,6 @@ class StreamReader:
         self._before, self.position, self._ended = [], 0, False
 
     def _look_ahead(self) -> bool:
-        """Read a row, unless a row is ahead; return whether a row is ahead."""
         return bool(self._ahead) or self._read_row()
 
     def _read_row(self) -> bool:

@@ -14,15 +14,9 @@ from torch.utils.data import IterableDataset, default_collate
 
 from nbelastic.data.plan.dealing import Dealing, Permutation, Rows, mix
 from nbelastic.data.plan.streams import LeaseTable
-from nbelastic.data.sources.row_source import (
-    COLLATING,
-    RowSource,
-    digest_of,
-    is_count,
-    seed_generators,
-)
+from nbelastic.data.sources.row_source import COLLATING, RowSource, digest_of, is_count
 from nbelastic.data.sources.stream_reader import Mark, StreamReader
-from nbelastic.elastic.followed import generators_kept
+from nbelastic.elastic.followed import generators_kept, seed_generators
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import DataError, OptionError, StateMismatch

@@ -131,7 +131,6 @@ class UnitSource(abc.ABC):
         self.memory = parse_bytes(memory, f"{name}(memory={memory!r})")
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return int(self.sizes.sum())
 
     @abc.abstractmethod

@@ -61,8 +61,6 @@ class Members:
 
 
 class _Everyone(Members):
-    """All ranks of each generation."""
-
     def ranks(self, context: Context) -> list[int]:
         return list(range(context.size))
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nbelastic.collectives import Communicator, Rendezvous, RendezvousServer, connect
 from nbelastic.collectives.rendezvous.client import unreachable
-from nbelastic.elastic.state.state_payload import ReceiveBuffer, StatePayload
+from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.elastic.state.transfer import spread
 from nbelastic.errors import CollectiveError
 from nbelastic.messages import Event, Place, Plan
@@ -57,8 +57,8 @@ class RankRuntime:
     interrupt: Callable[[], Interrupt] = Interrupt  # made in the rank's thread, for it
     # Returns the positions of addresses of stores that do not answer.
     probe: Callable[[Sequence[tuple[str, int]]], list[int]] = lambda _addresses: []
-    # Forms a generation of this rank alone, to be faster with others.
-    form_alone: Callable[[Rendezvous], None] = lambda _rendezvous: None
+    # Forms a generation of this rank alone, at its own store and with the job's secret.
+    form_alone: Callable[[RankSpec, tuple[str, int], bytes], None] = lambda *_: None
     # Called once the user's code has set up, with the bytes that the first step takes, if other
     # ranks wait for it. Then the rank takes the memory of each step.
     on_set_up: Callable[[int], None] = lambda _nbytes: None
@@ -70,26 +70,32 @@ class RankRuntime:
 LIMIT_S = 5.0  # seconds that an operation may take in a generation that a rank forms alone
 
 
-def form_alone(rendezvous: Rendezvous) -> None:
-    """Form a generation of two ranks in this process, and close it.
-
-    Errors are ignored, because the next generation that is formed will report them.
-    """
-    terms = replace(rendezvous, generation=1, size=2, timeout_s=LIMIT_S)
-    if terms.backend in ("auto", "cuda_ipc", "nccl"):  # ranks of one process share a GPU
-        terms = replace(terms, backend="host")
+def form_alone(spec: RankSpec, store: tuple[str, int], secret: bytes) -> None:
+    """Form a generation of two ranks in this process, and close it."""
+    shares_gpu = spec.backend in ("auto", "cuda_ipc", "nccl")  # as ranks of one process do
+    terms = Rendezvous(
+        job=f"{spec.job}-{spec.start}",
+        generation=1,
+        rank=0,
+        size=2,
+        store=store,
+        bind=spec.bind,
+        backend="host" if shares_gpu else spec.backend,
+        secret=secret,
+        timeout_s=LIMIT_S,
+    )
     other = threading.Thread(
         target=_take_part, args=(replace(terms, rank=1),), name="nbelastic-warmup"
     )
     other.start()
-    _take_part(replace(terms, rank=0))
+    _take_part(terms)
     other.join()
 
 
 def _take_part(terms: Rendezvous) -> None:
     import torch
 
-    with contextlib.suppress(CollectiveError):
+    with contextlib.suppress(CollectiveError):  # the next generation that is formed has it, too
         communicator = connect(terms)
         try:
             communicator = communicator.connect()
@@ -199,44 +205,19 @@ class RankSpec:
     # Variables that the job adds to those of the rank's worker.
     env: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
 
-    def alone(self, store: tuple[str, int], secret: bytes) -> Rendezvous:
-        """Return a rendezvous of this rank alone, at its own store."""
-        return Rendezvous(
-            job=f"{self.job}-{self.start}",
-            generation=0,
-            rank=0,
-            size=1,
-            store=store,
-            bind=self.bind,
-            backend=self.backend,
-            secret=secret,
-        )
-
     def rendezvous(self, plan: Plan, secret: bytes) -> Rendezvous:
         """Return the rendezvous of this rank with the other members of a plan."""
         rank = plan.rank_of(self.start)
         assert rank is not None
-        return replace(
-            self.alone(plan.members[0].store, secret),
+        return Rendezvous(
             job=self.job,
             generation=plan.generation,
             rank=rank,
             size=len(plan.members),
+            store=plan.members[0].store,
+            bind=self.bind,
+            backend=self.backend,
+            secret=secret,
             timeout_s=self.operation_timeout_s,
             forming_s=self.heartbeat_timeout_s,
         )
-
-
-def warm_up(
-    spec: RankSpec, alone: Rendezvous, runtime: RankRuntime, step_bytes: Callable[[], int]
-) -> ReceiveBuffer | None:
-    """Prepare to join ranks that train, or to be joined where a rank is to train alone.
-
-    Returns memory for the state that the rank will receive, if it will receive one. Then its first
-    step's memory is touched as well.
-    """
-    runtime.on_set_up(step_bytes() if spec.state_bytes else 0)
-    buffer = ReceiveBuffer.for_state(spec.state_bytes) if spec.state_bytes else None
-    if spec.state_bytes is not None or spec.place.size == 1:
-        runtime.form_alone(alone)
-    return buffer

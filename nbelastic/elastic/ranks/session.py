@@ -25,9 +25,9 @@ from nbelastic.elastic.ranks.runtime import (
     RankRuntime,
     RankSpec,
     UnreachablePeers,
-    warm_up,
 )
 from nbelastic.elastic.ranks.telemetry import ResetTimings, user_line
+from nbelastic.elastic.state.state_payload import ReceiveBuffer
 from nbelastic.errors import (
     CollectiveError,
     Evicted,
@@ -244,9 +244,8 @@ class Session(Context):
             own = failure is not None and self._works()
             self._drop_communicator()
             if self._store is None:
-                self._store = store = self._runtime.open_store(self.spec.bind, self.secret)
-                terms = self.spec.alone(store.address, self.secret)
-                self.receive_buffer = warm_up(self.spec, terms, self._runtime, step_bytes)
+                self._store = self._runtime.open_store(self.spec.bind, self.secret)
+                self._warm_up(self._store, step_bytes)
             while True:
                 plan = self._await_plan(loop, failure, own, part)
                 try:
@@ -257,6 +256,14 @@ class Session(Context):
                     self._drop_communicator()
                     self._unreachable.record_failure(plan, self.spec.start)
                     failure, own = str(error), False
+
+    def _warm_up(self, store: RendezvousServer, step_bytes: Callable[[], int]) -> None:
+        """Prepare to join ranks that train, or to be joined where this one trains alone."""
+        spec, nbytes = self.spec, self.spec.state_bytes
+        self._runtime.on_set_up(step_bytes() if nbytes else 0)
+        self.receive_buffer = ReceiveBuffer.for_state(nbytes) if nbytes else None
+        if nbytes is not None or spec.place.size == 1:
+            self._runtime.form_alone(spec, store.address, self.secret)
 
     def _works(self) -> bool:
         """Return whether the communicator works, so that neither a peer nor the network failed."""
