@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {".py", ".pyi", ".cpp", ".hpp", ".inc"}
-BUDGET = {"nbelastic": 57_305, "tests": 49_980}
+BUDGET = {"nbelastic": 56_884, "tests": 45_662}
 SLACK = 500  # lines by which a budget may be above what is there
 
 
