@@ -37,9 +37,11 @@ class SimRank:
     pid = None
     waits = False  # for a template
 
-    def __init__(self, worker: SimWorker, spec: Any, payload: Any, take: Any) -> None:
+    def __init__(self, setup: Any, take: Any, *_: Any) -> None:
+        worker: SimWorker = asyncio.get_running_loop().owner  # type: ignore[attr-defined]
+        spec = setup.spec
         self._worker, self._take = worker, take
-        self._args = (spec, payload)
+        self._args = (spec, setup.payload)
         self._reason = ""
         self._program: RankProgram | None = None
         self._early: list[Any] = []
@@ -124,17 +126,21 @@ class SimWatcher:
 
 
 class SimAgent(Agent):
-    """The real agent, and the launcher of its ranks, which are simulated processes."""
+    """The real agent, whose ranks are simulated processes."""
 
     def setup(self, worker: Any) -> None:
         super().setup(worker)
         self._notices = SimWatcher()  # type: ignore[assignment]
 
-    def _start_launcher(self) -> Any:
-        return self
 
-    def launch(self, setup: Any, take: Any, *_: Any) -> SimRank:
-        return SimRank(self._worker, setup.spec, setup.payload, take)  # type: ignore[arg-type]
+class SimLauncher:
+    """Launches nothing: a simulated rank begins by itself."""
+
+    def start(self) -> None:
+        """Need no template."""
+
+    def launch(self, rank: SimRank) -> None:
+        """Let it begin."""
 
     async def close(self) -> None:
         """Need no process here."""

@@ -17,7 +17,7 @@ import pytest
 from nbelastic.cluster.kernel import preflight
 from nbelastic.cluster.payload import Modules
 from nbelastic.cluster.scheduler import job_service, plugin
-from nbelastic.cluster.worker import agent
+from nbelastic.cluster.worker import agent, hosted_rank
 from nbelastic.driver.options import Options
 from nbelastic.elastic.ranks import telemetry
 from nbelastic.elastic.ranks.runtime import RankRuntime
@@ -34,7 +34,7 @@ from .loop import Hub, Process, Stuck
 from .network import Network
 from .remote import block_on
 from .schedule import PLANNED, Fault, Script, make_faults, make_script
-from .worker import SimAgent, SimNanny, SimWorker
+from .worker import SimAgent, SimLauncher, SimNanny, SimRank, SimWorker
 
 if TYPE_CHECKING:
     from nbelastic.driver.thread import Driver
@@ -73,8 +73,11 @@ REPLACED: list[tuple[Any, str, Any]] = [  # what only a real process has
     (fit, "own_versions", lambda: VERSIONS),
     (preflight, "collect", lambda names: Modules()),
     (plugin, "Agent", SimAgent),
+    (agent, "RankLauncher", SimLauncher),
+    (hosted_rank, "RankProcess", SimRank),
     (plugin, "start_processes_shielded", lambda: None),
     (telemetry, "user_line", lambda thread: None),
+    (telemetry, "memory_in_use", lambda: (0, 0, 0)),
 ]
 
 LONGEST = 240.0  # seconds of virtual time after the last fault in which a job must have ended
