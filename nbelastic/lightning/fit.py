@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import lightning.fabric.strategies as fabric_strategies
@@ -22,6 +23,7 @@ from nbelastic.lightning.loop import (
     ElasticFit,
     callbacks_of,
     follow_epochs_of_fabric,
+    replace_stage,
 )
 from nbelastic.torch.device import device
 from nbelastic.torch.functions import broadcast_parameters
@@ -143,8 +145,7 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
         """Train with the trainer, which is set up now, in an elastic loop."""
         super().setup(trainer)
 
-        def run_stage() -> Any:
-            del trainer._run_stage
+        def run_stage(plain: Callable[[], Any]) -> Any:
             fits = trainer.state.fn == TrainerFn.FITTING
             if fits and isinstance(current_or_none(), Session):
                 return ElasticFit(trainer, self).run()
@@ -152,9 +153,9 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
             if not fits:  # all ranks evaluate the module of rank 0
                 module = trainer.lightning_module
                 broadcast_parameters([*module.named_parameters(), *module.named_buffers()])
-            return trainer._run_stage()
+            return plain()
 
-        trainer._run_stage = run_stage
+        replace_stage(trainer, run_stage)
 
     def teardown(self) -> None:
         self.begin()

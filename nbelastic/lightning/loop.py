@@ -44,6 +44,16 @@ _OF_LOGGERS = (
 _OF_METRICS = ("has_reset", "_update_count", "_forward_cache")
 
 
+def replace_stage(trainer: Any, run_stage: Callable[[Callable[[], Any]], Any]) -> None:
+    """Call a function in the place of the trainer's next stage, with the stage as its argument."""
+
+    def call() -> Any:
+        del trainer._run_stage
+        return run_stage(trainer._run_stage)
+
+    trainer._run_stage = call
+
+
 def follow_epochs_of_fabric() -> None:
     """Let loaders of Fabric's, which count their epochs, go on with the epoch of a sampler."""
 

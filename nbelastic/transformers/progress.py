@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +18,6 @@ _NOT_KEPT = {
     "stateful_callbacks",
     "trial_params",
 }
-_COUNTS = (
-    "_tr_loss",
-    "_total_loss_scalar",
-    "_globalstep_last_logged",
-    "_initial_global_step",
-    "_initial_num_input_tokens_seen",
-    "current_flos",
-)
 _FOLDER = "TENSORBOARD_LOGGING_DIR"
 
 
@@ -34,7 +26,7 @@ class TrainerProgress(TrainingProgress):
 
     callbacks: Callbacks
 
-    def __init__(self, trainer: Any, steps: int, stretches: bool) -> None:
+    def __init__(self, trainer: Any, counts: Sequence[str], steps: int, stretches: bool) -> None:
         self._trainer = trainer
         self.callbacks = Callbacks(lambda: trainer.callback_handler.callbacks)
         self._runs = Runs()
@@ -46,7 +38,7 @@ class TrainerProgress(TrainingProgress):
         place = ("epoch", "begun", "evaluated", "foreseen", "start", "at", "slope")
         kept = {each.name for each in dataclasses.fields(trainer.state)} - _NOT_KEPT
         super().__init__(
-            (self, place), (self._runs, ["ids"]), (trainer, _COUNTS), (trainer.state, sorted(kept))
+            (self, place), (self._runs, ["ids"]), (trainer, counts), (trainer.state, sorted(kept))
         )
         self._text, self._entries = "", 0
         if stretches and hasattr(trainer.lr_scheduler, "lr_lambdas"):

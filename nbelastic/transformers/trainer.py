@@ -30,6 +30,14 @@ from nbelastic.trainers.sampler import not_dealt
 from nbelastic.transformers.progress import TrainerProgress
 
 _POSITION = "nbelastic_position.json"
+_COUNTS = (
+    "_tr_loss",
+    "_total_loss_scalar",
+    "_globalstep_last_logged",
+    "_initial_global_step",
+    "_initial_num_input_tokens_seen",
+    "current_flos",
+)
 _PARTS = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch")
 
 
@@ -188,7 +196,8 @@ class TrainerLoop:
         if why := obstacle(loader):
             not_dealt(why)
         self.sampler = None if why else deal(loader, seed)
-        self.progress = TrainerProgress(trainer, max_steps, trainer._created_lr_scheduler)
+        stretches = trainer._created_lr_scheduler
+        self.progress = TrainerProgress(trainer, _COUNTS, max_steps, stretches)
         scaler = getattr(trainer.accelerator, "scaler", None)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         self.state = TorchState(
