@@ -107,7 +107,7 @@ def test_of_two_contradicting_limits_the_later_counts() -> None:
     assert (limits.min_np, limits.max_np) == (4, 4)
     world.tell(ev.LimitsChanged(min_np=6))
     limits = world.machine.roster.limits
-    assert (limits.min_np, limits.max_np) == (6, 6)
+    assert (limits.min_np, limits.np, limits.max_np) == (6, 6, 6)
 
 
 def test_min_np_above_max_np_is_refused() -> None:

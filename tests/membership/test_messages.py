@@ -67,6 +67,18 @@ def test_a_rank_may_come_to_its_next_loop_before_all_have_reported(reports: bool
     assert len(world.plans) == 2
 
 
+def test_each_generation_is_recorded_with_its_own_communicator() -> None:
+    world = reached(Phase.FORMING, job("A0", "B0", np=2, min_np=1, script=LONG))
+    for start in (0, 1):
+        world.tell(ev.RankFormed(start, 1, "shm"))
+    world.kill("B0")
+    world.run(until=lambda: len(world.plans) == 2)
+    world.tell(ev.RankFormed(0, 1, "shm"))  # late, of the generation before
+    assert world.view().backend == ""
+    world.tell(ev.RankFormed(0, 2, "solo"))
+    assert world.reasons("formed") == [ev.Connected(2, "shm"), ev.Connected(1, "solo")]
+
+
 def test_why_there_is_nothing_faster_is_said_once() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG), 10)
     for start in (0, 1):
