@@ -278,7 +278,7 @@ def with_accelerate(how, flag, directory):
     return outcome
 
 
-def with_transformers(how, flag, directory):
+def with_transformers(how, flag, directory, lora=False):
     from transformers import (
         EarlyStoppingCallback,
         GPT2Config,
@@ -314,7 +314,7 @@ def with_transformers(how, flag, directory):
 
     class Watched(Trainer):
         def _get_train_sampler(self, dataset):
-            return half()
+            return super()._get_train_sampler(dataset) if lora else half()
 
         def training_step(self, model, inputs, *arguments, **named):
             epoch = watch.epochs - 1
@@ -330,7 +330,13 @@ def with_transformers(how, flag, directory):
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
-    data = [{"input_ids": (torch.arange(8) + row) % ROWS} for row in range(2 * ROWS)]
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        wanted = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], lora_dropout=0)
+        model = get_peft_model(model, wanted)
+    size = ROWS if lora else 2 * ROWS
+    data = [{"input_ids": (torch.arange(8) + row) % ROWS} for row in range(size)]
     for each in data:
         each["labels"] = each["input_ids"]
     arguments = TrainingArguments(
@@ -411,6 +417,10 @@ def train_and_resume(directory, stop, resume=None, flag=None):
     trainer = Watched(model=Model(), args=arguments, train_dataset=data, callbacks=[Stop()])
     trainer.train(resume_from_checkpoint=resume)
     return seen, rates
+
+
+def with_lora(**options):
+    return with_transformers(lora=True, **options)
 
 
 def with_lightning(how, flag, directory):
