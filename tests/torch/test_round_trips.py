@@ -369,3 +369,14 @@ def test_a_wrapped_optimizer_goes_back_to_a_commit_without_copies(kind: str) -> 
         averages_of(state)
         state.restore()
         assert averages_of(step(state, 5)) == averages_of(step(wrapped(0, kind), LEARNED + 7))
+
+
+def test_hooks_on_an_optimizers_state_dict_are_seen_after_commits() -> None:
+    optimizer = sgd(torch.nn.Linear(1, 1))
+    state, kept = TorchState(None, optimizer), [1]
+    optimizer.register_state_dict_post_hook(lambda _, found: {**found, "kept": kept[0]})
+    optimizer.register_load_state_dict_pre_hook(lambda _, given: kept.append(given["kept"]))
+    state.save()
+    kept[:] = [2]
+    state.restore()
+    assert kept[-1] == 1

@@ -106,7 +106,8 @@ class OptimizerAdapter(Adapter):
             state = obj.state
             groups = [(each, each.values(), each["params"]) for each in obj.param_groups]
             of_state = (state, map(len, state.values()), *state.values())
-            return _all_of((*_all_of(groups), *of_state, *map(dict.values, state.values())))
+            own = map(bool, map(vars(obj).get, _OF_STATE_DICTS))  # hooks may come at any time
+            return _all_of((*_all_of(groups), *of_state, *map(dict.values, state.values()), own))
 
         if not is_torchs(obj) or not all(isinstance(each, dict) for each in obj.state.values()):
             return None
