@@ -99,6 +99,8 @@ private:
             collectives_.perform(operation, patience);
         } catch (const Broken&) {
             // the thread that waits for it finds the segment broken
+        } catch (const std::exception& error) {  // no memory
+            team_.abort(error.what());
         }
         lock.lock();
         performing_ = false;
