@@ -37,8 +37,8 @@ def random_plan(crew: Crew, marks: Path, seed: int, *, epochs: int, every: float
     """
     commit_every = (1, 1, 3, 7)[seed % 4]
     work = Workload(marks, epochs=epochs, seconds=0.03, commit_every=commit_every, rate=0.01)
-    refill(crew)  # one may have left after its job had ended
-    crew.wait_until_whole(WORKERS)
+    # One that was retired at the end of the last job leaves with its next heartbeat.
+    crew.wait_until_whole(WORKERS, lambda: refill(crew))
     before = footprint(crew)
     job = crew.fit(
         work,

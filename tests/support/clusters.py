@@ -51,12 +51,13 @@ class Crew:
         """Return the process of each worker, by address."""
         return self.client.run(os.getpid, on_error="ignore")
 
-    def wait_until_whole(self, count: int) -> None:
-        """Wait until `count` workers are there and idle."""
+    def wait_until_whole(self, count: int, mend: Callable[[], None] = lambda: None) -> None:
+        """Wait until `count` workers are there and idle; call `mend` meanwhile."""
 
         tasks: dict[str, list[str]] = {}
 
         def whole() -> bool:
+            mend()
             tasks.clear()
             tasks.update(self.client.run_on_scheduler(tasks_of_workers))
             return len(tasks) == count and not any(tasks.values())
