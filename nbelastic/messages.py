@@ -1189,17 +1189,18 @@ class End(Effect, frozen=True):
 # -- effects of ``nbelastic.chaos`` ----------------------------------------------------------------
 
 
-class FaultOrder(Data, frozen=True):
-    """A fault to be injected into a rank, for some seconds or steps."""
+class FaultOrder(Data, frozen=True, kw_only=True):
+    """A fault to be injected into a rank; :class:`nbelastic.chaos.Fault` has what it means."""
 
-    number: int  # unique in the kernel
-    kind: str  # the name of a function of :mod:`nbelastic.chaos`
-    seconds: Number = 0.0
-    steps: int = 0
+    number: int = 0  # unique in the kernel, where the fault is in a plan
+    kind: str
     rank: int | None = None  # at which it is due, as the next two; None for any
     step: int | None = None
     generation: int | None = None
-    forming: bool = False  # it is due while the next generation forms
+    forming: bool = False
+    after: Number | None = None
+    seconds: Number = 0.0
+    steps: int = 0
 
     @property
     def timed(self) -> bool:

@@ -75,7 +75,7 @@ def dumps(value: object) -> bytes:
 def failing_part(
     value: object,
     use: Callable[[Any], object],
-    parts: Callable[[Any], Iterable[tuple[str, Any]]] | None = None,
+    parts: Callable[[Any], Iterable[tuple[str, Any]]] = lambda _: (),
 ) -> tuple[str, object]:
     """Return the innermost part of a value with which `use` raises, and its path.
 
@@ -85,8 +85,7 @@ def failing_part(
     where = ""
     seen = {id(value)}
     for _ in range(_DEEPEST):
-        inside = [*(parts(value) if parts is not None else ()), *_parts(value)]
-        for step, part in inside:
+        for step, part in (*parts(value), *_parts(value)):
             if id(part) not in seen and not _works(use, part):
                 seen.add(id(part))
                 where, value = where + step, part

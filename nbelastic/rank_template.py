@@ -31,6 +31,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import math
 import os
 import resource
 import signal
@@ -160,7 +161,6 @@ class _Template:
         self._lines = {line.fileno(): line}
         self._servers: dict[int, int] = {}  # by process: the line that has asked for it
         self._condemned: dict[int, float] = {}
-        self._idle_since: float | None = None
 
     def serve(self, children: Children) -> tuple[Any, list[int]] | None:
         """Fork servers, and reap them with their children, until no worker is left.
@@ -169,10 +169,21 @@ class _Template:
         """
         for line in self._lines.values():
             send(line, op="ready")
-        left = False
+        left, idle_end = False, math.inf
         while True:
+            now = time.monotonic()
+            for pid in [each for each, moment in self._condemned.items() if moment <= now]:
+                os.kill(pid, signal.SIGKILL)  # it is reaped next
+                del self._condemned[pid]
+            if self._lines or self._servers:
+                idle_end = math.inf
+            else:
+                idle_end = min(idle_end, now + IDLE_S if self._listener else now)
+            if now >= idle_end:
+                return None
+            moment = now + 0.05 if left else min([idle_end, *self._condemned.values()])
             watched = {*self._lines, *([self._listener.fileno()] if self._listener else [])}
-            ready = children.wait(watched, self._timeout(left))
+            ready = children.wait(watched, None if moment == math.inf else moment - now)
             for pid, _ in children.reap():
                 self._servers.pop(pid, None)
                 self._condemned.pop(pid, None)
@@ -185,30 +196,6 @@ class _Template:
                         return asked
                 elif self._listener is not None:
                     self._accept(self._listener)
-            if self._is_over():
-                return None
-
-    def _timeout(self, left: bool) -> float | None:
-        if left:
-            return 0.05
-        moments = [*self._condemned.values()]
-        if self._idle_since is not None:
-            moments.append(self._idle_since + IDLE_S)
-        return max(min(moments) - time.monotonic(), 0.0) if moments else None
-
-    def _is_over(self) -> bool:
-        """Kill servers whose time is over; tell whether the template has been idle for long."""
-        now = time.monotonic()
-        for pid in [each for each, moment in self._condemned.items() if moment <= now]:
-            os.kill(pid, signal.SIGKILL)  # it is reaped next
-            del self._condemned[pid]
-        if self._lines or self._servers:
-            self._idle_since = None
-            return False
-        if self._listener is None:
-            return True
-        self._idle_since = self._idle_since or now
-        return now >= self._idle_since + IDLE_S
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):  # it has gone

@@ -13,12 +13,14 @@ import math
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from nbelastic.driver import Job, driver_of
 from nbelastic.errors import OptionError
 from nbelastic.membership import RankView
-from nbelastic.messages import FaultOrder, FaultReport
+from nbelastic.messages import FaultReport
 
 from .faults import Fault, RandomPlan
 from .report import FaultOutcome, Report, with_recovery
@@ -41,31 +43,18 @@ _numbers = itertools.count(1)
 
 @dataclass
 class ScheduledFault:
-    """A fault of a plan, with its rank and its outcome."""
+    """A fault of a plan, and its outcome so far."""
 
     fault: Fault
-    rank: int | None = None
-    worker: str = ""
-    start: int | None = None
-    sent: float | None = None
-    done: float | None = None
-    problem: str = ""
+    start: int | None = None  # of the only process that it is for, if that was drawn
+    sent: bool = False  # to the one process that has its rank
     sent_to: set[int] = field(default_factory=set)
+    outcome: FaultOutcome | None = None
 
-    @property
-    def open(self) -> bool:
-        """Whether it has still to be done."""
-        return self.done is None and not self.problem
-
-    def outcome(self) -> FaultOutcome | None:
-        """Return the outcome for the report; None while the fault is open."""
-        kind, problem, when = self.fault.kind, self.problem, self.done
-        if when is None and kind in MUTE and self.sent is not None:
-            when, problem = self.sent, ""
-        if when is None and not problem:
-            return None
-        rank = self.fault.rank if self.rank is None else self.rank
-        return FaultOutcome(kind, rank, self.worker, when or self.sent or 0.0, problem)
+    def end(self, problem: str = "", rank: int | None = None, worker: str = "") -> None:
+        """Set the outcome: injected now, unless there is a problem."""
+        rank = self.fault.rank if rank is None else rank
+        self.outcome = FaultOutcome(self.fault.kind, rank, worker, time.time(), problem)
 
 
 @dataclass
@@ -87,26 +76,22 @@ class CommitRate:
         """Take note of a fault."""
         self._fault = self._fault or self._last
 
-    def before(self) -> float | None:
-        """Return commits per second before the first fault; None if that was too soon."""
-        return _rate(self._first, self._fault)
+    def rates(self, now: float | None) -> tuple[float, float | None, float | None]:
+        """Return seconds since the first fault, and commits per second before it and since.
 
-    def since(self, now: float | None) -> float | None:
-        """Return commits per second since then; `now` is None after the end."""
-        last = self._last
-        if last is not None and now is not None and now > last[0] + LATE:
+        `now` is None after the job's end; a rate is None if there was too little time.
+        """
+        fault, last = self._fault, self._last
+        if fault is None or last is None:
+            return 0.0, None, None
+        seconds = (last[0] if now is None else now) - fault[0]
+        if now is not None and now > last[0] + LATE:
             last = now, last[1]  # there have been none since
-        return _rate(self._fault, last)
-
-    def seconds(self, now: float | None) -> float:
-        """Return seconds since the first fault."""
-        if self._fault is None or self._last is None:
-            return 0.0
-        return (self._last[0] if now is None else now) - self._fault[0]
+        return seconds, _rate(self._first, fault), _rate(fault, last)
 
 
-def _rate(since: tuple[float, int] | None, to: tuple[float, int] | None) -> float | None:
-    if since is None or to is None or to[0] < since[0] + LEAST_SPAN:
+def _rate(since: tuple[float, int] | None, to: tuple[float, int]) -> float | None:
+    if since is None or to[0] < since[0] + LEAST_SPAN:
         return None
     return max(to[1] - since[1], 0) / (to[0] - since[0])
 
@@ -137,7 +122,8 @@ class FaultPlan:
         )
 
     def __repr__(self) -> str:
-        done = sum(each.done is not None for each in list(self._scheduled.values()))
+        ended = [each.outcome for each in list(self._scheduled.values()) if each.outcome]
+        done = sum(not outcome.problem for outcome in ended)
         return f"<FaultPlan of {self._job.name}: {done} faults so far>"
 
     def stop(self) -> None:
@@ -155,19 +141,19 @@ class FaultPlan:
         if self._job.done():
             self._thread.join(LATE)  # which says what did not come to pass
         with self._lock:
-            found = [each.outcome() for each in self._scheduled.values()]
-            redone = list(self._redone.values())
+            found = [each.outcome for each in self._scheduled.values() if each.outcome is not None]
+            steps, samples = zip((0, 0), *self._redone.values(), strict=True)
         history = self._job.history
-        injections = sorted((i for i in found if i is not None), key=lambda i: i.time)
         now = time.time() if self._thread.is_alive() else None
+        seconds, before, since = self._commit_rate.rates(now)
         return Report(
-            injections=with_recovery(injections, history),
-            seconds=self._commit_rate.seconds(now),
-            steps_redone=sum(steps for steps, _ in redone),
-            samples_redone=sum(samples for _, samples in redone),
+            injections=with_recovery(sorted(found, key=lambda each: each.time), history),
+            seconds=seconds,
+            steps_redone=sum(steps),
+            samples_redone=sum(samples),
             restarts=sum(event.kind == "restarted" for event in history),
-            pace=self._commit_rate.since(now),
-            undisturbed=self._commit_rate.before() if self._pace is None else self._pace,
+            pace=since,
+            undisturbed=before if self._pace is None else self._pace,
         )
 
     # -- in the client's event loop ----------------------------------------------------------------
@@ -181,14 +167,11 @@ class FaultPlan:
                 self._redone[report.generation] = redone
                 return
             scheduled = self._scheduled.get(report.number)
-            if scheduled is None or not scheduled.open:
+            if scheduled is None or (scheduled.outcome is not None and not scheduled.sent):
                 return
-            scheduled.start, scheduled.rank = report.start, report.rank
-            scheduled.worker = report.worker
-            if report.what == "refused":
-                scheduled.problem = report.detail
-            else:
-                scheduled.done = time.time()
+            problem = report.detail if report.what == "refused" else ""
+            scheduled.end(problem, report.rank, report.worker)
+            if not problem:
                 self._commit_rate.mark()
                 self._note_unwell(report.start, scheduled.fault)
 
@@ -208,40 +191,39 @@ class FaultPlan:
                 for number, scheduled in self._scheduled.items():
                     if scheduled.sent_to:  # one may have done it, and the others not know yet
                         self._driver.job_client.inject(scheduled.sent_to, drop=[number])
-                    if scheduled.open:
-                        never = scheduled.sent is None
-                        scheduled.problem = "its time has not come" if never else "too late"
+                    if scheduled.outcome is None:
+                        scheduled.end("too late" if scheduled.sent else "its time has not come")
             self._driver.chaos = None
 
     def _look(self) -> None:
-        view, now = self._driver.view(), time.time()
+        view, inject = self._driver.view(), self._driver.job_client.inject
         self._members = [rank for rank in view.ranks if rank.rank is not None]
         running = view.state == "running"
         with self._lock:
-            self._commit_rate.note(now, view.commits)
+            self._commit_rate.note(time.time(), view.commits)
             for plan in self._random if running else ():
                 next(plan)
             starts = {rank.start for rank in view.ranks}
-            orders: dict[int, list[FaultOrder]] = {start: [] for start in starts - self._known}
+            # Each rank gets an order, without a fault too: from then on it tells what it redoes.
+            orders: dict[int, list[Fault]] = {start: [] for start in starts - self._known}
             self._known |= starts
             for number, each in self._scheduled.items():
-                chosen: set[int] = set()
-                if not each.fault.by_the_rank:
-                    waits = each.open and each.sent is None and running
-                    if waits and now - self._began >= (each.fault.after or 0.0):
-                        chosen = self._send(each, now)
-                elif each.open:  # armed on every start, also on later ones
-                    fixed = starts if each.start is None else starts & {each.start}
-                    chosen = fixed - each.sent_to
-                elif each.sent_to:
-                    self._driver.job_client.inject(each.sent_to & starts, drop=[number])
+                fault, chosen = each.fault, set[int]()
+                if fault.timed and each.outcome is None:  # armed on every start, also on later ones
+                    able = starts if each.start is None else starts & {each.start}
+                    chosen = able - each.sent_to
+                elif fault.timed and each.sent_to:
+                    inject(each.sent_to & starts, drop=[number])
                     each.sent_to.clear()
+                elif running and not (fault.timed or each.sent or each.outcome):
+                    chosen = self._send_if_due(each)
                 each.sent_to |= chosen
                 for start in chosen:
-                    orders.setdefault(start, []).append(each.fault.order(number))
-            # Each rank gets an order, without a fault too: from then on it tells what it redoes.
+                    rank = fault.rank if fault.timed else None  # else the start has it
+                    order = structs.replace(fault, number=number, rank=rank)
+                    orders.setdefault(start, []).append(order)
             for start, faults in orders.items():
-                self._driver.job_client.inject([start], faults)
+                inject([start], faults)
 
     def _schedule_all(self, plan: RandomPlan) -> Iterator[None]:
         """Schedule faults of a random plan, each when it is due; one at most until a ``yield``."""
@@ -264,24 +246,28 @@ class FaultPlan:
             return False
         target = well[int(where * len(well))]
         if fault.kind != "pause":
-            fault = replace(fault, rank=target.rank)
+            fault = structs.replace(fault, rank=target.rank)
             self._note_unwell(target.start, fault)
         self._scheduled[next(_numbers)] = ScheduledFault(fault, start=target.start)
         return True
 
-    def _send(self, scheduled: ScheduledFault, now: float) -> set[int]:
-        """Send a fault whose time has come; return the start of the rank to order it from."""
+    def _send_if_due(self, scheduled: ScheduledFault) -> set[int]:
+        """Return the start of the rank to order a fault from, if its time has come."""
         fault = scheduled.fault
+        if time.time() < self._began + (fault.after or 0.0):
+            return set()
         if fault.kind == "pause":
             self._driver.call(lambda: self._over.wait(fault.seconds))
-            scheduled.sent = scheduled.done = now
+            scheduled.end()
             self._commit_rate.mark()
             return set()
         target = next((rank for rank in self._members if rank.rank == fault.rank), None)
         if target is None:
-            scheduled.problem = f"there are {len(self._members)} ranks"
+            scheduled.end(f"there are {len(self._members)} ranks")
             return set()
-        scheduled.sent, scheduled.start, scheduled.worker = now, target.start, target.worker
+        scheduled.sent = True
+        if fault.kind in MUTE:
+            scheduled.end(worker=target.worker)
         self._commit_rate.mark()
         return {target.start}
 

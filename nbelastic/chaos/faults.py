@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault:
+class Fault(FaultOrder, frozen=True, kw_only=True):
     """A fault; made by :func:`kill` and the other functions.
 
     Attributes
@@ -39,15 +38,6 @@ class Fault:
         How many steps it lasts.
     """
 
-    kind: str
-    rank: int | None = None
-    step: int | None = None
-    generation: int | None = None
-    forming: bool = False
-    after: float | None = None
-    seconds: float = 0.0
-    steps: int = 0
-
     def __post_init__(self) -> None:
         for name in ("rank", "step", "generation", "after", "seconds", "steps"):
             if (value := getattr(self, name)) is not None:
@@ -60,24 +50,6 @@ class Fault:
             raise OptionError("step= (with generation=), forming= and after= exclude each other")
         if self.forming and self.kind in ("fail", "hang", "slow", "memory"):
             raise OptionError(f"forming=True: {self.kind} happens in the training function")
-
-    @property
-    def by_the_rank(self) -> bool:
-        """Whether the rank itself knows when it is time."""
-        return self.forming or self.step is not None or self.generation is not None
-
-    def order(self, number: int) -> FaultOrder:
-        """Return the fault's order to a rank."""
-        return FaultOrder(
-            number,
-            self.kind,
-            seconds=float(self.seconds),
-            steps=self.steps,
-            rank=self.rank if self.by_the_rank else None,
-            step=self.step,
-            generation=self.generation,
-            forming=self.forming,
-        )
 
 
 class When(TypedDict, total=False):

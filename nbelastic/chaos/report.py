@@ -109,13 +109,11 @@ class Report:
         return tuple(outcome for outcome in self.injections if outcome.problem)
 
     def _cells(self) -> list[tuple[str, ...]]:
-        return [
-            ("fault", "injected", "resets", "p50", "p99"),
-            *(
-                (row.kind, str(row.injected), str(row.resets), _span(row.p50), _span(row.p99))
-                for row in self.rows
-            ),
+        rows = [
+            (row.kind, str(row.injected), str(row.resets), _span(row.p50), _span(row.p99))
+            for row in self.rows
         ]
+        return [("fault", "injected", "resets", "p50", "p99"), *rows]
 
     def _notes(self) -> list[str]:
         notes = [
@@ -152,27 +150,24 @@ def with_recovery(
     injections: Sequence[FaultOutcome], history: Sequence[HistoryEvent]
 ) -> tuple[FaultOutcome, ...]:
     """Return injections with the time that the job took to recover from each."""
-    return tuple(
-        replace(each, recovery=_recovery(each, injections, history)) for each in injections
-    )
-
-
-def _recovery(
-    outcome: FaultOutcome, injections: Sequence[FaultOutcome], history: Sequence[HistoryEvent]
-) -> float | None:
-    if outcome.problem or outcome.kind in HARMLESS:
-        return None
-    since = outcome.time
-    if outcome.kind != "partition":
-        here = [each.time for each in injections if each.worker == outcome.worker]
-        before = min((time for time in here if time > since), default=math.inf)
-        lost = (
-            event.time
-            for event in history
-            if event.kind in ("lost", "left")
-            and event.worker == outcome.worker
-            and outcome.time - SLACK <= event.time < before
-        )
-        since = next(lost, math.inf)
-    formed = [event.time for event in history if event.kind == "formed" and event.time >= since]
-    return max(formed[0] - outcome.time, 0.0) if formed else None
+    formed = [event.time for event in history if event.kind == "formed"]
+    done = [outcome for outcome in injections if not outcome.problem]
+    found = []
+    for outcome in injections:
+        since, worker = outcome.time, outcome.worker
+        if outcome.problem or outcome.kind in HARMLESS:
+            since = math.inf
+        elif outcome.kind != "partition":  # a loss belongs to the newest fault on that worker
+            later = (each.time for each in done if each.worker == worker and each.time > since)
+            end = min(later, default=math.inf)
+            lost = (
+                event.time
+                for event in history
+                if event.kind in ("lost", "left") and event.worker == worker
+                if outcome.time - SLACK <= event.time < end
+            )
+            since = next(lost, math.inf)
+        recovered = next((time for time in formed if time >= since), None)
+        span = None if recovered is None else max(recovered - outcome.time, 0.0)
+        found.append(replace(outcome, recovery=span))
+    return tuple(found)

@@ -15,9 +15,9 @@ import yaml
 from nbelastic.errors import OptionError
 
 from .hosts.cluster import HostCluster
-from .hosts.discovery import DiscoveryFailed, Source, parse_hostfile, parse_hosts
+from .hosts.discovery import DiscoveryFailed, Hosts, Source, parse_hostfile, parse_hosts
 from .hosts.sources import named_source, script_source
-from .hosts.worker import SshOptions, is_local
+from .hosts.worker import is_local
 
 HOST_OPTIONS = ("hosts", "hostfile", "host_discovery_script", "hosts_from")  # one at most
 NAMING = ("scheduler", "scheduler_file", "cluster", *HOST_OPTIONS)  # one at most
@@ -42,92 +42,86 @@ def opened(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[
 
     `tell` takes a line for the user.
     """
-    named = [name for name in NAMING if options.get(name)]
-    for name in NAMING:
-        if options.get(name) == "":  # as with a variable of the shell that is not set
-            raise OptionError(f"--{name.replace('_', '-')}: its value is empty")
+    named = {
+        f"--{name.replace('_', '-')}": options[name]
+        for name in NAMING
+        if options.get(name) is not None
+    }
+    for flag, value in named.items():
+        if not value:  # as with a variable of the shell that is not set
+            raise OptionError(f"{flag}: its value is empty")
     if len(named) > 1:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in named)
-        raise OptionError(f"{flags}: give one of them; each names the machines")
+        raise OptionError(f"{' and '.join(named)}: give one of them; each names the machines")
     address = existing(options)
-    if address is not None:
+    if address is not None or not named:
         yield address
     elif options.get("cluster"):
         wanted = options.get("max_np") or options.get("np") or options.get("min_np") or 1
-        with _made(options["cluster"], int(wanted)) as cluster:
-            yield cluster
-    elif named:
-        with _of_hosts(options, tell) as cluster:
+        with _made(options["cluster"]) as cluster:
+            cluster.scale(int(wanted))
             yield cluster
     else:
-        yield None
+        with _of_hosts(options, tell) as cluster:
+            yield cluster
 
 
-@contextlib.contextmanager
-def _made(text: str, workers: int) -> Iterator[Any]:
-    """Yield a cluster of ``MODULE.CLASS[:FILE]`` with so many workers."""
+def _made(text: str) -> Any:
+    """Return a cluster of ``MODULE.CLASS[:FILE]``."""
     path, _, file = text.partition(":")
     module, _, name = path.rpartition(".")
+    hint = "must be MODULE.CLASS, as in dask_jobqueue.SLURMCluster"
     try:
         kind: Any = getattr(importlib.import_module(module), name)
         if not isinstance(kind, type):
-            raise ValueError("it is no class")
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise OptionError(
-            f"--cluster {text!r}: {error or 'no such class'}; must be MODULE.CLASS, as in "
-            "dask_jobqueue.SLURMCluster"
-        ) from None
-    settings: Any = {}
-    if file:
-        try:
+            raise TypeError(f"{name} is no class")
+        settings: Any = {}
+        if file:
+            hint = f"{file} must be a mapping of arguments, as YAML"
             with open(file, encoding="utf-8") as opened_file:
                 settings = yaml.safe_load(opened_file) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise OptionError(f"--cluster {text!r}: {file} cannot be read: {error}") from None
-        if not isinstance(settings, dict):
-            raise OptionError(f"--cluster {text!r}: {file} must be a mapping of arguments")
-    try:
-        made = kind(**settings)
-    except TypeError as error:
-        raise OptionError(f"--cluster {text!r}: {name} takes no such arguments: {error}") from None
-    with made as cluster:
-        cluster.scale(workers)
-        yield cluster
+        hint = f"{name} takes no such arguments"
+        return kind(**settings)
+    except (ImportError, AttributeError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise OptionError(f"--cluster {text!r}: {error}; {hint}") from None
 
 
-@contextlib.contextmanager
-def _of_hosts(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[Any]:
-    slots = int(options.get("slots_per_host") or 1)
-    source, fixed = _source(options, slots)
+def _of_hosts(options: Mapping[str, Any], tell: Callable[[str], None]) -> HostCluster:
+    source, fixed = _source(options, int(options.get("slots_per_host") or 1))
     others = [host for host in fixed or () if not is_local(host)]
     if others and importlib.util.find_spec("asyncssh") is None:
         raise OptionError(
             f"{others[0]} is another machine, and ssh needs asyncssh: pip install 'nbelastic[ssh]'"
         )
-    python = options.get("remote_python") or sys.executable
-    ssh = SshOptions(options.get("ssh_port"), options.get("ssh_identity_file"), python)
+    ssh: dict[str, Any] = {}
+    if port := options.get("ssh_port"):
+        ssh["port"] = port
+    if key := options.get("ssh_identity_file"):
+        ssh["client_keys"] = [key]
     try:
-        cluster = HostCluster(
+        return HostCluster(
             source,
             interval=float(options.get("discovery_interval") or 1.0),
             ssh=ssh,
+            python=options.get("remote_python") or sys.executable,
             tell=tell,
             loopback=fixed is not None and not others,
         )
     except DiscoveryFailed as error:
         raise DiscoveryFailed(f"host discovery failed at the first time: {error}") from None
-    with cluster:
-        yield cluster
 
 
 _HOSTFILE_CHARACTERS = 10_000_000
 
 
-def _source(options: Mapping[str, Any], slots: int) -> tuple[Source, Mapping[str, int] | None]:
+def _source(options: Mapping[str, Any], slots: int) -> tuple[Source, Hosts | None]:
     """Return the source of hosts, and the hosts if they stay the same."""
+    if script := options.get("host_discovery_script"):
+        return script_source(script, slots), None
+    if name := options.get("hosts_from"):
+        return named_source(name, slots), None
     if options.get("hosts"):
         fixed = parse_hosts(options["hosts"], slots)
-    elif options.get("hostfile"):
+    else:
         with open(options["hostfile"], encoding="utf-8", errors="replace") as file:
             text = file.read(_HOSTFILE_CHARACTERS + 1)
         if len(text) > _HOSTFILE_CHARACTERS:
@@ -136,8 +130,4 @@ def _source(options: Mapping[str, Any], slots: int) -> tuple[Source, Mapping[str
                 "characters; must be a text with a host in each line"
             )
         fixed = parse_hostfile(text, slots)
-    elif options.get("host_discovery_script"):
-        return script_source(options["host_discovery_script"], slots), None
-    else:
-        return named_source(options["hosts_from"], slots), None
     return (lambda: fixed), fixed

@@ -129,7 +129,6 @@ class RunCommand(Command):
                 formatter.write_dl(records, col_max=34)
 
 
-_NAME = click.argument("name", required=False)
 _MISSING = "the cluster is missing: --scheduler ADDRESS or --scheduler-file"
 
 
@@ -151,8 +150,13 @@ def run(**options: Any) -> int:
     return run_script(options)
 
 
-def _command(*, alone: bool = False) -> Callable[[Callable[..., int | None]], click.Command]:
-    """Make a command of a function of a scheduler's address, or of None too if `alone`."""
+def _command(
+    *, alone: bool = False, job: str = ""
+) -> Callable[[Callable[..., int | None]], click.Command]:
+    """Make a command of a function of a scheduler's address, or of None too if `alone`.
+
+    With a `job`, ``open`` or ``ended``, the function also gets a job's name.
+    """
 
     def make(function: Callable[..., int | None]) -> click.Command:
         @functools.wraps(function)
@@ -160,19 +164,21 @@ def _command(*, alone: bool = False) -> Callable[[Callable[..., int | None]], cl
             address = existing({"scheduler": scheduler, "scheduler_file": scheduler_file}) or None
             if address is None and not alone:
                 raise OptionError(_MISSING)
+            if job and given["name"] is None:
+                given["name"] = _only_job(address, ended=job == "ended")
             return function(address, **given)
 
         command = click.command(name=function.__name__, cls=Command)(call)
         command.params += TERMINAL[:2]  # of the scheduler
+        if job:
+            command.params.insert(0, click.Argument(["name"], required=False))
         return command
 
     return make
 
 
-def _job_name(name: str | None, address: str, *, ended: bool = False) -> str:
-    """Return a job's name; by default the only open job's, or the last ended job's."""
-    if name is not None:
-        return name
+def _only_job(address: str | None, *, ended: bool) -> str:
+    """Return the name of the only open job, or, where `ended` will do, of the last ended job."""
     jobs = driver.jobs(address)
     found = [job.name for job in jobs if job.ended is None]
     if not found and ended:
@@ -196,11 +202,10 @@ def jobs(address: str) -> None:
     click.echo(aligned(rows))
 
 
-@_command()
-@_NAME
-def status(address: str, name: str | None) -> None:
+@_command(job="ended")
+def status(address: str, name: str) -> None:
     """Show a job: its state, its ranks, and its history."""
-    snapshot = JobSnapshot.of(driver.look(_job_name(name, address, ended=True), cluster=address))
+    snapshot = JobSnapshot.of(driver.look(name, cluster=address))
     click.echo(line(snapshot))
     if snapshot.status.reason:
         click.echo(f"  {snapshot.status.reason}")
@@ -226,56 +231,45 @@ def why(address: str | None, name: str, rank: int | None) -> None:
         click.echo(driver.look(name, cluster=address).why(rank))
 
 
-@_command()
-@_NAME
+@_command(job="ended")
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="Only this rank's output.")
-def logs(address: str, name: str | None, rank: int | None) -> None:
+def logs(address: str, name: str, rank: int | None) -> None:
     """Show the output of ranks, or only the newest part of a large output."""
-    click.echo(
-        driver.look(_job_name(name, address, ended=True), cluster=address).logs(rank), nl=False
-    )
+    click.echo(driver.look(name, cluster=address).logs(rank), nl=False)
 
 
-@_command()
-@_NAME
-def scale(address: str, name: str | None, **limits: Any) -> None:
+@_command(job="open")
+def scale(address: str, name: str, **limits: Any) -> None:
     """Change how many ranks a job may have, and its place among others.
 
     It holds from the next commit on.
     """
     if all(value is None for value in limits.values()):
         raise OptionError("give --min-np, --max-np, --priority or --weight")
-    found = _job_name(name, address)
-    change = changed_limits(driver.look(found, cluster=address).status, **limits)
-    driver.ask(found, change, cluster=address)
-    click.echo(f"{found}: the new limits hold from the next commit on")
+    change = changed_limits(driver.look(name, cluster=address).status, **limits)
+    driver.ask(name, change, cluster=address)
+    click.echo(f"{name}: the new limits hold from the next commit on")
 
 
 scale.params += [LineOption.of(ROWS[name]) for name in LIMITS]
 
 
-@_command()
-@_NAME
-def stop(address: str, name: str | None) -> None:
+@_command(job="open")
+def stop(address: str, name: str) -> None:
     """End a job at its next commit."""
-    found = _job_name(name, address)
-    driver.ask(found, StopRequested(), cluster=address)
-    click.echo(f"{found}: ends at its next commit")
+    driver.ask(name, StopRequested(), cluster=address)
+    click.echo(f"{name}: ends at its next commit")
 
 
-@_command()
-@_NAME
-def cancel(address: str, name: str | None) -> None:
+@_command(job="open")
+def cancel(address: str, name: str) -> None:
     """End a job now, wherever its ranks are."""
-    found = _job_name(name, address)
-    event = StopRequested(now=True, reason=StopReason.CANCELLED)
-    driver.ask(found, event, cluster=address)
-    click.echo(f"{found}: ends now")
+    driver.ask(name, StopRequested(now=True, reason=StopReason.CANCELLED), cluster=address)
+    click.echo(f"{name}: ends now")
 
 
-@_command()
-@_NAME
-def attach(address: str, name: str | None, **how: bool) -> int:
+@_command(job="open")
+def attach(address: str, name: str, **how: bool) -> int:
     """Take a job over, show it, and wait for its end.
 
     Ctrl-C then stops the job. The process that waited for it so far is told that it goes on here.
@@ -283,10 +277,9 @@ def attach(address: str, name: str | None, **how: bool) -> int:
     from . import run as running
     from .display import CommandDisplay
 
-    found = _job_name(name, address)
     display = CommandDisplay(running.view_options(how))
     driver.set_display(display)
-    return running.exit_code(lambda: driver.attach(found, cluster=address, block=True), display)
+    return running.exit_code(lambda: driver.attach(name, cluster=address, block=True), display)
 
 
 attach.params += [
@@ -298,6 +291,6 @@ attach.params += [
 @click.option("--json", "as_json", is_flag=True, help="A JSON object for each finding.")
 def doctor(address: str | None, as_json: bool) -> int:
     """Check a cluster, or this machine: versions, memory, ports, clocks, GPUs."""
-    from .doctor import examine, report
+    from .doctor import examine, findings, report
 
-    return report(examine(address), as_json=as_json, write=click.echo)
+    return report(findings(*examine(address)), as_json=as_json, write=click.echo)

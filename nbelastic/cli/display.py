@@ -80,16 +80,20 @@ class WaitView:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.tick()
-        self.write_rest()
+        self.tick(last=True)
         if self.job.done():
             self.write_end()
 
-    def tick(self) -> None:
-        """Write what is new."""
+    def tick(self, last: bool = False) -> None:
+        """Write what is new; at last also lines of ranks that have not ended."""
         self._cursor, outputs = self.job.output(self._cursor)
-        if outputs:
-            self.write_output(outputs)
+        self._save(outputs)
+        for output in outputs:
+            if output.rank == 0 or self.options.prefix:
+                for line in self._lines.take(output):
+                    self.write_line(output.rank, line)
+        for _, rank, line in self._lines.rest() if last else ():
+            self.write_line(rank, line)
         history = self.job.history
         if len(history) < self._events:  # taken over again: the history is the scheduler's now
             self._events = 0
@@ -99,33 +103,30 @@ class WaitView:
         while self._messages:
             self.say(self._messages.popleft())
 
-    # -- what a style writes ---------------------------------------------------------------------
-
-    def write_output(self, outputs: tuple[Output, ...]) -> None:
-        """Write what ranks have printed."""
-        if self._directory is not None:
+    def _save(self, outputs: tuple[Output, ...]) -> None:
+        for output in outputs:
+            if self._directory is None:
+                return
+            number = "unknown" if output.rank is None else output.rank
+            place = Path(self._directory) / f"rank.{number}"
             try:
-                for output in outputs:
-                    _append(self._directory, output)
+                place.mkdir(parents=True, exist_ok=True)
+                with open(place / "stdout", "a", encoding="utf-8", errors="backslashreplace") as f:
+                    f.write(output.text)
             except OSError as error:
                 self._directory = None
                 self.say(f"--output-filename: {error}")
-        shown = (output for output in outputs if output.rank == 0 or self.options.prefix)
-        self.write_lines([(each.rank, line) for each in shown for line in self._lines.take(each)])
-
-    def write_rest(self) -> None:
-        """Write the lines of ranks that have not ended."""
-        self.write_lines([(rank, line) for _, rank, line in self._lines.rest()])
-
-    def write_lines(self, lines: list[tuple[int | None, str]]) -> None:
-        """Write lines of ranks to stdout."""
-        for rank, line in lines:
-            _write(sys.stdout, self.prefixed(rank, line))
 
     def prefixed(self, rank: int | None, line: str) -> str:
         """Return a line, prefixed with its rank as by horovodrun if so set."""
         number = "–" if rank is None else rank
         return f"[{number}]<stdout>: {line}" if self.options.prefix else line
+
+    # -- what a style writes ---------------------------------------------------------------------
+
+    def write_line(self, rank: int | None, line: str) -> None:
+        """Write a line of a rank to stdout."""
+        _write(sys.stdout, self.prefixed(rank, line))
 
     def write_event(self, event: HistoryEvent) -> None:
         """Write an event."""
@@ -146,9 +147,8 @@ class WaitView:
 class JsonView(WaitView):
     """A JSON object in a line of stdout for each event, output and message."""
 
-    def write_lines(self, lines: list[tuple[int | None, str]]) -> None:
-        for rank, line in lines:
-            _write_json("output", rank=rank, text=line)
+    def write_line(self, rank: int | None, line: str) -> None:
+        _write_json("output", rank=rank, text=line)
 
     def write_event(self, event: HistoryEvent) -> None:
         _write_json("event", **dataclasses.asdict(event))
@@ -164,14 +164,6 @@ class JsonView(WaitView):
 
 
 write_errors: list[str] = []  # streams that could not take what was written, with the error
-
-
-def _append(directory: str, output: Output) -> None:
-    number = "unknown" if output.rank is None else output.rank
-    place = Path(directory) / f"rank.{number}"
-    place.mkdir(parents=True, exist_ok=True)
-    with open(place / "stdout", "a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(output.text)
 
 
 def _write_json(kind: str, /, **facts: Any) -> None:

@@ -9,7 +9,7 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,15 +42,6 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Facts on a cluster: on this process, the scheduler if any, and the workers."""
-
-    here: Side
-    scheduler: Side | None = None
-    workers: tuple[Side, ...] = ()
-
-
-@dataclass(frozen=True)
 class Finding:
     """A row of the report: the subject, ``ok``, ``note`` or ``bad``, the detail and the advice."""
 
@@ -63,113 +54,99 @@ class Finding:
 # -- judging -------------------------------------------------------------------------------------
 
 
-def findings(facts: Facts) -> list[Finding]:
+def findings(here: Side, scheduler: Side | None, workers: Sequence[Side]) -> list[Finding]:
     """Return what is to be said of a cluster, or of this machine."""
-    workers, mebibyte = facts.workers, 2**20
-    sides = workers or (facts.here,)
-    others = [side for side in (facts.scheduler, *workers) if side is not None]
-    here = facts.here.versions
-    other_versions = [
+    found: list[Finding] = []
+    sides = workers or [here]
+    others = [side for side in (scheduler, *workers) if side is not None]
+
+    def judge(
+        what: str, problems: Iterable[str], good: str, advice: str, state: str = "note"
+    ) -> None:
+        """Report the first problem, and how many more there are."""
+        first, *rest = [*problems] or [""]
+        more = f" (and {len(rest)} more)" * bool(rest)
+        made = Finding(what, state, first + more, advice) if first else Finding(what, "ok", good)
+        found.append(made)
+
+    other_versions = (
         f"{side.name} has {name} {theirs}, this process {version}"
         for side in others
-        for name, version in here.items()
+        for name, version in here.versions.items()
         if (theirs := side.versions.get(name, "missing")) != version
-        and (side is not facts.scheduler or (name, theirs) != ("torch", "missing"))
-    ]
-    shown = ", ".join(f"{name} {version}" for name, version in here.items())
+        and (side is not scheduler or (name, theirs) != ("torch", "missing"))
+    )
+    shown = ", ".join(f"{name} {version}" for name, version in here.versions.items())
     same = f"{shown} {'on all sides' if others else 'here'}"
-    no_native = [f"{side.name}: {side.native}" for side in sides if side.native]
-    small = [
-        f"{side.name} has {side.shm_bytes / mebibyte:,.0f} MiB free"
+    judge("versions", other_versions, same, "install the same on all machines", "bad")
+    no_native = (f"{side.name}: {side.native}" for side in sides if side.native)
+    gcc = "ranks there use Gloo; install with a C++20 compiler on Linux"
+    judge("native part", no_native, "ranks of a host share memory", gcc)
+    small = (
+        f"{side.name} has {side.shm_bytes / 2**20:,.0f} MiB free"
         for side in sides
         if side.shm_bytes is not None and side.shm_bytes < SHM_ENOUGH
-    ]
-    gcc = "ranks there use Gloo; install with a C++20 compiler on Linux"
+    )
     shm = "a DataLoader with workers may run out of it; docker: --shm-size=2g"
-    found = [
-        _finding("versions", other_versions, same, "install the same on all machines", "bad"),
-        _finding("native part", no_native, "ranks of a host share memory", gcc),
-        _finding("/dev/shm", small, "enough for data loaders", shm),
-    ]
-    if facts.scheduler is not None:
+    judge("/dev/shm", small, "enough for data loaders", shm)
+    if scheduler is not None:
         none = [] if workers else ["none present"]
-        cut = [
-            f"{side.name} cannot connect to {side.unreachable[0]}"
-            for side in workers
-            if side.unreachable
-        ]
-        off = [
+        present = f"{len(workers)} present"
+        judge("workers", none, present, "start workers for this scheduler", "bad")
+        cut = (f"{s.name} cannot connect to {s.unreachable[0]}" for s in workers if s.unreachable)
+        reach = "workers reach each other" if len(workers) > 1 else "fewer than two workers"
+        allow = "allow connections between workers on all ports above 1024"
+        judge("ports", cut, reach, allow, "bad")
+        off = (
             f"{side.name} is {side.clock_s:+.1f} s off"
             for side in workers
             if abs(side.clock_s) > CLOCK_TOLERANCE_S + side.clock_error_s
-        ]
-        start, present = "start workers for this scheduler", f"{len(workers)} present"
-        reach = "workers reach each other" if len(workers) > 1 else "fewer than two workers"
-        allow = "allow connections between workers on all ports above 1024"
+        )
         ntp = "times in histories are off; synchronize with NTP"
-        found += [
-            _finding("workers", none, present, start, "bad"),
-            _finding("ports", cut, reach, allow, "bad"),
-            _finding("clocks", off, f"within {CLOCK_TOLERANCE_S:g} s", ntp),
-        ]
-    if names := [name for side in sides for name in side.gpus]:
-        advice = "ranks sum there, by NCCL or CUDA IPC, if a trial shows that all can"
-        found.append(Finding("GPUs", "ok", f"{len(sides)} processes see {names[0]}", advice))
-    else:
-        found.append(Finding("GPUs", "note", "none that torch can use", "ranks train on CPUs"))
+        judge("clocks", off, f"within {CLOCK_TOLERANCE_S:g} s", ntp)
+    gpu = next((name for side in sides for name in side.gpus), "")
+    usable = f"{len(sides)} processes see {gpu}; ranks sum there, by NCCL or CUDA IPC, if a trial "
+    usable += "shows that all can"
+    judge("GPUs", [] if gpu else ["none that torch can use"], usable, "ranks train on CPUs")
     silent = [] if any(side.metadata for side in sides) else ["none answers"]
-    cloud = "a cloud's service answers"
-    return [*found, _finding("metadata service", silent, cloud, "expected outside a cloud")]
-
-
-def _finding(
-    what: str, problems: Sequence[str], good: str, advice: str, state: str = "note"
-) -> Finding:
-    """Report the first problem, and how many more there are."""
-    if not problems:
-        return Finding(what, "ok", good)
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return Finding(what, state, problems[0] + more, advice)
+    judge("metadata service", silent, "a cloud's service answers", "expected outside a cloud")
+    return found
 
 
 # -- asking --------------------------------------------------------------------------------------
 
 
-def examine(address: str | None) -> Facts:
-    """Return what is known of the cluster of a scheduler, or, for None, of this machine."""
-    here = Side(**probe("this process"))
-    if address is None:
-        return Facts(here)
-    with driver.connected(address) as client:
-        return _ask(client, here)
-
-
-def _ask(client: Any, here: Side) -> Facts:
+def examine(address: str | None) -> tuple[Side, Side | None, list[Side]]:
+    """Return facts on this process, and on a scheduler, if it is given, and its workers."""
     from nbelastic.cluster.wire import versions_reader
 
+    here = Side(**probe("this process"))
+    if address is None:
+        return here, None, []
     reader = versions_reader()  # needs nothing of nbelastic where it runs
-    scheduler = Side("the scheduler", client.run_on_scheduler(reader))
-    versions: dict[str, dict[str, str]] = client.run(reader, on_error="ignore")
-    began = time.time()
-    clocks: dict[str, float] = client.run(time.time, on_error="ignore")
-    error = (time.time() - began) / 2
-    middle = began + error
-    able = [worker for worker, found in versions.items() if found["nbelastic"] != "missing"]
-    probes: dict[str, Any] = {}
-    cut: dict[str, tuple[str, ...]] = {}
-    if able:
-        probes = client.run(probe, "", workers=able, on_error="ignore")
-        ports = client.run(listen, workers=able, on_error="ignore")
-        try:
-            cut = client.run(unreachable, ports, workers=able, on_error="ignore")
-        finally:
-            client.run(stop_listening, workers=able, on_error="ignore")
+    with driver.connected(address) as client:
+        scheduler = Side("the scheduler", client.run_on_scheduler(reader))
+        versions: dict[str, dict[str, str]] = client.run(reader, on_error="ignore")
+        began = time.time()
+        clocks: dict[str, float] = client.run(time.time, on_error="ignore")
+        error = (time.time() - began) / 2
+        middle = began + error
+        able = [worker for worker, found in versions.items() if found["nbelastic"] != "missing"]
+        probes: dict[str, Any] = {}
+        cut: dict[str, tuple[str, ...]] = {}
+        if able:
+            probes = client.run(probe, "", workers=able, on_error="ignore")
+            ports = client.run(listen, workers=able, on_error="ignore")
+            try:
+                cut = client.run(unreachable, ports, workers=able, on_error="ignore")
+            finally:
+                client.run(stop_listening, workers=able, on_error="ignore")
     sides = []
     for worker, found in versions.items():
         known = probes.get(worker, {}) | {"name": worker, "versions": found}
         known |= {"clock_s": clocks.get(worker, middle) - middle, "clock_error_s": error}
         sides.append(Side(**known, unreachable=tuple(cut.get(worker, ()))))
-    return Facts(here, scheduler, tuple(sides))
+    return here, scheduler, sides
 
 
 def probe(name: str) -> dict[str, Any]:
@@ -227,9 +204,8 @@ def _connects(address: tuple[str, int], within_s: float) -> bool:
 # -- reporting -----------------------------------------------------------------------------------
 
 
-def report(facts: Facts, *, as_json: bool, write: Callable[[str], object]) -> int:
-    """Write the findings as a table, or as JSON lines; return the exit code."""
-    found = findings(facts)
+def report(found: Sequence[Finding], *, as_json: bool, write: Callable[[str], object]) -> int:
+    """Write findings as a table, or as JSON lines; return the exit code."""
     if as_json:
         for each in found:
             write(json.dumps(asdict(each)))

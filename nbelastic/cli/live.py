@@ -43,16 +43,15 @@ class LiveView(WaitView):
 
     def __exit__(self, *error: object) -> None:
         try:
-            super().tick()
-            self.write_rest()
+            super().tick(last=True)
         finally:
             self._live.__exit__(None, None, None)  # the cursor is back
         if self.job.done():
             self._console.print(self._frame())
             self.write_end()
 
-    def tick(self) -> None:
-        super().tick()
+    def tick(self, last: bool = False) -> None:
+        super().tick(last)
         now = time.monotonic()
         if now >= self._next:
             self._next = now + BETWEEN_FRAMES_S
@@ -62,11 +61,10 @@ class LiveView(WaitView):
         width, height = self._console.size
         return Group(*frame(JobSnapshot.of(self.job), width, height))
 
-    def write_lines(self, lines: list[tuple[int | None, str]]) -> None:
+    def write_line(self, rank: int | None, line: str) -> None:
         if sys.stdout is None or not sys.stdout.isatty():
-            super().write_lines(lines)
-            return
-        for rank, line in lines:
+            super().write_line(rank, line)
+        else:
             self._console.print(Text.from_ansi(self.prefixed(rank, line)), soft_wrap=True)
 
     def write_event(self, event: HistoryEvent) -> None:

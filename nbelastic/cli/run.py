@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from nbelastic.driver import Job, fit, set_display
@@ -24,8 +25,8 @@ from . import clusters
 from .display import CommandDisplay, ViewOptions, write_errors
 from .hosts.discovery import parse_hosts
 from .hosts.worker import is_local
-from .script.bundle import bundle_of, script_command
-from .script.rank import ScriptCall, mark_of, run_script
+from .script.bundle import ScriptCall, bundle_of, mark_of, script_call
+from .script.rank import run_script
 
 FAILED = 1
 WITH_ERRORS = 3
@@ -34,7 +35,8 @@ INTERRUPTED = 130
 
 def run(options: dict[str, Any]) -> int:
     """Run a script as a job; return the exit code."""
-    Options.given(_of_job(options))
+    given = _of_job(options)
+    Options.given(given)
     check_name(options["name"])
     call, words = _call(options)
     display = CommandDisplay(view_options(options))
@@ -45,7 +47,6 @@ def run(options: dict[str, Any]) -> int:
 
     def start() -> Job:
         with clusters.opened(options, display.tell) as cluster:
-            given = _of_job(options)
             return fit(run_script, args=[call], cluster=cluster, name=options["name"], **given)
 
     with _ended_by_signals():
@@ -77,14 +78,11 @@ def view_options(options: Mapping[str, Any]) -> ViewOptions:
     """Return how to show a job, by the options and what stderr is."""
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     can_draw = is_terminal and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-    if options.get("json"):
-        style = "json"
-    elif options.get("quiet"):
-        style = "quiet"
-    elif options.get("plain") or not can_draw:
-        style = "plain"
+    for style in ("json", "quiet", "plain"):
+        if options.get(style):
+            break
     else:
-        style = "live" if importlib.util.find_spec("rich") is not None else "plain"
+        style = "live" if can_draw and importlib.util.find_spec("rich") is not None else "plain"
     return ViewOptions(style, bool(options.get("prefix_output")), options.get("output_filename"))
 
 
@@ -102,15 +100,14 @@ def _of_job(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _call(options: Mapping[str, Any]) -> tuple[ScriptCall, str]:
     """Return the call of the script, and a line on its bundle; empty without a bundle."""
-    command = script_command(options["command"], os.getcwd())
+    call = script_call(options["command"], os.getcwd())
     packed, words, hosts = None, "", options.get("hosts")
     named = any(options.get(name) for name in clusters.NAMING)
     all_here = all(map(is_local, parse_hosts(hosts))) if hosts else not named  # now and later
     if not options["shared_fs"] and not all_here:
-        packed, words = bundle_of(command.folder, command.file)
-    mark = mark_of(command.file)
-    call = ScriptCall(command, os.getcwd(), mark, packed, options["alias"])
-    return call, words
+        packed, words = bundle_of(call.folder, call.file)
+    mark = mark_of(call.file)
+    return replace(call, mark=mark, packed=packed, alias=options["alias"]), words
 
 
 def _set_logging(level: str | None, *, verbose: bool) -> None:

@@ -8,22 +8,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from xml.etree import ElementTree
 
 import dask
 import pytest
 import torch
 
-from benchmarks import side_by_side
+from benchmarks.figures import Target, bootstrap, quartiles
 from benchmarks.side_by_side import ROOT
-from tests.benchmarks.forked import ForkedRank
 
 QUICK = ["--quick", "--ranks", "2"]
 
 
 @pytest.fixture
-def _this_process(monkeypatch) -> Iterator[None]:
-    """Ranks are forked, as workers of clusters here are; what a command sets is set back."""
-    monkeypatch.setattr(side_by_side, "spawn", ForkedRank)
+def _this_process() -> Iterator[None]:
+    """What a command sets is set back."""
     handler, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
     key = "distributed.worker.profile.enabled"
     with dask.config.set({key: dask.config.get(key)}):
@@ -60,24 +59,6 @@ def test_it_measures_all_it_compares(tmp_path, monkeypatch, capsys, name, option
     assert printed.err == ""
 
 
-@pytest.mark.parametrize("name", ["panel", "large_job"])
-def test_one_that_simulates_its_ranks_comes_to_its_share(monkeypatch, capsys, name):
-    module = importlib.import_module(f"benchmarks.{name}")
-    monkeypatch.setattr(module, "UPDATES" if name == "panel" else "SECONDS", 2)
-    code = module.main()
-    printed = capsys.readouterr().out
-    assert "of a core for" in printed, printed
-    assert code in {0, 1}
-
-
-def test_without_keras_its_benchmark_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "keras", None)
-    monkeypatch.setattr(sys, "argv", ["keras", "--quick"])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    assert importlib.import_module("benchmarks.keras").main() == 2
-    assert "pip install 'nbelastic[keras]'" in capsys.readouterr().err
-
-
 COMMANDS = sorted(
     path.stem
     for path in (ROOT / "benchmarks").glob("*.py")
@@ -96,3 +77,28 @@ def test_each_command_can_be_run(name):
     if result.returncode == 2 and ("pip install" in printed or "no GPU" in printed):
         pytest.skip(printed)
     assert result.returncode in {0, 1}, printed  # 1: a target was missed
+
+
+def test_figures_are_medians_between_quartiles_and_targets_say_whether_they_are_met():
+    assert [each for each in vars(quartiles([4.0, 1.0, 2.0, 3.0, 5.0])).values()] == [2.0, 3.0, 4.0]
+    assert quartiles([7.0]).high == 7.0
+    spread = bootstrap([1.0] * 5 + [2.0] * 6, lambda some: sorted(some)[len(some) // 2])
+    assert (spread.low, spread.median, spread.high) == (1.0, 2.0, 2.0)
+    assert Target("a", 6.1, 6.0, at_least=True).show() == "a: 6.10 (≥ 6) ok"
+    assert Target("b", 0.3, 0.25, at_least=False).show() == "b: 0.30 (≤ 0.25) MISSED"
+    assert not Target("c", float("nan"), 1.0, at_least=False).met
+
+
+def test_the_picture_has_a_bar_for_each_peer_and_a_dot_for_each_kill(tmp_path):
+    kills = {"ours": [80.0, 95.0, -3.0], "torchrun": [7000.0, 12000.0]}
+    world = {peer: [{"total": each} for each in times] for peer, times in kills.items()}
+    figures, picture = tmp_path / "figures.json", tmp_path / "picture.svg"
+    figures.write_text(json.dumps({"worlds": {"4": {"mlp-1m": world}}}))
+    command = [sys.executable, "-m", "benchmarks.plot", figures, picture]
+    subprocess.run(command, cwd=ROOT, check=True)
+    root = ElementTree.parse(picture).getroot()
+    tags = [each.tag.rpartition("}")[2] for each in root.iter()]
+    assert tags.count("rect") == 2
+    assert tags.count("circle") == 5
+    words = [each.text for each in root.iter() if each.text]
+    assert "80 ms" in words and "9.5 s" in words

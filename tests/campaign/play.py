@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextvars
 import time
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,7 +74,9 @@ def _run(program: Program, rank: int, done: list[Any]) -> None:
         result = None
         try:
             if step.second_thread:
-                result = _in_thread(step, rank, number)
+                with ThreadPoolExecutor(1) as second:
+                    call = second.submit(copy_context().run, _call, step, rank, number)
+                    result = call.exception() or call.result()
             elif step.begun_only:
                 begun.append((number, _call(step, rank, number)))
             else:
@@ -86,12 +88,6 @@ def _run(program: Program, rank: int, done: list[Any]) -> None:
         done.append(result)
     for number, handle in begun:
         done[number] = _plain(handle.wait())
-
-
-def _in_thread(step: Step, rank: int, number: int) -> Any:
-    with ThreadPoolExecutor(1) as second:
-        call = second.submit(contextvars.copy_context().run, _call, step, rank, number)
-        return call.exception() or call.result()
 
 
 def _tensor(step: Step, rank: int, number: int) -> torch.Tensor:
@@ -158,11 +154,12 @@ def judge(program: Program, courses: list[Course]) -> str | None:
             course.steps[number] if number < len(course.steps) else course.end
             for course, number in zip(courses, numbers, strict=True)
         ]
-        if len({step.compared() for step in steps}) == 1:
+        agree = len({step.compared() for step in steps}) == 1
+        if agree:
             trouble = _judge_results(steps, outcomes, _results(steps, numbers), courses)
         else:
             trouble = _judge_disagreement(outcomes)
-        if trouble or (len({step.compared() for step in steps}) > 1 and not program.goes_on):
+        if trouble or not (agree or program.goes_on):
             return trouble and f"step(s) {numbers}: {trouble}"
     for rank, (course, queue) in enumerate(zip(courses, queues, strict=True)):
         last = queue[0][1].kind if queue else "return"

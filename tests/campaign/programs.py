@@ -55,11 +55,6 @@ class Step:
             named["shape"] = self.shape[1:]
         return (self.kind, *named.values())
 
-    @property
-    def is_named(self) -> bool:
-        """Whether it is matched by its name."""
-        return self.name is not None and "name" in FIELDS.get(self.kind, ())
-
 
 @dataclass(frozen=True)
 class Program:
@@ -72,7 +67,8 @@ class Program:
     @property
     def has_names(self) -> bool:
         """Whether operations of any rank are matched by their names."""
-        return any(step.is_named for steps in self.ranks for step in steps)
+        steps = (step for steps in self.ranks for step in steps if step.name is not None)
+        return any("name" in FIELDS.get(step.kind, ()) for step in steps)
 
 
 def program(seed: int, names: bool = False) -> Program:

@@ -83,10 +83,10 @@ def test_the_pace_is_measured_between_changes():
     tally.mark()
     for number in range(6, 11):
         tally.note(float(number), 45 + 5 * (number - 5))
-    assert tally.before() == pytest.approx(10.0)
-    assert tally.since(10.1) == pytest.approx(4.0)
-    assert tally.since(15.0) == pytest.approx(2.0)  # there have been none for long
-    assert tally.since(None) == pytest.approx(4.0)
+    ten, two, four = map(pytest.approx, (10.0, 2.0, 4.0))
+    assert tally.rates(10.1) == (pytest.approx(5.1), ten, four)
+    assert tally.rates(15.0) == (10.0, ten, two)  # there have been none for long
+    assert tally.rates(None) == (5.0, ten, four)
 
 
 def test_one_seed_is_one_plan():

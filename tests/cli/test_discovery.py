@@ -15,7 +15,7 @@ import pytest
 from nbelastic.cli.hosts import sources
 from nbelastic.cli.hosts.discovery import (
     DiscoveryFailed,
-    checked,
+    asked,
     delay,
     parse_hostfile,
     parse_hosts,
@@ -39,7 +39,7 @@ from tests.support.clusters import until
     ],
 )
 def test_hosts_of_a_line(text, hosts):
-    assert parse_hosts(text, 3) == hosts == checked(hosts)
+    assert parse_hosts(text, 3) == hosts == asked(lambda: hosts)
     assert parse_output(text.replace(",", "\n"), 3) == hosts
 
 
@@ -49,17 +49,23 @@ def test_hosts_of_a_file_in_both_of_its_forms_and_of_a_script():
     assert parse_output("") == {}  # no output means no hosts
 
 
-@pytest.mark.parametrize("text", ["", "a:b", "a:0", "a b", ":2"])
-def test_what_is_no_list_of_hosts_is_refused(text):
-    with pytest.raises(OptionError, match="--hosts"):
-        parse_hosts(text)
-
-
-def test_a_line_that_is_wrong_is_named():
-    with pytest.raises(OptionError, match="line 2: 'b gpus=2'"):
-        parse_hostfile("a slots=1\nb gpus=2\n")
-    with pytest.raises(DiscoveryFailed, match="'error: no such'"):
-        parse_output("a:2\nerror: no such\n")
+@pytest.mark.parametrize(
+    ("parse", "text", "says"),
+    [
+        *((parse_hosts, text, "--hosts") for text in ("", "a:b", "a:0", "a b", ":2")),
+        (parse_hosts, "a:2000000000", "at most 4,096 slots"),
+        (parse_hostfile, "a slots=1\nb gpus=2\n", "line 2: 'b gpus=2'"),
+        (parse_output, "a:2\nerror: no such\n", "'error: no such'"),
+        (parse_output, "a:4000\na:4000\n", "at most 4,096 slots"),
+        *((lambda x: asked(lambda: {"a": x}), x, "slots") for x in (-1, "2", None, 5000)),
+        (asked, lambda: 1 / 0, "ZeroDivisionError"),
+        (asked, lambda: None, "TypeError"),
+    ],
+)
+def test_what_is_no_list_of_hosts_is_refused(parse, text, says):
+    error = OptionError if parse in (parse_hosts, parse_hostfile) else DiscoveryFailed
+    with pytest.raises(error, match=says):
+        parse(text)
 
 
 @pytest.mark.parametrize(
@@ -71,17 +77,7 @@ def test_a_name_that_a_shell_or_a_terminal_could_act_on_is_no_host(host):
             parse(f"{host}:1")
         assert len(str(raised.value)) < 250 and str(raised.value).isprintable()
     with pytest.raises(DiscoveryFailed):
-        checked({host: 1})
-
-
-def test_a_number_of_slots_that_no_machine_has_is_refused():
-    with pytest.raises(OptionError, match="at most 4,096 slots"):
-        parse_hosts("a:2000000000")
-    with pytest.raises(DiscoveryFailed, match="at most 4,096 slots"):
-        parse_output("a:4000\na:4000\n")
-    for slots in (-1, "2", None, 5000):
-        with pytest.raises(DiscoveryFailed, match="slots"):
-            checked({"a": slots})
+        asked(lambda: {host: 1})
 
 
 def test_delays_double_while_something_fails():

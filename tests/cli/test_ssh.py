@@ -8,7 +8,7 @@ import threading
 import dask
 import pytest
 
-from nbelastic.cli.hosts.worker import SshOptions, SshWorker
+from nbelastic.cli.hosts.worker import SshWorker
 from tests.support.clusters import until
 
 from .ssh import SshHosts
@@ -53,12 +53,12 @@ def worker_ends(tmp_path, monkeypatch):
 
     async def scene(servers: SshHosts) -> str:
         over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        options = SshOptions(servers.port, str(servers.key), str(program))
         worker = SshWorker(
             "tcp://10.0.0.5:8786",
             host=GOOD,
             slots=1,
-            options=options,
+            connect={"port": servers.port, "client_keys": [str(servers.key)]},
+            python=str(program),
             configuration=dask.config.global_config,
             tell=over.set_result,
             name=f"{GOOD}:0",

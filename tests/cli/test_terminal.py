@@ -28,8 +28,8 @@ RUN = [sys.executable, "-c", MAIN, "run", "-H", "localhost:2", "-np", "2"]
 def end_of(tmp_path):
     """Run a command until an epoch is over, end it somehow, and return its exit code."""
 
-    def run(end, stream, *options: str, **more) -> int:
-        words = [*RUN, *options, str(SCRIPT), "--log", str(tmp_path / "log"), "--sizes", "2,9"]
+    def run(end, stream, **more) -> int:
+        words = [*RUN, str(SCRIPT), "--log", str(tmp_path / "log"), "--sizes", "2,9"]
         more = {"stdin": stream, "stdout": stream, "start_new_session": True, **more}
         environment = {**os.environ, "TERM": "xterm"}
         process = subprocess.Popen(words, stderr=subprocess.STDOUT, env=environment, **more)
@@ -60,15 +60,6 @@ def test_ctrl_c_on_a_terminal_stops_at_the_next_commit_and_leaves_nothing(end_of
     assert "2/2 ranks" in text
     assert "stopping at the next commit; interrupt again to stop now" in text
     assert "Traceback" not in text
-
-
-def test_sigterm_without_a_terminal_ends_the_command_and_leaves_nothing(end_of, tmp_path):
-    with open(tmp_path / "output", "w") as file:
-        code = end_of(subprocess.Popen.terminate, file, "--prefix-output")
-    text = (tmp_path / "output").read_text()
-    assert code == 130, text
-    assert "Rank 1 has joined" in text
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f]", text)
 
 
 def test_a_terminal_that_is_closed_interrupts_the_job(end_of):

@@ -84,7 +84,7 @@ PHASES = ["aborted", "restored", "ready", "planned", "connected", "synchronised"
 
 def test_history_and_timeline_tell_where_the_time_of_a_recovery_went(crew, tmp_path):
     path, faults = tmp_path / "timeline.json", (Fault(rank=1, epoch=2, batch=2),)
-    work = Workload(tmp_path, epochs=1000, optimizer="adamw", until_newcomers=1, faults=faults)
+    work = Workload(tmp_path, epochs=1000, adamw=True, until_newcomers=1, faults=faults)
     job = crew.fit(work, np=3, min_np=2, timeline=path, block=False)
     seen = []
     while not job.wait(0.05):

@@ -6,7 +6,12 @@ compared by hash, and ``counts[epoch][sample]`` says how often each sample went 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import signal
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +55,7 @@ class Workload:
     commit_every: int = 1
     slow_start: float = 0.0  # seconds that ranks take to start after the first generation
     rate: float = 0.05  # of SGD; the loss of a single rank is not steady
-    optimizer: str = "sgd"  # or "adamw"
+    adamw: bool = False  # in place of SGD
     # Train until so many ranks were not there in the first generation, and end with that epoch: no
     # test depends on how fast a newcomer starts. Or until there is a file "enough" among the marks.
     until_newcomers: int = 0
@@ -65,9 +70,6 @@ class Workload:
 
 
 def _train(work: Workload) -> dict[str, Any]:
-    import hashlib
-    import time
-
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -83,10 +85,9 @@ def _train(work: Workload) -> dict[str, Any]:
     data = TensorDataset(torch.arange(work.samples), inputs, targets)
     torch.manual_seed(work.seed or os.getpid())  # weights differ: the first sync matters
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-    inner = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=work.rate, momentum=0.9),
-        "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    }[work.optimizer](model.parameters())
+    inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=work.rate, momentum=0.9)
+    if work.adamw:
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
     sampler = hvd.elastic.ElasticSampler(data, shuffle=True)
     loader = DataLoader(
@@ -162,20 +163,13 @@ def _train(work: Workload) -> dict[str, Any]:
 
 
 def _do_harm(work: Workload, state: Any, rank: int) -> None:
-    import contextlib
-    import signal
-    import sys
-    import time
-
     for fault in work.faults:
         where = (fault.rank, fault.epoch, fault.batch)
         mark = f"fault-{fault.kind}-{fault.rank}"
         if where != (rank, state.epoch, state.batch) or not once(work.marks / mark):
             continue
         if fault.kind == "kill":
-            for process in _gather(
-                work, fault
-            ):  # each would survive hearing of another's end in time
+            for process in _gather(work, fault):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(60)
@@ -201,10 +195,9 @@ def _do_harm(work: Workload, state: Any, rank: int) -> None:
 def _gather(work: Workload, fault: Fault) -> list[int]:
     """Wait until all are there that are killed at once; return their workers' processes.
 
-    Its own is the last: else it could be gone while another is still in a collective.
+    Each would survive hearing of another's end in time. Its own is the last: else it could be gone
+    while another is still in a collective.
     """
-    import time
-
     own, processes = worker_process(), []
     (work.marks / f"killed-{fault.rank}").write_text(f"{own}\n")
     for other in work.faults:

@@ -1,17 +1,17 @@
 """Rules of host discovery: what hosts are present, and when to look again.
 
-Pure: no clock, process or network. A *source* is a function that returns the slots of each present
-host, or raises :class:`DiscoveryFailed` where that is unknown. Its first failure ends the run, as
-Horovod documents; after a first success a failure keeps the hosts as they are.
+No clock, process or network. A *source* is a function that returns the slots of each present host,
+or raises :class:`DiscoveryFailed` where that is unknown. Its first failure ends the run, as Horovod
+documents; after a first success a failure keeps the hosts as they are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from nbelastic.errors import NbelasticError, OptionError
+from nbelastic.errors import NbelasticError, OptionError, summary_of
 
 Hosts: TypeAlias = Mapping[str, int]  # slots by host
 
@@ -44,62 +44,63 @@ def _problem(host: str, slots: int) -> str:
     return ""
 
 
-def checked(hosts: Hosts) -> dict[str, int]:
-    """Return the slots by host that a source has found, if they are possible."""
+def asked(source: Source) -> Hosts:
+    """Return the possible answer of a source; any other, and any error, is a failed discovery."""
+    try:
+        hosts = dict(source())
+    except DiscoveryFailed:
+        raise
+    except Exception as error:
+        raise DiscoveryFailed(summary_of(error)) from error
     for host, slots in hosts.items():
         if not isinstance(slots, int) or slots < 0:
             raise DiscoveryFailed(f"{_cut(str(host))} must have a number of slots, not {slots!r}")
         if problem := _problem(str(host), slots):
             raise DiscoveryFailed(problem)
-    return dict(hosts)
+    return hosts
 
 
-def _parsed(
-    lines: Iterable[str], default: int, wrong: Callable[[int, str], Exception]
-) -> dict[str, int]:
-    """Return the slots by host of lines; `wrong` makes an error of a line's number and problem."""
+def _parsed(part: str, texts: Sequence[str], default: int) -> dict[str, int]:
     found: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].strip()
+    for number, text in enumerate(texts, 1):
+        words = text.partition("#")[0].strip()
         if not words:
             continue
         match = _LINE.fullmatch(words)
         if match is None:
-            raise wrong(number, f"{_cut(words)} must be HOST or HOST:SLOTS")
-        host, slots = match["host"].strip("[]"), int(match["slots"] or default)
-        slots += found.get(host, 0)
+            raise DiscoveryFailed(f"{part} {number}: {_cut(words)} must be HOST or HOST:SLOTS")
+        host = match["host"].strip("[]")
+        slots = int(match["slots"] or default) + found.get(host, 0)
         if problem := _problem(host, slots):
-            raise wrong(number, problem)
+            raise DiscoveryFailed(f"{part} {number}: {problem}")
         if slots:
             found[host] = slots
     return found
 
 
-def parse_hosts(text: str, default: int = 1) -> dict[str, int]:
+def _option(option: str, part: str, texts: Sequence[str], default: int, hint: str) -> Hosts:
+    try:
+        found = _parsed(part, texts, default)
+    except DiscoveryFailed as error:
+        raise OptionError(f"{option}, {error}, {hint}") from None
+    if not found:
+        raise OptionError(f"{option}: names no host with a slot, {hint}")
+    return found
+
+
+def parse_hosts(text: str, default: int = 1) -> Hosts:
     """Return the hosts of ``--hosts a:2,b:2``; one without a number has `default` slots."""
-    found = _parsed(
-        text.split(","), default, lambda _, why: OptionError(f"--hosts: {why}, as in a:2,b:2")
-    )
-    if not found:
-        raise OptionError(f"--hosts {text!r}: names no host with a slot")
-    return found
+    return _option("--hosts", "host", text.split(","), default, "as in a:2,b:2")
 
 
-def parse_hostfile(text: str, default: int = 1) -> dict[str, int]:
+def parse_hostfile(text: str, default: int = 1) -> Hosts:
     """Return the hosts of a hostfile: ``NAME slots=N``, ``NAME:N`` or ``NAME`` in each line."""
-
-    def wrong(number: int, why: str) -> OptionError:
-        return OptionError(f"--hostfile, line {number}: {why}, or NAME slots=N")
-
-    found = _parsed(text.splitlines(), default, wrong)
-    if not found:
-        raise OptionError("--hostfile: names no host with a slot")
-    return found
+    return _option("--hostfile", "line", text.splitlines(), default, "or NAME slots=N")
 
 
-def parse_output(text: str, default: int = 1) -> dict[str, int]:
+def parse_output(text: str, default: int = 1) -> Hosts:
     """Return the hosts that a discovery script has printed; none for no output."""
-    return _parsed(text.splitlines(), default, lambda _, why: DiscoveryFailed(f"the line {why}"))
+    return _parsed("line", text.splitlines(), default)
 
 
 def delay(interval: float, failures: int) -> float:

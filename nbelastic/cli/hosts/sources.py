@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
-from typing import IO, Any, cast
+from typing import Any, cast
 
 from nbelastic.driver.parser import did_you_mean
 from nbelastic.errors import OptionError
@@ -30,7 +30,7 @@ POLL = 0.05  # seconds between two looks whether a program has ended
 LONGEST_ERROR = 200
 
 
-def _output(command: Sequence[str], limit: float) -> str:
+def _output(command: Sequence[str], limit: float = TIME_LIMIT) -> str:
     """Return a program's output; a program that prints or runs too long is killed."""
     name = os.path.basename(command[0])
     deadline = time.monotonic() + limit
@@ -46,41 +46,32 @@ def _output(command: Sequence[str], limit: float) -> str:
             )
         except OSError as error:
             raise DiscoveryFailed(f"{name} cannot be run: {error.strerror or error}") from None
+        code: int | None = None
         try:
-            while process.poll() is None:
-                _check_size(name, output, errors)
-                if time.monotonic() > deadline:
-                    raise DiscoveryFailed(f"{name} has not ended after {limit:g} s")
+            while code is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(POLL)
+                    code = process.wait(POLL)
+                if sum(os.fstat(file.fileno()).st_size for file in (output, errors)) > MOST_BYTES:
+                    raise DiscoveryFailed(f"{name} has printed more than {MOST_BYTES >> 20} MiB")
+                if code is None and time.monotonic() > deadline:
+                    raise DiscoveryFailed(f"{name} has not ended after {limit:g} s")
         finally:
-            if process.poll() is None:
+            if code is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        _check_size(name, output, errors)
-        printed, complaints = (_text(file) for file in (output, errors))
-    if process.returncode:
+        for file in (output, errors):
+            file.seek(0)
+        printed, complaints = (file.read().decode(errors="replace") for file in (output, errors))
+    if code:
         last = complaints.strip().splitlines()[-1:] or ["it printed no error"]
-        raise DiscoveryFailed(
-            f"{name} exited with code {process.returncode}: {last[0][:LONGEST_ERROR]}"
-        )
+        raise DiscoveryFailed(f"{name} exited with code {code}: {last[0][:LONGEST_ERROR]}")
     return printed
-
-
-def _check_size(name: str, *files: IO[bytes]) -> None:
-    if sum(os.fstat(file.fileno()).st_size for file in files) > MOST_BYTES:
-        raise DiscoveryFailed(f"{name} has printed more than {MOST_BYTES >> 20} MiB")
-
-
-def _text(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
 
 
 def _read(command: Sequence[str]) -> Any:
     try:
-        return json.loads(_output(command, TIME_LIMIT))
+        return json.loads(_output(command))
     except json.JSONDecodeError as error:
         name = os.path.basename(command[0])
         raise DiscoveryFailed(f"{name} printed no JSON: {error}") from None
@@ -120,14 +111,14 @@ def slurm(which: str, slots: int) -> Source:
         )
 
     def find() -> Hosts:
-        described = _output(["scontrol", "show", "job", "--oneliner", job], TIME_LIMIT)
+        described = _output(["scontrol", "show", "job", "--oneliner", job])
         nodes = re.search(r"\bNodeList=(\S+)", described)
         if nodes is None or nodes[1] == "(null)":
             return {}
         tasks = re.search(r"\bNtasksPerN:B:S:C=(\d+)", described)
         per_node = int(tasks[1]) if tasks and int(tasks[1]) else slots
-        listed = _output(["scontrol", "show", "hostnames", nodes[1]], TIME_LIMIT)
-        down = _output(["sinfo", "--noheader", "--dead", "--Node", "--format=%N"], TIME_LIMIT)
+        listed = _output(["scontrol", "show", "hostnames", nodes[1]])
+        down = _output(["sinfo", "--noheader", "--dead", "--Node", "--format=%N"])
         dead = set(down.split())
         return {node: per_node for node in listed.split() if node not in dead}
 

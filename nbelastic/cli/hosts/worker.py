@@ -9,10 +9,8 @@ import ipaddress
 import json
 import shlex
 import socket
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import dask.config
@@ -67,31 +65,6 @@ class SlotNanny(Nanny):
         super().__init__(*args, dashboard=False, **options)
 
 
-@dataclass(frozen=True)
-class SshOptions:
-    """How to reach other hosts; what is None is as in ssh's configuration."""
-
-    port: int | None = None
-    identity_file: str | None = None  # private key
-    remote_python: str = sys.executable
-
-    def connection(self, host: str) -> dict[str, Any]:
-        """Return the arguments of asyncssh's ``connect`` for ``HOST`` or ``USER@HOST``."""
-        user, _, name = host.rpartition("@")
-        found: dict[str, Any] = {
-            "host": name,
-            "login_timeout": START_WITHIN_S,
-            "keepalive_interval": KEEPALIVE_S,
-        }
-        if user:
-            found["username"] = user
-        if self.port is not None:
-            found["port"] = self.port
-        if self.identity_file is not None:
-            found["client_keys"] = [self.identity_file]
-        return found
-
-
 class SshWorker(Process):
     """A worker that is started over ssh, and ends with the connection.
 
@@ -106,19 +79,23 @@ class SshWorker(Process):
         *,
         host: str,  # ``NAME`` or ``USER@NAME``
         slots: int,  # of the host
-        options: SshOptions,
+        connect: Mapping[str, Any],  # arguments of asyncssh's connect(), besides its host's
+        python: str,  # there
         configuration: Mapping[str, Any],  # Dask's, there
         tell: Callable[[str], None],  # shows a line to the user
         name: str,
     ) -> None:
         super().__init__()
         self.name = name
-        self._scheduler = scheduler
-        self._host = host
-        self._slots = slots
-        self._options = options
-        self._configuration = configuration
         self._tell = tell
+        user, _, host = host.rpartition("@")
+        waits = {"login_timeout": START_WITHIN_S, "keepalive_interval": KEEPALIVE_S}
+        self._connect = {"host": host, **({"username": user} if user else {}), **waits, **connect}
+        options = {"name": name, "slots": slots, "death_timeout": DEATH_TIMEOUT}
+        spec = {"cls": f"{SlotNanny.__module__}.{SlotNanny.__name__}", "opts": options}
+        words = ["sh", "-c", READ_CONFIG, "sh", python, "-m", "distributed.cli.dask_spec"]
+        self._command = shlex.join([*words, scheduler, "--spec", json.dumps(spec)])
+        self._configuration = dask.config.serialize(configuration)
         self._task: asyncio.Task[None] | None = None
         self._lines: deque[str] = deque(maxlen=LINES)
 
@@ -131,8 +108,7 @@ class SshWorker(Process):
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self._disconnect()
-        self.status = Status.closed
-        self._event_finished.set()
+        await super().close()
 
     async def _disconnect(self) -> None:
         if self.proc is not None:
@@ -159,11 +135,10 @@ class SshWorker(Process):
         started = False
         self._lines.clear()
         try:
-            await asyncio.wait_for(self._connect(), START_WITHIN_S)
+            await asyncio.wait_for(self._start_worker(), START_WITHIN_S)
             started = True
-            log: Any = self.proc  # read to its end, because a full pipe would block the worker
-            while line := await log.stderr.readline():
-                self._lines.append(line.strip())
+            while await self._line():  # because a full pipe would block the worker
+                pass
             problem = self._last_words("its worker has ended")
         except (asyncio.TimeoutError, TimeoutError):
             problem = self._last_words(f"no worker has started within {START_WITHIN_S:g} s")
@@ -172,31 +147,28 @@ class SshWorker(Process):
         await self._disconnect()
         return problem, started
 
-    async def _connect(self) -> None:
+    async def _start_worker(self) -> None:
         import asyncssh
 
-        self.connection = await asyncssh.connect(**self._options.connection(self._host))
+        self.connection = await asyncssh.connect(**self._connect)
         self.proc = await self.connection.create_process(
-            self._command(),
+            self._command,
             encoding="utf-8",
             errors="replace",
             stdout=asyncssh.DEVNULL,  # what is not read would stop the log, too, and the worker
         )
-        config = dask.config.serialize(self._configuration)
-        self.proc.stdin.write(f"{config}\n")
-        while line := await self.proc.stderr.readline():
-            self._lines.append(line.strip())
+        self.proc.stdin.write(f"{self._configuration}\n")
+        while line := await self._line():
             if "worker at" in line:
                 return
         raise RuntimeError(self._last_words("its worker could not be started"))
 
-    def _last_words(self, problem: str) -> str:
-        last = next((line for line in reversed(self._lines) if line), "")
-        return f"{problem}: {last}" if last else problem
+    async def _line(self) -> str:
+        """Return the next line of the worker's log; empty at its end."""
+        log: Any = self.proc
+        line: str = await log.stderr.readline()
+        self._lines.extend(filter(None, [line.strip()]))
+        return line
 
-    def _command(self) -> str:
-        options = {"name": self.name, "slots": self._slots, "death_timeout": DEATH_TIMEOUT}
-        spec = {"cls": f"{SlotNanny.__module__}.{SlotNanny.__name__}", "opts": options}
-        words = ["sh", "-c", READ_CONFIG, "sh", self._options.remote_python]
-        words += ["-m", "distributed.cli.dask_spec", self._scheduler, "--spec", json.dumps(spec)]
-        return shlex.join(words)
+    def _last_words(self, problem: str) -> str:
+        return f"{problem}: {self._lines[-1]}" if self._lines else problem

@@ -10,12 +10,13 @@ first; ``sys.path`` travels to processes that data loaders spawn. That package c
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -60,7 +61,7 @@ class _Alias(ModuleType):
     def __getattr__(self, name: str) -> Any:
         full, target = f"{self.__name__}.{name}", f"{self._target.__name__}.{name}"
         if target == "nbelastic.run":
-            return _refuse_run(full)
+            return functools.partial(_refuse_run, full)
         try:
             return getattr(self._target, name)
         except AttributeError:
@@ -73,61 +74,44 @@ class _Alias(ModuleType):
             f"{self._target.__name__!r}, which has none"
         )
 
-    def __dir__(self) -> list[str]:
-        return sorted({*vars(self), *dir(self._target)})
-
 
 class _AliasFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of Horovod among those of nbelastic."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    ) -> ModuleSpec | None:
         top, _, rest = fullname.partition(".")
         if top != "horovod" or not rest:
             return None
-        if _target_of(rest) is None:
-            if rest not in _MISSING:
-                return None
+        name = _ELSEWHERE.get(rest, "")
+        with contextlib.suppress(ModuleNotFoundError):  # below a module that is no package
+            if not name and importlib.util.find_spec(f"nbelastic.{rest}") is not None:
+                name = f"nbelastic.{rest}"
+        if name:
+            return ModuleSpec(fullname, self, loader_state=name, is_package=True)
+        if rest in _MISSING:
             raise ModuleNotFoundError(
                 f"No module named {fullname!r}: nbelastic stands in for Horovod here, and trains "
                 "PyTorch and Keras models. Use horovod.torch or horovod.keras, or install Horovod "
                 "and run the script by horovodrun",
                 name=fullname,
             )
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        name = _target_of(spec.name.partition(".")[2])
-        assert name is not None
-        return _Alias(spec.name, importlib.import_module(name))
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Alias(spec.name, importlib.import_module(spec.loader_state))
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: the other module was imported when this one was made."""
 
 
-def _target_of(rest: str) -> str | None:
-    """Return the module of nbelastic for a module of Horovod; None if missing."""
-    if rest in _ELSEWHERE:
-        return _ELSEWHERE[rest]
-    name = f"nbelastic.{rest}"
-    try:
-        return name if importlib.util.find_spec(name) is not None else None
-    except ModuleNotFoundError:  # a module that is no package
-        return None
-
-
-def _refuse_run(name: str) -> Callable[..., NoReturn]:
-    """Return a function that raises advice in place of ``horovod.run``."""
-    # A script may import it and never call it: importing it is no error.
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{name} starts a job, and this script runs in a rank of one. Call the function "
-            "itself; from outside a job, nbelastic.fit(fn, np=4) runs a function on ranks"
-        )
-
-    return refuse
+def _refuse_run(name: str, *_: Any, **__: Any) -> NoReturn:
+    # In place of ``horovod.run``, which a script may import and never call: importing is no error.
+    raise NotImplementedError(
+        f"{name} starts a job, and this script runs in a rank of one. Call the function "
+        "itself; from outside a job, nbelastic.fit(fn, np=4) runs a function on ranks"
+    )
 
 
 def answer_as(package: str) -> None:

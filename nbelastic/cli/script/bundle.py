@@ -19,18 +19,17 @@ _HARMLESS = {"-u", "-B", "-s", "-E", "-I"}  # do not change what a script does i
 
 
 @dataclass(frozen=True)
-class ScriptCommand:
-    """A script to run, as ``python`` would."""
+class ScriptCall:
+    """A script to run, as ``python`` would; it travels to the ranks."""
 
     script: str  # absolute path; empty where a module is run
     module: str  # as for ``python -m``; empty for a script
     arguments: tuple[str, ...]
     folder: str  # absolute; goes first on ``sys.path``
-
-    @property
-    def name(self) -> str:
-        """The script's name for people."""
-        return os.path.basename(self.script) or self.module
+    cwd: str  # of the kernel
+    mark: tuple[str, int, int] | None = None  # of a file: a worker that has it uses the folder
+    packed: bytes | None = None  # the folder as a ZIP file; None where hosts share its file system
+    alias: bool | None = None  # None: where Horovod is not installed
 
     @property
     def file(self) -> str:
@@ -41,8 +40,17 @@ class ScriptCommand:
         return f"{base}.py" if os.path.isfile(f"{base}.py") else os.path.join(base, "__main__.py")
 
 
-def script_command(words: Sequence[str], cwd: str) -> ScriptCommand:
-    """Return what a command runs; relative paths start from `cwd`.
+def mark_of(path: str) -> tuple[str, int, int] | None:
+    """Return a file's identity, equal on all hosts that share its file system, or None."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return path, found.st_ino, found.st_mtime_ns
+
+
+def script_call(words: Sequence[str], cwd: str) -> ScriptCall:
+    """Return the call of a command; relative paths start from `cwd`.
 
     It is ``python train.py --epochs 3``, ``python -m package.train``, or ``train.py``.
     """
@@ -59,7 +67,7 @@ def script_command(words: Sequence[str], cwd: str) -> ScriptCommand:
                 raise OptionError(
                     "python -m: the name of a module must follow, as in -m package.train"
                 )
-            return ScriptCommand("", module, tuple(rest[2:]), os.path.abspath(cwd))
+            return ScriptCall("", module, tuple(rest[2:]), os.path.abspath(cwd), cwd)
     if not rest:
         raise OptionError(f"{' '.join(words)!r}: a script is missing after it")
     if rest[0].startswith("-"):
@@ -78,7 +86,7 @@ def script_command(words: Sequence[str], cwd: str) -> ScriptCommand:
         raise OptionError(
             f"{rest[0]!r}: must be a Python script; a rank loads it, and runs no other command"
         )
-    return ScriptCommand(script, "", tuple(rest[1:]), os.path.dirname(script))
+    return ScriptCall(script, "", tuple(rest[1:]), os.path.dirname(script), cwd)
 
 
 def _is_python(script: str) -> bool:

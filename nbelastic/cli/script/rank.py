@@ -10,51 +10,30 @@ import os
 import sys
 import types
 import zipfile
-from dataclasses import dataclass
 from types import CodeType, TracebackType
 
 from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import NbelasticError
 
 from .alias import alias_horovod
-from .bundle import ScriptCommand
+from .bundle import ScriptCall, mark_of
 
 
 class ScriptExit(NbelasticError):
     """A script has exited with another code than 0; the message names both."""
 
 
-def mark_of(path: str) -> tuple[str, int, int] | None:
-    """Return a file's identity, equal on all hosts that share its file system, or None."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return path, found.st_ino, found.st_mtime_ns
-
-
-@dataclass(frozen=True)
-class ScriptCall:
-    """A script as it travels to the ranks."""
-
-    command: ScriptCommand
-    cwd: str  # of the kernel
-    mark: tuple[str, int, int] | None = None  # a worker that has this file there uses its folder
-    packed: bytes | None = None  # the folder as a ZIP file; None where hosts share its file system
-    alias: bool | None = None  # None: where Horovod is not installed
-
-
 def run_script(call: ScriptCall) -> None:
     """Run a script as a rank of a job; an exit code other than 0 raises ``ScriptExit``."""
-    command, process = call.command, os.getpid()
+    process = os.getpid()
     folder, cwd = _place(call)
-    script = os.path.join(folder, os.path.basename(command.script)) if command.script else ""
+    script = os.path.join(folder, os.path.basename(call.script)) if call.script else ""
     os.chdir(cwd)
-    sys.argv = [script or command.module, *command.arguments]
+    sys.argv = [script or call.module, *call.arguments]
     sys.path.insert(0, folder)
     alias_horovod(call.alias)
     try:
-        main, code = _load(script, command.module)
+        main, code = _load(script, call.module)
         # It stays until the process ends: exit handlers and threads may need it after the script.
         # The other name is for what comes from a spawned process, which multiprocessing, imported
         # by the rank server, has taken for that one's main module.
@@ -63,7 +42,10 @@ def run_script(call: ScriptCall) -> None:
     except SystemExit as error:
         if os.getpid() != process:
             raise  # a fork of the script ends with that code
-        _take_exit(command, error)
+        if error.code is not None and error.code != 0:
+            how = f" with code {error.code}" if isinstance(error.code, int) else f": {error.code}"
+            exited = ScriptExit(f"{os.path.basename(call.script) or call.module} exited{how}")
+            raise exited.with_traceback(_of_script(error.__traceback__)) from None
     except Exception as error:
         raise error.with_traceback(_of_script(error.__traceback__))  # noqa: B904 -- the same
 
@@ -91,16 +73,6 @@ def _load(script: str, module: str) -> tuple[types.ModuleType, CodeType]:
     return main, code
 
 
-def _take_exit(command: ScriptCommand, error: SystemExit) -> None:
-    """Return if a script's exit means success, as for a process; else raise."""
-    code = error.code
-    if code is None or code == 0:
-        return
-    how = f" with code {code}" if isinstance(code, int) else f": {code}"
-    exited = ScriptExit(f"{command.name} exited{how}")
-    raise exited.with_traceback(_of_script(error.__traceback__)) from None
-
-
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
@@ -110,7 +82,7 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 
 def _place(call: ScriptCall) -> tuple[str, str]:
     """Return the script's folder and the working directory, on this host."""
-    folder, mark = call.command.folder, call.mark
+    folder, mark = call.folder, call.mark
     if call.packed is None or (mark is not None and mark_of(mark[0]) == mark):
         if not os.path.isdir(folder):
             raise FileNotFoundError(
