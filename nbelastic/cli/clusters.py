@@ -79,7 +79,7 @@ def _made(text: str) -> Any:
             hint = f"{file} must be a mapping of arguments, as YAML"
             with open(file, encoding="utf-8") as opened_file:
                 settings = yaml.safe_load(opened_file) or {}
-        hint = f"{name} takes no such arguments"
+        hint = f"{name} cannot be made with these arguments"
         return kind(**settings)
     except (ImportError, AttributeError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise OptionError(f"--cluster {text!r}: {error}; {hint}") from None

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import dask.config
@@ -109,7 +110,12 @@ class HostCluster(SpecCluster):
         for host in self._hosts:
             is_local(host)  # asks the system, which may take its time, and remembers the answer
         loop: Any = self.loop
-        loop.add_callback(self._bring_in_line)
+        bringing = asyncio.run_coroutine_threadsafe(self._bring_in_line(), loop.asyncio_loop)
+        bringing.add_done_callback(self._report)
+
+    def _report(self, brought: Future[None]) -> None:
+        if not brought.cancelled() and (error := brought.exception()) is not None:
+            self._tell(f"the workers could not be brought in line with the hosts: {error!r}")
 
     # -- the event loop --------------------------------------------------------------------------
 
