@@ -109,23 +109,6 @@ def test_only_a_later_writer_removes_unfinished_files(tmp_path):
     assert "01-000002-0000000020.safetensors.tmp" not in files_in(tmp_path)
 
 
-def test_a_job_prefers_its_own_then_its_parents_then_the_newest(tmp_path):
-    first, second, third, fourth = (CheckpointFiles(str(tmp_path), run) for run in "dcba")
-    path = put(first, 1)
-    put(second, 2)
-    assert newest(third, others=False) is None
-    assert newest(third, others=True) == (1, 2)
-    third.record_parent(path)
-    assert newest(third, others=False) == (1, 1)
-    assert newest(fourth, others=True) == (1, 2)
-    put(third, 3)
-    assert newest(third, others=False) == (1, 3)
-    assert newest(second, others=False) == (1, 2)
-    assert newest(fourth, others=True) == (1, 3)
-    runs = sorted(path.name for path in tmp_path.iterdir())
-    assert runs == ["run-0001-d", "run-0002-c", "run-0003-b"]
-
-
 def resumed_from(files):
     """Return what a job that resumes would load: run and commit."""
     for entry in files.candidates(1, others=True, resumes=True):
