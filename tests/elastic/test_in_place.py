@@ -168,15 +168,22 @@ class Slots:
     a: int = 1
 
 
+class Both(Slots):
+    """A class with attributes besides slots."""
+
+
 @pytest.mark.parametrize(
-    "make", [lambda: Color.RED, lambda: Own([1]), Slots, lambda: frozenset([1]), lambda: object]
+    "make", [lambda: Color.RED, lambda: Own([1]), Both, lambda: frozenset([1]), lambda: object]
 )
 def test_other_values_are_replaced_by_copies(kind, make):
     state = kind(value=make())
     state.save()
+    if make is Both:
+        state.value.a = 2
     state.value = None
     state.restore()
     assert type(state.value) is type(make())
+    assert make is not Both or state.value.a == 1
     if isinstance(state.value, (Own, frozenset)):
         assert [*state.value] == [1]
 
