@@ -1,4 +1,4 @@
-"""Back ends of Keras, each an adapter, and the reduction of gradients on any of them.
+"""Back ends of Keras, each an adapter, and the reduction of gradients on any.
 
 TensorFlow and JAX call back in a thread of their own, while the rank's thread waits in the compiled
 function. So that thread acts for the rank. An error there reaches the rank as one of the library's;
@@ -77,6 +77,8 @@ class Backend(Protocol):
 
     def apply_if(self, ready: Any, update: Callable[[], None], changed: Sequence[Any]) -> None:
         """Make an update if `ready`, known to a compiled function only when it runs."""
+        if ready:
+            update()
 
     def dense(self, gradients: Sequence[Any], options: KerasOptions) -> Sequence[Any]:
         """Return gradients without sparse ones."""
@@ -90,9 +92,7 @@ class Backend(Protocol):
 _hidden: list[BaseException] = []
 
 
-def called_back(
-    context: Context, function: Callable[[], Sequence[Tensor]]
-) -> Sequence[Tensor]:
+def called_back(context: Context, function: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
     """Call a function for the rank in a thread of a library, and keep its error."""
     try:
         with Acting(context):
