@@ -213,20 +213,19 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     def run(self) -> Any:
         """Train in the elastic loop; return the history."""
-        model, state, reduction = self._model, self._state, self._reduction
+        model, reduction = self._model, self._reduction
         # Metrics are summed over ranks between gradients and update: a failure there leaves the
         # last commit as it is, so commits need no copies. A train_step of the user's may go on with
-        # the updated model, and so cannot wait for the update.
+        # the updated model, and so cannot wait for the update: its commits follow the sum, and are
+        # copied.
         own_step = type(model).train_step is not keras.Model.train_step
-        before = model.train_function, state.always_copy
         reduction.defers = self._back.in_place and not own_step and not self._by_loader
-        state.always_copy |= self._back.in_place and own_step
+        function = model.train_function
         if self._by_loader:
             model.train_function = self._train_on_step
         try:
-            run(lambda _: self._train())(state)
+            run(lambda _: self._train())(self._state)
         finally:
-            function, state.always_copy = before
             reduction.defers = False
             if self._by_loader:
                 model.train_function = function
