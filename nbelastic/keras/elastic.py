@@ -63,17 +63,17 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.batches_remaining -= 1
-        if self.batches_remaining <= 0 and not self.state.accumulates:
+        if self.batches_remaining <= 0:
             self._commit()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         report_logs(logs or {}, epoch)
-        if not self.state.accumulates:
-            self._commit()
+        self._commit()
 
     def _commit(self) -> None:
-        self.batches_remaining = self.batches_per_commit
-        self.state.commit()
+        if not self.state.accumulates:
+            self.batches_remaining = self.batches_per_commit
+            self.state.commit()
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -117,15 +117,14 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self._done = 0
-        self._first: int | None = None
+        self._shift: int | None = None  # from the numbers of fit to the state's
 
     def on_train_begin(self, logs: Any = None) -> None:
-        self._done, self._first = self.state.epoch, None
+        self._shift = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if self._first is None:
-            self._first = epoch  # the number that fit has begun with
+        if self._shift is None:
+            self._shift = self.state.epoch - epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.state.epoch = self._done + epoch - (self._first or 0) + 1
+        self.state.epoch = epoch + (self._shift or 0) + 1

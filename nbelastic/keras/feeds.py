@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.data import Loader
+from nbelastic.data.sources.row_source import is_count
 from nbelastic.elastic.ranks.context import rank, size
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import OptionError
@@ -27,6 +28,9 @@ CANNOT_BE_DEALT = (
     "arrays, hvd.elastic.ElasticDataset (with read= for data that are not in memory), a DataLoader "
     "with an ElasticSampler, or a Loader"
 )
+
+
+_WITH_TARGETS = (Loader, DataLoader, keras.utils.PyDataset)
 
 
 class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
@@ -81,26 +85,24 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.batch_size = whole("ElasticDataset", "batch_size", batch_size)
+        check_counts("ElasticDataset", batch_size=batch_size)
+        self.batch_size = batch_size
         if read is None:
-            self._arrays = tuple(each for each in (x, y, sample_weight) if each is not None)
             if y is None and sample_weight is not None:
                 raise OptionError("ElasticDataset(sample_weight=…): needs y, too")
-            count = length_of(self._arrays)
-            self._read: Callable[[np.ndarray[Any, Any]], Any] = self._take
+            arrays = tuple(each for each in (x, y, sample_weight) if each is not None)
+            count, read = length_of(arrays), functools.partial(_rows, arrays)
+        elif isinstance(x, int) and not isinstance(x, bool):
+            count = x
         else:
-            if isinstance(x, bool) or not isinstance(x, int):
-                raise OptionError(
-                    f"ElasticDataset({type(x).__name__}, read=…): with read=, pass the number of "
-                    "samples"
-                )
-            count, self._read = x, read
+            raise OptionError(
+                f"ElasticDataset({type(x).__name__}, read=…): with read=, pass the number of "
+                "samples"
+            )
         if count < 1:
             raise OptionError("ElasticDataset: there are no samples")
+        self._read = read
         self.sampler = ElasticSampler(range(count), shuffle=shuffle, seed=seed)
-
-    def _take(self, indices: np.ndarray[Any, Any]) -> Any:
-        return tuple(keras.tree.map_structure(lambda each: each[indices], a) for a in self._arrays)
 
     def __len__(self) -> int:
         """Return the number of this rank's batches in the present deal of the epoch."""
@@ -115,18 +117,17 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
         return self._read(np.asarray([*indices], dtype=np.int64))
 
 
-def whole(call: str, name: str, value: Any) -> int:
-    """Return an argument of a call, which must be a whole number."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{call}({name}={value!r}): must be a whole number, at least 1")
-    return value
+def check_counts(call: str, **counts: Any) -> None:
+    """Refuse arguments of a call that are no whole numbers from 1 on."""
+    for name, value in counts.items():
+        if not is_count(value):
+            raise OptionError(f"{call}({name}={value!r}): must be a whole number, at least 1")
 
 
 def length_of(arrays: Any) -> int:
     """Return the number of samples."""
-    leaves = keras.tree.flatten(arrays)
     lengths = set()
-    for leaf in leaves:
+    for leaf in keras.tree.flatten(arrays):
         shape = getattr(leaf, "shape", None)
         if shape is None or len(shape) == 0:
             raise OptionError(
@@ -147,27 +148,24 @@ class Feed:
         self.part = part  # what of the data belongs to the state
         self._batch_size = batch_size
 
-    def set_epoch(self, epoch: int) -> None:
-        """Deal an epoch, unless already present."""
+    def deal(self, epoch: int | None) -> int | None:
+        """Deal an epoch, unless already present; for None the rest of the data, or all again.
+
+        Return the number of this rank's batches, None if unknown. All ranks call this together.
+        """
+        if epoch is None:
+            self.part.reset()
+            epoch = self.part.epoch + (len(self.source) == 0)
         if epoch != self.part.epoch:
             self.part.set_epoch(epoch)
-
-    def left(self) -> int | None:
-        """Return the number of remaining batches of this rank; None if unknown."""
         try:
             return len(self.source)
         except TypeError:
             return None
 
-    def go_on(self) -> None:
-        """Deal what is left, or all data again where nothing is; all ranks call this together."""
-        self.part.reset()
-        if not self.left():
-            self.part.set_epoch(self.part.epoch + 1)
-
-    def record(self, first: int, count: int) -> None:
+    def record(self, numbers: range) -> None:
         """Record that batches are done, by their numbers since the beginning of the iteration."""
-        for number in range(first, first + count):
+        for number in numbers:
             self.part.record_batch(number, self._batch_size)
 
     def close(self) -> None:
@@ -188,7 +186,7 @@ class LoaderFeed(Feed):
     def __init__(self, loader: Loader) -> None:
         super().__init__(_Batches(loader.__iter__, lambda: len(loader) - loader.step), loader)
 
-    def record(self, first: int, count: int) -> None:
+    def record(self, numbers: range) -> None:
         """Do nothing: the loader counts its steps."""
 
     def close(self) -> None:
@@ -217,26 +215,20 @@ class _Batches(DataLoader[Any]):
 
     def close(self) -> None:
         """End the iteration."""
-        iteration, self._iteration = self._iteration, None
-        if iteration is not None:
-            iteration.close()
+        if self._iteration is not None:
+            self._iteration.close()
+        self._iteration = None
 
     def __len__(self) -> int:
         return self._length()
 
 
 def feed_of(
-    data: Any,
-    y: Any = None,
-    *,
-    batch_size: int | None,
-    shuffle: bool,
-    seed: int,
-    sample_weight: Any = None,
+    data: Any, y: Any, sample_weight: Any, *, batch_size: int | None, shuffle: bool, seed: int
 ) -> Feed:
     """Return the feed of data; an OptionError names the kinds of data to pass instead."""
     kind = type(data).__name__
-    if isinstance(data, (Loader, DataLoader, keras.utils.PyDataset)) and y is not None:
+    if isinstance(data, _WITH_TARGETS) and y is not None:
         raise OptionError(f"elastic.fit({kind}, y=…): the {kind} has the targets; leave y out")
     if isinstance(data, Loader):
         return LoaderFeed(data)
@@ -263,8 +255,8 @@ def feed_of(
             or not keras.tree.flatten(data)
         ):
             raise OptionError(CANNOT_BE_DEALT.format(kind=kind))
-        more: dict[str, Any] = {"batch_size": batch_size or 32, "shuffle": shuffle, "seed": seed}
-        data = ElasticDataset(data, y, sample_weight, **more)
+        size = batch_size or 32
+        data = ElasticDataset(data, y, sample_weight, batch_size=size, shuffle=shuffle, seed=seed)
     return Feed(data, data.sampler, data.batch_size)
 
 
@@ -273,7 +265,7 @@ def split_off(fraction: float, *arrays: Any) -> tuple[Any, ...]:
     if not 0 < fraction < 1:
         raise OptionError(f"elastic.fit(validation_split={fraction!r}): must be between 0 and 1")
     given = tuple(each for each in arrays if each is not None)
-    if any(isinstance(each, (Loader, DataLoader, keras.utils.PyDataset)) for each in given):
+    if any(isinstance(each, _WITH_TARGETS) for each in given):
         raise OptionError(
             "elastic.fit(validation_split=…): only for arrays; pass validation_data instead"
         )
@@ -283,16 +275,13 @@ def split_off(fraction: float, *arrays: Any) -> tuple[Any, ...]:
         raise OptionError(
             f"elastic.fit(validation_split={fraction!r}): {count} samples cannot be split so"
         )
-    rest = _slice(given, range(first, count))
-    return *_slice(arrays, range(first)), rest
+    return *_rows(arrays, slice(first)), _rows(given, slice(first, count))
 
 
 class _Part(keras.utils.PyDataset):  # type: ignore[misc]
     """Batches of numbered items: samples, or single batches of another dataset."""
 
-    def __init__(
-        self, numbers: range, batch_of: Callable[[range], Any], batch_size: int = 1
-    ) -> None:
+    def __init__(self, numbers: range, batch_of: Callable[[range], Any], batch_size: int) -> None:
         super().__init__()
         self._numbers, self._batch_of, self._batch_size = numbers, batch_of, batch_size
 
@@ -305,14 +294,22 @@ class _Part(keras.utils.PyDataset):  # type: ignore[misc]
         return self._batch_of(self._numbers[start : start + self._batch_size])
 
 
-def shard_of(data: Any, batch_size: int, steps: int | None = None) -> tuple[Any, int | None]:
-    """Return this rank's part of data for validation, and its number of batches.
+def shard_of(data: Any, batch_size: int, steps: int | None = None) -> Any:
+    """Return this rank's part of data for validation; None if the part is empty.
 
     All parts together have each sample once, so that sums over ranks are those of all samples; or
     those of the first batches, if there are so many `steps`.
     """
     place, count = rank(), size()
     limit = sys.maxsize if steps is None else steps
+    if isinstance(data, (Loader, types.GeneratorType)):
+        raise OptionError(
+            f"elastic.fit(validation_data={type(data).__name__}): pass arrays, a DataLoader, a "
+            "PyDataset or a tf.data.Dataset"
+        )
+    if hasattr(data, "shard") and type(data).__module__.startswith("tensorflow."):
+        part = (data if steps is None else data.take(steps)).shard(count, place)
+        return part if int(part.cardinality()) else None
     if isinstance(data, DataLoader):
         if isinstance(data.sampler, (ShardSampler, DistributedSampler)):  # a part already
             place, count, limit = 0, 1, -(-limit // count)
@@ -321,16 +318,7 @@ def shard_of(data: Any, batch_size: int, steps: int | None = None) -> tuple[Any,
         def every_nth() -> Iterator[Any]:
             yield from itertools.islice(data, numbers.start, numbers.stop, numbers.step)
 
-        return _Batches(every_nth, lambda: len(numbers)), len(numbers)
-    if isinstance(data, (Loader, types.GeneratorType)):
-        raise OptionError(
-            f"elastic.fit(validation_data={type(data).__name__}): pass arrays, a DataLoader, a "
-            "PyDataset or a tf.data.Dataset"
-        )
-    if hasattr(data, "shard") and type(data).__module__.startswith("tensorflow."):
-        part = (data if steps is None else data.take(steps)).shard(count, place)
-        length = int(part.cardinality())
-        return part, length if length >= 0 else None
+        return _Batches(every_nth, lambda: len(numbers)) if numbers else None
     batch_of: Callable[[range], Any]
     if isinstance(data, ElasticDataset):  # whose own batches are those of a share
         length, batch_of, batch_size = len(data.sampler.dataset), data.batch_of, data.batch_size
@@ -338,15 +326,15 @@ def shard_of(data: Any, batch_size: int, steps: int | None = None) -> tuple[Any,
         length, batch_of, batch_size = data.num_batches, lambda numbers: data[numbers[0]], 1
     else:
         arrays = tuple(data) if isinstance(data, (tuple, list)) else (data,)
-        length, batch_of = keras.tree.flatten(arrays)[0].shape[0], functools.partial(_slice, arrays)
-    part = _Part(range(place, min(length, limit * batch_size), count), batch_of, batch_size)
-    return part, part.num_batches
+        length = keras.tree.flatten(arrays)[0].shape[0]
+        batch_of = lambda at: _rows(arrays, slice(at.start, at.stop, at.step))  # noqa: E731
+    numbers = range(place, min(length, limit * batch_size), count)
+    return _Part(numbers, batch_of, batch_size) if numbers else None
 
 
-def _slice(arrays: tuple[Any, ...], at: range) -> tuple[Any, ...]:
-    """Return some samples of arrays, which need not know indices by numbers."""
-    part = slice(at.start, at.stop, at.step)
+def _rows(arrays: tuple[Any, ...], at: Any) -> tuple[Any, ...]:
+    """Return some samples of arrays, by a slice where these need not know indices by numbers."""
     return tuple(
-        each if each is None else keras.tree.map_structure(lambda array: array[part], each)
+        each if each is None else keras.tree.map_structure(lambda array: array[at], each)
         for each in arrays
     )

@@ -15,16 +15,17 @@ import torch
 from nbelastic.collectives import Op
 from nbelastic.elastic.ranks.context import current, rank
 from nbelastic.errors import OptionError
-from nbelastic.keras.backends import Backend, backend
+from nbelastic.keras.backends import backend
 from nbelastic.keras.callbacks.fit_callbacks import (
+    FitProgress,
     OnRankZero,
     RankZeroModel,
     is_keras,
     make_callbacks,
 )
-from nbelastic.keras.feeds import Feed, LoaderFeed, feed_of, shard_of, split_off, whole
-from nbelastic.keras.optimizer import distribution_of, is_distributed
-from nbelastic.keras.state import SEED, KerasState, run
+from nbelastic.keras.feeds import Feed, LoaderFeed, check_counts, feed_of, shard_of, split_off
+from nbelastic.keras.optimizer import distribution_of
+from nbelastic.keras.state import KerasState, run
 from nbelastic.trainers.callbacks import report_logs
 
 NOT_DISTRIBUTED = (
@@ -120,16 +121,12 @@ def fit(
     if validation_split:
         data, y, sample_weight, rest = split_off(validation_split, data, y, sample_weight)
         validation_data = rest if validation_data is None else validation_data
-    feed = feed_of(
-        data, y, batch_size=batch_size, shuffle=shuffle, seed=seed, sample_weight=sample_weight
-    )
-    numbers = {"epochs": epochs, "batches_per_commit": batches_per_commit}
-    optional = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
+    feed = feed_of(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    numbers = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
+    given = {name: each for name, each in numbers.items() if each is not None}
     if isinstance(validation_freq, int):
-        numbers["validation_freq"] = validation_freq
-    for name, value in (*numbers.items(), *optional.items()):
-        if value is not None or name in numbers:
-            whole("elastic.fit", name, value)
+        given["validation_freq"] = validation_freq
+    check_counts("elastic.fit", epochs=epochs, batches_per_commit=batches_per_commit, **given)
     options = SimpleNamespace(
         epochs=epochs,
         initial_epoch=initial_epoch,
@@ -162,33 +159,29 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         model = state.model
         if not getattr(model, "compiled", False):
             raise OptionError("elastic.fit: the model is not compiled; call model.compile() before")
-        optimizer = model.optimizer
         others = [
             f"model.{name}"
             for name, value in vars(model).items()
             for each in (value if isinstance(value, (list, tuple)) else [value])
-            if isinstance(each, keras.optimizers.Optimizer) and each is not optimizer
+            if isinstance(each, keras.optimizers.Optimizer) and each is not model.optimizer
         ]
         if others:
             raise OptionError(SEVERAL.format(names=", ".join(dict.fromkeys(others))))
-        if not is_distributed(optimizer):
-            raise OptionError(NOT_DISTRIBUTED.format(kind=type(optimizer).__name__))
+        self._reduction: Any = distribution_of(model.optimizer)
+        if self._reduction is None:
+            raise OptionError(NOT_DISTRIBUTED.format(kind=type(model.optimizer).__name__))
         if options.class_weight is not None and not isinstance(feed.source, keras.utils.PyDataset):
             raise OptionError("elastic.fit(class_weight=…): only for arrays and ElasticDataset")
-        if options.steps is not None and isinstance(feed, LoaderFeed):
+        self._by_loader = isinstance(feed, LoaderFeed)
+        if options.steps is not None and self._by_loader:
             raise OptionError(
                 "elastic.fit(Loader, steps_per_epoch=…): an epoch of a Loader has all rows once; "
                 "leave steps_per_epoch out"
             )
         self._state, self._feed, self._options = state, feed, options
-        self._steps = options.steps
-        self._progress = state._progress
         self._back = backend()
-        self._reduction: Any = distribution_of(optimizer)
-        self._sums = _MetricSums(model, self._back)
         self._since_commit = 0
         self._first = 0  # number in the epoch of the first batch of this call of fit
-        self._before = -1  # number in this call of the last batch that is done
         self._stops = False
         self._logs: dict[str, Any] = {}
         super().__init__(callbacks, add_history=True)
@@ -197,14 +190,11 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         for each in self.callbacks:
             saves = isinstance(each, keras.callbacks.ModelCheckpoint)
             each.set_model(RankZeroModel(model) if saves else model)
-        batches = feed.left() if options.steps is None else options.steps
+        batches = options.steps or feed.deal(feed.part.epoch)
         self.set_params({"verbose": options.verbose, "epochs": options.epochs, "steps": batches})
-        self._progress.begin(self.callbacks)
-        self._progress.epoch = options.initial_epoch
-        state._add("_rows", feed.part)
-        state._add("_progress", self._progress)
+        self._progress = FitProgress(self.callbacks, options.initial_epoch)
+        state._add(_rows=feed.part, _progress=self._progress)
         state.set_total(epoch=options.epochs, batch=batches or 0)
-        self._seeds = [each for each in model.variables if each.name == SEED]
         if not self._back.in_place:
             self._compile()
 
@@ -212,33 +202,32 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         """Make a step and roll back, so that Keras compiles before other ranks wait."""
         self._reduction.dry = True
         try:
-            self._model.train_on_batch(*_as_tuple(self._feed.sample()))
+            self._model.train_on_batch(*self._sample())
         finally:
             self._reduction.dry = False
             self._state.restore()
             self._model.reset_metrics()
 
+    def _sample(self) -> Any:
+        return _as_tuple(self._feed.sample())
+
     def run(self) -> Any:
         """Train in the elastic loop; return the history."""
         model, reduction = self._model, self._reduction
-        by_loader = isinstance(self._feed, LoaderFeed)
         # Metrics are summed over ranks between gradients and update: a failure there leaves the
         # last commit as it is, so commits need no copies. A train_step of the user's may go on with
-        # the updated model, and so cannot wait for the update.
+        # the updated model, and so cannot wait for the update: its commits follow the sum, and are
+        # copied.
         own_step = type(model).train_step is not keras.Model.train_step
-        reduction.defers = self._back.in_place and not own_step and not by_loader
-        always = self._state.always_copy
-        if self._back.in_place and own_step:
-            self._state.always_copy = True
+        reduction.defers = self._back.in_place and not own_step and not self._by_loader
         function = model.train_function
-        if by_loader:
+        if self._by_loader:
             model.train_function = self._train_on_step
         try:
             run(lambda _: self._train())(self._state)
         finally:
-            self._state.always_copy = always
             reduction.defers = False
-            if by_loader:
+            if self._by_loader:
                 model.train_function = function
         return self._history
 
@@ -248,13 +237,11 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         """Train what is left; called again after each change of membership."""
         progress = self._progress
         self._reduction.forget()
-        self._stops = False
-        self._since_commit = 0
+        self._stops, self._since_commit = False, 0
         progress.callbacks.begin(rank() == 0, self._begin)
         for each in self.callbacks:
             if isinstance(each, OnRankZero):
-                each.goes_on(progress.epoch, progress.in_epoch)
-        self._model.stop_training = False
+                each.goes_on(progress.epoch, progress.metrics is not None)
         while progress.epoch < self._options.epochs and not progress.ended:
             self._train_epoch()
         self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
@@ -269,25 +256,22 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     def _train_epoch(self) -> None:
         """Train the rest of an epoch, and end the epoch."""
-        progress, epoch = self._progress, self._progress.epoch
-        self._place(epoch, progress.batch)
-        if self._steps is None:
-            self._feed.set_epoch(epoch)
+        progress, epoch, steps = self._progress, self._progress.epoch, self._options.steps
+        self._place()
         while True:  # with steps_per_epoch, data may end and begin again in an epoch
-            left = self._feed.left()
-            if self._steps is not None:
-                self._feed.go_on()
-                left = min(self._feed.left() or 0, self._steps - progress.batch)
-            if left == 0 or isinstance(self._feed, LoaderFeed):
+            left = self._feed.deal(epoch if steps is None else None)
+            if steps is not None:
+                left = min(left or 0, steps - progress.batch)
+            if left == 0 or self._by_loader:
                 self._build_metrics()
-            if left is None or left > 0:
-                steps = None if left is None else progress.batch + left
-                self.set_params({**self.params, "steps": steps})
-                self._fit(epoch, None if self._steps is None else left)
-            else:  # the last commit was that of its last batch
+            if left == 0:  # the last commit was that of its last batch
                 self._model.reset_metrics()
                 self.on_epoch_begin(epoch)
-            if self._steps is None or progress.batch >= self._steps or self._exchange():
+            else:
+                total = None if left is None else progress.batch + left
+                self.set_params({**self.params, "steps": total})
+                self._fit(epoch, None if steps is None else left)
+            if steps is None or progress.batch >= steps or self._exchange():
                 break
         self._end_epoch(epoch)
 
@@ -299,7 +283,7 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         """
         compiled = getattr(self._model, "_compile_metrics", None)
         if compiled is None or not compiled.built:
-            self._model.test_on_batch(*_as_tuple(self._feed.sample()))
+            self._model.test_on_batch(*self._sample())
 
     def _fit(self, epoch: int, steps: int | None) -> None:
         # The training goes on afterwards, so that no values are final.
@@ -323,22 +307,17 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
                 del optimizer.finalize_variable_values
                 self._feed.close()
 
-    def _exchange(self) -> bool:
-        """Sum metrics over ranks; return whether a callback on any of them stops the training."""
-        self._progress.metrics, self._stops = self._sums.exchange(stop=self._stops)
-        return self._stops
-
     def _end_epoch(self, epoch: int) -> None:
         """Validate, tell callbacks, and commit the end of the epoch."""
-        progress, model = self._progress, self._model
+        progress, model, options = self._progress, self._model, self._options
         self._exchange()
         self._reduction.complete()
         logs = _floats(model.get_metrics_result())
-        if not isinstance(self._feed, LoaderFeed):  # its micro-batches do that in each step
+        if not self._by_loader:  # its micro-batches do that in each step
             self._state.average_statistics()
-        data, freq = self._options.validation_data, self._options.validation_freq
+        freq = options.validation_freq
         now = (epoch + 1) % freq == 0 if isinstance(freq, int) else epoch + 1 in freq
-        if data is not None and now:
+        if options.validation_data is not None and now:
             logs.update({f"val_{name}": each for name, each in self._validate().items()})
         model.stop_training = False
         super().on_epoch_end(epoch, logs)
@@ -346,46 +325,45 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._logs = logs
         report_logs(logs, epoch)
         progress.ended = model.stop_training = self._exchange()
-        progress.epoch, progress.batch = epoch + 1, 0
-        progress.in_epoch, progress.metrics = False, []
-        self._place(progress.epoch, 0)
-        if self._steps is None:
-            self._feed.set_epoch(epoch + 1)
+        progress.epoch, progress.batch, progress.metrics = epoch + 1, 0, None
+        if options.steps is None:
+            self._feed.deal(epoch + 1)
+        self._place()
         self._since_commit = 0
         self._state.commit()
 
-    def _place(self, epoch: int, batch: int) -> None:
+    def _place(self) -> None:
         """Give the user's own counters their values."""
-        for name, value in (("epoch", epoch), ("batch", batch)):
-            if name in self._state._names:
-                setattr(self._state, name, value)
+        for name in {"epoch", "batch"} & {*self._state._names}:
+            setattr(self._state, name, getattr(self._progress, name))
 
     def _validate(self) -> dict[str, Any]:
         """Evaluate this rank's part, and return the metrics of all parts."""
-        part, count = shard_of(self._options.validation_data, *self._options.validation_limits)
-        model = self._model
-        model.reset_metrics()
-        if count is None or count > 0:
+        part = shard_of(self._options.validation_data, *self._options.validation_limits)
+        self._model.reset_metrics()
+        if part is not None:
             self.set_params(self.params)
-            model.evaluate(part, callbacks=self, verbose=0, return_dict=True)
-        _MetricSums(model, self._back).exchange()
-        return _floats(model.get_metrics_result())
+            self._model.evaluate(part, callbacks=self, verbose=0, return_dict=True)
+        self._sum(None, stop=False)
+        return _floats(self._model.get_metrics_result())
 
     # -- what Keras' fit says ----------------------------------------------------------------------
 
     def on_train_begin(self, logs: Any = None) -> None:
         self._on_begin()
-        self._first, self._before = self._progress.batch, -1
+        self._first = self._progress.batch
 
     def on_train_end(self, logs: Any = None) -> None:
         self._on_end()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin an epoch, or go on in one with its earlier metrics, which ``fit`` has reset."""
-        progress = self._progress
-        self._sums.start(progress.metrics if progress.in_epoch else [])
-        if not progress.in_epoch:
-            progress.in_epoch = True
+        known, present = self._progress.metrics, self._metrics()
+        if known is not None and known.size == present.numel():
+            self._write(torch.from_numpy(known))
+            present = self._metrics()
+        self._progress.metrics = present.numpy()
+        if known is None:
             super().on_epoch_begin(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -396,18 +374,18 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """End one batch, or those of an execution: sum metrics, update, tell callbacks, commit."""
-        progress, count = self._progress, batch - self._before
-        first, self._before = self._before + 1, batch
-        self._since_commit += count
+        progress = self._progress
+        done = range(progress.batch - self._first, batch + 1)
+        self._since_commit += len(done)
         due = self._since_commit >= self._options.batches_per_commit
         commits = due and not self._reduction.accumulates
         stops = commits and self._exchange()
         self._reduction.complete()
-        super().on_train_batch_end(progress.batch + count - 1, logs)
+        super().on_train_batch_end(self._first + batch, logs)
         self._stops |= self._model.stop_training  # all ranks do so at the next commit
-        self._feed.record(first, count)
-        progress.batch += count
-        self._place(progress.epoch, progress.batch)
+        self._feed.record(done)
+        progress.batch += len(done)
+        self._place()
         if commits:
             self._since_commit = 0
             self._state.commit()
@@ -429,9 +407,51 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
     def _seed(self) -> None:
         """Seed Keras' random layers from PyTorch's generator, which the loader has just seeded."""
         with torch.no_grad():
-            for each in self._seeds:
-                value = each.value
-                value.copy_(torch.randint(0, 2**31 - 1, value.shape))
+            for each in self._state._seeds:
+                each.value.copy_(torch.randint(0, 2**31 - 1, each.value.shape))
+
+    # -- metrics of all ranks ----------------------------------------------------------------------
+
+    # Metrics are sums: their variables are ``total``, ``count``. Each rank adds what it has added
+    # since the last exchange, so no sample is lost with its rank.
+
+    def _sums(self) -> list[Any]:
+        """Return the variables of metrics, which exist once the model has seen a batch."""
+        variables = self._model.metrics_variables
+        return [each for each in variables if getattr(each, "aggregation", "sum") == "sum"]
+
+    def _metrics(self) -> torch.Tensor:
+        values = self._back.read(self._sums())
+        flat = [each.detach().reshape(-1).to("cpu", torch.float64) for each in values]
+        return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
+
+    def _write(self, flat: torch.Tensor) -> None:
+        variables = self._sums()
+        parts = torch.split(flat, [math.prod(each.shape) for each in variables])
+        shaped = [p.reshape(tuple(v.shape)) for p, v in zip(parts, variables, strict=True)]
+        self._back.write(variables, shaped)
+
+    def _exchange(self) -> bool:
+        """Sum metrics over ranks; return whether a callback on any of them stops the training."""
+        self._stops = self._sum(self._progress.metrics, stop=self._stops)
+        self._progress.metrics = self._metrics().numpy()  # rounded as the variables are
+        return self._stops
+
+    def _sum(self, known: np.ndarray[Any, Any] | None, *, stop: bool) -> bool:
+        """Add up over all ranks what was added to `known` sums; return whether any has `stop`."""
+        self._back.settle(self._model)
+        context, present = current(), self._metrics()
+        before = torch.zeros_like(present) if known is None else torch.from_numpy(known)
+        flags = torch.tensor([float(stop), float(context.change_flag())], dtype=torch.float64)
+        flat = torch.cat([present - before, flags])
+        communicator = context.communicator()
+        if communicator.size > 1:
+            communicator.current_operation = "the sum of Keras' metrics"
+            communicator.allreduce(flat, Op.SUM)
+            self._write(before + flat[:-2])
+        stops, changes = flat[-2:].tolist()
+        context.agree(bool(changes))
+        return bool(stops)
 
 
 def _as_tuple(batch: Any) -> Any:
@@ -440,61 +460,5 @@ def _as_tuple(batch: Any) -> Any:
 
 def _floats(logs: Any) -> dict[str, Any]:
     """Return logs with numbers of Python."""
-    found = {}
-    for name, value in logs.items():
-        try:
-            found[name] = float(value)
-        except (TypeError, ValueError):
-            found[name] = value
-    return found
-
-
-class _MetricSums:
-    """Sums over all ranks of the variables of a model's metrics: ``total``, ``count``.
-
-    Each rank adds what it has added since the last exchange, so no sample is lost with its rank.
-    """
-
-    def __init__(self, model: Any, backend: Backend) -> None:
-        self._model = model
-        self._backend = backend
-        self._known: torch.Tensor | None = None  # to all ranks: the values of the last exchange
-
-    def _variables(self) -> list[Any]:
-        """Return the variables, which exist once the model has seen a batch."""
-        variables = self._model.metrics_variables
-        return [each for each in variables if getattr(each, "aggregation", "sum") == "sum"]
-
-    def _present(self) -> torch.Tensor:
-        values = self._backend.read(self._variables())
-        flat = [each.detach().reshape(-1).to("cpu", torch.float64) for each in values]
-        return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)
-
-    def _write(self, flat: torch.Tensor) -> None:
-        variables = self._variables()
-        parts = torch.split(flat, [math.prod(each.shape) for each in variables])
-        shaped = [p.reshape(tuple(v.shape)) for p, v in zip(parts, variables, strict=True)]
-        self._backend.write(variables, shaped)
-
-    def start(self, known: list[np.ndarray[Any, Any]]) -> None:
-        """Begin with the sums of all ranks; without any, with the sums of a new epoch."""
-        if known and known[0].size == self._present().numel():
-            self._write(torch.from_numpy(known[0]))
-        self._known = self._present()
-
-    def exchange(self, *, stop: bool = False) -> tuple[list[np.ndarray[Any, Any]], bool]:
-        """Add up over all ranks; return the sums, and whether `stop` was set on any."""
-        self._backend.settle(self._model)
-        context, present = current(), self._present()
-        known = torch.zeros_like(present) if self._known is None else self._known
-        flags = torch.tensor([float(stop), float(context.change_flag())], dtype=torch.float64)
-        flat = torch.cat([present - known, flags])
-        communicator = context.communicator()
-        if communicator.size > 1:
-            communicator.current_operation = "the sum of Keras' metrics"
-            communicator.allreduce(flat, Op.SUM)
-            self._write(known + flat[:-2])
-        self._known = self._present()  # rounded as the variables are
-        stops, changes = flat[-2:].tolist()
-        context.agree(bool(changes))
-        return [self._known.numpy()], bool(stops)
+    sizes = {name: math.prod(getattr(each, "shape", ())) for name, each in logs.items()}
+    return {name: float(each) if sizes[name] == 1 else each for name, each in logs.items()}

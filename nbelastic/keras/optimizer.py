@@ -153,16 +153,16 @@ process_set
             f"DistributedOptimizer({optimizer!r}): must be an optimizer of Keras 3, such as "
             "keras.optimizers.Adam()"
         )
-    if is_distributed(optimizer):
+    if distribution_of(optimizer) is not None:
         raise ValueError("the optimizer is a DistributedOptimizer already")
-    if is_distributed(getattr(optimizer, "inner_optimizer", None)):
+    if distribution_of(getattr(optimizer, "inner_optimizer", None)) is not None:
         raise ValueError(
             "the LossScaleOptimizer has a DistributedOptimizer in it already; wrap only one of them"
         )
-    made: Optimizer = _wrap(optimizer, options)
+    _wrap(optimizer, options)
     if name is not None:
-        made.name = name
-    return made
+        optimizer.name = name
+    return optimizer
 
 
 def _wrap(optimizer: Any, options: KerasOptions) -> Any:
@@ -172,11 +172,6 @@ def _wrap(optimizer: Any, options: KerasOptions) -> Any:
     if optimizer.built:
         reduction.built(optimizer)
     return optimizer
-
-
-def is_distributed(optimizer: object) -> bool:
-    """Return whether an optimizer of Keras applies the gradients of all ranks."""
-    return distribution_of(optimizer) is not None
 
 
 def distribution_of(optimizer: object) -> Reduction | None:
@@ -190,12 +185,11 @@ def settle_scaling(model: Any) -> None:
     # different steps.
     outer = getattr(model, "optimizer", None)
     inner = getattr(outer, "inner_optimizer", None)
-    if not isinstance(inner, _ReducingOptimizer) or is_distributed(outer):
-        return
-    options = inner._reduction.options
-    inner.__class__ = _plain(type(inner))
-    object.__delattr__(inner, "_reduction")
-    _wrap(outer, options)
+    if isinstance(inner, _ReducingOptimizer) and distribution_of(outer) is None:
+        options = inner._reduction.options
+        inner.__class__ = _plain(type(inner))
+        object.__delattr__(inner, "_reduction")
+        _wrap(outer, options)
 
 
 _Base: Any = object  # in place of Keras' optimizer, which comes behind
@@ -212,7 +206,12 @@ class _ReducingOptimizer(_Base):  # type: ignore[misc]
         self._reduction.built(self)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        self._reduction.apply(self, grads, trainable_variables, super().apply)
+        if not grads:
+            return
+        if not self.built:
+            self.build(list(trainable_variables or ()))
+        trained = self._trainable_variables if trainable_variables is None else trainable_variables
+        self._reduction.apply(self, list(grads), list(trained), super().apply)
 
     def stateless_apply(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
@@ -272,6 +271,6 @@ def load_model(
     known = {each.__name__: each for each in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and not is_distributed(optimizer):
+    if optimizer is not None and distribution_of(optimizer) is None:
         DistributedOptimizer(optimizer, compression=compression)
     return model

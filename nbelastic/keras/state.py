@@ -12,14 +12,11 @@ import torch
 from nbelastic.data import Loader
 from nbelastic.elastic import loop
 from nbelastic.elastic.parameter_samples import sampler_of
-from nbelastic.elastic.ranks.context import current, current_or_none
-from nbelastic.elastic.ranks.session import warn
+from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.keras import backends
-from nbelastic.keras.backends.reduction import raised
 from nbelastic.keras.backends.torch import rates_of, variable_step
-from nbelastic.keras.callbacks.fit_callbacks import FitProgress
 from nbelastic.keras.optimizer import distribution_of, settle_scaling
 from nbelastic.torch.ops.reductions import Average, grouped_allreduce
 from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
@@ -40,8 +37,8 @@ class VariablesAdapter(Adapter):
     def restore(
         self, unflattener: Unflattener, obj: Variables, content: list[tuple[str, torch.Tensor]]
     ) -> None:
-        if len(obj) != len(content):
-            raise StateMismatch(f"expected {len(obj)} variables; came {len(content)}")
+        if len(obj.variables) != len(content):
+            raise StateMismatch(f"expected {len(obj.variables)} variables; came {len(content)}")
         if obj.backend.in_place:
             for (_, tensor), (_, captured) in zip(obj.tensors(), content, strict=True):
                 unflattener.tensor(captured, tensor)
@@ -62,28 +59,18 @@ class Variables:
     """Variables of a model or an optimizer, all of which must exist by now, by their positions.
 
     Keras numbers names by the models that a process has made before (``dense_2``), so names differ
-    between ranks. `buffers` are those of PyTorch's modules in the model.
+    between ranks. On the torch back end there may be tensors among them.
     """
 
     nbelastic_adapter = VariablesAdapter
 
-    def __init__(
-        self,
-        variables: Sequence[Any],
-        backend: backends.Backend,
-        buffers: Sequence[torch.Tensor] = (),
-    ) -> None:
-        self.variables, self.backend, self._buffers = list(variables), backend, buffers
-        names = [*(each.name for each in self.variables), *["buffer"] * len(buffers)]
-        self._names = [f"{number}.{name}" for number, name in enumerate(names)]
-
-    def __len__(self) -> int:
-        return len(self._names)
+    def __init__(self, variables: Sequence[Any], backend: backends.Backend) -> None:
+        self.variables, self.backend = list(variables), backend
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Return a name and a tensor for each variable and buffer."""
-        values = [*self.backend.read(self.variables), *self._buffers]
-        return list(zip(self._names, values, strict=True))
+        """Return a name and a tensor for each variable."""
+        names = [f"{n}.{each.name or 'buffer'}" for n, each in enumerate(self.variables)]
+        return list(zip(names, self.backend.read(self.variables), strict=True))
 
 
 class KerasState(TorchState):
@@ -117,6 +104,8 @@ class KerasState(TorchState):
     >>> state = KerasState(model, epoch=0, batch=0)  # doctest: +SKIP
     """
 
+    _progress: Any = None  # of elastic.fit
+
     def __init__(
         self, model: Any, optimizer: Any = None, backend: Any = None, **values: Any
     ) -> None:
@@ -125,38 +114,34 @@ class KerasState(TorchState):
                 "KerasState: the model is not built, so it has no variables yet. Give it an Input "
                 "(keras.layers.Input(shape)), call it on a batch, or call model.build(shape)"
             )
-        back = backends.backend()
+        back = self._back = backends.backend()
         back.settle(model)
         settle_scaling(model)
-        warning, context = back.prepare(model), current_or_none()
-        if warning and context is not None:
-            warn(context, warning)
         optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        self._back = back
         self._keras = {"model": model, "optimizer": optimizer}
-        progress = self._progress = FitProgress(() if optimizer is None else rates_of(optimizer))
-        buffers = model.buffers() if isinstance(model, torch.nn.Module) else ()
+        self._seeds = [each for each in model.variables if each.name == SEED]
         reduction: Any = distribution_of(optimizer)
         self._reduction = reduction
         part: Any = None
-        if optimizer is not None and back.in_place:
+        variables = [*model.variables]
+        if back.in_place:  # what an optimizer's step leaves alone, and buffers of PyTorch's modules
+            variables += [*rates_of(optimizer), *model.buffers()]
+        if optimizer is None:
+            pass
+        elif back.in_place:
             part = variable_step(optimizer) if reduction is None else reduction.step
-        elif optimizer is not None:
+        else:
             part = Variables(optimizer.variables, back)
-        model_part = Variables(model.variables, back, [*buffers])
-        self._parts = {"model": model_part, "optimizer": part}
+        self._parts = {"model": Variables(variables, back), "optimizer": part}
         super().__init__(**self._parts, **values)
-        self._add("_progress", progress)
         self.__dict__.update(self._keras)
 
-    def _add(self, name: str, value: Any) -> None:
-        """Add a value that is not the user's, before the elastic loop."""
-        setattr(self, name, value)
-        self._first = {**self._first, name: value}
-        if name not in self._names:
-            self._names += (name,)
+    def _add(self, **values: Any) -> None:
+        """Add values that are not the user's, before the elastic loop."""
+        self.__dict__.update(values)
+        self._names = tuple(dict.fromkeys([*self._names, *values]))
         self.save()
         self._loaders = self._take_part_in_steps()
         self._built = self._commit.structure()
@@ -182,11 +167,9 @@ class KerasState(TorchState):
         self.__dict__.update(self._keras)
 
     def _unpack(self, payload: StatePayload) -> None:
-        seeds = [each for each in self._keras["model"].variables if each.name == SEED]
-        own = [each.clone() for each in self._back.read(seeds)]
+        own = [each.clone() for each in self._back.read(self._seeds)]
         super()._unpack(payload)
-        if seeds:
-            self._back.write(seeds, own)
+        self._back.write(self._seeds, own)
 
     @property
     def accumulates(self) -> bool:
@@ -201,20 +184,21 @@ class KerasState(TorchState):
     # -- what the elastic loop asks ----------------------------------------------------------------
 
     def _rates(self) -> list[float]:
-        return self._progress.rates
+        rates = self._back.read(rates_of(self._keras["optimizer"]))
+        return [float(each) for each in rates]
 
     def _batch(self) -> int:
-        return super()._batch() if "batch" in self._names else max(self._progress.batch - 1, 0)
+        own = self._progress is None or "batch" in self._names
+        return super()._batch() if own else max(self._progress.batch - 1, 0)
 
     def _modules(self) -> list[torch.nn.Module]:
-        model = self._keras["model"]
-        return [model] if isinstance(model, torch.nn.Module) else []
+        return [self._keras["model"]] if self._back.in_place else []
 
     def _moving_values(self) -> dict[str, object]:
         return {}
 
     def _running_means(self) -> Iterable[torch.Tensor]:
-        return self._back.read(self._moving_statistics()) if self._back.in_place else ()
+        return self._back.read(self._moving_statistics())
 
     def _moving_statistics(self) -> list[Any]:
         """Return the variables of batch normalisation that move with each batch."""
@@ -239,7 +223,7 @@ class KerasState(TorchState):
         reduction = self._reduction
         local = set() if reduction is None else reduction.options.is_local()
         trained = [each for each in model.trainable_variables if id(each) not in local]
-        if reduction is not None and not reduction.options.is_global:
+        if reduction is not None and reduction.options.process_set.process_set_id:
             trained = []  # each set of ranks trains a model of its own
         named = zip((each.path for each in trained), self._back.read(trained), strict=True)
         plain = [] if optimizer is None or reduction else [type(optimizer).__name__]
@@ -249,8 +233,9 @@ class KerasState(TorchState):
         loaders = super()._take_part_in_steps()
         if loaders and not self._back.in_place:
             raise OptionError(
-                f"a Loader deals micro-batches, whose gradients can only be summed exactly on the "
-                f"torch back end; Keras has {self._back.name}. Use hvd.elastic.ElasticDataset"
+                "a Loader deals micro-batches, whose gradients can only be summed exactly on the "
+                f"torch back end; Keras has {keras.config.backend()}. "
+                "Use hvd.elastic.ElasticDataset"
             )
         return loaders
 
@@ -270,11 +255,11 @@ def run(function: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any,
 
     @functools.wraps(function)
     def translated(state: Any, *args: Any, **kwargs: Any) -> Any:
-        raised()  # one that the function has handled by itself
+        backends.raised()  # one that the function has handled by itself
         try:
             return function(state, *args, **kwargs)
         except Exception as error:
-            hidden = raised()
+            hidden = backends.raised()
             if hidden is None or hidden is error:
                 raise
             # JAX has given the memory of variables to the step that failed. What they were after

@@ -7,7 +7,7 @@ from typing import Any
 
 from nbelastic.errors import OptionError
 from nbelastic.keras import elastic
-from nbelastic.keras.backends.tensorflow import TensorFlowBackend
+from nbelastic.keras.backends.tensorflow import ADAPTER
 from nbelastic.keras.elastic import *  # noqa: F403
 from nbelastic.keras.state import KerasState as TensorFlowKerasState
 from nbelastic.keras.state import Variables
@@ -38,4 +38,4 @@ class TensorFlowState(TorchState):
             )
         self.variables = list(variables)
         # TorchState's first value, under the name that checkpoints have for it.
-        super().__init__(Variables(self.variables, TensorFlowBackend()), **values)
+        super().__init__(Variables(self.variables, ADAPTER), **values)

@@ -21,8 +21,8 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.elastic.ranks import context
-from nbelastic.keras.backends.reduction import Operation
-from nbelastic.keras.backends.tensorflow import TensorFlowBackend, native
+from nbelastic.keras.backends import Operation
+from nbelastic.keras.backends.tensorflow import ADAPTER, native
 from nbelastic.torch import compression as compressions
 from nbelastic.torch import functions as broadcasts
 from nbelastic.torch.ops import functions, reductions
@@ -30,7 +30,7 @@ from nbelastic.torch.ops.coordination import joined_rank, process_sets
 from nbelastic.torch.ops.operation import GradientOp
 from nbelastic.torch.ops.reductions import Average, Sum
 
-call_back = TensorFlowBackend().call_back
+call_back = ADAPTER.call_back
 
 
 class _Compressor(compressions.Compressor):

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from nbelastic.collectives import Op
 from nbelastic.keras.backends import KerasOptions, Reduction
-from nbelastic.keras.backends.tensorflow import TensorFlowBackend, densified, native
+from nbelastic.keras.backends.tensorflow import ADAPTER, densified, native
 from nbelastic.tensorflow.ops import Compression, allreduce, size_op
 from nbelastic.torch.compression import Compressor
 from nbelastic.torch.gradients.optimizer import with_methods_of
@@ -73,7 +73,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
         raise ValueError("the tape is a DistributedGradientTape already")
     tape: Any = gradtape
     tape.__class__ = with_methods_of(_ReducingTape, type(tape))
-    tape._reduction = Reduction(options, TensorFlowBackend())
+    tape._reduction = Reduction(options, ADAPTER)
     variables = [each for layer in options.local for each in layer.trainable_variables]
     tape._local = {id(native(each)) for each in variables}
     return gradtape
@@ -123,6 +123,4 @@ class _ReducingTape:
             _, flat = self._reduction.reduce(flat, variables, self._local)
         for number, slices in sparse.items():
             flat[number] = self._gathered(slices, id(variables[number]) in self._local)
-        if isinstance(sources, (list, tuple)) and len(flat) == len(sources):
-            return type(gradients)(flat) if isinstance(gradients, (list, tuple)) else flat
         return tf.nest.pack_sequence_as(gradients, flat)

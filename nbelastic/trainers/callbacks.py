@@ -100,7 +100,10 @@ class Callbacks:
         with by_itself() if goes_on else contextlib.nullcontext():
             call(again, goes_on)
         self._begun, self.main = self._begun + 1, main
-        self._start, self._received = self._copies(), {}
+        before, self._start, self._received = self._start, self._copies(), {}
+        for key, callback in self._named().items():
+            if again and key in before and not self.begins_again(callback):
+                self._start[key] = before[key]  # what it has changed since is sent, too
         if goes_on:
             self.take(known, own=False)
 

@@ -88,42 +88,19 @@ def test_the_two_newest_of_each_loop_are_kept(tmp_path):
 
 
 def test_a_rank_that_was_parted_with_never_makes_its_own_look_newest(tmp_path):
+    """Nor removes what others have not finished."""
     former, present = (CheckpointFiles(str(tmp_path), "a") for _ in range(2))
     put(former, 100, generation=1)
-    put(present, 90, generation=2)
-    put(present, 95, generation=2)
+    run = Path(put(present, 90, generation=2)).parent
+    unfinished = run / "01-000002-0000000095.safetensors.tmp"
+    unfinished.touch()
     put(former, 120, generation=1)
-    assert newest(present) == (2, 95)
+    assert unfinished.exists() and newest(present) == (2, 90)
+    put(present, 96, generation=2)
+    assert not unfinished.exists()
     put(former, 140, generation=1)
-    assert newest(present) == (2, 95)
+    assert newest(present) == (2, 96)
     assert len(files_in(tmp_path)) == 2
-
-
-def test_only_a_later_writer_removes_unfinished_files(tmp_path):
-    files = CheckpointFiles(str(tmp_path), "a")
-    run = Path(put(files, 10, generation=2)).parent
-    (run / "01-000002-0000000020.safetensors.tmp").touch()
-    put(files, 15, generation=1)
-    assert "01-000002-0000000020.safetensors.tmp" in files_in(tmp_path)
-    put(files, 30, generation=2)
-    assert "01-000002-0000000020.safetensors.tmp" not in files_in(tmp_path)
-
-
-def test_a_job_prefers_its_own_then_its_parents_then_the_newest(tmp_path):
-    first, second, third, fourth = (CheckpointFiles(str(tmp_path), run) for run in "dcba")
-    path = put(first, 1)
-    put(second, 2)
-    assert newest(third, others=False) is None
-    assert newest(third, others=True) == (1, 2)
-    third.record_parent(path)
-    assert newest(third, others=False) == (1, 1)
-    assert newest(fourth, others=True) == (1, 2)
-    put(third, 3)
-    assert newest(third, others=False) == (1, 3)
-    assert newest(second, others=False) == (1, 2)
-    assert newest(fourth, others=True) == (1, 3)
-    runs = sorted(path.name for path in tmp_path.iterdir())
-    assert runs == ["run-0001-d", "run-0002-c", "run-0003-b"]
 
 
 def resumed_from(files):

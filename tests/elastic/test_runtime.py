@@ -1,7 +1,5 @@
 """When a rank looks for those it cannot reach, and what it says of them."""
 
-from __future__ import annotations
-
 import threading
 from unittest.mock import Mock
 
@@ -43,27 +41,25 @@ def test_all_others_are_asked_after_a_second_failure_in_a_row():
 # -- warm-up of a rank: a generation that it forms alone ------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("backend", "over", "is_open"),
+    [("auto", "host", True), ("gloo", "gloo", True), ("gloo", "gloo", False)],
+)
 def test_a_generation_formed_alone_leaves_no_thread_and_its_errors_are_ignored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    backend, over, is_open, monkeypatch
+):
     connect = Mock(wraps=runtime.connect)
     monkeypatch.setattr(runtime, "connect", connect)
     monkeypatch.setattr(runtime, "LIMIT_S", 0.2)
     store = RendezvousServer("127.0.0.1")
-    for backend, over, is_open in (
-        ("auto", "host", True),
-        ("gloo", "gloo", True),
-        ("gloo", "gloo", False),
-    ):
-        if not is_open:
-            store.close()
-        place = Place(0, 1, 0, 1, 0, 1)
-        spec = RankSpec(job="alone", start=0, place=place, bind="127.0.0.1", backend=backend)
-        runtime.form_alone(spec, store.address, b"")
-        met = [terms for (terms,), _ in connect.call_args_list]
-        assert sorted((e.rank, e.size, e.backend) for e in met) == [(0, 2, over), (1, 2, over)]
-        assert not [each for each in threading.enumerate() if "warmup" in each.name]
-        connect.reset_mock()
+    if not is_open:
+        store.close()
+    place = Place(0, 1, 0, 1, 0, 1)
+    spec = RankSpec(job="alone", start=0, place=place, bind="127.0.0.1", backend=backend)
+    runtime.form_alone(spec, store.address, b"")
+    met = [terms for (terms,), _ in connect.call_args_list]
+    assert sorted((e.rank, e.size, e.backend) for e in met) == [(0, 2, over), (1, 2, over)]
+    assert not [each for each in threading.enumerate() if "warmup" in each.name]
 
 
 @pytest.mark.parametrize(("state_bytes", "prepared"), [(None, 0), (0, 0), (100, 4 * (6 + 3))])

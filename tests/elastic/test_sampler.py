@@ -1,9 +1,5 @@
-from __future__ import annotations
-
 import copy
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,28 +7,27 @@ from hypothesis import strategies as st
 
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.sampler import (
-    SamplerSnapshot,
     ShardSampler,
     agree_on_progress,
     least_progress,
 )
 from nbelastic.errors import NbelasticError
-from tests.support.world import StaticContext, run_ranks, world_of
+from tests.support.world import run_ranks, world_of
 
 
-def sampler_at(rank: int, size: int, length: int, **options: Any) -> ShardSampler:
+def sampler_at(rank, size, length, **options):
     with activate(world_of(rank, size)):
         return ShardSampler(range(length), **options)
 
 
-def settle_all(samplers: Sequence[ShardSampler], source: int, behind: Collection[int]) -> None:
+def settle_all(samplers, source, behind):
     """Do what the ranks of a new generation do together; sampler i is that of rank i."""
     [progress] = least_progress([[each.progress()] for each in samplers], source, behind)
     for rank, sampler in enumerate(samplers):
         sampler.install(progress, rank, len(samplers), resumed=True)
 
 
-def test_shares_are_disjoint_equally_long_and_complete() -> None:
+def test_shares_are_disjoint_equally_long_and_complete():
     for length, size in [(10, 3), (12, 4), (3, 5), (0, 2)]:
         shares = []
         for rank in range(size):
@@ -48,7 +43,7 @@ def test_shares_are_disjoint_equally_long_and_complete() -> None:
             assert dealt[length:] == [dealt[i % length] for i in range(len(dealt) - length)]
 
 
-def test_the_order_depends_on_seed_and_epoch_alone_and_is_fixed_for_good() -> None:
+def test_the_order_depends_on_seed_and_epoch_alone_and_is_fixed_for_good():
     sampler = sampler_at(0, 1, 8, seed=3)
     sampler.set_epoch(2)
     assert sampler.remaining_indices == [3, 7, 4, 0, 1, 6, 2, 5]
@@ -56,7 +51,7 @@ def test_the_order_depends_on_seed_and_epoch_alone_and_is_fixed_for_good() -> No
     assert sampler_at(0, 1, 5, shuffle=False).remaining_indices == [0, 1, 2, 3, 4]
 
 
-def test_last_batch_is_cut_and_batches_beyond_the_end_are_nothing() -> None:
+def test_last_batch_is_cut_and_batches_beyond_the_end_are_nothing():
     sampler = sampler_at(0, 1, 5, shuffle=False)
     sampler.record_batch(0, 3)
     sampler.record_batch(1, 3)
@@ -70,13 +65,11 @@ def test_last_batch_is_cut_and_batches_beyond_the_end_are_nothing() -> None:
 
 
 @pytest.mark.parametrize("by_index", [False, True])
-def test_what_is_done_in_another_order_counts_once_nothing_before_is_missing(
-    by_index: bool,
-) -> None:
+def test_what_is_done_in_another_order_counts_once_nothing_before_is_missing(by_index):
     sampler = sampler_at(1, 2, 12)
     share = sampler.get_indices(0, 6)
 
-    def record(number: int) -> None:
+    def record(number):
         if by_index:
             sampler.record_indices(share[2 * number : 2 * number + 2][::-1])
         else:
@@ -101,7 +94,7 @@ EVENTS = {
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_only_the_first_set_epoch_after_a_change_keeps_what_was_done(event: str) -> None:
+def test_only_the_first_set_epoch_after_a_change_keeps_what_was_done(event):
     sampler = sampler_at(0, 1, 10)
     sampler.record_batch(0, 4)
     settle_all([sampler], 0, set())
@@ -113,7 +106,7 @@ def test_only_the_first_set_epoch_after_a_change_keeps_what_was_done(event: str)
     assert (sampler.epoch, sampler.processed_indices, len(sampler)) == (1, set(), 10)
 
 
-def test_iterating_and_len_use_the_present_rank_and_size_and_no_later_ones() -> None:
+def test_iterating_and_len_use_the_present_rank_and_size_and_no_later_ones():
     sampler = sampler_at(0, 1, 12, shuffle=False)
     before = iter(sampler)
     with activate(world_of(1, 3)):
@@ -125,7 +118,7 @@ def test_iterating_and_len_use_the_present_rank_and_size_and_no_later_ones() -> 
 
 
 @pytest.mark.parametrize(("size", "in_state", "left"), [(1, False, 2), (2, False, 0), (2, True, 4)])
-def test_reset_leaves_out_what_all_ranks_have_done(size: int, in_state: bool, left: int) -> None:
+def test_reset_leaves_out_what_all_ranks_have_done(size, in_state, left):
     sampler = sampler_at(0, size, 8, shuffle=False)
     with activate(world_of(0, size)):
         if in_state:
@@ -135,7 +128,7 @@ def test_reset_leaves_out_what_all_ranks_have_done(size: int, in_state: bool, le
     assert sampler.remaining_indices == list(range(left, 8))
 
 
-def test_checkpoint_goes_on_where_it_was_with_any_number_of_ranks() -> None:
+def test_checkpoint_goes_on_where_it_was_with_any_number_of_ranks():
     sampler = sampler_at(0, 1, 10)
     sampler.set_epoch(2)
     sampler.record_batch(0, 4)
@@ -153,11 +146,11 @@ def test_checkpoint_goes_on_where_it_was_with_any_number_of_ranks() -> None:
     assert older.state_dict() == checkpoint
 
 
-def test_N6_restore_goes_back_exactly_whatever_happened_since() -> None:
+def test_N6_restore_goes_back_exactly_whatever_happened_since():
     sampler = sampler_at(0, 1, 20)
-    seen: list[tuple[SamplerSnapshot, object]] = []
+    seen = []
 
-    def view() -> object:
+    def view():
         return (sampler.epoch, sampler.processed_indices, sampler.remaining_indices)
 
     for change in (
@@ -176,7 +169,7 @@ def test_N6_restore_goes_back_exactly_whatever_happened_since() -> None:
         assert view() == before
 
 
-def test_a_batch_or_commit_makes_no_order_of_all_samples() -> None:
+def test_a_batch_or_commit_makes_no_order_of_all_samples():
     sampler = sampler_at(0, 4, 1_000_000)
     for batch in range(1000):
         sampler.record_batch(batch, 32)
@@ -185,8 +178,8 @@ def test_a_batch_or_commit_makes_no_order_of_all_samples() -> None:
     assert "indices" not in vars(sampler._deal.order)
 
 
-def test_N4_ranks_behind_or_ahead_take_over_the_least_of_the_newest() -> None:
-    def main(context: StaticContext) -> object:
+def test_N4_ranks_behind_or_ahead_take_over_the_least_of_the_newest():
+    def main(context):
         sampler, other = ShardSampler(range(100), seed=1), ShardSampler(range(10), shuffle=False)
         if context.rank == 0:
             sampler.set_epoch(3)
@@ -225,12 +218,10 @@ def test_N4_ranks_behind_or_ahead_take_over_the_least_of_the_newest() -> None:
         max_size=6,
     ),
 )
-def test_N4_nothing_is_lost_and_in_lockstep_nothing_is_used_twice(
-    lockstep: bool, length: int, size: int, rounds: list
-) -> None:
+def test_N4_nothing_is_lost_and_in_lockstep_nothing_is_used_twice(lockstep, length, size, rounds):
     samplers = [sampler_at(rank, size, length) for rank in range(size)]
     settle_all(samplers, 0, set())
-    used: Counter[int] = Counter()
+    used = Counter()
     for paces, how, chosen, wanted in rounds:
         if lockstep:
             paces[:] = paces[:1] * 5

@@ -1,7 +1,5 @@
 """What a rank tells people of itself."""
 
-from __future__ import annotations
-
 import gc
 import math
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ import nbelastic
 import nbelastic.torch as hvd
 from nbelastic.elastic import ObjectState
 from nbelastic.elastic.ranks.context import Context, activate, current
-from nbelastic.elastic.ranks.telemetry import ResetTimings, Telemetry, as_numbers, user_line
+from nbelastic.elastic.ranks.telemetry import Telemetry, as_numbers, user_line
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NotInitialized, OptionError
 
@@ -153,19 +151,3 @@ def test_a_metric_that_is_no_longer_finite_is_named_once():
     assert telemetry.turned({"loss": nan, "val": 2.0}) == []
     assert telemetry.turned({"loss": 3.0, "val": math.inf}) == ["val"]
     assert telemetry.turned({"loss": nan, "val": nan}) == []
-
-
-# -- timings of a reset ---------------------------------------------------------------------------
-
-
-def test_phases_are_in_their_order_from_the_notice_on_and_the_last_of_each_counts() -> None:
-    timings = ResetTimings()
-    timings.mark("ready")  # the first generation is no change
-    assert not timings.in_progress
-    for phase in ("ready", "aborted", "ready", "planned", "connected"):
-        timings.begin()
-        timings.mark(phase)
-    figures = timings.end()
-    assert figures["noticed"] == 0.0
-    assert list(figures) == ["noticed", "aborted", "ready", "planned", "connected", "stepped"]
-    assert not timings.in_progress

@@ -29,14 +29,12 @@ class Notes(list):
     def warnings(self):
         return [note.detail for note in self if isinstance(note, RankNote)]
 
-    def moments(self):
-        return [note.moment for note in self if isinstance(note, WeightsSampled)]
-
 
 class Sampled(State):
     """A state of which only its sample is known."""
 
-    values = (1.0, 2.0)
+    def __init__(self, *values):
+        self.values = values
 
     def _sample(self):
         return self.values, ("SGD",)
@@ -66,7 +64,7 @@ def optimizer_of(value, kind=torch.nn.Parameter):
 
 def train(session, steps, commit_every=0, state=None, *, begins="", optimizers=lambda _: ()):
     """Train in a loop; return what was sampled besides the state."""
-    watched = TrainingChecks(session, state or Sampled())
+    watched = TrainingChecks(session, state or Sampled(1.0, 2.0))
     session.version = 7 if begins == "joins" else 0
     watched.begun(resumed=begins == "resumes")
     for step in range(1, steps + 1):
@@ -124,7 +122,7 @@ def test_few_steps_that_take_long_are_enough(session, monkeypatch):
 
 
 def test_parameters_are_sampled_early_later_and_at_the_end_of_each_generation(session):
-    watched = TrainingChecks(session, Sampled())
+    watched = TrainingChecks(session, Sampled(1.0, 2.0))
     for session.generation in (5, 6):
         watched.begun()
         for _ in range(150):
@@ -136,16 +134,9 @@ def test_parameters_are_sampled_early_later_and_at_the_end_of_each_generation(se
 
 
 def test_what_is_no_finite_number_can_be_sent_and_compared(session):
-    class Diverged(Sampled):
-        values = (1.0, math.nan, -math.inf)
-
-    train(session, 1, 1, Diverged())
+    train(session, 1, 1, Sampled(1.0, math.nan, -math.inf))
     assert session.port[0].values == (1.0, training_checks.NOT_FINITE, training_checks.NOT_FINITE)
     assert decode(encode(session.port[0]), AnyEvent) == session.port[0]
-
-
-class Empty(Sampled):
-    values = ()
 
 
 def test_a_rank_alone_and_a_state_without_parameters_are_not_sampled(session):
@@ -153,7 +144,7 @@ def test_a_rank_alone_and_a_state_without_parameters_are_not_sampled(session):
         def _sample(self):
             raise RuntimeError("no values here")
 
-    train(session, 3, 1, Empty())
+    train(session, 3, 1, Sampled())
     train(session, 3, 1, Odd())
     session.size = 1
     train(session, 3, 1)
@@ -162,7 +153,7 @@ def test_a_rank_alone_and_a_state_without_parameters_are_not_sampled(session):
 
 def test_where_the_state_has_no_parameters_those_of_stepped_optimizers_are_sampled(session):
     note_step(session, optimizer_of(3.0))
-    train(session, 1, 1, Empty())
+    train(session, 1, 1, Sampled())
     assert [(note.values, note.plain) for note in session.port] == [((3.0,), ("SGD",))] * 2
 
 
@@ -227,7 +218,7 @@ def test_without_a_loop_operations_are_counted_and_the_end_is_sampled(session, l
             watch(session, lambda: (1.0,))
         session.about_to_exchange()
     session.parameters.returned()
-    assert session.port.moments() == moments
+    assert [note.moment for note in session.port] == moments
     session.parameters.close()
 
 

@@ -1,12 +1,10 @@
-from __future__ import annotations
-
 import math
 import mmap
 import multiprocessing
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,11 +17,11 @@ from nbelastic.elastic.state.state_payload import ReceiveBuffer, StatePayload, f
 from nbelastic.elastic.state.transfer import allgather_object, spread, spread_everywhere, tree
 from nbelastic.errors import CollectiveError
 from tests.collectives.worlds import KINDS, MAKERS
-from tests.support.world import StaticContext, run_ranks
+from tests.support.world import run_ranks
 
 
 @given(st.permutations(range(17)), st.integers(1, 17))
-def test_a_tree_reaches_all_members_in_logarithmic_depth(ranks: list[int], count: int) -> None:
+def test_a_tree_reaches_all_members_in_logarithmic_depth(ranks, count):
     members = ranks[:count]
     depth = {members[0]: 0}
     queue = [members[0]]
@@ -39,7 +37,7 @@ def test_a_tree_reaches_all_members_in_logarithmic_depth(ranks: list[int], count
     assert max(depth.values()) <= math.ceil(math.log2(count)) if count > 1 else True
 
 
-def send_some(context: StaticContext, members: list[int], spread: Any) -> Any:
+def send_some(context, members, spread):
     """Send some tensors to members, and return what has come, which must be equal."""
     sent = [torch.arange(1000.0), torch.zeros(0, 2), torch.tensor(1.5), torch.ones(3, 3).t()]
     payload = StatePayload(b"head", [*map(torch.clone, sent)])
@@ -54,12 +52,10 @@ def send_some(context: StaticContext, members: list[int], spread: Any) -> Any:
 
 @pytest.mark.parametrize("chunk", [16, 48, 1000, 8 << 20])
 @pytest.mark.parametrize("members", [[0, 1], [2, 0, 4], [4, 3, 2, 1, 0]])
-def test_a_parcel_arrives_whole_at_members_and_nobody_else_takes_part(
-    chunk: int, members: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parcel_arrives_whole_at_members_and_nobody_else_takes_part(chunk, members, monkeypatch):
     monkeypatch.setattr(transfer, "CHUNK_BYTES", chunk)
 
-    def main(context: StaticContext) -> None:
+    def main(context):
         if context.rank not in members:
             assert context.communicator().completed == 0
             return
@@ -69,37 +65,29 @@ def test_a_parcel_arrives_whole_at_members_and_nobody_else_takes_part(
     run_ranks(5, main)
 
 
-def test_memory_is_copied_for_a_communicator_that_keeps_it(monkeypatch: Any) -> None:
+def test_memory_is_copied_for_a_communicator_that_keeps_it(monkeypatch):
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
-    lent: list[torch.Tensor] = []
-    under_way: list[int] = []
+    lent = []
+    under_way = []
 
-    class Done:
-        def __init__(self, address: int) -> None:
-            assert address not in under_way
-            under_way.append(address)
+    def send(parts, to):
+        lent.extend(parts)
+        assert parts[0].data_ptr() not in under_way
+        under_way.append(parts[0].data_ptr())
+        return SimpleNamespace(wait=lambda: under_way.pop(0))
 
-        def wait(self) -> None:
-            under_way.pop(0)
-
-    class Spy:
-        rank = 0
-        capabilities = Capabilities(stops_sending_on_failure=False)
-
-        def send_parts_async(self, parts: list[torch.Tensor], to: int) -> Done:
-            lent.extend(parts)
-            return Done(parts[0].data_ptr())
-
+    keeps = Capabilities(stops_sending_on_failure=False)
+    spy = SimpleNamespace(rank=0, capabilities=keeps, send_parts_async=send)
     mine = [torch.ones(1000), torch.ones(1000, dtype=torch.uint8)]
-    spread(Spy(), [0, 1], StatePayload(b"x" * 1000, mine))  # type: ignore[arg-type]
+    spread(spy, [0, 1], StatePayload(b"x" * 1000, mine))
     assert sum(len(each) for each in lent) > 5000
     memory = {each.untyped_storage().data_ptr() for each in mine}
     assert not any(each.untyped_storage().data_ptr() in memory for each in lent)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 2), (10, 2000, 0), (5000, 5000, 100_000)])
-def test_objects_of_any_size_are_gathered(sizes: tuple[int, ...]) -> None:
-    def main(context: StaticContext) -> object:
+def test_objects_of_any_size_are_gathered(sizes):
+    def main(context):
         mine = {"rank": context.rank, "data": b"x" * sizes[context.rank]}
         found = allgather_object(context.communicator(), mine)
         rounds = context.communicator().completed
@@ -118,16 +106,16 @@ DEVICES = [each for each in KINDS if each.values[0] in ("cuda_ipc", "nccl", "cud
 )
 @pytest.mark.parametrize("members", [[0, 1], [2, 0], [1, 2, 0]])
 def test_tensors_of_devices_travel_through_the_host_only_if_a_rank_lacks_memory(
-    kind: str, chunk: int, full: bool, members: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    through_host: list[int] = []
+    kind, chunk, full, members, monkeypatch
+):
+    through_host = []
     lacks = iter([full])
 
-    def flattened(payload: StatePayload) -> object:
+    def flattened(payload):
         through_host.append(sum(map(torch.numel, payload.tensors)))
         return flatten(payload)
 
-    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    def empty(shape, dtype, device):
         if next(lacks, False):
             raise torch.OutOfMemoryError("the device is full")
         return torch.empty(shape, dtype=dtype, device=device)
@@ -140,16 +128,14 @@ def test_tensors_of_devices_travel_through_the_host_only_if_a_rank_lacks_memory(
 
 
 @pytest.mark.parametrize("kind", DEVICES)
-def test_a_peer_that_fails_while_devices_send_frees_all(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_fails_while_devices_send_frees_all(kind, monkeypatch):
     monkeypatch.setattr(transfer, "DEVICE_CHUNK_BYTES", 1000)
 
-    def main(context: StaticContext) -> None:
+    def main(context):
         if context.rank == 2:  # it needs nothing, and takes part
             broadcast = context.communicator().broadcast
 
-            def fail(tensor: torch.Tensor, root: int) -> None:
+            def fail(tensor, root):
                 broadcast(tensor, root)
                 context.communicator().abort("gone")
 
@@ -165,13 +151,13 @@ def test_a_peer_that_fails_while_devices_send_frees_all(
 MANY = 64 << 20
 
 
-def resident() -> int:
+def resident():
     """Return how many bytes of this process are in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc how much memory is in use")
-def test_a_buffer_has_its_pages_and_returns_them_by_tensor() -> None:
+def test_a_buffer_has_its_pages_and_returns_them_by_tensor():
     before = resident()
     buffer = ReceiveBuffer.for_state(MANY)
     assert resident() - before > 0.9 * MANY
@@ -188,7 +174,7 @@ def test_a_buffer_has_its_pages_and_returns_them_by_tensor() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_what_a_fork_writes_to_it_does_not_show() -> None:
+def test_what_a_fork_writes_to_it_does_not_show():
     buffer = ReceiveBuffer(5000)
     buffer.bytes.fill_(1)
     child = multiprocessing.get_context("fork").Process(target=buffer.bytes.numpy().fill, args=(2,))
@@ -199,8 +185,8 @@ def test_what_a_fork_writes_to_it_does_not_show() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 1 << 20])
-def test_a_payload_is_received_in_a_buffer_that_is_large_enough(nbytes: int) -> None:
-    def main(context: StaticContext) -> bool:
+def test_a_payload_is_received_in_a_buffer_that_is_large_enough(nbytes):
+    def main(context):
         buffer = ReceiveBuffer(nbytes)
         mine = [torch.ones(5000), torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor(True)]
         payload = StatePayload(b"", mine) if context.rank == 0 else None

@@ -38,7 +38,7 @@ def test_a_threshold_has_its_sign_on_ranks_that_join_or_go_back():
 
     kind = keras.callbacks.EarlyStopping
     stoppings = [kind("val_loss", min_delta=0.1, patience=9) for _ in range(2)]
-    old, new = (FitProgress((), [each]) for each in stoppings)
+    old, new = (FitProgress([each]) for each in stoppings)
     old.callbacks.begin(False, lambda *_: stoppings[0].on_train_begin())
     first = old.content()
     stoppings[0].on_epoch_end(0, {"val_loss": 1.0})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nbelastic.errors import OptionError, RankFailed
+from nbelastic.errors import RankFailed
 from tests.keras.conftest import BACKEND
 from tests.keras.training import Training
 from tests.support.clusters import kinds, sizes, until
@@ -47,9 +47,8 @@ def test_a_killed_worker(keras_crew, tmp_path, batch):
     assert "skip_synchronize" not in str(job.logs()), "Keras' own step is no mistake of the user's"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_killed_at_the_end_of_an_epoch(keras_crew, tmp_path, rank):
-    work = Training(tmp_path, faults=(Fault(rank, 1, 0, "end"),), patience=9)
+def test_a_worker_killed_at_the_end_of_an_epoch(keras_crew, tmp_path):
+    work = Training(tmp_path, faults=(Fault(0, 1, 0, "end"),), patience=9)
     job = keras_crew.fit(work, np=2, min_np=1)
     check(job.results(), work)
     assert sizes(job)[:2] == [2, 1]
@@ -166,11 +165,6 @@ def test_arguments_of_keras_fit(one_rank):
     loader = DataLoader(rows, 2, sampler=hvd.elastic.ElasticSampler(rows))
     assert fit(loader, validation_data=loader, validation_steps=5) == [(0, 4.5, 4.5)]
     assert fit(loader, validation_data=DataLoader(rows, 2), validation_steps=3) == [(0, 4.5, 2.5)]
-    for options in ({"validation_split": 1.5}, {"validation_split": 0.99}, {"steps_per_epoch": 0}):
-        with pytest.raises(OptionError, match=next(iter(options))):
-            fit(x, y, **options)
-    with pytest.raises(OptionError, match="only for arrays"):
-        fit(loader, validation_split=0.5)
 
 
 def test_the_trained_model_comes_back(keras_crew):

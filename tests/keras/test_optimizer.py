@@ -1,8 +1,10 @@
 """``DistributedOptimizer`` for Keras, on several ranks of one job."""
 
+import functools
 import os
 
 import pytest
+from torch.utils.data import DataLoader
 
 pytestmark = [
     pytest.mark.slow,
@@ -164,25 +166,6 @@ def test_a_saved_model_needs_no_nbelastic(one_rank, tmp_path):
     assert type(optimizer).from_config(optimizer.get_config()).momentum == 0.5
 
 
-def test_bad_arguments_are_refused(one_rank):
-    hvd = one_rank
-    import keras
-
-    sgd = keras.optimizers.SGD()
-    for says, optimizer, more in (
-        ("optimizer of Keras 3", "sgd", {}),
-        ("at least 1", sgd, {"backward_passes_per_step": 0}),
-        ("process_set", sgd, {"process_set": 1}),
-        ("layer", sgd, {"local_layers": ["dense"]}),
-        ("already", hvd.DistributedOptimizer(keras.optimizers.SGD()), {}),
-    ):
-        with pytest.raises(ValueError, match=says):
-            hvd.PartialDistributedOptimizer(optimizer, **more)
-    assert "Reducing" not in str(type(sgd).__mro__)
-    with pytest.raises(ValueError, match="not built"):
-        hvd.elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))
-
-
 @pytest.mark.backends("tensorflow")
 def test_what_xla_compiles_cannot_call_back(one_rank):
     hvd = one_rank
@@ -194,32 +177,43 @@ def test_what_xla_compiles_cannot_call_back(one_rank):
     assert not model.jit_compile
 
 
-def test_data_that_cannot_be_dealt_are_refused(one_rank):
+def test_what_cannot_be_is_refused(one_rank):
     hvd = one_rank
     import keras
     import numpy as np
 
-    from nbelastic.errors import OptionError
-
-    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(), "mse")
-    state = hvd.elastic.KerasState(model)
-    rows = np.ones((4, 2))
-
-    def refuses(says, *data, **options):
-        with pytest.raises(OptionError, match=says):
-            hvd.elastic.fit(state, *data, **options)
-
-    refuses("whose gradients are not averaged", rows, rows[:, :1])
-    model.d_optimizer = model.optimizer  # as a GAN's; what compile() made by itself has no name
-    model.compile(metrics=[])
-    refuses("optimizers of its own", rows, rows[:, :1])
-    del model.d_optimizer
-    refuses("cannot be dealt to ranks", (each for each in rows))
-    refuses("different lengths", rows, rows[:3])
-    refuses("epochs=0", rows, rows, epochs=0)
+    sgd, rows, dense = keras.optimizers.SGD, np.ones((4, 2)), keras.layers.Dense
+    model = keras.Sequential([keras.layers.Input((2,)), dense(1)])
+    model.compile(sgd(), "mse")
+    wrap, state = hvd.PartialDistributedOptimizer, hvd.elastic.KerasState
+    fit = functools.partial(hvd.elastic.fit, state(model))
     keep = keras.callbacks.BackupAndRestore("/nowhere")
-    refuses("a restore from a file would undo it", rows, rows, callbacks=[keep])
+    loader = DataLoader(rows, 2, sampler=hvd.elastic.ElasticSampler(rows))
+    plain = sgd()
+
+    def refuses(says, call, *arguments, **options):
+        with pytest.raises(ValueError, match=says):
+            call(*arguments, **options)
+
+    refuses("optimizer of Keras 3", wrap, "sgd")
+    refuses("at least 1", wrap, plain, backward_passes_per_step=0)
+    refuses("process_set", wrap, plain, process_set=1)
+    refuses("must be a layer", wrap, plain, local_layers=["dense"])
+    refuses("already", wrap, hvd.DistributedOptimizer(sgd()))
+    assert "Reducing" not in str(type(plain).__mro__)
+    refuses("not built", state, keras.Sequential([dense(1)]))
+    refuses("whose gradients are not averaged", fit, rows, rows[:, :1])
+    refuses("cannot be dealt to ranks", fit, (each for each in rows))
+    refuses("different lengths", fit, rows, rows[:3])
+    refuses("epochs=0", fit, rows, rows, epochs=0)
+    refuses("steps_per_epoch=0", fit, rows, rows, steps_per_epoch=0)
+    refuses("validation_split=1.5", fit, rows, rows, validation_split=1.5)
+    refuses("4 samples cannot be split so", fit, rows, rows, validation_split=0.99)
+    refuses("only for arrays", fit, loader, validation_split=0.5)
+    refuses("a restore from a file would undo it", fit, rows, rows, callbacks=[keep])
+    model.other = model.optimizer  # as a GAN's; what compile() made by itself has no name
+    model.compile(metrics=[])
+    refuses("optimizers of its own", fit, rows, rows)
 
 
 def test_settings_of_keras_in_the_kernel_reach_its_ranks(monkeypatch):

@@ -132,7 +132,7 @@ def _train(work: Training) -> dict[str, Any]:
     stopping = keras.callbacks.EarlyStopping(
         "val_loss", patience=work.patience, restore_best_weights=True
     )
-    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_lr=1e-4)
+    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, min_delta=9, min_lr=1e-4)
     best = keras.callbacks.ModelCheckpoint(str(work.marks / "best.keras"), save_best_only=True)
     log = keras.callbacks.CSVLogger(str(work.marks / "log.csv"))
     harm = Harm()

@@ -12,8 +12,7 @@ import torch
 from jax.experimental import io_callback
 
 from nbelastic.elastic.ranks.context import current
-from nbelastic.keras.backends import Backend
-from nbelastic.keras.backends.reduction import Operation, called_back
+from nbelastic.keras.backends import Backend, Operation, called_back
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -25,9 +24,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 class JaxBackend(Backend):
-    """Adapter of the back end JAX, whose gradients are reduced in an ``io_callback``."""
-
-    name = "jax"
+    """Adapter of the back end JAX."""
 
     def to_torch(self, value: Any) -> torch.Tensor:
         # A copy, because JAX gives the memory of arrays to the step that they are passed to.
@@ -65,3 +62,6 @@ class JaxBackend(Backend):
         update()
         for variable, value in zip(changed, before, strict=True):
             variable.assign(jax.numpy.where(ready, variable.value, value))
+
+
+ADAPTER = JaxBackend()

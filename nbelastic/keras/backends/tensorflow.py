@@ -12,10 +12,10 @@ import tensorflow as tf
 import torch
 from torch._C import _to_dlpack as to_dlpack
 
-from nbelastic.elastic.ranks.context import current
+from nbelastic.elastic.ranks.context import current, current_or_none
+from nbelastic.elastic.ranks.session import warn
 from nbelastic.errors import RanksDisagree
-from nbelastic.keras.backends import Backend
-from nbelastic.keras.backends.reduction import KerasOptions, Operation, called_back
+from nbelastic.keras.backends import Backend, KerasOptions, Operation, called_back
 
 _UNSIGNED = (tf.uint16, tf.uint32, tf.uint64)
 
@@ -46,8 +46,8 @@ def _translated(operation: Operation, given: list[torch.Tensor]) -> Sequence[tor
     try:
         return operation(given)
     except (RanksDisagree, ValueError) as error:
-        kind = Disagree if isinstance(error, RanksDisagree) else Invalid
-        if type(error) not in (RanksDisagree, ValueError):
+        kind = {RanksDisagree: Disagree, ValueError: Invalid}.get(type(error))
+        if kind is None:
             raise
         made = kind(None, None, str(error))
         made.args = (str(error),)
@@ -67,9 +67,7 @@ def densified(gradients: Sequence[Any]) -> list[Any]:
 
 
 class TensorFlowBackend(Backend):
-    """Adapter of the back end TensorFlow, whose gradients are reduced in a ``py_function``."""
-
-    name = "tensorflow"
+    """Adapter of the back end TensorFlow."""
 
     def to_torch(self, value: Any) -> torch.Tensor:
         # Without a copy where that can be: it shares memory with a variable until that changes.
@@ -86,11 +84,11 @@ class TensorFlowBackend(Backend):
             made = tf.experimental.dlpack.from_dlpack(to_dlpack(tensor))
         return made if dtype is None else tf.cast(made, dtype)
 
-    def prepare(self, model: Any) -> str:
-        if not getattr(model, "compiled", False) or not model.jit_compile:
-            return ""
-        model.jit_compile = False
-        return NO_XLA
+    def settle(self, model: Any) -> None:
+        if getattr(model, "compiled", False) and model.jit_compile:
+            model.jit_compile = False
+            if (context := current_or_none()) is not None:
+                warn(context, NO_XLA)
 
     def dense(self, gradients: Sequence[Any], options: KerasOptions) -> list[Any]:
         found = densified(gradients)
@@ -121,3 +119,6 @@ class TensorFlowBackend(Backend):
 
     def apply_if(self, ready: Any, update: Callable[[], None], changed: Sequence[Any]) -> None:
         keras.ops.cond(ready, update, lambda: None)
+
+
+ADAPTER = TensorFlowBackend()

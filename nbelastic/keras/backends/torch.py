@@ -1,7 +1,7 @@
 """Back end torch: Keras' variables are parameters of PyTorch.
 
 Their gradients are reduced during backward, in place, by the reducer of
-:mod:`nbelastic.torch.gradients`. It wants an optimizer of PyTorch. :class:`VariableStep` is one,
+:mod:`nbelastic.torch.gradients`. It wants an optimizer of PyTorch: :func:`variable_step` makes one
 whose ``step()`` is the update of a Keras optimizer. A state sees the same object, so commits right
 after a step copy nothing.
 """
@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from nbelastic.elastic.ranks.context import current
-from nbelastic.keras.backends import Backend, Reduction
-from nbelastic.keras.backends.reduction import KerasOptions, Operation
+from nbelastic.keras.backends import Backend, KerasOptions, Reduction
 from nbelastic.torch.gradients.optimizer import DistributedOptimizer, accumulates, is_pending
 
 NOT_THOSE_OF_BACKWARD = (
@@ -27,26 +26,16 @@ NOT_THOSE_OF_BACKWARD = (
 )
 
 
-class VariableStep(torch.optim.Optimizer):
-    """Optimizer of PyTorch whose step is the update of a Keras optimizer.
+def variable_step(
+    optimizer: Any,
+    stays: Collection[int] = (),
+    update: Callable[[], Callable[[], None] | None] = lambda: None,
+) -> torch.optim.Optimizer:
+    """Return an optimizer of PyTorch for a Keras optimizer that is built, named as its class.
 
-    Its groups are what is trained with reduced gradients, what with the rank's own ones, and the
-    variables of the Keras optimizer.
-    """
-
-    # Weak, and so neither data nor a record: the state keeps no copy of it.
-    _update: weakref.WeakMethod[Callable[[], None]] | None = None
-
-    def step(self, closure: Any = None) -> Any:
-        update = None if self._update is None else self._update()
-        if update is not None:
-            update()
-
-
-def variable_step(optimizer: Any, stays: Collection[int] = ()) -> VariableStep:
-    """Return the step of a Keras optimizer that is built, under the name of its class.
-
-    Gradients of variables with the ids in `stays` are the rank's own.
+    Its groups are what is trained with reduced gradients, what with the rank's own ones (variables
+    with the ids in `stays`), and the variables of the Keras optimizer. Its step calls what `update`
+    returns.
     """
     trained = optimizer._trainable_variables
     rates = set(map(id, rates_of(optimizer)))  # callbacks change them between steps
@@ -55,16 +44,21 @@ def variable_step(optimizer: Any, stays: Collection[int] = ()) -> VariableStep:
         {"params": [each.value for each in trained if id(each) in stays], "local": True},
         {"params": [each.value for each in optimizer.variables if id(each) not in rates]},
     ]
-    kind = type(type(optimizer).__name__, (VariableStep,), {"__module__": __name__})
-    made: VariableStep = kind([each for each in groups if each["params"]], {})
+
+    def step(_: Any, closure: Any = None) -> None:
+        if (call := update()) is not None:
+            call()
+
+    methods = {"__module__": __name__, "step": step}
+    kind = type(type(optimizer).__name__, (torch.optim.Optimizer,), methods)
+    made: torch.optim.Optimizer = kind([each for each in groups if each["params"]], {})
     return made
 
 
 def rates_of(optimizer: Any) -> list[Any]:
     """Return the variables of an optimizer that are learning rates."""
-    inner = getattr(optimizer, "inner_optimizer", None)
-    own = [optimizer, *([] if inner is None else [inner])]
-    rates = [vars(each).get("_learning_rate") for each in own]
+    own = [optimizer, getattr(optimizer, "inner_optimizer", None)]
+    rates = [getattr(each, "_learning_rate", None) for each in own]
     return [each for each in rates if hasattr(each, "assign")]
 
 
@@ -81,23 +75,21 @@ class TorchReduction(Reduction):
 
     @property
     def accumulates(self) -> bool:
-        began = self._passes > 0 or super().accumulates
-        return began or (self.step is not None and accumulates(self.step))
+        return self._passes > 0 or super().accumulates or accumulates(self.step)
 
     def built(self, optimizer: Any) -> None:
         if self.step is not None:
             return
         options = self.options
-        step = variable_step(optimizer, options.is_local())
-        step._update = weakref.WeakMethod(self._make_update)
+        # Weak, because the class of the step lives as long as the process.
+        step = variable_step(optimizer, options.is_local(), weakref.WeakMethod(self._make_update))
         every = [*optimizer._trainable_variables, *optimizer.variables]
-        named = [(f"{number}:{each.path}", each.value) for number, each in enumerate(every)]
         groups: Any = options.groups
         if not isinstance(groups, int):
             groups = [[each.value for each in group] for group in groups]
         self.step = DistributedOptimizer(
             step,
-            named,
+            [(f"{number}:{each.path}", each.value) for number, each in enumerate(every)],
             options.compression,
             options.passes,
             options.op,
@@ -112,7 +104,7 @@ class TorchReduction(Reduction):
             value.grad = gradient
         self._kept = []
 
-    def _apply(
+    def apply(
         self, optimizer: Any, gradients: list[Any], trained: list[Any], apply: Callable[..., None]
     ) -> None:
         """Wait for the reduced gradients and apply them."""
@@ -177,16 +169,10 @@ class TorchReduction(Reduction):
 class TorchBackend(Backend):
     """Adapter of the back end torch."""
 
-    name = "torch"
     in_place = True
 
     def reduction(self, options: KerasOptions) -> TorchReduction:
         return TorchReduction(options, self)
-
-    def call_back(
-        self, tensors: Sequence[Any], operation: Operation, results: Sequence[tuple[Any, Any]]
-    ) -> list[Any]:
-        return list(operation(list(tensors)))
 
     def to_torch(self, value: Any) -> torch.Tensor:
         value = getattr(value, "value", value)  # a variable's own tensor
@@ -194,3 +180,6 @@ class TorchBackend(Backend):
 
     def from_torch(self, tensor: torch.Tensor, dtype: Any = None) -> torch.Tensor:
         return tensor
+
+
+ADAPTER = TorchBackend()

@@ -128,8 +128,8 @@ def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
                 "ranks, and a restore from a file would undo it. Remove it; for a job that ends "
                 "as a whole, pass checkpoint= to nbelastic.fit"
             )
-    own = [each.callback if isinstance(each, OnRankZero) else each for each in given]
     found = [OnRankZero(each) if isinstance(each, _WRITERS) else each for each in given]
+    own = [each.callback for each in found if isinstance(each, OnRankZero)]
     if verbose and not any(isinstance(each, keras.callbacks.ProgbarLogger) for each in own):
         found.append(OnRankZero(keras.callbacks.ProgbarLogger()))
     return found
@@ -154,33 +154,17 @@ class FitProgress(TrainingProgress):
 
     callbacks: Callbacks
 
-    def __init__(self, rates: Sequence[Any] = (), callbacks: Sequence[Any] = ()) -> None:
-        self.epoch = self.batch = 0  # the present epoch, and the batches of it that are done
-        self.in_epoch = False  # callbacks were told of its beginning
+    def __init__(self, callbacks: Sequence[Any] = (), epoch: int = 0) -> None:
+        self.epoch, self.batch = epoch, 0  # the present epoch, and the batches of it that are done
         self.ended = False
-        # Variables of the metrics, summed over all ranks, as far as the epoch is done.
-        self.metrics: list[np.ndarray[Any, Any]] = []
-        self._variables = rates  # that callbacks change between steps
-        super().__init__((self, ("epoch", "batch", "in_epoch", "ended", "metrics", "rates")))
+        # Variables of the metrics, summed over all ranks; None before an epoch.
+        self.metrics: np.ndarray[Any, Any] | None = None
+        super().__init__((self, ("epoch", "batch", "ended", "metrics")))
+        on_all = [each for each in callbacks if not isinstance(each, OnRankZero)]
         self.callbacks = Callbacks(
-            lambda: callbacks,
+            lambda: on_all,  # those of rank 0 alone keep theirs
             begins_again=lambda each: not is_keras(each),
             shared=is_keras,
             # Keras negates ``min_delta`` as it sets ``monitor_op``, a function: not to be sent.
             hidden=("params", "_model", "min_delta", "monitor_op"),
         )
-
-    def begin(self, callbacks: Sequence[Any]) -> None:
-        """Begin a training with these callbacks; those of rank 0 alone keep theirs."""
-        on_all = [each for each in callbacks if not isinstance(each, OnRankZero)]
-        self.__init__(self._variables, on_all)  # type: ignore[misc]
-
-    @property
-    def rates(self) -> list[float]:
-        """The learning rates."""
-        return [float(keras.ops.convert_to_numpy(each)) for each in self._variables]
-
-    @rates.setter
-    def rates(self, values: list[float]) -> None:
-        for variable, value in zip(self._variables, values, strict=False):
-            variable.assign(value)
