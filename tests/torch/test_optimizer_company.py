@@ -12,8 +12,8 @@ import torch
 
 import nbelastic.torch as hvd
 from nbelastic.errors import NotInitialized
-from tests.support.world import run_ranks
 from tests.torch.fakes import TwinCommunicator
+from tests.torch.ranks import on_ranks
 from tests.torch.training import (
     SGD,
     assert_equal,
@@ -21,6 +21,7 @@ from tests.torch.training import (
     loss_of,
     make_model,
     parameters_of,
+    stepped,
 )
 
 
@@ -43,19 +44,17 @@ def test_grad_scaler_with_a_fused_optimizer(twin):
     assert not torch.equal(before[0], model[0].weight)
 
 
-def test_closures_may_return_numbers_or_nothing():
-    def rank_main(context):
-        model, optimizer = distributed()
+@on_ranks(2)
+def test_closures_may_return_numbers_or_nothing(context):
+    model, optimizer = distributed()
 
-        def closure(loss):
-            optimizer.zero_grad()
-            loss_of(model, 0).backward()
-            return loss
+    def closure(loss):
+        optimizer.zero_grad()
+        loss_of(model, 0).backward()
+        return loss
 
-        assert optimizer.step(lambda: closure(float(context.rank))) == 0.5
-        assert optimizer.step(lambda: closure(None)) is None
-
-    run_ranks(2, rank_main)
+    assert optimizer.step(lambda: closure(float(context.rank))) == 0.5
+    assert optimizer.step(lambda: closure(None)) is None
 
 
 def test_step_hooks_run_once_and_see_reduced_gradients(twin):
@@ -65,8 +64,7 @@ def test_step_hooks_run_once_and_see_reduced_gradients(twin):
     (local,) = torch.autograd.grad(loss_of(model, 0), model[0].bias)
     optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Sum)
     optimizer.load_state_dict(optimizer.state_dict())  # where torch would patch the class again
-    loss_of(model, 0).backward()
-    optimizer.step()
+    stepped(optimizer, model)
     assert_equal(seen, [2 * local])
 
 
@@ -97,18 +95,14 @@ def test_an_optimizer_that_was_replaced_does_not_disturb(twin):
     old = hvd.DistributedOptimizer(SGD(model.parameters()))
     for step in range(4):
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(optimizer, model, step)
     assert len(twin.communicator().lent) == 4
     loss_of(model, 4).backward()
     optimizer.synchronize()
     old.step()
     assert len(twin.communicator().lent) == 6
     for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
+        stepped(optimizer, model, step)
     assert len(twin.communicator().lent) == 8
 
 
@@ -127,8 +121,7 @@ def test_models_are_pickled_and_copied_without_their_optimizer(twin):
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         loss_of(copied, 0).backward()
     assert twin.communicator().lent == []
-    loss_of(model, 0).backward()
-    optimizer.step()
+    stepped(optimizer, model)
 
 
 def test_init_comes_first():
@@ -175,19 +168,11 @@ def test_num_groups_is_the_old_name_of_groups(twin):
     model = make_model()
     with pytest.warns(DeprecationWarning, match="groups"):
         optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), num_groups=3)
-    loss_of(model, 0).backward()
-    optimizer.step()
+    stepped(optimizer, model)
     assert len(twin.communicator().lent) == 3
 
 
 # -- saved and copied ------------------------------------------------------------------------------
-
-
-def stepped(optimizer, model, step=0):
-    optimizer.zero_grad()
-    loss_of(model, step).backward()
-    optimizer.step()
-    return parameters_of(model)
 
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["", "with a scheduler"])
