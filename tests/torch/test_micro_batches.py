@@ -48,7 +48,7 @@ def net(dtype=torch.float32):
 
 def trainee(model=None, **options):
     model = model or net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
     return model, hvd.DistributedOptimizer(sgd, **options)
 
 
@@ -152,73 +152,6 @@ class Odd(nn.Module):
         return self.wide(z.double()).float()
 
 
-@pytest.mark.parametrize("micro_batches", [8, 6])
-def test_parameters_and_moments_have_the_same_bits_on_any_number_of_ranks(micro_batches):
-    """Of odd parameters in several passes, and of a second optimizer with a scaler and clipping."""
-
-    def train(_):
-        model, second = filled(Odd(), 3), net()
-        never = digest(model.never.parameters())
-        trained = [each for each in model.parameters() if each.requires_grad]
-        one = hvd.DistributedOptimizer(
-            torch.optim.AdamW(trained, lr=0.01), backward_passes_per_step=2
-        )
-        two = hvd.DistributedOptimizer(
-            torch.optim.SGD(second.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
-        )
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=9)
-        for step in Loader(data(), Batch(2 * micro_batches, micro=2, exact=True), seed=2):
-            one.zero_grad(set_to_none=False)
-            two.zero_grad()
-            scaler.scale(torch.zeros(()))  # for ranks without micro-batches
-            for number, (x, y) in zip(step.numbers, step, strict=False):
-                loss_of(model(x), y).backward()
-                if number % 2:  # else there are fewer passes than announced
-                    (model(x).square().mean() / 3).backward()
-                loss = loss_of(second(x), model(x).detach())
-                if (step.number, number) == (1, 5):
-                    loss = loss * float("inf")
-                scaler.scale(loss).backward()
-            one.step()
-            two.synchronize()
-            scaler.unscale_(two)
-            nn.utils.clip_grad_norm_(second.parameters(), 0.5)
-            with two.skip_synchronize():
-                scaler.step(two)
-            scaler.update()
-        assert scaler.get_scale() == 2.0, "all ranks have skipped a step"
-        assert model.never.weight.grad is None
-        assert digest(model.never.parameters()) == never
-        states = [*one.state.values(), *two.state.values()]
-        moments = [each for state in states for each in state.values()]
-        return digest([*model.parameters(), *second.parameters(), *moments])
-
-    one_digest(train, (2, 3, 4, 5, 9))
-    one_digest(train, (2, 3), MAKERS["cuda_ipc"])
-
-
-# -- buffers and states ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("exact", [True, "auto", False])
-def test_a_buffer_that_is_no_mean_is_refused_or_told(exact):
-    def train(_):
-        layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
-        model, optimizer = trainee(filled(nn.Sequential(layer), 3))
-        loader = Loader(data(), Batch(8, micro=4, exact=exact))
-        _state = TorchState(model, optimizer, loader=loader)
-        for step in loader:
-            train_on(model, optimizer, step)
-        return loader.why_not_exact
-
-    if exact is True:
-        with pytest.raises(OptionError, match=r"0\.parametrizations\.weight\.0\._[uv]"):
-            run_ranks(1, train)
-    else:
-        said = "Batch(exact=False)" if exact is False else "is no running mean"
-        assert all(said in why for why in run_ranks(2, train))
-
-
 class Observer(nn.Module):
     """Buffers of several kinds, as quantisation and spectral norms have them."""
 
@@ -247,7 +180,7 @@ FUNCTIONS = {
 }
 
 
-def observed(micro=2, **options):
+def observed(micro_batches=8, **options):
     model = nn.Sequential(
         *(Observer(), nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.BatchNorm1d(8)),
         *(nn.ReLU(), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3)),
@@ -256,38 +189,107 @@ def observed(micro=2, **options):
     for name, buffer in model.named_buffers():
         if name.endswith(("._u", "._v")):  # torch draws these from the generator of all ranks
             buffer.copy_(nn.functional.normalize(torch.ones_like(buffer), dim=0))
-    return *trainee(model), Loader(data(), Batch(16, micro=micro, exact=True), **options)
+    batch = Batch(2 * micro_batches, micro=2, exact=True)
+    return *trainee(model), Loader(data(), batch, seed=2, **options)
 
 
-def test_buffers_have_the_same_bits_and_statistics_are_means_over_the_step():
+@pytest.mark.parametrize("micro_batches", [8, 6])
+def test_all_has_the_same_bits_on_any_number_of_ranks(micro_batches):
+    """Odd parameters in several passes; buffers, moments, a scaler and clipping.
+
+    Statistics are means over the step.
+    """
     x = data().tensors[0]
 
     def train(_):
-        model, optimizer, loader = observed(buffers=FUNCTIONS)
-        state = TorchState(model, optimizer, loader=loader, epoch=0)
-        observer, norm, given = model[0], model[2], []
+        model, (second, two, loader) = filled(Odd(), 3), observed(micro_batches, buffers=FUNCTIONS)
+        never = digest(model.never.parameters())
+        trained = [each for each in model.parameters() if each.requires_grad]
+        adam = torch.optim.AdamW(trained, lr=0.01)
+        one = hvd.DistributedOptimizer(adam, backward_passes_per_step=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=9)
+        state = TorchState(second, [one, two], loader=loader, epoch=0)
+        observer, norm, given = second[0], second[2], []
         norm.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0].detach()))
         for step in loader:
             before = norm.running_mean.clone()
-            optimizer.zero_grad()
+            one.zero_grad(set_to_none=False)
+            two.zero_grad()
             given.clear()
-            for _, (rows, y) in zip(step.numbers, step, strict=False):  # never asks for one more
+            scaler.scale(torch.zeros(()))  # for ranks without micro-batches
+            for number, (rows, y) in zip(step.numbers, step, strict=False):  # asks for no more
                 loss_of(model(rows), y).backward()
-            optimizer.synchronize()
+                if number % 2:  # else there are fewer passes than announced
+                    (model(rows).square().mean() / 3).backward()
+                loss = loss_of(second(rows), model(rows).detach())
+                if (step.number, number) == (1, 5):
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+            one.step()
+            two.synchronize()
             if sum(map(len, given)) == step.rows:  # on a rank alone
                 expected = 0.9 * before + 0.1 * torch.cat(given).mean(0)
                 torch.testing.assert_close(norm.running_mean, expected)
             assert norm.num_batches_tracked == step.number + 1
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            scaler.unscale_(two)
+            nn.utils.clip_grad_norm_(second.parameters(), 0.5)
+            with two.skip_synchronize():
+                scaler.step(two)
+            scaler.update()
             state.commit()
         assert loader.exact
+        assert scaler.get_scale() == 2.0, "all ranks have skipped a step"
+        assert model.never.weight.grad is None
+        assert digest(model.never.parameters()) == never
         assert observer.seen == ROWS
         assert torch.equal(observer.least, x.amin(0))
         assert observer.any_large.tolist() == [bool(x.gt(2.5).any())] * 2
-        return digest([*model.parameters(), *model.buffers()])
+        states = [*one.state.values(), *two.state.values()]
+        moments = [each for state in states for each in state.values()]
+        kept = [*model.parameters(), *second.parameters(), *second.buffers(), *moments]
+        return digest(kept)
 
-    one_digest(train, (2, 3, 8, 9))
+    one_digest(train, (2, 3, 4, 5, 9))
+    one_digest(train, (2, 3), MAKERS["cuda_ipc"])
+
+
+# -- buffers and states ----------------------------------------------------------------------------
+
+
+REFUSED = "expected torch 2 avx-1, came torch 2 avx-0"
+TOLD = "this process computes other bits (torch 2 avx-1) than others (torch 2 avx-0)"
+
+
+@pytest.mark.parametrize(
+    ("what", "exact", "said"),
+    [
+        ("a buffer", True, "the buffer 0.parametrizations.weight.0._"),
+        ("a buffer", "auto", "is no running mean"),
+        ("a buffer", False, "Batch(exact=False)"),
+        ("other kernels", True, REFUSED),
+        ("other kernels", "auto", TOLD),
+        ("other kernels", False, "Batch(exact=False)"),
+    ],
+)
+def test_what_is_not_exact_is_refused_or_told_or_not_looked_at(what, exact, said, monkeypatch):
+    def main(context):
+        layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
+        model, optimizer = trainee(filled(nn.Sequential(layer), 3))
+        loader = Loader(data(), Batch(8, micro=4, exact=exact))
+        state = TorchState(model, optimizer, loader=loader)
+        state.align([1] if what == "other kernels" else [])
+        for step in loader if what == "a buffer" else ():
+            train_on(model, optimizer, step)
+        return loader.why_not_exact
+
+    if what == "other kernels":
+        kernels = "nbelastic.data.loader.kernel_fingerprint"
+        monkeypatch.setattr(kernels, lambda: f"torch 2 avx-{current().rank}")
+    if exact is True:
+        with pytest.raises(NbelasticError, match=re.escape(said)):
+            run_ranks(2, main)
+    else:
+        assert said in run_ranks(2, main)[1]
 
 
 @pytest.mark.parametrize(
@@ -321,33 +323,6 @@ def test_a_step_passed_over_and_a_model_in_evaluation_leave_buffers_alone(contex
         model.train(step.number == 0)
         train_on(model, optimizer, step)
     assert digest(model.buffers()) == after_one != before
-
-
-@pytest.mark.parametrize(
-    ("exact", "said"),
-    [
-        (True, "kernels of loader: expected torch 2 avx-1, came torch 2 avx-0"),
-        ("auto", "this process computes other bits (torch 2 avx-1) than others (torch 2 avx-0)"),
-        (False, "Batch(exact=False)"),
-    ],
-)
-def test_a_newcomer_that_computes_other_bits(exact, said, monkeypatch):
-    """It is refused by its processor's kind, or counted in with a warning, or not looked at."""
-    monkeypatch.setattr(
-        "nbelastic.data.loader.kernel_fingerprint", lambda: f"torch 2 avx-{current().rank}"
-    )
-
-    def main(context):
-        model, optimizer = trainee()
-        loader = Loader(data(), Batch(8, micro=2, exact=exact))
-        TorchState(model, optimizer, loader=loader).align([1])
-        return loader.why_not_exact
-
-    if exact is True:
-        with pytest.raises(NbelasticError, match=said):
-            run_ranks(2, main)
-    else:
-        assert run_ranks(2, main)[1] == said
 
 
 # -- mistakes --------------------------------------------------------------------------------------
@@ -498,8 +473,7 @@ def two_loaders(how, fails=False):
         labelled = Loader(data(), Batch(8, micro=2), seed=1)
         other = Loader(data(), Batch(8, micro=2), seed=2)
         state = TorchState(model, optimizer, labelled=labelled, other=other)
-        left, turn = int(fails), -1 if how == "the other first" else 1
-        seen = []
+        left, seen = int(fails), []
         while len(seen) < 3:
             for step, more in zip(labelled, other, strict=False):
                 optimizer.zero_grad()
@@ -508,8 +482,7 @@ def two_loaders(how, fails=False):
                     for u, _ in more:
                         model(u).square().mean().backward()
                 else:
-                    for pair in zip(*(step, more)[::turn], strict=True):
-                        (x, y), (u, _) = pair[::turn]
+                    for (x, y), (u, _) in zip(step, more, strict=True):
                         (loss_of(model(x), y) + model(u).square().mean()).backward()
                 if step.number == 1 and left:
                     left -= 1
@@ -526,12 +499,11 @@ def two_loaders(how, fails=False):
     return main
 
 
-@pytest.mark.parametrize("how", ["together", "the other first"])
-def test_two_loaders_in_one_step_have_the_same_bits_on_any_number_of_ranks(how):
-    (right,) = run_ranks(1, two_loaders("together"))
-    assert run_ranks(1, two_loaders(how, fails=True)) == [right]
-    for size in (2, 3, 4):
-        assert run_ranks(size, two_loaders(how)) == [right] * size
+def test_two_loaders_in_one_step_have_the_same_bits_on_any_number_of_ranks():
+    one_digest(two_loaders("together"), (2, 3, 4))
+    assert run_ranks(1, two_loaders("together", fails=True)) == run_ranks(
+        1, two_loaders("together")
+    )
     with pytest.raises(RuntimeError, match=r"iterate over both steps together: .*zip\(step, "):
         run_ranks(1, two_loaders("one by one"))
 

@@ -31,6 +31,7 @@ from tests.torch.test_state_mismatch import (
     without_bias,
 )
 from tests.torch.test_torch_state import sgd
+from tests.torch.training import filled
 
 
 def values_of(state):
@@ -129,19 +130,6 @@ class Rows(torch.utils.data.Dataset):
         raise TypeError("it was copied")
 
 
-def sampled(rank):
-    return TorchState(sampler=DistributedSampler(Rows(), num_replicas=2, rank=rank))
-
-
-def loading(rank):
-    return TorchState(loader=Loader(range(40), Batch(8, micro=2), seed=rank))
-
-
-def pass_over(state):
-    state.loader.set_epoch(2)
-    state.loader.step = 3
-
-
 class Quantised(nn.Linear):
     """A module that keeps a number by its state dict alone."""
 
@@ -174,14 +162,6 @@ def referring(rank):
     return TorchState(net, holder=holder, function=lambda x: x + number)
 
 
-def overriding(rank):
-    return TorchState(nn.Sequential(Whole(nn.Linear(2, 2)), Quantised(2, 1)))
-
-
-def set_both(state):
-    state.model[0].steps, state.model[1].scale = [3], [0.25]
-
-
 TRIPS |= {
     "a parameter in no model": Trip(prompted, lambda s: s.prompt.data.fill_(3.0)),
     "tensors of all types": Trip(
@@ -204,14 +184,18 @@ TRIPS |= {
         view=lambda s: [s.holder.net is s.model, s.holder.number, s.function(1)],
     ),
     "the epoch of torch's sampler": Trip(
-        sampled, lambda s: s.sampler.set_epoch(5), view=lambda s: s.sampler.epoch
+        lambda rank: TorchState(sampler=DistributedSampler(Rows(), num_replicas=2, rank=rank)),
+        lambda s: s.sampler.set_epoch(5),
+        view=lambda s: s.sampler.epoch,
     ),
     "a loader": Trip(
-        loading, pass_over, view=lambda s: [s.loader.state_dict(), s.loader.rows(s.loader.step, 0)]
+        lambda rank: TorchState(loader=Loader(range(40), Batch(8, micro=2), seed=rank)),
+        lambda s: (s.loader.set_epoch(2), setattr(s.loader, "step", 3)),
+        view=lambda s: [s.loader.state_dict(), s.loader.rows(s.loader.step, 0)],
     ),
     "modules that override their state dict": Trip(
-        overriding,
-        set_both,
+        lambda _: TorchState(nn.Sequential(Whole(nn.Linear(2, 2)), Quantised(2, 1))),
+        lambda s: (setattr(s.model[0], "steps", [3]), setattr(s.model[1], "scale", [0.25])),
         view=lambda s: bits([*s.model.parameters(), [*s.model[0].steps], [*s.model[1].scale]]),
     ),
 }
@@ -230,10 +214,7 @@ KINDS = {
 
 
 def wrapped(rank, kind):
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    generator = torch.Generator().manual_seed(rank)
-    for parameter in net.parameters():
-        nn.init.normal_(parameter, generator=generator)
+    net = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), rank)
     return TorchState(net, KINDS[kind](net), batch=0)
 
 

@@ -10,6 +10,7 @@ import sys
 import types
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -113,14 +114,6 @@ def test_a_timeline_of_all_ranks(context, tmp_path):
     assert hvd.stop_timeline() is None
 
 
-def named_in_the_table():
-    """Return the names in the first column of the table in the page on Horovod's interface."""
-    page = (Path(__file__).parents[2] / "docs" / "from-horovod.md").read_text()
-    rows = [line for line in page.partition("\n## ")[0].splitlines() if line.startswith("| ")]
-    names = {name for row in rows for name in re.findall(r"`([\w.]+)", row.split(" | ")[0])}
-    return {name.removeprefix("elastic.").removeprefix("state.") for name in names}
-
-
 OF_OTHER_THINGS = {
     *("horovod.run", "optimizer.synchronize", "skip_synchronize", "zero_grad", "sparse_as_dense"),
     *("State.on_hosts_updated",),
@@ -129,7 +122,10 @@ OF_OTHER_THINGS = {
 
 def test_the_page_on_horovods_interface_names_what_there_is_and_no_more():
     """So that a name of Horovod's cannot be lost without a word."""
-    table = named_in_the_table()
+    page = (Path(__file__).parents[2] / "docs" / "from-horovod.md").read_text()
+    rows = [line for line in page.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    names = {name for row in rows for name in re.findall(r"`([\w.]+)", row.split(" | ")[0])}
+    table = {name.removeprefix("elastic.").removeprefix("state.") for name in names}
     assert {*hvd.__all__, *registry.__all__, "run", "ElasticSampler"} - {"elastic"} <= table
     there = {*hvd.__all__, *registry.__all__, *hvd.elastic.__all__}
     assert table - there == OF_OTHER_THINGS
@@ -240,29 +236,24 @@ def test_a_rank_takes_its_workers_gpu_else_that_of_its_local_rank(
         assert str(hvd.device()) == chosen
 
 
+@mock.patch.dict(os.environ)
 @pytest.mark.parametrize("own", range(4))
-def test_accelerate_is_told_the_gpu_of_a_dask_cuda_worker(host, monkeypatch, own):
+def test_accelerate_is_told_the_gpu_of_a_dask_cuda_worker(host, own):
     """The worker has loaded dask-cuda, the rank's own process has not."""
-    names = "ACCELERATE_TORCH_DEVICE", "MASTER_ADDR", "RANK", "WORLD_SIZE"
-    for name in (*names, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # so that it is restored
-        del os.environ[name]
+    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
     host(4, "0,1,2,3")
     keep_variables(Context())
     assert "ACCELERATE_TORCH_DEVICE" not in os.environ, "workers share GPUs"
-    monkeypatch.setenv(DASK_CUDA, "1")
+    os.environ[DASK_CUDA] = "1"
     host(4, ",".join(str((own + n) % 4) for n in range(4)))
     context = Context()
     context.local_rank = own
     with activate(context):
         keep_variables(context)
-        assert hvd.device() == torch.device(os.environ["ACCELERATE_TORCH_DEVICE"]) == CUDA_0
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:3")  # the user's own choice
+        assert str(hvd.device()) == os.environ["ACCELERATE_TORCH_DEVICE"] == "cuda:0"
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cuda:3"  # the user's own choice
     keep_variables(context)
     assert os.environ["ACCELERATE_TORCH_DEVICE"] == "cuda:3"
-
-
-CUDA_0 = torch.device("cuda", 0)
 
 
 def test_what_would_have_fitted_is_said_of_a_batch_beside_the_state(monkeypatch):
