@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import NbelasticError
 from nbelastic.torch import distributed_sampler
-from tests.elastic.test_sampler import world_of
+from tests.support.world import world_of
 
 distributed_sampler.install()
 
@@ -175,57 +175,52 @@ def test_an_iteration_that_was_over_begins_again_and_one_under_way_goes_on():
         assert len(list(rank.loader)) == 3
 
 
-def test_one_made_in_each_generation_goes_on_with_the_epoch_once():
-    context = world_of(0, 1)
+def test_one_made_in_each_generation_goes_on_with_the_epoch_once(alone):
     seen = []
 
     def run(stop):
-        sampler = DistributedSampler(range(9), context.size, context.rank)
+        sampler = DistributedSampler(range(9), 1, 0)
         loader = DataLoader(range(9), 2, sampler=sampler)
         for number, batch in enumerate(loader):
             if number == stop:
                 return
             seen.extend(batch.tolist())
-            context.samplers.save()
+            alone.samplers.save()
 
-    with activate(context):
-        run(2)
-        context.samplers.formed()
-        run(9)
-        run(9)
+    run(2)
+    alone.samplers.formed()
+    run(9)
+    run(9)
     assert sorted(seen) == sorted([*range(9)] * 2)
 
 
-def test_a_sampler_for_other_ranks_than_the_jobs_is_left_alone_until_they_change():
-    context = world_of(3, 4)
-    with activate(context):
-        sampler = DistributedSampler(range(8), 2, 1, shuffle=False)
-        loader = DataLoader(range(8), 1, sampler=sampler)
-        assert [int(row) for row in loader] == [1, 3, 5, 7]
-        context.rank, context.size = 1, 2
-        context.samplers.formed()
-        context.size = 3
-        with pytest.raises(NbelasticError, match="was made for rank 1 of 2, the job had 4 ranks"):
-            list(loader)
+def test_a_sampler_for_other_ranks_than_the_jobs_is_left_alone_until_they_change(alone):
+    alone.rank, alone.size = 3, 4
+    sampler = DistributedSampler(range(8), 2, 1, shuffle=False)
+    loader = DataLoader(range(8), 1, sampler=sampler)
+    assert [int(row) for row in loader] == [1, 3, 5, 7]
+    alone.rank, alone.size = 1, 2
+    alone.samplers.formed()
+    alone.size = 3
+    with pytest.raises(NbelasticError, match="was made for rank 1 of 2, the job had 4 ranks"):
+        list(loader)
 
 
-def test_rows_that_cannot_be_counted_are_told_of(monkeypatch):
+class Batches(BatchSampler):
+    """A class of a user's."""
+
+
+def test_rows_that_cannot_be_counted_are_told_of(monkeypatch, alone):
     told = []
     monkeypatch.setattr("nbelastic.elastic.followed.warn", lambda _, text: told.append(text))
-
-    class Batches(BatchSampler):
-        pass
-
-    context = world_of(0, 1)
-    with activate(context):
-        sampler = DistributedSampler(range(8), 1, 0)
-        loader = DataLoader(range(8), batch_sampler=Batches(sampler, 2, False))
-        for _ in loader:
-            context.samplers.save()
-            break
-        rest = iter(loader)
-        next(rest)
-        context.samplers.save()
-        context.samplers.formed()
-        assert len(list(loader)) == 4
+    batches = Batches(DistributedSampler(range(8), 1, 0), 2, False)
+    loader = DataLoader(range(8), batch_sampler=batches)
+    for _ in loader:
+        alone.samplers.save()
+        break
+    rest = iter(loader)
+    next(rest)
+    alone.samplers.save()
+    alone.samplers.formed()
+    assert len(list(loader)) == 4
     assert len(told) == 1

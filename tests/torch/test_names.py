@@ -83,6 +83,14 @@ def test_a_death_ends_every_wait(context, wait, met):
 # -- join ------------------------------------------------------------------------------------------
 
 
+@on_ranks(2, kinds=SOME_KINDS)
+def test_a_joined_rank_does_not_wait_for_one_that_has_returned(context):
+    hvd.barrier()
+    if context.rank == 0:
+        with pytest.raises(CollectiveError, match="rank 1 has left while this rank had joined"):
+            hvd.join()
+
+
 @on_ranks(3, 1, kinds=SOME_KINDS)
 def test_joined_ranks_contribute_zeros_to_sums_and_averages(context):
     for first in range(context.size):

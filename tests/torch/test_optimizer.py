@@ -105,11 +105,8 @@ def test_step_after_synchronize_does_not_reduce_again(twin):
 
 
 def test_unfreezing_in_the_middle_of_a_step_is_refused(twin):
-    model = make_model()
+    model, optimizer = distributed(backward_passes_per_step=2)
     model[0].requires_grad_(False)
-    optimizer = hvd.DistributedOptimizer(
-        SGD(model.parameters()), model.named_parameters(), backward_passes_per_step=2
-    )
     loss_of(model, 0).backward()
     model[0].requires_grad_(True)
     loss_of(model, 0).backward()

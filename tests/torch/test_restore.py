@@ -251,7 +251,6 @@ EACH, FOURTH = (*STEP, "commit"), (*STEP * 4, "commit")
 
 # What happens, and which commits are copied (c) or not (-).
 PATTERNS = {
-    "each fourth step": (FOURTH * 9, "ccccccccc"),
     "each fourth step of a large state": (FOURTH * 9, "ccccccccc"),
     "at first as if of each step": (EACH + FOURTH * 9, "cccccccccc"),
     "at first as if of each step of a large state": (EACH + FOURTH * 9, "-ccccccccc"),
