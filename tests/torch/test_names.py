@@ -155,6 +155,7 @@ def test_joined_ranks_take_part_in_steps_and_do_not_step(context, overlaps):
     stepped = not all(map(torch.equal, parameters_of(model), parameters_of(reference)))
     assert stepped == (context.rank != 0)
     assert stepped or all(each.grad is None for each in model.parameters())
+    assert True not in context.agreed, "who has joined says nothing about the membership"
     hvd.broadcast_parameters(model.state_dict(), root_rank=last)
 
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)

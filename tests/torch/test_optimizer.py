@@ -219,6 +219,8 @@ def test_unscaling_a_gradient_under_way_is_noticed(context, set_to_none):
 def test_gradients_with_a_graph_keep_it_until_they_are_reduced(context):
     model = make_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    stepped(optimizer, model)  # from here on they are copied during backward
+    optimizer.zero_grad()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*create_graph")  # torch gives it once
         loss_of(model, 0).backward(create_graph=True)

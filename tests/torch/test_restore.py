@@ -216,7 +216,7 @@ ANY = ["exchange", "step", "forward", "touch", "values", "draw", "commit", "rest
 COPIED = ["buffers", "parameters", "group"]  # changes that only a copied commit takes back
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=120)
 @given(
     kind=st.sampled_from(["adam", "sgd", "tensor lr", "lbfgs"]),
     extra=st.booleans(),
@@ -227,6 +227,7 @@ COPIED = ["buffers", "parameters", "group"]  # changes that only a copied commit
         max_size=14,
     ),
 )
+@example("sgd", False, True, 0, [("parameters", 2)])
 @example("adam", False, False, 3, [("exchange", 0), ("touch", 0), ("exchange", 0), ("step", 0)])
 @example(
     "sgd", True, True, 0, [("draw", 1), ("commit", 0), ("draw", 1), ("commit", 0), ("draw", 1)]
