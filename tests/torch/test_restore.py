@@ -227,7 +227,6 @@ COPIED = ["buffers", "parameters", "group"]  # changes that only a copied commit
         max_size=14,
     ),
 )
-@example("sgd", False, True, 0, [("parameters", 2)])
 @example("adam", False, False, 3, [("exchange", 0), ("touch", 0), ("exchange", 0), ("step", 0)])
 @example(
     "sgd", True, True, 0, [("draw", 1), ("commit", 0), ("draw", 1), ("commit", 0), ("draw", 1)]
