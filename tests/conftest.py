@@ -106,7 +106,7 @@ SLOW = (
     "tests/simulation/test_mutations.py",
     "tests/simulation/test_same_result.py",
     "tests/simulation/test_simulation.py",
-    "tests/torch/test_lazy_commit.py::test_restore",
+    "tests/torch/test_restore.py::test_N7",
     "tests/trainers/",
 )
 """Seconds each. With tests of real clusters they are left out of ``make test-fast``."""

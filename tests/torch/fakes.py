@@ -20,34 +20,29 @@ class TwinCommunicator(SoloCommunicator):
     `fail_at` is the number of the reduction that cannot be begun, from 0.
     """
 
-    def __init__(self, generation: int, fail_at: int | None = None) -> None:
+    fail_at: int | None = None
+
+    def __init__(self, generation: int) -> None:
         super().__init__(generation)
         self.capabilities = dataclasses.replace(self.capabilities, carries_descriptions=True)
         self.size = 2
         self.lent: list[torch.Tensor] = []
-        self.events: list[str] = []
-        self.fail_at = fail_at
 
     def allreduce_async(self, tensor: torch.Tensor, op: Op = Op.SUM) -> Handle:
         if len(self.lent) == self.fail_at:
             self.abort("a peer is gone")
         handle = super().allreduce_async(tensor, op)
         self.lent.append(tensor)
-        self.events.append("launch")
         if op is Op.SUM:
             tensor.mul_(2)
         return handle
-
-    def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
-        self.events.append("broadcast")
-        return super().broadcast_async(tensor, root)
 
 
 class LendingCommunicator(TwinCommunicator):
     """A twin with memory of its own, as shared memory is; notes what it has handed out."""
 
-    def __init__(self, generation: int, *, fail_at: int | None = None) -> None:
-        super().__init__(generation, fail_at)
+    def __init__(self, generation: int) -> None:
+        super().__init__(generation)
         self.made: list[torch.Tensor] = []
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from nbelastic.collectives import Capabilities, Communicator, Op
 from nbelastic.collectives.communicator import _Handles
+from nbelastic.elastic.ranks.context import Context
 from nbelastic.torch.gradients import groups, layout
 from tests.torch.fakes import NotedStaging
 
@@ -46,3 +48,9 @@ def one_by_one(communicator: Communicator, tensors: list[torch.Tensor], op: Op) 
 def only(mode: str) -> pytest.MarkDecorator:
     """Return what has a test run in one way only."""
     return pytest.mark.parametrize("mode", [mode], indirect=True)
+
+
+def set_overlaps(context: Context, overlaps: bool) -> None:
+    """Have a rank's communicator sum during backward, or not."""
+    communicator = context.communicator()
+    communicator.capabilities = dataclasses.replace(communicator.capabilities, overlaps=overlaps)

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests.torch.training import filled
+
 
 class Net(nn.Module):
     """Tied and frozen parameters, buffers of all kinds, a module that keeps extra state."""
@@ -101,8 +103,7 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, seed
 
 
 def new_net(seed: int) -> Net:
-    torch.manual_seed(seed)
-    net = Net()
+    net: Net = filled(Net(), seed)
     net.drop.p = 0.0
     return net
 

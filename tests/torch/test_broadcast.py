@@ -1,5 +1,6 @@
 import functools
 from collections import OrderedDict
+from unittest import mock
 
 import pytest
 import torch
@@ -7,8 +8,9 @@ import torch
 import nbelastic.torch as hvd
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.torch.ops.operation import fusion
-from tests.support.world import run_ranks
-from tests.torch.fakes import ChangingContext, TwinCommunicator, UnreachableCommunicator
+from tests.torch.fakes import ChangingContext, UnreachableCommunicator
+from tests.torch.nets import bits
+from tests.torch.ranks import on_ranks
 from tests.torch.training import assert_equal, loss_of, make_model, parameters_of
 
 
@@ -22,6 +24,7 @@ def changed_model(rank):
     return model
 
 
+@mock.patch.object(fusion.plan, "__defaults__", (256,))  # many chunks
 @pytest.mark.parametrize(
     "listed",
     [
@@ -33,39 +36,30 @@ def changed_model(rank):
     ],
     ids=["state", "named", "list", "tensors", "dict"],
 )
-def test_parameters_of_any_form_become_those_of_the_root(listed):
-    def rank_main(context):
-        model = changed_model(context.rank)
-        addresses = [parameter.data_ptr() for parameter in model.parameters()]
-        hvd.broadcast_parameters(listed(model), root_rank=2)
-        assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
-        whole = isinstance(listed(model), OrderedDict)
-        return [*model.state_dict().values()] if whole else parameters_of(model)
-
-    for result in run_ranks(3, rank_main):
-        assert_equal(result, list(changed_model(2).state_dict().values())[: len(result)])
+@on_ranks(3)
+def test_parameters_of_any_form_become_those_of_the_root(context, listed):
+    model = changed_model(context.rank)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    hvd.broadcast_parameters(listed(model), root_rank=2)
+    assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
+    whole = isinstance(listed(model), OrderedDict)
+    found = [*model.state_dict().values()] if whole else parameters_of(model)
+    assert_equal(found, [*changed_model(2).state_dict().values()][: len(found)])
 
 
-def test_many_parameters_take_few_broadcasts(monkeypatch):
-    def rank_main(context):
-        model = changed_model(context.rank)
-        before = context.communicator().completed
-        hvd.broadcast_parameters(model.state_dict())
-        assert_equal(parameters_of(model), parameters_of(changed_model(0)))
-        return context.communicator().completed - before
-
-    assert run_ranks(2, rank_main) == [3, 3]  # the comparison of all, float64 and int64
-    monkeypatch.setattr(fusion.plan, "__defaults__", (256,))
-    assert run_ranks(2, rank_main)[0] > 3
+@on_ranks(2)
+def test_many_parameters_take_few_broadcasts(context):
+    before = context.communicator().completed
+    hvd.broadcast_parameters(changed_model(context.rank).state_dict())
+    assert context.communicator().completed == before + 3  # the comparison, float64 and int64
 
 
-def test_what_is_no_parameter_is_refused():
-    with activate(ChangingContext(TwinCommunicator(generation=1))):
-        with pytest.raises(ValueError, match=r"no tensors: epoch; leave them out"):
-            hvd.broadcast_parameters({"weight": torch.ones(1), "epoch": 3})
-        for wrong in (3, torch.ones(2)):
-            with pytest.raises(ValueError, match="params must be"):
-                hvd.broadcast_parameters(wrong)
+def test_what_is_no_parameter_is_refused(twin):
+    with pytest.raises(ValueError, match=r"no tensors: epoch; leave them out"):
+        hvd.broadcast_parameters({"weight": torch.ones(1), "epoch": 3})
+    for wrong in (3, torch.ones(2)):
+        with pytest.raises(ValueError, match="params must be"):
+            hvd.broadcast_parameters(wrong)
 
 
 OPTIMIZERS = {
@@ -79,22 +73,19 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 @pytest.mark.parametrize("root_has_stepped", [False, True])
-def test_optimizer_state_becomes_that_of_the_root(make_optimizer, root_has_stepped):
-    def rank_main(context):
-        model = make_model()
-        optimizer = make_optimizer(model.parameters(), lr=0.1 * (1 + context.rank))
-        steps = root_has_stepped * (1 + context.rank)
-        for step in range(steps):
-            step_once(model, optimizer, step)
-        before = parameters_of(model)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
-        assert_equal(before, parameters_of(model))
-        assert all(float(group["lr"]) == pytest.approx(0.2) for group in optimizer.param_groups)
-        hvd.broadcast_parameters(model.state_dict(), root_rank=1)
-        step_once(model, optimizer, 5)
-        return parameters_of(model)
-
-    assert_equal(*run_ranks(2, rank_main))
+@on_ranks(2)
+def test_optimizer_state_becomes_that_of_the_root(context, make_optimizer, root_has_stepped):
+    model = make_model()
+    optimizer = make_optimizer(model.parameters(), lr=0.1 * (1 + context.rank))
+    for step in range(root_has_stepped * (1 + context.rank)):
+        step_once(model, optimizer, step)
+    before = parameters_of(model)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert_equal(before, parameters_of(model))
+    assert all(float(group["lr"]) == pytest.approx(0.2) for group in optimizer.param_groups)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+    step_once(model, optimizer, 5)
+    return bits(model)
 
 
 def step_once(model, optimizer, number):
@@ -105,6 +96,15 @@ def step_once(model, optimizer, number):
         return loss
 
     optimizer.step(closure)
+
+
+@on_ranks(2)
+def test_a_new_optimizer_has_zeros_as_gradients(context):
+    net = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True), torch.nn.Linear(2, 1))
+    before = parameters_of(net)
+    hvd.broadcast_optimizer_state(torch.optim.SGD(net.parameters()), root_rank=1, model=net)
+    assert_equal(before, parameters_of(net))
+    assert [parameter.grad.is_sparse for parameter in net.parameters()] == [True, False, False]
 
 
 def test_a_world_of_one_exchanges_nothing():

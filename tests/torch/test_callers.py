@@ -4,7 +4,8 @@ import _thread
 import contextvars
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.errors import NotTheRank
 from nbelastic.torch.ops.coordination.coordination import coordination_of
 from nbelastic.torch.process_group import ElasticProcessGroup
-from tests.support.world import run_ranks
+from tests.torch.ranks import on_ranks
 
 OPERATIONS = [
     lambda: hvd.allreduce(torch.ones(1)),
@@ -30,15 +31,13 @@ def in_thread(function, name="metrics"):
 
     Without a name the thread is one that Python has not started, as those of autograd are.
     """
-    ended, outcome, copied = threading.Event(), [], contextvars.copy_context()
+    outcome, copied = Future(), contextvars.copy_context()
 
     def main():
         try:
-            outcome.append(copied.run(function))
+            outcome.set_result(copied.run(function))
         except BaseException as error:
-            outcome.append(error)
-        finally:
-            ended.set()
+            outcome.set_result(error)
 
     if name is None:
         _thread.start_new_thread(main, ())
@@ -46,8 +45,7 @@ def in_thread(function, name="metrics"):
         thread = threading.Thread(target=main, name=name)
         thread.start()
         thread.join()
-    ended.wait()
-    return outcome[0]
+    return outcome.result()
 
 
 def in_own(pool, function):
@@ -59,91 +57,80 @@ def total():
     return hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
 
 
-def test_operations_belong_to_one_thread_until_it_ends():
-    def rank_main(context):
-        # Threads that have ended leave operations to the next; then they are the rank's own.
-        assert [in_thread(total, "first"), in_thread(total, "second"), total()] == [2.0] * 3
-        for operation in OPERATIONS:
-            error = in_thread(operation)
-            assert isinstance(error, NotTheRank)
-            assert "thread 'metrics' called an operation" in str(error)
-            assert f"belong to thread 'rank-{context.rank}'" in str(error)
-        # Autograd's threads, which Python has not started, are welcome in backward only.
-        assert isinstance(in_thread(total, None), NotTheRank)
-        tensor = torch.ones(2, requires_grad=True)
-        assert in_thread(hvd.allreduce(tensor, op=hvd.Sum).sum().backward, None) is None
-        return tensor.grad.tolist(), total()
-
-    assert run_ranks(2, rank_main) == [([2.0, 2.0], 2.0)] * 2
+@on_ranks(2)
+def test_operations_belong_to_one_thread_until_it_ends(context):
+    # Threads that have ended leave operations to the next; then they are the rank's own.
+    assert [in_thread(total, "first"), in_thread(total, "second"), total()] == [2.0] * 3
+    for operation in OPERATIONS:
+        error = in_thread(operation)
+        assert isinstance(error, NotTheRank)
+        assert "thread 'metrics' called an operation" in str(error)
+        assert f"belong to thread 'rank-{context.rank}'" in str(error)
+    # Autograd's threads, which Python has not started, are welcome in backward only.
+    assert isinstance(in_thread(total, None), NotTheRank)
+    tensor = torch.ones(2, requires_grad=True)
+    assert in_thread(hvd.allreduce(tensor, op=hvd.Sum).sum().backward, None) is None
+    assert (tensor.grad.tolist(), total()) == ([2.0, 2.0], 2.0)
 
 
-def test_threads_of_a_process_with_one_rank_are_that_ranks(monkeypatch):
-    monkeypatch.setattr("nbelastic.elastic.ranks.context._of_process", [])
-
-    def rank_main(context):
-        hvd.barrier()
-        with ThreadPoolExecutor(1) as pool:  # unlike in_thread(), without the rank's variables
-            return in_thread(total), pool.submit(current_or_none).result() is context
-
-    assert run_ranks(1, rank_main) == [(1.0, True)]
+@mock.patch("nbelastic.elastic.ranks.context._of_process", [])
+@on_ranks(1)
+def test_threads_of_a_process_with_one_rank_are_that_ranks(context):
+    hvd.barrier()
+    with ThreadPoolExecutor(1) as pool:  # unlike in_thread(), without the rank's variables
+        assert pool.submit(current_or_none).result() is context
+    assert in_thread(total) == 1.0
 
 
 @pytest.mark.parametrize("of_all", [False, True], ids=["own group", "all ranks"])
-def test_a_group_serves_a_second_thread_beside_the_ranks_own(of_all):
+@on_ranks(2)
+def test_a_group_serves_a_second_thread_beside_the_ranks_own(context, of_all):
     """On one rank the second thread comes first."""
+    group = ElasticProcessGroup(context)
+    its = group if of_all else group.new_group([0, 1], group_name="saver")
 
-    def rank_main(context):
-        group = ElasticProcessGroup(context)
-        its = group if of_all else group.new_group([0, 1], group_name="saver")
+    def reduce(value, group):
+        tensors = [torch.full((3,), float(value + step)) for step in range(10)]
+        for work in [group.allreduce([each]) for each in tensors]:
+            work.wait()
+        assert [each[0].item() for each in tensors] == [2.0 * (value + n) for n in range(10)]
 
-        def reduce(value, group):
-            tensors = [torch.full((3,), float(value + step)) for step in range(10)]
-            works = [group.allreduce([each]) for each in tensors]
-            for work in works:
-                work.wait()
-            return [each[0].item() for each in tensors]
-
-        with ThreadPoolExecutor(1) as pool:
-            ours = reduce(1, group) if context.rank else None
-            saved = in_own(pool, lambda: reduce(100, its))
-            return ours or reduce(1, group), saved.result()
-
-    ours, saved = ([2.0 * (value + step) for step in range(10)] for value in (1, 100))
-    assert run_ranks(2, rank_main) == [(ours, saved)] * 2
+    with ThreadPoolExecutor(1) as pool:
+        if context.rank:
+            reduce(1, group)
+        saved = in_own(pool, lambda: reduce(100, its))
+        if not context.rank:
+            reduce(1, group)
+        saved.result()
 
 
-def test_two_threads_at_a_time_on_one_group_are_refused(monkeypatch):
-    monkeypatch.setattr("nbelastic.elastic.ranks.groups.ENDING_S", 0.05)
-
-    def rank_main(context):
-        its = ElasticProcessGroup(context).new_group([0, 1], group_name="saver")
-        with ThreadPoolExecutor(1, "first") as pool:
-            in_own(pool, lambda: its.barrier().wait()).result()
-            for error in (in_thread(its.barrier), in_thread(its.barrier, None)):
-                assert isinstance(error, NotTheRank)
-                assert "on group 'saver', whose operations belong to thread 'first_0'" in str(error)
-        its.barrier().wait()  # it has ended
-        return in_thread(lambda: its.barrier().wait())
-
-    assert run_ranks(2, rank_main) == [True] * 2
+@mock.patch("nbelastic.elastic.ranks.groups.ENDING_S", 0.05)
+@on_ranks(2)
+def test_two_threads_at_a_time_on_one_group_are_refused(context):
+    its = ElasticProcessGroup(context).new_group([0, 1], group_name="saver")
+    with ThreadPoolExecutor(1, "first") as pool:
+        in_own(pool, lambda: its.barrier().wait()).result()
+        for error in (in_thread(its.barrier), in_thread(its.barrier, None)):
+            assert isinstance(error, NotTheRank)
+            assert "on group 'saver', whose operations belong to thread 'first_0'" in str(error)
+    its.barrier().wait()  # it has ended
+    assert in_thread(lambda: its.barrier().wait())
 
 
-def test_a_part_goes_on_when_the_rank_with_the_matching_has_returned():
-    clients = {}
+CLIENTS = {}  # of ranks
 
-    def rank_main(context):
-        clients[context.rank] = coordination_of(context.communicator())._client
-        its = ElasticProcessGroup(context).new_group([1, 2], group_name="others")
-        hvd.barrier()
-        if context.rank == 0:
-            return None
-        if context.rank == 2:
-            time.sleep(0.3)  # rank 1 compares, and waits for this one
-            for rank in (1, 2):
-                clients[rank].abort()  # as the server does that ends
-            time.sleep(0.1)
-        total = torch.ones(2)
-        its.allreduce([total]).wait()
-        return total.tolist()
 
-    assert run_ranks(3, rank_main) == [None, [2.0, 2.0], [2.0, 2.0]]
+@on_ranks(3)
+def test_a_part_goes_on_when_the_rank_with_the_matching_has_returned(context):
+    CLIENTS[context.rank] = coordination_of(context.communicator())._client
+    its = ElasticProcessGroup(context).new_group([1, 2], group_name="others")
+    hvd.barrier()
+    if context.rank == 2:
+        time.sleep(0.3)  # rank 1 compares, and waits for this one
+        for rank in (1, 2):
+            CLIENTS[rank].abort()  # as the server does that ends
+        time.sleep(0.1)
+    if context.rank:
+        tensor = torch.ones(2)
+        its.allreduce([tensor]).wait()
+        assert tensor.tolist() == [2.0, 2.0]

@@ -1,12 +1,8 @@
 """Torch's ``DistributedSampler`` follows the ranks, and deals the rest of an epoch."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,74 +14,69 @@ from torch.utils.data.distributed import DistributedSampler
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import NbelasticError
 from nbelastic.torch import distributed_sampler
-from tests.elastic.test_sampler import world_of
-
-if TYPE_CHECKING:
-    from tests.support.world import StaticContext
+from tests.support.world import world_of
 
 distributed_sampler.install()
 
 
-class Wrapper(DistributedSampler[Any]):
+class Wrapper(DistributedSampler):
     """A sampler that deals what another draws, as Lightning's wrapper does."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         drawn = torch.randperm(len(self.dataset)).tolist()
         return (drawn[place] for place in super().__iter__())
 
 
-class Stateful(DistributedSampler[Any]):
+class Stateful(DistributedSampler):
     """A sampler as torchdata's, which counts what it yields."""
 
     __module__ = "torchdata.stateful"
     yielded = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         for row in super().__iter__():
             self.yielded += 1
             yield row
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self):
         raise AssertionError("the job keeps its progress")
 
-    load_state_dict: Any = state_dict
+    load_state_dict = state_dict
 
 
 class Rank:
     """A rank that has made a sampler and a loader before its first generation."""
 
-    def __init__(self, rank: int, size: int, make: Callable[..., Any], rows: int, batch: int):
+    def __init__(self, rank, size, make, rows, batch):
         self.context = world_of(rank, size)
         self.context.generation = 0
         with activate(self.context):
             self.sampler = make(range(rows), num_replicas=size, rank=rank)
-            self.loader = DataLoader(range(rows), batch, sampler=self.sampler)  # type: ignore
-        self.batches: Iterator[Any] = iter(())
+            self.loader = DataLoader(range(rows), batch, sampler=self.sampler)
+        self.batches = iter(())
 
-    def form(self, rank: int, size: int) -> None:
+    def form(self, rank, size):
         self.context.rank, self.context.size, self.context.generation = rank, size, 1
         for call in self.context.after_forming:
             call()
 
-    def begin(self, epoch: int) -> None:
+    def begin(self, epoch):
         with activate(self.context):
             self.sampler.set_epoch(epoch)
             self.batches = iter(self.loader)
 
-    def step(self) -> list[int] | None:
+    def step(self):
         with activate(self.context):
             batch = next(self.batches, None)
         return None if batch is None else batch.tolist()
 
 
-def train(
-    sizes: list[int], steps: list[int], make: Callable[..., Any], rows: int, batch: int
-) -> list[list[int]]:
+def train(sizes, steps, make, rows, batch):
     """Train three epochs, each of the worlds but the last for some steps that are committed.
 
     Return the rows of each epoch that were trained, and not rolled back.
     """
-    epochs: list[list[int]] = [[], [], []]
+    epochs = [[], [], []]
     ranks = [Rank(rank, sizes[0], make, rows, batch) for rank in range(sizes[0])]
     epoch = 0
     for size, most in zip(sizes, [*steps, 10**6], strict=True):
@@ -105,7 +96,7 @@ def train(
                 assert len({each is None for each in found}) == 1
                 if found[0] is None:
                     break
-                epochs[epoch].extend(itertools.chain(*found))  # type: ignore[arg-type]
+                epochs[epoch].extend(itertools.chain(*found))
                 left -= 1
                 for each in ranks:
                     each.context.samplers.save()
@@ -126,9 +117,7 @@ def train(
     rows=st.integers(4, 40),
     batch=st.integers(1, 4),
 )
-def test_each_row_is_trained_once_an_epoch(
-    sizes: list[int], steps: list[int], make: Any, rows: int, batch: int
-) -> None:
+def test_each_row_is_trained_once_an_epoch(sizes, steps, make, rows, batch):
     padding = sum(size - 1 for size in sizes)
     for epoch in train(sizes, steps[: len(sizes) - 1], make, rows, batch):
         counts = Counter(epoch)
@@ -136,14 +125,14 @@ def test_each_row_is_trained_once_an_epoch(
         assert sum(counts.values()) <= rows + padding
 
 
-def test_an_epoch_without_a_reset_is_torchs_own() -> None:
+def test_an_epoch_without_a_reset_is_torchs_own():
     for options in ({}, {"shuffle": False}, {"drop_last": True}, {"seed": 5}):
         for rank in range(3):
-            expected = list(DistributedSampler(range(11), 3, rank, **options))  # type: ignore
+            expected = list(DistributedSampler(range(11), 3, rank, **options))
             with activate(world_of(rank, 3)):
-                sampler: Any = DistributedSampler(range(11), 3, rank, **options)  # type: ignore
+                sampler = DistributedSampler(range(11), 3, rank, **options)
                 assert list(sampler) == expected
-                loaded = DataLoader(range(11), 1, sampler=sampler)  # type: ignore
+                loaded = DataLoader(range(11), 1, sampler=sampler)
                 assert [int(each) for each in loaded] == expected
 
 
@@ -151,7 +140,7 @@ def test_an_epoch_without_a_reset_is_torchs_own() -> None:
     ("make", "each"),
     [(DistributedSampler, 4), (partial(DistributedSampler, drop_last=True), 3)],
 )
-def test_a_sampler_has_the_sizes_of_the_present_ranks(make: Any, each: int) -> None:
+def test_a_sampler_has_the_sizes_of_the_present_ranks(make, each):
     rank = Rank(1, 2, make, 10, 2)
     rank.form(2, 3)
     with activate(rank.context):
@@ -160,7 +149,7 @@ def test_a_sampler_has_the_sizes_of_the_present_ranks(make: Any, each: int) -> N
         assert len(rank.loader) == 2
 
 
-def test_an_iteration_that_was_over_begins_again_and_one_under_way_goes_on() -> None:
+def test_an_iteration_that_was_over_begins_again_and_one_under_way_goes_on():
     """An evaluation is whole each time; so is an epoch that the function does not name."""
     rank = Rank(0, 1, DistributedSampler, 6, 2)
     samplers = rank.context.samplers
@@ -186,57 +175,52 @@ def test_an_iteration_that_was_over_begins_again_and_one_under_way_goes_on() -> 
         assert len(list(rank.loader)) == 3
 
 
-def test_one_made_in_each_generation_goes_on_with_the_epoch_once() -> None:
-    context = world_of(0, 1)
-    seen: list[int] = []
+def test_one_made_in_each_generation_goes_on_with_the_epoch_once(alone):
+    seen = []
 
-    def run(stop: int) -> None:
-        sampler: Any = DistributedSampler(range(9), context.size, context.rank)  # type: ignore
-        loader = DataLoader(range(9), 2, sampler=sampler)  # type: ignore
+    def run(stop):
+        sampler = DistributedSampler(range(9), 1, 0)
+        loader = DataLoader(range(9), 2, sampler=sampler)
         for number, batch in enumerate(loader):
             if number == stop:
                 return
             seen.extend(batch.tolist())
-            context.samplers.save()
+            alone.samplers.save()
 
-    with activate(context):
-        run(2)
-        context.samplers.formed()
-        run(9)
-        run(9)
+    run(2)
+    alone.samplers.formed()
+    run(9)
+    run(9)
     assert sorted(seen) == sorted([*range(9)] * 2)
 
 
-def test_a_sampler_for_other_ranks_than_the_jobs_is_left_alone_until_they_change() -> None:
-    context = world_of(3, 4)
-    with activate(context):
-        sampler: Any = DistributedSampler(range(8), 2, 1, shuffle=False)  # type: ignore
-        loader = DataLoader(range(8), 1, sampler=sampler)  # type: ignore
-        assert [int(row) for row in loader] == [1, 3, 5, 7]
-        context.rank, context.size = 1, 2
-        context.samplers.formed()
-        context.size = 3
-        with pytest.raises(NbelasticError, match="was made for rank 1 of 2, the job had 4 ranks"):
-            list(loader)
+def test_a_sampler_for_other_ranks_than_the_jobs_is_left_alone_until_they_change(alone):
+    alone.rank, alone.size = 3, 4
+    sampler = DistributedSampler(range(8), 2, 1, shuffle=False)
+    loader = DataLoader(range(8), 1, sampler=sampler)
+    assert [int(row) for row in loader] == [1, 3, 5, 7]
+    alone.rank, alone.size = 1, 2
+    alone.samplers.formed()
+    alone.size = 3
+    with pytest.raises(NbelasticError, match="was made for rank 1 of 2, the job had 4 ranks"):
+        list(loader)
 
 
-def test_rows_that_cannot_be_counted_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+class Batches(BatchSampler):
+    """A class of a user's."""
+
+
+def test_rows_that_cannot_be_counted_are_told_of(monkeypatch, alone):
+    told = []
     monkeypatch.setattr("nbelastic.elastic.followed.warn", lambda _, text: told.append(text))
-
-    class Batches(BatchSampler):
-        pass
-
-    context: StaticContext = world_of(0, 1)
-    with activate(context):
-        sampler: Any = DistributedSampler(range(8), 1, 0)  # type: ignore
-        loader = DataLoader(range(8), batch_sampler=Batches(sampler, 2, False))  # type: ignore
-        for _ in loader:
-            context.samplers.save()
-            break
-        rest = iter(loader)
-        next(rest)
-        context.samplers.save()
-        context.samplers.formed()
-        assert len(list(loader)) == 4
+    batches = Batches(DistributedSampler(range(8), 1, 0), 2, False)
+    loader = DataLoader(range(8), batch_sampler=batches)
+    for _ in loader:
+        alone.samplers.save()
+        break
+    rest = iter(loader)
+    next(rest)
+    alone.samplers.save()
+    alone.samplers.formed()
+    assert len(list(loader)) == 4
     assert len(told) == 1

@@ -1,14 +1,9 @@
 """Steps of micro-batches: the gradient of the whole batch, with the same bits on any ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math
 import re
-import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +16,7 @@ import nbelastic.torch as hvd
 from nbelastic.collectives import connect
 from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.data import Batch, Loader
-from nbelastic.elastic.ranks.context import activate, current
+from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, OptionError, RanksDisagree
 from nbelastic.torch.gradients.micro_batches import check_places, check_witness, parameter_digest
@@ -29,45 +24,46 @@ from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.state.torch_state import TorchState
 from tests.collectives.worlds import MAKERS
 from tests.support.exact_training import digest
-from tests.support.world import StaticContext, run_ranks, world_of
+from tests.support.world import run_ranks
+from tests.torch.nets import bits
+from tests.torch.ranks import on_ranks
 from tests.torch.training import filled
 
 ROWS = 44
 loss_of = nn.functional.mse_loss
 
 
-def seeded(seed: int = 0) -> torch.Generator:
+def seeded(seed=0):
     return torch.Generator().manual_seed(seed)  # ranks are threads: they share torch's own
 
 
-def data(dtype: torch.dtype = torch.float32) -> TensorDataset:
+def data(dtype=torch.float32):
     x, y = torch.randn(ROWS, 6, generator=seeded(1)), torch.randn(ROWS, 3, generator=seeded(2))
     return TensorDataset(x.to(dtype), y.to(dtype))
 
 
-def net(dtype: torch.dtype = torch.float32) -> Any:
+def net(dtype=torch.float32):
     return filled(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype), 3)
 
 
-def trainee() -> tuple[nn.Sequential, Any]:
-    model = net()
-    return model, hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+def trainee(model=None, **options):
+    model = model or net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    return model, hvd.DistributedOptimizer(sgd, **options)
 
 
-def accumulate(model: nn.Module, step: Any) -> None:
+def accumulate(model, step):
     for x, y in step:
         loss_of(model(x), y).backward()
 
 
-def train_on(model: nn.Module, optimizer: Any, step: Any) -> None:
+def train_on(model, optimizer, step):
     optimizer.zero_grad()
     accumulate(model, step)
     optimizer.step()
 
 
-def one_digest(
-    train: Callable[[StaticContext], str], sizes: tuple[int, ...], make: Any = connect
-) -> None:
+def one_digest(train, sizes, make=connect):
     """Assert that all ranks of worlds of all sizes end with the same bits."""
     found = {size: set(run_ranks(size, train, make=make)) for size in (1, *sizes)}
     assert len(found[1]) == 1
@@ -85,17 +81,15 @@ def one_digest(
     by_tokens=st.booleans(),
 )
 @settings(max_examples=12, deadline=None)
-def test_the_gradient_is_that_of_one_large_batch(
-    size: int, micro_batches: int, micro: int, exact: bool, by_tokens: bool
-) -> None:
-    def weight(batch: Any) -> torch.Tensor:
+def test_the_gradient_is_that_of_one_large_batch(size, micro_batches, micro, exact, by_tokens):
+    def weight(batch):
         return batch[0][:, 0].gt(0).sum()
 
-    def masked(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def masked(model, x, y):
         chosen = x[:, 0].gt(0) if by_tokens else torch.ones(len(x), dtype=torch.bool)
         return loss_of(model(x[chosen]), y[chosen])  # not a number where none is chosen
 
-    def main(_: StaticContext) -> list[list[torch.Tensor | None]]:
+    def main(_):
         source, model = data(torch.float64), net(torch.float64)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
         loader = Loader(source, Batch(micro * micro_batches, micro=micro, exact=exact), seed=1)
@@ -115,28 +109,21 @@ def test_the_gradient_is_that_of_one_large_batch(
             else:
                 assert all(parameter.grad is None for parameter in model.parameters())
             found.append([parameter.grad for parameter in model.parameters()])
-        return found
+        return bits(found)
 
     results = run_ranks(size, main)
-    for result in results:
-        for mine, others in zip(result, results[0], strict=True):
-            assert digest(g for g in mine if g is not None) == digest(
-                g for g in others if g is not None
-            )
+    assert all(result == results[0] for result in results)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_value_that_others_lack_keeps_its_sign(size: int) -> None:
-    def main(context: StaticContext) -> list[float]:
-        share = StepShare(4, Blocks.even(4, size).block(context.rank), (), [1.0] * 4, exact=True)
-        total = MicroBatchSum(share)
-        if 3 in share.block:
-            total.add(3, torch.tensor([-0.0, 0.0, 1.0]))
-        like = torch.empty(3)
-        (found,) = sum_over_ranks(context.communicator(), share, [total], [like])
-        return [math.copysign(1.0, value) for value in found.tolist()]
-
-    assert run_ranks(size, main) == [[-1.0, 1.0, 1.0]] * size
+@on_ranks(1, 2, 3)
+def test_a_value_that_others_lack_keeps_its_sign(context):
+    block = Blocks.even(4, context.size).block(context.rank)
+    share = StepShare(4, block, (), [1.0] * 4, exact=True)
+    total = MicroBatchSum(share)
+    if 3 in share.block:
+        total.add(3, torch.tensor([-0.0, 0.0, 1.0]))
+    (found,) = sum_over_ranks(context.communicator(), share, [total], [torch.empty(3)])
+    assert [math.copysign(1.0, value) for value in found.tolist()] == [-1.0, 1.0, 1.0]
 
 
 # -- the same bits ---------------------------------------------------------------------------------
@@ -145,7 +132,7 @@ def test_a_value_that_others_lack_keeps_its_sign(size: int) -> None:
 class Odd(nn.Module):
     """Parameters used by some micro-batches, by none, frozen, in other types and memory orders."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(6, 8)
         self.sometimes = nn.Linear(6, 8)
@@ -156,7 +143,7 @@ class Odd(nn.Module):
         self.image = nn.Conv2d(1, 4, 3, padding=1).to(memory_format=torch.channels_last)
         self.phase = nn.Parameter(torch.zeros(8, dtype=torch.complex64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         z = self.frozen(torch.tanh(self.first(x)))
         if x[0, 0] > 0.5:
             z = z + self.sometimes(x)
@@ -165,88 +152,17 @@ class Odd(nn.Module):
         return self.wide(z.double()).float()
 
 
-@pytest.mark.parametrize("micro_batches", [8, 6])
-def test_parameters_and_moments_have_the_same_bits_on_any_number_of_ranks(
-    micro_batches: int,
-) -> None:
-    """Of odd parameters in several passes, and of a second optimizer with a scaler and clipping."""
-
-    def train(_: StaticContext) -> str:
-        model, second = filled(Odd(), 3), net()
-        never = digest(model.never.parameters())
-        trained = [each for each in model.parameters() if each.requires_grad]
-        one = hvd.DistributedOptimizer(
-            torch.optim.AdamW(trained, lr=0.01), backward_passes_per_step=2
-        )
-        two = hvd.DistributedOptimizer(
-            torch.optim.SGD(second.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
-        )
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=9)
-        for step in Loader(data(), Batch(2 * micro_batches, micro=2, exact=True), seed=2):
-            one.zero_grad(set_to_none=False)
-            two.zero_grad()
-            scaler.scale(torch.zeros(()))  # for ranks without micro-batches
-            for number, (x, y) in zip(step.numbers, step, strict=False):
-                loss_of(model(x), y).backward()
-                if number % 2:  # else there are fewer passes than announced
-                    (model(x).square().mean() / 3).backward()
-                loss = loss_of(second(x), model(x).detach())
-                if (step.number, number) == (1, 5):
-                    loss = loss * float("inf")
-                scaler.scale(loss).backward()
-            one.step()
-            two.synchronize()
-            scaler.unscale_(two)
-            nn.utils.clip_grad_norm_(second.parameters(), 0.5)
-            with two.skip_synchronize():
-                scaler.step(two)
-            scaler.update()
-        assert scaler.get_scale() == 2.0, "all ranks have skipped a step"
-        assert model.never.weight.grad is None
-        assert digest(model.never.parameters()) == never
-        states = [*one.state.values(), *two.state.values()]
-        moments = [each for state in states for each in state.values()]
-        return digest([*model.parameters(), *second.parameters(), *moments])
-
-    one_digest(train, (2, 3, 4, 5, 9))
-    one_digest(train, (2, 3), MAKERS["cuda_ipc"])
-
-
-# -- buffers and states ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("exact", [True, "auto", False])
-def test_a_buffer_that_is_no_mean_is_refused_or_told(exact: Any) -> None:
-    def train(_: StaticContext) -> str:
-        model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
-        filled(model, 3)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        loader = Loader(data(), Batch(8, micro=4, exact=exact))
-        _state = TorchState(model, optimizer, loader=loader)
-        for step in loader:
-            train_on(model, optimizer, step)
-        return loader.why_not_exact
-
-    if exact is True:
-        with pytest.raises(OptionError, match=r"0\.parametrizations\.weight\.0\._[uv]"):
-            run_ranks(1, train)
-    else:
-        said = "Batch(exact=False)" if exact is False else "is no running mean"
-        assert all(said in why for why in run_ranks(2, train))
-
-
 class Observer(nn.Module):
     """Buffers of several kinds, as quantisation and spectral norms have them."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.least: torch.Tensor
         self.register_buffer("least", torch.full((6,), torch.inf))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("any_large", torch.zeros(2, dtype=torch.bool))
         self.register_buffer("moving", torch.zeros(6, dtype=torch.bfloat16))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if self.training:
             torch.minimum(self.least, x.detach().amin(0), out=self.least)
             self.seen += len(x)
@@ -264,7 +180,7 @@ FUNCTIONS = {
 }
 
 
-def observed(micro: int = 2, **options: Any) -> tuple[Any, Any, Loader]:
+def observed(micro_batches=8, **options):
     model = nn.Sequential(
         *(Observer(), nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.BatchNorm1d(8)),
         *(nn.ReLU(), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3)),
@@ -273,113 +189,146 @@ def observed(micro: int = 2, **options: Any) -> tuple[Any, Any, Loader]:
     for name, buffer in model.named_buffers():
         if name.endswith(("._u", "._v")):  # torch draws these from the generator of all ranks
             buffer.copy_(nn.functional.normalize(torch.ones_like(buffer), dim=0))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    return model, optimizer, Loader(data(), Batch(16, micro=micro, exact=True), **options)
+    batch = Batch(2 * micro_batches, micro=2, exact=True)
+    return *trainee(model), Loader(data(), batch, seed=2, **options)
 
 
-def test_buffers_have_the_same_bits_and_statistics_are_means_over_the_step() -> None:
+@pytest.mark.parametrize("micro_batches", [8, 6])
+def test_all_has_the_same_bits_on_any_number_of_ranks(micro_batches):
+    """Odd parameters in several passes; buffers, moments, a scaler and clipping.
+
+    Statistics are means over the step.
+    """
     x = data().tensors[0]
 
-    def train(_: StaticContext) -> str:
-        model, optimizer, loader = observed(buffers=FUNCTIONS)
-        state = TorchState(model, optimizer, loader=loader, epoch=0)
-        observer, norm, given = model[0], model[2], []
+    def train(_):
+        model, (second, two, loader) = filled(Odd(), 3), observed(micro_batches, buffers=FUNCTIONS)
+        never = digest(model.never.parameters())
+        trained = [each for each in model.parameters() if each.requires_grad]
+        adam = torch.optim.AdamW(trained, lr=0.01)
+        one = hvd.DistributedOptimizer(adam, backward_passes_per_step=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=9)
+        state = TorchState(second, [one, two], loader=loader, epoch=0)
+        observer, norm, given = second[0], second[2], []
         norm.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0].detach()))
         for step in loader:
             before = norm.running_mean.clone()
-            optimizer.zero_grad()
+            one.zero_grad(set_to_none=False)
+            two.zero_grad()
             given.clear()
-            for _, (rows, y) in zip(step.numbers, step, strict=False):  # never asks for one more
+            scaler.scale(torch.zeros(()))  # for ranks without micro-batches
+            for number, (rows, y) in zip(step.numbers, step, strict=False):  # asks for no more
                 loss_of(model(rows), y).backward()
-            optimizer.synchronize()
+                if number % 2:  # else there are fewer passes than announced
+                    (model(rows).square().mean() / 3).backward()
+                loss = loss_of(second(rows), model(rows).detach())
+                if (step.number, number) == (1, 5):
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+            one.step()
+            two.synchronize()
             if sum(map(len, given)) == step.rows:  # on a rank alone
                 expected = 0.9 * before + 0.1 * torch.cat(given).mean(0)
                 torch.testing.assert_close(norm.running_mean, expected)
             assert norm.num_batches_tracked == step.number + 1
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            scaler.unscale_(two)
+            nn.utils.clip_grad_norm_(second.parameters(), 0.5)
+            with two.skip_synchronize():
+                scaler.step(two)
+            scaler.update()
             state.commit()
         assert loader.exact
+        assert scaler.get_scale() == 2.0, "all ranks have skipped a step"
+        assert model.never.weight.grad is None
+        assert digest(model.never.parameters()) == never
         assert observer.seen == ROWS
         assert torch.equal(observer.least, x.amin(0))
         assert observer.any_large.tolist() == [bool(x.gt(2.5).any())] * 2
-        return digest([*model.parameters(), *model.buffers()])
+        states = [*one.state.values(), *two.state.values()]
+        moments = [each for state in states for each in state.values()]
+        kept = [*model.parameters(), *second.parameters(), *second.buffers(), *moments]
+        return digest(kept)
 
-    one_digest(train, (2, 3, 8, 9))
+    one_digest(train, (2, 3, 4, 5, 9))
+    one_digest(train, (2, 3), MAKERS["cuda_ipc"])
+
+
+# -- buffers and states ----------------------------------------------------------------------------
+
+
+REFUSED = "expected torch 2 avx-1, came torch 2 avx-0"
+TOLD = "this process computes other bits (torch 2 avx-1) than others (torch 2 avx-0)"
+
+
+@pytest.mark.parametrize(
+    ("what", "exact", "said"),
+    [
+        ("a buffer", True, "the buffer 0.parametrizations.weight.0._"),
+        ("a buffer", "auto", "is no running mean"),
+        ("a buffer", False, "Batch(exact=False)"),
+        ("other kernels", True, REFUSED),
+        ("other kernels", "auto", TOLD),
+        ("other kernels", False, "Batch(exact=False)"),
+    ],
+)
+def test_what_is_not_exact_is_refused_or_told_or_not_looked_at(what, exact, said, monkeypatch):
+    def main(context):
+        layer = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3))
+        model, optimizer = trainee(filled(nn.Sequential(layer), 3))
+        loader = Loader(data(), Batch(8, micro=4, exact=exact))
+        state = TorchState(model, optimizer, loader=loader)
+        state.align([1] if what == "other kernels" else [])
+        for step in loader if what == "a buffer" else ():
+            train_on(model, optimizer, step)
+        return loader.why_not_exact
+
+    if what == "other kernels":
+        kernels = "nbelastic.data.loader.kernel_fingerprint"
+        monkeypatch.setattr(kernels, lambda: f"torch 2 avx-{current().rank}")
+    if exact is True:
+        with pytest.raises(NbelasticError, match=re.escape(said)):
+            run_ranks(2, main)
+    else:
+        assert said in run_ranks(2, main)[1]
 
 
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
-        (
-            {"*.lest": FUNCTIONS["*.least"]},
-            r"no buffer of .* '\*\.lest'; there are: 0\.least, ",
-        ),
+        ({"*.lest": FUNCTIONS["*.least"]}, r"no buffer of .* '\*\.lest'; there are: 0\.least, "),
         ({"*.least": lambda start, values: values}, r"for 0\.least returned \(8, 6\)"),
         ({"*.least": lambda start, values: 3.0}, r"for 0\.least returned <class 'float'>"),
         ({"*.least": 3.0}, r"buffers=\{'\*\.least': 3\.0\}\): must be a function"),
         ({"": FUNCTIONS["*.least"]}, "by the name of a buffer"),
     ],
 )
-def test_functions_that_do_not_fit_are_named(functions: dict[str, Any], message: str) -> None:
-    def train(_: StaticContext) -> None:
+@pytest.mark.usefixtures("alone")
+def test_functions_that_do_not_fit_are_named(functions, message):
+    with pytest.raises(OptionError, match=message):  # noqa: PT012
         model, optimizer, loader = observed(buffers={**FUNCTIONS, **functions})
         _state = TorchState(model, optimizer, loader=loader)
         for x, _y in next(iter(loader)):
             model(x)
 
-    with pytest.raises(OptionError, match=message):
-        run_ranks(1, train)
 
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_step_passed_over_and_a_model_in_evaluation_leave_buffers_alone(size: int) -> None:
-    def train(_: StaticContext) -> None:
-        model, optimizer, loader = observed(buffers=FUNCTIONS)
-        _state = TorchState(model, optimizer, loader=loader)
-        before = digest(model.buffers())
-        for step in loader:
-            if step.number == 1:
-                after_one = digest(model.buffers())
-                continue
-            model.train(step.number == 0)
-            train_on(model, optimizer, step)
-        assert digest(model.buffers()) == after_one != before
-
-    run_ranks(size, train)
-
-
-@pytest.mark.parametrize(
-    ("exact", "said"),
-    [
-        (True, "kernels of loader: expected torch 2 avx-1, came torch 2 avx-0"),
-        ("auto", "this process computes other bits (torch 2 avx-1) than others (torch 2 avx-0)"),
-        (False, "Batch(exact=False)"),
-    ],
-)
-def test_a_newcomer_that_computes_other_bits(exact: Any, said: str, monkeypatch: Any) -> None:
-    """It is refused by its processor's kind, or counted in with a warning, or not looked at."""
-    monkeypatch.setattr(
-        "nbelastic.data.loader.kernel_fingerprint", lambda: f"torch 2 avx-{current().rank}"
-    )
-
-    def main(context: StaticContext) -> str:
-        model, optimizer = trainee()
-        loader = Loader(data(), Batch(8, micro=2, exact=exact))
-        TorchState(model, optimizer, loader=loader).align([1])
-        return loader.why_not_exact
-
-    if exact is True:
-        with pytest.raises(NbelasticError, match=said):
-            run_ranks(2, main)
-    else:
-        assert run_ranks(2, main)[1] == said
+@on_ranks(1, 3)
+def test_a_step_passed_over_and_a_model_in_evaluation_leave_buffers_alone(context):
+    model, optimizer, loader = observed(buffers=FUNCTIONS)
+    _state = TorchState(model, optimizer, loader=loader)
+    before = digest(model.buffers())
+    for step in loader:
+        if step.number == 1:
+            after_one = digest(model.buffers())
+            continue
+        model.train(step.number == 0)
+        train_on(model, optimizer, step)
+    assert digest(model.buffers()) == after_one != before
 
 
 # -- mistakes --------------------------------------------------------------------------------------
 
 
-def assign(model: nn.Module, x: torch.Tensor, y: torch.Tensor, first: int = 1) -> None:
+def assign(model, x, y, first=1):
     assigned, others = [*model.parameters()][:first], [*model.parameters()][first:]
     gradients = torch.autograd.grad(loss_of(model(x), y), [*assigned, *others])
     torch.autograd.backward(others, gradients[first:])
@@ -390,13 +339,13 @@ def assign(model: nn.Module, x: torch.Tensor, y: torch.Tensor, first: int = 1) -
 assign_all = functools.partial(assign, first=99)
 
 
-def replace(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+def replace(model, x, y):
     loss_of(model(x), y).backward()
     first = next(model.parameters())
     first.grad = torch.zeros_like(first)
 
 
-def act(word: str, model: Any, optimizer: Any, state: Any, step: Any, x: Any, y: Any) -> None:
+def act(word, model, optimizer, state, step, x, y):
     """Do what a word of a script says; the words between brackets, for each micro-batch."""
     if "[" in word:
         for x, y in step:  # noqa: PLR1704
@@ -446,23 +395,21 @@ ASSIGNED = r"has a gradient that was assigned.*autograd\.backward"
         ("[backward] step", r"compression=…\) cannot", {"compression": hvd.Compression.fp16}),
     ],
 )
-def test_mistakes_are_named(script: str, message: str, options: dict[str, Any]) -> None:
-    def main(_: StaticContext) -> None:
-        model = net()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
-        loader = Loader(data(), Batch(8, micro=2))
-        state = TorchState(model, optimizer, loader=loader)
+@pytest.mark.usefixtures("alone")
+def test_mistakes_are_named(script, message, options):
+    model, optimizer = trainee(**options)
+    loader = Loader(data(), Batch(8, micro=2))
+    state = TorchState(model, optimizer, loader=loader)
+    rows = torch.ones(1, 6), torch.ones(1, 3)
+    with pytest.raises(ValueError if options else RuntimeError, match=message):  # noqa: PT012
         for step in loader:
             for word in script.split():
-                act(word, model, optimizer, state, step, torch.ones(1, 6), torch.ones(1, 3))
-
-    with pytest.raises(ValueError if options else RuntimeError, match=message):
-        run_ranks(1, main)
+                act(word, model, optimizer, state, step, *rows)
 
 
 @pytest.mark.parametrize("how", ["validated", "passed on"])
-def test_validation_and_gradients_passed_on_by_backward_change_no_bit(how: str) -> None:
-    def train(how: str) -> str:
+def test_validation_and_gradients_passed_on_by_backward_change_no_bit(how):
+    def train(how):
         model, optimizer = trainee()
         parameters = list(model.parameters())
         validation = Loader(data(), Batch(16, micro=8), shuffle=False)
@@ -487,35 +434,28 @@ def test_validation_and_gradients_passed_on_by_backward_change_no_bit(how: str) 
     assert run_ranks(2, lambda _: train(how)) == [right] * 2
 
 
-def test_buffers_that_are_not_initialised_are_named() -> None:
-    model = nn.Sequential(nn.Linear(6, 3), nn.LazyBatchNorm1d())
-    with activate(world_of(0, 1)):
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), lr=0.1))
-        loader = Loader(data(), Batch(8, micro=4))
-        _state = TorchState(model, optimizer, loader=loader)
-        with pytest.raises(RuntimeError, match=r"the buffer 1\.running_mean .* not initialised"):
-            next(iter(next(iter(loader))))
+@pytest.mark.usefixtures("alone")
+def test_what_does_not_go_with_a_loader_is_refused():
+    model, optimizer = trainee()
+    loader = Loader(data(), Batch(8, micro=2))
+    _state = TorchState(nn.Sequential(model, nn.LazyBatchNorm1d()), optimizer, loader=loader)
+    with pytest.raises(RuntimeError, match=r"the buffer 1\.running_mean .* not initialised"):
+        next(iter(next(iter(loader))))
+    with pytest.raises(OptionError, match=r"wrap the SGD by hvd\.DistributedOptimizer"):
+        TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=loader)
+    schedule = hvd.elastic.by_samples(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    with pytest.raises(OptionError, match="an LRScaler or by_samples"):
+        TorchState(model, optimizer, loader=loader, schedule=schedule)
+    _elsewhere = hvd.elastic.LRScaler(optimizer)
+    with pytest.raises(OptionError, match="an LRScaler or by_samples"):
+        TorchState(model, optimizer, loader=loader)
 
 
-def test_what_does_not_go_with_a_loader_is_refused() -> None:
-    with activate(world_of(0, 1)):
-        model, optimizer = trainee()
-        loader = Loader(data(), Batch(8, micro=2))
-        with pytest.raises(OptionError, match=r"wrap the SGD by hvd\.DistributedOptimizer"):
-            TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=loader)
-        schedule = hvd.elastic.by_samples(torch.optim.lr_scheduler.StepLR(optimizer, 1))
-        with pytest.raises(OptionError, match="an LRScaler or by_samples"):
-            TorchState(model, optimizer, loader=loader, schedule=schedule)
-        _elsewhere = hvd.elastic.LRScaler(optimizer)
-        with pytest.raises(OptionError, match="an LRScaler or by_samples"):
-            TorchState(model, optimizer, loader=loader)
-
-
-def test_ranks_at_different_steps_or_in_other_orders_are_refused() -> None:
+def test_ranks_at_different_steps_or_in_other_orders_are_refused():
     with pytest.raises(RanksDisagree, match="deal rows in different orders"):
         check_places([(1, 2, 3), (1, 2, 4)])
 
-    def main(context: StaticContext) -> None:
+    def main(context):
         model, optimizer = trainee()
         for step in Loader(data(), Batch(8, micro=2)):
             optimizer.zero_grad()
@@ -527,14 +467,13 @@ def test_ranks_at_different_steps_or_in_other_orders_are_refused() -> None:
         run_ranks(2, main)
 
 
-def two_loaders(how: str, fails: bool = False) -> Callable[[StaticContext], str]:
-    def main(_: StaticContext) -> str:
+def two_loaders(how, fails=False):
+    def main(_):
         model, optimizer = trainee()
         labelled = Loader(data(), Batch(8, micro=2), seed=1)
         other = Loader(data(), Batch(8, micro=2), seed=2)
         state = TorchState(model, optimizer, labelled=labelled, other=other)
-        left, turn = int(fails), -1 if how == "the other first" else 1
-        seen: list[tuple[int, int]] = []
+        left, seen = int(fails), []
         while len(seen) < 3:
             for step, more in zip(labelled, other, strict=False):
                 optimizer.zero_grad()
@@ -543,8 +482,7 @@ def two_loaders(how: str, fails: bool = False) -> Callable[[StaticContext], str]
                     for u, _ in more:
                         model(u).square().mean().backward()
                 else:
-                    for pair in zip(*(step, more)[::turn], strict=True):
-                        (x, y), (u, _) = pair[::turn]
+                    for (x, y), (u, _) in zip(step, more, strict=True):
                         (loss_of(model(x), y) + model(u).square().mean()).backward()
                 if step.number == 1 and left:
                     left -= 1
@@ -561,47 +499,43 @@ def two_loaders(how: str, fails: bool = False) -> Callable[[StaticContext], str]
     return main
 
 
-@pytest.mark.parametrize("how", ["together", "the other first"])
-def test_two_loaders_in_one_step_have_the_same_bits_on_any_number_of_ranks(how: str) -> None:
-    (right,) = run_ranks(1, two_loaders("together"))
-    assert run_ranks(1, two_loaders(how, fails=True)) == [right]
-    for size in (2, 3, 4):
-        assert run_ranks(size, two_loaders(how)) == [right] * size
+def test_two_loaders_in_one_step_have_the_same_bits_on_any_number_of_ranks():
+    one_digest(two_loaders("together"), (2, 3, 4))
+    assert run_ranks(1, two_loaders("together", fails=True)) == run_ranks(
+        1, two_loaders("together")
+    )
     with pytest.raises(RuntimeError, match=r"iterate over both steps together: .*zip\(step, "):
         run_ranks(1, two_loaders("one by one"))
 
 
-def test_ordinary_steps_around_those_of_a_loader_whose_loop_may_not_be_left() -> None:
-    def main(context: StaticContext) -> str:
-        model, optimizer = trainee()
-        loader = Loader(data(), Batch(8, micro=2))
+@on_ranks(2)
+def test_ordinary_steps_around_those_of_a_loader_whose_loop_may_not_be_left(context):
+    model, optimizer = trainee()
+    loader = Loader(data(), Batch(8, micro=2))
 
-        def ordinary() -> None:
-            optimizer.zero_grad()
-            model(torch.full((2, 6), float(context.rank))).sum().backward()
-            optimizer.step()
+    def ordinary():
+        optimizer.zero_grad()
+        model(torch.full((2, 6), float(context.rank))).sum().backward()
+        optimizer.step()
 
-        ordinary()
-        for x, y in next(iter(loader)):
-            loss = loss_of(model(x), y)
-            with pytest.raises(RuntimeError, match=r"keep `steps = iter\(loader\)`"):
-                loss.backward()
-            break
-        ordinary()
-        steps = iter(loader)
-        train_on(model, optimizer, next(steps))
-        steps.close()
-        ordinary()
-        return digest(model.parameters())
-
-    first, second = run_ranks(2, main)
-    assert first == second
+    ordinary()
+    for x, y in next(iter(loader)):
+        loss = loss_of(model(x), y)
+        with pytest.raises(RuntimeError, match=r"keep `steps = iter\(loader\)`"):
+            loss.backward()
+        break
+    ordinary()
+    steps = iter(loader)
+    train_on(model, optimizer, next(steps))
+    steps.close()
+    ordinary()
+    return digest(model.parameters())
 
 
 # -- the witness -----------------------------------------------------------------------------------
 
 
-def test_one_flipped_bit_changes_the_digest() -> None:
+def test_one_flipped_bit_changes_the_digest():
     parameters = [torch.randn(33), torch.randn(7, dtype=torch.float64), torch.ones(5).bfloat16()]
     before = parameter_digest(parameters)
     assert 0 <= before < 2**52
@@ -615,26 +549,21 @@ def test_one_flipped_bit_changes_the_digest() -> None:
     assert parameter_digest(parameters[::-1]) != before
 
 
-def test_all_ranks_name_the_one_that_differs() -> None:
-    done = threading.Barrier(3)  # a rank that has raised would break the operation of the others
+@on_ranks(3)
+def test_all_ranks_name_the_one_that_differs(context, all_met):
+    model, optimizer = trainee()
+    if context.rank == 1:
+        model[2].weight.data.view(torch.int32)[1, 1] ^= 1
+    with pytest.raises(NbelasticError, match="the parameters of rank 1 are not") as error:  # noqa: PT012
+        for step in Loader(data(), Batch(8, micro=2)):
+            train_on(model, optimizer, step)
+    all_met.wait()  # a rank that has raised would break the operation of the others
+    assert isinstance(error.value, CollectiveError) == (context.rank != 1)
+    digests = re.findall(r"rank \d: ([0-9a-f]{13})", str(error.value))
+    assert digests[0] == digests[2] != digests[1]
+    return digests
 
-    def main(context: StaticContext) -> BaseException | None:
-        model, optimizer = trainee()
-        if context.rank == 1:
-            model[2].weight.data.view(torch.int32)[1, 1] ^= 1
-        try:
-            for step in Loader(data(), Batch(8, micro=2)):
-                train_on(model, optimizer, step)
-        except NbelasticError as error:
-            return error
-        finally:
-            done.wait(30)
-        return None
 
-    errors = run_ranks(3, main)
-    assert [type(error) for error in errors] == [CollectiveError, NbelasticError, CollectiveError]
-    (text,) = {str(error).partition("the parameters of rank 1 are not")[2] for error in errors}
-    (_, first), (_, second), (_, third) = re.findall(r"rank (\d): ([0-9a-f]{13})", text)
-    assert first == third != second
+def test_without_most_ranks_none_is_right():
     with pytest.raises(RanksDisagree, match="rank 0: 0000000000007, rank 1: 0000000000008"):
         check_witness([7.0, 8.0], 0)

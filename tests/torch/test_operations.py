@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import CollectiveError, NotInitialized
 from nbelastic.torch.ops.operation.reduction import combine
 from nbelastic.torch.ops.operation.tensor_operations import Allreduce
-from tests.collectives.worlds import MAKERS, SOME_KINDS
-from tests.support.world import run_ranks
-from tests.torch.fakes import ChangingContext, TwinCommunicator
+from tests.collectives.worlds import SOME_KINDS
+from tests.torch.fakes import TwinCommunicator
+from tests.torch.ranks import on_ranks
 
 
 def own(rank):
@@ -168,51 +167,42 @@ def exchange_objects(ranks, rank, **options):
     assert hvd.allgather_object("x" * rank, **options) == ["x" * each for each in ranks]
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"),
-    [("auto", 1), *(pytest.param(*kind.values, 3, marks=kind.marks) for kind in SOME_KINDS)],
-)
-def test_each_form_computes_the_same(kind, size):
+@on_ranks(1, 3, kinds=SOME_KINDS)
+def test_each_form_computes_the_same(context):
     assert len({form for case in CASES for form in forms(case)}) == 23
-
-    def rank_main(context):
-        for case in CASES:
-            ends = [begin(form, case, [*range(size)], context.rank) for form in forms(case)]
-            for end in reversed(ends):
-                end()
-        exchange_objects([*range(size)], context.rank)
-        assert hvd.broadcast_object(None) is None
-        table = torch.full((2, 2), context.rank)
-        hvd.broadcast_(table[:, 0], root_rank=0)
-        assert table.tolist() == [[0, context.rank]] * 2
-
-    run_ranks(size, rank_main, make=MAKERS[kind])
+    ranks = [*range(context.size)]
+    for case in CASES:
+        ends = [begin(form, case, ranks, context.rank) for form in forms(case)]
+        for end in reversed(ends):
+            end()
+    exchange_objects(ranks, context.rank)
+    assert hvd.broadcast_object(None) is None
+    table = torch.full((2, 2), context.rank)
+    hvd.broadcast_(table[:, 0], root_rank=0)
+    assert table.tolist() == [[0, context.rank]] * 2
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
 @pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[0, 2], [1, 3]]], ids=["all", "sets"])
-def test_names_match_in_any_order_of_all_ranks_or_a_set(kind, parts):
-    def rank_main(context):
-        rank, order = context.rank, random.Random(context.rank)
-        ranks = next(part for part in parts if rank in part)
-        options = {}
-        if len(parts) > 1:
-            sets = [hvd.add_process_set(part[::-1]) for part in parts]
-            options["process_set"] = sets[parts.index(ranks)]
-            for case in CASES:
-                begin(forms(case)[0], case, ranks, rank, **options)()
-            exchange_objects(ranks, rank, **options)
-        for number, case in enumerate(CASES):
-            names = [form for form in forms(case) if "_async" in form]
-            ends = [
-                begin(form, case, ranks, rank, name=f"{number} {form}", **options)
-                for form in order.sample(names, len(names))
-            ]
-            for end in order.sample(ends, len(ends)):
-                end()
-        exchange_objects(ranks, rank, name="object", **options)
-
-    run_ranks(4, rank_main, make=MAKERS[kind])
+@on_ranks(4, kinds=SOME_KINDS)
+def test_names_match_in_any_order_of_all_ranks_or_a_set(context, parts):
+    rank, order = context.rank, random.Random(context.rank)
+    ranks = next(part for part in parts if rank in part)
+    options = {}
+    if len(parts) > 1:
+        sets = [hvd.add_process_set(part[::-1]) for part in parts]
+        options["process_set"] = sets[parts.index(ranks)]
+        for case in CASES:
+            begin(forms(case)[0], case, ranks, rank, **options)()
+        exchange_objects(ranks, rank, **options)
+    for number, case in enumerate(CASES):
+        names = [form for form in forms(case) if "_async" in form]
+        ends = [
+            begin(form, case, ranks, rank, name=f"{number} {form}", **options)
+            for form in order.sample(names, len(names))
+        ]
+        for end in order.sample(ends, len(ends)):
+            end()
+    exchange_objects(ranks, rank, name="object", **options)
 
 
 def gradient(function, value, **options):
@@ -223,30 +213,27 @@ def gradient(function, value, **options):
     return tensor.grad.tolist()
 
 
-def test_gradients_are_collectives_too():
-    ones = [1.0, 1.0]
-
-    def rank_main(rank):
-        assert gradient(hvd.allreduce, ones) == [1.5, 3.0]
-        assert gradient(hvd.allreduce, ones, op=hvd.Sum, postscale_factor=2.0) == [6.0, 12.0]
-        assert gradient(hvd.allgather, ones) == [[1.5, 3.0], [4.5, 6.0]][rank]
-        assert gradient(hvd.broadcast, ones, root_rank=1) == [[0.0, 0.0], [1.5, 3.0]][rank]
-        assert gradient(hvd.alltoall, ones) == [[1.0, 2.0], [2.0, 4.0]][rank]
-        assert gradient(hvd.reducescatter, ones, op=hvd.Sum) == [2.0, 4.0]
-        assert gradient(hvd.reducescatter, ones) == [1.0, 2.0]
-        alone = [hvd.add_process_set([each]) for each in range(2)][rank]
-        assert gradient(hvd.allreduce, ones, process_set=alone) == [1.0 + rank, 2.0 + 2 * rank]
-        tensor = torch.tensor([2.0], requires_grad=True)
-        first, second = hvd.grouped_allreduce([tensor**3, torch.ones(1)])
-        assert not second.requires_grad or second.item() == 1.0
-        (once,) = torch.autograd.grad(first, tensor, create_graph=True)
-        (twice,) = torch.autograd.grad(once, tensor)
-        assert (once.item(), twice.item()) == (12.0, 12.0)
-        for call in (hvd.allreduce, hvd.reducescatter):
-            with pytest.raises(NotImplementedError, match="Average or Sum"):
-                gradient(call, ones, op=hvd.Max)
-
-    run_ranks(2, lambda context: rank_main(context.rank))
+@on_ranks(2)
+def test_gradients_are_collectives_too(context):
+    rank, ones = context.rank, [1.0, 1.0]
+    assert gradient(hvd.allreduce, ones) == [1.5, 3.0]
+    assert gradient(hvd.allreduce, ones, op=hvd.Sum, postscale_factor=2.0) == [6.0, 12.0]
+    assert gradient(hvd.allgather, ones) == [[1.5, 3.0], [4.5, 6.0]][rank]
+    assert gradient(hvd.broadcast, ones, root_rank=1) == [[0.0, 0.0], [1.5, 3.0]][rank]
+    assert gradient(hvd.alltoall, ones) == [[1.0, 2.0], [2.0, 4.0]][rank]
+    assert gradient(hvd.reducescatter, ones, op=hvd.Sum) == [2.0, 4.0]
+    assert gradient(hvd.reducescatter, ones) == [1.0, 2.0]
+    alone = [hvd.add_process_set([each]) for each in range(2)][rank]
+    assert gradient(hvd.allreduce, ones, process_set=alone) == [1.0 + rank, 2.0 + 2 * rank]
+    tensor = torch.tensor([2.0], requires_grad=True)
+    first, second = hvd.grouped_allreduce([tensor**3, torch.ones(1)])
+    assert not second.requires_grad or second.item() == 1.0
+    (once,) = torch.autograd.grad(first, tensor, create_graph=True)
+    (twice,) = torch.autograd.grad(once, tensor)
+    assert (once.item(), twice.item()) == (12.0, 12.0)
+    for call in (hvd.allreduce, hvd.reducescatter):
+        with pytest.raises(NotImplementedError, match="Average or Sum"):
+            gradient(call, ones, op=hvd.Max)
 
 
 MISUSES = {
@@ -267,44 +254,37 @@ MISUSES = {
 }
 
 
-def test_misuse_is_refused_before_anything_is_sent():
-    def rank_main(context):
-        for words, call in MISUSES.items():
-            with pytest.raises(ValueError, match=words):
-                call()
-        hvd.barrier()
-
-    run_ranks(2, rank_main)
+@on_ranks(2)
+def test_misuse_is_refused_before_anything_is_sent(context):
+    for words, call in MISUSES.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+    hvd.barrier()
 
 
-def test_groups_may_be_of_any_types_and_of_nothing():
-    def rank_main(context):
-        tensors = [
-            torch.ones(2, dtype=getattr(torch, name)) for name in ("float", "int16", "cfloat")
-        ]
-        for call in (hvd.grouped_allreduce, hvd.grouped_reducescatter):
-            for some in (tensors, tensors[::-1], []):
-                results = call(some, op=hvd.Sum)
-                assert [each.dtype for each in results] == [each.dtype for each in some]
-                assert all(each.eq(2).all() for each in results)
-
-    run_ranks(2, rank_main)
+@on_ranks(2)
+def test_groups_may_be_of_any_types_and_of_nothing(context):
+    tensors = [torch.ones(2, dtype=getattr(torch, name)) for name in ("float", "int16", "cfloat")]
+    for call in (hvd.grouped_allreduce, hvd.grouped_reducescatter):
+        for some in (tensors, tensors[::-1], []):
+            results = call(some, op=hvd.Sum)
+            assert [each.dtype for each in results] == [each.dtype for each in some]
+            assert all(each.eq(2).all() for each in results)
 
 
-def test_groups_take_one_operation_per_type_and_a_failed_one_leaves_tensors_as_they_were():
-    communicator = TwinCommunicator(generation=1)
-    with activate(ChangingContext(communicator)):
-        tensors = [torch.ones(2), torch.ones(1, dtype=torch.int64), torch.ones(3)]
-        results = hvd.grouped_allreduce(tensors, op=hvd.Sum)
-        assert [result.tolist() for result in results] == [[2.0, 2.0], [2], [2.0, 2.0, 2.0]]
-        assert len(communicator.lent) == 2
-        tensor = torch.arange(3.0)
-        begun = [hvd.allreduce_async_(tensor, op=hvd.Sum), hvd.broadcast_async_(tensor, 0)]
-        communicator.lent[-1].fill_(-1.0)  # a transport writes what it likes
-        communicator.abort("a peer is gone")
-        for handle in begun:
-            with pytest.raises(CollectiveError, match="a peer is gone"):
-                hvd.synchronize(handle)
+def test_groups_take_one_operation_per_type_and_a_failed_one_leaves_tensors_as_they_were(twin):
+    communicator = twin.communicator()
+    tensors = [torch.ones(2), torch.ones(1, dtype=torch.int64), torch.ones(3)]
+    results = hvd.grouped_allreduce(tensors, op=hvd.Sum)
+    assert [result.tolist() for result in results] == [[2.0, 2.0], [2], [2.0, 2.0, 2.0]]
+    assert len(communicator.lent) == 2
+    tensor = torch.arange(3.0)
+    begun = [hvd.allreduce_async_(tensor, op=hvd.Sum), hvd.broadcast_async_(tensor, 0)]
+    communicator.lent[-1].fill_(-1.0)  # a transport writes what it likes
+    communicator.abort("a peer is gone")
+    for handle in begun:
+        with pytest.raises(CollectiveError, match="a peer is gone"):
+            hvd.synchronize(handle)
     assert tensor.tolist() == [0.0, 1.0, 2.0]
 
 

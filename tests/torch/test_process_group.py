@@ -4,7 +4,6 @@ What torch's own suite of back ends asks is in tests/trainers.
 """
 
 import copy
-import dataclasses
 import functools
 import pickle
 import threading
@@ -24,28 +23,29 @@ from torch._C._distributed_c10d import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from nbelastic.collectives import connect
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
 from nbelastic.torch.process_group import ElasticProcessGroup, renew
-from tests.support.world import in_time, run_ranks
-from tests.torch.training import assert_close, batch, make_model, parameters_of, train_alone
+from tests.support.world import in_time
+from tests.torch.ranks import on_ranks
+from tests.torch.training import (
+    SGD,
+    STEPS,
+    assert_close,
+    batch,
+    filled,
+    make_model,
+    parameters_of,
+    train_alone,
+)
 
-BACKENDS = ["gloo", "auto"]
+# Of a program of a rank's process group.
+over = functools.partial(on_ranks, kinds=["gloo", "auto"], of=ElasticProcessGroup)
 
 
-@pytest.fixture(params=BACKENDS)
-def over(request, monkeypatch):
-    """Run a function with the group of each of some ranks."""
+@pytest.fixture(autouse=True)
+def _own_forward(monkeypatch):
     # torch keeps the DDP in forward for the whole process, and ranks that are threads leave theirs.
     monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", None)
-
-    def run(size, function):
-        def make(rendezvous):
-            return connect(dataclasses.replace(rendezvous, backend=request.param))
-
-        return run_ranks(size, lambda context: function(ElasticProcessGroup(context)), make=make)
-
-    return run
 
 
 def options(kind, **values):
@@ -70,69 +70,61 @@ def values(rank, dtype=torch.float32):
     return torch.randint(1, 4, (3, 5), generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_what_torchs_own_suite_leaves_out(over, size):
-    def rank_main(group):
-        rank = group.rank()
-        for name, (types, expected) in REDUCTIONS.items():
-            op = options(AllreduceOptions, reduceOp=getattr(dist.ReduceOp, name))
-            for dtype in types:
-                tensor = values(rank, dtype)
-                group.allreduce([tensor], op).wait()
-                wanted = expected(torch.stack([values(each, dtype) for each in range(size)]))
-                wanted = wanted.trunc() if not dtype.is_floating_point else wanted
-                torch.testing.assert_close(tensor, wanted.to(dtype))
-        tensor = values(rank).t().clone().t()  # of another layout
-        group.broadcast([tensor], options(BroadcastOptions, rootRank=size - 1)).wait()
-        assert torch.equal(tensor, values(size - 1))
-        whole, part, received = torch.empty(size * 3, 5), torch.empty(5), torch.empty(size, 2)
-        group.all_gather_single(whole, values(rank)).wait()
-        assert torch.equal(whole, torch.cat([values(each) for each in range(size)]))
-        table = torch.arange(5.0 * size).view(size, 5)
-        group.reduce_scatter_single(part, table * (rank + 1), options(ReduceScatterOptions)).wait()
-        assert torch.equal(part, table[rank] * sum(range(1, size + 1)))
-        group.all_to_all_single(received, torch.full((size, 2), float(rank)), [], []).wait()
-        assert torch.equal(received, torch.arange(float(size)).view(-1, 1).expand(size, 2))
-
-    over(size, rank_main)
+@over(1, 2, 4)
+def test_what_torchs_own_suite_leaves_out(group):
+    rank, size = group.rank(), group.size()
+    for name, (types, expected) in REDUCTIONS.items():
+        op = options(AllreduceOptions, reduceOp=getattr(dist.ReduceOp, name))
+        for dtype in types:
+            tensor = values(rank, dtype)
+            group.allreduce([tensor], op).wait()
+            wanted = expected(torch.stack([values(each, dtype) for each in range(size)]))
+            wanted = wanted.trunc() if not dtype.is_floating_point else wanted
+            torch.testing.assert_close(tensor, wanted.to(dtype))
+    tensor = values(rank).t().clone().t()  # of another layout
+    group.broadcast([tensor], options(BroadcastOptions, rootRank=size - 1)).wait()
+    assert torch.equal(tensor, values(size - 1))
+    whole, part, received = torch.empty(size * 3, 5), torch.empty(5), torch.empty(size, 2)
+    group.all_gather_single(whole, values(rank)).wait()
+    assert torch.equal(whole, torch.cat([values(each) for each in range(size)]))
+    table = torch.arange(5.0 * size).view(size, 5)
+    group.reduce_scatter_single(part, table * (rank + 1), options(ReduceScatterOptions)).wait()
+    assert torch.equal(part, table[rank] * sum(range(1, size + 1)))
+    group.all_to_all_single(received, torch.full((size, 2), float(rank)), [], []).wait()
+    assert torch.equal(received, torch.arange(float(size)).view(-1, 1).expand(size, 2))
 
 
-def test_messages_are_matched_by_tag_and_come_from_any(over):
-    def rank_main(group):
-        other, data = 1 - group.rank(), torch.full((1 << 20,), float(group.rank()))
-        into = torch.empty_like(data)
-        receiving, sending = group.recv([into], other), group.send([data], other)
-        sending.wait()  # on both ranks, and only then for what comes
-        receiving.wait()
-        assert into[-1].item() == other
-        if group.rank() == 0:
-            sent = [group.send([torch.full((4,), float(tag))], 1, tag) for tag in (7, 8, 9)]
-            for work in sent:
-                work.wait()
-            tensor = torch.empty(2)
-            work = group.recv_anysource([tensor], 0)
+@over(2)
+def test_messages_are_matched_by_tag_and_come_from_any(group):
+    rank, other = group.rank(), 1 - group.rank()
+    data = torch.full((1 << 20,), float(rank))
+    into = torch.empty_like(data)
+    receiving, sending = group.recv([into], other), group.send([data], other)
+    sending.wait()  # on both ranks, and only then for what comes
+    receiving.wait()
+    assert into[-1].item() == other
+    if rank == 0:
+        for work in [group.send([torch.full((4,), float(tag))], 1, tag) for tag in (7, 8, 9)]:
             work.wait()
-            return work.source_rank(), tensor.tolist()
+        tensor = torch.empty(2)
+        work = group.recv_anysource([tensor], 0)
+        work.wait()
+        assert (work.source_rank(), tensor.tolist()) == (1, [1.0, 1.0])
+    else:
         received = {tag: torch.empty(4) for tag in (9, 7, 8)}
         for work in [group.recv([tensor], 0, tag) for tag, tensor in received.items()]:
             work.wait()
+        assert all(tensor.eq(tag).all() for tag, tensor in received.items())
         group.send([torch.ones(2)], 0, 0).wait()
-        return {tag: tensor[0].item() for tag, tensor in received.items()}
-
-    assert over(2, rank_main) == [(1, [1.0, 1.0]), {7: 7.0, 8: 8.0, 9: 9.0}]
 
 
-def test_a_difference_between_ranks_is_an_error_on_all_and_leaves_the_group_whole(over):
-    def rank_main(group):
-        with pytest.raises(RanksDisagree, match="broadcast"):
-            group.broadcast(
-                [whole(count=2 + group.rank())], options(BroadcastOptions, asyncOp=False)
-            )
-        again = whole()
-        group.allreduce([again]).wait()
-        return again.tolist()
-
-    assert over(2, rank_main) == [[2.0] * 4] * 2
+@over(2)
+def test_a_difference_between_ranks_is_an_error_on_all_and_leaves_the_group_whole(group):
+    with pytest.raises(RanksDisagree, match="broadcast"):
+        group.broadcast([whole(count=2 + group.rank())], options(BroadcastOptions, asyncOp=False))
+    again = whole()
+    group.allreduce([again]).wait()
+    assert again.tolist() == [2.0] * 4
 
 
 def whole(dtype=torch.float32, count=4):
@@ -183,258 +175,208 @@ DIFFER = {
 
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
 @pytest.mark.parametrize("what", DIFFER)
-def test_operations_that_differ_are_the_same_error_on_all_ranks(over, what, known):
+@over(2)
+def test_operations_that_differ_are_the_same_error_on_all_ranks(group, what, known):
     """Also if all ranks have done both before, so that nothing needs to be compared."""
     begin, values, sides = DIFFER[what]
-
-    def rank_main(group):
-        for _ in range(5 if known else 0):
-            for value in (whole(), whole(torch.int32), whole(count=1000), whole(count=10)):
-                group.allreduce([value]).wait()
-        # The barrier is for a root, and for a rank that is ahead.
-        with pytest.raises(RanksDisagree) as error:  # noqa: PT012
-            begin(group, values[group.rank()]).wait()
-            group.barrier().wait()
-        return str(error.value)
-
-    first, second = over(2, rank_main)
-    assert first == second
-    assert all(side in first for side in sides)
+    for _ in range(5 if known else 0):
+        for value in (whole(), whole(torch.int32), whole(count=1000), whole(count=10)):
+            group.allreduce([value]).wait()
+    # The barrier is for a root, and for a rank that is ahead.
+    with pytest.raises(RanksDisagree) as error:  # noqa: PT012
+        begin(group, values[group.rank()]).wait()
+        group.barrier().wait()
+    assert all(side in str(error.value) for side in sides)
+    return str(error.value)
 
 
-def test_a_rank_may_begin_before_it_sends_what_another_needs_first(over):
+@over(2)
+def test_a_rank_may_begin_before_it_sends_what_another_needs_first(group):
     """The comparison of an operation is waited for where the operation is."""
-
-    def rank_main(group):
-        for step in range(3):
-            message, total = torch.ones(2), torch.ones(2 + step)
-            if group.rank() == 0:
-                work = group.allreduce([total])
-                group.send([message * 7], 1).wait()
-            else:
-                group.recv([message], 0).wait()
-                assert message.tolist() == [7.0, 7.0]
-                work = group.allreduce([total], options(AllreduceOptions, asyncOp=False))
-            work.wait()
-            assert total.tolist() == [2.0] * (2 + step)
-
-    over(2, rank_main)
-
-
-def test_a_foreseen_operation_does_not_overtake_one_that_is_compared(over):
-    begun = threading.Event()
-
-    def rank_main(group):
-        for counts in ([1], [2], [3, 4], [1], [2], [5], [1], [2]):  # 4 follows 1, 2, 3, not 1, 2
-            for count in counts:
-                group.allreduce([whole(count=count)]).wait()
-        tensors = [whole(count=3), whole(count=4)]
-        if group.rank() == 1:
-            assert begun.wait(30)
-            time.sleep(0.05)  # while rank 0 waits for the comparison
-            for each in tensors:
-                group.allreduce([each]).wait()
-        else:
-            works = [group.allreduce([each]) for each in tensors]
-            begun.set()
-            for work in works:
-                work.wait()
-        assert all(each.eq(2).all() for each in tensors)
-
-    over(2, rank_main)
-
-
-def test_parts_of_a_world_take_turns_without_waiting_for_each_other(over):
-    """Rank 0 begins on one group and waits on the other; rank 1 the other way round."""
-
-    def rank_main(group):
-        groups = [group.new_group([0, 1], group_name=name) for name in "ab"]
-        for step in range(3):
-            tensors = [torch.ones(step + 1), torch.ones(step + 5)]
-            order = [0, 1] if group.rank() else [1, 0]
-            for work in [groups[each].allreduce([tensors[each]]) for each in order][::-1]:
-                work.wait()
-            group.barrier().wait()
-            assert all(tensor.eq(2).all() for tensor in tensors)
-
-    over(2, rank_main)
-
-
-def test_a_group_is_broken_by_a_wait_that_has_timed_out(over):
-    late = threading.Event()
-
-    def rank_main(group):
-        group.barrier().wait()
+    for step in range(3):
+        message, total = torch.ones(2), torch.ones(2 + step)
         if group.rank() == 0:
-            with pytest.raises(CollectiveError):
-                group.allreduce([torch.ones(2)]).wait(timedelta(seconds=0.05))
-            late.set()
-        assert late.wait(30)
-        with pytest.raises(CollectiveError):
-            group.allreduce([torch.full((2,), 5.0)]).wait()
+            work = group.allreduce([total])
+            group.send([message * 7], 1).wait()
+        else:
+            group.recv([message], 0).wait()
+            assert message.tolist() == [7.0, 7.0]
+            work = group.allreduce([total], options(AllreduceOptions, asyncOp=False))
+        work.wait()
+        assert total.tolist() == [2.0] * (2 + step)
 
-    over(2, rank_main)
 
-
-def test_any_thread_aborts_and_the_group_tells_of_it(over):
-    met, aborted = threading.Event(), threading.Event()
-
-    def rank_main(group):
-        group.barrier().wait()
-        assert group.get_error() == ErrorType.SUCCESS
-        if group.rank() == 1:
-            met.set()  # an abort would overtake its end of the barrier
-            assert aborted.wait(30)
-            return
-        work = group.allreduce([torch.ones(3)])  # the other rank does not take part
+@over(2)
+def test_a_foreseen_operation_does_not_overtake_one_that_is_compared(group, met):
+    for counts in ([1], [2], [3, 4], [1], [2], [5], [1], [2]):  # 4 follows 1, 2, 3, not 1, 2
+        for count in counts:
+            group.allreduce([whole(count=count)]).wait()
+    tensors = [whole(count=3), whole(count=4)]
+    if group.rank() == 1:
         assert met.wait(30)
+        time.sleep(0.05)  # while rank 0 waits for the comparison
+        for each in tensors:
+            group.allreduce([each]).wait()
+    else:
+        works = [group.allreduce([each]) for each in tensors]
+        met.set()
+        for work in works:
+            work.wait()
+    assert all(each.eq(2).all() for each in tensors)
+
+
+@over(2)
+def test_parts_of_a_world_take_turns_without_waiting_for_each_other(group):
+    """Rank 0 begins on one group and waits on the other; rank 1 the other way round."""
+    groups = [group.new_group([0, 1], group_name=name) for name in "ab"]
+    for step in range(3):
+        tensors = [torch.ones(step + 1), torch.ones(step + 5)]
+        order = [0, 1] if group.rank() else [1, 0]
+        for work in [groups[each].allreduce([tensors[each]]) for each in order][::-1]:
+            work.wait()
+        group.barrier().wait()
+        assert all(tensor.eq(2).all() for tensor in tensors)
+
+
+@over(2)
+def test_a_group_is_broken_by_a_wait_that_has_timed_out(group, met):
+    group.barrier().wait()
+    if group.rank() == 0:
+        with pytest.raises(CollectiveError):
+            group.allreduce([torch.ones(2)]).wait(timedelta(seconds=0.05))
+        met.set()
+    assert met.wait(30)
+    with pytest.raises(CollectiveError):
+        group.allreduce([torch.full((2,), 5.0)]).wait()
+
+
+@over(2)
+def test_any_thread_aborts_and_the_group_tells_of_it(group, all_met):
+    group.barrier().wait()
+    assert group.get_error() == ErrorType.SUCCESS
+    work = None if group.rank() else group.allreduce([torch.ones(3)])  # the other takes no part
+    all_met.wait()  # an abort would overtake its end of the barrier
+    if work is not None:
         thread = threading.Thread(target=group.abort)
         thread.start()
         with pytest.raises(CollectiveError):
             work.wait()
         thread.join()
         assert group.get_error() == ErrorType.COMM_ERROR
-        aborted.set()
-
-    over(2, rank_main)
+    all_met.wait()
 
 
-def test_a_group_is_not_reconfigured_by_others_and_what_holds_it_can_be_copied_and_pickled():
-    def rank_main(context):
-        group = ElasticProcessGroup(context)
-        assert not group.supports_reconfigure
-        for call in (group.get_reconfigure_handle, group.reconfigure):
-            with pytest.raises(NbelasticError, match="the job, which chooses them"):
-                call()
-        norm = torch.nn.SyncBatchNorm(3, process_group=group)
-        assert copy.deepcopy(norm).process_group is group
-        assert pickle.loads(pickle.dumps(norm)).process_group is None  # no group is initialised
-
-    run_ranks(1, rank_main)
+@on_ranks(1)
+def test_a_group_is_not_reconfigured_by_others_and_what_holds_it_can_be_copied_and_pickled(context):
+    group = ElasticProcessGroup(context)
+    assert not group.supports_reconfigure
+    for call in (group.get_reconfigure_handle, group.reconfigure):
+        with pytest.raises(NbelasticError, match="the job, which chooses them"):
+            call()
+    norm = torch.nn.SyncBatchNorm(3, process_group=group)
+    assert copy.deepcopy(norm).process_group is group
+    assert pickle.loads(pickle.dumps(norm)).process_group is None  # no group is initialised
 
 
 # -- DistributedDataParallel -----------------------------------------------------------------------
 
 
-def trained(group, **given):
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 0.0005},
+    ],
+    ids=str,
+)
+@over(2)
+def test_ddp_trains_as_one_process_does(group, given):
     model = make_model()
     ddp = DistributedDataParallel(model, process_group=group, **given)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
-    for step in range(4):
+    optimizer = SGD(ddp.parameters())
+    for step in range(STEPS):
         optimizer.zero_grad()
         inputs, targets = batch(step, group.rank(), group.size())
         torch.nn.functional.mse_loss(ddp(inputs), targets).backward()
         optimizer.step()
         if step == 1:
             renew(ddp)
-    return parameters_of(model)
+    assert_close(parameters_of(model), train_alone(SGD))
 
 
-GIVEN = [
-    {},
-    {"find_unused_parameters": True},
-    {"static_graph": True},
-    {"gradient_as_bucket_view": True},
-    {"bucket_cap_mb": 0.0005},
-]
+@over(2)
+def test_an_error_in_backward_keeps_its_type_and_the_model_goes_on(group, all_met):
+    model = make_model()
+    ddp = DistributedDataParallel(model, process_group=group)
+    inputs, targets = batch(0)
+    loss = torch.nn.functional.mse_loss(ddp(inputs), targets)
+    all_met.wait()
+    group.context._communicator.abort("a test of failures")
+    with pytest.raises(CollectiveError):
+        loss.backward()
+    with group.alone():  # as in a generation of one
+        torch.nn.functional.mse_loss(ddp(inputs), targets).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=str)
-def test_ddp_trains_as_one_process_does(over, given):
-    expected = train_alone(lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9))
-    for parameters in over(2, lambda group: trained(group, **given)):
-        assert_close(parameters, expected)
+@over(2)
+def test_a_future_whose_callback_has_failed_does_not_wait_for_its_value(group):
+    def begin(gradient):
+        futures.append(group.allreduce([gradient.clone()]).get_future())
+        futures.append(futures[0].then(lambda _: 1 / 0))
+        futures.append(futures[1].then(lambda _: 1))
 
-
-def test_an_error_in_backward_keeps_its_type_and_the_model_goes_on(over):
-    both_are_here = threading.Barrier(2, timeout=20)
-
-    def rank_main(group):
-        model = make_model()
-        ddp = DistributedDataParallel(model, process_group=group)
-        inputs, targets = batch(0)
-        loss = torch.nn.functional.mse_loss(ddp(inputs), targets)
-        both_are_here.wait()
-        group.context._communicator.abort("a test of failures")
-        with pytest.raises(CollectiveError):
-            loss.backward()
-        with group.alone():  # as in a generation of one
-            torch.nn.functional.mse_loss(ddp(inputs), targets).backward()
-        return [parameter.grad is not None for parameter in model.parameters()]
-
-    for found in over(2, rank_main):
-        assert all(found)
-
-
-def test_a_future_whose_callback_has_failed_does_not_wait_for_its_value(over):
-    def rank_main(group):
-        def begin(gradient):
-            futures.append(group.allreduce([gradient.clone()]).get_future())
-            futures.append(futures[0].then(lambda _: 1 / 0))
-            futures.append(futures[1].then(lambda _: 1))
-
-        futures, weight = [], torch.ones(2, requires_grad=True)
-        product = weight * 2
-        product.register_hook(begin)
+    futures, weight = [], torch.ones(2, requires_grad=True)
+    product = weight * 2
+    product.register_hook(begin)
+    with pytest.raises(ZeroDivisionError):
+        product.sum().backward()
+    assert futures[0].wait()[0].tolist() == [2.0, 2.0]
+    for future in futures[1:]:
         with pytest.raises(ZeroDivisionError):
-            product.sum().backward()
-        assert futures[0].wait()[0].tolist() == [2.0, 2.0]
-        for future in futures[1:]:
-            with pytest.raises(ZeroDivisionError):
-                in_time(future.wait)
-
-    over(2, rank_main)
+            in_time(future.wait)
 
 
-def test_ddp_made_before_a_generation_waits_for_no_other(over):
-    def rank_main(group):
-        generation, group.context.generation = group.context.generation, 0
-        torch.manual_seed(group.rank())
-        ddp = DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
-        before = ddp.module.weight.detach().clone()
-        with torch.no_grad():
-            ddp(torch.ones(1, 2))  # nor does an evaluation
-        group.context.generation = generation
-        ddp(torch.ones(1, 2)).sum().backward()  # the first step: parameters are rank 0's
-        return before, ddp.module.weight.detach()
-
-    (first, one), (_, other) = over(2, rank_main)
-    assert torch.equal(first, one)
-    assert torch.equal(one, other)
+@over(2)
+def test_ddp_made_before_a_generation_waits_for_no_other(group):
+    generation, group.context.generation = group.context.generation, 0
+    own, first = (filled(torch.nn.Linear(2, 2), rank) for rank in (group.rank(), 0))
+    ddp = DistributedDataParallel(own, process_group=group)
+    with torch.no_grad():
+        ddp(torch.ones(1, 2))  # nor does an evaluation
+    assert torch.equal(own.weight, filled(torch.nn.Linear(2, 2), group.rank()).weight)
+    group.context.generation = generation
+    ddp(torch.ones(1, 2)).sum().backward()  # the first step: parameters are rank 0's
+    assert torch.equal(own.weight, first.weight)
 
 
-def test_ddp_is_compiled_and_follows_its_group(over):
+@over(1)
+def test_ddp_is_compiled_and_follows_its_group(group):
     """A graph breaks where a forward looks for a new generation."""
-
-    def rank_main(group):
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
-        compiled = torch.compile(ddp, backend="eager")
-        for _ in range(2):
-            compiled(torch.full((1, 3), float(group.rank()))).sum().backward()
-            group.queue.failures += 1  # as after a backward that has failed: a new reducer
-        return ddp.module.weight.grad[0].tolist()
-
-    assert over(1, rank_main) == [[0.0, 0.0, 0.0]]
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+    compiled = torch.compile(ddp, backend="eager")
+    for _ in range(2):
+        compiled(torch.full((1, 3), float(group.rank()))).sum().backward()
+        group.queue.failures += 1  # as after a backward that has failed: a new reducer
+    assert ddp.module.weight.grad[0].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_ddp_with_power_sgd_begins_again_in_a_new_generation(over):
+@over(2)
+def test_ddp_with_power_sgd_begins_again_in_a_new_generation(group):
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    def rank_main(group):
-        torch.manual_seed(0)
-        ddp = DistributedDataParallel(torch.nn.Linear(40, 30), process_group=group)
-        state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
-        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        generator = state.rng.get_state()
-        for _ in range(4):
-            ddp(torch.ones(1, 40)).sum().backward()
-        used = state.iter, bool(state.q_memory_dict)
-        renew(ddp)
-        fresh = all((state.rng.get_state()[1] == generator[1]).tolist())
-        return used, (state.iter, bool(state.q_memory_dict), fresh)
-
-    for used, renewed in over(2, rank_main):
-        assert used[0] > 0
-        assert used[1]
-        assert renewed == (0, False, True)
+    ddp = DistributedDataParallel(filled(torch.nn.Linear(40, 30), 0), process_group=group)
+    state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    generator = state.rng.get_state()
+    for _ in range(4):
+        ddp(torch.ones(1, 40)).sum().backward()
+    assert state.iter > 0
+    assert state.q_memory_dict
+    renew(ddp)
+    assert (state.iter, state.q_memory_dict) == (0, {})
+    assert all((state.rng.get_state()[1] == generator[1]).tolist())

@@ -5,11 +5,12 @@ import torch
 from torch.optim import SGD
 
 import nbelastic.torch as hvd
-from nbelastic.collectives import Capabilities, Communicator
 from nbelastic.elastic.ranks.context import current, one_of_all
 from nbelastic.errors import RanksDisagree
-from tests.collectives.worlds import MAKERS, SOME_KINDS
-from tests.support.world import run_ranks
+from tests.collectives.worlds import SOME_KINDS
+from tests.torch.modes import set_overlaps
+from tests.torch.nets import bits
+from tests.torch.ranks import on_ranks
 
 
 def f32(*shape):
@@ -90,6 +91,16 @@ CASES = [
         (lambda: sgd(1), adam),
         "broadcast_optimizer_state of SGD from rank 0|broadcast_optimizer_state of Adam",
     ),
+    (
+        lambda it: hvd.DistributedOptimizer(sgd(it)).step(),
+        (2, 3),
+        "the same model and options|it trains 2 tensors; rank|it trains 3 tensors",
+    ),
+    (
+        lambda it: hvd.DistributedOptimizer(sgd(2), op=it).step(),
+        (hvd.Average, hvd.Sum),
+        "op=average, |op=sum, ",
+    ),
     (call, (lambda: one_of_all(current(), True), hvd.barrier), "host updates|barrier"),
 ]
 
@@ -100,42 +111,35 @@ def caught(function):
     return str(error.value)
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
-def test_ranks_that_differ_all_get_the_error_and_go_on(kind):
-    def rank_main(context):
-        messages = []
-        for function, values, _ in CASES:
-            messages.append(caught(lambda: function(values[context.rank > 0])))  # noqa: B023
-            assert hvd.allreduce(f32(1), op=hvd.Sum).item() == context.size
-        tensor = torch.full((3 + context.rank,), float(context.rank))
-        for function in (hvd.allreduce_, lambda it: hvd.broadcast_(it, 0)):
-            caught(lambda: function(tensor))  # noqa: B023
-        assert tensor.tolist() == [float(context.rank)] * (3 + context.rank)
-        return messages
-
-    here, *rest = run_ranks(3, rank_main, make=MAKERS[kind])
-    assert all(there == here for there in rest)
-    for (_, _, words), message in zip(CASES, here, strict=True):
+@on_ranks(3, kinds=SOME_KINDS)
+def test_ranks_that_differ_all_get_the_error_and_go_on(context):
+    messages = []
+    for function, values, words in CASES:
+        message = caught(lambda: function(values[context.rank > 0]))  # noqa: B023
+        assert hvd.allreduce(f32(1), op=hvd.Sum).item() == context.size
         assert message.index("rank 0: ") < message.index("ranks 1, 2: "), message
         assert all(each in message for each in words.split("|")), message
+        messages.append(message)
+    tensor = torch.full((3 + context.rank,), float(context.rank))
+    for function in (hvd.allreduce_, lambda it: hvd.broadcast_(it, 0)):
+        caught(lambda: function(tensor))  # noqa: B023
+    assert tensor.tolist() == [float(context.rank)] * (3 + context.rank)
+    return messages
 
 
-def test_a_user_operation_meets_gradients_in_shared_memory():
+@on_ranks(2, kinds=["shm"])
+def test_a_user_operation_meets_gradients_in_shared_memory(context):
     """Those are not compared in words: the segment finds out, and breaks."""
-
-    def rank_main(context):
-        communicator = context.communicator()
-        operations = (
-            lambda: hvd.allgather_object("loß"),
-            lambda: communicator.allreduce(torch.ones(70000)),
-        )
-        message = caught(operations[context.rank])
-        assert caught(hvd.barrier) == message  # it stays broken
-        return message
-
-    for message in run_ranks(2, rank_main, make=MAKERS["shm"]):
-        assert "rank 0 is in allgather_object" in message
-        assert "rank 1 is in allreduce (sum) of 70000 float32 values" in message
+    communicator = context.communicator()
+    operations = (
+        lambda: hvd.allgather_object("loß"),
+        lambda: communicator.allreduce(torch.ones(70000)),
+    )
+    message = caught(operations[context.rank])
+    assert caught(hvd.barrier) == message  # it stays broken
+    assert "rank 0 is in allgather_object" in message
+    assert "rank 1 is in allreduce (sum) of 70000 float32 values" in message
+    return message
 
 
 def step(net, optimizer):
@@ -144,59 +148,47 @@ def step(net, optimizer):
     optimizer.step()
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
+def pair(size, **options):
+    net = torch.nn.Linear(3, size)
+    return net, hvd.DistributedOptimizer(SGD(net.parameters(), lr=0.1), **options)
+
+
 @pytest.mark.parametrize(("hidden", "steps"), [((4, 4), 1), ((4, 5), 1), ((4, 5), 2)])
-def test_ranks_that_step_different_optimizers_all_get_the_error(kind, hidden, steps):
+@on_ranks(2, kinds=SOME_KINDS)
+def test_ranks_that_step_different_optimizers_all_get_the_error(context, hidden, steps):
     """Their gradients may be of one size: then nothing but the sums would be wrong."""
-
-    def rank_main(context):
-        nets = [torch.nn.Linear(3, size) for size in hidden]
-        pairs = [(net, hvd.DistributedOptimizer(SGD(net.parameters(), lr=0.1))) for net in nets]
-        for _ in range(steps):
-            for pair in pairs:
-                step(*pair)
-        before = [parameter.tolist() for net in nets for parameter in net.parameters()]
-        message = caught(lambda: step(*pairs[context.rank]))
-        assert [parameter.tolist() for net in nets for parameter in net.parameters()] == before
-        assert hvd.allreduce(f32(1), op=hvd.Sum).item() == context.size
-        return message
-
-    messages = run_ranks(2, rank_main, make=MAKERS[kind])
-    assert len(set(messages)) == 1
-    assert "rank 0: step() of distributed optimizer 1 (SGD of 2 tensors" in messages[0]
-    assert "rank 1: step() of distributed optimizer 2 (SGD of 2 tensors" in messages[0]
+    pairs = [pair(size) for size in hidden]
+    for each in pairs * steps:
+        step(*each)
+    before = bits([net for net, _ in pairs])
+    message = caught(lambda: step(*pairs[context.rank]))
+    assert bits([net for net, _ in pairs]) == before
+    assert hvd.allreduce(f32(1), op=hvd.Sum).item() == context.size
+    assert "rank 0: step() of distributed optimizer 1 (SGD of 2 tensors" in message
+    assert "rank 1: step() of distributed optimizer 2 (SGD of 2 tensors" in message
+    return message
 
 
-def test_a_backward_after_the_step_of_another_optimizer_is_too_late(monkeypatch):
-    monkeypatch.setattr(Communicator, "capabilities", Capabilities(overlaps=True))
-
-    def rank_main(context):
-        nets = [torch.nn.Linear(3, 2) for _ in range(2)]
-        first, second = (hvd.DistributedOptimizer(SGD(net.parameters(), lr=0.1)) for net in nets)
-        step(nets[0], first)
-        step(nets[1], second)
-        if context.rank == 0:
-            nets[1](f32(2, 3)).sum().backward()
-        first.step()
-        with pytest.raises(RuntimeError, match="keep to one order" if context.rank else None):
-            nets[1](f32(2, 3)).sum().backward() if context.rank else second.step()
-        context.communicator().abort("rank 1 has left")
-
-    run_ranks(2, rank_main, make=MAKERS["gloo"])
+@on_ranks(2, kinds=["gloo"])
+def test_a_backward_after_the_step_of_another_optimizer_is_too_late(context):
+    set_overlaps(context, True)
+    (one, first), (two, second) = pair(2), pair(2)
+    step(one, first)
+    step(two, second)
+    if context.rank == 0:
+        two(f32(2, 3)).sum().backward()
+    first.step()
+    with pytest.raises(RuntimeError, match="keep to one order" if context.rank else None):
+        two(f32(2, 3)).sum().backward() if context.rank else second.step()
+    context.communicator().abort("rank 1 has left")
 
 
-@pytest.mark.parametrize("kind", SOME_KINDS)
-def test_an_operation_that_meets_gradients_for_adasum_ends_in_an_error(kind):
-    def rank_main(context):
-        net = torch.nn.Linear(3, 2)
-        optimizer = hvd.DistributedOptimizer(SGD(net.parameters(), lr=0.1), op=hvd.Adasum)
-        for _ in range(2):  # after that nothing but gradients is exchanged
-            step(net, optimizer)
-        if context.rank:
-            return caught(hvd.barrier)
-        return caught(lambda: step(net, optimizer))
-
-    first, second = run_ranks(2, rank_main, make=MAKERS[kind])
-    assert first == second
-    assert "rank 0: step() of distributed optimizer 1 (SGD)" in first
-    assert "rank 1: barrier" in first
+@on_ranks(2, kinds=SOME_KINDS)
+def test_an_operation_that_meets_gradients_for_adasum_ends_in_an_error(context):
+    its = pair(2, op=hvd.Adasum)
+    for _ in range(2):  # after that nothing but gradients is exchanged
+        step(*its)
+    message = caught(hvd.barrier if context.rank else lambda: step(*its))
+    assert "rank 0: step() of distributed optimizer 1 (SGD)" in message
+    assert "rank 1: barrier" in message
+    return message

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,18 +12,16 @@ from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.data import Batch, Loader
-from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.state import transfer
 from nbelastic.torch.state.lazy_commit import LEARNED
 from nbelastic.torch.state.torch_state import TorchState
-from tests.elastic.members import job
+from tests.elastic.members import job, resumed
 from tests.elastic.test_load_checkpoint import odd_tensors
-from tests.support.world import StaticContext, run_ranks, world_of
+from tests.support.world import run_ranks
 from tests.torch import wrappers
 from tests.torch.nets import Extra, bits
 from tests.torch.test_state_mismatch import (
     Net,
-    resume_from,
     setting,
     state_of,
     train_step,
@@ -31,10 +30,11 @@ from tests.torch.test_state_mismatch import (
     with_groups,
     without_bias,
 )
-from tests.torch.test_wrapped_optimizers import sgd
+from tests.torch.test_torch_state import sgd
+from tests.torch.training import filled
 
 
-def values_of(state: TorchState) -> object:
+def values_of(state):
     return bits(state._values())
 
 
@@ -54,31 +54,31 @@ class Trip(NamedTuple):
 # -- what training changes in a model and its optimizer --------------------------------------------
 
 
-def widen(state: TorchState) -> None:
+def widen(state):
     """Replace a parameter's values by more, as when a vocabulary grows."""
     body = state.model.body
     body.weight.data = torch.cat([body.weight.data, torch.ones(8, 1)], dim=1)
     state.optimizer.state.clear()
 
 
-def make_a_bias(state: TorchState) -> None:
+def make_a_bias(state):
     state.model.head.bias = nn.Parameter(torch.full((1,), 7.0))
     state.optimizer.add_param_group({"params": [state.model.head.bias], "lr": 0.3})
 
 
-def exchange_parameters(state: TorchState) -> None:
+def exchange_parameters(state):
     first, second = state.optimizer.param_groups
     moved = [*first["params"], second["params"][1]]
     first["params"], second["params"] = second["params"][:1], moved
 
 
-def split_group(state: TorchState) -> None:
+def split_group(state):
     (group,) = state.optimizer.param_groups
     taken, group["params"] = group["params"][:2], group["params"][2:]
     state.optimizer.param_groups.insert(0, {**group, "params": taken, "lr": 0.3})
 
 
-def drop_group(state: TorchState) -> None:
+def drop_group(state):
     group = state.optimizer.param_groups.pop(0)
     for parameter in group["params"]:
         state.optimizer.state.pop(parameter, None)
@@ -108,13 +108,13 @@ TRIPS = {n: Trip(lambda _, build=build: build(), change) for n, (build, change) 
 # -- what a state may hold -------------------------------------------------------------------------
 
 
-def prompted(rank: int) -> TorchState:
+def prompted(rank):
     """A parameter in no model, which its optimizer and values refer to."""
     prompt = torch.full((2,), float(rank), requires_grad=True)
     return TorchState(None, torch.optim.Adam([prompt]), prompt=prompt, prompts=[prompt])
 
 
-def sparse(rank: int) -> TorchState:
+def sparse(rank):
     net = nn.Module()
     net.register_buffer("graph", torch.eye(3).to_sparse() * (rank + 1))
     return TorchState(net, value=net.graph)
@@ -123,24 +123,11 @@ def sparse(rank: int) -> TorchState:
 class Rows(torch.utils.data.Dataset):
     """A dataset too large to be copied or sent."""
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 8
 
-    def __reduce_ex__(self, protocol: object) -> str:
+    def __reduce_ex__(self, protocol):
         raise TypeError("it was copied")
-
-
-def sampled(rank: int) -> TorchState:
-    return TorchState(sampler=DistributedSampler(Rows(), num_replicas=2, rank=rank))
-
-
-def loading(rank: int) -> TorchState:
-    return TorchState(loader=Loader(range(40), Batch(8, micro=2), seed=rank))
-
-
-def pass_over(state: TorchState) -> None:
-    state.loader.set_epoch(2)
-    state.loader.step = 3
 
 
 class Quantised(nn.Linear):
@@ -148,11 +135,11 @@ class Quantised(nn.Linear):
 
     scale = (1.0,)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "scale"] = torch.tensor([*self.scale])
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict, prefix, *args):
         self.scale = state_dict.pop(prefix + "scale").tolist()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -160,20 +147,19 @@ class Quantised(nn.Linear):
 class Whole(nn.Sequential):
     steps = (0,)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args, **kwargs):
         return {"inner": super().state_dict(*args, **kwargs), "steps": [*self.steps]}
 
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict, *args, **kwargs):
         self.steps = state_dict["steps"]
         return super().load_state_dict(state_dict["inner"], *args, **kwargs)
 
 
-def overriding(rank: int) -> TorchState:
-    return TorchState(nn.Sequential(Whole(nn.Linear(2, 2)), Quantised(2, 1)))
-
-
-def set_both(state: TorchState) -> None:
-    state.model[0].steps, state.model[1].scale = [3], [0.25]
+def referring(rank):
+    """Values that refer to the model refer to the receiver's own."""
+    net, number = nn.Linear(2, 1), rank + 7
+    holder = SimpleNamespace(net=net, number=number)
+    return TorchState(net, holder=holder, function=lambda x: x + number)
 
 
 TRIPS |= {
@@ -192,15 +178,24 @@ TRIPS |= {
         lambda rank: TorchState(net := nn.Linear(2, 1), best=net.weight.data),
         lambda s: setattr(s, "best", torch.full((1, 2), 9.0)),
     ),
+    "values that refer to a model": Trip(
+        referring,
+        lambda s: setattr(s.holder, "number", 9),
+        view=lambda s: [s.holder.net is s.model, s.holder.number, s.function(1)],
+    ),
     "the epoch of torch's sampler": Trip(
-        sampled, lambda s: s.sampler.set_epoch(5), view=lambda s: s.sampler.epoch
+        lambda rank: TorchState(sampler=DistributedSampler(Rows(), num_replicas=2, rank=rank)),
+        lambda s: s.sampler.set_epoch(5),
+        view=lambda s: s.sampler.epoch,
     ),
     "a loader": Trip(
-        loading, pass_over, view=lambda s: [s.loader.state_dict(), s.loader.rows(s.loader.step, 0)]
+        lambda rank: TorchState(loader=Loader(range(40), Batch(8, micro=2), seed=rank)),
+        lambda s: (s.loader.set_epoch(2), setattr(s.loader, "step", 3)),
+        view=lambda s: [s.loader.state_dict(), s.loader.rows(s.loader.step, 0)],
     ),
     "modules that override their state dict": Trip(
-        overriding,
-        set_both,
+        lambda _: TorchState(nn.Sequential(Whole(nn.Linear(2, 2)), Quantised(2, 1))),
+        lambda s: (setattr(s.model[0], "steps", [3]), setattr(s.model[1], "scale", [0.25])),
         view=lambda s: bits([*s.model.parameters(), [*s.model[0].steps], [*s.model[1].scale]]),
     ),
 }
@@ -209,7 +204,7 @@ TRIPS |= {
 # -- optimizers that wrap others or keep state of their own ----------------------------------------
 
 
-KINDS: dict[str, Callable[[nn.Module], Any]] = {
+KINDS = {
     "sam": lambda net: wrappers.Sam(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9),
     "lookahead in a state dict": lambda net: wrappers.NestedLookahead(sgd(net)),
     "schedule-free": lambda net: wrappers.ScheduleFree(sgd(net)),
@@ -218,22 +213,19 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def wrapped(rank: int, kind: str) -> TorchState:
-    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    generator = torch.Generator().manual_seed(rank)
-    for parameter in net.parameters():
-        nn.init.normal_(parameter, generator=generator)
+def wrapped(rank, kind):
+    net = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), rank)
     return TorchState(net, KINDS[kind](net), batch=0)
 
 
-def loss_of(state: TorchState) -> torch.Tensor:
+def loss_of(state):
     generator = torch.Generator().manual_seed(state.batch)
     loss = state.model(torch.randn(5, 3, generator=generator)).square().mean()
     loss.backward()
     return loss
 
 
-def step(state: TorchState, times: int = 1) -> TorchState:
+def step(state, times=1):
     for _ in range(times):
         getattr(state.optimizer, "train", lambda: None)()
         state.optimizer.zero_grad()
@@ -244,7 +236,7 @@ def step(state: TorchState, times: int = 1) -> TorchState:
     return state
 
 
-def averages_of(state: TorchState) -> object:
+def averages_of(state):
     getattr(state.optimizer, "eval", lambda: None)()
     return bits([*state.model.parameters()])
 
@@ -261,21 +253,21 @@ for kind in KINDS:
 # -- models that are compiled on one side ----------------------------------------------------------
 
 
-def whole_compiled(rank: int) -> TorchState:
+def whole_compiled(rank):
     net = Net()
     net.counting = Extra()
     compiled = torch.compile(net)
     return state_of(compiled, torch.optim.Adam(compiled.parameters(), lr=0.1))
 
 
-def part_compiled(rank: int, whole: bool = False) -> TorchState:
+def part_compiled(rank, whole=False):
     net = Net()
     net.counting = Extra()
     net.head = torch.compile(net.head)
     return state_of(torch.compile(net) if whole else net)
 
 
-def everywhere(state: TorchState) -> None:
+def everywhere(state):
     with torch.no_grad():
         for parameter in state.model.parameters():
             parameter.add_(1)
@@ -302,12 +294,12 @@ each_trip = pytest.mark.parametrize("trip", TRIPS.values(), ids=TRIPS.keys())
 
 
 @pytest.fixture(autouse=True)
-def _many_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _many_chunks(monkeypatch):
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 64)
 
 
 @each_trip
-def test_a_state_goes_back(trip: Trip) -> None:
+def test_a_state_goes_back(trip):
     state = trip.build(0)
     trip.go_on(state)
     for commits in (1, 0, 3):
@@ -330,19 +322,19 @@ def test_a_state_goes_back(trip: Trip) -> None:
 
 @each_trip
 @pytest.mark.parametrize("way", ["newcomer", "checkpoint"])
-def test_a_state_arrives_and_goes_on(trip: Trip, way: str, tmp_path: Any) -> None:
-    sent: list[object] = []
+def test_a_state_arrives_and_goes_on(trip, way, tmp_path):
+    sent = []
 
-    def grow(state: TorchState) -> None:
+    def grow(state):
         trip.change(state)
         sent.append(trip.view(state))
 
-    def after(state: TorchState) -> object:
+    def after(state):
         assert trip.view(state) == sent[0]
         trip.go_on(state)
         return trip.view(state)
 
-    def join(context: StaticContext) -> object:
+    def join(context):
         build = trip.mine if context.rank and trip.mine else trip.build
         state = build(context.rank)
         if context.rank == 0:
@@ -355,24 +347,24 @@ def test_a_state_arrives_and_goes_on(trip: Trip, way: str, tmp_path: Any) -> Non
         assert first == second
     else:
         job(tmp_path, lambda: trip.build(0), grow)
-        state, _ = resume_from(tmp_path, lambda: (trip.mine or trip.build)(1))
+        state, *_ = resumed(tmp_path, lambda: (trip.mine or trip.build)(1))
         after(state)
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_wrapped_optimizer_goes_back_to_a_commit_without_copies(kind: str) -> None:
-    with activate(world_of(0, 1)):
-        state = wrapped(0, kind)
-        for _ in range(LEARNED + 2):
-            step(state).commit()
-        loss_of(state)
-        averages_of(state)
-        state.restore()
-        assert averages_of(step(state, 5)) == averages_of(step(wrapped(0, kind), LEARNED + 7))
+def test_a_wrapped_optimizer_goes_back_to_a_commit_without_copies(kind):
+    state = wrapped(0, kind)
+    for _ in range(LEARNED + 2):
+        step(state).commit()
+    loss_of(state)
+    averages_of(state)
+    state.restore()
+    assert averages_of(step(state, 5)) == averages_of(step(wrapped(0, kind), LEARNED + 7))
 
 
-def test_hooks_on_an_optimizers_state_dict_are_seen_after_commits() -> None:
-    optimizer = sgd(torch.nn.Linear(1, 1))
+def test_hooks_on_an_optimizers_state_dict_are_seen_after_commits():
+    optimizer = sgd(nn.Linear(1, 1))
     state, kept = TorchState(None, optimizer), [1]
     optimizer.register_state_dict_post_hook(lambda _, found: {**found, "kept": kept[0]})
     optimizer.register_load_state_dict_pre_hook(lambda _, given: kept.append(given["kept"]))

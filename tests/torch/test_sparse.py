@@ -12,6 +12,7 @@ from nbelastic.data import Batch, Loader
 from nbelastic.torch.gradients.tree_sums import add_rows, as_dense
 from tests.support.world import run_ranks
 from tests.torch.nets import bits
+from tests.torch.ranks import on_ranks
 from tests.torch.training import filled
 
 ROWS, WORDS = 26, 40
@@ -59,92 +60,68 @@ def adam(model):
     ]
 
 
-def train(optimizers_of, *, micro=2, exact=True, sparse=True, looks=None, **options):
-    model = Net(sparse=sparse)
+def train(optimizers_of, *, micro=2, sparse=True, odd=None, **options):
+    """Return the parameters, and how many rows of each table had a gradient in each step.
+
+    With `odd` the table is a line, too, for micro-batches whose words are so.
+    """
+    tied = odd is not None
+    model, found = Net(sparse=sparse, tied=tied), []
     optimizers = [hvd.DistributedOptimizer(each, **options) for each in optimizers_of(model)]
-    loader = Loader(data(), Batch(10, micro=micro, exact=exact), seed=1)
+    loader = Loader(data(), Batch(10, micro=micro, exact=True), seed=1)
     for _ in range(2):
         for step in loader:
             for optimizer in optimizers:
                 optimizer.zero_grad()
             for words, rare in step:
-                model(words, rare).backward()
+                if tied and words.sum().item() % 2 != odd:
+                    model.table(words).square().sum().backward()
+                else:
+                    model(words, rare).backward()
             for optimizer in optimizers:
                 optimizer.synchronize()
-            if looks is not None:
-                looks(model)
+            tables = [each.weight.grad for each in (model.table, model.rare)]
+            if sparse and not options and not tied:
+                assert all(each is None or each.is_coalesced() for each in tables)
+                found.append([0 if each is None else each._nnz() for each in tables])
             for optimizer in optimizers:
                 with optimizer.skip_synchronize():
                     optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    return bits([*model.parameters()]), found
 
 
-@pytest.mark.parametrize("micro", [1, 5])
-@pytest.mark.parametrize("optimizers_of", [sgd, adam])
-def test_sparse_gradients_have_the_same_bits_on_any_number_of_ranks(optimizers_of, micro):
-    """Of 4 ranks and 2 micro-batches, two have none, and know nothing of any gradient."""
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"optimizers_of": sgd, "micro": 1},
+        {"optimizers_of": sgd, "micro": 5},
+        {"optimizers_of": adam},
+        {"optimizers_of": sgd, "odd": 0},
+        {"optimizers_of": sgd, "odd": 1},
+    ],
+    ids=["one by one", "two large", "adam", "even", "odd"],
+)
+def test_sparse_gradients_have_the_same_bits_on_any_number_of_ranks(how):
+    """They have the rows that were used; where dense ones meet them all are dense.
 
-    def main(_context):
-        return bits(train(optimizers_of, micro=micro))
-
-    expected = run_ranks(1, main)[0]
-    for size in (2, 4):
-        assert run_ranks(size, main) == [expected] * size
-
-
-def test_they_stay_sparse_and_have_only_the_rows_that_were_used():
-    def main(_context):
-        found = []
-
-        def looks(model):
-            gradients = [model.table.weight.grad, model.rare.weight.grad]
-            for gradient in gradients:
-                assert gradient is None or (gradient.is_sparse and gradient.is_coalesced())
-            found.append([0 if each is None else each._nnz() for each in gradients])
-
-        train(sgd, looks=looks)
-        return found
-
-    found = run_ranks(3, main)
-    assert found[0] == found[1] == found[2]
-    assert any(rare == 0 for _, rare in found[0])
-    assert any(0 < rare < 5 for _, rare in found[0])
-    assert all(0 < rows < WORDS for rows, _ in found[0])
+    Of 4 ranks and 2 micro-batches, two have none, and know nothing of any gradient.
+    """
+    ((expected, rows),) = run_ranks(1, lambda _: train(**how))
+    assert "odd" in how or {rare for _, rare in rows} in ({0, 1}, {0, 2})
+    assert all(0 < used < WORDS for used, _ in rows)
+    for size in (2, 3, 4):
+        assert run_ranks(size, lambda _: train(**how)) == [(expected, rows)] * size
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_sums_are_those_of_dense_gradients(size):
-    def plain(model):
-        return [torch.optim.SGD(model.parameters(), lr=0.3)]
-
-    def main(_context):
-        dense = train(plain, sparse=False)
-        assert bits(train(plain, sparse_as_dense=True)) == bits(dense)
-        assert bits(train(plain)) == bits(dense)
-
-    run_ranks(size, main)
+def plain(model):
+    return [torch.optim.SGD(model.parameters(), lr=0.3)]
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_where_dense_and_sparse_gradients_meet_all_are_dense(first):
-    """A table that some micro-batches use as a line, too."""
-
-    def main(_context):
-        model = Net(tied=True)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in Loader(data(), Batch(10, micro=2, exact=True), seed=1):
-            optimizer.zero_grad()
-            for words, rare in step:
-                if words.sum().item() % 2 == first:
-                    model(words, rare).backward()
-                else:
-                    model.table(words).square().sum().backward()
-            optimizer.step()
-        return bits(list(model.parameters()))
-
-    expected = run_ranks(1, main)[0]
-    for size in (2, 3):
-        assert run_ranks(size, main) == [expected] * size
+@on_ranks(1, 3)
+def test_the_sums_are_those_of_dense_gradients(context):
+    dense, _ = train(plain, sparse=False)
+    assert train(plain, sparse_as_dense=True)[0] == dense
+    assert train(plain)[0] == dense
 
 
 def test_absent_rows_change_no_bit():

@@ -1,13 +1,11 @@
 """What a state takes over, from another rank and from a checkpoint, and what does not fit it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re
 import weakref
 from collections import deque
-from typing import Any
+from itertools import chain
 
 import pytest
 import torch
@@ -16,32 +14,34 @@ from torch import nn
 from nbelastic.data import Batch, Loader
 from nbelastic.elastic import ObjectState
 from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.errors import CollectiveError, NbelasticError, StateMismatch
+from nbelastic.errors import CollectiveError, StateMismatch
+from nbelastic.torch import allgather_object
 from nbelastic.torch.state.settings import moving_values
 from nbelastic.torch.state.torch_state import TorchState
 from tests.elastic.members import job, nothing, resumed
-from tests.support.world import StaticContext, run_ranks
+from tests.support.world import run_ranks
 from tests.torch.nets import Extra, bits
+from tests.torch.ranks import on_ranks
 
 
 class Averages:
     """An exponential moving average as people write it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         self.shadow = {k: v.detach().clone() for k, v in model.named_parameters()}
 
-    def state_dict(self) -> dict:
+    def state_dict(self):
         return {"shadow": self.shadow}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state):
         self.shadow = state["shadow"]
 
 
-def _double(x: torch.Tensor) -> torch.Tensor:
+def _double(x):
     return x * 2
 
 
-def _triple(x: torch.Tensor) -> torch.Tensor:
+def _triple(x):
     return x * 3
 
 
@@ -50,18 +50,18 @@ class Block(nn.Module):
 
     calls = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.temperature = 1.0
         self.rank = 0
-        self.window: tuple[int, ...] = (1, 2)
+        self.window = (1, 2)
         self.act = torch.relu
         self.score = _double
         self.cache = None
 
 
 class Net(nn.Module):
-    def __init__(self, hidden: int = 8) -> None:
+    def __init__(self, hidden=8):
         super().__init__()
         self.body = nn.Linear(3, hidden)
         self.head = nn.Linear(hidden, 1)
@@ -72,65 +72,57 @@ class Net(nn.Module):
         self.register_buffer("mask", torch.ones(4, 4).tril())
 
 
-def state_of(net: nn.Module, optimizer: Any = None, **values: Any) -> TorchState:
+def state_of(net, optimizer=None, **values):
     if optimizer is None:
         optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=0.1)
     return TorchState(net, optimizer, **{"epoch": 0, **values})
 
 
-def usual() -> TorchState:
+def usual():
     return state_of(Net())
 
 
-def with_parts(**parts: nn.Module) -> TorchState:
+def with_parts(**parts):
     net = Net()
     for name, part in parts.items():
         setattr(net, name, part)
     return state_of(net)
 
 
-def wider() -> TorchState:
-    return state_of(Net(hidden=16))
-
-
-def without_bias() -> TorchState:
+def without_bias():
     return with_parts(head=nn.Linear(8, 1, bias=False))
 
 
-def with_counter() -> TorchState:
+def with_counter():
     return with_parts(counting=Extra())
 
 
-def frozen() -> TorchState:
+def frozen():
     net = Net()
     net.body.requires_grad_(False)
     return state_of(net, torch.optim.Adam(net.parameters()))
 
 
-def with_groups() -> TorchState:
+def with_groups():
     net = Net()
     groups = [{"params": net.body.parameters()}, {"params": net.head.parameters(), "lr": 0.5}]
     return state_of(net, torch.optim.Adam(groups, lr=0.1))
 
 
-def prompted(length: int) -> TorchState:
+def prompted(length):
     prompt = torch.zeros(length, requires_grad=True)
     return TorchState(optimizer=torch.optim.Adam([prompt]), prompt=prompt)
 
 
-def of_two(first: int, second: int) -> TorchState:
-    return TorchState({"a": nn.Linear(1, first), "b": nn.Linear(1, second)})
-
-
-def setting(path: str, name: str, value: object) -> Any:
+def setting(path, name, value):
     """Return what gives a module an attribute."""
     return lambda state: setattr(state.model.get_submodule(path), name, value)
 
 
-def late(*change: Any) -> Any:
+def late(*change):
     """Return what builds a state, and then sets an attribute of a module."""
 
-    def build() -> TorchState:
+    def build():
         setting(*change)(state := usual())
         return state
 
@@ -139,7 +131,10 @@ def late(*change: Any) -> Any:
 
 # What is said, of what the first builds and the second expects.
 MISFITS = {
-    "model.body.weight: expected float32 [16, 3], came float32 [8, 3]": (usual, wider),
+    "model.body.weight: expected float32 [16, 3], came float32 [8, 3]": (
+        usual,
+        lambda: state_of(Net(hidden=16)),
+    ),
     "model.body.weight: expected float64 [8, 3], came": (usual, lambda: state_of(Net().double())),
     "model.head.bias: expected None, came float32 [1]": (usual, without_bias),
     "model.body.weight: expected float32 [8, 3] frozen, came float32 [8, 3]": (usual, frozen),
@@ -169,8 +164,8 @@ MISFITS = {
         lambda: prompted(4),
     ),
     "parameter model['a'].weight: expected float32 [2, 1], came float32 [1, 1]": (
-        lambda: of_two(1, 2),
-        lambda: of_two(2, 1),
+        lambda: TorchState({"a": nn.Linear(1, 1), "b": nn.Linear(1, 2)}),
+        lambda: TorchState({"a": nn.Linear(1, 2), "b": nn.Linear(1, 1)}),
     ),
     "model.late.weight: expected nothing, came float32": (
         late("", "late", nn.Linear(1, 1)),
@@ -187,7 +182,7 @@ MISFITS = {
 }
 
 
-def train_step(state: TorchState) -> None:
+def train_step(state):
     """Train so that all tensors of an optimizer exist."""
     if state.optimizer is not None:
         for group in state.optimizer.param_groups:
@@ -196,115 +191,85 @@ def train_step(state: TorchState) -> None:
         state.optimizer.step()
 
 
-def align(context: StaticContext, state: ObjectState) -> None:
-    """Bring rank 1 to the state of rank 0, which may see that rank 1 has failed."""
-    with contextlib.suppress(*([CollectiveError] if context.rank == 0 else [])):
-        state.align([1])
+REFUSED = {
+    "newcomer": "the state of rank 0 does not fit the one that this rank has built",
+    "checkpoint": ".safetensors does not fit the state that the function has built",
+}
 
 
-def resume_from(url: object, state_of: Any) -> tuple[TorchState, object]:
-    """Return the state of a job that resumes, and how it was built; an error has them, too."""
-    kept: list[Any] = []
+@pytest.mark.parametrize("way", REFUSED)
+@pytest.mark.parametrize("message", MISFITS)
+def test_another_state_is_refused_by_name_and_changes_nothing(message, way, tmp_path):
+    theirs, mine = MISFITS[message]
+    kept = []
 
-    def build() -> Any:
-        state = state_of()
-        kept.append((state, bits(state._values())))
+    def build():
+        kept[:] = [state := mine(), bits(state._values())]
         return state
 
-    try:
-        resumed(url, build)
-    except NbelasticError as error:
-        error.kept = kept[0]
-        raise
-    return kept[0]
+    def main(context):
+        if context.rank:
+            build().align([1])
+        train_step(state := theirs())
+        with contextlib.suppress(CollectiveError):  # it may see that rank 1 has failed
+            state.align([1])
 
-
-@pytest.mark.parametrize("way", ["newcomer", "checkpoint"])
-@pytest.mark.parametrize("message", MISFITS)
-def test_another_state_is_refused_by_name_and_changes_nothing(
-    message: str, way: str, tmp_path: Any
-) -> None:
-    newcomers = []
-    theirs, mine = MISFITS[message]
-
-    def main(context: StaticContext) -> None:
-        state = mine() if context.rank else theirs()
-        if context.rank == 0:
-            train_step(state)
-        else:
-            newcomers.append((state, bits(state._values())))
-        align(context, state)
-
-    if way == "newcomer":
-        text = "the state of rank 0 does not fit the one that this rank has built"
-        with pytest.raises(StateMismatch, match=re.escape(message)) as caught:
-            run_ranks(2, main)
-        ((state, before),) = newcomers
-    else:
-        text = ".safetensors does not fit the state that the function has built"
+    if way == "checkpoint":
         job(tmp_path, theirs, train_step)
-        with pytest.raises(StateMismatch, match=re.escape(message)) as caught:
-            resume_from(tmp_path, mine)
-        state, before = caught.value.kept
-        resume_from(tmp_path, theirs)
-    assert text in str(caught.value)
+    with pytest.raises(StateMismatch, match=re.escape(message)) as caught:
+        run_ranks(2, main) if way == "newcomer" else resumed(tmp_path, build)
+    assert REFUSED[way] in str(caught.value)
     advice = "build all of it before the state is made, .* switch functions by a flag"
     assert bool(re.search(advice, str(caught.value))) == (theirs.__qualname__[:5] == "late.")
+    state, before = kept
     assert bits(state._values()) == before
+    if way == "checkpoint":
+        resumed(tmp_path, theirs)
 
 
-def test_plain_states_are_compared_by_the_names_of_their_values(tmp_path: Any) -> None:
+def test_plain_states_are_compared_by_the_names_of_their_values(tmp_path):
     job(tmp_path, lambda: ObjectState(epoch=3), nothing)
     with pytest.raises(StateMismatch, match="expected the values epoch, batch; came epoch"):
-        resume_from(tmp_path, lambda: ObjectState(epoch=0, batch=0))
-    state, _ = resume_from(tmp_path, lambda: ObjectState(epoch=0))
-    assert state.epoch == 3
+        resumed(tmp_path, lambda: ObjectState(epoch=0, batch=0))
+    assert resumed(tmp_path, lambda: ObjectState(epoch=0))[0].epoch == 3
 
 
-def test_a_newcomer_deals_samples_in_the_order_of_the_others() -> None:
-    def main(context: StaticContext) -> list[int]:
-        sampler = ShardSampler(range(12), seed=context.rank, shuffle=context.rank == 0)
-        ObjectState(sampler=sampler).align([1])
-        sampler.set_epoch(1)
-        return list(sampler)
-
-    first, second = run_ranks(2, main)
-    assert sorted(first + second) == list(range(12))
+@on_ranks(2)
+def test_a_newcomer_deals_samples_in_the_order_of_the_others(context):
+    sampler = ShardSampler(range(12), seed=context.rank, shuffle=context.rank == 0)
+    ObjectState(sampler=sampler).align([1])
+    sampler.set_epoch(1)
+    assert sorted(chain(*allgather_object(list(sampler)))) == list(range(12))
 
 
-def test_settings_and_functions_that_ranks_have_built_differently_stay() -> None:
-    def main(context: StaticContext) -> tuple[int, float]:
-        net = Net()
-        net.block.rank = context.rank
-        if context.rank:
-            net.layers[1] = nn.Identity()
-            net.block.score = _triple
-        state = state_of(net)
-        if context.rank == 0:
-            net.block.temperature = 0.5
-        state.align([1])
-        return net.block.rank, net.block.temperature
-
-    assert run_ranks(2, main) == [(0, 0.5), (1, 0.5)]
+@on_ranks(2)
+def test_settings_and_functions_that_ranks_have_built_differently_stay(context):
+    net = Net()
+    net.block.rank = context.rank
+    if context.rank:
+        net.layers[1] = nn.Identity()
+        net.block.score = _triple
+    state = state_of(net)
+    if context.rank == 0:
+        net.block.temperature = 0.5
+    state.align([1])
+    assert (net.block.rank, net.block.temperature) == (context.rank, 0.5)
 
 
-def test_a_member_that_is_behind_takes_over_what_the_others_have_changed_since() -> None:
-    def main(context: StaticContext) -> object:
-        state = usual()
-        state.align([1])
-        state.model.body.requires_grad_(False)
-        state.save()
-        if context.rank == 0:
-            state.model.body.requires_grad_(True)
-            state.model.head.requires_grad_(False)
-        state.align([1])
-        return bits(state._values())
-
-    first, second = run_ranks(2, main)
-    assert first == second
+@on_ranks(2)
+def test_a_member_that_is_behind_takes_over_what_the_others_have_changed_since(context):
+    state = usual()
+    state.align([1])
+    state.model.body.requires_grad_(False)
+    state.save()
+    if context.rank == 0:
+        state.model.body.requires_grad_(True)
+        state.model.head.requires_grad_(False)
+    state.align([1])
+    return bits(state._values())
 
 
-def test_what_is_no_setting_is_left_alone() -> None:
+def test_what_is_no_setting_is_left_alone():
     state = usual()
     state.model.block.cache = cache = torch.zeros(2)
     state.model.block.log = log = [1]
@@ -314,33 +279,27 @@ def test_what_is_no_setting_is_left_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_a_lazy_module_that_is_made_by_its_first_batch() -> None:
-    def main(context: StaticContext) -> nn.Module:
-        net = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
-        state = TorchState(net)
-        if context.rank == 0:
-            net(torch.ones(3, 4))
-            state.restore()  # as it was then, it had no parameters
-            net[1].momentum = 0.5
-        state.align([1])
-        state.save()
-        before = bits(net)
+@on_ranks(2)
+def test_a_lazy_module_that_is_made_by_its_first_batch(context):
+    net = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    state = TorchState(net)
+    if context.rank == 0:
         net(torch.ones(3, 4))
-        net[0].weight.data.zero_()
-        state.restore()
-        assert bits(net) == before
-        return net
-
-    first, second = run_ranks(2, main)
-    for net in (first, second):
-        assert net[0].in_features == 4
-        assert net[1].momentum == 0.5
-        net.eval()
-    assert torch.equal(first(torch.ones(1, 4)), second(torch.ones(1, 4)))
+        state.restore()  # as it was then, it had no parameters
+        net[1].momentum = 0.5
+    state.align([1])
+    state.save()
+    before = bits(net)
+    net(torch.ones(3, 4))
+    net[0].weight.data.zero_()
+    state.restore()
+    assert bits(net) == before
+    assert (net[0].in_features, net[1].momentum) == (4, 0.5)
+    return bits(net.eval()(torch.ones(1, 4)))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_scripted_models() -> None:
+def test_scripted_models():
     model = torch.jit.script(nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5)))
     state = TorchState(model)
     state.save()
@@ -353,16 +312,16 @@ def test_scripted_models() -> None:
 
 
 class Moving(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.calls = 0
-        self.bank: list[torch.Tensor] = []
-        self.queue: deque[int] = deque([1, 2], maxlen=2)
+        self.bank = []
+        self.queue = deque([1, 2], maxlen=2)
         self.mean = torch.zeros(2)
         self.register_buffer("kept", torch.zeros(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.calls += 1
         self.bank.append(x.detach())
         self.queue.append(3)
@@ -371,27 +330,20 @@ class Moving(nn.Module):
         return self.layer(x)
 
 
-class Saved(Moving):
-    get_extra_state = Extra.get_extra_state
+def test_values_that_forward_changes_are_found():
+    """Numbers go back with the state, and extra state has what it needs."""
+    saved = type("Saved", (Moving,), {"get_extra_state": Extra.get_extra_state})()
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    places = {Moving(): "Moving", nn.Sequential(Moving()): "0", saved: "", spectral: ""}
+    for module, place in places.items():
+        before = moving_values([module])
+        module(torch.ones(3, 2))
+        now = moving_values([module]).items()
+        moved = {name for name, token in now if before.get(name, token) != token}
+        assert moved == {f"{place}.{name}" for name in ("bank", "queue", "mean") if place}
 
 
-def moved(module: nn.Module) -> set[str]:
-    before = moving_values([module])
-    module(torch.ones(3, 2))
-    now = moving_values([module])
-    return {name for name, token in now.items() if before.get(name, token) != token}
-
-
-def test_values_that_forward_changes_are_found() -> None:
-    names = {"bank", "queue", "mean"}  # numbers go back with the state
-    assert moved(Moving()) == {f"Moving.{name}" for name in names}
-    assert moved(nn.Sequential(Moving())) == {f"0.{name}" for name in names}
-    assert (
-        moved(Saved()) == moved(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))) == set()
-    )
-
-
-def test_tensors_of_a_step_are_not_kept_by_commits() -> None:
+def test_tensors_of_a_step_are_not_kept_by_commits():
     state = usual()
     state.save()
     for _ in range(2):

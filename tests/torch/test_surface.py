@@ -10,6 +10,7 @@ import sys
 import types
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +22,14 @@ from nbelastic.elastic import ObjectState, State
 from nbelastic.elastic.ranks.context import Context, activate
 from nbelastic.elastic.ranks.runtime import DASK_CUDA
 from nbelastic.elastic.ranks.session import Session
+from nbelastic.elastic.ranks.timeline import timeline, write
 from nbelastic.errors import NotInitialized
 from nbelastic.torch import environment
 from nbelastic.torch.device import what_would_fit
 from nbelastic.torch.elastic import state as registry
 from nbelastic.torch.gradients import layout
-from tests.support.world import run_ranks, world_of
+from tests.torch.ranks import on_ranks
+from tests.torch.training import distributed
 
 MODULES = {
     "mpi_ops": "synchronize",
@@ -63,83 +66,52 @@ def test_nccl_is_what_a_job_here_would_use(monkeypatch, missing):
     assert hvd.nccl_built() == (22105 if missing is None else 0)
 
 
-def test_init_and_shutdown_may_be_repeated():
-    def rank_main(context):
-        for _ in range(2):
-            hvd.init()
-            assert hvd.is_initialized()
-            assert hvd.is_homogeneous()
-            assert (hvd.rank(), hvd.size()) == (context.rank, 2)
-            assert (hvd.local_rank(), hvd.local_size()) == (context.rank, 2)
-            assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
-            assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
-            hvd.shutdown()
-            assert not hvd.is_initialized()
-            for call in (hvd.rank, lambda: hvd.allreduce(torch.ones(1))):
-                with pytest.raises(NotInitialized, match="shutdown"):
-                    call()
-        with pytest.raises(ValueError, match="init"):  # as in Horovod
-            hvd.size()
-
-    run_ranks(2, rank_main)
+@on_ranks(2)
+def test_init_and_shutdown_may_be_repeated(context):
+    for _ in range(2):
+        hvd.init()
+        assert hvd.is_initialized()
+        assert hvd.is_homogeneous()
+        assert (hvd.rank(), hvd.size()) == (context.rank, 2)
+        assert (hvd.local_rank(), hvd.local_size()) == (context.rank, 2)
+        assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        for call in (hvd.rank, lambda: hvd.allreduce(torch.ones(1))):
+            with pytest.raises(NotInitialized, match="shutdown"):
+                call()
+    with pytest.raises(ValueError, match="init"):  # as in Horovod
+        hvd.size()
 
 
+@pytest.mark.usefixtures("alone")
 def test_states_and_optimizers_take_horovods_arguments():
     state = State(hvd.broadcast_object, hvd.rank)
     state.on_hosts_updated(0.0, 1)
     assert ObjectState(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, epoch=3).epoch == 3
     assert ObjectState(hvd.broadcast_object, hvd.rank, epoch=3).epoch == 3
-    with activate(world_of(0, 1)):
-        net = torch.nn.Linear(2, 1)
-        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-        wrapped = hvd.DistributedOptimizer(sgd, net.named_parameters())
-        assert sorted(wrapped._parameter_names.values()) == ["bias", "weight"]
+    model, optimizer = distributed()
+    assert sorted(optimizer._parameter_names.values()) == sorted(dict(model.named_parameters()))
 
 
-def test_state_of_a_new_optimizer_is_broadcast_with_zeros_as_gradients():
-    def rank_main(context):
-        net = torch.nn.Sequential(torch.nn.Embedding(3, 2, sparse=True), torch.nn.Linear(2, 1))
-        optimizer = torch.optim.SGD(net.parameters(), lr=context.rank + 1.0)
-        before = [parameter.detach().clone() for parameter in net.parameters()]
-        hvd.broadcast_optimizer_state(optimizer, root_rank=1, model=net)
-        assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
-        assert [parameter.grad.is_sparse for parameter in net.parameters()] == [True, False, False]
-        return optimizer.param_groups[0]["lr"]
-
-    assert run_ranks(2, rank_main) == [2.0, 2.0]
-
-
-def test_a_timeline_of_all_ranks(tmp_path):
+@on_ranks(2)
+def test_a_timeline_of_all_ranks(context, tmp_path):
     path = tmp_path / "timeline.json"
-
-    def rank_main(context):
-        if context.rank == 0:  # ranks are threads here, and share the recording
-            hvd.start_timeline(path, mark_cycles=True)
-        hvd.barrier()
-        hvd.allreduce(torch.ones(1), name="loss")
-        hvd.allgather(torch.ones(1))
-        hvd.barrier()
-        if context.rank == 0:
-            from nbelastic.elastic.ranks.timeline import timeline, write
-
-            write(path, timeline.stop())
-        hvd.barrier()
-        assert hvd.stop_timeline() is None
-
-    run_ranks(2, rank_main)
-    events = json.loads(path.read_text())["traceEvents"]
-    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "ALLGATHER", "CYCLE_START"} <= {
-        event["name"] for event in events
-    }
-    assert any(event.get("args", {}).get("name") == "allreduce.loss" for event in events)
-
-
-def named_in_the_table():
-    """Return the names in the first column of the table in the page on Horovod's interface."""
-    page = (Path(__file__).parents[2] / "docs" / "from-horovod.md").read_text()
-    rows = [line for line in page.partition("\n## ")[0].splitlines() if line.startswith("| ")]
-    names = {name for row in rows for name in re.findall(r"`([\w.]+)", row.split(" | ")[0])}
-    return {name.removeprefix("elastic.").removeprefix("state.") for name in names}
+    if context.rank == 0:  # ranks are threads here, and share the recording
+        hvd.start_timeline(path, mark_cycles=True)
+    hvd.barrier()
+    hvd.allreduce(torch.ones(1), name="loss")
+    hvd.allgather(torch.ones(1))
+    hvd.barrier()
+    if context.rank == 0:
+        write(path, timeline.stop())
+        events = json.loads(path.read_text())["traceEvents"]
+        found = {event["name"] for event in events}
+        assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "ALLGATHER", "CYCLE_START"} <= found
+        assert any(event.get("args", {}).get("name") == "allreduce.loss" for event in events)
+    hvd.barrier()
+    assert hvd.stop_timeline() is None
 
 
 OF_OTHER_THINGS = {
@@ -150,7 +122,10 @@ OF_OTHER_THINGS = {
 
 def test_the_page_on_horovods_interface_names_what_there_is_and_no_more():
     """So that a name of Horovod's cannot be lost without a word."""
-    table = named_in_the_table()
+    page = (Path(__file__).parents[2] / "docs" / "from-horovod.md").read_text()
+    rows = [line for line in page.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    names = {name for row in rows for name in re.findall(r"`([\w.]+)", row.split(" | ")[0])}
+    table = {name.removeprefix("elastic.").removeprefix("state.") for name in names}
     assert {*hvd.__all__, *registry.__all__, "run", "ElasticSampler"} - {"elastic"} <= table
     there = {*hvd.__all__, *registry.__all__, *hvd.elastic.__all__}
     assert table - there == OF_OTHER_THINGS
@@ -161,7 +136,7 @@ def test_the_page_on_horovods_interface_names_what_there_is_and_no_more():
 
 
 @pytest.fixture
-def fresh(monkeypatch):
+def fresh(monkeypatch, alone):
     for name in [name for name in os.environ if name.startswith("HOROVOD_")]:
         monkeypatch.delenv(name)
     environment.heed_environment.cache_clear()
@@ -182,7 +157,8 @@ def test_variables_without_a_meaning_here_are_named_once(fresh, monkeypatch, cap
     monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
     monkeypatch.setenv("HOROVOD_RANK", "0")
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "64MB")
-    run_ranks(1, lambda context: [hvd.init(), hvd.init()])
+    hvd.init()
+    hvd.init()
     assert named(caplog) == [
         "these environment variables of Horovod's have no effect: HOROVOD_AUTOTUNE, "
         "HOROVOD_CYCLE_TIME (operations begin at once), HOROVOD_FUSION_THRESHOLD (must be a number "
@@ -196,7 +172,7 @@ def test_what_is_heeded_is_not_named(fresh, monkeypatch, caplog):
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1048576")
     monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", "1")
     monkeypatch.setenv("HOROVOD_LOG_LEVEL", "ERROR")
-    run_ranks(1, lambda context: hvd.init())
+    hvd.init()
     assert named(caplog) == []
     assert logging.getLogger("nbelastic").level == logging.ERROR
     assert layout.fusion_threshold() == 1 << 20
@@ -260,29 +236,24 @@ def test_a_rank_takes_its_workers_gpu_else_that_of_its_local_rank(
         assert str(hvd.device()) == chosen
 
 
+@mock.patch.dict(os.environ)
 @pytest.mark.parametrize("own", range(4))
-def test_accelerate_is_told_the_gpu_of_a_dask_cuda_worker(host, monkeypatch, own):
+def test_accelerate_is_told_the_gpu_of_a_dask_cuda_worker(host, own):
     """The worker has loaded dask-cuda, the rank's own process has not."""
-    names = "ACCELERATE_TORCH_DEVICE", "MASTER_ADDR", "RANK", "WORLD_SIZE"
-    for name in (*names, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # so that it is restored
-        del os.environ[name]
+    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
     host(4, "0,1,2,3")
     keep_variables(Context())
     assert "ACCELERATE_TORCH_DEVICE" not in os.environ, "workers share GPUs"
-    monkeypatch.setenv(DASK_CUDA, "1")
+    os.environ[DASK_CUDA] = "1"
     host(4, ",".join(str((own + n) % 4) for n in range(4)))
     context = Context()
     context.local_rank = own
     with activate(context):
         keep_variables(context)
-        assert hvd.device() == torch.device(os.environ["ACCELERATE_TORCH_DEVICE"]) == CUDA_0
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:3")  # the user's own choice
+        assert str(hvd.device()) == os.environ["ACCELERATE_TORCH_DEVICE"] == "cuda:0"
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cuda:3"  # the user's own choice
     keep_variables(context)
     assert os.environ["ACCELERATE_TORCH_DEVICE"] == "cuda:3"
-
-
-CUDA_0 = torch.device("cuda", 0)
 
 
 def test_what_would_have_fitted_is_said_of_a_batch_beside_the_state(monkeypatch):

@@ -6,81 +6,51 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from tests.collectives.worlds import KINDS, MAKERS
-from tests.support.world import run_ranks
+from tests.collectives.worlds import SOME_KINDS
+from tests.torch.nets import bits
+from tests.torch.ranks import on_ranks
 
 ROWS = [3, 0, 5, 1]
 
 
-def rows_of(rank, size, dtype, shape):
-    generator = torch.Generator().manual_seed(3)
-    everything = torch.randn(sum(ROWS[:size]), *shape, generator=generator, dtype=torch.float64)
-    start = sum(ROWS[:rank])
-    own = everything[start : start + ROWS[rank]] if rank < size else everything
-    return (own * 3 + 100).to(dtype)
+def run(layer, values):
+    """Return the outputs of two passes, and the gradient of the values."""
+    values = values.clone().requires_grad_()
+    outputs = [layer(values) for _ in range(2)]
+    for output in outputs:
+        weights = torch.arange(1.0, 5).view(1, 4, *[1] * (output.dim() - 2)).sin()
+        (output * weights).square().sum().backward()
+    return [*(output.detach() for output in outputs), values.grad]
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"),
-    [
-        ("gloo", 1),
-        ("gloo", 2),
-        *(pytest.param(*kind.values, 4, marks=kind.marks) for kind in KINDS),
-    ],
-)
 @pytest.mark.parametrize(("shape", "momentum"), [((4,), 0.1), ((4, 2, 3), None)])
-def test_uneven_batches_count_each_sample_once(kind, size, shape, momentum):
-    def run(layer, values):
-        values.requires_grad_()
-        outputs = []
-        for _ in range(2):
-            output = layer(values)
-            outputs.append(output.detach())
-            weights = torch.arange(1.0, 5).view(1, 4, *[1] * (len(shape) - 1)).sin()
-            (output * weights).square().sum().backward()
-        return outputs, values.grad
-
-    def rank_main(context):
-        layer = hvd.SyncBatchNorm(4, momentum=momentum).double()
-        outputs, grad = run(layer, rows_of(context.rank, size, torch.float64, shape))
-        parameters = [hvd.allreduce(p.grad, op=hvd.Sum) for p in layer.parameters()]
-        layer.eval()
-        evaluated = layer(rows_of(9, size, torch.float64, shape))
-        return outputs, grad, parameters, [b.clone() for b in layer.buffers()], evaluated
-
-    kinds = {1: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm2d}
-    plain = kinds[len(shape)](4, momentum=momentum).double()
-    expected, grad = run(plain, rows_of(9, size, torch.float64, shape))
-    results = run_ranks(size, rank_main, make=MAKERS[kind])
-    for step in range(2):
-        torch.testing.assert_close(torch.cat([r[0][step] for r in results]), expected[step])
-    torch.testing.assert_close(torch.cat([r[1] for r in results]), grad)
-    plain.eval()
-    for _, _, parameters, buffers, evaluated in results:
-        torch.testing.assert_close(parameters, [each.grad for each in plain.parameters()])
-        torch.testing.assert_close(buffers, [*plain.buffers()])
-        torch.testing.assert_close(evaluated, plain(rows_of(9, size, torch.float64, shape)))
+@on_ranks(1, 4, kinds=SOME_KINDS)
+def test_uneven_batches_count_each_sample_once(context, shape, momentum):
+    rank, rows = context.rank, ROWS[: context.size]
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.randn(sum(rows), *shape, generator=generator, dtype=torch.float64) * 3 + 100
+    kind = {1: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm2d}[len(shape)]
+    layer, plain = (each(4, momentum=momentum).double() for each in (hvd.SyncBatchNorm, kind))
+    for found, expected in zip(run(layer, whole.split(rows)[rank]), run(plain, whole), strict=True):
+        torch.testing.assert_close(found, expected.split(rows)[rank])
+    sums = [hvd.allreduce(each.grad, op=hvd.Sum) for each in layer.parameters()]
+    torch.testing.assert_close(sums, [each.grad for each in plain.parameters()])
+    torch.testing.assert_close([*layer.buffers()], [*plain.buffers()])
+    torch.testing.assert_close(layer.eval()(whole), plain.eval()(whole))
 
 
-def test_it_trains_with_a_distributed_optimizer_and_joined_ranks():
-    def rank_main(context):
-        net = torch.nn.Sequential(
-            torch.nn.Linear(3, 4), hvd.SyncBatchNorm(4), torch.nn.Linear(4, 1)
-        )
-        hvd.broadcast_parameters(net.state_dict())
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
-        for _ in range(context.rank + 1):
-            optimizer.zero_grad()
-            net(torch.randn(5, 3)).square().mean().backward()
-            optimizer.step()
-        last = hvd.join()
-        hvd.broadcast_parameters(net.state_dict(), root_rank=last)
-        return last, [value.clone() for value in net.state_dict().values()]
-
-    (_, expected), *others = run_ranks(3, rank_main)
-    for last, values in others:
-        assert last == 2
-        assert all(map(torch.equal, values, expected))
+@on_ranks(3)
+def test_it_trains_with_a_distributed_optimizer_and_joined_ranks(context):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), hvd.SyncBatchNorm(4), torch.nn.Linear(4, 1))
+    hvd.broadcast_parameters(net.state_dict())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(context.rank + 1):
+        optimizer.zero_grad()
+        net(torch.randn(5, 3)).square().mean().backward()
+        optimizer.step()
+    assert hvd.join() == 2
+    hvd.broadcast_parameters(net.state_dict(), root_rank=2)
+    return bits(net.state_dict())
 
 
 def test_modules_are_converted_in_place():

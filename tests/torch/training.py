@@ -34,9 +34,10 @@ def make_model() -> torch.nn.Sequential:
     return filled(model.double(), 0)
 
 
-def distributed() -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+def distributed(**options: Any) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
     model = make_model()
-    return model, hvd.DistributedOptimizer(SGD(model.parameters()))
+    optimizer = SGD(model.parameters())
+    return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
 
 def batch(step: int, rank: int = 0, size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +51,14 @@ def batch(step: int, rank: int = 0, size: int = 1) -> tuple[torch.Tensor, torch.
 def loss_of(model: torch.nn.Module, step: int, rank: int = 0, size: int = 1) -> torch.Tensor:
     inputs, targets = batch(step, rank, size)
     return torch.nn.functional.mse_loss(model(inputs), targets)
+
+
+def stepped(optimizer: Any, model: Any, step: int = 0, *place: int) -> list[torch.Tensor]:
+    """Step with the batch of a rank of so many, or the whole one; return the parameters."""
+    optimizer.zero_grad()
+    loss_of(model, step, *place).backward()
+    optimizer.step()
+    return parameters_of(model)
 
 
 def train_alone(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -70,18 +71,15 @@ class NestedLookahead(Optimizer):
 class ScheduleFree(Optimizer):
     """A schedule-free wrapper: groups and state are those of its base, and a mode is its own."""
 
+    param_groups, state, zero_grad, state_dict, load_state_dict = (
+        property(operator.attrgetter(f"base.{name}"))
+        for name in ("param_groups", "state", "zero_grad", "state_dict", "load_state_dict")
+    )
+
     def __init__(self, base: Optimizer, momentum: float = 0.9) -> None:
         self.base = base
         self.momentum = momentum
         self.train_mode = False
-
-    @property
-    def param_groups(self) -> Any:
-        return self.base.param_groups
-
-    @property
-    def state(self) -> Any:
-        return self.base.state
 
     def _swap(self, to: bool) -> None:
         if self.train_mode != to:
@@ -106,15 +104,6 @@ class ScheduleFree(Optimizer):
             for p in group["params"]:
                 mean = self.state[p].setdefault("mean", p.detach().clone())
                 mean.lerp_(p, 1 / group["k"])
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.base.zero_grad(set_to_none)
-
-    def state_dict(self) -> Any:
-        return self.base.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.base.load_state_dict(state_dict)
 
 
 class Counting(torch.optim.SGD):
