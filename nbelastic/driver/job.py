@@ -271,9 +271,9 @@ class Job:
                 self._print_output(rank)
             return ""
         texts: dict[int, list[str]] = {}
-        for piece in self._driver.log.output()[1]:
+        for piece in self.output()[1]:
             texts.setdefault(piece.start, []).append(piece.text)
-        dropped = self._driver.log.output_dropped()
+        dropped = self._driver.log.printed.remark()
         parts = [f"[{dropped}]\n"] if dropped else []
         for start, pieces in sorted(texts.items()):
             latest = self._driver.log.latest_rank(start)
@@ -307,7 +307,7 @@ class Job:
         cursor : int
         pieces : tuple of Output
         """
-        return self._driver.log.output(since)
+        return self._driver.log.printed.since(since)
 
     @property
     def modules(self) -> Modules:

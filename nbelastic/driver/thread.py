@@ -130,9 +130,8 @@ class Driver:
     def note_logged(self, name: str, sent: tuple[int, int], rows: int) -> None:
         """Keep in the history how far a logger has come, for a kernel that takes over."""
         if (sent, rows) != self.log.logged_to(name) and rows:
-            figures = dict(
-                zip(("commit", "number", "rows"), map(float, (*sent, rows)), strict=True)
-            )
+            commit, number = map(float, sent)
+            figures = {"commit": commit, "number": number, "rows": float(rows)}
             self._inbox.put(m.RankNote(m.KERNEL, "logged", name, figures))
 
     # -- for all threads -----------------------------------------------------------------------

@@ -20,8 +20,6 @@ from typing import Any
 
 import psutil
 
-from tests.support.clusters import until
-
 ROOT = Path(__file__).parents[2]
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -112,13 +110,3 @@ class LabServer:
         psutil.wait_procs(left, timeout=timeout_s)
         self._process.wait()
         return [str(process) for process in left]
-
-
-def started(home: Path) -> LabServer:
-    server = LabServer(home)
-    try:
-        until(server.answers, "JupyterLab answers")
-    except BaseException:
-        server.stop()
-        raise
-    return server
