@@ -31,8 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
         shutil.copy(ROOT / "notebooks/01_quickstart.ipynb", server.notebooks)
         yield server
     finally:
-        killed = server.stop()
-    assert not killed, f"these outlived JupyterLab: {killed}"
+        server.stop()
 
 
 @pytest.fixture(scope="package")

@@ -119,14 +119,10 @@ def test_a_cluster_that_is_started_here_is_closed_to_other_users(started, monkey
 
 def _page(address):
     """Return the status of the pages that Dask's HTTP servers have; None if it is none of them."""
-    connection = http.client.HTTPConnection(*address, timeout=5)
-    try:
-        connection.request("GET", "/info/main/workers.html")
-        return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
+    asked = http.client.HTTPConnection(*address, timeout=5)
+    with contextlib.closing(asked), contextlib.suppress(OSError, http.client.HTTPException):
+        asked.request("GET", "/info/main/workers.html")
+        return asked.getresponse().status
 
 
 def test_http_of_named_hosts_is_on_the_loopback_although_their_scheduler_is_not():

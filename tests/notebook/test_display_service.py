@@ -238,15 +238,10 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def out():
-    return Terminal()
-
-
-@pytest.fixture
-def err(monkeypatch, out):
-    screen = Terminal()
-    monkeypatch.setattr(display_service, "sys", SimpleNamespace(stdout=out, stderr=screen))
-    return screen
+def err(monkeypatch):
+    streams = SimpleNamespace(stdout=Terminal(), stderr=Terminal())
+    monkeypatch.setattr(display_service, "sys", streams)
+    return streams.stderr
 
 
 def watch(job: FakeJob, quiet: bool = False) -> OutputDisplay:
@@ -283,7 +278,7 @@ def test_the_line_is_cut_to_the_terminal_and_gives_way_to_what_is_said(err, monk
     assert err.getvalue().endswith("\r\x1b[Kstopping at the next commit\n")  # and no last line
 
 
-def test_the_line_gives_way_to_output_and_is_not_drawn_into_its_middle(err, out):
+def test_the_line_gives_way_to_output_and_is_not_drawn_into_its_middle(err):
     job = FakeJob()
     with watch(job) as looking:
         job.prints("\repoch 1")
@@ -294,5 +289,5 @@ def test_the_line_gives_way_to_output_and_is_not_drawn_into_its_middle(err, out)
         looking.tick()
         job.prints("epoch 2")
         job.end()
-    assert out.getvalue() == "\repoch 1\repoch 1\nepoch 2\n"
+    assert display_service.sys.stdout.getvalue() == "\repoch 1\repoch 1\nepoch 2\n"
     assert err.getvalue().endswith(f"samples/s\r\x1b[K{LINE}\n")
