@@ -170,10 +170,7 @@ def test_an_error_of_a_rank_has_the_cells_lines_and_numbers_and_no_other_frames(
     ]
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["%matplotlib inline", "    %time f()", "files = !ls", "Net?"],
-)
+@pytest.mark.parametrize("line", ["%matplotlib inline", "    %time f()", "files = !ls", "Net?"])
 def test_a_line_for_ipython_is_refused_with_its_number(line):
     body = f"if True:\n    pass\n{line}\n"
     with pytest.raises(CellError, match=r"Cell In\[5\], line 4: .*for IPython"):

@@ -149,14 +149,11 @@ def test_a_wrong_cluster_is_an_error_that_knows_the_right_ones(shell, fit, name,
 # -- how it is shown ---------------------------------------------------------------------------
 
 
-def test_the_manner_is_set_before_the_wait_for_a_job(shell, fit, monkeypatch):
-    manners = []
-    monkeypatch.setattr(
-        magics.display, "set_options", lambda *of, **more: manners.append((of, more))
-    )
-    run(shell, "%%elastic_train --stream all\n1")
-    run(shell, "%%elastic_train -q\n1")
-    assert [(of[1], more["quiet"]) for of, more in manners] == [("all", False), ("none", True)]
+def test_the_manner_is_set_before_the_wait_for_a_job(shell, fit):
+    for option, manner in (("--stream all", ("all", False)), ("-q", ("none", True))):
+        run(shell, f"%%elastic_train {option}\n1")
+        shown = magics.display._shown[fit.job]
+        assert (shown.streamer._mode, shown.quiet) == manner
 
 
 def test_large_variables_are_listed_before_the_start(shell, fit, capsys, monkeypatch):

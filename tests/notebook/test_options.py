@@ -10,12 +10,7 @@ import nbelastic
 from nbelastic.cli.commands import RunCommand
 from nbelastic.driver.options import OF_SCRIPTS, ROWS, TABLE, Options
 from nbelastic.errors import OptionError
-from nbelastic.notebook.options import (
-    MagicOptionError,
-    parse_setting,
-    split,
-    train_command,
-)
+from nbelastic.notebook.options import MagicOptionError, parse_setting, split, train_command
 
 
 def parse(line):
