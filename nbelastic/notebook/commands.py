@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from nbelastic.driver import Job
 from nbelastic.driver.options import LIMITS, ROWS, Kind, count
-from nbelastic.driver.parser import LineOption
+from nbelastic.driver.parser import LineOption, did_you_mean
 from nbelastic.errors import OptionError
 from nbelastic.render import rank_line
 
@@ -58,11 +57,9 @@ class Commands:
         """Run the words after ``%elastic``."""
         command, *words = split(line, MAGIC) or [""]
         if command not in OPTIONS:
-            close = difflib.get_close_matches(command, OPTIONS, n=1)
-            known = ", ".join(OPTIONS)
-            hint = f"did you mean {MAGIC} {close[0]}?" if close else f"there are {known}"
+            hint = did_you_mean(command, OPTIONS) or f"; there are {', '.join(OPTIONS)}"
             what = f"there is no command {command!r}" if command else "a command is missing"
-            raise MagicOptionError(f"{MAGIC}: {what}; {hint} (every command: {MAGIC}?)")
+            raise MagicOptionError(f"{MAGIC}: {what}{hint} (every command: {MAGIC}?)")
         if command == "config":
             self._config(words)
             return

@@ -94,7 +94,7 @@ def test_ended_jobs_that_no_variable_holds_are_forgotten_in_time(shell, fit, cap
     ("line", "says"),
     [
         ("", "a command is missing; there are status, stop"),
-        ("stat", "did you mean %elastic status?"),
+        ("stat", "did you mean status?"),
         ("scale", "%elastic scale --min-np 2 --max-np 6"),
         ("scale --max 2", "did you mean --max-np?"),
         ("jobs all", "'all' belongs to no option"),
