@@ -39,19 +39,10 @@ logger = logging.getLogger(__name__)
 
 MOST_SHOWN = 200  # most characters of a wrong value that an error shows
 
-MOST_SECONDS = 1e9
-"""The longest duration, 30 years; a longer one, also an infinite one, becomes this.
-
-No clock, lock or socket can wait for ever.
-"""
-
-LARGEST = 2**63 - 1
-"""The largest whole number; a larger one, which would not travel as it is, becomes this."""
-
+MOST_SECONDS = 1e9  # what longer durations become: no clock, lock or socket can wait for ever
+LARGEST = 2**63 - 1  # what larger whole numbers become, which would not travel as they are
 READ_PATIENCE = 60.0  # most seconds to wait for the next bytes of a checkpoint
-
-PYGLOO_SILENCE = 30.0
-"""Seconds for which pygloo may hold the interpreter of a rank that does nothing but wait."""
+PYGLOO_SILENCE = 30.0  # seconds for which pygloo may hold the interpreter of a rank that waits
 
 
 # -- kinds -----------------------------------------------------------------------------------------
