@@ -11,6 +11,7 @@ import time
 import traceback
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import dask
 import numpy
@@ -29,6 +30,7 @@ from nbelastic.errors import ClusterLost, OptionError
 
 ROOT = Path(__file__).parents[2]
 NONE_GIVEN = {row.name: None for row in TABLE}
+LATER = SimpleNamespace(asynchronous=True)  # a cluster in the caller's event loop
 
 
 class Unshowable:
@@ -38,13 +40,6 @@ class Unshowable:
         raise RuntimeError("no connection")
 
     __eq__ = __hash__ = __bool__ = __len__ = __iter__ = __repr__
-
-
-class LaterCluster:
-    """A cluster that runs in the caller's event loop."""
-
-    asynchronous = True
-    scheduler_address = "tcp://127.0.0.1:1"
 
 
 def takes_rate(rate, *, steps=1):
@@ -87,7 +82,7 @@ def trains_in_parts():
         ({"kwargs": {1: 2}}, "kwargs: 1 must be the name of a parameter"),
         ({"args": numpy.zeros(2)}, r"args=array\(.*\): must be a tuple or list"),
         ({"cluster": LocalCluster}, r"cluster=<class .*LocalCluster'>: must be a Dask Client"),
-        ({"cluster": LaterCluster()}, "cluster: this cluster is asynchronous; pass a synchronous"),
+        ({"cluster": LATER}, "cluster: this cluster is asynchronous; pass a synchronous one"),
         ({"backend": Unshowable()}, r"backend=<.*Unshowable object"),
         ({"notices": numpy.array(["auto", "off"])}, "notices=array.*: must be one of auto, off"),
         ({"weight": 10**400}, "weight=1000"),

@@ -111,13 +111,6 @@ def test_history_and_timeline_tell_where_the_time_of_a_recovery_went(crew, tmp_p
     assert [each.name for each in tmp_path.glob("timeline.json*")] == ["timeline.json"]
 
 
-class Labels(DisplayService):
-    """A display that calls this file a cell."""
-
-    def label(self, file):
-        return "The cell" if file == __file__ else None
-
-
 def fails_later_on_rank_1():
     def train(state):
         if state.step == 5 and nbelastic.rank() == 1 and nbelastic.size() == 2:
@@ -128,7 +121,9 @@ def fails_later_on_rank_1():
 
 
 def test_the_loss_of_a_rank_by_an_error_says_in_which_line(crew, monkeypatch, capsys):
-    monkeypatch.setattr(display, "_display", Labels())
+    shows = DisplayService()
+    shows.label = lambda file: "The cell" if file == __file__ else None
+    monkeypatch.setattr(display, "_display", shows)
     job = crew.fit(fails_later_on_rank_1, np=2, min_np=1)
     lost = next(event for event in job.history if event.kind == "lost")
     assert re.search(

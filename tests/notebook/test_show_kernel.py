@@ -12,7 +12,7 @@ SETUP = f"""
 import sys, threading, time
 sys.path.insert(0, {ROOT!r})
 from nbelastic.notebook.display_service import display as show
-from tests.notebook.fakes import FakeJob
+from tests.notebook.fakes import FakeJob, until
 job = FakeJob()
 show.show(job)
 """
@@ -20,10 +20,7 @@ show.show(job)
 OVER = """
 job.happens("lost", 3, rank=2, size=3)
 job.end(size=3)
-for thread in threading.enumerate():
-    if thread.name.startswith("nbelastic-panel"):
-        thread.join(10)
-        assert not thread.is_alive()
+until(lambda: "nbelastic-panel" not in str(threading.enumerate()))
 """
 
 WAITED = """
