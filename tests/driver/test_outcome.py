@@ -31,10 +31,6 @@ FAILED = ev.Outcome("failed", error=ev.FailureKind.RANK_FAILED, starts=(0,))
 FINISHED = ev.Outcome("finished", starts=(0,))
 
 
-def explode(kind):
-    raise kind("while it is read")
-
-
 def test_ranks_that_set_up_for_too_long_are_named_with_their_lines():
     log, future = KernelLog(), Future()
     line = ev.CodeLine("/x/train.py", 8, "load")
@@ -47,8 +43,12 @@ def test_ranks_that_set_up_for_too_long_are_named_with_their_lines():
 
 
 class ExplosiveError(Exception):
+    @staticmethod
+    def explode(kind):
+        raise kind("while it is read")
+
     def __reduce__(self):
-        return explode, (self.args[0],)
+        return self.explode, self.args
 
 
 class NoHeirsError(Exception):

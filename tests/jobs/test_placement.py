@@ -19,16 +19,12 @@ def nothing():
     pass
 
 
-def names(dask_scheduler):
-    return {address: str(worker.name) for address, worker in dask_scheduler.workers.items()}
-
-
 def test_workers_restricts_by_address_or_name(crew):
     addresses = list(crew.workers())
     job = crew.fit(nothing, workers=addresses[:2])
     assert set(workers_of(job).values()) == set(addresses[:2])
-    name = crew.client.run_on_scheduler(names)[addresses[3]]
-    assert workers_of(crew.fit(nothing, workers=name)) == {0: addresses[3]}
+    name = crew.client.scheduler_info()["workers"][addresses[3]]["name"]
+    assert workers_of(crew.fit(nothing, workers=str(name))) == {0: addresses[3]}
 
 
 def test_resources_restrict_and_a_worker_that_comes_late_is_taken_in():
