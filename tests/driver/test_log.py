@@ -91,6 +91,7 @@ def test_a_driver_that_is_back_does_not_write_again(monkeypatch, tmp_path):
         log.adopt(0.0, contents)
         assert log.history() == (), "it is the scheduler's"
         log.note_output(0, "two\n")
+        assert [piece.text for piece in log.printed.since(0)[1]] == ["one\n", "two\n"]
     texts = [path.read_text() for path in sorted(tmp_path.glob("*/start-0.log"))]
     assert texts == ["one\ntwo\n", "one\ntwo\n"]
 
