@@ -310,8 +310,6 @@ class OutputDisplay:
 
     def __exit__(self, *_: object) -> None:
         self._print(self._streamer.new_text(self._job) + self._streamer.flush())
-        if self._mid_line and self._find_group is None:
-            self._print("\n")
         self._erase()
         ended = self._job.done()
         if ended and self._group is None and not self._bare:
@@ -357,7 +355,6 @@ class OutputDisplay:
             self._erase()
             write(words)
             self._mid_line = not words.endswith("\n")
-            self._updated = float("-inf")
 
     def _draw_line(self, now: float) -> None:
         if self._mid_line or now - self._updated < BETWEEN_LINES or not sys.stderr.isatty():
