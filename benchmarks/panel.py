@@ -84,7 +84,7 @@ class Job:
     @property
     def _driver(self) -> Any:
         """What a snapshot reads of a driver: the metrics of its log."""
-        log = SimpleNamespace(metrics=self, last_output=lambda _: "")
+        log = SimpleNamespace(metrics=self, printed=SimpleNamespace(last=lambda *_: ""))
         return SimpleNamespace(log=log, job_client=SimpleNamespace(is_local=False))
 
     def curves(self, most: int) -> dict[str, list[tuple[float, float]]]:

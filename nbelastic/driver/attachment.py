@@ -27,11 +27,9 @@ from nbelastic.errors import ClusterLost, OptionError, summary_of
 from . import display
 from .options import Options, shown
 
+# Where HTTP servers of own clusters listen, and not on all interfaces as by Dask's default: they
+# show call stacks and logs without asking for proof.
 LOOPBACK_HTTP = "127.0.0.1:0"
-"""Where HTTP servers of own clusters listen, and not on all interfaces as by Dask's default.
-
-They show call stacks and logs without asking for proof.
-"""
 
 
 def attach_client(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 import os
 import pickle
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,7 +37,7 @@ from . import display
 from .attachment import attach_client
 from .job import Job, driver_of
 from .loggers import sender
-from .options import Options, check_name, flag
+from .options import Options, check_name, described, flag
 from .parser import call_arguments, with_hints
 from .status import JobTable
 from .thread import Driver
@@ -96,83 +98,8 @@ def fit(
         its end.
     args, kwargs : iterable, mapping, optional
         What to call the function with.
-    np : int, optional
-        Workers to wait for before anything starts. ``min_np`` and ``max_np`` default to it, so
-        alone it fixes the number of ranks.
-    min_np, max_np : int, optional
-        Fewest and most ranks that may train. They default to ``np``; without ``np``, to 1 and to
-        all that the cluster ever offers.
-    check_every : int, default 1
-        Fewest commits from one reset to the next that lets new ranks join. Larger values make
-        resets rarer on a cluster that grows slowly. Ranks leave at any commit. After a failure,
-        new ranks that are ready join at once.
-    workers : str or iterable of str, optional
-        Addresses, names or hosts of the workers to use, as in ``Client.submit``.
-    resources : mapping of str to float, optional
-        What a worker must offer, per rank, as in ``Client.submit``: ``{"GPU": 1}``.
-    slots_per_host : int, optional
-        Most ranks on one host.
-    priority : int, default 0
-        Among jobs that share the cluster, higher ones get what they want first. No job is taken
-        below its ``min_np`` for that, unless it is `preemptible`.
-    weight : float, default 1.0
-        Part of the slots that jobs of one priority share, relative to theirs.
-    preemptible : bool, default False
-        Whether a job of a higher priority may take ranks below ``min_np``. The job then waits
-        with one rank, which keeps its state, and goes on by itself; ``elastic_timeout`` does not
-        run meanwhile.
-    reset_limit : int, optional
-        Most changes of membership; without it, any number.
-    elastic_timeout : duration, default 600 s
-        How long to wait for enough workers, and for a started rank to be ready.
-    stall_timeout : duration, default 60 s
-        How long a rank may hold up others which wait for it, before they go on without it.
-    heartbeat_timeout : duration, default 10 s
-        Time without a heartbeat after which a worker counts as frozen.
-    exit_timeout : duration, default 60 s
-        How long threads, exit handlers and child processes of a rank may go on when its function
-        has returned. The job ends after them. A warning says so if they are cut off.
-    blacklist_cooldown : tuple of (duration, duration), optional
-        A worker that failed is left out for ``lo``, then ``2 * lo``, up to ``hi``; known
-        by name and host, so that a restart does not hide it. Without it, a worker process whose
-        rank raises an error that others don't raise is not used again by this job.
-    lease : duration, default 1 hour
-        How long the job goes on when its kernel is gone; :func:`nbelastic.attach` takes it
-        over from another one.
-    notices : str, default "auto"
-        With ``auto``, the agent of one worker of each host asks the cloud's metadata service for
-        a notice that the machine will go, and each agent knows when its SLURM or PBS job ends. It
-        takes SIGUSR1 and SIGUSR2 as notices where its process has no handlers of its own. Ranks
-        leave such workers at their next commit or ``check_host_updates()``. ``off``: no agent
-        asks, nor handles these signals.
-    checkpoint : str or path-like, optional
-        A directory that all workers see, or a URL that fsspec knows, in which rank 0 writes
-        commits in the background. A job that loses all its ranks at once goes on from there. If
-        all machines with the state will go, a rank writes its last commit there before.
-    checkpoint_every : int, default 100
-        Commits between two checkpoints; the last commit of a loop is one, too.
-    resume : bool, default False
-        Start from the newest complete checkpoint in `checkpoint`, if there is one.
-    backend : str, default "auto"
-        How tensors travel between ranks: ``shm`` through shared memory within a host and Gloo
-        across hosts, or not at all; ``gloo`` by Gloo alone; ``auto`` the best of both that all
-        ranks can do, and tensors of GPUs by NCCL or CUDA IPC where a trial shows that all can
-        (experimental); ``nccl`` and ``cuda_ipc`` the same with one of these; ``pygloo`` by the
-        package of that name. :attr:`JobStatus.backend` says what it has become.
-    env : mapping of str to str, optional
-        Environment variables of the ranks' processes, such as ``{"NCCL_DEBUG": "INFO"}``, added
-        to those of their workers. They are set before the function runs, and too late for what
-        Python and torch read when they start. They travel with the job, in plain text.
-    timeline : str or path-like, optional
-        A file, on a path that all workers and the kernel see, for a timeline in Chrome's trace
-        format, which https://ui.perfetto.dev opens: operations, steps, commits and resets, with a
-        row for each rank. Written at the job's end; until then each rank appends to a file
-        next to it. Horovod's ``HOROVOD_TIMELINE``.
-    pull : str or iterable of str, optional
-        Variables of the function from outside it, such as a model of the notebook. Rank 0's values
-        come back when the function ends, and when the job is stopped, into the objects that have
-        these names here: by ``load_state_dict`` or ``set_weights``, lists, dicts and sets in
-        place, other values by assignment. With ``block=False``, :meth:`Job.pull` does it.
+    np, min_np, max_np, ... : optional
+        See the fields of ``nbelastic.driver.options.Options``, which stand here when it runs.
     name : str, optional
         Name of the job, unique on the cluster; made up if not given.
     log_to : run of wandb, run of MLflow, SummaryWriter or callable, optional
@@ -247,6 +174,13 @@ def fit(
     finally:
         held.release()
     return hand_out(driver, block=block, log_to=log_to)
+
+
+fit.__doc__ = re.sub(
+    r"np, min_np.*\n.*",
+    lambda _: described(fit.__annotations__).replace("Duration", "duration"),
+    inspect.cleandoc(str(fit.__doc__)),
+)
 
 
 def run(

@@ -271,9 +271,9 @@ class Job:
                 self._print_output(rank)
             return ""
         texts: dict[int, list[str]] = {}
-        for piece in self._driver.log.output()[1]:
+        for piece in self.output()[1]:
             texts.setdefault(piece.start, []).append(piece.text)
-        dropped = self._driver.log.output_dropped()
+        dropped = self._driver.log.printed.remark()
         parts = [f"[{dropped}]\n"] if dropped else []
         for start, pieces in sorted(texts.items()):
             latest = self._driver.log.latest_rank(start)
@@ -307,7 +307,7 @@ class Job:
         cursor : int
         pieces : tuple of Output
         """
-        return self._driver.log.output(since)
+        return self._driver.log.printed.since(since)
 
     @property
     def modules(self) -> Modules:
@@ -332,11 +332,6 @@ class Job:
         """When the job was started, in seconds since the epoch."""
         return self._driver.log.started
 
-    def _returned(self) -> int:
-        """Return how many ranks have returned; 0 if their results cannot be read."""
-        future = self._driver.future
-        return len(future.result()) if future.exception() is None else 0
-
     @property
     def status(self) -> JobStatus:
         """A snapshot of the job."""
@@ -348,6 +343,9 @@ class Job:
             state = "stopping" if state == "stopped" else "running"
         elif self._driver.detached:
             state = "detached"
+        future, returned = self._driver.future, 0  # of ranks; none if results cannot be read
+        if state == "finished" and future.exception() is None:
+            returned = len(future.result())
         metrics = log.metrics
         members = [rank.start for rank in view.ranks if rank.rank is not None]
         micro_batches, why_not_exact = metrics.micro_batches(members)
@@ -355,7 +353,7 @@ class Job:
         known = same_fields(JobStatus, view) | {
             "name": self.name,
             "state": state,
-            "size": view.size or (self._returned() if state == "finished" else 0),
+            "size": view.size or returned,
             "elapsed": elapsed,
             "reason": AWAY if self._driver.away else words,
             "ranks": tuple(map(metrics.status, view.ranks)),

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class KernelLog(JobLog):
         self.highest_rank: int | None = None
         self._lock = threading.Lock()
         self._history: list[HistoryEvent] = []
-        self._kept = OutputLog(job)
+        self.printed = OutputLog(job)
 
     # -- for all threads -----------------------------------------------------------------------
 
@@ -61,21 +61,6 @@ class KernelLog(JobLog):
         """Return the history so far."""
         with self._lock:
             return tuple(self._history)
-
-    def output(self, since: int = 0) -> tuple[int, tuple[Output, ...]]:
-        """Return the output that is kept since a cursor, and the next cursor."""
-        with self._lock:
-            return self._kept.since(since)
-
-    def last_output(self, most: int) -> str:
-        """Return the last `most` characters, about, that rank 0 has printed."""
-        with self._lock:
-            return self._kept.last(0, most)
-
-    def output_dropped(self) -> str:
-        """Return a line on output dropped from memory; empty if complete."""
-        with self._lock:
-            return self._kept.remark()
 
     def warnings(self) -> tuple[str, ...]:
         """Return the warnings so far, oldest first."""
@@ -108,18 +93,8 @@ class KernelLog(JobLog):
         self.highest_rank = max(rank, self.highest_rank or 0)
 
     def _add(self, record: m.Record) -> None:
-        detail = record.detail
-        if record.reason is not None:
-            error = None if record.start is None else self.failures.get(record.start)
-            detail = history_detail(
-                record.reason,
-                executing=_code_place(record.line),
-                raised=_code_place(None if error is None else error.place),
-            )
-        if record.kind == "phases" and record.figures:
-            detail = reset_detail(record.figures)
-        elif record.kind == "straggler" and record.figures:
-            detail = straggler_detail(record.figures)
+        error = None if record.start is None else self.failures.get(record.start)
+        detail = detail_of(record, None if error is None else error.place)
         event = HistoryEvent(**same_fields(HistoryEvent, record) | {"detail": detail})
         with self._lock:
             if record.kind in ("warning", "alias", "logged"):  # once each
@@ -132,9 +107,7 @@ class KernelLog(JobLog):
             self._history.append(event)
 
     def note_output(self, start: int, text: str, *, write: bool = True) -> None:
-        with self._lock:
-            problem = self._kept.add(Output(start, self.latest_rank(start), text), write=write)
-        if problem:
+        if problem := self.printed.add(Output(start, self.latest_rank(start), text), write=write):
             self.note(m.Record("warning", detail=problem))
 
     def note_gap(self, start: int) -> None:
@@ -155,14 +128,14 @@ class KernelLog(JobLog):
         self.started = started
         with self._lock:
             self._history.clear()
-            self._kept.clear()
+        self.printed.clear()
         self.metrics = MetricsAggregator(started)
         self.results = dict(contents.results)
         self.failures = dict(contents.failures)
         for start, (rank, worker) in contents.ranks.items():
             self._note_rank(start, rank, worker)
         self.note_telemetry(contents.telemetry)
-        write = not self._kept.written  # a driver that attaches again has written it before
+        write = not self.printed.written  # a driver that attaches again has written it before
         for start, text in contents.output:
             self.note_output(start, text, write=write)
         for record in contents.history:
@@ -175,36 +148,28 @@ def _code_place(line: m.CodeLine | None) -> str:
     return f"{display.label(line.file) or line.file}, line {line.line}, in {line.function}"
 
 
-def history_detail(reason: m.Reason | None, *, executing: str = "", raised: str = "") -> str:
-    """Return the detail of a history entry, with the known lines of its rank."""
+def detail_of(record: m.Record, raised: m.CodeLine | None = None) -> str:
+    """Return the detail of a history entry: figures in words, or a reason with lines of code."""
+    reason, figures, place = record.reason, record.figures, _code_place(raised)
+    if record.kind == "phases" and figures:
+        batches, samples = (int(figures.get(name, 0)) for name in ("batches", "samples"))
+        phases = [f"{k} {v:.1f}" for k, v in figures.items() if k not in ("batches", "samples")]
+        again = f"; {batches:,} {'batch' if batches == 1 else 'batches'}"
+        again += f"{f' of {samples:,} samples' if samples else ''} redone"
+        return f"{', '.join(phases)} ms{again if batches else ''}"
+    if record.kind == "straggler" and figures:
+        after, before, of = (int(figures[name]) for name in ("micro_batches", "before", "of"))
+        return (
+            f"takes {figures['times']:.1f} times as long for a micro-batch as the others; "
+            f"computes {after} of {of} now, {before} before"
+        )
     if isinstance(reason, m.RankError):
-        return reason.at(raised)
+        return reason.at(place)
     if not isinstance(reason, m.Lost):
-        return str(reason or "")
-    words = reason.cause
-    if reason.reason in (m.LossReason.STALLED, m.LossReason.NOT_READY) and executing:
-        return f"{words}; it was executing {executing}"
-    return f"{words}; raised at {raised}" if raised else words
-
-
-def reset_detail(figures: Mapping[str, float]) -> str:
-    """Return the detail of a history entry about a reset, from its timings in milliseconds."""
-    batches, samples = (int(figures.get(name, 0)) for name in ("batches", "samples"))
-    phases = [f"{k} {v:.1f}" for k, v in figures.items() if k not in ("batches", "samples")]
-    words = ", ".join(phases) + " ms"
-    if not batches:
-        return words
-    again = f"{batches:,} {'batch' if batches == 1 else 'batches'}"
-    return f"{words}; {again}{f' of {samples:,} samples' if samples else ''} redone"
-
-
-def straggler_detail(figures: Mapping[str, float]) -> str:
-    """Return the detail of a history entry about a straggler."""
-    after, before, of = (int(figures.get(name, 0)) for name in ("micro_batches", "before", "of"))
-    return (
-        f"takes {figures.get('times', 0.0):.1f} times as long for a micro-batch as the others; "
-        f"computes {after} of {of} now, {before} before"
-    )
+        return record.detail if reason is None else str(reason)
+    if reason.reason in (m.LossReason.STALLED, m.LossReason.NOT_READY) and record.line:
+        return f"{reason.cause}; it was executing {_code_place(record.line)}"
+    return f"{reason.cause}; raised at {place}" if place else reason.cause
 
 
 BYTES = "NBELASTIC_LOG_BYTES"
@@ -220,6 +185,7 @@ class OutputLog:
     def __init__(self, job: str) -> None:
         self._most = _most()
         self._place = _place(job)
+        self._lock = threading.Lock()
         self._pieces: deque[Output] = deque()
         self._bytes = self._gone = 0  # of the kept pieces, and number of the dropped ones
         self.written = False  # whether anything has gone to a file
@@ -230,35 +196,39 @@ class OutputLog:
         told, problem = self._gone > 0, self._problem
         if write:
             self._write(piece)
-        self._pieces.append(piece)
-        self._bytes += _size(piece)
-        while self._bytes > self._most and self._pieces:
-            self._bytes -= _size(self._pieces.popleft())
-            self._gone += 1
+        with self._lock:
+            self._pieces.append(piece)
+            self._bytes += _size(piece)
+            while self._bytes > self._most and self._pieces:
+                self._bytes -= _size(self._pieces.popleft())
+                self._gone += 1
         if self._problem != problem:
             return self._problem
         return "" if told else self.remark()
 
     def since(self, cursor: int) -> tuple[int, tuple[Output, ...]]:
         """Return the next cursor, and the kept pieces since the given cursor."""
-        first = max(cursor - self._gone, 0)
-        return self._gone + len(self._pieces), tuple(islice(self._pieces, first, None))
+        with self._lock:
+            first = max(cursor - self._gone, 0)
+            return self._gone + len(self._pieces), tuple(islice(self._pieces, first, None))
 
     def last(self, rank: int, most: int) -> str:
         """Return the last pieces of a rank, of `most` characters or somewhat more."""
         found: list[str] = []
-        for piece in reversed(self._pieces):
-            if piece.rank == rank:
-                found.append(piece.text)
-                most -= len(piece.text)
-            if most <= 0:
-                break
+        with self._lock:
+            for piece in reversed(self._pieces):
+                if piece.rank == rank:
+                    found.append(piece.text)
+                    most -= len(piece.text)
+                if most <= 0:
+                    break
         return "".join(reversed(found))
 
     def clear(self) -> None:
         """Forget all that is in memory, and count anew."""
-        self._pieces.clear()
-        self._bytes = self._gone = 0
+        with self._lock:
+            self._pieces.clear()
+            self._bytes = self._gone = 0
 
     def remark(self) -> str:
         """Return a line on dropped output and its place on disk; empty if nothing was dropped."""

@@ -27,9 +27,7 @@ from .thread import Driver
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5
-SETTLE_S = 2.0
-"""Seconds after a commit in which the reports before it arrive; they travel with heartbeats."""
-
+SETTLE_S = 2.0  # after a commit, in which the reports before it arrive, with heartbeats
 LAST_S = 60.0
 TRIES = 20  # how often in a row a logger may raise; then it gets nothing any more
 

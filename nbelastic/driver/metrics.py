@@ -17,9 +17,7 @@ from nbelastic.membership import RankView
 from nbelastic.messages import MetricsReport, RankTelemetry
 
 WINDOW = 3.0  # seconds over which speed is measured
-
-MOST_POINTS = 600
-"""Points of the pace that are kept; then every second one is dropped and the interval doubles."""
+MOST_POINTS = 600  # of the pace; then every second one is dropped and the interval doubles
 
 
 @dataclass

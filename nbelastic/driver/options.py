@@ -14,6 +14,7 @@ import math
 import numbers
 import os
 import re
+import textwrap
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -38,19 +39,10 @@ logger = logging.getLogger(__name__)
 
 MOST_SHOWN = 200  # most characters of a wrong value that an error shows
 
-MOST_SECONDS = 1e9
-"""The longest duration, 30 years; a longer one, also an infinite one, becomes this.
-
-No clock, lock or socket can wait for ever.
-"""
-
-LARGEST = 2**63 - 1
-"""The largest whole number; a larger one, which would not travel as it is, becomes this."""
-
+MOST_SECONDS = 1e9  # what longer durations become: no clock, lock or socket can wait for ever
+LARGEST = 2**63 - 1  # what larger whole numbers become, which would not travel as they are
 READ_PATIENCE = 60.0  # most seconds to wait for the next bytes of a checkpoint
-
-PYGLOO_SILENCE = 30.0
-"""Seconds for which pygloo may hold the interpreter of a rank that does nothing but wait."""
+PYGLOO_SILENCE = 30.0  # seconds for which pygloo may hold the interpreter of a rank that waits
 
 
 # -- kinds -----------------------------------------------------------------------------------------
@@ -111,18 +103,17 @@ def _require(holds: object) -> None:
         raise ValueError
 
 
-def whole(least: int | None = None, *, optional: bool = False) -> Kind:
+def whole(least: int = -LARGEST, *, optional: bool = False) -> Kind:
     """Return the kind of whole numbers, from `least` on."""
-    expects = "a whole number" if least is None else f"a whole number, at least {least}"
 
-    @_kind(expects, "N", optional=optional, from_words=int)
-    def kind(value: Any) -> int:
+    def convert(value: Any) -> int:
         _require(isinstance(value, numbers.Integral) and not isinstance(value, bool))
         number = int(value)  # of Python's own type, as NumPy's cannot be sent
-        _require(least is None or number >= least)
+        _require(number >= least or least == -LARGEST)
         return max(min(number, LARGEST), -LARGEST)
 
-    return kind
+    bound = "" if least == -LARGEST else f", at least {least}"
+    return Kind(convert, f"a whole number{bound}", "N", optional, int)
 
 
 def count(least: int = 1) -> Kind:
@@ -140,7 +131,7 @@ def _as_float(value: Any) -> float:
         return math.inf if cast("Any", value) > 0 else -math.inf
 
 
-@_kind("a number above 0", "X", from_words=float)
+@_kind("a number above 0", metavar="X", from_words=float)
 def positive(value: Any) -> float:
     """Return a finite real number."""
     number = _as_float(value)
@@ -180,12 +171,11 @@ def span(value: Any) -> tuple[float, float]:
 def choice(*choices: str, more: Callable[[], tuple[str, ...]] = tuple) -> Kind:
     """Return the kind of an option with several choices, or with choices found by `more`."""
 
-    @_kind(f"one of {', '.join(choices)}", "NAME", choices=choices)
-    def kind(value: Any) -> str:
+    def convert(value: Any) -> str:
         _require(isinstance(value, str) and value in (*choices, *more()))
         return str(value)
 
-    return kind
+    return Kind(convert, f"one of {', '.join(choices)}", "NAME", choices=choices)
 
 
 @_kind("True or False")
@@ -237,10 +227,12 @@ def variable_names(value: Any) -> tuple[str, ...]:
 def amounts(value: Any) -> dict[str, float]:
     """Return amounts of Dask's resources by name; empty for none."""
     _require(value is None or isinstance(value, Mapping))
+    found = {}
     for key, amount in (value or {}).items():
-        if not isinstance(key, str) or not key or not 0 < _as_float(amount) < math.inf:
+        found[key] = _as_float(amount)
+        if not isinstance(key, str) or not key or not 0 < found[key] < math.inf:
             raise OptionError(f"[{shown(key)}]={shown(amount)}: must be a number above 0")
-    return {key: float(amount) for key, amount in (value or {}).items()}
+    return found
 
 
 def _variables_of(words: tuple[str, ...]) -> dict[str, str]:
@@ -330,8 +322,9 @@ class OptionRow:
     name: str  # as in Python
     kind: Kind
     group: str  # its heading in help
-    meaning: str
     example: str  # words of a magic's line
+    meaning: str
+    more: str  # for the docstring of ``fit`` alone
 
     @property
     def flag(self) -> str:
@@ -339,9 +332,10 @@ class OptionRow:
         return f"--{self.name.replace('_', '-')}"
 
 
-def _option(group: str, kind: Kind, example: str, meaning: str) -> Any:
+def _option(group: str, kind: Kind, example: str, meaning: str, more: str = "") -> Any:
     shown = kind not in (location, variables)  # they may have passwords in them
-    return field(default=_UNSET, repr=shown, metadata={"row": (kind, group, meaning, example)})
+    row = (kind, group, example, meaning, more)
+    return field(default=_UNSET, repr=shown, metadata={"row": row})
 
 
 _MANY, _WHERE, _SHARED, _WAY, _BACK, _WRONG = (
@@ -367,28 +361,41 @@ class Options:
     max_np: int | None = _option(_MANY, count(), "--min-np 2 --max-np 8",
         "most ranks that may train; without it, np or all that the cluster offers")
     check_every: int = _option(_MANY, count(), "--max-np 8 --check-every 100",
-        "commits before new ranks may join, counted from the last reset; ranks leave at any commit")
+        "commits before new ranks may join, counted from the last reset; ranks leave at any commit",
+        "Larger values make resets rarer on a cluster that grows slowly. After a failure, new "
+        "ranks that are ready join at once.")
     workers: tuple[str, ...] | None = _option(_WHERE, workers_named, "--workers alice bob",
         "only these workers: names, addresses or hosts, as in Client.submit")
     resources: dict[str, float] = _option(_WHERE, amounts, "--resources GPU=1 MEM=2",
-        "what a worker must offer for each rank, as in Client.submit")
+        "what a worker must offer for each rank, as in Client.submit", 'Such as ``{"GPU": 1}``.')
     slots_per_host: int | None = _option(_WHERE, count(), "--slots-per-host 4",
         "most ranks on one machine")
     priority: int = _option(_SHARED, whole(), "--priority 10",
-        "jobs of a higher priority get what they want first")
+        "jobs of a higher priority get what they want first",
+        "No job is taken below its ``min_np`` for that, unless it is `preemptible`.")
     weight: float = _option(_SHARED, positive, "--weight 2",
         "this job's part of what jobs of one priority share, relative to theirs")
     preemptible: bool = _option(_SHARED, flag, "--min-np 4 --preemptible",
         "a job of a higher priority may take ranks below min_np; one rank stays and keeps the "
-        "state, until the job goes on by itself")
+        "state, until the job goes on by itself", "``elastic_timeout`` does not run meanwhile.")
     backend: str = _option(_WAY, choice(*BACKENDS, more=backend_names), "--np 4 --backend gloo",
         f"how tensors travel between ranks: one of {', '.join(BACKENDS)}, "
-        "or what an installed package brings")
+        "or what an installed package brings",
+        "``shm`` is through shared memory within a host and Gloo across hosts, or not at all; "
+        "``gloo`` by Gloo alone; ``auto`` the best of both that all ranks can do, and tensors of "
+        "GPUs by NCCL or CUDA IPC where a trial shows that all can (experimental); ``nccl`` and "
+        "``cuda_ipc`` the same with one of these; ``pygloo`` by the package of that name. "
+        ":attr:`JobStatus.backend` says what it has become.")
     env: dict[str, str] = _option(_WAY, variables, "--env NCCL_DEBUG=INFO",
-        "environment variables of the ranks' processes, added to those of their workers")
+        "environment variables of the ranks' processes, added to those of their workers",
+        'Such as ``{"NCCL_DEBUG": "INFO"}``. They are set before the function runs, and too late '
+        "for what Python and torch read when they start. They travel with the job, in plain text.")
     pull: tuple[str, ...] = _option(_BACK, variable_names, "--pull model,history",
         "variables of rank 0 that come back at the end, or at a stop, into the objects of these "
-        "names: models, optimizers, plain values")
+        "names: models, optimizers, plain values",
+        "They are of the function, from outside it, such as a model of the notebook. They take "
+        "their values by ``load_state_dict`` or ``set_weights``, lists, dicts and sets in place, "
+        "others by assignment. With ``block=False``, :meth:`Job.pull` does it.")
     reset_limit: int | None = _option(_WRONG, count(0), "--reset-limit 20",
         "most changes of membership, then ResetLimitExceeded")
     elastic_timeout: float = _option(_WRONG, duration, "--elastic-timeout 60",
@@ -399,25 +406,35 @@ class Options:
         "silence after which a worker counts as frozen, where no process on its host can see it")
     exit_timeout: float = _option(_WRONG, duration, "--exit-timeout 10m",
         "how long threads, exit handlers and children of a rank may run when its function has "
-        "returned, then they are cut off")
+        "returned, then they are cut off", "The job ends after them. A warning names a cut.")
     lease: float = _option(_WRONG, duration, "--lease 24h",
-        "how long the job goes on when its kernel is gone")
+        "how long the job goes on when its kernel is gone",
+        ":func:`nbelastic.attach` takes it over from another one.")
     notices: str = _option(_WRONG, choice("auto", "off"), "--notices off",
-        "auto: ranks leave machines that say they will go (spot machines, end of a batch job)")
+        "auto: ranks leave machines that say they will go (spot machines, end of a batch job)",
+        "The agent of one worker of each host asks the cloud's metadata service for a notice, and "
+        "each agent knows when its SLURM or PBS job ends. It takes SIGUSR1 and SIGUSR2 as notices "
+        "where its process has no handlers of its own. Ranks leave such workers at their next "
+        "commit or ``check_host_updates()``. ``off``: no agent asks, nor handles these signals.")
     checkpoint: str | None = _option(_WRONG, location, "--checkpoint s3://bucket/run",
         "where commits are also written to disk: a path that all workers see, or a URL that "
-        "fsspec knows")
+        "fsspec knows",
+        "Rank 0 writes in the background. A job that loses all its ranks at once goes on from "
+        "there. Before all machines with the state go, a rank writes its last commit there.")
     checkpoint_every: int = _option(_WRONG, count(), "--checkpoint ckpt --checkpoint-every 10",
-        "commits between two checkpoints")
+        "commits between two checkpoints", "The last commit of a loop is one, too.")
     resume: bool = _option(_WRONG, flag, "--checkpoint ckpt --resume",
         "start from the newest complete checkpoint there")
     timeline: str | None = _option(_WRONG, file, "--timeline timeline.json",
         "record what ranks do, and write it to this file at the end: a path that all workers "
-        "and the kernel see; https://ui.perfetto.dev opens it")
+        "and the kernel see; https://ui.perfetto.dev opens it",
+        "Chrome's trace format: operations, steps, commits and resets, with a row for each rank, "
+        "each of which appends to a file next to it until then. Horovod's ``HOROVOD_TIMELINE``.")
     blacklist_cooldown: tuple[float, float] | None = _option(_WRONG, span,
         "--blacklist-cooldown 10 100",
         "a worker that failed is left out for LO, then twice that, up to HI; without it, one "
-        "whose function raised what others do not raise is not used again")
+        "whose function raised what others do not raise is not used again",
+        "It is known by name and host, so that a restart does not hide it.")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -503,6 +520,20 @@ TABLE: tuple[OptionRow, ...] = tuple(
 """All options of a job that a line or a configuration can set."""
 
 ROWS = {row.name: row for row in TABLE}  # the options of a job by name
+
+
+def described(types: Mapping[str, Any]) -> str:
+    """Return the options as a docstring has them, with the types that a signature says."""
+    lines = []
+    for row in TABLE:
+        kind = str(types[row.name]).removesuffix(" | None").replace(" | ", " or ")
+        default = DEFAULTS[row.name]
+        known = "optional" if default is None else f"default {default}"
+        lines.append(f"{row.name} : {kind}, {known}")
+        words = f"{row.meaning[:1].upper()}{row.meaning[1:]}. {row.more}"
+        lines += [f"    {line}" for line in textwrap.wrap(words, 92, break_on_hyphens=False)]
+    return "\n".join(lines)
+
 
 OF_SCRIPTS = tuple(row for row in TABLE if row.name != "pull")
 """Those of a script, which no notebook waits for."""

@@ -144,13 +144,10 @@ def call_arguments(
     strange = next((key for key in kwargs or () if not isinstance(key, str)), None)
     if strange is not None:
         raise OptionError(f"kwargs: {shown(strange)} must be the name of a parameter")
-    for asks, kind in (
-        (inspect.iscoroutinefunction, "coroutine"),
-        (inspect.isgeneratorfunction, "generator"),
-        (inspect.isasyncgenfunction, "generator"),
-    ):
-        if asks(fn):
-            raise OptionError(f"fn={shown(fn)}: must be a function, not a {kind} function")
+    yields = inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn)
+    if yields or inspect.iscoroutinefunction(fn):
+        kind = "generator" if yields else "coroutine"
+        raise OptionError(f"fn={shown(fn)}: must be a function, not a {kind} function")
     positional, named = tuple(args), dict(kwargs or {})
     # Other callables check their own arguments. What a decorator passes on is not what it takes.
     if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):

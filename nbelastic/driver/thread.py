@@ -29,12 +29,9 @@ logger = logging.getLogger(__name__)
 
 SETTLING_S = 5.0  # seconds in which a driver has carried out what it has adopted
 
+# Most seconds that count between two looks at the clock. A laptop sleeps, a cell holds the
+# interpreter for a minute: then many messages wait, and no deadline may pass before they are read.
 MOST_COUNTED = 2.0
-"""Most seconds that count between two looks at the clock.
-
-A laptop sleeps, a cell holds the interpreter for a minute: afterwards many messages wait to be
-read, and no deadline may pass before they are.
-"""
 
 CLOSED_FOR_GOOD = (
     "Dask's cluster has closed worker {names} for good\n"
@@ -44,8 +41,7 @@ CLOSED_FOR_GOOD = (
     'dask.config.set({{"distributed.deploy.lost-worker-timeout": "1 hour"}}) prevents this.'
 )
 
-CHANCE = random.Random().random
-"""The driver's own random numbers: a user's kernel keeps the ones it has seeded."""
+CHANCE = random.Random().random  # own numbers: a user's kernel keeps the ones it has seeded
 
 
 class Driver:
@@ -130,9 +126,8 @@ class Driver:
     def note_logged(self, name: str, sent: tuple[int, int], rows: int) -> None:
         """Keep in the history how far a logger has come, for a kernel that takes over."""
         if (sent, rows) != self.log.logged_to(name) and rows:
-            figures = dict(
-                zip(("commit", "number", "rows"), map(float, (*sent, rows)), strict=True)
-            )
+            commit, number = map(float, sent)
+            figures = {"commit": commit, "number": number, "rows": float(rows)}
             self._inbox.put(m.RankNote(m.KERNEL, "logged", name, figures))
 
     # -- for all threads -----------------------------------------------------------------------

@@ -62,15 +62,8 @@ def explain(job: str, history: Iterable[HistoryEvent], rank: int | None = None) 
         rank_of = "" if event.rank is None else f" rank {event.rank} on"
         lines.append(f"{at}  {event.kind}{rank_of}{place}, in generation {event.generation}")
         detail = event.detail.replace("\n", "\n              ")
-        lines += [
-            f"    {name:<8}{text}"
-            for name, text in (
-                ("what", detail),
-                ("seen by", event.seen),
-                ("rule", _RULES[event.kind]),
-            )
-            if text
-        ]
+        facts = {"what": detail, "seen by": event.seen, "rule": _RULES[event.kind]}
+        lines += [f"    {name:<8}{text}" for name, text in facts.items() if text]
     return Explanation("\n".join(lines))
 
 

@@ -8,13 +8,11 @@ share that namespace, so they read what the cell assigns.
 from __future__ import annotations
 
 import ast
-import io
 import itertools
 import linecache
 import re
 import reprlib
 import sys
-import tokenize
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -74,7 +72,7 @@ class CellFunction:
         if self._home is not None:
             # Functions of one namespace that are pickled together share one again on the rank.
             # This one keeps it, whether or not the cell uses another.
-            state["_anchor"] = types.FunctionType(_nothing.__code__, self._home, "cell")
+            state["_anchor"] = types.FunctionType((lambda: None).__code__, self._home, "cell")
         state["_submodules"] = _submodules(self._compile(), self.captured.values())
         return state
 
@@ -129,7 +127,9 @@ class CellFunction:
         """Compile the cell so that the value of a last expression is kept."""
         tree = self._parse()
         last = tree.body[-1]
-        if isinstance(last, ast.Expr) and not _ends_in_semicolon(self._body):
+        line = self._padded.encode().splitlines()[(last.end_lineno or 0) - 1]
+        is_hidden = line[last.end_col_offset :].lstrip().startswith(b";")
+        if isinstance(last, ast.Expr) and not is_hidden:
             target = ast.copy_location(ast.Name(_RESULT, ast.Store()), last)
             tree.body[-1] = ast.copy_location(ast.Assign([target], last.value), last)
         try:
@@ -155,17 +155,6 @@ def _submodules(code: types.CodeType, values: Iterable[Any]) -> list[types.Modul
         if name.startswith(package) and names.issuperset(name[len(package) :].split("."))
         if isinstance(module, types.ModuleType)
     ]
-
-
-def _nothing() -> None:
-    """Do nothing: this is the code of the function that keeps a namespace."""
-
-
-def _ends_in_semicolon(source: str) -> bool:
-    skip = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER, tokenize.DEDENT)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    last = [token.string for token in tokens if token.type not in skip]
-    return bool(last) and last[-1] == ";"
 
 
 # -- sizes -----------------------------------------------------------------------------------------

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from nbelastic.driver import Job
 from nbelastic.driver.options import LIMITS, ROWS, Kind, count
-from nbelastic.driver.parser import LineOption
+from nbelastic.driver.parser import LineOption, did_you_mean
 from nbelastic.errors import OptionError
 from nbelastic.render import rank_line
 
@@ -38,10 +37,15 @@ class Commands:
     """The subcommands of ``%elastic`` for one notebook."""
 
     def __init__(self, namespace: Mapping[str, Any], write: Callable[[str], object]) -> None:
-        self.defaults: dict[str, Any] = {}
+        self._settings: dict[str, tuple[str, Any]] = {}  # by option: as written, and the value
         self._namespace = namespace
         self._write = write
         self._jobs: list[Any] = []
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options that ``config`` has set for cells."""
+        return {name: value for name, (_, value) in self._settings.items()}
 
     def remember(self, job: Any) -> None:
         """Keep a job, for commands without a variable of the job."""
@@ -53,11 +57,9 @@ class Commands:
         """Run the words after ``%elastic``."""
         command, *words = split(line, MAGIC) or [""]
         if command not in OPTIONS:
-            close = difflib.get_close_matches(command, OPTIONS, n=1)
-            known = ", ".join(OPTIONS)
-            hint = f"did you mean {MAGIC} {close[0]}?" if close else f"there are {known}"
+            hint = did_you_mean(command, OPTIONS) or f"; there are {', '.join(OPTIONS)}"
             what = f"there is no command {command!r}" if command else "a command is missing"
-            raise MagicOptionError(f"{MAGIC}: {what}; {hint} (every command: {MAGIC}?)")
+            raise MagicOptionError(f"{MAGIC}: {what}{hint} (every command: {MAGIC}?)")
         if command == "config":
             self._config(words)
             return
@@ -143,17 +145,13 @@ class Commands:
 
     def _config(self, words: list[str]) -> None:
         if words == ["--reset"]:
-            self.defaults.clear()
+            self._settings.clear()
         else:
-            for name, value in [parse_setting(word) for word in words]:
-                self.defaults.pop(name, None)
-                if value is not None:
-                    self.defaults[name] = value
-        settings = [
-            f"{name.replace('_', '-')}={_written(value)}"
-            for name, value in sorted(self.defaults.items())
-        ]
-        self._say(" ".join(settings) or "no defaults set; those of nbelastic.fit hold")
+            for word, (name, value) in [(word, parse_setting(word)) for word in words]:
+                self._settings[name] = word.lstrip("-"), value
+        self._settings = {k: v for k, v in sorted(self._settings.items()) if v[1] is not None}
+        settings = " ".join(word for word, _ in self._settings.values())
+        self._say(settings or "no defaults set; those of nbelastic.fit hold")
 
     def _say(self, *lines: str) -> None:
         self._write("\n".join(lines) + "\n")
@@ -166,13 +164,3 @@ def _summary(job: Any) -> str:
         f"{status.name}: {status.state}, {status.size} ranks ({status.min_np} to {most}), "
         f"generation {status.generation}, {status.commits:,} commits, {status.resets} resets"
     )
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, dict):
-        return ",".join(f"{name}={_written(each)}" for name, each in value.items())
-    if isinstance(value, (list, tuple)):
-        return ",".join(map(_written, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)

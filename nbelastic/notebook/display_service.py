@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 from weakref import WeakKeyDictionary
 
 from nbelastic.render import STYLE, JobSnapshot, Mode, Streamer, duration, line, page, text
@@ -227,10 +227,8 @@ class DisplayService:
         shell, shown = self._shell(), self._look_up(job)
         if not shown.quiet:
             shown.cell = getattr(shell, "execution_count", None)
-        how = (job, shown.streamer, shown.quiet, self._clock)
-        if shell is None:
-            return TerminalWaitDisplay(*how)
-        return NotebookWaitDisplay(*how, group=partial(self._group, job))
+        group = None if shell is None else partial(self._group, job)
+        return OutputDisplay(job, shown.streamer, shown.quiet, self._clock, group)
 
     def show(self, job: Any) -> None:
         """Show a job as the value of a cell, unless the cell has just waited for its end."""
@@ -251,9 +249,7 @@ class DisplayService:
     def say(self, text: str) -> None:
         """Show a line that concerns no job, except without a reader."""
         if threading.current_thread() is threading.main_thread() and not silent():
-            stream = sys.stderr if self._shell() is None else sys.stdout
-            stream.write(text + "\n")
-            stream.flush()
+            write(text + "\n", sys.stderr if self._shell() is None else sys.stdout)
 
     def label(self, file: str) -> str | None:
         """Return IPython's name of the cell with this file name, or None."""
@@ -285,7 +281,10 @@ class DisplayService:
 
 
 class OutputDisplay:
-    """The ranks' output while a thread waits, and one line when the job has ended."""
+    """The ranks' output while a thread waits, and one line when the job has ended.
+
+    Meanwhile a notebook has a panel under the cell, a terminal a line that is rewritten in place.
+    """
 
     def __init__(
         self,
@@ -293,6 +292,7 @@ class OutputDisplay:
         streamer: Streamer,
         quiet: bool = False,  # output alone
         clock: Callable[[], float] = time.monotonic,
+        find_group: Callable[[], DisplayGroup] | None = None,  # None in a terminal
     ) -> None:
         self._job = job
         self._silent = silent()
@@ -300,115 +300,76 @@ class OutputDisplay:
         self._quiet = quiet
         self._bare = quiet or self._silent  # nothing is shown besides the output
         self._clock = clock
+        self._find_group = find_group
+        self._group: DisplayGroup | None = None  # while there is a panel
+        self._began, self._resets = clock(), job.status.resets
+        self._updated, self._line, self._mid_line = float("-inf"), "", False
 
     def __enter__(self) -> OutputDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._print(self._streamer.new_text(self._job) + self._streamer.flush())
-        self._close()
-        if self._job.done() and not self._quiet:
+        self._erase()
+        ended = self._job.done()
+        if ended and self._group is None and not self._bare:
+            self._open()
+        if self._group is not None and ended:
+            self._group.finish()
+            self._group.join()
+        elif self._group is not None:  # the wait was interrupted or has timed out
+            self._group.follow()
+        if ended and not self._quiet:
             self._write(text(JobSnapshot.of(self._job)))
 
     def tick(self) -> None:
         """Write new output, and update what is shown besides."""
         self._print(self._streamer.new_text(self._job))
-        self._update()
+        now = self._clock()
+        if self._group is not None:
+            self._group.refresh()
+        elif self._bare:
+            return
+        elif self._find_group is None:
+            self._draw_line(now)
+        elif now - self._began >= PANEL_DELAY or self._job.status.resets > self._resets:
+            self._open()
 
     def say(self, words: str) -> None:
         """Write one line to the user."""
         if not self._silent:
             self._write(words.rstrip("\n"))
 
-    def _write(self, words: str) -> None:
-        write(words + "\n")
-
-    def _print(self, words: str) -> None:
-        write(words)
-
-    def _update(self) -> None:
-        """Update what is shown besides the output."""
-
-    def _close(self) -> None:
-        """End what is shown besides the output."""
-
-
-class NotebookWaitDisplay(OutputDisplay):
-    """A panel and the ranks' output under the cell that waits."""
-
-    def __init__(self, *args: Any, group: Callable[[], DisplayGroup]) -> None:
-        super().__init__(*args)
-        self._find_group = group
-        self._group: DisplayGroup | None = None
-        self._began = self._clock()
-        self._resets = self._job.status.resets
-
-    def _update(self) -> None:
-        if self._group is not None:
-            self._group.refresh()
-        elif not self._bare:
-            late = self._clock() - self._began >= PANEL_DELAY
-            if late or self._job.status.resets > self._resets:
-                self._show()
-
-    def _close(self) -> None:
-        ended = self._job.done()
-        if ended and self._group is None and not self._bare:
-            self._show()
-        if self._group is not None:
-            if ended:
-                self._group.finish()
-                self._group.join()
-            else:  # the wait was interrupted or has timed out
-                self._group.follow()
-
-    def _show(self) -> None:
-        self._group = self._find_group()
-        self._group.publish()
-
-
-class TerminalWaitDisplay(OutputDisplay):
-    """A progress line on stderr, rewritten in place, and the ranks' output on stdout."""
-
-    _updated = float("-inf")
-    _shown = ""
-    _mid_line = False
+    def _open(self) -> None:
+        """Show a panel under the cell."""
+        if self._find_group is not None:
+            self._group = self._find_group()
+            self._group.publish()
 
     def _write(self, words: str) -> None:
         self._erase()
-        sys.stderr.write(words + "\n")
-        sys.stderr.flush()
+        write(words + "\n", sys.stderr if self._find_group is None else sys.stdout)
 
     def _print(self, words: str) -> None:
         if words:
             self._erase()
             write(words)
             self._mid_line = not words.endswith("\n")
-            self._updated = float("-inf")
 
-    def _update(self) -> None:
-        now = self._clock()
-        waits = self._mid_line or now - self._updated < BETWEEN_LINES
-        if self._bare or waits or not sys.stderr.isatty():
+    def _draw_line(self, now: float) -> None:
+        if self._mid_line or now - self._updated < BETWEEN_LINES or not sys.stderr.isatty():
             return
         self._updated = now
         words, width = line(JobSnapshot.of(self._job)), shutil.get_terminal_size().columns - 1
         words = words if len(words) <= width else words[: max(width - 1, 0)] + "…"
-        if words != self._shown:
-            sys.stderr.write(_CLEAR + words)
-            sys.stderr.flush()
-            self._shown = words
-
-    def _close(self) -> None:
-        if self._mid_line:
-            self._print("\n")
-        self._erase()
+        if words != self._line:
+            write(_CLEAR + words, sys.stderr)
+            self._line = words
 
     def _erase(self) -> None:
-        if self._shown:
-            sys.stderr.write(_CLEAR)
-            sys.stderr.flush()
-            self._shown = ""
+        if self._line:
+            write(_CLEAR, sys.stderr)
+            self._line = ""
 
 
 def silent() -> bool:
@@ -416,11 +377,11 @@ def silent() -> bool:
     return os.environ.get("NBELASTIC_NONINTERACTIVE") == "1"
 
 
-def write(words: str) -> None:
-    """Write to the cell's output, at once."""
-    if words:
-        sys.stdout.write(words)
-        sys.stdout.flush()
+def write(words: str, stream: TextIO | None = None) -> None:
+    """Write to a stream at once, by default to the cell's output."""
+    stream = sys.stdout if stream is None else stream
+    stream.write(words)
+    stream.flush()
 
 
 display = DisplayService()  # imported by the driver by this name

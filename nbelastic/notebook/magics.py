@@ -5,7 +5,6 @@ import __future__
 
 import difflib
 import functools
-import re
 import sys
 import threading
 import traceback
@@ -166,8 +165,8 @@ class ElasticMagics(Magics):
     def _blank_lines(self) -> int:
         history = self.shell.history_manager
         raw = history.input_hist_raw[-1] if history is not None else ""
-        above = re.match(rf"\s*\n(?=\s*{MAGIC})", raw)
-        return above.group().count("\n") if above else 0
+        above, magic, _ = raw.partition(MAGIC)
+        return above.count("\n") if magic and not above.strip() else 0
 
     def _cluster(self, name: str | None) -> Any:
         """Return the value of ``--cluster``; by default the current client, if any."""

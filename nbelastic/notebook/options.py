@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import shlex
 import textwrap
@@ -14,7 +15,6 @@ from nbelastic.driver.options import DEFAULTS, TABLE, Kind, OptionRow, choice, f
 from nbelastic.driver.parser import LineCommand, LineOption, did_you_mean
 from nbelastic.errors import OptionError
 
-STREAMS = ("rank0", "all", "none")
 PER_CELL = frozenset({"out", "name"})  # options of one cell only; no default can be set for them
 
 
@@ -102,7 +102,7 @@ def train_command(magic: str = "%%elastic_train") -> MagicCommand:
         LineOption(["-b/-a", "--block/--noblock"], flag),
         LineOption(["-q", "--quiet"], flag),
         LineOption(["-v", "--verbose"], flag),
-        LineOption(["--stream"], choice(*STREAMS)),
+        LineOption(["--stream"], choice("rank0", "all", "none")),
     )
     return MagicCommand(magic, [*(LineOption.of(row) for row in TABLE), *mine])
 
@@ -134,11 +134,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
 def options_help(prefix: str) -> str:
     """Return the options of ``fit`` as the help of a magic lists them, by group."""
     lines = []
-    for group in dict.fromkeys(row.group for row in TABLE):
-        lines += ["", f"        {group}"]
-        for row in TABLE:
-            if row.group == group:
-                lines += _help(row, prefix)
+    for group, rows in itertools.groupby(TABLE, key=lambda row: row.group):
+        lines += ["", f"        {group}", *(line for row in rows for line in _help(row, prefix))]
     return "\n".join(lines[1:])
 
 

@@ -69,12 +69,11 @@ class Panel:
             controls, layout={"flex_flow": "row wrap", "align_items": "center"}
         )
         frame = ipywidgets.HTML(STYLE, layout={"display": "none"})
-        above = [self._parts[name] for name in ("head", "progress")]
         # A widget, because one that is open stays so when its text is replaced.
-        self._printed = ipywidgets.Accordion([self._parts["output"]], titles=[OUTPUT_TITLE])
-        below = [self._parts[name] for name in PARTS if name not in ("head", "progress")]
-        below[below.index(self._parts["output"])] = self._printed
-        self.widget = ipywidgets.VBox([frame, *above, self._controls, *below])
+        printed = ipywidgets.Accordion([self._parts["output"]], titles=[OUTPUT_TITLE])
+        self._boxes = {**self._parts, "output": printed}
+        head, progress, *below = self._boxes.values()
+        self.widget = ipywidgets.VBox([frame, head, progress, self._controls, *below])
         for name in ("nbe-panel", f"nbe-live-{self.widget.model_id}"):
             self.widget.add_class(name)
         self.stop.on_click(self._stop_pressed)
@@ -119,8 +118,7 @@ class Panel:
                 drawn += self._stale
             # Traits that keep their value are not sent.
             self._parts[name].value = f'<div class="nbe">{drawn}</div>' if drawn else ""
-            box = self._printed if name == "output" else self._parts[name]
-            box.layout.display = None if drawn else "none"
+            self._boxes[name].layout.display = None if drawn else "none"
         if self._clock() - self._refused > SHOWN_REFUSAL:
             self._refusal.value = ""
         if snapshot.ended or snapshot.status.state == "stopping":

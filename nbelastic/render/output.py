@@ -8,6 +8,7 @@ about the same time is shown once, with all their numbers. A flood is cut, with 
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nbelastic.driver import Output
+
+from .formatting import count
 
 Mode = Literal["rank0", "all", "none"]
 
@@ -149,11 +152,11 @@ class Streamer:
     def _emit(self, now: float, until: float) -> str:
         shown = []
         for line in self._queue.take(until):
-            if not self._cap.allows(now):
+            if self._cap.allows(now):
+                shown.append(self._report_dropped() + self._show(line))
+            else:
                 self._dropped += 1
                 self._tail.append(line)
-                continue
-            shown.append(self._report_dropped() + self._show(line))
         return "".join(shown)
 
     def _report_dropped(self) -> str:
@@ -162,8 +165,7 @@ class Streamer:
         word = ""
         if cut > 0:
             self._source = ""
-            what = "line" if cut == 1 else "lines"
-            word = f"{self._end_open_line()}… {cut:,} {what} more: job.logs()\n"
+            word = f"{self._end_open_line()}… {count(cut, 'line')} more: job.logs()\n"
         tail, self._tail, self._dropped = tuple(self._tail), deque(maxlen=TAIL), 0
         return word + "".join(map(self._show, tail))
 
@@ -236,10 +238,6 @@ def visible(text: str) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    groups = itertools.groupby(enumerate(numbers), key=lambda each: each[1] - each[0])
+    runs = [[number for _, number in run] for _, run in groups]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -30,7 +30,7 @@ from .formatting import (
     worker,
 )
 from .output import MAX_LINE, visible
-from .text import JobSnapshot, advice, in_micro_batches, newest_event, recent_changes, rows_in_words
+from .text import JobSnapshot, advice, in_micro_batches, recent_changes, rows_in_words, sentence
 from .timeline import legend, thin, timeline, world_sizes
 
 MAX_ROWS = 20
@@ -189,7 +189,8 @@ def output(snapshot: JobSnapshot) -> str:
 
 def live(snapshot: JobSnapshot) -> str:
     """Return the newest event for screen readers."""
-    return str(_template.live(newest_event(snapshot)))
+    sentences = (sentence(snapshot, event) for event in reversed(snapshot.history))
+    return str(_template.live(next(filter(None, sentences), "")))
 
 
 MAX_CURVES = 6

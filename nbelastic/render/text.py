@@ -55,7 +55,7 @@ class JobSnapshot:
         log, status = driver_of(job).log, job.status
         curves = log.metrics.curves(MOST_POINTS)
         error = str(job.exception()) if status.state == "failed" else ""
-        pace, output = log.metrics.pace(), log.last_output(MOST_OUTPUT)
+        pace, output = log.metrics.pace(), log.printed.last(0, MOST_OUTPUT)
         return cls(status, job.history, job.started, curves, pace, output, error)
 
     @property
@@ -130,51 +130,42 @@ def rows_in_words(data: DataStatus, *, ended: bool) -> str:
 # -- changes ---------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Change:
-    """A change of membership: the ranks that left and joined, and its cost."""
-
-    gone: list[HistoryEvent]
-    cause: str = ""
-    come: list[HistoryEvent] = field(default_factory=list)
-    size: int = 0
-    cost: Mapping[str, float] = field(default_factory=dict)
-
-    def words(self) -> str:
-        parts = [_gone(event) for event in self.gone[:MAX_NAMED]]
-        parts += [f"{_rank(event)} joined" for event in self.come[:MAX_NAMED]]
-        left_out = len(self.gone[MAX_NAMED:]) + len(self.come[MAX_NAMED:])
-        if left_out:
-            parts.append(f"{left_out:,} more left or joined")
-        what = "; ".join(parts) or self.cause
-        if self.size and f"→ {self.size} ranks" not in what:
-            what += f" → {count(self.size, 'rank')}"
-        lost = [advice(event) for event in self.gone if event.kind == "lost"]
-        return what + _cost(self.cost) + (f" · {lost[0]}" if lost else "")
-
-
 def recent_changes(snapshot: JobSnapshot) -> list[tuple[float, str]]:
     """Return the seconds after the start and the words of each change, oldest first."""
-    found: list[tuple[float, _Change | str]] = []
+    found: list[list[HistoryEvent]] = []
     gone: list[HistoryEvent] = []
-    change: _Change | None = None
+    change: list[HistoryEvent] | None = None  # a reset, who left before, who joined, its phases
     for event in snapshot.history:
-        at = snapshot.offset(event)
         if event.kind in ("lost", "left"):
             gone.append(event)
         elif event.kind == "reset":
-            change = _Change(gone, event.detail, size=event.size)
-            gone = []
-            found.append((at, change))
-        elif event.kind == "joined" and change is not None:
-            change.come.append(event)
-            change.size = max(change.size, event.size)
-        elif event.kind == "phases" and change is not None:
-            change.cost = event.figures
+            change, gone = [event, *gone], []
+            found.append(change)
+        elif event.kind in ("joined", "phases") and change is not None:
+            change.append(event)
         elif event.kind in HAPPENED and event.kind != "warning":  # the head of the page shows those
-            found.append((at, with_advice(_happened(event), event)))
-    found += [(snapshot.offset(event), with_advice(_gone(event), event)) for event in gone]
-    return [(at, each.words() if isinstance(each, _Change) else each) for at, each in found]
+            found.append([event])
+    found += [[event] for event in gone]
+    return [(snapshot.offset(events[0]), _change(*events)) for events in found]
+
+
+def _change(first: HistoryEvent, *more: HistoryEvent) -> str:
+    if first.kind != "reset":
+        words = _gone(first) if first.kind in ("lost", "left") else _happened(first)
+        return " · ".join(filter(None, [words, advice(first)]))
+    gone = [event for event in more if event.kind in ("lost", "left")]
+    come = [event for event in more if event.kind == "joined"]
+    parts = [_gone(event) for event in gone[:MAX_NAMED]]
+    parts += [f"{_rank(event)} joined" for event in come[:MAX_NAMED]]
+    if left_out := len(gone[MAX_NAMED:]) + len(come[MAX_NAMED:]):
+        parts.append(f"{left_out:,} more left or joined")
+    what = "; ".join(parts) or first.detail
+    size = max(event.size for event in (first, *come))
+    if size and f"→ {size} ranks" not in what:
+        what += f" → {count(size, 'rank')}"
+    cost = [_cost(event.figures) for event in more if event.kind == "phases"]
+    lost = [f" · {advice(event)}" for event in gone if event.kind == "lost"]
+    return "".join([what, *cost[-1:], *lost[:1]])
 
 
 def advice(event: HistoryEvent) -> str:
@@ -186,17 +177,6 @@ def advice(event: HistoryEvent) -> str:
     if event.kind == "cooldown" and "for good" in event.detail:
         return "with blacklist_cooldown=(lo, hi) it may come back"
     return ""
-
-
-def with_advice(words: str, event: HistoryEvent) -> str:
-    """Return a sentence on an event, with the user's remedy."""
-    return " · ".join(filter(None, [words, advice(event)]))
-
-
-def newest_event(snapshot: JobSnapshot) -> str:
-    """Return a sentence on the newest event, or an empty string."""
-    sentences = (sentence(snapshot, event) for event in reversed(snapshot.history))
-    return next(filter(None, sentences), "")
 
 
 def sentence(snapshot: JobSnapshot, event: HistoryEvent) -> str:
@@ -222,9 +202,8 @@ def _happened(event: HistoryEvent, most: int = 1_000) -> str:
 
 
 def _gone(event: HistoryEvent) -> str:
-    verb = "lost" if event.kind == "lost" else "left"
     detail = f": {abbreviate(event.detail, 160)}" if event.kind == "lost" and event.detail else ""
-    return f"{_rank(event)} {verb}{detail}"
+    return f"{_rank(event)} {event.kind}{detail}"
 
 
 def _rank(event: HistoryEvent) -> str:

@@ -14,7 +14,8 @@ import pytest
 from playwright.sync_api import Browser, ViewportSize, expect, sync_playwright
 
 from tests.browser.lab import PATIENCE_S, Lab
-from tests.browser.server import LabServer, started
+from tests.browser.server import LabServer
+from tests.support.clusters import until
 
 ROOT = Path(__file__).parents[2]
 VIEW: ViewportSize = {"width": 1280, "height": 1600}
@@ -24,12 +25,13 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
     """JupyterLab, in a directory of its own."""
-    server = started(tmp_path_factory.mktemp("jupyter"))
-    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        (server.notebooks / notebook.name).write_bytes(notebook.read_bytes())
-    yield server
-    killed = server.stop()
-    assert not killed, f"these outlived JupyterLab: {killed}"
+    server = LabServer(tmp_path_factory.mktemp("jupyter"))
+    try:
+        until(server.answers, "JupyterLab answers")
+        shutil.copy(ROOT / "notebooks/01_quickstart.ipynb", server.notebooks)
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="package")

@@ -6,7 +6,6 @@ import itertools
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import nbformat
 from playwright.sync_api import Locator, Page, expect
@@ -31,7 +30,7 @@ WATCH = """() => {
     );
     look();
 }"""
-"""Notes each size of the world that the page shows; it is 0 while a generation forms."""
+"""Notes each size of the world that the page shows from now on; 0 while a generation forms."""
 
 
 class Lab:
@@ -96,10 +95,6 @@ class Lab:
         name = f"{KERNEL} | Idle"
         expect(self.page.get_by_role("button", name=name, exact=True)).to_be_visible()
 
-    def wait_for_prompt(self, index: int, prompt: Any) -> None:
-        """Wait until a cell's prompt has a text, such as ``[ ]:``, or matches a pattern."""
-        expect(self.cell(index).locator(".jp-InputPrompt")).to_have_text(prompt)
-
     # -- reading -------------------------------------------------------------------------------
 
     def cell(self, index: int) -> Locator:
@@ -128,10 +123,6 @@ class PanelView:
         value = figures.get_by_role("definition")
         expect(value).to_have_text(re.compile(rf"^{size}\b"), timeout=ENOUGH_S * 1000)
         expect(self.rows).to_have_count(size, timeout=ENOUGH_S * 1000)
-
-    def watch_worlds(self) -> None:
-        """Note from now on which sizes the page shows, however short."""
-        self.page.evaluate(WATCH)
 
     def worlds(self) -> list[int]:
         return [size for size, _ in itertools.groupby(self.page.evaluate("window.worlds"))]

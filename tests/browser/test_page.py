@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page
 
-from nbelastic.driver.status import Progress
 from nbelastic.notebook.panel import STALE
-from nbelastic.render import STYLE, JobSnapshot, page
-from tests.notebook.fakes import STARTED, event, job_status
+from nbelastic.render import STYLE, page
+from tests.notebook.fakes import full
 
 SMALL_TEXT = """() => [...document.querySelectorAll(".nbe *")].filter(
     each => [...each.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())
@@ -27,17 +26,6 @@ OVERLAPS = """() => {
         a.left < b.right && b.left < a.right && a.top < b.bottom - 2 && b.top < a.bottom - 2
     ).map(([other]) => `${one} and ${other}`));
 }"""
-
-
-def snapshot() -> JobSnapshot:
-    history = (
-        event("formed", 2, size=4),
-        event("lost", 20, size=3, rank=3, detail="its worker was killed", name="3"),
-        event("reset", 20.1, size=3, detail="rank 3 lost → 3 ranks"),
-    )
-    status = job_status(progress=Progress(1, 4, 5, 10, remaining_s=75.0))
-    pace = ((1.0, 100.0), (20.0, 200.0), (40.0, 150.0))
-    return JobSnapshot(status, history, STARTED, {"loss": [(0.0, 2.0), (1.0, 0.5)]}, pace)
 
 
 @pytest.fixture
@@ -68,7 +56,7 @@ def test_nothing_is_cut_off_or_stretched(
     blank: Page, width: int, columns: int, scheme: Any
 ) -> None:
     curves = {name: [(0.0, 1.0), (1.0, 0.5)] for name in ("loss", "accuracy", "learning rate")}
-    shown = dataclasses.replace(snapshot(), curves=curves)
+    shown = dataclasses.replace(full(), curves=curves)
     blank.emulate_media(color_scheme=scheme)
     blank.set_content(f'<div style="width:{width}px">{page(shown)}</div>')
     assert blank.evaluate(CUT_OFF) == []
@@ -84,7 +72,7 @@ def test_nothing_is_cut_off_or_stretched(
 
 
 def test_without_its_style_drawings_are_small_and_words_have_the_pages_color(blank: Page) -> None:
-    bare = re.sub("<style>.*?</style>", "", page(snapshot()), flags=re.DOTALL)
+    bare = re.sub("<style>.*?</style>", "", page(full()), flags=re.DOTALL)
     blank.set_content(f'<body style="background:#111;color:rgb(221, 221, 221)">{bare}</body>')
     heights = blank.evaluate("[...document.querySelectorAll('svg')].map(e => e.clientHeight)")
     assert heights and max(heights) < 200

@@ -30,7 +30,7 @@ def a_job() -> FakeJob:
         size=3,
         progress=Progress(epoch=3, epochs=10, remaining_s=75.0),
     )
-    job.shapes = {"loss": [(1.0, 0.5), (2.0, 0.2134)]}
+    job.curves = {"loss": [(1.0, 0.5), (2.0, 0.2134)]}
     job.happens("joined", 1.0, rank=2)
     job.happens("lost", 40.0, rank=3, detail="its process has ended")
     job.happens("formed", 40.1)

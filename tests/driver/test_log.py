@@ -11,14 +11,14 @@ import nbelastic
 from nbelastic.cluster.journal import JournalFile
 from nbelastic.driver import JobInfo
 from nbelastic.driver.job import Job
-from nbelastic.driver.kernel_log import KernelLog, history_detail, reset_detail, straggler_detail
+from nbelastic.driver.kernel_log import KernelLog, detail_of
 from nbelastic.driver.options import Options
 from nbelastic.driver.status import HistoryEvent, JobTable
 from nbelastic.driver.thread import Driver
 from nbelastic.driver.why import MOST, explain, explain_journal
 from nbelastic.errors import OptionError
 from nbelastic.membership import Machine
-from nbelastic.messages import Limits, LogContents, Record, Slot, SlotsFound, SlotSilent
+from nbelastic.messages import CodeLine, Limits, LogContents, Record, Slot, SlotsFound, SlotSilent
 from tests.membership.test_reasons import GONE, RAISED, STALLED
 
 LINE = "x" * 999 + "\n"
@@ -49,18 +49,18 @@ def test_the_newest_output_is_kept_and_the_rest_is_told_of(kept):
 def test_a_reader_gets_each_kept_piece_once(kept):
     log = KernelLog()
     print_lines(log, 10)
-    cursor, pieces = log.output(0)
+    cursor, pieces = log.printed.since(0)
     assert [piece.text[:6] for piece in pieces] == [f"{n:06d}" for n in range(10)]
-    assert log.output(cursor) == (cursor, ())
-    assert log._kept.last(None, 1_500) == pieces[8].text + pieces[9].text
+    assert log.printed.since(cursor) == (cursor, ())
+    assert log.printed.last(None, 1_500) == pieces[8].text + pieces[9].text
     print_lines(log, 500)
-    cursor, pieces = log.output(cursor)
+    cursor, pieces = log.printed.since(cursor)
     assert 50 < len(pieces) < 100 and pieces[-1].text.startswith("000499")
     log.note_output(0, "more")
-    cursor, (piece,) = log.output(cursor)
+    cursor, (piece,) = log.printed.since(cursor)
     assert piece.text == "more"
     log.note_output(0, "x" * 200_000)  # one beyond the limit
-    assert log.output(cursor) == (cursor + 1, ())
+    assert log.printed.since(cursor) == (cursor + 1, ())
 
 
 def test_a_directory_gets_all_of_it_or_one_warning(kept, monkeypatch, tmp_path):
@@ -72,7 +72,7 @@ def test_a_directory_gets_all_of_it_or_one_warning(kept, monkeypatch, tmp_path):
     assert place.name.startswith("digits-")
     assert (place / "start-0.log").read_text().splitlines()[299] == f"000299{LINE}"[:-1]
     assert (place / "start-1.log").read_bytes() == "\\udc80 ü\r\n".encode()
-    assert f"all of it is in {place}" in log.output_dropped()
+    assert f"all of it is in {place}" in log.printed.remark()
     (place / "start-2.log").mkdir()
     for _ in range(2):
         log.note_output(2, "more\n")
@@ -91,6 +91,7 @@ def test_a_driver_that_is_back_does_not_write_again(monkeypatch, tmp_path):
         log.adopt(0.0, contents)
         assert log.history() == (), "it is the scheduler's"
         log.note_output(0, "two\n")
+        assert [piece.text for piece in log.printed.since(0)[1]] == ["one\n", "two\n"]
     texts = [path.read_text() for path in sorted(tmp_path.glob("*/start-0.log"))]
     assert texts == ["one\ntwo\n", "one\ntwo\n"]
 
@@ -117,7 +118,9 @@ def texts(path):
         return {name: archive.read(name).decode() for name in archive.namelist()}
 
 
-def test_a_report_has_what_an_issue_needs_but_no_passwords_and_no_values_of_variables(tmp_path):
+def test_a_report_has_what_an_issue_needs_but_no_passwords_and_no_values_of_variables(
+    tmp_path, capsys
+):
     values = {"HF_TOKEN": "hunter33", "NCCL_DEBUG": "INFO", "OTHER": "abcdef99"}
     job = job_with(np=2, env=values, checkpoint="ftp://me:hunter22@host/run?token=abcdef88")
     job._driver.log.note_output(0, "INFO logging in with hunter33\n")
@@ -133,58 +136,50 @@ def test_a_report_has_what_an_issue_needs_but_no_passwords_and_no_values_of_vari
     assert not any(each in str(found) for each in ("hunter", "abcdef"))
     assert "INFO" in found["output.txt"] and "a\\udc80b" in found["output.txt"]
     assert "ValueError: 401 for" in found["error.txt"]
-
-
-def test_versions_are_printed_with_the_use_of_shared_memory(capsys):
     nbelastic.show_versions()
     shown = capsys.readouterr().out
-    assert f"nbelastic      {nbelastic.__version__}" in shown
-    assert "shared memory" in shown and "torch" in shown
+    assert f"nbelastic      {nbelastic.__version__}\n" in shown and "\nshared memory  " in shown
 
 
 # -- details and decisions in words, and the jobs of a cluster as a table --------------------------
 
 
+PHASES = {"noticed": 0.0, "stepped": 7.5, "batches": 0.0, "samples": 0.0}
+SLOW = {"times": 3.04, "micro_batches": 1.0, "before": 4.0, "of": 16.0}
+CELL, FILE = CodeLine("In [3]", 4, "f"), CodeLine("a.py", 9, "g")
+
+
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("record", "words"),
     [
-        (history_detail(GONE), "its worker left the cluster"),
-        (history_detail(STALLED, executing="In [3], line 4"),
-         "held up the others for 20 s (stall_timeout); it was executing In [3], line 4"),
-        (history_detail(RAISED, executing="line 4", raised="line 9"),
-         "ValueError: x; raised at line 9"),
-        (reset_detail({"noticed": 0.0, "stepped": 7.5, "batches": 0.0, "samples": 0.0}),
-         "noticed 0.0, stepped 7.5 ms"),
-        (reset_detail({"stepped": 7.5, "batches": 1.0, "samples": 0.0}),
+        (Record("lost", reason=GONE, line=CELL), "its worker left the cluster"),
+        (Record("lost", reason=STALLED, line=CELL),
+         "held up the others for 20 s (stall_timeout); it was executing In [3], line 4, in f"),
+        (Record("lost", reason=RAISED, line=CELL), "ValueError: x; raised at a.py, line 9, in g"),
+        (Record("phases", figures=PHASES), "noticed 0.0, stepped 7.5 ms"),
+        (Record("phases", figures={"stepped": 7.5, "batches": 1.0}),
          "stepped 7.5 ms; 1 batch redone"),
-        (reset_detail({"stepped": 7.5, "batches": 3.0, "samples": 1200.0}),
+        (Record("phases", figures={"stepped": 7.5, "batches": 3.0, "samples": 1200.0}),
          "stepped 7.5 ms; 3 batches of 1,200 samples redone"),
-        (straggler_detail({"times": 3.04, "micro_batches": 1.0, "before": 4.0, "of": 16.0}),
-         "takes 3.0 times as long for a micro-batch as the others; "
-         "computes 1 of 16 now, 4 before"),
+        (Record("straggler", figures=SLOW), "takes 3.0 times as long for a micro-batch as the "
+         "others; computes 1 of 16 now, 4 before"),
+        (Record("joined", detail="soon"), "soon"),
     ],
 )  # fmt: skip
-def test_the_history_names_lines_and_figures_and_no_rank(found: str, words: str) -> None:
-    assert found == words
-
-
-JOBS = JobTable(
-    [
-        JobInfo("resnet", "running", 3, 1200, 0.0, True, 5, 2.0, 2, 8, 3, 3),
-        JobInfo("<bert>", "waiting", 0, 0, 0.0, False),
-    ]
-)
+def test_the_history_names_lines_and_figures_and_no_rank(record: Record, words: str) -> None:
+    assert detail_of(record, FILE if record.reason is RAISED else None) == words
 
 
 def test_jobs_are_a_tuple_shown_as_a_table() -> None:
-    assert [job.name for job in JOBS] == ["resnet", "<bert>"]
-    assert repr(JOBS).splitlines() == [
+    resnet = JobInfo("resnet", "running", 3, 1200, 0.0, True, 5, 2.0, 2, 8, 3, 3)
+    jobs = JobTable([resnet, JobInfo("<bert>", "waiting", 0, 0, 0.0, False)])
+    assert jobs[0] is resnet and repr(JobTable()) == "no jobs"
+    assert repr(jobs).splitlines() == [
         "name    state    priority  weight  np        slots  share  commits  kernel",
         "resnet  running  5         2       2 to 8    3      3      1,200    yes",
         "<bert>  waiting  0         1       1 to all  0             0        no",
     ]
-    assert repr(JobTable()) == "no jobs"
-    html = JOBS._repr_html_()
+    html = jobs._repr_html_()
     assert "&lt;bert&gt;" in html
     assert html.count("<tr>") == 3
 

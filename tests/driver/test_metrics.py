@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from concurrent.futures import Future
 from itertools import pairwise
@@ -21,6 +20,7 @@ from nbelastic.driver.options import Options
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import OptionError
 from nbelastic.membership import RankView
+from tests.support.clusters import until
 
 
 def rank(start, *rows, **figures):
@@ -96,7 +96,7 @@ def test_a_kernel_that_attaches_has_the_times_at_which_reports_came():
     assert [row["time"] for row in metrics.rows()] == [10.0]
 
 
-def test_curves_are_thinned_evenly_up_to_the_newest():
+def test_curves_and_the_pace_are_thinned_evenly_up_to_the_newest():
     metrics = MetricsAggregator()
     assert metrics.curves(10) == {}
     for version in range(1003):
@@ -107,10 +107,6 @@ def test_curves_are_thinned_evenly_up_to_the_newest():
     assert len(points) == 10
     assert points[-1] == (1002.0, 1002.0)
     assert {after[0] - before[0] for before, after in pairwise(points)} == {101.0}
-
-
-def test_the_pace_is_thinned_evenly():
-    metrics = MetricsAggregator()
     for tenth in range(20 * MOST_POINTS):
         metrics.note_pace(tenth / 10, 1.0 * tenth)
     pace = metrics.pace()
@@ -118,11 +114,10 @@ def test_the_pace_is_thinned_evenly():
     assert pace[0][0] < 60 and pace[-1][0] > 2 * MOST_POINTS - 60
 
 
-def rows(seen, *, redone=0, length=100):
-    return (ev.DataProgress("Parquet", 1, length, seen - 100, seen, redone, 0),)
-
-
 def test_rows_are_those_of_the_rank_that_is_furthest():
+    def rows(seen, *, redone=0, length=100):
+        return (ev.DataProgress("Parquet", 1, length, seen - 100, seen, redone, 0),)
+
     metrics = MetricsAggregator()
     assert metrics.data([0]) == ()
     metrics.take(1.0, [rank(0, data=rows(140)), rank(1, data=rows(180)), rank(2)])
@@ -146,9 +141,8 @@ def test_a_clock_that_is_set_back_makes_no_job_younger(monkeypatch):
     assert 0 <= job.status.elapsed < 3600
     first, second = job.history
     assert log.started <= first.time <= second.time
-    log.adopt(
-        log.started + 7200.0, ev.LogContents({}, {}, (), {}, (), ())
-    )  # the scheduler's clock is ahead
+    nothing = ev.LogContents({}, {}, (), {}, (), ())
+    log.adopt(log.started + 7200.0, nothing)  # the scheduler's clock is ahead
     assert 0 <= job.status.elapsed < 3600
 
 
@@ -165,6 +159,10 @@ class FakeDriver:
         self.log = KernelLog()
         self.future: Future[list] = Future()
         self.commits, self.state = -1, "running"
+        self.got: list[tuple[float, float]] = []
+
+    def take(self, step, values):
+        self.got.append((step, values["loss"]))
 
     def view(self):
         return SimpleNamespace(commits=self.commits, state=self.state)
@@ -177,9 +175,10 @@ class FakeDriver:
         figures = {"commit": sent[0], "number": sent[1], "rows": rows}
         self.log.note(ev.Record("logged", detail=name, figures=figures))
 
-    def end(self, state="finished"):
+    def end(self, made, state="finished"):
         self.state = state
         self.future.set_result([None])
+        made.finish()
 
 
 @pytest.fixture
@@ -190,59 +189,43 @@ def driver(monkeypatch):
 
 
 def test_steps_are_sent_when_they_are_committed_and_repeated_ones_once(driver):
-    got, there = [], threading.Event()
-
-    def log(step, values):
-        got.append((step, values["loss"]))
-        if len(got) == 2:
-            there.set()
-
-    made = loggers.MetricsLogger(driver, log)
+    made = loggers.MetricsLogger(driver, driver.take)
     driver.report(0, 0.0, start=0)
     driver.report(0, 2.0, start=1)  # the mean of both ranks
     driver.report(1, 5.0)
     driver.report(2, 9.0)  # a fault takes it back
     driver.commits = 2
-    assert there.wait(10)
+    until(lambda: len(driver.got) == 2, "two steps", 10)
     driver.report(2, 7.0, generation=2)
     driver.report(3, 8.0, generation=2)
     driver.commits = 3
-    driver.end("failed")  # what is in no commit is not sent
-    made.finish()
-    assert got == [(0, 1.0), (1, 5.0), (2, 7.0)]
+    driver.end(made, "failed")  # what is in no commit is not sent
+    assert driver.got == [(0, 1.0), (1, 5.0), (2, 7.0)]
 
 
 def test_another_kernel_goes_on_where_the_last_one_was(driver):
-    got = []
-
-    def log(step, values):
-        got.append((step, values["loss"]))
-
     for round in range(2):
         driver.future = Future()
         driver.report(2 * round, 1.0)
         driver.report(2 * round + 1, 2.0)
-        made = loggers.MetricsLogger(driver, log)
-        driver.end()
-        made.finish()
-    assert got == [(0, 1.0), (1, 2.0), (2, 1.0), (3, 2.0)]
+        driver.end(loggers.MetricsLogger(driver, driver.take))
+    assert driver.got == [(0, 1.0), (1, 2.0), (2, 1.0), (3, 2.0)]
     assert sum(event.kind == "logged" for event in driver.log.history()) == 1
 
 
 def test_a_logger_that_raises_is_tried_again_and_said_once(driver, monkeypatch):
-    got, raised = [], []
+    raised = []
 
     def log(step, values):
         if len(raised) < 3:
             raised.append(step)
             raise ConnectionError("no network")
-        got.append(step)
+        driver.take(step, values)
 
     for commit in range(3):
         driver.report(commit, 1.0, step=10 * commit)
-    driver.end()
-    loggers.MetricsLogger(driver, log).finish()
-    assert (got, raised) == ([0, 10, 20], [0, 0, 0])
+    driver.end(loggers.MetricsLogger(driver, log))
+    assert (driver.got, raised) == ([(0, 1.0), (10, 1.0), (20, 1.0)], [0, 0, 0])
     (warning,) = driver.log.warnings()
     assert "failed: ConnectionError: no network; it is tried again" in warning
     monkeypatch.setattr(loggers, "TRIES", 3)
@@ -253,11 +236,11 @@ def test_a_logger_that_raises_is_tried_again_and_said_once(driver, monkeypatch):
 def test_each_kind_of_logger_gets_a_row_by_its_own_call_and_no_other_is_taken(monkeypatch):
     got = []
 
-    def log_metric(run_id, key, value, timestamp=None, step=None):
-        got.append((key, value, step))
-
     def add_scalar(tag, scalar_value, global_step=None):
         got.append((tag, scalar_value, global_step))
+
+    def log_metric(run_id, key, value, timestamp=None, step=None):
+        add_scalar(key, value, step)
 
     tracking = SimpleNamespace(MlflowClient=lambda: SimpleNamespace(log_metric=log_metric))
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(tracking=tracking))

@@ -11,6 +11,7 @@ import time
 import traceback
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import dask
 import numpy
@@ -29,6 +30,7 @@ from nbelastic.errors import ClusterLost, OptionError
 
 ROOT = Path(__file__).parents[2]
 NONE_GIVEN = {row.name: None for row in TABLE}
+LATER = SimpleNamespace(asynchronous=True)  # a cluster in the caller's event loop
 
 
 class Unshowable:
@@ -40,11 +42,17 @@ class Unshowable:
     __eq__ = __hash__ = __bool__ = __len__ = __iter__ = __repr__
 
 
-class LaterCluster:
-    """A cluster that runs in the caller's event loop."""
+def takes_rate(rate, *, steps=1):
+    model = rate, steps
+    return model
 
-    asynchronous = True
-    scheduler_address = "tcp://127.0.0.1:1"
+
+async def trains_later():
+    """Return a coroutine."""
+
+
+def trains_in_parts():
+    yield 1
 
 
 @pytest.mark.parametrize(
@@ -74,7 +82,7 @@ class LaterCluster:
         ({"kwargs": {1: 2}}, "kwargs: 1 must be the name of a parameter"),
         ({"args": numpy.zeros(2)}, r"args=array\(.*\): must be a tuple or list"),
         ({"cluster": LocalCluster}, r"cluster=<class .*LocalCluster'>: must be a Dask Client"),
-        ({"cluster": LaterCluster()}, "cluster: this cluster is asynchronous; pass a synchronous"),
+        ({"cluster": LATER}, "cluster: this cluster is asynchronous; pass a synchronous one"),
         ({"backend": Unshowable()}, r"backend=<.*Unshowable object"),
         ({"notices": numpy.array(["auto", "off"])}, "notices=array.*: must be one of auto, off"),
         ({"weight": 10**400}, "weight=1000"),
@@ -82,42 +90,29 @@ class LaterCluster:
         ({"checkpoint": "ftpx://host/place"}, "no protocol 'ftpx'"),
         ({"checkpoint": 7}, "must be a path or a URL"),
         ({"timeline": "/no/such/directory/t.json"}, "must be a path in a directory that exists"),
-    ],
-)
-def test_a_wrong_option_is_named(options, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        nbelastic.fit(print, **options)
-    assert isinstance(caught.value, OptionError)
-    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert [os.path.basename(file) for file in files] == ["test_options.py", "parser.py"]
-
-
-def takes_rate(rate, *, steps=1):
-    """Take what a training function might."""
-
-
-async def trains_later():
-    """Return a coroutine."""
-
-
-def trains_in_parts():
-    yield 1
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+        # a function that cannot be called so
         ({"fn": takes_rate}, "takes_rate: missing a required argument: 'rate'; .* args= and"),
         ({"fn": takes_rate, "kwargs": {"rate": 1, "lr": 2}}, "unexpected keyword argument 'lr'"),
         ({"fn": Path.cwd().exists, "args": (1,)}, "exists: too many positional arguments"),
         ({"fn": trains_later}, "fn=<.*trains_later.*: must be a function, not a coroutine"),
-        ({"fn": 42}, "must be a function"),
         ({"fn": trains_in_parts}, "fn=<.*trains_in_parts.*: .* not a generator function"),
+        ({"fn": 42}, "must be a function"),
+        ({"fn": takes_rate, "args": (1,), "pull": "model"}, r"takes_rate\(\) has no variable of"),
+        # an option that does not exist
+        ({"num_workers": 4}, r"fit: there is no option num_workers; did you mean np\?"),
+        ({"stream": "all"}, "no option stream; it is an option of %%elastic_train alone"),
+        ({"nproc_per_node": 4}, r"did you mean np or slots_per_host\?"),
+        ({"elastic_timout": 4}, r"did you mean elastic_timeout or .*stall_timeout\?"),
+        ({"colour": 4}, "there is no option colour; there are fn, cluster, args"),
     ],
 )
-def test_a_function_that_cannot_be_called_so_is_refused_at_once(call, message):
-    with pytest.raises(OptionError, match=message):
-        nbelastic.fit(**call)
+def test_a_wrong_option_or_function_is_named_and_what_was_meant(options, message):
+    fn, unknown = options.pop("fn", print), "option" in message
+    with pytest.raises(TypeError if unknown else ValueError, match=message) as caught:
+        nbelastic.fit(fn, **options)
+    assert isinstance(caught.value, OptionError)
+    files = [frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert [os.path.basename(file) for file in files] == ["test_options.py", "parser.py"]
 
 
 def test_arguments_that_a_decorator_adds_are_not_asked_for():
@@ -130,33 +125,17 @@ def test_arguments_that_a_decorator_adds_are_not_asked_for():
     assert call_arguments(print, (1,), None) == ((1,), {})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_workers": 4}, r"fit: there is no option num_workers; did you mean np\?"),
-        ({"stream": "all"}, "no option stream; it is an option of %%elastic_train alone"),
-        ({"nproc_per_node": 4}, r"did you mean np or slots_per_host\?"),
-        ({"elastic_timout": 4}, r"did you mean elastic_timeout or .*stall_timeout\?"),
-        ({"colour": 4}, "there is no option colour; there are fn, cluster, args"),
-        ({"rate": 0.1}, r"there is no option rate; to pass it to train: kwargs=\{'rate': ...\}"),
-    ],
-)
-def test_an_unknown_option_says_what_was_meant(options, message):
-    def train(rate):
-        return rate
-
-    with pytest.raises(TypeError, match=message) as caught:
-        nbelastic.fit(train, **options)
-    assert isinstance(caught.value, OptionError)
-
-
-def test_hints_name_options_that_exist():
+def test_hints_name_options_that_exist_and_the_way_of_the_functions_own():
     with pytest.raises(OptionError, match=r"fit: 'tcp:.*' must be given by name, as in cluster="):
         nbelastic.fit(print, "tcp://a:1")
+    with pytest.raises(OptionError, match=r"no option rate; to pass it to takes_rate: kwargs=\{'"):
+        nbelastic.fit(takes_rate, rate=0.1)
     hinted = {name for names in ELSEWHERE.values() for name in names}
     known = set(inspect.signature(nbelastic.fit).parameters)
     assert hinted <= known
     assert not known & ELSEWHERE.keys()
+    words = " ".join(nbelastic.fit.__doc__.split())
+    assert all(f" {row.name} : " in words and row.more in words for row in TABLE)
 
 
 @pytest.mark.parametrize("name", [5, None, "", "a b", "a\udce9", "x" * 5000, b"x", Unshowable()])
@@ -172,7 +151,7 @@ def test_a_protocol_that_is_not_installed_is_no_traceback_of_dasks():
         nbelastic.jobs("ucx://127.0.0.1:1")
 
 
-def test_durations_without_end_are_sent_as_long_ones():
+def test_durations_without_end_are_sent_as_long_ones_and_numbers_as_plain_ones_of_64_bits():
     names = ("elastic_timeout", "stall_timeout", "heartbeat_timeout", "lease")
     options = Options(**dict.fromkeys(names, math.inf), resources={"GPU": Fraction(1, 2)})
     terms = terms_of(ev.JobPayload(b"", b"", b""), options)
@@ -180,9 +159,6 @@ def test_durations_without_end_are_sent_as_long_ones():
     assert unpack(pack(request)) == request
     spec = options.rank_spec("job", "run", 1, ev.Place(0, 1, 0, 1, 0, 1), None)
     assert time.gmtime(time.time() + spec.operation_timeout_s)
-
-
-def test_numbers_are_sent_as_plain_ones_of_64_bits():
     options = Options(np=numpy.int64(2), max_np=2**70, priority=-(2**70), weight=numpy.float32(5))
     assert (type(options.np), type(options.weight)) == (int, float)
     assert (options.max_np, options.priority) == (2**63 - 1, -(2**63) + 1)
@@ -236,24 +212,15 @@ def test_the_documents_have_the_table_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("method", "options", "message"),
     [
-        ({"max_np": "4"}, "must be a whole number"),
-        ({"priority": "high"}, "priority='high'"),
-        ({"max_workers": 4}, r"Job.scale: .* did you mean max_np\?"),
+        ("scale", {"max_np": "4"}, "must be a whole number"),
+        ("scale", {"max_workers": 4}, r"Job.scale: .* did you mean max_np\?"),
+        ("logs", {"rank": 7}, "rank=7: so far this job has had ranks 0 to 1"),
+        ("logs", {"rank": -1}, "rank=-1"),
     ],
 )
-def test_a_wrong_scale_is_named(options, message):
-    job = Job(Driver("scaled", Options(np=2), lambda: None))
-    with pytest.raises(OptionError, match=message):
-        job.scale(**options)
-
-
-@pytest.mark.parametrize(
-    ("rank", "message"),
-    [(7, "rank=7: so far this job has had ranks 0 to 1"), (-1, "rank=-1"), ("0", "rank='0'")],
-)
-def test_the_logs_of_a_rank_that_never_was_are_an_error(rank, message):
+def test_a_job_names_a_wrong_scale_and_a_rank_that_never_was(method, options, message):
     driver = Driver("printed", Options(np=2), lambda: None)
     job = Job(driver)
     assert job.logs(7) == ""  # nothing has started: it may yet
@@ -264,7 +231,7 @@ def test_the_logs_of_a_rank_that_never_was_are_an_error(rank, message):
     driver.log.note_output(1, "one\n")
     assert (job.logs(0), job.logs(1)) == ("", "one\n")
     with pytest.raises(OptionError, match=message):
-        job.logs(rank)
+        getattr(job, method)(**options)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,18 @@
 """Dask in ranks and beside them: a rank keeps no thread of its worker's pool from others."""
 
+import threading
+
+import dask
+import torch
+from dask import delayed
+from distributed import get_client, rejoin, secede, worker_client
+
+import nbelastic.torch as hvd
 from tests.support.clusters import until
 
 
 def in_every_way():
     """Use Dask as its documentation has tasks use it."""
-    import torch
-    from dask import delayed
-    from distributed import get_client, rejoin, secede, worker_client
-
-    import nbelastic.torch as hvd
-
     hvd.init()
     assert delayed(sum)([delayed(abs)(-number) for number in range(10)]).compute() == 45
     client = get_client()
@@ -27,27 +29,14 @@ def in_every_way():
     return found
 
 
-def wait_for(path):
-    import os
-    import time
-
-    while not os.path.exists(path):
-        time.sleep(0.01)
-
-
 def pools(dask_worker):
     """Return how many threads a worker's pool has, and how many are named like one of its."""
-    import threading
-
     named = [t for t in threading.enumerate() if "Dask-Default" in t.name]
     return len(dask_worker.executors["default"]._threads), len(named)
 
 
 def ask_for_a_client():
     """Leave a client in the worker, and it as the scheduler of Dask's configuration."""
-    import dask
-    from distributed import get_client
-
     get_client()  # the first one in a process sets this, too
     dask.config.set(scheduler="dask.distributed")
 
@@ -59,7 +48,7 @@ def test_ranks_compute_submit_secede_and_rejoin_whatever_client_their_worker_has
 
 
 def test_plain_tasks_run_beside_ranks_which_keep_their_workers_busy(crew, tmp_path):
-    job = crew.fit(wait_for, args=[str(tmp_path / "go")], np=4, block=False)
+    job = crew.fit(until, args=[(tmp_path / "go").exists, "go"], np=4, block=False)
     until(lambda: len(job.status.ranks) == 4 or job.done(), "all workers have ranks")
     futures = crew.client.map(abs, range(-8, 0), pure=False)
     assert sorted(crew.client.gather(futures)) == list(range(1, 9))

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import dask.array as da
+import dask.dataframe as dd
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 
+import nbelastic.torch as hvd
 from nbelastic import chaos
 from nbelastic.data import Dask
+from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import OptionError
 from tests.support.clusters import until
 from tests.support.exact_training import LONG, SIZES, SameResult
@@ -18,8 +24,6 @@ ROWS = SIZES["rows"]
 
 
 def table() -> Any:
-    import pandas as pd
-
     numbers = np.arange(ROWS)
     columns = {f"x{i}": np.sin(numbers * 7 + i).astype(np.float32) for i in range(6)}
     return pd.DataFrame({"id": numbers, **columns, "label": numbers % 3})
@@ -36,8 +40,6 @@ def tasks(dask_scheduler: Any) -> dict[str, str]:
 
 
 def test_rows_are_seen_once_in_a_storm(crew, tmp_path):
-    import dask.dataframe as dd
-
     frame = dd.from_pandas(table(), npartitions=24)
     source = Dask(frame, ["id", "x*", "label"], shuffle_rows=40)
     alone = SameResult(tmp_path / "alone")
@@ -62,10 +64,6 @@ def test_rows_are_seen_once_in_a_storm(crew, tmp_path):
 
 
 def sum_up(data: Any, scale: float) -> list[Any]:
-    import torch
-
-    import nbelastic.torch as hvd
-
     hvd.init()
     loader = hvd.elastic.Loader(data, hvd.elastic.Batch(60, micro=10), shuffle=False)
     rows, kinds = 0, set()
@@ -79,9 +77,6 @@ def sum_up(data: Any, scale: float) -> list[Any]:
 
 
 def test_collections_among_the_arguments_just_work(crew):
-    import dask.array as da
-    import dask.dataframe as dd
-
     frame = dd.from_pandas(table(), npartitions=7)
     total = float(np.arange(ROWS).sum())
     assert crew.fit(sum_up, args=(frame, 1.0), np=2).results() == [[total, "dict"]] * 2
@@ -94,20 +89,12 @@ def test_collections_among_the_arguments_just_work(crew):
     assert crew.client.run_on_scheduler(keys_of_jobs) == {}
 
 
-def fetch(key: str) -> Any:
-    from nbelastic.elastic.ranks.context import current
-
-    return current().fetch_partition(key)
-
-
 def test_a_partition_that_the_scheduler_has_forgotten_is_an_error(crew):
     with pytest.raises(LookupError, match=r"forgotten its key, as after client\.restart"):
-        crew.fit(fetch, args=('["gone", 0]',), np=1)
+        crew.fit(lambda: current().fetch_partition('["gone", 0]'), np=1)
 
 
 def test_an_error_in_a_partition_comes_before_the_job(crew):
-    import dask.dataframe as dd
-
     def fail(part: Any) -> Any:
         raise ZeroDivisionError("in a partition")
 

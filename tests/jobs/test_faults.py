@@ -7,6 +7,7 @@ import time
 import dask
 import distributed.batched
 import distributed.metrics
+import psutil
 import pytest
 import tornado.ioloop
 
@@ -70,21 +71,17 @@ def test_N20_a_newcomer_warms_up_beside_the_others(crew, tmp_path):
     assert longest_gap(old) < work.slow_start / 2, "the others waited for a newcomer"
 
 
-def how_it_began():
-    import psutil
-
-    from nbelastic.native import core
-
-    return core, [word for word in psutil.Process().cmdline() if "rank.main import" in word] != []
-
-
 @pytest.mark.nightly  # its cheap parts: test_backends, and a rank that is spawned (tests/cluster)
 def test_a_job_survives_a_killed_worker_without_what_only_linux_has(tmp_path, monkeypatch):
     monkeypatch.setenv("NBELASTIC_PORTABLE", "1")  # before the workers are started anew
-    with (
-        dask.config.set({"distributed.worker.multiprocessing-method": "spawn"}),
-        a_crew(n_workers=3) as crew,
-    ):
+
+    def how_it_began():
+        from nbelastic.native import core
+
+        return core, any("rank.main import" in word for word in psutil.Process().cmdline())
+
+    spawned = dask.config.set({"distributed.worker.multiprocessing-method": "spawn"})
+    with spawned, a_crew(n_workers=3) as crew:
         work = Workload(tmp_path, epochs=1000, until_newcomers=1)
         job = crew.fit(lambda: (how_it_began(), work()), np=3, min_np=2, block=False)
         until(lambda: job.status.commits > 5, "three ranks train")

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from distributed import Event
@@ -46,20 +48,8 @@ def test_N11_an_error_arrives_as_what_it_is_with_the_users_line_rank_and_worker(
     assert str(caught.value).count("division by zero") == 1
 
 
-def test_a_result_that_cannot_travel_is_an_error_that_says_so(crew):
-    def lock():
-        import threading
-
-        return threading.Lock()
-
-    with pytest.raises(TypeError, match=r"what the function returned .*cannot be sent"):
-        crew.fit(lock, np=1)
-
-
 def test_a_name_can_be_used_again_but_not_twice_at_once(crew):
     def nap(until):
-        from distributed import Event
-
         Event(until).wait(60)
 
     job = crew.fit(nap, args=("refused",), np=1, name="naps", block=False)
@@ -74,9 +64,6 @@ def test_cancel_ends_ranks_whether_they_obey_or_swallow_everything_and_spares_wo
     crew, tmp_path
 ):
     def spin():
-        import signal
-        import time
-
         (tmp_path / f"begun-{nbelastic.rank()}").touch()
         try:
             while True:
@@ -131,8 +118,6 @@ def test_a_job_can_be_awaited_and_giving_up_leaves_it_alone(crew):
 
 
 def test_N13_a_job_can_be_run_from_any_thread(crew):
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(2) as pool:
         jobs = list(pool.map(lambda n: crew.fit(place, np=n), [1, 3]))
     assert [len(job.results()) for job in jobs] == [1, 3]

@@ -1,12 +1,12 @@
 """After any end nothing is left: no thread, task, descriptor, process or memory segment."""
 
+import gc
 import os
 import threading
 import time
 
-import pytest
+import psutil
 
-from nbelastic.errors import JobError
 from tests.support.clusters import until
 from tests.support.training import Fault, Workload, check
 
@@ -17,12 +17,6 @@ def footprint(ports):
     Of its descriptors, those that are none of Dask's own connections. Dask keeps a pool of them,
     which grows with what happens to go on at the same time.
     """
-    import gc
-    import os
-    import threading
-
-    import psutil
-
     gc.collect()
     ends = {
         each.fd: {end.port for end in (each.laddr, each.raddr) if end}
@@ -65,39 +59,29 @@ def everything(crew):
     return {f"{place}: {k}": v for place, found in places.items() for k, v in found.items()}
 
 
-def finish(crew, marks):
-    crew.fit(Workload(marks, epochs=1), np=4)
+ENDS = {"finish": "finished", "fail": "failed", "stop": "stopped", "cancel": "stopped"}
 
 
-def fail(crew, marks):
-    faults = (Fault(rank=1, epoch=0, batch=0, kind="raise"),)
-    with pytest.raises(ValueError, match="was told to fail"):
-        crew.fit(Workload(marks, epochs=1, faults=faults, commit_every=10**9), np=4)
-
-
-def stop(crew, marks):
-    job = crew.fit(Workload(marks, epochs=1000), np=4, block=False)
-    until(lambda: job.status.commits > 0 or job.done(), "commits")
-    job.stop()
-    with pytest.raises(JobError):
-        job.result(60)
-
-
-def cancel(crew, marks):
-    job = crew.fit(Workload(marks, epochs=1000), np=4, block=False)
-    until(lambda: job.status.state == "running" or job.done(), "it runs")
-    job.cancel()
-    with pytest.raises(JobError):
-        job.result(60)
+def end(crew, marks, how):
+    """Run a job to its end of a kind."""
+    faults = (Fault(rank=1, epoch=0, batch=0, kind="raise"),) if how == "fail" else ()
+    epochs = 1 if how in ("finish", "fail") else 1000
+    work = Workload(marks, epochs=epochs, faults=faults, commit_every=10**9 if faults else 1)
+    job = crew.fit(work, np=4, block=False)
+    if epochs > 1:
+        until(lambda: job.status.commits or job.done(), "commits")
+        getattr(job, how)()
+    job.exception(60)
+    assert job.status.state == ENDS[how]
 
 
 def test_jobs_of_every_kind_leave_no_more_than_the_first(crew, tmp_path):
     before = {}
     for times in ("first", "again"):  # the first of each kind: libraries load, pools fill
-        for end in (finish, fail, stop, cancel):
-            marks = tmp_path / f"{times}-{end.__name__}"
+        for how in ENDS:
+            marks = tmp_path / f"{times}-{how}"
             marks.mkdir()
-            end(crew, marks)
+            end(crew, marks, how)
         before = before or everything(crew)
 
     def more():

@@ -1,22 +1,22 @@
-"""Values that Dask's connections cannot carry, and messages that cannot be read: in real jobs."""
+"""Values that Dask's connections cannot carry, in real jobs."""
+
+import sys
+import threading
 
 import pytest
 
+import nbelastic
+import nbelastic.torch as hvd
+from nbelastic import messages
 from nbelastic.driver import driver_of
+from nbelastic.elastic import ObjectState
 from nbelastic.errors import RankFailed
-from tests.support.clusters import kinds, until, workers_of
-from tests.support.training import step_by_step
+from tests.support.clusters import kinds
 
 ODD = "data-\udcff.csv"
 
 
 def odd_everywhere():
-    import sys
-
-    import nbelastic
-    import nbelastic.torch as hvd
-    from nbelastic.elastic import ObjectState
-
     hvd.init()
     print("read", ODD)
     sys.stderr.write(f"warned of {ODD}\n")
@@ -45,62 +45,39 @@ def test_odd_values_cost_no_worker(crew):
     repr(job.status), repr(job)
 
 
-def raise_odd(where):
-    if where == "text":
-        raise FileNotFoundError(2, "no such file", ODD)
+def raises_a_text():
+    raise FileNotFoundError(2, "no such file", ODD)
+
+
+def raises_a_key():
     raise KeyError({ODD: 2**70})
 
 
-@pytest.mark.parametrize("where", ["text", "key"])
-def test_an_error_with_odd_text_arrives(crew, where):
+def returns_a_lock():
+    return threading.Lock()
+
+
+def returns_much():
+    assert messages.MOST_BYTES == 2**32 - 1
+    messages.MOST_BYTES = 100_000
+    return bytes(150_000_000)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        (raises_a_text, RankFailed, r"data-\\+udcff\.csv"),
+        (raises_a_key, RankFailed, r"data-\\+udcff\.csv"),
+        (returns_a_lock, TypeError, r"what the function returned .*cannot be sent"),
+        (returns_much, ValueError, r"\(a bytes\) cannot be sent: it takes 0\.2 GB"),
+    ],
+)
+def test_an_odd_error_or_result_arrives_as_an_error_and_costs_no_worker(
+    crew, function, error, words
+):
     before = set(crew.workers())
-    with pytest.raises(RankFailed, match=r"data-\\+udcff\.csv"):
-        crew.fit(raise_odd, args=[where], np=1)
-    assert set(crew.workers()) == before
-
-
-def send_no_event(job, dask_worker):
-    from nbelastic.cluster.wire import FROM_AGENTS, PROTOCOL
-    from nbelastic.messages import encode
-
-    body = {
-        "protocol": PROTOCOL,
-        "body": [encode({"job": job, "message": "RankEvent", "event": None})],
-    }
-    fields = {"op": FROM_AGENTS, "message": body}
-    dask_worker.loop.add_callback(dask_worker.batched_stream.send, fields)
-
-
-def test_a_message_that_cannot_be_read_costs_its_workers_rank(crew, tmp_path):
-    before, there = set(crew.workers()), tmp_path / "lost"
-
-    def trains():
-        return step_by_step(lambda state: state.step >= 40 and there.exists()).step
-
-    job = crew.fit(trains, np=2, min_np=1, max_np=2, block=False)
-    until(lambda: job.status.commits > 2 or job.done(), "it trains")
-    crew.client.run(send_no_event, job.name, workers=[workers_of(job)[1]])
-    until(lambda: "lost" in kinds(job) or job.done(), "the rank is lost")
-    there.touch()
-    assert job.result() >= 40
-    lost = [event for event in job.history if event.kind == "lost"]
-    assert len(lost) == 1
-    assert lost[0].rank == 1
-    assert "its worker has sent a message that cannot be read" in lost[0].detail
-    assert set(crew.workers()) == before
-
-
-def test_a_result_that_is_too_large_for_a_message_is_refused(crew):
-    def limit(number):
-        from nbelastic import messages
-
-        assert messages.MOST_BYTES == 2**32 - 1
-        messages.MOST_BYTES = number
-        return bytes(150_000_000)
-
-    before = set(crew.workers())
-    with pytest.raises(ValueError, match=r"\(a bytes\) cannot be sent: it takes 0\.2 GB"):
-        crew.fit(limit, args=[100_000], np=1)
+    with pytest.raises(error, match=words):
+        crew.fit(function, np=1)
     assert set(crew.workers()) == before
 
 

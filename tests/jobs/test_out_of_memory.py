@@ -1,7 +1,10 @@
 """A rank that runs out of memory over a Loader goes on with parts of its micro-batches."""
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+import nbelastic.torch as hvd
 from nbelastic.errors import OptionError, RankFailed
 from tests.support.clusters import sizes
 
@@ -9,11 +12,6 @@ ROWS = 48
 
 
 def train(how, kind="OutOfMemoryError", exact="auto", micro=4):
-    import torch
-    from torch.utils.data import TensorDataset
-
-    import nbelastic.torch as hvd
-
     def compute(x, y):
         """Compute on a device that has room for two rows, from the fifth step on."""
         full = hvd.rank() == 1 and how == "runs out" and steps >= 5
@@ -72,23 +70,18 @@ def test_what_cannot_be_smaller_is_the_error_itself(crew):
     assert isinstance(found.value.__cause__, OptionError)
 
 
-def fill():
-    import torch
-
-    import nbelastic.torch as hvd
-
-    model = torch.nn.Linear(1, 1)
-    state = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), 0.1))
-
-    @hvd.elastic.run
-    def loop(state):
-        state.commit()
-        raise torch.OutOfMemoryError("all is full")
-
-    loop(state)
-
-
 def test_without_a_loader_the_job_says_what_helps(crew):
+    def fill():
+        model = torch.nn.Linear(1, 1)
+        state = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), 0.1))
+
+        @hvd.elastic.run
+        def loop(state):
+            state.commit()
+            raise torch.OutOfMemoryError("all is full")
+
+        loop(state)
+
     job = crew.fit(fill, np=1, block=False)
     with pytest.raises(RankFailed, match="OutOfMemoryError: all is full"):
         job.result(60)

@@ -4,6 +4,7 @@ import os
 import threading
 
 import pytest
+import torch
 from distributed import get_client
 from distributed.security import Security
 
@@ -18,28 +19,19 @@ def nothing():
     pass
 
 
-def names(dask_scheduler):
-    return {address: str(worker.name) for address, worker in dask_scheduler.workers.items()}
-
-
 def test_workers_restricts_by_address_or_name(crew):
     addresses = list(crew.workers())
     job = crew.fit(nothing, workers=addresses[:2])
     assert set(workers_of(job).values()) == set(addresses[:2])
-    name = crew.client.run_on_scheduler(names)[addresses[3]]
-    assert workers_of(crew.fit(nothing, workers=name)) == {0: addresses[3]}
+    name = crew.client.scheduler_info()["workers"][addresses[3]]["name"]
+    assert workers_of(crew.fit(nothing, workers=str(name))) == {0: addresses[3]}
 
 
 def test_resources_restrict_and_a_worker_that_comes_late_is_taken_in():
-    def threads():
-        import torch
-
-        return torch.get_num_threads()
-
     with a_crew(n_workers=1, threads_per_worker=2, resources={"GPU": 1}) as crew:
         with pytest.raises(NotEnoughWorkers, match="0 of at least 1"):
             crew.fit(nothing, resources={"TPU": 1}, np=1, elastic_timeout=0.5)
-        job = crew.fit(threads, resources={"GPU": 1}, np=2, block=False)
+        job = crew.fit(torch.get_num_threads, resources={"GPU": 1}, np=2, block=False)
         until(lambda: job.status.state == "waiting" and job.status.reason, "it waits", 10)
         crew.cluster.scale(2)
         assert job.results(60) == [2, 2]  # Dask says OMP_NUM_THREADS=1
@@ -49,13 +41,7 @@ def test_resources_restrict_and_a_worker_that_comes_late_is_taken_in():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tls_clusters_work():
     with a_crew(security=Security.temporary(), protocol="tls") as crew:
-
-        def submit():
-            from distributed import get_client
-
-            return get_client().submit(abs, -1, pure=False).result()
-
-        job = crew.fit(submit, np=2)
+        job = crew.fit(lambda: get_client().submit(abs, -1, pure=False).result(), np=2)
         assert job.results() == [1, 1]
         assert all(address.startswith("tls://") for address in workers_of(job).values())
 
@@ -67,19 +53,16 @@ def test_workers_that_are_threads_of_the_kernel_work():
 
 
 def wait_for(path):
-    import time
-
-    while not os.path.exists(path):
-        time.sleep(0.01)
+    until(path.exists, "to go on")
     return os.getpid()
 
 
 def test_a_rank_that_waits_for_other_tasks_says_so(crew, tmp_path):
-    go = str(tmp_path / "go")
+    go = tmp_path / "go"
     tasks = crew.client.map(wait_for, [go] * 8, pure=False)  # two for each worker
     job = crew.fit(nothing, np=2, block=False)
     until(lambda: "not used: 2 busy with other tasks" in job.status.reason, "the reason")
-    (tmp_path / "go").touch()
+    go.touch()
     job.results(60)
     crew.client.gather(tasks)
 
@@ -97,7 +80,7 @@ def test_a_job_starts_and_ends_without_a_worker_that_is_busy_and_leaves_it_alone
     first, second = sorted(crew.workers())[:2]
     before = crew.workers()[second]
     go = tmp_path / "go"
-    task = crew.client.submit(wait_for, str(go), workers=[second], pure=False)
+    task = crew.client.submit(wait_for, go, workers=[second], pure=False)
     try:
         options = {"min_np": 1, "max_np": 2, "np": 2, "elastic_timeout": 2}
         sizes = crew.fit(train, workers=[first, second], **options).results()

@@ -1,5 +1,6 @@
 """A rank whose process dies is back, its worker keeps what it holds, and the cause is known."""
 
+import ctypes
 import io
 import os
 import signal
@@ -7,6 +8,7 @@ import signal
 import dask
 import pytest
 
+import nbelastic.torch as hvd
 from nbelastic.cluster.worker import rank_process
 from nbelastic.driver import explain_journal
 from tests.support.clusters import kinds, sizes
@@ -15,9 +17,6 @@ from tests.support.training import once, step_by_step
 
 def train(mark):
     """Take thirty steps; rank 1 dies in the sixth, once."""
-    import ctypes
-
-    import nbelastic.torch as hvd
 
     def over(state):
         if state.step == 5 and hvd.rank() == 1 and once(mark):

@@ -1,16 +1,14 @@
 """How tensors travel; ranks that differ, or that no reset helps, end their job at once by name."""
 
 import pytest
+import torch
 
+import nbelastic.torch as hvd
 from nbelastic.errors import NoProgress, RankFailed, RanksDisagree
 from tests.support.clusters import kinds
 
 
 def works(kind):
-    import torch
-
-    import nbelastic.torch as hvd
-
     hvd.init()
     first, last = hvd.rank() == 0, hvd.rank() == 1
     state = hvd.elastic.ObjectState(step=0)

@@ -5,35 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import itertools
 import os
 import socket
 import ssl
 import stat
 
+import msgspec
 import psutil
 import pytest
+import torch
 from distributed import Client
 from distributed.comm.core import connect
 from distributed.core import send_recv
 
 import nbelastic
+import nbelastic.torch as hvd
 from nbelastic.cli.hosts.cluster import HostCluster
+from nbelastic.collectives.rendezvous.handshake import open_channel
+from nbelastic.collectives.rendezvous.server import PURPOSE
 from nbelastic.driver.attachment import attach_client
 from nbelastic.driver.options import Options
+from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import OptionError
 from tests.support.clusters import a_crew
 
 
 def listen_and_be_asked():
     """Form a group, then say where this process listens, and what a stranger is told there."""
-    import msgspec
-    import torch
-
-    import nbelastic.torch as hvd
-    from nbelastic.collectives.rendezvous.handshake import open_channel
-    from nbelastic.collectives.rendezvous.server import PURPOSE
-    from nbelastic.elastic.ranks.context import current
-
     hvd.init()
     before = listening_in(psutil.Process())
     hvd.allreduce(torch.ones(1))
@@ -66,24 +65,25 @@ def test_a_job_listens_where_dask_does_and_answers_no_stranger():
     assert first[0][2] != second[0][2], "each job has its own"
 
 
-async def _refuses(address):
+async def _refuses(host, port, scheme):
     """Whether a client without the cluster's certificate has no answer at an address."""
     plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     plain.check_hostname, plain.verify_mode = False, ssl.CERT_NONE
-    for scheme, terms in (("tcp", {}), ("tls", {"ssl_context": plain})):
+    terms = {"ssl_context": plain} if scheme == "tls" else {}
 
-        async def ask(scheme=scheme, terms=terms):
-            comm = await connect(f"{scheme}://{address[0]}:{address[1]}", timeout=2, **terms)
-            await send_recv(comm, op="identity")
+    async def ask():
+        comm = await connect(f"{scheme}://{host}:{port}", timeout=2, **terms)
+        await send_recv(comm, op="identity")
 
-        with contextlib.suppress(OSError, asyncio.TimeoutError, ValueError):
-            await asyncio.wait_for(ask(), 3)  # a HTTP server waits for a line
-            return False
+    with contextlib.suppress(OSError, asyncio.TimeoutError, ValueError):
+        await asyncio.wait_for(ask(), 3)  # a HTTP server waits for a line
+        return False
     return True
 
 
 async def _all_refuse(addresses):
-    return all(await asyncio.gather(*map(_refuses, addresses)))
+    ways = [(*each, scheme) for each in addresses for scheme in ("tcp", "tls")]
+    return all(await asyncio.gather(*itertools.starmap(_refuses, ways)))
 
 
 @pytest.mark.parametrize("started", ["by fit", "for hosts"])
@@ -119,14 +119,10 @@ def test_a_cluster_that_is_started_here_is_closed_to_other_users(started, monkey
 
 def _page(address):
     """Return the status of the pages that Dask's HTTP servers have; None if it is none of them."""
-    connection = http.client.HTTPConnection(*address, timeout=5)
-    try:
-        connection.request("GET", "/info/main/workers.html")
-        return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
+    asked = http.client.HTTPConnection(*address, timeout=5)
+    with contextlib.closing(asked), contextlib.suppress(OSError, http.client.HTTPException):
+        asked.request("GET", "/info/main/workers.html")
+        return asked.getresponse().status
 
 
 def test_http_of_named_hosts_is_on_the_loopback_although_their_scheduler_is_not():

@@ -36,15 +36,9 @@ def started(crew, folder, name, **options):
     job = crew.fit(train, args=(goal,), name=name, block=False, **options)
     try:
         yield job
-    finally:
-        finish(job, goal)
-
-
-def finish(job, goal):
-    """Have a job end some steps from now: its ranks read that in time."""
-    # Two seconds of steps, because what the kernel knows may be a second old.
-    goal.with_suffix(".new").write_text(str(job.status.commits + 200))
-    goal.with_suffix(".new").rename(goal)
+    finally:  # it ends in two seconds of steps: what the kernel knows may be a second old
+        goal.with_suffix(".new").write_text(str(job.status.commits + 200))
+        goal.with_suffix(".new").rename(goal)
 
 
 def trains(job, size=None):

@@ -1,6 +1,7 @@
 """Whatever ends a rank is an event of its job, and its process ends."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -40,15 +41,8 @@ def test_a_rank_that_raises_outside_its_function_says_so(monkeypatch, name):
 
 
 def goes_on(folder):
-    import threading
-    import time
-    from concurrent.futures import ThreadPoolExecutor
-
-    import torch
-
     def save(name):
-        while not (folder / "go").exists():
-            time.sleep(0.01)
+        until((folder / "go").exists, "to go on")
         torch.save(torch.ones(1000), folder / name)
 
     threading.Thread(target=save, args=["thread"]).start()
@@ -62,9 +56,7 @@ def test_what_goes_on_after_the_function_ends_or_is_said_to_be_cut_off(crew, tmp
     assert not job.wait(3.0), "not even after what a rank had before it was ended"
     (tmp_path / "go").touch()
     assert job.result(60) == 1 and job.status.warnings == () and job.status.errors == 0
-    assert [float(torch.load(tmp_path / name).sum()) for name in ("thread", "executor")] == [
-        1e3
-    ] * 2
+    assert all(torch.load(tmp_path / name).sum() == 1e3 for name in ("thread", "executor"))
     (tmp_path / "go").unlink()
     job = crew.fit(goes_on, args=[tmp_path], np=1, exit_timeout=0.1)
     assert job.result() == 1 and job.status.errors == 1

@@ -1,8 +1,15 @@
 """What ranks report and print reaches their owner, and what is displayed never harms a job."""
 
+import faulthandler
 import json
+import os
+import pdb
 import re
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +25,6 @@ from tests.support.training import Fault, Workload, check, once, step_by_step
 
 
 def reporting(marks):
-    import os
-    import signal
-    import time
-
     def over(state):
         if state.step == 18:
             return True
@@ -36,10 +39,6 @@ def reporting(marks):
 
 def test_a_rank_prints_in_every_way_and_its_child_processes_too(crew):
     def talk(raises):
-        import faulthandler
-        import subprocess
-        import sys
-
         faulthandler.enable()
         sys.stdout.reconfigure(line_buffering=True)
         sys.stdout.buffer.write("bytes ü\n".encode())
@@ -59,8 +58,6 @@ def test_a_rank_prints_in_every_way_and_its_child_processes_too(crew):
 @pytest.mark.parametrize("how", ["breakpoint", "pdb", "input"])
 def test_a_rank_without_a_console_says_how_to_debug(crew, how):
     def stop():
-        import pdb
-
         {"breakpoint": breakpoint, "pdb": pdb.set_trace, "input": input}[how]()
         return nbelastic.rank()
 
@@ -114,13 +111,6 @@ def test_history_and_timeline_tell_where_the_time_of_a_recovery_went(crew, tmp_p
     assert [each.name for each in tmp_path.glob("timeline.json*")] == ["timeline.json"]
 
 
-class Labels(DisplayService):
-    """A display that calls this file a cell."""
-
-    def label(self, file):
-        return "The cell" if file == __file__ else None
-
-
 def fails_later_on_rank_1():
     def train(state):
         if state.step == 5 and nbelastic.rank() == 1 and nbelastic.size() == 2:
@@ -131,7 +121,9 @@ def fails_later_on_rank_1():
 
 
 def test_the_loss_of_a_rank_by_an_error_says_in_which_line(crew, monkeypatch, capsys):
-    monkeypatch.setattr(display, "_display", Labels())
+    shows = DisplayService()
+    shows.label = lambda file: "The cell" if file == __file__ else None
+    monkeypatch.setattr(display, "_display", shows)
     job = crew.fit(fails_later_on_rank_1, np=2, min_np=1)
     lost = next(event for event in job.history if event.kind == "lost")
     assert re.search(
@@ -150,17 +142,13 @@ def test_the_loss_of_a_rank_by_an_error_says_in_which_line(crew, monkeypatch, ca
 
 
 def talk_slowly(marks):
-    import time
-    from pathlib import Path
-
     print("early")
-    while not (Path(marks) / "go").exists():
-        time.sleep(0.02)
+    until((marks / "go").exists, "to go on")
     print("late")
 
 
 def test_output_can_be_followed_to_the_end(crew, tmp_path, capsys):
-    job = crew.fit(talk_slowly, args=(str(tmp_path),), np=2, block=False)
+    job = crew.fit(talk_slowly, args=(tmp_path,), np=2, block=False)
     until(lambda: job.logs().count("early") == 2, "both have spoken")
     go = threading.Timer(0.5, (tmp_path / "go").touch)
     go.start()

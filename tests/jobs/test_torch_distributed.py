@@ -1,38 +1,41 @@
 """torch.distributed in jobs on real workers: variables, FSDP2, checkpoints by a second thread."""
 
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+
+import nbelastic.torch as hvd
+from nbelastic.errors import CollectiveError
 from tests.support.clusters import sizes, until
-from tests.support.training import once
+from tests.support.training import once, step_by_step
 
 
 def test_variables_of_torchrun_are_there_before_the_function_and_follow_resets(crew):
     def train():
-        import os
-        import time
-
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         first = [int(os.environ[name]) for name in names]
         horovods = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
         assert first == [int(os.environ[f"HOROVOD_{name}"]) for name in horovods]
         assert int(os.environ["MASTER_PORT"])
 
-        import nbelastic.torch as hvd
-
-        state = hvd.elastic.ObjectState(
-            hvd.broadcast_object, lambda: (hvd.rank(), hvd.size()), steps=0, alone=0
-        )
         seen = set()
 
-        @hvd.elastic.run
-        def loop(state):
-            while state.alone < 3:
-                places = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()
-                assert [int(os.environ[name]) for name in names] == list(places)
-                seen.add(places)
-                state.alone += hvd.size() == 1
-                time.sleep(0.01)
-                state.commit()
+        def over(state):
+            places = hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()
+            assert [int(os.environ[name]) for name in names] == list(places)
+            seen.add(places)
+            state.alone += hvd.size() == 1
+            time.sleep(0.01)
+            return state.alone == 3
 
-        loop(state)
+        step_by_step(over, alone=0)
         return first, sorted(seen), os.environ["MASTER_ADDR"]
 
     job = crew.fit(train, np=2, min_np=1, max_np=2, block=False)
@@ -46,12 +49,6 @@ def test_variables_of_torchrun_are_there_before_the_function_and_follow_resets(c
 
 def test_fsdp_works_on_a_fixed_world_and_is_refused_in_an_elastic_loop(crew):
     def train():
-        import torch
-        import torch.distributed as dist
-        from torch.distributed.fsdp import fully_shard
-
-        import nbelastic.torch as hvd
-
         dist.init_process_group("nbelastic")
         dist.barrier()
         torch.manual_seed(0)
@@ -79,19 +76,6 @@ def test_fsdp_works_on_a_fixed_world_and_is_refused_in_an_elastic_loop(crew):
 
 def test_async_save_in_a_loop_goes_on_after_a_kill(crew, tmp_path):
     def train(path):
-        import contextlib
-        import os
-        import signal
-        import time
-        from pathlib import Path
-
-        import torch
-        import torch.distributed as dist
-        import torch.distributed.checkpoint as dcp
-
-        import nbelastic.torch as hvd
-        from nbelastic.errors import CollectiveError
-
         dist.init_process_group("gloo")
         model = torch.nn.Linear(3, 1)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))

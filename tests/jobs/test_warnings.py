@@ -1,17 +1,21 @@
 """Wrong trainings that no operation fails of get a sentence each, right ones none."""
 
+import sys
+import time
+import types
+
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
 import nbelastic
+import nbelastic.torch as hvd
 from nbelastic.errors import RankFailed
 from nbelastic.render import JobSnapshot, text
 from tests.support.clusters import kinds, until
 
 
 def trains_alone():
-    import sys
-    import types
-
     sys.modules.setdefault("transformers", types.ModuleType("transformers")).Trainer = object
     return nbelastic.rank()
 
@@ -29,9 +33,6 @@ def test_ranks_that_never_met_are_warned_of_in_result_history_and_panel(crew):
 
 def test_process_groups_that_are_not_there_come_with_advice(crew):
     def train():
-        import torch
-        import torch.distributed
-
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 
     with pytest.raises(RankFailed, match=r'init_process_group\("nbelastic"\)') as caught:
@@ -40,12 +41,6 @@ def test_process_groups_that_are_not_there_come_with_advice(crew):
 
 
 def train(marks, commits, wrapped):
-    import time
-
-    import torch
-
-    import nbelastic.torch as hvd
-
     hvd.init()
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -87,11 +82,6 @@ def test_a_wrong_loop_is_warned_of_while_it_trains(crew, tmp_path, commits, wrap
 
 
 def over_a_loader(kind):
-    import torch
-    from torch.utils.data import TensorDataset
-
-    import nbelastic.torch as hvd
-
     model = torch.nn.Linear(2, 1)
 
     def hook():
@@ -125,10 +115,6 @@ def over_a_loader(kind):
 
 
 def over_a_sampler(kind):
-    import torch
-
-    import nbelastic.torch as hvd
-
     model = torch.nn.Linear(1, 1)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     sampler, held_out = (hvd.elastic.ElasticSampler(range(count)) for count in (16, 8))

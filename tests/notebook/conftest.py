@@ -33,7 +33,7 @@ def fit(monkeypatch):
     """Stands in for ``nbelastic.fit``."""
     fake = FakeFit()
     monkeypatch.setattr(nbelastic, "fit", fake)
-    monkeypatch.setattr(magics, "wait_interruptibly", lambda job: job.wait_interruptibly())
+    monkeypatch.setattr(magics, "wait_interruptibly", fake.wait_interruptibly)
     return fake
 
 

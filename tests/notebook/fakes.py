@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 
 from nbelastic.cluster import Returned
-from nbelastic.driver.status import HistoryEvent, JobStatus, Output, RankStatus
+from nbelastic.driver.status import HistoryEvent, JobStatus, Output, Progress, RankStatus
 from nbelastic.errors import RankFailed
 from nbelastic.notebook.display_service import AFTER, DisplayGroup, DisplayService
+from nbelastic.render import JobSnapshot
 from tests.support import clusters
 
 STARTED = 1_000_000.0
@@ -27,51 +29,50 @@ def rank_status(rank: int | None, *, state: str = "running", step: int = 10) -> 
 
 
 def job_status(**changes: Any) -> JobStatus:
-    known: dict[str, Any] = {
-        "name": "quickstart",
-        "state": "running",
-        "generation": 2,
-        "size": 4,
-        "min_np": 2,
-        "max_np": 8,
-        "resets": 2,
-        "commits": 120,
-        "elapsed": 42.0,
-        "reason": "",
-        "ranks": tuple(rank_status(i) for i in range(4)),
-        "samples_per_s": 1000.0,
-    }
-    return JobStatus(**(known | changes))
+    ranks = tuple(rank_status(i) for i in range(4))
+    status = JobStatus("quickstart", "running", 2, 4, 2, 8, 2, 120, 42.0, "", ranks, 1000.0)
+    return dataclasses.replace(status, **changes)
 
 
-def event(
-    kind: str,
-    at: float,
-    *,
-    size: int = 0,
-    rank: int | None = None,
-    detail: str = "",
-    name: str = "",
-    figures: dict[str, float] | None = None,
-) -> Any:
+def event(kind: str, at: float, *, rank: int | None = None, detail: str = "", **more: Any) -> Any:
     where = "tcp://10.0.0.1:40001"
-    return HistoryEvent(STARTED + at, kind, where, rank, 1, detail, size, name, figures or {})
+    return HistoryEvent(STARTED + at, kind, where, rank, 1, detail, **more)
+
+
+def full(**changes: Any) -> JobSnapshot:
+    """Return a job that has lost a rank, with all that a page can show."""
+    history = (
+        event("joined", 1, size=0, rank=0),
+        event("formed", 2, size=4),
+        event("lost", 20, size=3, rank=3, detail="its worker was killed", name="w3"),
+        event("reset", 20.1, size=3, detail="rank 3 lost → 3 ranks"),
+    )
+    progress = Progress(1, 4, 5, 10, remaining_s=75.0)
+    return JobSnapshot(
+        job_status(progress=progress, **changes),
+        history,
+        STARTED,
+        {"loss": [(0.0, 2.0), (1.0, 0.5)]},
+        ((1.0, 100.0), (2.0, 200.0)),
+    )
 
 
 class FakeJob:
     """Says what it is told to say, and notes what it is asked."""
 
     def __init__(self, elsewhere: bool = True, **changes: Any) -> None:
-        self.elsewhere = elsewhere  # whether its scheduler is
         self.status = job_status(**changes)
         self.history: tuple[HistoryEvent, ...] = ()
         self.started = STARTED
-        self.metrics: list[dict[str, float]] = []
         self.asked: list[Any] = []
         self.printed: list[Output] = []
-        self.shapes: dict[str, list[tuple[float, float]]] = {}
-        self.speeds: tuple[tuple[float, float], ...] = ()
+        self.curves: dict[str, list[tuple[float, float]]] = {}
         self._over = threading.Event()
+        metrics = SimpleNamespace(curves=lambda most: self.curves, pace=tuple)
+        printed = SimpleNamespace(last=self._last)
+        log = SimpleNamespace(metrics=metrics, printed=printed, returned=Returned(None, {}))
+        client = SimpleNamespace(is_local=not elsewhere)  # whether its scheduler is
+        self._driver = SimpleNamespace(job_client=client, log=log)
 
     @property
     def name(self) -> str:
@@ -90,26 +91,11 @@ class FakeJob:
         self.set(state=state, **changes)
         self._over.set()
 
-    @property
-    def _driver(self) -> Any:  # its log's metrics are the job's own
-        return SimpleNamespace(
-            job_client=SimpleNamespace(is_local=not self.elsewhere),
-            log=SimpleNamespace(
-                metrics=self, last_output=self.last_output, returned=Returned(None, {})
-            ),
-        )
-
-    def last_output(self, most: int) -> str:
-        return "".join(each.text for each in self.printed if each.rank == 0)[-most:]
+    def _last(self, rank: int, most: int) -> str:
+        return "".join(each.text for each in self.printed if each.rank == rank)[-most:]
 
     def exception(self) -> Exception:
         return RankFailed(f"{self.status.reason}\nat line 3 of the cell")
-
-    def curves(self, most: int) -> dict[str, list[tuple[float, float]]]:
-        return self.shapes
-
-    def pace(self) -> tuple[tuple[float, float], ...]:
-        return self.speeds
 
     def output(self, since: int = 0) -> tuple[int, tuple[Output, ...]]:
         return len(self.printed), tuple(self.printed[since:])
@@ -127,10 +113,8 @@ class FakeJob:
         self.asked.append("cancel")
         return True
 
-    def scale(
-        self, *, min_np: int | None = None, max_np: int | None = None, **place: float
-    ) -> None:
-        self.asked.append((min_np, max_np, place) if place else (min_np, max_np))
+    def scale(self, **limits: float) -> None:
+        self.asked.append(limits)
 
 
 def run(shell, source, *, fails=False):
@@ -142,42 +126,32 @@ def run(shell, source, *, fails=False):
     return result.error_before_exec or result.error_in_exec
 
 
-class RunJob(FakeJob):
-    """A job whose function runs when somebody waits for it."""
-
-    def __init__(self, fit, function, name, started):
-        super().__init__(name=name)
-        self.started = started
-        self.waited = False
-        self._fit = fit
-        self._function = cloudpickle.dumps(function)
-
-    def wait_interruptibly(self):
-        self.waited = True
-        self._fit.while_waiting()
-
-    def result(self, timeout=None):
-        if self._fit.error is not None:
-            raise self._fit.error
-        return cloudpickle.loads(self._function)()
-
-
 class FakeFit:
-    """Stands in for ``nbelastic.fit``."""
+    """Stands in for ``nbelastic.fit``: a function runs when somebody waits for its job."""
 
     def __init__(self):
         self.calls = 0
-        self.error = None
-        self.refuses = None
+        self.error = self.refuses = None
         self.while_waiting = lambda: None
 
     def __call__(self, function, **options):
         if self.refuses is not None:
             raise self.refuses
         self.calls += 1
-        self.function, self.options = function, options
-        self.job = RunJob(self, function, options["name"], float(self.calls))
-        return self.job
+        self.options, self.waited = options, False
+        self.job = job = FakeJob(name=options["name"])
+        job.started = float(self.calls)
+        job.result = partial(self._result, cloudpickle.dumps(function))
+        return job
+
+    def wait_interruptibly(self, job):
+        self.waited = True
+        self.while_waiting()
+
+    def _result(self, function):
+        if self.error is not None:
+            raise self.error
+        return cloudpickle.loads(function)()
 
 
 LINE = "nbelastic job quickstart: finished · 4 ranks · 2 resets · 120 commits"
@@ -210,8 +184,7 @@ class Screen:
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now

@@ -1,5 +1,6 @@
 """Cells on real workers, and what was trained there: it comes back with ``pull``."""
 
+import sys
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import nbelastic
 from nbelastic.errors import JobStopped, OptionError, RankFailed
 from tests.notebook.fakes import run
+from tests.support.training import step_by_step
 
 TRAIN = """
 import torch
@@ -54,8 +56,9 @@ class Net(torch.nn.Module):
 
 total = hvd.allreduce(torch.ones(1), op=hvd.Sum)
 print("rank", nbelastic.rank())
-(answer(), int(total), type(Net()).__name__)"""
-    assert run(notebook, cell).result == (42, 2, "Net")
+(answer(), int(total), Net())"""
+    *numbers, net = run(notebook, cell).result
+    assert numbers == [42, 2] and type(net).__name__ == "Net"
     job = notebook.user_ns["job"]
     assert job.results()[1] is None
     assert "rank 0" in job.logs(0) and "rank 1" in job.logs(1)
@@ -84,22 +87,13 @@ def test_a_job_that_is_stopped_brings_back_what_it_has(crew):
     model, seen = torch.nn.Linear(1, 1, bias=False), {"steps": 0}
 
     def train():
-        import nbelastic.torch as hvd
+        def step(state):
+            with torch.no_grad():
+                model.weight.fill_(7.0)
+            seen["steps"] += 1
 
-        hvd.init()
-        state = hvd.elastic.TorchState(model, step=0)
+        step_by_step(step)
 
-        @hvd.elastic.run
-        def loop(state):
-            while True:
-                with no_grad():
-                    model.weight.fill_(7.0)
-                seen["steps"] += 1
-                state.commit()
-
-        loop(state)
-
-    no_grad = torch.no_grad
     job = crew.fit(train, np=2, block=False, pull=("model", "seen"))
     while job.status.commits < 1:
         assert not job.wait(0.05)
@@ -124,10 +118,50 @@ def test_a_variable_that_does_not_come_back_costs_no_result(crew):
         job.pull()
 
 
-def test_names_that_the_function_does_not_have_are_refused_before_anything_starts():
-    def train():
-        model = 1
-        return model
+# -- modules of the notebook's folder, which the workers of ``crew`` do not see --------------------
 
-    with pytest.raises(OptionError, match=r"pull='model': train\(\) has no variable of this name"):
-        nbelastic.fit(train, pull="model")
+HELPERS = """
+from dataclasses import dataclass
+
+@dataclass
+class Answer:
+    version: int
+
+def answer():
+    from models.inner import scale
+    return Answer(VERSION * scale)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "inner.py").write_text("from . import base\nscale = base.scale\n")
+    (tmp_path / "models" / "base.py").write_text("scale = 10\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in ("helpers", "models", "models.inner", "models.base", "private"):
+        sys.modules.pop(name, None)
+
+
+def edit(folder, version):
+    (folder / "helpers.py").write_text(HELPERS.replace("VERSION", str(version)))
+
+
+def test_modules_travel_with_each_job_and_edits_count(crew, shell, folder):
+    edit(folder, 1)
+    shell.user_ns["client"] = crew.client
+    run(shell, "import nbelastic\nfrom helpers import answer, Answer")
+    cell = "%%elastic_train --cluster client --np 2 -o job --stream none --verbose\nanswer()"
+    first = run(shell, cell).result
+    assert first.version == 10
+    assert type(first) is sys.modules["helpers"].Answer
+    assert set(shell.user_ns["job"].modules.sources) == {
+        *("helpers", "models", "models.inner", "models.base")
+    }
+    edit(folder, 222)
+    assert run(shell, cell).result.version == 2220
+    lazily = cell.replace("\nanswer()", "\nimport helpers\nhelpers.answer().version")
+    edit(folder, 3)
+    assert run(shell, lazily).result == 30
+    assert not any(crew.client.run(lambda: "helpers" in sys.modules).values())

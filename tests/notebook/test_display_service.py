@@ -11,12 +11,7 @@ import pytest
 
 from nbelastic.driver import display as drivers
 from nbelastic.notebook import display_service
-from nbelastic.notebook.display_service import (
-    WIDGET,
-    DisplayGroup,
-    TerminalWaitDisplay,
-    bundle,
-)
+from nbelastic.notebook.display_service import WIDGET, DisplayGroup, OutputDisplay, bundle
 from nbelastic.render import Streamer
 from tests.support.logs import own_records
 
@@ -64,21 +59,15 @@ def test_without_ipywidgets_there_are_two(stage, monkeypatch):
     until(lambda: "finished" in stage.screen.shown[0]["text/plain"])
 
 
-@pytest.mark.parametrize(
-    ("elsewhere", "words"),
-    [
-        (True, "trains on: <code>nbelastic.attach(&#34;a&lt;b&#34;,"),
-        (False, "ends with its kernel"),
-    ],
-)
-def test_a_line_under_the_widget_says_what_becomes_of_the_job(stage, elsewhere, words):
-    job = FakeJob(name="a<b", elsewhere=elsewhere)
-    stage.display.show(job)
-    (line,) = stage.screen.after.values()
-    assert words in line
-    assert words in stage.groups()[0]._panel._parts["head"].value
-    job.end()
-    until(lambda: list(stage.screen.after.values()) == [""])
+def test_a_line_under_the_widget_says_what_becomes_of_the_job(stage):
+    attach = "trains on: <code>nbelastic.attach(&#34;a&lt;b&#34;,"
+    for elsewhere, words in ((True, attach), (False, "ends with its kernel")):
+        job = FakeJob(name="a<b", elsewhere=elsewhere)
+        stage.display.show(job)
+        assert words in list(stage.screen.after.values())[-1]
+        assert words in stage.groups()[-1]._panel._parts["head"].value
+        job.end()
+        until(lambda: not any(stage.screen.after.values()))
 
 
 def test_a_job_shown_twice_has_one_thread_and_the_wait_for_it_ends_both_displays(stage):
@@ -238,8 +227,6 @@ def test_a_file_that_is_a_cell_is_called_as_ipython_calls_it(stage, shell):
     cell = shell.compile.cache("1 / 0", 7)
     assert stage.display.label(cell) == "Cell In[7]"
     assert stage.display.label(__file__) is None
-    stage.shell = None
-    assert stage.display.label(cell) is None
 
 
 # -- in a terminal --------------------------------------------------------------------------------
@@ -251,19 +238,14 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def out():
-    return Terminal()
+def err(monkeypatch):
+    streams = SimpleNamespace(stdout=Terminal(), stderr=Terminal())
+    monkeypatch.setattr(display_service, "sys", streams)
+    return streams.stderr
 
 
-@pytest.fixture
-def err(monkeypatch, out):
-    screen = Terminal()
-    monkeypatch.setattr(display_service, "sys", SimpleNamespace(stdout=out, stderr=screen))
-    return screen
-
-
-def watch(job: FakeJob, quiet: bool = False) -> TerminalWaitDisplay:
-    return TerminalWaitDisplay(job, Streamer(), quiet, itertools.count(1.0).__next__)
+def watch(job: FakeJob, quiet: bool = False) -> OutputDisplay:
+    return OutputDisplay(job, Streamer(), quiet, itertools.count(1.0).__next__)
 
 
 def test_a_terminal_gets_one_line_that_is_rewritten(err):
@@ -296,7 +278,7 @@ def test_the_line_is_cut_to_the_terminal_and_gives_way_to_what_is_said(err, monk
     assert err.getvalue().endswith("\r\x1b[Kstopping at the next commit\n")  # and no last line
 
 
-def test_the_line_gives_way_to_output_and_is_not_drawn_into_its_middle(err, out):
+def test_the_line_gives_way_to_output_and_is_not_drawn_into_its_middle(err):
     job = FakeJob()
     with watch(job) as looking:
         job.prints("\repoch 1")
@@ -307,5 +289,5 @@ def test_the_line_gives_way_to_output_and_is_not_drawn_into_its_middle(err, out)
         looking.tick()
         job.prints("epoch 2")
         job.end()
-    assert out.getvalue() == "\repoch 1\repoch 1\nepoch 2\n"
+    assert display_service.sys.stdout.getvalue() == "\repoch 1\repoch 1\nepoch 2\n"
     assert err.getvalue().endswith(f"samples/s\r\x1b[K{LINE}\n")

@@ -71,7 +71,7 @@ def test_a_wrong_cell_starts_nothing_and_shows_no_frame_of_the_magic(
     assert "Error" in shown and ".py" not in shown
 
 
-@pytest.mark.parametrize("wrong", ["x = = 2", "return 3", "  x"])
+@pytest.mark.parametrize("wrong", ["x = = 2", "return 3", "  x", "def f():\n  x = 1\n  global x"])
 def test_a_syntax_error_is_shown_as_in_any_other_cell(shell, fit, capsys, wrong):
     shell.run_cell(f"# above\nx = 1\n{wrong}\n")
     expected = capsys.readouterr().out
@@ -149,14 +149,11 @@ def test_a_wrong_cluster_is_an_error_that_knows_the_right_ones(shell, fit, name,
 # -- how it is shown ---------------------------------------------------------------------------
 
 
-def test_the_manner_is_set_before_the_wait_for_a_job(shell, fit, monkeypatch):
-    manners = []
-    monkeypatch.setattr(
-        magics.display, "set_options", lambda *of, **more: manners.append((of, more))
-    )
-    run(shell, "%%elastic_train --stream all\n1")
-    run(shell, "%%elastic_train -q\n1")
-    assert [(of[1], more["quiet"]) for of, more in manners] == [("all", False), ("none", True)]
+def test_the_manner_is_set_before_the_wait_for_a_job(shell, fit):
+    for option, manner in (("--stream all", ("all", False)), ("-q", ("none", True))):
+        run(shell, f"%%elastic_train {option}\n1")
+        shown = magics.display._shown[fit.job]
+        assert (shown.streamer._mode, shown.quiet) == manner
 
 
 def test_large_variables_are_listed_before_the_start(shell, fit, capsys, monkeypatch):
@@ -173,19 +170,10 @@ def test_large_variables_are_listed_before_the_start(shell, fit, capsys, monkeyp
 # -- %debug, help and loading ------------------------------------------------------------------
 
 
-@pytest.fixture
-def looked(shell, monkeypatch):
-    """What IPython's own debugger was asked to look at; it would wait for commands."""
-    asked = []
-
-    def look(*_, force=False, **__):
-        asked.append(type(sys.last_value).__name__)
-
+def test_any_error_can_be_looked_into_but_a_ranks(shell, capsys, monkeypatch):
+    looked = []  # by IPython's own debugger, which would wait for commands
+    look = lambda *_, **__: looked.append(type(sys.last_value).__name__)  # noqa: E731
     monkeypatch.setattr(type(shell.InteractiveTB), "debugger", look)
-    return asked
-
-
-def test_any_error_can_be_looked_into_but_a_ranks(shell, looked, capsys):
     for cell in ("1 / 0", "import nbelastic\nraise nbelastic.errors.RankFailed('failed')"):
         run(shell, cell, fails=True)
         capsys.readouterr()

@@ -44,8 +44,8 @@ def test_stop_cancel_and_scale_reach_the_job(shell, job):
     run(shell, "%elastic scale --min-np 2 --max-np 4")
     run(shell, "%elastic scale --priority -1 --weight 2.5")
     run(shell, "%elastic cancel")
-    place = {"priority": -1, "weight": 2.5}
-    assert job.asked == ["stop", (2, 4), (None, None, place), "cancel"]
+    limits, place = {"min_np": 2, "max_np": 4}, {"priority": -1, "weight": 2.5}
+    assert job.asked == ["stop", limits, place, "cancel"]
 
 
 def test_a_job_that_has_ended_is_left_alone(shell, job, capsys):
@@ -94,7 +94,7 @@ def test_ended_jobs_that_no_variable_holds_are_forgotten_in_time(shell, fit, cap
     ("line", "says"),
     [
         ("", "a command is missing; there are status, stop"),
-        ("stat", "did you mean %elastic status?"),
+        ("stat", "did you mean status?"),
         ("scale", "%elastic scale --min-np 2 --max-np 6"),
         ("scale --max 2", "did you mean --max-np?"),
         ("jobs all", "'all' belongs to no option"),
@@ -111,10 +111,10 @@ def test_a_wrong_line_is_an_error_that_says_what_to_write(shell, job, line, says
 
 
 def test_defaults_hold_for_later_cells_that_do_not_override_them(shell, fit, capsys):
-    run(shell, "%elastic config max-np=8 stream=all block=false")
+    run(shell, "%elastic config --max-np=8 stream=all block=false")
     assert capsys.readouterr().out == "block=false max-np=8 stream=all\n"
     assert run(shell, "%%elastic_train\n1").result is fit.job
-    assert fit.options["max_np"] == 8 and not fit.job.waited
+    assert fit.options["max_np"] == 8 and not fit.waited
     assert run(shell, "%%elastic_train --max-np 4 --block\n1").result == 1
     assert fit.options["max_np"] == 4
 

@@ -10,13 +10,7 @@ import nbelastic
 from nbelastic.cli.commands import RunCommand
 from nbelastic.driver.options import OF_SCRIPTS, ROWS, TABLE, Options
 from nbelastic.errors import OptionError
-from nbelastic.notebook.commands import _written
-from nbelastic.notebook.options import (
-    MagicOptionError,
-    parse_setting,
-    split,
-    train_command,
-)
+from nbelastic.notebook.options import MagicOptionError, parse_setting, split, train_command
 
 
 def parse(line):
@@ -41,7 +35,8 @@ def test_an_option_has_one_value_on_each_line_and_in_python(row):
     value = parse(row.example)[row.name]
     assert value not in (None, False)
     assert row.kind.check(row.name, value) == value
-    assert parse_setting(f"{row.name}={_written(value)}") == (row.name, value)
+    setting = row.example.partition(row.flag)[2].strip().replace(" ", ",") or "true"
+    assert parse_setting(f"{row.name}={setting}") == (row.name, value)
     words = row.example.replace("alice bob", "alice,bob").replace("GPU=1 MEM=2", "GPU=1,MEM=2")
     if row in OF_SCRIPTS:
         assert parse_terminal(words)[row.name] == value
@@ -56,16 +51,10 @@ def test_an_option_has_one_value_on_each_line_and_in_python(row):
         ("--max-np=8 --priority -1", {"max_np": 8, "priority": -1}),
         ("--workers alice bob --name 'my-job'", {"workers": ("alice", "bob"), "name": "my-job"}),
         ("--checkpoint runs", {"checkpoint": os.path.abspath("runs")}),
-        ("config max-np=8", {"max_np": 8}),
-        ("config --max-np=8", {"max_np": 8}),
-        ("config max-np=", {"max_np": None}),
-        ("config stream=all", {"stream": "all"}),
-        ("config block=false", {"block": False}),
     ],
 )
-def test_the_options_of_the_cell_itself_and_defaults(line, found):
-    setting = line.removeprefix("config ")
-    assert (parse(line) if setting == line else dict([parse_setting(setting)])) == found
+def test_the_options_of_the_cell_itself(line, found):
+    assert parse(line) == found
 
 
 @pytest.mark.parametrize(

@@ -19,28 +19,21 @@ def values(panel: Panel) -> dict[str, str]:
     return {name: part.value for name, part in panel._parts.items()}
 
 
-def sent(panel: Panel) -> list[tuple[str, str]]:
-    """Every change of a trait from now on, as widget and trait."""
-    changes: list[tuple[str, str]] = []
-    for name, part in panel._parts.items():
-        part.observe(lambda change, name=name: changes.append((name, change["name"])))
-    for name, widget in (("stop", panel.stop), ("least", panel.least), ("most", panel.most)):
-        widget.observe(lambda change, name=name: changes.append((name, change["name"])))
-    return changes
-
-
 def test_only_what_has_changed_is_sent_and_empty_parts_take_no_room():
     job, panel, clock = made(size=200, ranks=tuple(rank_status(i) for i in range(200)))
     assert values(panel)["ranks"].count('<tr role="row"') == 21
     assert len("".join(values(panel).values())) < 20_000
-    changes = sent(panel)
+    changes: list[str] = []
+    parts = {**panel._parts, "stop": panel.stop, "least": panel.least, "most": panel.most}
+    for name, widget in parts.items():
+        widget.observe(lambda change, name=name: changes.append(f"{name} {change['name']}"))
     clock.now = 1.0
     job.set(commits=121)
     assert panel.refresh()
-    assert changes == [("head", "value")]
+    assert changes == ["head value"]
     display = {name: panel._parts[name].layout.display for name in ("head", "progress", "curves")}
     assert display == {"head": None, "progress": "none", "curves": "none"}
-    job.shapes = {"loss": [(0.0, 1.0)]}
+    job.curves = {"loss": [(0.0, 1.0)]}
     clock.now = 2.0
     panel.refresh()
     assert panel._parts["curves"].layout.display is None
@@ -101,7 +94,7 @@ def test_the_fields_stay_as_they_were_put_until_the_job_has_other_limits():
         clock.now += 1.0
         panel.refresh()
     assert limits(panel) == (3, 4)
-    assert job.asked == [(3, None), (None, 7)]
+    assert job.asked == [{"min_np": 3}, {"max_np": 7}]
 
 
 def test_refused_limits_are_reset_with_the_reason(monkeypatch):

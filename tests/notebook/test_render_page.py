@@ -11,7 +11,7 @@ from nbelastic.render import PARTS, STYLE, JobSnapshot, page
 from nbelastic.render.page import _COLOURS, SYMBOLS
 from nbelastic.render.text import ENDED, HAPPENED
 
-from .fakes import STARTED, FakeJob, event, job_status, rank_status
+from .fakes import STARTED, FakeJob, event, full, job_status, rank_status
 
 
 class Page:
@@ -26,23 +26,6 @@ class Page:
 
     def all(self, tag: str) -> list[dict[str, str]]:
         return [each.attrib for each in self.elements if each.tag == tag]
-
-
-def full(**changes) -> JobSnapshot:
-    history = (
-        event("joined", 1, size=0, rank=0),
-        event("formed", 2, size=4),
-        event("lost", 20, size=3, rank=3, detail="its worker was killed", name="w3"),
-        event("reset", 20.1, size=3, detail="rank 3 lost → 3 ranks"),
-    )
-    progress = Progress(1, 4, 5, 10, remaining_s=75.0)
-    return JobSnapshot(
-        job_status(progress=progress, **changes),
-        history,
-        STARTED,
-        {"loss": [(0.0, 2.0), (1.0, 0.5)]},
-        ((1.0, 100.0), (2.0, 200.0)),
-    )
 
 
 @pytest.mark.parametrize("state", sorted(SYMBOLS))

@@ -12,25 +12,20 @@ SETUP = f"""
 import sys, threading, time
 sys.path.insert(0, {ROOT!r})
 from nbelastic.notebook.display_service import display as show
-from tests.notebook.fakes import FakeJob
+from tests.notebook.fakes import FakeJob, until
 job = FakeJob()
+show.show(job)
 """
-
-SHOWN = "show.show(job)"
 
 OVER = """
 job.happens("lost", 3, rank=2, size=3)
 job.end(size=3)
-for thread in threading.enumerate():
-    if thread.name.startswith("nbelastic-panel"):
-        thread.join(10)
-        assert not thread.is_alive()
+until(lambda: "nbelastic-panel" not in str(threading.enumerate()))
 """
 
 WAITED = """
 job = FakeJob(name="waited")
-ending = threading.Timer(0.3, job.end)
-ending.start()
+threading.Timer(0.3, job.end).start()
 with show.watching(job) as watch:
     job.set(resets=3)
     while not job.done():
@@ -43,10 +38,10 @@ show.show(job)
 
 @pytest.mark.slow
 def test_a_saved_notebook_has_final_states_output_and_last_line_and_no_widget():
-    sources = (SETUP, SHOWN, OVER, WAITED)
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in sources])
+    cells = [nbformat.v4.new_code_cell(source) for source in (SETUP, OVER, WAITED)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
-    shown, ended, waited = NotebookClient(notebook, timeout=60).execute().cells[1:]
+    shown, ended, waited = NotebookClient(notebook, timeout=60).execute().cells
     output, line = shown.outputs
     assert line.data == {"text/html": ""}  # while the job ran, it said how to attach
     assert output.output_type == "display_data"
