@@ -36,10 +36,9 @@ MOST_BYTES = 32 * 2**20  # of a file; then it begins anew, and the old is ``NAME
 class JournalFile:
     """Journal of a job on the scheduler's disk, at most twice MOST_BYTES."""
 
-    def __init__(self, path: Path, job: str, machine: Machine, most: int = MOST_BYTES) -> None:
+    def __init__(self, path: Path, job: str, machine: Machine) -> None:
         self.path = path
         self._job = job
-        self._most = most
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._begin(machine)
 
@@ -54,7 +53,7 @@ class JournalFile:
         """Add an event and the machine's effects."""
         done = msgspec.to_builtins({"event": event, "effects": effects})
         self._write({"time": time.time(), "now": now, "chance": chance, **done})
-        if self._file.tell() > self._most:  # the newest part must be one that can be replayed
+        if self._file.tell() > MOST_BYTES:  # the newest part must be one that can be replayed
             self._file.close()
             self.path.replace(self.path.with_suffix(".old.jsonl"))
             self._begin(machine)

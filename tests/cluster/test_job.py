@@ -1,4 +1,4 @@
-"""The scheduler's copy of a machine: stepped by a driver, looked after without one, handed over."""
+"""The scheduler's copy of a machine: bounded, logged, ended with its lease; its journal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nbelastic.cluster import journal as journals
 from nbelastic.cluster import replay
 from nbelastic.cluster.scheduler.job import MOST_BEHIND, ScheduledJob
 from nbelastic.errors import OptionError
-from nbelastic.membership import Machine, unpack_machine
+from nbelastic.membership import Machine
 from tests.membership.invariants import contents
 from tests.support.records import a_record
 
@@ -28,67 +28,25 @@ def step(number: int, now: float, chance: float = 0.0, **fields: Any) -> m.Journ
     return m.JournalStep("job", "topic", 1, number, now, chance, **fields)
 
 
-def claim(job: ScheduledJob, effect: Any) -> Any:
+def claim(job: ScheduledJob, effect: Any) -> None:
     """Give a slot to a rank, as the plugin does while there is a kernel."""
-    if job.client is None:
-        return m.SlotBusy(effect.slot.id)
     job.ranks[effect.start] = effect.slot
-    return None
 
 
 class ControlledJob:
     """A job on a scheduler."""
 
-    def __init__(self, journal: Any = None, **limits: Any) -> None:
-        lease = limits.pop("lease", 3600.0)
+    def __init__(self, journal: Any = None, lease: float = 3600.0) -> None:
         self.ops = Mock()
         self.ops.chance.return_value = 0.5
         self.ops.claim.side_effect = claim
-        self.record = a_record(Machine(m.Limits(**limits)), self.ops, journal, lease=lease)
+        self.record = a_record(Machine(m.Limits()), self.ops, journal, lease=lease)
 
     def find(self) -> None:
         self.record.take_in(m.SlotsFound((SLOT,)))
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.record.log.contents().history]
-
-
-async def test_an_event_happens_once_when_the_driver_says_so_and_a_missing_step_is_noticed():
-    job = ControlledJob()
-    job.find()
-    job.ops.say.assert_called_once()
-    job.ops.claim.assert_not_called()
-    for _ in range(2):
-        assert job.record.step(step(1, 2.0, seq=1))
-        job.ops.claim.assert_called_once()
-    assert job.record.backlog == {}
-    assert job.record.machine.roster.now == 2.0
-    assert not job.record.step(step(3, 3.0, event=m.Tick()))
-
-
-async def test_without_a_kernel_what_has_not_been_stepped_happens_and_no_rank_is_started():
-    job = ControlledJob()
-    job.find()
-    job.record.abandon()
-    job.ops.claim.assert_called_once()
-    assert job.record.ranks == {}
-    assert job.record.machine.roster.ranks == {}
-    assert job.record.backlog == {}
-    job.record.stop()
-
-
-async def test_what_has_not_been_stepped_is_kept_for_who_takes_over():
-    job = ControlledJob()
-    job.find()
-    job.find()
-    assert job.record.step(step(1, 1.0, seq=1))
-    packed = job.record.take_over("another", "its topic")
-    assert packed.epoch == 2
-    assert packed.seq == 1
-    assert unpack_machine(packed.machine).roster.ranks.keys() == {0}
-    assert list(job.record.backlog) == [2]
-    assert job.record.step(step(1, 1.5, seq=2))
-    assert job.kinds()[-1] == "attached"
 
 
 async def test_a_driver_that_is_far_behind_is_spared_heartbeats_and_nothing_else():
@@ -174,9 +132,10 @@ def test_a_saved_journal_comes_to_the_same_decisions_and_is_for_its_own_user(tmp
         replay(path)
 
 
-def test_a_journal_is_bounded_and_its_newest_part_can_be_replayed(tmp_path):
+def test_a_journal_is_bounded_and_its_newest_part_can_be_replayed(tmp_path, monkeypatch):
+    monkeypatch.setattr(journals, "MOST_BYTES", 10_000)
     machine = Machine(m.Limits())
-    journal = journals.JournalFile(tmp_path / "job.jsonl", "job", machine, most=10_000)
+    journal = journals.JournalFile(tmp_path / "job.jsonl", "job", machine)
     for number in range(300):
         effects = machine.handle(m.Tick(), 0.1 * number, 0.0)
         journal.write(m.Tick(), 0.1 * number, 0.0, effects, machine)

@@ -107,22 +107,18 @@ def test_functions_that_cannot_be_looked_into_travel_all_the_same():
 USERS = "/home/me/train.py"
 
 
-def place(*files):
-    packed = PackedError("", tuple(CodeLine(file, 1, "f", "") for file in files), b"")
-    return packed.place.file if packed.place else None
+def test_the_place_of_an_error_is_the_users_line():
+    def place(*files):
+        packed = PackedError("", tuple(CodeLine(file, 1, "f", "") for file in files), b"")
+        return packed.place.file if packed.place else None
 
-
-@pytest.mark.parametrize(
-    "theirs",
-    [
+    for theirs in (
         "/opt/venv/lib/python3.11/site-packages/torch/autograd/function.py",
         "/usr/lib/python3/dist-packages/numpy/core.py",
         "/usr/lib/python3.11/contextlib.py",
         r"C:\Python311\Lib\site-packages\torch\nn.py",
-    ],
-)
-def test_the_place_of_an_error_is_the_users_line(theirs):
-    assert place("/home/me/a.py", theirs, USERS, theirs) == USERS
-    assert place(theirs, "<ipython-input-3>", theirs) == "<ipython-input-3>", "a cell is the user's"
-    assert place(theirs) == theirs, "there is no other"
+    ):
+        assert place("/home/me/a.py", theirs, USERS, theirs) == USERS
+        assert place(theirs, "<ipython-input-3>", theirs) == "<ipython-input-3>", "a cell"
+        assert place(theirs) == theirs, "there is no other"
     assert place() is None

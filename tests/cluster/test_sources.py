@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import traceback
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import cloudpickle
@@ -125,6 +126,17 @@ def test_a_result_is_of_the_kernels_class_and_a_traceback_shows_the_lines_that_r
         shown = traceback.extract_tb(caught.value.__traceback__)[-1]
         assert (shown.filename, shown.line) == (helpers.__file__, "return missing_then")
     assert type(pickle.loads(result)) is helpers.Thing
+
+
+def test_what_is_installed_from_its_own_folder_stays(folder, monkeypatch):
+    write(folder, one="", two="", three="")
+    info = folder / "one-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: one\nVersion: 1\n")
+    (info / "direct_url.json").write_text('{"url": "", "dir_info": {"editable": true}}')
+    finder = SimpleNamespace(MAPPING={"two": str(folder / "two.py")})  # as setuptools has it
+    monkeypatch.setitem(sys.modules, "__editable___two_finder", finder)
+    assert set(collect({"one", "two", "three"}).sources) == {"three"}
 
 
 def test_a_directory_of_data_is_no_package(folder, monkeypatch):

@@ -2,7 +2,7 @@
 
 Behaves as the design's measured facts say: a killed worker's connection breaks and the scheduler
 removes it after some milliseconds; one that is stopped is not noticed; a pinned task runs when its
-worker has a thread free. Workers and nannies are in :mod:`.worker`, clients in :mod:`.client`; in
+worker has a thread free. Workers and nannies are in :mod:`.worker`, clients in :mod:`.kernels`; in
 ``tests/cluster/shared_cluster.py`` the same books stand without processes between.
 """
 
@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import Status
 
 from .loop import Process
-from .remote import may_come_twice
+from .network import Pipe, may_come_twice
 
 if TYPE_CHECKING:
-    from .network import Pipe
     from .worker import SimWorker
     from .world import World
 
