@@ -127,24 +127,17 @@ def replay(path: str | os.PathLike[str]) -> tuple[str, Iterator[ReplayedStep]]:
     OptionError
         The file is no journal, or this version of nbelastic decides otherwise.
     """
-    lines = _lines(path)
     try:
-        first = next(lines)
+        *lines, _ = Path(path).read_text(encoding="utf-8").split("\n")  # the last may be cut
+        first = json.loads(lines[0])
         machine = unpack_machine(base64.b64decode(first["machine"]))
-    except (StopIteration, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise OptionError(f"{os.fspath(path)}: no journal of a job ({error!r})") from error
-    return first["job"], _steps(os.fspath(path), lines, machine)
+    return first["job"], _steps(os.fspath(path), lines[1:], machine)
 
 
-def _lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):  # the last one may be half written
-                yield json.loads(line)
-
-
-def _steps(path: str, lines: Iterator[dict[str, Any]], machine: Machine) -> Iterator[ReplayedStep]:
-    for number, line in enumerate(lines, 2):
+def _steps(path: str, lines: list[str], machine: Machine) -> Iterator[ReplayedStep]:
+    for number, line in enumerate(map(json.loads, lines), 2):
         event: Event = msgspec.convert(line["event"], AnyEvent)
         effects = machine.handle(event, line["now"], line["chance"])
         if json.loads(json.dumps(msgspec.to_builtins(effects))) != line["effects"]:

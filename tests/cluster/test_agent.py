@@ -7,7 +7,7 @@ import contextlib
 import os
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 
@@ -22,26 +22,16 @@ from tests.support.virtual_time import run  # noqa: F401 - conftest runs the tes
 SPEC = RankSpec(job="job", start=3, place=m.Place(0, 1, 0, 1, 0, 1), heartbeat_timeout_s=2)
 
 
-class Hosted:
-    """A rank that ends at once, and keeps what it was ordered."""
-
-    def __init__(self, setup, *_):
-        self.orders = made[setup.spec.job, setup.spec.start] = []
-
-    def obey(self, order):
-        self.orders.append(order.effect)
-
-    async def wait(self):
-        pass
-
-
-made = {}
+@pytest.fixture
+def hosts(monkeypatch):
+    """What makes an agent's ranks, which end at once."""
+    made = Mock(return_value=Mock(wait=AsyncMock()))
+    monkeypatch.setattr(agents, "HostedRank", made)
+    return made
 
 
 @pytest.fixture
-def agent(monkeypatch):
-    monkeypatch.setattr(agents, "HostedRank", Hosted)
-    made.clear()
+def agent(hosts):
     agent = Agent()
     agent._ranks, agent._early, agent._payloads = {}, {}, {"job": b""}
     agent._beats = agent._send = agent._send_beats = agent._worker = agent._launcher = Mock()
@@ -50,11 +40,11 @@ def agent(monkeypatch):
     return agent
 
 
-async def test_a_rank_obeys_orders_from_before_it_of_its_own_job(agent):
+async def test_a_rank_obeys_orders_from_before_it_of_its_own_job(agent, hosts):
     end = m.RankOrder("job", 3, m.EndRank(3, "leave", m.Text("it is over")))
     agent._obey(end)
     await agent.run(SPEC, "")
-    assert made == {}
+    hosts.assert_not_called()
     agent._obey(end)  # late: its process has ended
     agent._take(m.ForgetOrder("job"))
     assert agent._early == {}
@@ -64,7 +54,8 @@ async def test_a_rank_obeys_orders_from_before_it_of_its_own_job(agent):
         for start in (3, 4):
             agent._obey(m.RankOrder("job", start, effect))
     await agent.run(SPEC, "")
-    assert made == {("job", 3): early}
+    hosts.assert_called_once()
+    assert [each.args[0].effect for each in hosts().obey.call_args_list] == early
 
 
 def test_the_largest_rank_ends_where_a_worker_has_more_memory_than_it_may(agent, monkeypatch):

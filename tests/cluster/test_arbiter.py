@@ -67,6 +67,23 @@ async def test_a_claim_by_a_former_share_is_refused_and_the_slot_offered_again()
         assert cluster.sizes() == {"one": 1, "two": 2}
 
 
+async def test_with_a_new_share_all_slots_of_it_are_offered_again():
+    """The machine forgets its vacant slots then."""
+    async with a_cluster(2) as cluster:
+        await cluster.open("one", min_np=2)
+        await cluster.open("two")
+        for number in range(4):
+            cluster.hire(f"new{number}")
+        cluster.plugin.arbiter.decide()
+        events = [each.event for each in cluster.plugin.jobs["one"].backlog.values()]
+        first = [isinstance(each, m.ShareSet) for each in events[::-1]].index(True)
+        found = [each for each in events[-first:] if isinstance(each, m.SlotsFound)]
+        offered = {slot.id for each in found for slot in each.slots}
+        owners = cluster.plugin.arbiter.reserved
+        assert len(offered) == 3
+        assert offered == {slot for slot, owner in owners.items() if owner == "one"}
+
+
 async def test_a_worker_that_was_paused_is_used_once_dask_lets_it_go_on():
     async with a_cluster(2) as cluster:
         paused = list(cluster.workers.values())[1]

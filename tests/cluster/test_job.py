@@ -1,4 +1,4 @@
-"""The scheduler's copy of a machine: bounded, logged, ended with its lease; its journal."""
+"""The scheduler's copy of a machine: stepped, handed over, ended with its lease; its journal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nbelastic.cluster import journal as journals
 from nbelastic.cluster import replay
 from nbelastic.cluster.scheduler.job import MOST_BEHIND, ScheduledJob
 from nbelastic.errors import OptionError
-from nbelastic.membership import Machine
+from nbelastic.membership import Machine, unpack_machine
 from tests.membership.invariants import contents
 from tests.support.records import a_record
 
@@ -47,6 +47,33 @@ class ControlledJob:
 
     def kinds(self) -> list[str]:
         return [event.kind for event in self.record.log.contents().history]
+
+
+async def test_an_event_happens_once_when_the_driver_says_so_and_a_missing_step_is_noticed():
+    job = ControlledJob()
+    job.find()
+    job.ops.say.assert_called_once()
+    job.ops.claim.assert_not_called()
+    for _ in range(2):
+        assert job.record.step(step(1, 2.0, seq=1))
+        job.ops.claim.assert_called_once()
+    assert job.record.backlog == {}
+    assert job.record.machine.roster.now == 2.0
+    assert not job.record.step(step(3, 3.0, event=m.Tick()))
+
+
+async def test_what_has_not_been_stepped_is_kept_for_who_takes_over():
+    job = ControlledJob()
+    job.find()
+    job.find()
+    assert job.record.step(step(1, 1.0, seq=1))
+    packed = job.record.take_over("another", "its topic")
+    assert packed.epoch == 2
+    assert packed.seq == 1
+    assert unpack_machine(packed.machine).roster.ranks.keys() == {0}
+    assert list(job.record.backlog) == [2]
+    assert job.record.step(step(1, 1.5, seq=2))
+    assert job.kinds()[-1] == "attached"
 
 
 async def test_a_driver_that_is_far_behind_is_spared_heartbeats_and_nothing_else():

@@ -160,7 +160,8 @@ def test_a_machine_goes_through_all_kinds_of_trouble(cloud, skew):
     Its deadline only comes nearer.
     """
     trouble = [{"broken": status} for status in (302, 401, 500)]
-    trouble += [{"slow": watch.REQUEST_LIMIT_S + 1}, *({"body": body} for body in ODD_BODIES[:-1])]
+    bodies = [*ODD_BODIES[:-1], b"FALSE"]
+    trouble += [{"slow": watch.REQUEST_LIMIT_S + 1}, *({"body": body} for body in bodies)]
     over = {"broken": 0, "slow": 0.0, "body": None}
     script = [change(0, slow=watch.REQUEST_LIMIT_S + 1, skew=skew), change(12, **over)]
     script += [given_at(60), given_at(75, 900.0), change(90, token="second"), given_at(100, 40.0)]

@@ -31,7 +31,6 @@ class WorkerState:
 
     address: str
     name: str
-    server_id: str = ""
     nanny: str | None = None
     nthreads: int = 1
     resources: dict[str, float] = field(default_factory=dict)
@@ -186,7 +185,7 @@ class SimScheduler(FakeScheduler):
             return
         nanny = worker.nanny.name if worker.nanny is not None else None
         state = self.workers[worker.address] = WorkerState(
-            worker.address, worker.name, worker.id, nanny, worker.nthreads, worker=worker
+            worker.address, worker.name, nanny, worker.nthreads, worker=worker
         )
         self.stream_comms[worker.address] = worker.inbound
         worker.process.mourners.append(lambda: self._hear_of(worker))

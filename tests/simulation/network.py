@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbelastic.cluster.wire import unpack
 from nbelastic.messages import Heartbeats, JournalStep, RankEvent
 
 from .loop import Hub, Process
-
-if TYPE_CHECKING:
-    from .dask import SimScheduler
 
 APART = 1e-9  # seconds between two messages of a stream: a difference that survives rounding
 
@@ -64,14 +61,7 @@ class Network:
         else:
             call()
 
-    async def call(
-        self,
-        source: Process,
-        target: Process,
-        function: Any,
-        kwargs: Any,
-        line: list[Callable[[], None]] | None = None,
-    ) -> Any:
+    async def call(self, source, target, function, kwargs, line=None):
         """Call a coroutine function, or a function, in another process; return what it returns.
 
         What `line` lists is called when the connection breaks: then neither question nor answer
@@ -122,13 +112,7 @@ class Network:
 class Pipe:
     """One direction of a stream: messages arrive in their order, or not at all."""
 
-    def __init__(
-        self,
-        network: Network,
-        source: Process,
-        target: Process,
-        receive: Callable[[Any], None],
-    ) -> None:
+    def __init__(self, network, source, target, receive) -> None:
         self.network, self.source, self.target = network, source, target
         self.closed = False
         self._receive = receive
@@ -211,14 +195,7 @@ class Remote:
     none, no call gets through.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        source: Process,
-        scheduler: SimScheduler,
-        line: list[Callable[[], None]] | None = None,
-        cut: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, network, source, scheduler, line=None, cut=lambda: False) -> None:
         self._network, self._source, self._scheduler = network, source, scheduler
         self._line, self._cut = line, cut
 

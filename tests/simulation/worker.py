@@ -170,7 +170,6 @@ class SimWorker:
         self.batched_stream = _Stream(self.outbound)
         self.scheduler = Remote(world.network, self.process, scheduler)
         self.stream_handlers: dict[str, Any] = {}
-        self.periodic_callbacks: dict[str, Any] = {}
         self.plugins: dict[str, Any] = {}
         self.state = self
         self.status = Status.running
@@ -264,7 +263,6 @@ class _Stream:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self.buffer: list[Any] = []
 
     def send(self, message: dict[str, Any]) -> None:
         self._pipe.send(message, again=may_come_twice(message))
