@@ -157,7 +157,7 @@ def test_what_is_no_plain_value_arrives_as_its_name(make):
     assert make.__name__ in m.decode(m.encode({"value": make()}), dict)["value"]
 
 
-# -- streams of Dask's ------------------------------------------------------------------------------
+# -- streams of Dask's -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Check versions, pack the function, and hold the partitions it reads, before anything is sent."""
+"""Check versions, pack the function, and hold the partitions of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check for a scheduler at an address, and close clusters that this process starts to other users.
+"""Check for a scheduler at an address, and close own clusters to other users.
 
 A Dask client waits half a minute where nothing listens. It waits without end where
 something else listens, such as a dashboard, because its handshake has no limit, and where a

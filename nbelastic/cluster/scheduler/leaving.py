@@ -1,4 +1,4 @@
-"""Let ranks leave before their workers do: after a notice, and when Dask retires workers.
+"""Let ranks leave before their workers: after a notice, and when retired.
 
 One agent of each host watches for notices of the host, and each agent for signals and the end of
 its own batch job, while there is a job that wants it, or :class:`~.plugin.SpotNotices` is
