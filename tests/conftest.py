@@ -92,7 +92,6 @@ SLOW = (
     "tests/campaign/",
     "tests/chaos/test_chaos.py",
     "tests/cluster/test_rank_main.py",
-    "tests/cluster/test_process_state.py",
     "tests/cluster/test_rank_process.py",
     "tests/cluster/test_reachability.py",
     "tests/cluster/test_rank_template.py",

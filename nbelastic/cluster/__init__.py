@@ -7,10 +7,15 @@ them run in several processes; each names them.
 from .job_log import JobLog
 from .journal import replay
 from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_wish
-from .kernel.own_cluster import NO_PAGES, configuration, publish, security_of
-from .kernel.partitions import HeldPartitions, with_sources
-from .kernel.preflight import check_versions, pack_function
-from .kernel.reachability import check_answers, check_scheduler
+from .kernel.preflight import HeldPartitions, check_versions, pack_function, with_sources
+from .kernel.reachability import (
+    NO_PAGES,
+    check_answers,
+    check_scheduler,
+    configuration,
+    publish,
+    security_of,
+)
 from .kernel.sources import GitIgnore, walk, why_missing
 from .payload import Modules
 from .pulled import LARGE, Returned, check_pulled, put, variables_of

@@ -78,25 +78,12 @@ _INFO = struct.Struct("=8x13I")
 _UNACKED, _LAST_ACK_MS = 4, 12
 
 
-class ConnectionCheck:
-    """Detect a dead link to the scheduler from unacknowledged TCP data, at each heartbeat.
-
-    A worker receives nothing from a busy scheduler, either. Acknowledgments tell the two apart: the
-    kernel of the scheduler's machine sends them, whatever its processes do.
-    """
-
-    def __init__(self) -> None:
-        self._silent = False
-
-    def lost(self, comm: Any) -> bool:
-        """Return whether data has been unacknowledged for too long."""
-        # In two calls in a row: at the first, it may have been sent just now, after a pause.
-        before, self._silent = self._silent, unacknowledged_s(comm) >= LIMIT_S
-        return before and self._silent
-
-
 def unacknowledged_s(comm: Any) -> float:
-    """Return the seconds since the last acknowledgment, if data waits for one and TCP shows it."""
+    """Return the seconds since the last acknowledgment, if data waits for one and TCP shows it.
+
+    A worker receives nothing from a busy scheduler, either. Acknowledgments tell that from a dead
+    link: the kernel of the scheduler's machine sends them, whatever its processes do.
+    """
     connection = getattr(getattr(comm, "stream", None), "socket", None)
     if not isinstance(connection, socket.socket) or not hasattr(socket, "TCP_INFO"):
         return 0.0
@@ -131,7 +118,7 @@ class PeriodicCall:
     def start(self) -> None:
         """Make the first call after one interval. Does nothing if started already."""
         if self._next is None:
-            self._schedule()
+            self._next = asyncio.get_running_loop().call_later(self._seconds, self._call)
 
     def stop(self) -> None:
         """Make no more calls. To be called in the same loop."""
@@ -139,12 +126,17 @@ class PeriodicCall:
             self._next.cancel()
             self._next = None
 
-    def _schedule(self) -> None:
-        self._next = asyncio.get_running_loop().call_later(self._seconds, self._call)
-
     def _call(self) -> None:
-        self._schedule()
+        self._next = None
+        self.start()
         self._function()
+
+
+async def until(condition: Callable[[], bool], seconds: float, interval: float) -> None:
+    """Wait for a condition, for some seconds at most."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(interval)
 
 
 # -- the scheduler's process -----------------------------------------------------------------------

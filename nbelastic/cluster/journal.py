@@ -36,10 +36,9 @@ MOST_BYTES = 32 * 2**20  # of a file; then it begins anew, and the old is ``NAME
 class JournalFile:
     """Journal of a job on the scheduler's disk, at most twice MOST_BYTES."""
 
-    def __init__(self, path: Path, job: str, machine: Machine, most: int = MOST_BYTES) -> None:
+    def __init__(self, path: Path, job: str, machine: Machine) -> None:
         self.path = path
         self._job = job
-        self._most = most
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._begin(machine)
 
@@ -54,7 +53,7 @@ class JournalFile:
         """Add an event and the machine's effects."""
         done = msgspec.to_builtins({"event": event, "effects": effects})
         self._write({"time": time.time(), "now": now, "chance": chance, **done})
-        if self._file.tell() > self._most:  # the newest part must be one that can be replayed
+        if self._file.tell() > MOST_BYTES:  # the newest part must be one that can be replayed
             self._file.close()
             self.path.replace(self.path.with_suffix(".old.jsonl"))
             self._begin(machine)
@@ -128,24 +127,17 @@ def replay(path: str | os.PathLike[str]) -> tuple[str, Iterator[ReplayedStep]]:
     OptionError
         The file is no journal, or this version of nbelastic decides otherwise.
     """
-    lines = _lines(path)
     try:
-        first = next(lines)
+        *lines, _ = Path(path).read_text(encoding="utf-8").split("\n")  # the last may be cut
+        first = json.loads(lines[0])
         machine = unpack_machine(base64.b64decode(first["machine"]))
-    except (StopIteration, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise OptionError(f"{os.fspath(path)}: no journal of a job ({error!r})") from error
-    return first["job"], _steps(os.fspath(path), lines, machine)
+    return first["job"], _steps(os.fspath(path), lines[1:], machine)
 
 
-def _lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):  # the last one may be half written
-                yield json.loads(line)
-
-
-def _steps(path: str, lines: Iterator[dict[str, Any]], machine: Machine) -> Iterator[ReplayedStep]:
-    for number, line in enumerate(lines, 2):
+def _steps(path: str, lines: list[str], machine: Machine) -> Iterator[ReplayedStep]:
+    for number, line in enumerate(map(json.loads, lines), 2):
         event: Event = msgspec.convert(line["event"], AnyEvent)
         effects = machine.handle(event, line["now"], line["chance"])
         if json.loads(json.dumps(msgspec.to_builtins(effects))) != line["effects"]:

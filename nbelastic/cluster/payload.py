@@ -134,17 +134,13 @@ def take_settings(settings: Mapping[str, str]) -> None:
             set_value = getattr(keras.config, name.replace("keras ", "set_"))
             set_value(float(value) if name == "keras epsilon" else value)
         elif name != KERAS:
-            _take_torch_setting(name, value)
+            import torch
 
-
-def _take_torch_setting(name: str, value: str) -> None:
-    import torch
-
-    if name == "dtype":
-        torch.set_default_dtype(getattr(torch, value))
-    elif name == "precision":
-        torch.set_float32_matmul_precision(value)
-    elif name == "deterministic":
-        torch.use_deterministic_algorithms(True, warn_only=value == "warn")
-    elif value != "cuda" or torch.cuda.is_available():
-        torch.set_default_device(value)
+            if name == "dtype":
+                torch.set_default_dtype(getattr(torch, value))
+            elif name == "precision":
+                torch.set_float32_matmul_precision(value)
+            elif name == "deterministic":
+                torch.use_deterministic_algorithms(True, warn_only=value == "warn")
+            elif value != "cuda" or torch.cuda.is_available():
+                torch.set_default_device(value)

@@ -7,10 +7,10 @@ process can tell it from one that is stopped.
 
 from __future__ import annotations
 
-import enum
 import os
 import time
 from dataclasses import dataclass, field
+from typing import Literal
 
 import psutil
 
@@ -39,21 +39,9 @@ class ProcessState:
     at: float = 0.0  # in seconds, on a clock that all processes of the host share
 
 
-class Verdict(enum.Enum):
-    """Conclusion from several states of a silent process."""
-
-    STOPPED = "stopped"
-    BUSY = "busy"
-
-
 def process_id(pid: int) -> ProcessId:
     """Return the identity of a process by its number here."""
     return ProcessId(pid, _started(psutil.Process(pid)), _namespace())
-
-
-def own_process_id() -> ProcessId:
-    """Return the identity of this process."""
-    return process_id(os.getpid())
 
 
 def read_state(process: ProcessId) -> ProcessState:
@@ -93,7 +81,7 @@ class ProbeHistory:
     _last: ProcessState | None = field(default=None, init=False)
     _stopped_since: float | None = field(default=None, init=False)
 
-    def add(self, state: ProcessState) -> Verdict | None:
+    def add(self, state: ProcessState) -> Literal["stopped", "busy"] | None:
         """Add a state; return a verdict on the process, None if that is unclear."""
         last = self._last or state
         if state.state in ("unknown", "gone") or state.at < last.at:
@@ -105,7 +93,7 @@ class ProbeHistory:
         if state.state != "stopped":
             self._stopped_since = None
             busy = state.state == "disk" or used > BUSY_SHARE * passed
-            return Verdict.BUSY if busy else None
+            return "busy" if busy else None
         if self._stopped_since is None or used > 0:  # stopped and resumed in turns is slowed down
             self._stopped_since = state.at
-        return Verdict.STOPPED if state.at >= self._stopped_since + BETWEEN_PROBES_S else None
+        return "stopped" if state.at >= self._stopped_since + BETWEEN_PROBES_S else None

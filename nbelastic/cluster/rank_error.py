@@ -72,19 +72,17 @@ def _pickled(error: BaseException) -> bytes:
     """Return an error without its traceback, pickled; nothing where that cannot be done."""
     try:
         BaseException.with_traceback(error, None)
-        thawed = functools.partial(_freeze, type(error), error.args, error.__dict__)
-        pickled = dumps(thawed if _is_frozen(type(error)) else error)
+        kind = type(error)
+        names = ("__setstate__", "__reduce__", "__reduce_ex__")
+        # Unpickling would call the class's own ``__setattr__``, which may refuse.
+        frozen = kind.__setattr__ is not BaseException.__setattr__ and all(
+            getattr(kind, name) is getattr(BaseException, name) for name in names
+        )
+        thawed = functools.partial(_freeze, kind, error.args, error.__dict__)
+        pickled = dumps(thawed if frozen else error)
         return pickled if len(pickled) <= MOST_BYTES else b""
     except BaseException:  # pickling runs code of the user's class
         return b""
-
-
-def _is_frozen(kind: type[BaseException]) -> bool:
-    """Return whether unpickling would call the class's own ``__setattr__``."""
-    names = ("__setstate__", "__reduce__", "__reduce_ex__")
-    return kind.__setattr__ is not BaseException.__setattr__ and all(
-        getattr(kind, name) is getattr(BaseException, name) for name in names
-    )
 
 
 def _freeze(

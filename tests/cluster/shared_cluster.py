@@ -32,7 +32,6 @@ class FakeRank:
     worker: str
     state: str = "starting"
     generation: int = 0
-    heard: int = 0
     version: int = m.FRESH
     leaving: bool = False
     noticed: int = 0
@@ -86,7 +85,6 @@ class SharedCluster(FakeScheduler):
             return
         effect = order.effect
         if isinstance(effect, m.Publish):
-            rank.heard = effect.plan.generation
             if rank.state == "ready":
                 rank.state, rank.generation = "forming", effect.plan.generation
                 rank.version = max(effect.plan.version, 0)

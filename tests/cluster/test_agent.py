@@ -7,60 +7,31 @@ import contextlib
 import os
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 
+from nbelastic import messages as m
 from nbelastic.cluster.process_state import ProcessState
 from nbelastic.cluster.worker import agent as agents
-from nbelastic.cluster.worker import hosted_rank
+from nbelastic.cluster.worker import hosted_rank, rank_process
 from nbelastic.cluster.worker.agent import Agent
-from nbelastic.cluster.worker.rank_process import (
-    OUTPUT_INTERVAL_S,
-    PATIENCE_S,
-    PAUSE_S,
-    OutputPipe,
-    ProcessExit,
-)
 from nbelastic.elastic.ranks.runtime import RankSpec
-from nbelastic.messages import (
-    Beat,
-    EndRank,
-    ForgetOrder,
-    Heartbeats,
-    InjectFaults,
-    Place,
-    RankDied,
-    RankEvent,
-    RankOrder,
-    RankOutput,
-    Text,
-)
 from tests.support.virtual_time import run  # noqa: F401 - conftest runs the tests by it
 
-SPEC = RankSpec(job="job", start=3, place=Place(0, 1, 0, 1, 0, 1), heartbeat_timeout_s=2)
-
-
-class Hosted:
-    """A rank that ends at once, and keeps what it was ordered."""
-
-    def __init__(self, setup, *_):
-        self.orders = made[setup.spec.job, setup.spec.start] = []
-
-    def obey(self, order):
-        self.orders.append(order.effect)
-
-    async def wait(self):
-        pass
-
-
-made = {}
+SPEC = RankSpec(job="job", start=3, place=m.Place(0, 1, 0, 1, 0, 1), heartbeat_timeout_s=2)
 
 
 @pytest.fixture
-def agent(monkeypatch):
-    monkeypatch.setattr(agents, "HostedRank", Hosted)
-    made.clear()
+def hosts(monkeypatch):
+    """What makes an agent's ranks, which end at once."""
+    made = Mock(return_value=Mock(wait=AsyncMock()))
+    monkeypatch.setattr(agents, "HostedRank", made)
+    return made
+
+
+@pytest.fixture
+def agent(hosts):
     agent = Agent()
     agent._ranks, agent._early, agent._payloads = {}, {}, {"job": b""}
     agent._beats = agent._send = agent._send_beats = agent._worker = agent._launcher = Mock()
@@ -69,21 +40,22 @@ def agent(monkeypatch):
     return agent
 
 
-async def test_a_rank_obeys_orders_from_before_it_of_its_own_job(agent):
-    end = RankOrder("job", 3, EndRank(3, "leave", Text("it is over")))
+async def test_a_rank_obeys_orders_from_before_it_of_its_own_job(agent, hosts):
+    end = m.RankOrder("job", 3, m.EndRank(3, "leave", m.Text("it is over")))
     agent._obey(end)
     await agent.run(SPEC, "")
-    assert made == {}
+    hosts.assert_not_called()
     agent._obey(end)  # late: its process has ended
-    agent._take(ForgetOrder("job"))
+    agent._take(m.ForgetOrder("job"))
     assert agent._early == {}
     agent._payloads["job"] = b""  # of the next job of this name
-    early = [InjectFaults((), (7,)), InjectFaults((), (8,))]
+    early = [m.InjectFaults((), (7,)), m.InjectFaults((), (8,))]
     for effect in early:
         for start in (3, 4):
-            agent._obey(RankOrder("job", start, effect))
+            agent._obey(m.RankOrder("job", start, effect))
     await agent.run(SPEC, "")
-    assert made == {("job", 3): early}
+    hosts.assert_called_once()
+    assert [each.args[0].effect for each in hosts().obey.call_args_list] == early
 
 
 def test_the_largest_rank_ends_where_a_worker_has_more_memory_than_it_may(agent, monkeypatch):
@@ -91,6 +63,19 @@ def test_the_largest_rank_ends_where_a_worker_has_more_memory_than_it_may(agent,
     ranks = agent._ranks = {size: Mock(**{"process.memory.return_value": size}) for size in (1, 2)}
     agent._check_memory()
     assert [rank.kill.called for rank in ranks.values()] == [False, True]
+
+
+def test_ranks_of_a_worker_that_is_cut_off_leave_their_generation(agent, monkeypatch):
+    """At the second heartbeat: at the first, data may have been sent just now, after a pause."""
+    silences = iter([agents.LIMIT_S, 0.0, agents.LIMIT_S - 0.1, agents.LIMIT_S, agents.LIMIT_S])
+    monkeypatch.setattr(agents, "unacknowledged_s", lambda _: next(silences))
+    monkeypatch.setattr(agents, "memory_limit", lambda _: None)
+    agent._unheard, agent._ranks = False, {("job", 3): (rank := Mock())}
+    left = []
+    for _ in range(5):
+        Agent._send_beats(agent)
+        left.append(rank.leave_generation.called)
+    assert left == [False] * 4 + [True]
 
 
 # -- a rank whose process a test makes up ----------------------------------------------------------
@@ -109,29 +94,30 @@ class Process:
     def send_signal(self, number: int, reason: str) -> None:
         self.signals.append((number, reason))
 
-    async def wait(self) -> ProcessExit:
-        return ProcessExit()
+    async def wait(self) -> rank_process.ProcessExit:
+        return rank_process.ProcessExit()
 
 
-def hosted(process: Any, beat: Beat | None, send: Any = print) -> hosted_rank.HostedRank:
+def hosted(process: Any, beat: m.Beat | None, send: Any = print) -> hosted_rank.HostedRank:
     """Return a rank of a process that has sent a heartbeat, if one is given."""
     setup: Any = SimpleNamespace(spec=SPEC)
     with patch.object(hosted_rank, "RankProcess", return_value=process):
         rank = hosted_rank.HostedRank(setup, Mock(), Mock(), send)
     if beat:
-        rank._take(Heartbeats((("job", beat),)))
+        rank._take(m.Heartbeats((("job", beat),)))
     return rank
 
 
 async def test_a_death_is_reported_with_the_commit_of_the_last_heartbeat() -> None:
     """What it has printed before may come in any parts; what is no text is replaced."""
     sent: list[Any] = []
-    rank = hosted(Process("gone"), Beat(3, 1, 0, False, 7), sent.append)
+    rank = hosted(Process("gone"), m.Beat(3, 1, 0, False, 7), sent.append)
     for part in (b"a\xc3", b"\xbc\xff\n"):
         rank._print(part)
     await rank.wait()
-    texts = [RankOutput("job", 3, "a"), RankOutput("job", 3, "\u00fc\N{REPLACEMENT CHARACTER}\n")]
-    assert sent == [*texts, RankEvent("job", RankDied(3, "its process has ended", 7))]
+    parts = ("a", "\u00fc\N{REPLACEMENT CHARACTER}\n")
+    texts = [m.RankOutput("job", 3, text) for text in parts]
+    assert sent == [*texts, m.RankEvent("job", m.RankDied(3, "its process has ended", 7))]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +128,7 @@ async def test_a_process_that_is_stopped_is_ended_also_before_its_first_heartbea
     state: str, heard: bool, words: str
 ) -> None:
     process: Any = Process(state)
-    rank = hosted(process, Beat(3, 0, 0, False, 0) if heard else None)
+    rank = hosted(process, m.Beat(3, 0, 0, False, 0) if heard else None)
     for _ in range(6):
         await asyncio.sleep(0.5)
         rank.beat()
@@ -152,7 +138,7 @@ async def test_a_process_that_is_stopped_is_ended_also_before_its_first_heartbea
 
 async def test_a_busy_process_is_said_to_wait_until_it_is_silent_and_never_again() -> None:
     """Each change counts as progress: one that held the GIL was not evicted while it waited."""
-    rank = hosted(Process("disk"), Beat(3, 0, 0, True, 0))
+    rank = hosted(Process("disk"), m.Beat(3, 0, 0, True, 0))
     waits = []
     for _ in range(20):
         waits.append(rank.beat().waiting)
@@ -162,7 +148,7 @@ async def test_a_busy_process_is_said_to_wait_until_it_is_silent_and_never_again
 
 async def test_a_rank_is_not_blamed_for_time_in_which_its_worker_did_not_run() -> None:
     process: Any = Process("alive")
-    rank = hosted(process, Beat(3, 0, 0, False, 0))
+    rank = hosted(process, m.Beat(3, 0, 0, False, 0))
     rank.beat()
     await asyncio.sleep(30)  # the machine is suspended, or has much to do
     rank.beat()
@@ -176,7 +162,7 @@ async def test_many_lines_are_one_message_and_a_crowded_connection_delays_it_for
     sent: list[bytes] = []
     crowded = False
     source, prints = os.pipe()
-    pipe = OutputPipe(source, sent.append, lambda: crowded)
+    pipe = rank_process.OutputPipe(source, sent.append, lambda: crowded)
 
     async def passed(seconds: float) -> list[bytes]:
         await asyncio.sleep(0)
@@ -188,32 +174,21 @@ async def test_many_lines_are_one_message_and_a_crowded_connection_delays_it_for
     for _ in range(2):
         for number in range(100):
             os.write(prints, b"%d\n" % number)
-        assert await passed(OUTPUT_INTERVAL_S / 2) == []
-        assert [len(each) for each in await passed(OUTPUT_INTERVAL_S)] == [290]
+        assert await passed(rank_process.OUTPUT_INTERVAL_S / 2) == []
+        assert [len(each) for each in await passed(rank_process.OUTPUT_INTERVAL_S)] == [290]
     crowded = True
     os.set_blocking(prints, False)
     written = 0
     with contextlib.suppress(BlockingIOError):  # the rank waits
         while True:
             written += os.write(prints, bytes(1 << 16))
-    assert await passed(PATIENCE_S / 2) == []
-    assert sum(map(len, await passed(PATIENCE_S))) == written
+    assert await passed(rank_process.PATIENCE_S / 2) == []
+    assert sum(map(len, await passed(rank_process.PATIENCE_S))) == written
     os.write(prints, b"more")
-    assert await passed(PATIENCE_S / 2) == []
+    assert await passed(rank_process.PATIENCE_S / 2) == []
     crowded = False
-    assert await passed(2 * PAUSE_S) == [b"more"]
+    assert await passed(2 * rank_process.PAUSE_S) == [b"more"]
     os.write(prints, b"last")
     os.close(prints)
     pipe.close()
     assert sent == [b"last"]
-
-
-def print_lines(count: int) -> None:
-    for number in range(count):
-        print(number)
-
-
-def test_a_rank_that_prints_without_end_is_not_lost(crew) -> None:
-    job = crew.fit(print_lines, args=[100_000], np=2, heartbeat_timeout=2)
-    assert job.logs(1).splitlines() == [str(number) for number in range(100_000)]
-    assert not [event for event in job.history if event.kind == "lost"]

@@ -38,6 +38,12 @@ async def settle(cluster, most=5000):
     raise AssertionError(f"restless: {cluster.held()}")
 
 
+async def begin(cluster, name, **options):
+    """Open a job, and let all come of it."""
+    await cluster.open(name, **options)
+    await settle(cluster)
+
+
 @contextlib.asynccontextmanager
 async def a_cluster(workers, seed=0, config=AT_ONCE):
     with dask.config.set(config):
@@ -82,8 +88,7 @@ async def test_a_worker_that_was_paused_is_used_once_dask_lets_it_go_on():
     async with a_cluster(2) as cluster:
         paused = list(cluster.workers.values())[1]
         paused.status = Status.paused
-        await cluster.open("one")
-        await settle(cluster)
+        await begin(cluster, "one")
         assert cluster.sizes() == {"one": 1}
         (unused,) = cluster.roster("one").unused
         assert unused.reason is m.UnusedReason.PAUSED
@@ -95,11 +100,9 @@ async def test_a_worker_that_was_paused_is_used_once_dask_lets_it_go_on():
 async def test_a_slot_that_only_one_job_can_use_is_left_for_it():
     async with a_cluster(0) as cluster:
         gpu = cluster.hire("gpu", GPU=1)
-        await cluster.open("any", min_np=1, max_np=1)
-        await settle(cluster)
+        await begin(cluster, "any", min_np=1, max_np=1)
         cluster.hire("cpu")
-        await cluster.open("needs gpu", resources={"GPU": 1}, max_np=1)
-        await settle(cluster)
+        await begin(cluster, "needs gpu", resources={"GPU": 1}, max_np=1)
         assert cluster.sizes() == {"any": 1, "needs gpu": 1}
         (host,) = cluster.plugin.jobs["needs gpu"].ranks.values()
         assert host.address == gpu
@@ -110,8 +113,7 @@ async def test_a_slot_that_only_one_job_can_use_is_left_for_it():
 async def test_a_lost_rank_had_come_as_far_as_its_last_heartbeat_says(lost):
     """Also if that was not passed on yet: else deaths at one commit look like progress."""
     async with a_cluster(1) as cluster:
-        await cluster.open("one")
-        await settle(cluster)
+        await begin(cluster, "one")
         ((start, host),) = cluster.plugin.jobs["one"].ranks.items()
         beat = m.Beat(start, 1, 0, waiting=False, version=7)
         cluster.plugin._take_beats(host.address, m.Heartbeats((("one", beat),)))
@@ -142,15 +144,13 @@ async def test_a_driver_that_stands_still_gets_no_more_slots():
 async def test_a_slot_whose_worker_is_frozen_is_promised_to_nobody():
     """Else a job would wait for it, while another one keeps a slot that it could have."""
     async with a_cluster(4) as cluster:
-        await cluster.open("wide")
-        await settle(cluster)
+        await begin(cluster, "wide")
         record = cluster.plugin.jobs["wide"]
         start, host = next(iter(record.ranks.items()))
         del cluster.ranks["wide", start]  # it does and says nothing any more
         cluster.plugin._heartbeats._report_silent(host, m.LossReason.WORKER_SILENT)
         await settle(cluster)
-        await cluster.open("late", min_np=2)
-        await settle(cluster)
+        await begin(cluster, "late", min_np=2)
         assert cluster.sizes() == {"wide": 1, "late": 2}
         # It goes on, and sees that it was to end. Then it can fall silent once more.
         cluster.plugin._ended(host.address, m.RankEnded("wide", start))
@@ -161,25 +161,20 @@ async def test_a_slot_whose_worker_is_frozen_is_promised_to_nobody():
 
 async def test_a_rank_that_outlives_its_job_keeps_its_slot_from_nobodys_floor():
     async with a_cluster(4) as cluster:
-        await cluster.open("gone", max_np=1)
-        await settle(cluster)
+        await begin(cluster, "gone", max_np=1)
         cluster.ranks.clear()  # it never ends
         cluster.jobs.pop("gone")
         cluster.plugin.drop("gone")
-        await cluster.open("wide")
-        await settle(cluster)
-        await cluster.open("late", min_np=2)
-        await settle(cluster)
+        await begin(cluster, "wide")
+        await begin(cluster, "late", min_np=2)
         assert cluster.sizes() == {"wide": 1, "late": 2}
 
 
 async def test_a_job_that_is_without_its_kernel_shrinks_and_does_not_grow():
     async with a_cluster(4) as cluster:
-        await cluster.open("orphan")
-        await settle(cluster)
+        await begin(cluster, "orphan")
         cluster.kill_kernel("orphan")
-        await cluster.open("late", min_np=2, max_np=2)
-        await settle(cluster)
+        await begin(cluster, "late", min_np=2, max_np=2)
         assert cluster.sizes() == {"orphan": 2, "late": 2}
         cluster.stop("late")
         await settle(cluster)
@@ -197,8 +192,7 @@ async def test_of_suspended_jobs_that_have_lost_workers_the_younger_yields(resum
     async with a_cluster(4, config=IMPATIENT) as cluster:
         options = {"min_np": 2, "max_np": 2, "preemptible": True, "checkpoint": resumable}
         await cluster.open("old", **options)
-        await cluster.open("young", **options)
-        await settle(cluster)
+        await begin(cluster, "young", **options)
         assert cluster.sizes() == {"old": 2, "young": 2}
         for name in ("old", "young"):
             host = next(iter(cluster.plugin.jobs[name].ranks.values()))
@@ -223,8 +217,7 @@ async def test_all_jobs_together_are_asked_for_of_an_adaptive_cluster():
     async with a_cluster(3) as cluster:
         await cluster.open("one", min_np=1, max_np=2)
         await cluster.open("two", min_np=2, np=2, max_np=4)
-        await cluster.open("open end", min_np=1)
-        await settle(cluster)
+        await begin(cluster, "open end", min_np=1)
         assert cluster.plugin.demand() == 2 + 4 + 1
         cluster.kill_kernel("two")
         assert cluster.plugin.demand() == 2 + cluster.held()["two"] + 1

@@ -1,16 +1,22 @@
-"""What the scheduler makes of silence, in virtual time."""
+"""What the scheduler makes of silence, in virtual time, and of looks at a process.
+
+Real processes are in ``tests/jobs/test_faults.py``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+from msgspec.structs import replace
 
-from nbelastic.cluster.process_state import ProcessState
+from nbelastic.cluster.process_state import ProbeHistory, ProcessState, process_id, read_state
 from nbelastic.cluster.scheduler.heartbeats import HeartbeatMonitor
 from nbelastic.cluster.scheduler.records import WorkerRecord
 from nbelastic.messages import Beat, Beats, LossReason, ProcessId, Slot, SlotSilent
@@ -98,9 +104,7 @@ def scene() -> Scheduler:
 @pytest.mark.parametrize(
     ("offset", "beats"), [*((each, 3.0) for each in (0.0, 0.1, 0.2, 0.3, 0.4)), (0.0, 0.0)]
 )
-async def test_a_stopped_process_is_blamed_within_two_seconds(
-    scene: Scheduler, offset: float, beats: float
-) -> None:
+async def test_a_stopped_process_is_blamed_within_two_seconds(scene, offset, beats):
     """Also before its first heartbeat."""
     scene.add("a", nanny=True)
     scene.monitor.start()
@@ -124,9 +128,7 @@ async def test_a_verdict_that_comes_after_a_heartbeat_does_not_count(scene: Sche
     assert scene.blamed() == []
 
 
-async def test_without_a_nanny_a_neighbour_looks_and_one_that_does_not_answer_is_asked_once(
-    scene: Scheduler,
-) -> None:
+async def test_without_a_nanny_a_neighbour_looks_and_one_that_does_not_answer_is_asked_once(scene):
     scene.add("a", nanny=False)
     scene.add("elsewhere", nanny=False, host="B")
     scene.add("caged", nanny=False, namespace="pid:[2]")
@@ -144,9 +146,7 @@ async def test_without_a_nanny_a_neighbour_looks_and_one_that_does_not_answer_is
 
 
 @pytest.mark.parametrize("nanny", [False, True])
-async def test_where_nobody_sees_more_a_worker_is_blamed_after_heartbeat_timeout(
-    scene: Scheduler, nanny: bool
-) -> None:
+async def test_where_nobody_sees_more_a_worker_is_blamed_after_heartbeat_timeout(scene, nanny):
     """Nobody can see its process, or it sleeps."""
     scene.add("a", nanny=nanny)
     await scene.all_beat(2.0)
@@ -156,9 +156,7 @@ async def test_where_nobody_sees_more_a_worker_is_blamed_after_heartbeat_timeout
     assert 11.5 <= when < 12.5
 
 
-async def test_a_busy_silent_rank_is_heard_of_but_nobody_says_that_it_waits(
-    scene: Scheduler,
-) -> None:
+async def test_a_busy_silent_rank_is_heard_of_but_nobody_says_that_it_waits(scene):
     """It is left in peace, and blamed once it stops."""
     scene.add("a", nanny=True)
     scene.monitor.start()
@@ -182,3 +180,37 @@ async def test_a_pause_of_the_scheduler_is_nobody_elses_silence(scene: Scheduler
     await asyncio.sleep(0.01)  # what is due is done before what has come in is read
     await scene.beat("a", 2.0)
     assert scene.blamed() == []
+
+
+# -- looks at a process ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "state"), [({"started": 1.0}, "gone"), ({"namespace": "pid:[1]"}, "unknown")]
+)
+def test_a_process_of_this_number_elsewhere_is_another(other: dict[str, Any], state: str) -> None:
+    assert read_state(replace(process_id(os.getpid()), **other)).state == state
+
+
+@pytest.mark.parametrize(
+    ("states", "verdicts"),
+    [
+        # Two looks some time apart, between which it did nothing.
+        ([("stopped", 1.0, 5.0), ("stopped", 1.0, 5.2), ("stopped", 1.0, 5.5)], "  S"),
+        ([("stopped", 1.0, 5.0), ("stopped", 1.1, 5.5)], "  "),
+        ([("stopped", 1.0, 5.0), ("alive", 1.0, 5.2), ("stopped", 1.0, 5.5)], "   "),
+        # Who cannot see the process, or an answer that was overtaken, takes nothing back.
+        ([("stopped", 1.0, 5.0), ("unknown",), ("alive", 1.0, 4.0), ("stopped", 1.0, 5.5)], "   S"),
+        # To wait for the GIL is not to be busy.
+        ([("alive", 1.0, 5.0), ("alive", 1.01, 5.25)], "  "),
+    ],
+)
+def test_several_looks_are_judged(states: list[tuple[Any, ...]], verdicts: str) -> None:
+    history = ProbeHistory()
+    found = [history.add(ProcessState(*each)) for each in states]
+    assert found == [{"S": "stopped", "B": "busy"}.get(each) for each in verdicts]
+
+
+def test_a_debugged_process_is_neither_stopped_nor_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil.Process, "status", lambda self: psutil.STATUS_TRACING_STOP)
+    assert read_state(process_id(os.getpid())).state == "alive"

@@ -1,4 +1,4 @@
-"""The scheduler's copy of a machine: stepped by a driver, looked after without one, handed over."""
+"""The scheduler's copy of a machine: stepped, handed over, ended with its lease; its journal."""
 
 from __future__ import annotations
 
@@ -28,23 +28,19 @@ def step(number: int, now: float, chance: float = 0.0, **fields: Any) -> m.Journ
     return m.JournalStep("job", "topic", 1, number, now, chance, **fields)
 
 
-def claim(job: ScheduledJob, effect: Any) -> Any:
+def claim(job: ScheduledJob, effect: Any) -> None:
     """Give a slot to a rank, as the plugin does while there is a kernel."""
-    if job.client is None:
-        return m.SlotBusy(effect.slot.id)
     job.ranks[effect.start] = effect.slot
-    return None
 
 
 class ControlledJob:
     """A job on a scheduler."""
 
-    def __init__(self, journal: Any = None, **limits: Any) -> None:
-        lease = limits.pop("lease", 3600.0)
+    def __init__(self, journal: Any = None, lease: float = 3600.0) -> None:
         self.ops = Mock()
         self.ops.chance.return_value = 0.5
         self.ops.claim.side_effect = claim
-        self.record = a_record(Machine(m.Limits(**limits)), self.ops, journal, lease=lease)
+        self.record = a_record(Machine(m.Limits()), self.ops, journal, lease=lease)
 
     def find(self) -> None:
         self.record.take_in(m.SlotsFound((SLOT,)))
@@ -64,17 +60,6 @@ async def test_an_event_happens_once_when_the_driver_says_so_and_a_missing_step_
     assert job.record.backlog == {}
     assert job.record.machine.roster.now == 2.0
     assert not job.record.step(step(3, 3.0, event=m.Tick()))
-
-
-async def test_without_a_kernel_what_has_not_been_stepped_happens_and_no_rank_is_started():
-    job = ControlledJob()
-    job.find()
-    job.record.abandon()
-    job.ops.claim.assert_called_once()
-    assert job.record.ranks == {}
-    assert job.record.machine.roster.ranks == {}
-    assert job.record.backlog == {}
-    job.record.stop()
 
 
 async def test_what_has_not_been_stepped_is_kept_for_who_takes_over():
@@ -174,9 +159,10 @@ def test_a_saved_journal_comes_to_the_same_decisions_and_is_for_its_own_user(tmp
         replay(path)
 
 
-def test_a_journal_is_bounded_and_its_newest_part_can_be_replayed(tmp_path):
+def test_a_journal_is_bounded_and_its_newest_part_can_be_replayed(tmp_path, monkeypatch):
+    monkeypatch.setattr(journals, "MOST_BYTES", 10_000)
     machine = Machine(m.Limits())
-    journal = journals.JournalFile(tmp_path / "job.jsonl", "job", machine, most=10_000)
+    journal = journals.JournalFile(tmp_path / "job.jsonl", "job", machine)
     for number in range(300):
         effects = machine.handle(m.Tick(), 0.1 * number, 0.0)
         journal.write(m.Tick(), 0.1 * number, 0.0, effects, machine)

@@ -7,20 +7,11 @@ import signal
 import threading
 from email.utils import formatdate
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from nbelastic.cluster.worker import notice_watcher
-from nbelastic.cluster.worker.notice_watcher import (
-    MOST_BYTES,
-    MOST_PROBES,
-    POLL_INTERVAL,
-    REQUEST_LIMIT_S,
-    NoticeWatcher,
-    ask_service,
-    find_service,
-)
-from nbelastic.cluster.worker.notices import CLOUDS, Answer, Unanswered, batch_job_end
+from nbelastic.cluster.worker import notices as watch
 from nbelastic.messages import Notice, NoticeSource, WatchOrder
 from tests.support.clusters import until
 from tests.support.metadata import (
@@ -48,10 +39,10 @@ def read(what, body, now=NOON):
     def ask(_, path, __):
         known = path.startswith(PATHS[what])
         headers = {"date": formatdate(now, usegmt=True), "metadata-flavor": "Google"}
-        return Answer(200 if known else 404, headers, body)
+        return watch.Answer(200 if known else 404, headers, body)
 
     cloud = "aws" if what == "rebalance" else what
-    (asked,) = (each for each in CLOUDS if each.source.name.lower() == cloud)
+    (asked,) = (each for each in watch.CLOUDS if each.source.name.lower() == cloud)
     return asked.poll(ask, "vm-1")
 
 
@@ -104,7 +95,7 @@ def test_what_a_cloud_writes_is_read_and_no_other_bytes_are(what, body, now, fou
     notices = [(each.action, each.seconds) for each in read(what, body, now)]
     assert notices == [found] * bool(found)
     for odd in ODD_BODIES:
-        with pytest.raises(Unanswered):
+        with pytest.raises(OSError, match="no notice"):
             read(what, odd)
 
 
@@ -119,7 +110,7 @@ def test_what_a_cloud_writes_is_read_and_no_other_bytes_are(what, body, now, fou
     ],
 )
 def test_a_batch_job_has_an_end(environ, end):
-    assert batch_job_end(environ, started=NOON) == end
+    assert watch.batch_job_end(environ, started=NOON) == end
 
 
 @pytest.mark.parametrize(
@@ -169,9 +160,10 @@ def test_a_machine_goes_through_all_kinds_of_trouble(cloud, skew):
     Its deadline only comes nearer.
     """
     trouble = [{"broken": status} for status in (302, 401, 500)]
-    trouble += [{"slow": REQUEST_LIMIT_S + 1}, *({"body": body} for body in ODD_BODIES[:-1])]
+    bodies = [*ODD_BODIES[:-1], b"FALSE"]
+    trouble += [{"slow": watch.REQUEST_LIMIT_S + 1}, *({"body": body} for body in bodies)]
     over = {"broken": 0, "slow": 0.0, "body": None}
-    script = [change(0, slow=REQUEST_LIMIT_S + 1, skew=skew), change(12, **over)]
+    script = [change(0, slow=watch.REQUEST_LIMIT_S + 1, skew=skew), change(12, **over)]
     script += [given_at(60), given_at(75, 900.0), change(90, token="second"), given_at(100, 40.0)]
     for number, fault in enumerate(trouble):
         script += [change(120 + 60 * number, **fault), change(150 + 60 * number, **over)]
@@ -180,7 +172,7 @@ def test_a_machine_goes_through_all_kinds_of_trouble(cloud, skew):
     played = machine(cloud, *script).run(NOON + end + 40)
     assert verdicts(played) == [False, True, *([True] * (cloud != "google")), False]
     at, risk, notice = played.told[1]
-    assert at <= NOON + 60 + 2 * POLL_INTERVAL
+    assert at <= NOON + 60 + 2 * watch.POLL_INTERVAL
     assert notice.seconds == pytest.approx(30 if cloud == "google" else 120, abs=11)
     assert cloud == "google" or played.told[2][2].seconds == pytest.approx(40, abs=11)
     assert risk.revoked
@@ -202,7 +194,7 @@ def test_what_takes_connections_and_never_answers_is_looked_at_some_times():
     played = machine("aws")
     played.service.slow = 3600.0
     played.run(NOON + 3600)
-    assert len(played.requests) == 3 * MOST_PROBES
+    assert len(played.requests) == 3 * watch.MOST_PROBES
     played = machine("aws")
     played.dead = True
     played.run(NOON + 60)
@@ -250,31 +242,31 @@ ODD_TEXTS = [
 def test_any_bytes_are_no_answer_and_what_redirects_is_not_followed(text):
     with answering(lambda connection: connection.sendall(text)) as url:
         if b"Found" in text:
-            assert ask_service(url, "GET", "/", {}).status == 302
+            assert watch.ask_service(url, "GET", "/", {}).status == 302
         else:
             with pytest.raises(OSError):  # noqa: PT011 - of any kind
-                ask_service(url, "GET", "/", {})
+                watch.ask_service(url, "GET", "/", {})
 
 
 def test_a_huge_answer_is_cut_and_a_silent_service_given_up(monkeypatch):
     def write(connection):
         connection.sendall(OK + b"Content-Length: 99999999999\r\n\r\n")
         for _ in range(64):
-            connection.sendall(b"x" * MOST_BYTES)
+            connection.sendall(b"x" * watch.MOST_BYTES)
 
     with answering(write) as url:
-        assert len(ask_service(url, "GET", "/", {}).body) == MOST_BYTES
-    monkeypatch.setattr(notice_watcher, "REQUEST_LIMIT_S", 0.05)
+        assert len(watch.ask_service(url, "GET", "/", {}).body) == watch.MOST_BYTES
+    monkeypatch.setattr(watch, "REQUEST_LIMIT_S", 0.05)
     over = threading.Event()
     with answering(lambda _: over.wait(60)) as url:
         with pytest.raises(OSError, match="timed out"):
-            ask_service(url, "GET", "/", {})
+            watch.ask_service(url, "GET", "/", {})
         over.set()
 
 
 def test_headers_that_cannot_be_sent_are_an_error_without_their_text():
     with answering(lambda _: None) as url, pytest.raises(OSError, match="not an answer") as caught:
-        ask_service(url, "GET", "/", {"token": "se\ncret"})
+        watch.ask_service(url, "GET", "/", {"token": "se\ncret"})
     assert "cret" not in repr(caught.value)
     assert caught.value.__cause__ is None
 
@@ -282,52 +274,41 @@ def test_headers_that_cannot_be_sent_are_an_error_without_their_text():
 def test_the_first_address_that_takes_a_connection_is_the_one(monkeypatch):
     with answering(lambda _: None) as url:
         monkeypatch.setenv("NBELASTIC_METADATA_URL", url)
-        assert find_service() == url
+        assert watch.find_service() == url
     for wrong in ("http://127.0.0.1:9", "http://127.0.0.1:x", "http://[::1", "nothing"):
         monkeypatch.setenv("NBELASTIC_METADATA_URL", wrong)
-        assert find_service() is None
+        assert watch.find_service() is None
 
 
 # -- the agent -------------------------------------------------------------------------------------
 
 
-class FakeLoop:
-    """A loop whose timers wait for a test."""
-
-    def __init__(self):
-        self.timers = {}
-
-    def call_later(self, delay, function, *args):
-        self.timers[len(self.timers)] = (delay, lambda: function(*args))
-        return len(self.timers) - 1
-
-    def remove_timeout(self, timer):
-        self.timers.pop(timer, None)
-
-    def add_callback(self, function, *args):
-        function(*args)
+def a_loop():
+    """Return a loop whose timers wait for a test."""
+    return Mock(add_callback=lambda function, *args: function(*args))
 
 
 def test_the_end_of_a_batch_job_is_told_in_time_and_for_this_worker_alone(monkeypatch):
     now = 1700000000.0
-    monkeypatch.setattr(notice_watcher, "time", SimpleNamespace(time=lambda: now))
+    monkeypatch.setattr(watch, "time", SimpleNamespace(time=lambda: now))
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1700003600")
-    loop, sent = FakeLoop(), []
-    watcher = NoticeWatcher(loop, sent.append)
+    loop, sent = a_loop(), []
+    watcher = watch.NoticeWatcher(loop, sent.append)
     for _ in range(2):
         watcher.apply(WatchOrder(on=True))
-    ((delay, act),) = loop.timers.values()
-    assert delay == 3600.0 - notice_watcher.BATCH_SECONDS
+    loop.call_later.assert_called_once()
+    delay, act, *end = loop.call_later.call_args.args
+    assert delay == 3600.0 - watch.BATCH_SECONDS
     now += delay
-    act()
+    act(*end)
     assert sent == [Notice(NoticeSource.SLURM, "end", 120.0)]
     watcher.close()
-    assert not loop.timers
+    loop.remove_timeout.assert_called_once_with(loop.call_later.return_value)
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1000")  # of an earlier job
-    watcher = NoticeWatcher(loop, sent.append)
+    watcher = watch.NoticeWatcher(loop, sent.append)
     watcher.apply(WatchOrder(on=True))
     watcher.close()
-    assert not loop.timers
+    loop.call_later.assert_called_once()
 
 
 def test_an_agent_reports_all_that_it_knows_of_its_host(monkeypatch):
@@ -337,10 +318,10 @@ def test_an_agent_reports_all_that_it_knows_of_its_host(monkeypatch):
     """
     sent = []
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.setattr(notice_watcher, "POLL_INTERVAL", 0.01)
+    monkeypatch.setattr(watch, "POLL_INTERVAL", 0.01)
     with metadata("aws") as service:
         monkeypatch.setenv("NBELASTIC_METADATA_URL", service.url)
-        watcher = NoticeWatcher(FakeLoop(), sent.append)
+        watcher = watch.NoticeWatcher(a_loop(), sent.append)
         watcher.apply(WatchOrder(on=True, host=True))
         until(lambda: len(sent) >= 2, "the first reports")
         service.notice = aws_notice(120)
@@ -358,7 +339,7 @@ def test_a_signal_is_a_notice_of_this_worker(monkeypatch):
     """It is in time for the end of its batch job."""
     sent, shielded, now = [], [], 1700000000.0
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    watcher = NoticeWatcher(FakeLoop(), sent.append, shielded.append)
+    watcher = watch.NoticeWatcher(a_loop(), sent.append, shielded.append)
     watcher.apply(WatchOrder(on=True))
     os.kill(os.getpid(), signal.SIGUSR1)
     until(lambda: sent, "the report")
@@ -366,7 +347,7 @@ def test_a_signal_is_a_notice_of_this_worker(monkeypatch):
     assert sent == [Notice(NoticeSource.SIGNAL, "SIGUSR1", 60.0)]
     assert shielded == [True, False]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    monkeypatch.setattr(notice_watcher, "time", SimpleNamespace(time=lambda: now))
+    monkeypatch.setattr(watch, "time", SimpleNamespace(time=lambda: now))
     for end in (now + 30, now + 3600, now - 10):
         monkeypatch.setenv("SLURM_JOB_END_TIME", str(end))
         watcher._report_signal("SIGUSR2")

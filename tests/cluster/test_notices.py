@@ -13,14 +13,13 @@ import pytest
 from msgspec.structs import replace
 
 from nbelastic import messages as m
-from nbelastic.cluster.scheduler import notices as desk
-from nbelastic.cluster.scheduler import scaling
+from nbelastic.cluster.scheduler import leaving
 from nbelastic.cluster.scheduler.plugin import SpotNotices
 from nbelastic.cluster.wire import pack
 from nbelastic.membership import view
 
 from .shared_cluster import SharedCluster
-from .test_arbiter import settle
+from .test_arbiter import begin, settle
 
 
 class Cloud(SharedCluster):
@@ -83,8 +82,7 @@ async def a_cloud(hosts, *, job=True, **limits):
         cloud.hire(f"w{number}", host)
     try:
         if job:
-            await cloud.open("one", **limits)
-            await settle(cloud)
+            await begin(cloud, "one", **limits)
         yield cloud, next(iter(cloud.workers), "")
     finally:
         await cloud.plugin.before_close()
@@ -113,8 +111,7 @@ async def test_one_agent_a_host_watches_while_there_is_a_job():
     async with a_cloud("aab", job=False) as (cloud, first):
         third = list(cloud.workers)[2]
         assert not cloud.watching
-        await cloud.open("one")
-        await settle(cloud)
+        await begin(cloud, "one")
         assert cloud.watchers() == {"w0", "w2"}
         assert all(order.on for order in cloud.watching.values())
         cloud.hire("a0", "a")
@@ -160,7 +157,7 @@ async def test_a_revoked_notice_offers_the_slots_again():
         cloud.step_all()
         cloud.report(stays, revoked=True)
         await settle(cloud)
-        await asyncio.sleep(2 * desk.POLL)
+        await asyncio.sleep(2 * leaving.POLL)
         await settle(cloud)
         assert cloud.retired == []
         assert cloud.sizes() == {"one": 2}
@@ -175,7 +172,7 @@ async def test_ranks_have_a_little_time_whatever_a_notice_says(seconds):
         cloud.report(gone, seconds=seconds)
         (worker,) = (each for each in cloud.plugin.workers.values() if each.notices)
         now = asyncio.get_running_loop().time()
-        assert worker.retire_at == pytest.approx(now + desk.rules.SOON, abs=1.0)
+        assert worker.retire_at == pytest.approx(now + leaving.rules.SOON, abs=1.0)
         await retired(cloud)
         assert cloud.retired == [["w0"]]
         assert "lost" not in kinds(cloud)
@@ -242,11 +239,10 @@ async def test_a_worker_at_risk_stays_until_another_has_its_place():
 
 async def test_a_worker_that_was_replaced_gets_no_rank_while_its_data_keeps_it(monkeypatch):
     """Its retirement is tried again."""
-    monkeypatch.setattr(desk, "RETRY", 0.01)
+    monkeypatch.setattr(leaving, "RETRY", 0.01)
     async with a_cloud("ab", np=1, min_np=1, max_np=1) as (cloud, risky):
         cloud.refused = 3
         cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
-        await settle(cloud)
         await retired(cloud)
         assert cloud.refused == 0
         assert cloud.retired == [["w0"]]
@@ -264,7 +260,6 @@ async def test_a_notice_that_is_revoked_leaves_the_recommendation_before_it():
         (rank,) = cloud.plugin.jobs["one"].machine.roster.ranks.values()
         assert not rank.leaving, "it stays while there is no other place"
         cloud.hire("w1", "b")
-        await settle(cloud)
         await retired(cloud)
         assert cloud.retired == [["w0"]]
         assert cloud.places() == {"w1"}
@@ -275,11 +270,9 @@ async def test_a_recommendation_before_a_job_and_a_notice_after_it():
         cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
         await settle(cloud)
         assert cloud.retired == [], "it stays while nothing says when it goes"
-        await cloud.open("one", np=1, min_np=1, max_np=1)
-        await settle(cloud)
+        await begin(cloud, "one", np=1, min_np=1, max_np=1)
         assert cloud.sizes() == {"one": 1}
         cloud.hire("w1", "b")
-        await settle(cloud)
         await retired(cloud)
         assert cloud.retired == [["w0"]]
 
@@ -372,9 +365,8 @@ def test_a_retired_worker_waits_for_the_last_holder_of_the_state(monkeypatch, to
     async def scene(cluster):
         address, plugin = cluster.hire("0"), cluster.plugin
         monkeypatch.setattr(plugin, "mark_leaving", lambda address: [("job", 0)])
-        monkeypatch.setattr(plugin, "holds", lambda rank: now < left)
-        monkeypatch.setattr(plugin, "was_told", lambda rank: now >= told)
-        monkeypatch.setattr(scaling, "asyncio", SimpleNamespace(sleep=sleep))
+        monkeypatch.setattr(plugin, "was_told", lambda _: now >= told if now < left else None)
+        monkeypatch.setattr(leaving, "asyncio", SimpleNamespace(sleep=sleep))
         return await cluster.handlers["retire_workers"](workers=[address])
 
     assert on_a_cluster(retire, scene) == pytest.approx(waited, abs=0.1)

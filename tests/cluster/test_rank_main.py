@@ -7,8 +7,6 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -26,27 +24,6 @@ def interrupt() -> Iterator[SignalInterrupt]:
     before = signal.getsignal(SIGNAL)
     yield SignalInterrupt()
     signal.signal(SIGNAL, before)
-
-
-@pytest.mark.parametrize("wait", [lambda: time.sleep(60), threading.Event().wait, list])
-def test_the_function_is_interrupted_where_it_stands(interrupt, wait) -> None:
-    here, told = threading.Event(), threading.Event()
-
-    def order() -> None:
-        here.wait()
-        interrupt.request(Told)
-        while not told.wait(0.05):  # as each heartbeat does: a signal just before a wait is lost
-            interrupt.nudge()
-
-    thread = threading.Thread(target=order)  # as the one that reads orders
-    thread.start()
-    with pytest.raises(Told), interrupt.reachable():  # noqa: PT012 - where it is raised is open
-        here.set()
-        wait()
-        while True:
-            pass
-    told.set()
-    thread.join()
 
 
 def test_it_waits_outside_of_the_function_and_in_our_rooms_until_it_is_dropped(

@@ -138,16 +138,6 @@ def test_its_own_processes_work_in_any_start_method(host: Host, method: str) -> 
     assert rank.result == [1, 2]
 
 
-def test_a_fork_that_returns_ends_as_in_a_script(host: Host) -> None:
-    def function() -> int:
-        pid = os.fork()
-        return pid and os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    rank, _ = host.run(function)
-    assert rank.result == 0
-    assert len([e for e in rank.came if isinstance(e, RankEvent)]) == 1
-
-
 # -- output ----------------------------------------------------------------------------------------
 
 
@@ -225,9 +215,7 @@ def with_child() -> None:
 
 
 @pytest.mark.slow
-def test_where_forking_is_not_safe_a_rank_is_a_new_interpreter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_forking_is_not_safe_a_rank_is_a_new_interpreter(monkeypatch):
     monkeypatch.setattr(rank_launcher, "METHOD", "spawn")
     with Host.alone() as host:
         rank, exit_ = host.run(lambda: (print("printed"), os.getpid())[1])

@@ -14,10 +14,13 @@ from nbelastic.cluster.dask_compat import unsent_bytes
 from nbelastic.cluster.scheduler.job import FEW, MOST_WAITING
 from nbelastic.cluster.scheduler.records import WorkerRecord, fits, is_busy, obstacle
 from nbelastic.cluster.worker.agent import own_interface
-from nbelastic.messages import RankOutput, UnusedReason, UnusedWorker
+from nbelastic.messages import RankOutput, UnusedWorker
+from nbelastic.messages import UnusedReason as Reason
 from tests.support.records import a_record
 
 VERSIONS = {"python": "3.11", "nbelastic": "1", "torch": "2.1"}
+NEWER = {**VERSIONS, "torch": "2.2"}
+GPU, GPUS = {"GPU": 1}, {"GPU": 2}
 
 
 def a_job(**changes):
@@ -36,26 +39,14 @@ def a_worker(**changes):
 @pytest.mark.parametrize(
     ("job", "worker", "host", "reason", "detail"),
     [
-        ({}, {"status": Status.paused}, {}, UnusedReason.PAUSED, ""),
-        ({}, {"status": Status.closing_gracefully}, {}, UnusedReason.LEAVING, ""),
-        ({}, {"status": Status.closing}, {}, UnusedReason.CLOSING, ""),
-        ({"workers": {"other"}}, {}, {}, UnusedReason.NOT_IN_WORKERS, ""),
-        (
-            {"resources": {"GPU": 2}},
-            {"resources": {"GPU": 1}},
-            {},
-            UnusedReason.LACKS_RESOURCES,
-            "GPU 1 of 2",
-        ),
-        ({}, {}, {"holder": ("other", 3)}, UnusedReason.TAKEN, "other"),
-        ({}, {}, {"retiring": True}, UnusedReason.LEAVING, ""),
-        (
-            {},
-            {},
-            {"versions": {**VERSIONS, "torch": "2.2"}},
-            UnusedReason.OTHER_VERSIONS,
-            "torch 2.2 (kernel: 2.1)",
-        ),
+        ({}, {"status": Status.paused}, {}, Reason.PAUSED, ""),
+        ({}, {"status": Status.closing_gracefully}, {}, Reason.LEAVING, ""),
+        ({}, {"status": Status.closing}, {}, Reason.CLOSING, ""),
+        ({"workers": {"other"}}, {}, {}, Reason.NOT_IN_WORKERS, ""),
+        ({"resources": GPUS}, {"resources": GPU}, {}, Reason.LACKS_RESOURCES, "GPU 1 of 2"),
+        ({}, {}, {"holder": ("other", 3)}, Reason.TAKEN, "other"),
+        ({}, {}, {"retiring": True}, Reason.LEAVING, ""),
+        ({}, {}, {"versions": NEWER}, Reason.OTHER_VERSIONS, "torch 2.2 (kernel: 2.1)"),
     ],
 )
 def test_every_obstacle_has_its_reason(job, worker, host, reason, detail):
@@ -74,16 +65,16 @@ def a_task(key, **resources):
         (["nbelastic-rank-a-0", "x"], [], {}, False),
         (["nbelastic-rank-a-0", "x", "y"], [], {}, True),
         (["nbelastic-rank-a-0", "x", "y"], ["y"], {}, False),  # it has left the pool
-        (["nbelastic-rank-a-0", "GPU"], [], {"resources": {"GPU": 1}}, True),
-        (["nbelastic-rank-a-0", "x"], [], {"resources": {"GPU": 1}}, False),
+        (["nbelastic-rank-a-0", "GPU"], [], {"resources": GPU}, True),
+        (["nbelastic-rank-a-0", "x"], [], {"resources": GPU}, False),
         (["nbelastic-rank-a-0", "GPU"], [], {}, False),
     ],
 )
 def test_a_rank_waits_for_other_tasks_of_its_worker(tasks, long_running, job, busy):
-    made = {key: a_task(key, **({"GPU": 1} if key == "GPU" else {})) for key in tasks}
+    made = {key: a_task(key, **(GPU if key == "GPU" else {})) for key in tasks}
     worker = a_worker(
         nthreads=2,
-        resources={"GPU": 1},
+        resources=GPU,
         processing=made.values(),
         long_running=[made[key] for key in long_running],
     )

@@ -13,12 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from nbelastic.cluster.worker import signals
-from nbelastic.cluster.worker.signals import (
-    ignore_interrupts,
-    leave_on_user_signals,
-    pass_on_user_signals,
-    start_processes_shielded,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +26,10 @@ def _handlers():
 def test_a_worker_ignores_interrupts_until_its_agent_is_gone(monkeypatch):
     """A process that no nanny has started takes them as before."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    ignore_interrupts()
+    signals.ignore_interrupts()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setattr(signals, "multiprocessing", SimpleNamespace(parent_process=object))
-    undo = ignore_interrupts()
+    undo = signals.ignore_interrupts()
     signal.raise_signal(signal.SIGINT)
     undo()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -46,7 +40,7 @@ def test_what_an_event_loops_thread_starts_is_shielded_and_the_main_thread_is_no
     seen = []
 
     def start():
-        start_processes_shielded()
+        signals.start_processes_shielded()
         code = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
         seen.append(subprocess.check_output([sys.executable, "-c", code]))
 
@@ -64,9 +58,9 @@ def test_signals_of_batch_systems_are_handled_until_that_is_undone():
     """In the main thread only, and in no fork. A handler of the user's stays, also a later one."""
     heard = []
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(leave_on_user_signals, heard.append).result()
+        pool.submit(signals.leave_on_user_signals, heard.append).result()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    undo = leave_on_user_signals(heard.append)
+    undo = signals.leave_on_user_signals(heard.append)
     signal.raise_signal(signal.SIGUSR2)
     signal.raise_signal(signal.SIGUSR1)
     if not (fork := os.fork()):  # is no worker
@@ -78,7 +72,7 @@ def test_signals_of_batch_systems_are_handled_until_that_is_undone():
     undo()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     signal.raise_signal(signal.SIGUSR2)
-    leave_on_user_signals(heard.append)()
+    signals.leave_on_user_signals(heard.append)()
     signal.raise_signal(signal.SIGUSR2)
     assert (heard, own) == (["SIGUSR2", "SIGUSR1"], ["later", "later"])
 
@@ -90,7 +84,7 @@ def test_a_handler_in_c_stays():
     with open(os.devnull, "w") as nowhere:
         faulthandler.register(signal.SIGUSR1, file=nowhere)
         try:
-            undo = leave_on_user_signals(heard.append)
+            undo = signals.leave_on_user_signals(heard.append)
             assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
             os.kill(os.getpid(), signal.SIGUSR1)
             undo()
@@ -110,13 +104,13 @@ def test_nannies_of_one_process_pass_a_signal_on_to_each_worker():
 
     nannies = [Nanny(), Nanny()]
     for nanny in 2 * nannies:
-        pass_on_user_signals(True, nanny)
-    pass_on_user_signals(False, nannies[0])
+        signals.pass_on_user_signals(True, nanny)
+    signals.pass_on_user_signals(False, nannies[0])
     signal.raise_signal(signal.SIGUSR1)
     assert nannies[1].process.wait(60) == -signal.SIGUSR1
-    pass_on_user_signals(True, nannies[0])
+    signals.pass_on_user_signals(True, nannies[0])
     signal.raise_signal(signal.SIGUSR2)
     assert nannies[0].process.wait(60) == -signal.SIGUSR2
     for nanny in nannies:
-        pass_on_user_signals(False, nanny)
+        signals.pass_on_user_signals(False, nanny)
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

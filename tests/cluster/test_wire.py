@@ -1,66 +1,40 @@
-"""Messages as Dask carries them; one that cannot be read costs its sender's rank alone."""
+"""Messages as Dask carries them, what a bad one costs, and what is used of Dask's own streams."""
 
 import asyncio
 import enum
+import socket
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from distributed.batched import BatchedSend
 from distributed.protocol import dumps, loads
 
+import nbelastic
 from nbelastic import messages as m
-from nbelastic.cluster import wire
+from nbelastic.cluster import dask_compat, wire
 from nbelastic.errors import VersionMismatch
 from tests.support.logs import own_records
 
 from .shared_cluster import SharedCluster
 
-READY = m.RankReady(0, 0, 0, 1, ("host", 1))
-REPORT = m.MetricsReport(0, 0, 1, None, {"a": float("nan")})
-ERROR = m.PackedError("ValueError: no", (m.CodeLine("f", 1, "g", "x"),), b"x")
-EVENT = m.RankEvent("j", READY)
+EVENT = m.RankEvent("j", m.RankReady(0, 0, 0, 1, ("host", 1)))
 BEATS = m.Heartbeats((("j", m.Beat(0, 1, 5, False, 2, 7, "allreduce")),))
-RAISED = m.RankEvent("j", m.RankRaised(0, "no"), error=ERROR)
 NOTICE = m.NoticeReport(m.Notice(m.NoticeSource.AWS, "terminate", 120.0, host=True))
-SLOT = m.Slot("w", "a", "n", "h")
 
 
-def carried(packed):
+def carried(message):
     """Return what arrives of a message over a connection of Dask's."""
-    return loads(dumps({"message": packed}))["message"]
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        BEATS,
-        RAISED,
-        m.RankTelemetry("j", 0, 1, line=m.CodeLine("f", 1, "g"), reports=(REPORT,)),
-        NOTICE,
-        m.RankOrder("j", 0, m.Publish(m.Plan(1, (m.Member(0, SLOT, ("h", 1), 2.5),), 1))),
-        m.JobEvent(3, m.SlotGone("1", m.LossReason.UNREADABLE, "no number")),
-        m.JournalStep("j", "t", 1, 2, 3.0, 0.5, event=m.StopRequested(reason=m.StopReason.STOPPED)),
-    ],
-    ids=lambda message: type(message).__name__,
-)
-def test_a_message_arrives_as_it_was(message):
-    assert repr(wire.unpack(carried(wire.pack(message)))) == repr(message)
-    to_driver = m.ToDriver(2, message)
-    assert repr(wire.unpack(carried(wire.pack(to_driver)), m.ToDriver)) == repr(to_driver)
+    return wire.unpack(loads(dumps({"message": wire.pack(message)}))["message"])
 
 
 def test_a_large_message_travels_in_parts(monkeypatch):
     monkeypatch.setattr(wire, "PART_BYTES", 10)
-    assert len(wire.pack(RAISED)["body"]) > 5
-    assert wire.unpack(carried(wire.pack(RAISED))) == RAISED
-
-
-def test_an_order_to_many_ranks_is_each_ones_own():
-    effect = m.Publish(m.Plan(1, (m.Member(4, SLOT, ("h", 1), 2),), 1))
-    packed = wire.pack_for_ranks("j", effect)
-    assert wire.unpack(packed(4)) == m.RankOrder("j", 4, effect)
+    assert len(wire.pack(NOTICE)["body"]) > 5
+    assert carried(NOTICE) == NOTICE
 
 
 def changed(message, *path, to):
@@ -173,9 +147,7 @@ def test_odd_values_arrive_as_what_is_nearest(value, arrives):
 
 def test_odd_texts_of_a_message_are_escaped_and_its_bytes_are_not():
     error = m.PackedError("\udc80", (), b"\xff\x00")
-    arrived = wire.unpack(
-        carried(wire.pack(m.RankEvent("j", m.RankRaised(2**70, ""), error=error)))
-    )
+    arrived = carried(m.RankEvent("j", m.RankRaised(2**70, ""), error=error))
     assert arrived.error == m.PackedError("\\udc80", (), b"\xff\x00")
     assert arrived.event.start == 2**64 - 1
 
@@ -183,3 +155,80 @@ def test_odd_texts_of_a_message_are_escaped_and_its_bytes_are_not():
 @pytest.mark.parametrize("make", [Evil, object, torch.Tensor, complex])
 def test_what_is_no_plain_value_arrives_as_its_name(make):
     assert make.__name__ in m.decode(m.encode({"value": make()}), dict)["value"]
+
+
+# -- streams of Dask's -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("interval", "after"), [("10ms", dask_compat.INTERVAL_S), ("0.5ms", 0.0005)]
+)
+def test_a_stream_waits_no_longer_than_a_millisecond_and_keeps_few_messages(interval, after):
+    stream = BatchedSend(interval=interval)
+    stream.recent_message_log.extend(range(500))
+    dask_compat.shorten_batching(stream)
+    assert stream.interval == after
+    stream.recent_message_log.append(500)
+    assert list(stream.recent_message_log) == list(range(491, 501))
+
+
+@pytest.mark.parametrize(
+    "odd", [None, SimpleNamespace(interval="1s", next_deadline=None, stream=None)]
+)
+def test_what_is_no_stream_or_connection_is_left_alone(odd):
+    dask_compat.shorten_batching(odd)
+    dask_compat.resume(odd)
+    assert dask_compat.unacknowledged_s(odd) == 0.0
+
+
+def test_a_jobs_messages_are_not_held_back_anywhere(crew):
+    assert crew.fit(nbelastic.size, np=2).results() == [2, 2]
+    assert crew.client.scheduler_comm.interval == dask_compat.INTERVAL_S
+    of_workers = crew.client.run(lambda dask_worker: dask_worker.batched_stream.interval)
+    assert set(of_workers.values()) == {dask_compat.INTERVAL_S}
+    to_workers = crew.client.run_on_scheduler(
+        lambda dask_scheduler: [each.interval for each in dask_scheduler.stream_comms.values()]
+    )
+    assert set(to_workers) == {dask_compat.INTERVAL_S}
+
+
+# -- what a machine knows of a connection whose other end does not answer --------------------------
+
+
+def test_a_busy_receiver_is_not_cut_off_and_a_closed_connection_is_left_to_dask():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+    ):
+        connection.sendall(b"beat")  # nobody reads it, but it has arrived
+        comm = SimpleNamespace(stream=SimpleNamespace(socket=connection))
+        assert dask_compat.unacknowledged_s(comm) == 0.0
+    assert dask_compat.unacknowledged_s(comm) == 0.0
+
+
+# -- what a process has died of, by its nanny's log ------------------------------------------------
+
+MEMORY = "Worker tcp://127.0.0.1:1 (pid={}) exceeded 95% memory budget. Restarting..."
+TERMINATED = "Worker process {} was killed by signal 15"
+EXITED = "Worker process {} exited with status 3"
+OUT_OF_MEMORY = "was ended by its nanny, because it exceeded 95% of its memory limit"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        ([EXITED.format(7)], "exited with status 3"),
+        ([TERMINATED.format(7), MEMORY.format(7)], OUT_OF_MEMORY),
+        ([MEMORY.format(7), EXITED.format(7)], OUT_OF_MEMORY),
+        ([MEMORY.format(8), TERMINATED.format(7)], "was killed by signal 15 (SIGTERM)"),
+        ([MEMORY.format(7)], ""),
+        ([TERMINATED.format(8)], ""),
+    ],
+)
+def test_the_cause_is_that_of_this_process(monkeypatch, lines, cause):
+    async def get_logs(n):
+        return [("INFO", line) for line in lines]
+
+    monkeypatch.setattr(dask_compat, "LOG_INTERVAL_S", 0.0)
+    scheduler = SimpleNamespace(rpc=lambda address: SimpleNamespace(get_logs=get_logs))
+    assert asyncio.run(dask_compat.cause_of_death(scheduler, "tcp://nanny", 7)) == cause

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 
-from nbelastic.cluster.kernel.partitions import with_sources
+from nbelastic.cluster import with_sources
 from nbelastic.data import Batch, Dask, Loader
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import DataError, OptionError

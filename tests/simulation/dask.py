@@ -2,7 +2,7 @@
 
 Behaves as the design's measured facts say: a killed worker's connection breaks and the scheduler
 removes it after some milliseconds; one that is stopped is not noticed; a pinned task runs when its
-worker has a thread free. Workers and nannies are in :mod:`.worker`, clients in :mod:`.client`; in
+worker has a thread free. Workers and nannies are in :mod:`.worker`, clients in :mod:`.kernels`; in
 ``tests/cluster/shared_cluster.py`` the same books stand without processes between.
 """
 
@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from distributed.core import Status
 
 from .loop import Process
-from .remote import may_come_twice
+from .network import Pipe, may_come_twice
 
 if TYPE_CHECKING:
-    from .network import Pipe
     from .worker import SimWorker
     from .world import World
 
@@ -32,7 +31,6 @@ class WorkerState:
 
     address: str
     name: str
-    server_id: str = ""
     nanny: str | None = None
     nthreads: int = 1
     resources: dict[str, float] = field(default_factory=dict)
@@ -187,7 +185,7 @@ class SimScheduler(FakeScheduler):
             return
         nanny = worker.nanny.name if worker.nanny is not None else None
         state = self.workers[worker.address] = WorkerState(
-            worker.address, worker.name, worker.id, nanny, worker.nthreads, worker=worker
+            worker.address, worker.name, nanny, worker.nthreads, worker=worker
         )
         self.stream_comms[worker.address] = worker.inbound
         worker.process.mourners.append(lambda: self._hear_of(worker))

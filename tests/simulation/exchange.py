@@ -2,20 +2,25 @@
 
 When a member's process dies, only its two neighbours notice; the others hang until they are
 aborted or the operation's time is up. A stopped peer, or one behind a cut, is noticed by nobody.
+Tensors are really reduced, so a wrong world shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nbelastic.collectives import Communicator, Rendezvous, SoloCommunicator
+from nbelastic.collectives import Communicator, Handle, Op, Rendezvous, SoloCommunicator
+from nbelastic.collectives.consistency import History
+from nbelastic.errors import CollectiveError
+from tests.membership.ranks import NEIGHBOUR_NOTICES
 
-from .ring import SimCommunicator, SimHandle
+from .loop import Fiber, Process
+from .network import Network
 
 if TYPE_CHECKING:
-    from .fibers import Fiber
-    from .network import Network
+    import torch
 
 
 class Exchange:
@@ -165,3 +170,259 @@ class Operation:
         if self._result is None:
             self._result = combine(self.parts)
         return self._result
+
+
+class SimHandle:
+    """An operation under way, as one member sees it."""
+
+    def __init__(self, member: SimCommunicator, fill: Callable[[], None]) -> None:
+        self.member = member
+        self._fill = fill
+        self._done = self._counted = False
+
+    @classmethod
+    def ended(cls, member: SimCommunicator) -> SimHandle:
+        """Return the handle of an operation that has succeeded."""
+        handle = cls(member, lambda: None)
+        handle._done = True
+        return handle
+
+    def done(self) -> bool:
+        return self._done or self.member.broken is not None
+
+    def land(self) -> None:
+        self.member.landing -= 1
+        self.finish()
+
+    def finish(self) -> None:
+        if self.member.broken is None:
+            self._fill()
+            self._done = True
+            self.member.wake()
+
+    def wait(self) -> None:
+        if self._counted:
+            return
+        self.member.wait_for(lambda: self._done)
+        self._counted = True
+        self.member._completed += 1
+
+
+class SimCommunicator(Communicator):
+    """A member of a group."""
+
+    name = "simulated"
+
+    def __init__(self, exchange: Exchange, rendezvous: Rendezvous) -> None:
+        fiber = exchange.hub.current
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.generation = rendezvous.generation
+        self.who = fiber.name
+        self.process: Process = fiber.process
+        self.broken: str | None = None
+        self.history, self._subgroups = History(), {}
+        self._exchange, self._rendezvous = exchange, rendezvous
+        self._network: Network = exchange.network
+        self._fiber: Fiber = fiber
+        self._group: Group | None = None
+        self.landing = 0
+        self.orderly = True
+        self._ready = self._waiting = False
+        self._completed = self._begun = 0
+        self._sent: dict[int, int] = {}
+        self._received: dict[int, int] = {}
+        self.mail: dict[tuple[int, int], torch.Tensor] = {}  # by source and number
+        self.awaited: dict[tuple[int, int], SimHandle] = {}
+        self.process.mourners.append(self._die)
+
+    # -- connecting ---------------------------------------------------------------------------
+
+    def connect(self) -> SimCommunicator:
+        self.check()
+        store = self._exchange.stores.get(self._rendezvous.store)
+        if store is None or not store.process.alive:
+            self._fiber.sleep(self._network.delay())
+            self.abort("connection refused")
+            self.check()
+        self._network.post(self.process, store.process, lambda: self._come(store))
+        self.wait_for(lambda: self._ready, counts=False)
+        return self
+
+    def _come(self, store: SimStore) -> None:
+        if store.closed:
+            self.hear_of("connection refused")
+        elif self.broken is None:
+            self._group = self._exchange.group(self._rendezvous)
+            self._group.enter(self)
+
+    def connected(self) -> None:
+        self._ready = True
+        self.wake()
+
+    # -- what happens to it -------------------------------------------------------------------
+
+    def later(self, action: Callable[[], None]) -> None:
+        self.process.call_later(self._network.delay(), action)
+
+    def wake(self) -> None:
+        if self._waiting:
+            self._fiber.wake()
+
+    def hear_of(self, trouble: str, source: SimCommunicator | None = None) -> None:
+        """A connection breaks; noticed a little later."""
+        delay = NEIGHBOUR_NOTICES * (0.5 + self._exchange.hub.random.random())
+        self.process.call_later(delay, self._notice, trouble, source)
+
+    def _notice(self, trouble: str, source: SimCommunicator | None) -> None:
+        if source is not None and self._network.blocked(source.process, self.process):
+            self._network.hold(lambda: self.hear_of(trouble, source))
+        elif self.landing and source is not None and source.orderly:
+            self.hear_of(trouble, source)  # what was sent before the end arrives before it
+        else:
+            self.abort(trouble)
+
+    def _die(self) -> None:
+        if self.broken is None:
+            self.broken, self.orderly = "its process is dead", False
+            if self._group is not None:
+                self._group.lost(self)
+
+    def abort(self, reason: str) -> None:
+        if self.broken is None:
+            self.broken = reason
+            self.wake()
+            if self._group is not None:
+                self._group.lost(self)
+
+    def close(self) -> None:
+        self.abort("the communicator is closed")
+        if self._die in self.process.mourners:
+            self.process.mourners.remove(self._die)
+
+    def wait_for(self, done: Callable[[], bool], *, counts: bool = True) -> None:
+        assert self._exchange.hub.current is self._fiber, "a communicator belongs to one thread"
+        deadline = self._exchange.hub.now + self._rendezvous.timeout_s
+        while True:
+            self.check()
+            if done():
+                return
+            self._waiting = True
+            try:
+                if not self._fiber.park(max(deadline - self._exchange.hub.now, 0.001)):
+                    self.abort("timed out")
+            finally:
+                self._waiting = False
+
+    def check(self) -> None:
+        if self.broken is not None:
+            raise CollectiveError(self.broken)
+
+    @property
+    def waiting(self) -> bool:
+        return self._waiting
+
+    @property
+    def completed(self) -> int:
+        return self._completed
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The ranks of this host whose processes have ended: the system says so at once."""
+        members = {} if self._group is None else self._group.members
+        host = self.process.host
+        its = [each for each in members.values() if each.process.host == host]
+        return tuple(each.rank for each in its if not each.process.alive)
+
+    # -- operations ---------------------------------------------------------------------------
+
+    def _begin(self, kind: str, part: Any, fill: Callable[[Operation], None]) -> Handle:
+        self.check()
+        assert self._ready, "an operation before the group has connected"
+        group = self._group
+        number, self._begun = self._begun, self._begun + 1
+        operation = group.operation(number, kind)
+        handle = SimHandle(self, lambda: fill(operation))
+        operation.bring(handle, kind, part)
+        return handle
+
+    def matching_client(self) -> None:
+        return None
+
+    def begin_nothing(self) -> Handle:
+        self.check()
+        return SimHandle.ended(self)
+
+    def begin_allreduce(self, tensors: Sequence[torch.Tensor], op: Op) -> Handle:
+        (tensor,) = tensors
+
+        def fill(operation: Operation) -> None:
+            tensor.copy_(operation.result(lambda parts: _reduce(list(parts.values()), op)))
+
+        return self._begin(f"allreduce {op.value} of {tuple(tensor.shape)}", tensor.clone(), fill)
+
+    def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
+        kind = f"broadcast from {root} of {tuple(tensor.shape)}"
+        part = tensor.clone() if root == self.rank else None
+        return self._begin(kind, part, lambda operation: _copy(tensor, operation.parts[root]))
+
+    def begin_allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Handle:
+        def fill(operation: Operation) -> None:
+            for rank, output in enumerate(outputs):
+                output.copy_(operation.parts[rank])
+
+        return self._begin(f"allgather of {tuple(tensor.shape)}", tensor.clone(), fill)
+
+    def begin_all_to_all(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> Handle:
+        def fill(operation: Operation) -> None:
+            for rank, output in enumerate(outputs):
+                output.copy_(operation.parts[rank][self.rank])
+
+        return self._begin("all_to_all", [t.clone() for t in inputs], fill)
+
+    def begin_barrier(self) -> Handle:
+        return self._begin("barrier", None, lambda _: None)
+
+    def begin_send(self, parts: Sequence[torch.Tensor], to: int) -> Handle:
+        import torch
+
+        self.check()
+        receiver = self._group.members[to]
+        copy = torch.cat(list(parts))
+        number = self._sent[to] = self._sent.get(to, -1) + 1
+
+        def arrive() -> None:
+            receiver.mail[self.rank, number] = copy
+            if (self.rank, number) in receiver.awaited:
+                receiver.awaited.pop((self.rank, number)).finish()
+
+        self._network.post(self.process, receiver.process, arrive)
+        handle = SimHandle(self, lambda: None)
+        self.landing += 1  # the system has taken it: its receiver's orderly end cannot undo that
+        self.later(handle.land)
+        return handle
+
+    def begin_receive(self, tensor: torch.Tensor, source: int) -> Handle:
+        self.check()
+        number = self._received[source] = self._received.get(source, -1) + 1
+        message = (source, number)
+        handle = SimHandle(self, lambda: tensor.view(-1).copy_(self.mail.pop(message).view(-1)))
+        if message in self.mail:
+            handle.finish()
+        else:
+            self.awaited[message] = handle
+        return handle
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target is not source:
+        target.copy_(source)
+
+
+def _reduce(parts: list[torch.Tensor], op: Op) -> torch.Tensor:
+    import torch
+
+    kinds = {Op.MIN: torch.minimum, Op.MAX: torch.maximum, Op.PRODUCT: torch.mul}
+    total = functools.reduce(kinds.get(op, torch.add), parts)
+    return total / len(parts) if op is Op.AVERAGE else total

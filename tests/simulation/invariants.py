@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 
+from nbelastic import errors
 from nbelastic import messages as ev
-from nbelastic.errors import (
-    ClusterLost,
-    JobError,
-    JobStopped,
-    NoProgress,
-    NotEnoughWorkers,
-    RankFailed,
-)
 from nbelastic.membership import Machine, Phase, Stage, rules
 from nbelastic.membership.failure_policy import SAME_KIND
 from tests.membership.invariants import Checked
@@ -235,11 +228,11 @@ def check_outcome(world: World) -> None:
         assert expected, f"the result is {results[0]}, after {script.steps} steps"
         check_version(world)
         return
-    assert isinstance(error, JobError), f"not an outcome: {error!r}"
-    if isinstance(error, JobStopped):
+    assert isinstance(error, errors.JobError), f"not an outcome: {error!r}"
+    if isinstance(error, errors.JobStopped):
         assert world.stopped, "stopped by nobody"
         return
-    assert type(error) is not JobError, f"the driver failed: {error!r} {error.__cause__!r}"
+    assert type(error) is not errors.JobError, f"the driver failed: {error!r} {error.__cause__!r}"
     check_end(world, error)
 
 
@@ -355,17 +348,17 @@ def check_end(world: World, error: BaseException) -> None:
         return
     calm = world.calm.lasted
     limits, problem = world.options, f"for {calm:.2f} s nothing was wrong, but: {error}"
-    if isinstance(error, ClusterLost):
+    if isinstance(error, errors.ClusterLost):
         begun = world.machine is not None and world.machine.roster.starts > 0
         assert not begun or not world.scheduler.process.alive, f"the cluster was there: {error}"
-    elif isinstance(error, NotEnoughWorkers):
+    elif isinstance(error, errors.NotEnoughWorkers):
         joinable = world.script.loops == 1
         # A rank whose process holds the GIL for so long is not missing: it may be computing.
         held = any(f.kind == "hold" and f.length >= limits.elastic_timeout for f in world.faults)
         assert held or not joinable or calm < RECOVERY + limits.heartbeat_timeout, problem
-    elif isinstance(error, NoProgress):
+    elif isinstance(error, errors.NoProgress):
         assert calm < RECOVERY + limits.stall_timeout, problem
-    elif isinstance(error, RankFailed):
+    elif isinstance(error, errors.RankFailed):
         lost = roster.outcome is not None and roster.outcome.error == "rank_lost"
         assert lost and world.faults, f"nothing explains {error!r}"  # its loop was over
     else:

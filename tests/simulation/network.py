@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .loop import Hub, Process
+from nbelastic.cluster.wire import unpack
+from nbelastic.messages import Heartbeats, JournalStep, RankEvent
+
+from .loop import Hub, Process
 
 APART = 1e-9  # seconds between two messages of a stream: a difference that survives rounding
 
@@ -59,14 +61,7 @@ class Network:
         else:
             call()
 
-    async def call(
-        self,
-        source: Process,
-        target: Process,
-        function: Any,
-        kwargs: Any,
-        line: list[Callable[[], None]] | None = None,
-    ) -> Any:
+    async def call(self, source, target, function, kwargs, line=None):
         """Call a coroutine function, or a function, in another process; return what it returns.
 
         What `line` lists is called when the connection breaks: then neither question nor answer
@@ -74,34 +69,24 @@ class Network:
         """
         lines = [target.mourners] if line is None else [target.mourners, line]
         answer: asyncio.Future[Any] = source.create_future()
-
-        def settle(result: Any, error: BaseException | None) -> None:
-            if answer.done():
-                return
-            if error is None:
-                answer.set_result(result)
-            else:
-                answer.set_exception(error)
-
-        def reply(result: Any, error: BaseException | None = None) -> None:
-            self.post(target, source, lambda: settle(result, error))
-
         torn: list[bool] = []
+
+        def settle(*outcome: Any) -> None:
+            if not answer.done():
+                answer.set_result(outcome)
 
         def broken() -> None:
             torn.append(True)
-            error = Broken(f"{target.name} is gone")
-            source.call_later(self.delay(), settle, None, error)
+            source.call_later(self.delay(), settle, None, Broken(f"{target.name} is gone"))
 
         async def work() -> None:
+            result, failed = None, None
             try:
                 result = function(**kwargs)
-                if hasattr(result, "__await__"):
-                    result = await result
+                result = await result if hasattr(result, "__await__") else result
             except Exception as error:  # goes back to the caller, as in Dask
-                reply(None, error)
-            else:
-                reply(result)
+                failed = error
+            self.post(target, source, lambda: settle(result, failed))
 
         def ask() -> None:  # also where nobody waits for the answer any more
             if not torn:
@@ -114,23 +99,20 @@ class Network:
                 each.append(broken)
             self.post(source, target, ask)
         try:
-            return await answer
+            result, failed = await answer
         finally:
             for each in lines:
                 if broken in each:
                     each.remove(broken)
+        if failed is not None:
+            raise failed
+        return result
 
 
 class Pipe:
     """One direction of a stream: messages arrive in their order, or not at all."""
 
-    def __init__(
-        self,
-        network: Network,
-        source: Process,
-        target: Process,
-        receive: Callable[[Any], None],
-    ) -> None:
+    def __init__(self, network, source, target, receive) -> None:
         self.network, self.source, self.target = network, source, target
         self.closed = False
         self._receive = receive
@@ -173,3 +155,60 @@ class Pipe:
         """Break it: what is on its way is lost."""
         self.closed = True
         self._held.clear()
+
+
+# -- calls, as Dask has them ----------------------------------------------------------------------
+
+ONCE_MORE = RankEvent | Heartbeats | JournalStep
+"""Messages to the scheduler that a faulty network may deliver twice."""
+
+
+def may_come_twice(message: dict[str, Any]) -> bool:
+    """Whether a faulty network may deliver a message of a stream twice."""
+    if message["op"] in ("nbelastic-agent", "nbelastic-kernel"):
+        return isinstance(unpack(message["message"]), ONCE_MORE)
+    return message["op"] in ("nbelastic", "event")
+
+
+def block_on(process: Process, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have a coroutine run in the event loop of `process`, and block the calling fiber for it."""
+    fiber = process.hub.current
+    assert fiber is not None, "an event loop would block"
+    outcome: list[Any] = []
+
+    def finish(task: asyncio.Task[Any]) -> None:
+        outcome.append(task)
+        fiber.wake()
+
+    process.call_soon(
+        lambda: process.create_task(function(*args, **kwargs)).add_done_callback(finish)
+    )
+    while not outcome:
+        fiber.park()
+    return outcome[0].result()
+
+
+class Remote:
+    """Calls of the scheduler's handlers, from another process.
+
+    Those that `line` lists are told when the connection breaks; while `cut` says that there is
+    none, no call gets through.
+    """
+
+    def __init__(self, network, source, scheduler, line=None, cut=lambda: False) -> None:
+        self._network, self._source, self._scheduler = network, source, scheduler
+        self._line, self._cut = line, cut
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(**kwargs: Any) -> Any:
+            def handle(**kwargs: Any) -> Any:
+                handler = self._scheduler.handlers.get(name)
+                return None if handler is None else handler(**kwargs)  # Dask only logs a warning
+
+            if self._cut():
+                await asyncio.sleep(self._network.delay())
+                raise Broken("there is no connection")
+            target = self._scheduler.process
+            return await self._network.call(self._source, target, handle, kwargs, self._line)
+
+        return call

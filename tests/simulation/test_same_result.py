@@ -31,9 +31,7 @@ def test_a_storm_changes_no_bit(shard: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_rank_whose_memory_fails_is_named_and_left_out(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_memory_fails_is_named_and_left_out(seed, monkeypatch):
     """It would change all parameters by its gradients, if it was not noticed in that step."""
     monkeypatch.setattr(micro_batches, "WITNESS_EVERY", 1)
     world = storm(seed, kind=BadMemory)

@@ -24,8 +24,7 @@ from .invariants import watch_early, watch_hang
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.session import Session
 
-    from .fibers import Fiber
-    from .loop import Hub
+    from .loop import Fiber, Hub
     from .schedule import Script
     from .world import World
 

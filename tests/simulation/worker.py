@@ -12,16 +12,13 @@ from distributed.core import Status
 
 from nbelastic.cluster.process_state import ProcessState
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
-from nbelastic.cluster.worker.agent import Agent
 from nbelastic.cluster.worker.rank.program import RankProgram
 from nbelastic.cluster.worker.rank_process import ProcessExit
 from nbelastic.messages import LoopDone, RankEvent, RankReady
 from tests.membership.ranks import NOTICED
 
-from .fibers import Fiber
-from .loop import Process
-from .network import Pipe
-from .remote import Remote, may_come_twice
+from .loop import Fiber, Process
+from .network import Pipe, Remote, may_come_twice
 
 if TYPE_CHECKING:
     from .dask import SimTask
@@ -115,35 +112,16 @@ class SimRank:
             self._worker.process.call_later(HOP, self._take, message)
 
 
-class SimWatcher:
-    """Watches for nothing: a real one has a thread, and asks the machine that simulates."""
-
-    def apply(self, order: Any) -> None:
-        """Take an order."""
-
-    def close(self) -> None:
-        """Take none any more."""
-
-
-class SimAgent(Agent):
-    """The real agent, whose ranks are simulated processes."""
-
-    def setup(self, worker: Any) -> None:
-        super().setup(worker)
-        self._notices = SimWatcher()  # type: ignore[assignment]
-
-
 class SimLauncher:
-    """Launches nothing: a simulated rank begins by itself."""
+    """Launches nothing: a simulated rank begins by itself, and needs no template."""
 
-    def start(self) -> None:
-        """Need no template."""
+    def start(self, *_: Any) -> None:
+        pass
 
-    def launch(self, rank: SimRank) -> None:
-        """Let it begin."""
+    launch = start
 
     async def close(self) -> None:
-        """Need no process here."""
+        pass
 
 
 class SimNanny:
@@ -192,7 +170,6 @@ class SimWorker:
         self.batched_stream = _Stream(self.outbound)
         self.scheduler = Remote(world.network, self.process, scheduler)
         self.stream_handlers: dict[str, Any] = {}
-        self.periodic_callbacks: dict[str, Any] = {}
         self.plugins: dict[str, Any] = {}
         self.state = self
         self.status = Status.running
@@ -286,7 +263,6 @@ class _Stream:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self.buffer: list[Any] = []
 
     def send(self, message: dict[str, Any]) -> None:
         self._pipe.send(message, again=may_come_twice(message))

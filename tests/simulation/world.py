@@ -11,6 +11,7 @@ import importlib
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,14 +28,12 @@ from nbelastic.messages import ProcessId, ShareSet, Sharing, StopRequested
 from . import user
 from .dask import SimScheduler
 from .exchange import Exchange
-from .fibers import Condition
 from .invariants import Calm, WatchedMachine, check_outcome, is_endless, leftovers
 from .kernels import Kernels
-from .loop import Hub, Process, Stuck
-from .network import Network
-from .remote import block_on
+from .loop import Condition, Hub, Process, Stuck
+from .network import Network, block_on
 from .schedule import PLANNED, Fault, Script, make_faults, make_script
-from .worker import SimAgent, SimLauncher, SimNanny, SimRank, SimWorker
+from .worker import SimLauncher, SimNanny, SimRank, SimWorker
 
 if TYPE_CHECKING:
     from nbelastic.driver.thread import Driver
@@ -48,7 +47,7 @@ def _process() -> Any:
     return asyncio.get_running_loop()
 
 
-def _own_process_id() -> ProcessId:
+def _process_id(_: int) -> ProcessId:
     process = _process()
     number = process.owner.world.processes.index(process)
     return ProcessId(number, 1.0, process.host)
@@ -65,14 +64,14 @@ REPLACED: list[tuple[Any, str, Any]] = [  # what only a real process has
     (agent, "ignore_interrupts", lambda: lambda: None),
     (agent, "versions", lambda: VERSIONS),
     (agent, "own_interface", lambda hosts: next(iter(hosts))),
-    (agent, "own_process_id", _own_process_id),
+    (agent, "process_id", _process_id),
     (agent, "secede", lambda: None),
     (agent, "get_worker", lambda: _process().owner),
     (agent, "sync", block_on),
     (job_service, "unpack_machine", _machine),
     (fit, "own_versions", lambda: VERSIONS),
     (preflight, "collect", lambda names: Modules()),
-    (plugin, "Agent", SimAgent),
+    (agent, "NoticeWatcher", lambda *_: Mock()),  # a real one asks the machine that simulates
     (agent, "RankLauncher", SimLauncher),
     (hosted_rank, "RankProcess", SimRank),
     (plugin, "start_processes_shielded", lambda: None),
@@ -267,8 +266,9 @@ class World:
         self.network.heal()
         with contextlib.suppress(Stuck):
             hub.run(lambda: False, hub.now + 1.0)  # what is still on its way arrives
-            hub.run(self.is_clean, max(hub.now, last) + SETTLING)
-        self.check_nothing_left()
+            hub.run(lambda: not leftovers(self), max(hub.now, last) + SETTLING)
+        left = leftovers(self)
+        assert not left, f"left behind: {left}"
         if hub.errors:
             raise AssertionError(hub.errors[0])
 
@@ -285,15 +285,6 @@ class World:
         kernels = [client.process for client in self.scheduler.everybody]
         for process in [*self.processes, *kernels, self.scheduler.process, self.god]:
             process.kill()
-
-    # -- what must hold -----------------------------------------------------------------------
-
-    def is_clean(self) -> bool:
-        return not leftovers(self)
-
-    def check_nothing_left(self) -> None:
-        left = leftovers(self)
-        assert not left, f"left behind: {left}"
 
 
 W = TypeVar("W", bound=World)
@@ -336,14 +327,13 @@ def have_others(world: World) -> None:
 
 
 def _set_share(world: World, share: int | None) -> None:
+    def send() -> None:
+        plugin: Any = world.scheduler.plugins.get("nbelastic")
+        record = None if plugin is None else plugin.jobs.get("job")
+        if record is not None and not record.opening:
+            sharing = None if share is None else Sharing(share, MOST_SHARED, ("other",), 1)
+            record.take_in(ShareSet(sharing))
+            plugin.announce(record, plugin.workers.values())
+
     world.hub.say("SHARE", f"{share}")
-    world.scheduler.loop.call_soon(lambda: _send_share(world, share))
-
-
-def _send_share(world: World, share: int | None) -> None:
-    plugin: Any = world.scheduler.plugins.get("nbelastic")
-    record = None if plugin is None else plugin.jobs.get("job")
-    if record is not None and not record.opening:
-        sharing = None if share is None else Sharing(share, MOST_SHARED, ("other",), 1)
-        record.take_in(ShareSet(sharing))
-        plugin.announce(record, plugin.workers.values())
+    world.scheduler.loop.call_soon(send)

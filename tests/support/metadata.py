@@ -13,8 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-from nbelastic.cluster.worker.notice_watcher import POLL_INTERVAL, REQUEST_LIMIT_S, watch_machine
-from nbelastic.cluster.worker.notices import Answer
+from nbelastic.cluster.worker.notices import POLL_INTERVAL, REQUEST_LIMIT_S, Answer, watch_machine
 
 Reply = tuple[int, dict[str, str], bytes]
 

@@ -19,8 +19,6 @@ import os
 import re
 import sys
 import sysconfig
-import urllib.parse
-import urllib.request
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -101,67 +99,53 @@ def collect(names: Iterable[str]) -> Modules:
     while waiting - seen:
         name = min(waiting - seen)
         seen.add(name)
-        found = _Package(name, _places(name))
-        size = sum(len(source.text or b"") for source in found.sources.values())
-        too_many = len(found.sources) > MOST_FILES
-        if found.compiled:
-            left_out[name] = f"it has compiled parts ({found.compiled})"
+        found, ignored, compiled = _read(name, _places(name))
+        size = sum(len(source.text or b"") for source in found.values())
+        too_many = len(found) > MOST_FILES
+        if compiled:
+            left_out[name] = f"it has compiled parts ({compiled})"
         elif too_many or size > room:
             much = f"more than {MOST_FILES} files" if too_many else f"{size / 2**20:.0f} MiB"
             left_out[name] = f"it has {much}, and at most {MOST_BYTES >> 20} MiB travel with a job"
         else:
             room -= size
-            left_out.update(dict.fromkeys(found.ignored, "a .gitignore excludes it"))
-            sources.update(found.sources)
-            waiting.update(
-                *(_imported_by_text(each.text or b"") for each in found.sources.values())
-            )
+            left_out.update(dict.fromkeys(ignored, "a .gitignore excludes it"))
+            sources.update(found)
+            waiting.update(*(_imported_by_text(each.text or b"") for each in found.values()))
     return Modules(sources, left_out)
 
 
-class _Package:
-    """The sources of one top-level module, by full name."""
-
-    def __init__(self, name: str, places: list[str]) -> None:
-        self.sources: dict[str, Source] = {}
-        self.ignored: list[str] = []  # full names that a ``.gitignore`` excludes
-        self.compiled = ""  # a file that is no source, if there is one
-        for place in places:
-            git, directory = GitIgnore(os.path.dirname(place)), os.path.isdir(place)
-            if git.excludes(place, directory=directory):
-                self.ignored.append(name)
-            elif directory:
-                self._walk(name, place, git)
-            else:
-                self._take(name, place)
-
-    def _walk(self, name: str, top: str, git: GitIgnore) -> None:
-        ignored: list[str] = []
-        folders: dict[str, str] = {}
-        for folder, names, files in walk(top, git, ignored):
+def _read(name: str, places: list[str]) -> tuple[dict[str, Source], list[str], str]:
+    """Return a module's sources by full name, excluded names, and a compiled file, if any."""
+    sources: dict[str, Source] = {}
+    folders: dict[str, str] = {}
+    ignored: list[str] = []
+    for place in places:
+        git, skipped, tree = GitIgnore(os.path.dirname(place)), list[str](), os.path.isdir(place)
+        if git.excludes(place, directory=tree):
+            ignored.append(name)
+            continue
+        alone = [(os.path.dirname(place), list[str](), [os.path.basename(place)])]
+        for folder, names, files in walk(place, git, skipped) if tree else alone:
             if "__init__.py" not in files and len(names) + len(files) > MOST_ENTRIES:
                 names.clear()  # a directory of data
                 continue
-            inside = _module_of(name, top, folder)
-            folders[inside] = folder
+            folders[_module_of(name, place, folder)] = folder
             names[:] = filter(str.isidentifier, names)
-            for file in files:
-                if module := _module_of(name, top, os.path.join(folder, file)):
-                    self._take(module, os.path.join(folder, file))
-            if len(self.sources) > MOST_FILES or self.compiled:
-                return
-        self.ignored += filter(None, [_module_of(name, top, path) for path in ignored])
-        parts = [each.split(".") for each in self.sources]
-        packages = {".".join(each[:end]) for each in parts for end in range(1, len(each))}
-        for package in packages & folders.keys() - self.sources.keys():
-            self.sources[package] = Source(folders[package], None)
-
-    def _take(self, name: str, file: str) -> None:
-        if not file.endswith(".py"):
-            self.compiled = file
-            return
-        with contextlib.suppress(OSError):  # gone meanwhile, or not readable: an import says so
-            self.sources[name] = Source(file, Path(file).read_bytes())
+            for path in [os.path.join(folder, file) for file in files]:
+                if (module := _module_of(name, place, path)) and path.endswith(_COMPILED):
+                    return sources, ignored, path
+                if module:
+                    with contextlib.suppress(OSError):  # not readable: an import says so
+                        sources[module] = Source(path, Path(path).read_bytes())
+            if len(sources) > MOST_FILES:
+                break
+        ignored += filter(None, [_module_of(name, place, path) for path in skipped])
+    parts = [each.split(".") for each in sources]
+    packages = {".".join(each[:end]) for each in parts for end in range(1, len(each))}
+    for package in packages & folders.keys() - sources.keys():
+        sources[package] = Source(folders[package], None)
+    return sources, ignored, ""
 
 
 def _module_of(package: str, top: str, path: str) -> str:
@@ -189,12 +173,10 @@ def _places(name: str) -> list[str]:
 def _paths_of(name: str) -> list[str]:
     specs = [getattr(sys.modules.get(name), "__spec__", None), _find(name)]
     for spec in filter(None, specs):
-        if spec.submodule_search_locations is not None:
-            paths = [path for path in spec.submodule_search_locations if os.path.isdir(path)]
-        else:
-            paths = [spec.origin] if spec.has_location and spec.origin else []
-        if paths and all(os.path.exists(path) for path in paths):
-            return paths
+        folders = spec.submodule_search_locations
+        paths = [spec.origin or ""] if folders is None else folders
+        if found := [path for path in paths if os.path.exists(path)]:
+            return found
     return []
 
 
@@ -213,7 +195,7 @@ def _is_installed(path: Path, name: str) -> bool:
         or any(real.is_relative_to(each) or path.is_relative_to(each) for each in libraries)
         or str(path.parent) in _editable_folders()
         or any(name in getattr(each, "MAPPING", ()) for each in finders)  # setuptools' way
-        or _is_editable(name, real)
+        or _is_editable(name)
     )
 
 
@@ -239,17 +221,13 @@ def _editable_folders() -> set[str]:
     return found
 
 
-def _is_editable(name: str, path: Path) -> bool:
-    """Return whether a distribution of the module's name is installed from where it lies."""
+def _is_editable(name: str) -> bool:
+    """Return whether the distribution of the module's name is installed from its own folder."""
     try:
         text = importlib.metadata.distribution(name).read_text("direct_url.json")
+        return bool(json.loads(text or "{}").get("dir_info", {}).get("editable"))
     except (importlib.metadata.PackageNotFoundError, ValueError, OSError):
         return False
-    origin = json.loads(text or "{}")
-    if not origin.get("dir_info", {}).get("editable"):
-        return False
-    place = urllib.request.url2pathname(urllib.parse.urlparse(origin.get("url", "")).path)
-    return path.is_relative_to(os.path.realpath(place))
 
 
 # -- what to say -------------------------------------------------------------------------------
@@ -306,7 +284,8 @@ class GitIgnore:
     """
 
     def __init__(self, top: str) -> None:
-        self._begin(_repository(top) or top)
+        above = (Path(top), *Path(top).parents)
+        self._begin(next((str(each) for each in above if (each / ".git").exists()), top))
         if self.excludes(top, directory=True):  # a home directory under git that names its files
             self._begin(top)
 
@@ -346,8 +325,3 @@ class GitIgnore:
                         patterns += GitIgnoreSpec.from_lines([line]).patterns
             self._specs[folder] = GitIgnoreSpec(patterns)
         return self._specs[folder]
-
-
-def _repository(directory: str) -> str | None:
-    folders = (Path(directory), *Path(directory).parents)
-    return next((str(folder) for folder in folders if (folder / ".git").exists()), None)

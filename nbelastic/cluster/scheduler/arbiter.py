@@ -162,8 +162,13 @@ class Arbiter:
         found = assign(wants, shares, slots) if shares and len(jobs) > 1 else Assignment()
         self.reserved = found.reserved
         for name, job in jobs.items():
-            self._tell(job, given[name], wants, slots, tuple(found.reclaimed.get(name, ())))
+            sharing = None
             if name in shares:
+                others = [want.job for want in wants if want.job != name]
+                usable = sum(slot.jobs is None or name in slot.jobs for slot in slots)
+                sharing = Sharing(shares[name], usable, tuple(others[:MOST_NAMES]), len(others))
+            self._tell(job, sharing, tuple(found.reclaimed.get(name, ())))
+            if sharing is not None:
                 self._offer(job)
 
     def _want(self, job: ScheduledJob, now: float) -> Want:
@@ -232,20 +237,9 @@ class Arbiter:
         found.sort(key=lambda each: each[:2])
         return [slot for _, _, slot in found]
 
-    def _tell(
-        self,
-        job: ScheduledJob,
-        share: int | None,
-        wants: list[Want],
-        slots: list[SharedSlot],
-        reclaimed: tuple[str, ...],
-    ) -> None:
+    def _tell(self, job: ScheduledJob, sharing: Sharing | None, reclaimed: tuple[str, ...]) -> None:
         """Send a job its share, if new to the job."""
-        entry, name, sharing = self._entries[job.name], job.name, None
-        others = [want.job for want in wants if want.job != name]
-        if share is not None:
-            usable = sum(slot.jobs is None or name in slot.jobs for slot in slots)
-            sharing = Sharing(share, usable, tuple(others[:MOST_NAMES]), len(others))
+        entry, name = self._entries[job.name], job.name
         if entry.sent.sharing == sharing and set(reclaimed) <= set(entry.sent.reclaimed):
             return
         entry.sent = ShareSet(sharing, reclaimed)
@@ -257,7 +251,8 @@ class Arbiter:
             return
         logger.info(
             "job %r: share %d of %d slots with %d other jobs; it holds %d and gives %d back",
-            *(name, sharing.share, sharing.slots, len(others), len(_staying(job)), len(reclaimed)),
+            *(name, sharing.share, sharing.slots, sharing.number),
+            *(len(_staying(job)), len(reclaimed)),
         )
 
     def _offer(self, job: ScheduledJob) -> None:

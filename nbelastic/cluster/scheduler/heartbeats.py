@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import PeriodicCall, resume
-from nbelastic.cluster.process_state import ProbeHistory, ProcessState, Verdict, read_state
+from nbelastic.cluster.process_state import ProbeHistory, ProcessState, read_state
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
 
 if TYPE_CHECKING:
@@ -145,10 +145,10 @@ class HeartbeatMonitor:
             if worker.silence < least or worker.holder is None:  # it has sent a heartbeat since
                 return
             job, start = worker.holder
-            if verdict is Verdict.STOPPED:
+            if verdict == "stopped":
                 self._report_silent(worker, m.LossReason.PROCESS_STOPPED)
                 return
-            if verdict is Verdict.BUSY:
+            if verdict == "busy":
                 worker.silence = least
                 # Its last heartbeat again, but not that it waits: that may have changed.
                 beat = worker.last_beats.get((job, start))
@@ -163,7 +163,8 @@ class HeartbeatMonitor:
             yield worker.address, True
         for other in self._workers.values():
             alive = other is not worker and other.silence < PROBED_AFTER
-            if alive and other.host == worker.host:
+            seen = other.process.namespace == worker.process.namespace
+            if alive and seen and other.slot.host == worker.slot.host:
                 yield other.address, False
 
     async def _read_state(

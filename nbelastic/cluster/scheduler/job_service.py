@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from nbelastic import messages as m
-from nbelastic.cluster.dask_compat import hold_keys, shorten_batching
+from nbelastic.cluster.dask_compat import hold_keys, shorten_batching, until
 from nbelastic.cluster.journal import open_journal
 from nbelastic.cluster.wire import FROM_KERNELS, in_parts, pack, unpack
 from nbelastic.membership import unpack_machine, view
@@ -87,7 +87,7 @@ class JobService:
         )
         if terms.partitions:
             hold_keys(self._scheduler, job.holder, terms.partitions)
-        self._shorten_batching(asked.client)
+        shorten_batching(self._scheduler.client_comms.get(asked.client))
         await self._plugin.prepare(job)
         return ""
 
@@ -110,10 +110,11 @@ class JobService:
             return self._plugin.free_workers()
         record.closing = True
         self._plugin.arbiter.schedule()
-        await _until(lambda: record.steps >= steps)  # they take another way, and may come later
+        # They take another way, and may come later.
+        await until(lambda: record.steps >= steps, CLOSE_GRACE, POLL)
         over = m.EndRank(0, "evict", m.Text("the job has ended"))
         self._plugin.order(record, over, record.ranks)
-        await _until(lambda: not record.ranks and not self._busy(record))
+        await until(lambda: not record.ranks and not self._busy(record), CLOSE_GRACE, POLL)
         record.send(m.JobClosed())
         self._plugin.drop(job)
         return self._plugin.free_workers()
@@ -202,13 +203,10 @@ class JobService:
             return pack(m.AttachRefusal("taken"))
         if record.client is not None and record.topic != asked.topic:
             self._plugin.say(record.client, record.topic, record.epoch, m.DriverReplaced())
-        self._shorten_batching(asked.client)
+        shorten_batching(self._scheduler.client_comms.get(asked.client))
         handover = pack(record.take_over(asked.client, asked.topic))
         asyncio.get_running_loop().call_soon(self._resume, asked.job, record.epoch)
         return handover
-
-    def _shorten_batching(self, client: str) -> None:
-        shorten_batching(self._scheduler.client_comms.get(client))
 
     def _resume(self, job: str, epoch: int) -> None:
         """Send a new driver the events that were not stepped, and its slots."""
@@ -289,10 +287,3 @@ def _info_of(job: ScheduledJob) -> m.JobInfo:
         slots=len(job.ranks),
         share=seen.share,
     )
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition, at most CLOSE_GRACE seconds."""
-    deadline = asyncio.get_running_loop().time() + CLOSE_GRACE
-    while not condition() and asyncio.get_running_loop().time() < deadline:
-        await asyncio.sleep(POLL)

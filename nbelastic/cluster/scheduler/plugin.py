@@ -37,9 +37,8 @@ from .arbiter import Arbiter
 from .heartbeats import HeartbeatMonitor
 from .job import ScheduledJob
 from .job_service import JobService
-from .notices import STANDING, NoticeController
+from .leaving import STANDING, NoticeController, ScalingHooks
 from .records import RANK_KEY, WorkerRecord, fits, is_busy, misfit, obstacle
-from .scaling import ScalingHooks
 
 logger = logging.getLogger(__name__)
 
@@ -123,13 +122,12 @@ class ElasticPlugin(SchedulerPlugin):
         self.arbiter.schedule()
         self._settle()
 
-    def add_client(self, scheduler: Scheduler, client: str) -> None:
-        """Part with a kernel whose absence went unnoticed: messages to it in between are lost."""
-        self._job_service.leave(client)
-
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Carry on a lost kernel's jobs, until another kernel attaches."""
         self._job_service.leave(client)
+
+    # One that comes again may have been away unnoticed: messages to it in between are lost.
+    add_client = remove_client
 
     def update_graph(
         self, scheduler: Scheduler, *, client: str, keys: Any = (), **kwargs: Any
@@ -305,23 +303,19 @@ class ElasticPlugin(SchedulerPlugin):
             self.announce(job, [host])
         self.arbiter.schedule()
 
-    def holds(self, rank: tuple[str, int]) -> bool:
-        """Return whether a rank still has its slot."""
-        job, start = rank
-        return job in self.jobs and start in self.jobs[job].ranks
-
-    def was_told(self, rank: tuple[str, int]) -> bool:
-        """Return whether a rank that has a slot was told to end."""
-        job, start = rank
-        found = self.jobs[job].machine.roster.ranks.get(start)
+    def was_told(self, rank: tuple[str, int]) -> bool | None:
+        """Return whether a rank was told to end; None for a rank without its slot."""
+        job = self.jobs.get(rank[0])
+        if job is None or rank[1] not in job.ranks:
+            return None
+        found = job.machine.roster.ranks.get(rank[1])
         return found is None or found.leave_sent or found.stage == Stage.ENDING
 
     def free_workers(self) -> list[str]:
         """Return the addresses of workers that could take a rank now."""
-        there = self.scheduler.workers.items()
-        running = {address for address, state in there if state.status is Status.running}
-        hosts = [h.address for h in self.workers.values() if h.holder is None and not h.leaving]
-        return [address for address in hosts if address in running]
+        states = self.scheduler.workers
+        free = [h.address for h in self.workers.values() if h.holder is None and not h.leaving]
+        return [each for each in free if each in states and states[each].status is Status.running]
 
     def demand(self) -> int:
         """Return how many workers all jobs want, and as many more as will soon go."""
@@ -331,13 +325,11 @@ class ElasticPlugin(SchedulerPlugin):
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
         """Return workers for Dask to close, also workers whose long-running task is a rank."""
         # Dask takes workers without tasks first, then the last of this list: the youngest rank.
-        held = [host for host in self.workers.values() if host.holder is not None]
-        addresses = {host.address for host in held}
-        held.sort(key=lambda host: host.holder[1] if host.holder else 0)
-        states = [scheduler.workers[h.address] for h in held if h.address in scheduler.workers]
-        return [worker for worker in workers if worker.address not in addresses] + [
+        starts = {h.address: h.holder[1] for h in self.workers.values() if h.holder is not None}
+        held = map(scheduler.workers.get, sorted(starts, key=starts.__getitem__))
+        return [worker for worker in workers if worker.address not in starts] + [
             state
-            for state in states
+            for state in filter(None, held)
             if all(str(task.key).startswith(RANK_KEY) for task in state.long_running)
         ]
 

@@ -64,11 +64,6 @@ class WorkerRecord:
         """The worker's address, as the scheduler has it."""
         return self.slot.worker
 
-    @property
-    def host(self) -> tuple[str, str]:
-        """The worker's host, and the PID namespace of its process."""
-        return self.slot.host, self.process.namespace
-
 
 def fits(job: ScheduledJob, worker: WorkerState) -> bool:
     """Return whether a job may use a worker."""
@@ -95,15 +90,15 @@ _STATUS = {Status.paused: m.UnusedReason.PAUSED, Status.closing_gracefully: m.Un
 
 def obstacle(job: ScheduledJob, worker: WorkerState, record: WorkerRecord) -> m.UnusedWorker | None:
     """Return why a worker with an agent and without a rank of a job is not offered to it."""
-    if (problem := misfit(job, worker)) is None and record.holder is not None:
-        problem = m.UnusedWorker(worker.address, m.UnusedReason.TAKEN, record.holder[0])
-    elif problem is None and record.leaving:
-        problem = m.UnusedWorker(worker.address, m.UnusedReason.LEAVING)
-    elif problem is None and differing(job, record):
-        problem = m.UnusedWorker(
-            worker.address, m.UnusedReason.OTHER_VERSIONS, differing(job, record)
-        )
-    return problem
+    if problem := misfit(job, worker):
+        return problem
+    if record.holder is not None:
+        return m.UnusedWorker(worker.address, m.UnusedReason.TAKEN, record.holder[0])
+    if record.leaving:
+        return m.UnusedWorker(worker.address, m.UnusedReason.LEAVING)
+    if versions := differing(job, record):
+        return m.UnusedWorker(worker.address, m.UnusedReason.OTHER_VERSIONS, versions)
+    return None
 
 
 def is_busy(job: ScheduledJob, worker: WorkerState) -> bool:

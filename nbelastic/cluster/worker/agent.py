@@ -29,13 +29,15 @@ from distributed.utils import sync
 
 from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import (
-    ConnectionCheck,
+    LIMIT_S,
     PeriodicCall,
     memory_limit,
     resume,
     shorten_batching,
+    unacknowledged_s,
+    until,
 )
-from nbelastic.cluster.process_state import own_process_id
+from nbelastic.cluster.process_state import process_id
 from nbelastic.cluster.wire import (
     FROM_AGENTS,
     HEARTBEAT_INTERVAL_S,
@@ -48,7 +50,7 @@ from nbelastic.collectives.topology import host_identity
 from nbelastic.elastic.ranks.runtime import DASK_CUDA, RankSpec
 
 from .hosted_rank import HostedRank, Key
-from .notice_watcher import NoticeWatcher
+from .notices import NoticeWatcher
 from .rank.channel import RankSetup
 from .rank_launcher import RankLauncher
 from .signals import ignore_interrupts, leave_on_termination, pass_on_user_signals
@@ -64,6 +66,7 @@ worker, which Dask gives up after ``distributed.comm.timeouts.tcp``.
 
 LEAVE_GRACE = 5.0  # that a closing worker gives its ranks to reach their next commit, in seconds
 ENDING_GRACE = 1.0  # that it then gives them to end after SIGTERM
+POLL = 0.05
 
 
 class Agent(WorkerPlugin):
@@ -79,7 +82,7 @@ class Agent(WorkerPlugin):
         self._ranks: dict[Key, HostedRank] = {}
         self._early: dict[Key, list[m.RankOrder]] = {}  # that came before Dask's task of the rank
         self._payloads: dict[str, m.JobPayload] = {}
-        self._connection = ConnectionCheck()
+        self._unheard = False  # what it had sent was not acknowledged at the last heartbeat
         self._beats = PeriodicCall(HEARTBEAT_INTERVAL_S, self._send_beats)
         self._notices = NoticeWatcher(
             worker.loop, lambda each: self._send(m.NoticeReport(each)), self._shield_nanny
@@ -91,7 +94,7 @@ class Agent(WorkerPlugin):
         self._launcher = RankLauncher()
         with contextlib.suppress(OSError):  # of processes; the next rank tries again
             self._launcher.start()  # the host's rank template imports torch meanwhile
-        self._send(m.Hello(slot, versions(), own_process_id()))
+        self._send(m.Hello(slot, versions(), process_id(os.getpid())))
 
     async def teardown(self, worker: Worker) -> None:
         """Make ranks leave at their next commit, then end them: the worker is closing."""
@@ -99,10 +102,9 @@ class Agent(WorkerPlugin):
         self._undo_termination()
         self._notices.close()
         await self._leave("its worker is closing")
-        if self._ranks:
-            for rank in self._ranks.values():
-                rank.end("its worker is closing", ENDING_GRACE)
-            await self._wait_for_ranks()
+        for rank in self._ranks.values():
+            rank.end("its worker is closing", ENDING_GRACE)
+        await until(lambda: not self._ranks, LEAVE_GRACE, POLL)
         await self._launcher.close()
         if worker.status is not Status.closing:
             self._undo_interrupts()
@@ -135,14 +137,7 @@ class Agent(WorkerPlugin):
         for (job, start), rank in list(self._ranks.items()):
             self._send(m.RankLeaving(job, start))
             rank.obey(m.RankOrder(job, start, m.EndRank(start, "leave", m.Text(reason))))
-        await self._wait_for_ranks()
-
-    async def _wait_for_ranks(self) -> None:
-        """Wait until no rank is left, for as long as a closing worker gives them."""
-        for _ in range(int(LEAVE_GRACE / 0.05)):
-            if not self._ranks:
-                break
-            await asyncio.sleep(0.05)
+        await until(lambda: not self._ranks, LEAVE_GRACE, POLL)
 
     # -- ranks -------------------------------------------------------------------------------------
 
@@ -214,9 +209,12 @@ class Agent(WorkerPlugin):
             self._worker.batched_stream.send({"op": FROM_AGENTS, "message": pack(message)})
 
     def _send_beats(self) -> None:
-        resume(self._worker.batched_stream)
-        cut_off = self._connection.lost(getattr(self._worker.batched_stream, "comm", None))
-        if cut_off:
+        stream = self._worker.batched_stream
+        resume(stream)
+        silence = unacknowledged_s(getattr(stream, "comm", None))
+        # At the first of two in a row, data may have been sent just now, after a pause.
+        before, self._unheard = self._unheard, silence >= LIMIT_S
+        if before and self._unheard:
             for rank in self._ranks.values():
                 rank.leave_generation(CUT_OFF)
         beats = ((job, rank.beat()) for (job, _), rank in self._ranks.items())
@@ -243,22 +241,20 @@ class Agent(WorkerPlugin):
     def _handle(self, message: Any = None, **_: Any) -> None:
         """Take a message from the scheduler; if unreadable, its rank is ended."""
         try:
-            self._take(unpack(message))
+            self._take(unpack(message, m.ForgetOrder | m.WatchOrder | m.RankOrder))
         except Exception as error:  # the stream, and the worker with it, would close
             logger.exception("a message from the scheduler cannot be read")
             for rank in list(self._ranks.values()):
                 rank.end(f"its worker cannot read a message: {error!r}")
 
-    def _take(self, message: m.Message) -> None:
+    def _take(self, message: m.ForgetOrder | m.WatchOrder | m.RankOrder) -> None:
         if isinstance(message, m.ForgetOrder):
             self._payloads.pop(message.job, None)
             self._early = {k: each for k, each in self._early.items() if k[0] != message.job}
         elif isinstance(message, m.WatchOrder):
             self._notices.apply(message)
-        elif isinstance(message, m.RankOrder):
-            self._obey(message)
         else:
-            raise TypeError(f"an agent does not expect {type(message).__name__}")
+            self._obey(message)
 
     def _obey(self, order: m.RankOrder) -> None:
         key = (order.job, order.start)

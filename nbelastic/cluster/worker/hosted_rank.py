@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import unsent_bytes
-from nbelastic.cluster.process_state import ProbeHistory, Verdict
+from nbelastic.cluster.process_state import ProbeHistory
 
 from .rank_process import RankProcess
 
@@ -71,7 +71,7 @@ class HostedRank:
         self._since = self._looked = self._loop.time()  # of its silence, and of the last look
         self._probes = ProbeHistory()
         self._plan: m.Plan | None = None
-        self._over = self._returned = False
+        self._last: m.Event | None = None  # by which the rank has said how it ends
         self._limits: list[asyncio.TimerHandle] = []
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.process = RankProcess(
@@ -86,9 +86,9 @@ class HostedRank:
             timer.cancel()
         self._print(found.crash.encode())
         job, start = self._key
-        if not self._over:
+        if self._last is None:
             self._send(m.RankEvent(job, m.RankDied(start, str(found), self._beat.version)))
-        elif self._returned:
+        elif isinstance(self._last, m.RankReturned):
             cut = str(found) if found.reason or found.status else ""
             self._send(m.RankEvent(job, m.RankExited(start, cut)))
 
@@ -106,11 +106,10 @@ class HostedRank:
         else:
             event = message.event if isinstance(message, m.RankEvent) else None
             if isinstance(event, (m.RankReturned, m.RankLeft, m.RankRaised)):
-                self._over = True
+                self._last = event
                 seconds = self._spec.exit_timeout_s
                 self._end_within(seconds, f"it did not end within {seconds:g} s (exit_timeout)")
             if isinstance(event, m.RankReturned):
-                self._returned = True
                 message = replace(message, event=replace(event, exits=True))
             self._send(message)
 
@@ -161,12 +160,12 @@ class HostedRank:
             self._since = now
             return replace(self._beat, operation=IMPORTING)
         silence = now - self._since
-        if silence < SILENCE_S or self._over:
+        if silence < SILENCE_S or self._last is not None:
             return self._beat
         verdict = self._probes.add(self.process.state())
-        if verdict is Verdict.BUSY:
+        if verdict == "busy":
             self._since = now
-        elif verdict is Verdict.STOPPED:
+        elif verdict == "stopped":
             self.kill(f"its process was stopped for {silence:.0f} s")
         elif self._heard and silence >= self._spec.heartbeat_timeout_s:
             self.kill(f"its process has sent no heartbeat for {silence:.0f} s and does nothing")

@@ -32,7 +32,7 @@ from nbelastic import rank_template
 from nbelastic.elastic.ranks.runtime import THREAD_VARIABLES
 from nbelastic.system import LINUX
 
-from .rank.children import GROUP_LIMIT_S, signal_group
+from .rank.server import GROUP_LIMIT_S, signal_group
 from .rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,6 @@ class RankLauncher:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._path: list[str] = []
         self._name = ""
         self._alone = METHOD != "fork"
         self._line: socket.socket | None = None
@@ -68,7 +67,6 @@ class RankLauncher:
         if self._line is not None:
             return
         self._ready = False
-        self._path = rank_template.search_path()
         line = None if self._alone else self._connect()
         self._line = line = line or self._start_template()
         line.setblocking(False)
@@ -105,20 +103,18 @@ class RankLauncher:
 
     def _connect(self) -> socket.socket | None:
         """Return a line to the host's template; None if there is none."""
-        with contextlib.ExitStack() as failed:
-            try:
-                self._name = rank_template.address(self._path)
-                line = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                line.setblocking(False)
-                line.connect(f"\0{self._name}")
-                self.template = rank_template.peer(line)
-            except ConnectionRefusedError:
-                return None
-            except (OSError, ValueError) as error:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._name = rank_template.address(rank_template.search_path())
+            line.setblocking(False)
+            line.connect(f"\0{self._name}")
+            self.template = rank_template.peer(line)
+        except (OSError, ValueError) as error:
+            line.close()
+            if not isinstance(error, ConnectionRefusedError):
                 self._leave_others(f"the rank template of this host cannot be used: {error}")
-                return None
-            failed.pop_all()
-            return line
+            return None
+        return line
 
     def _leave_others(self, why: str) -> None:
         self._alone = True
@@ -131,7 +127,7 @@ class RankLauncher:
             **os.environ,
             **dict.fromkeys(THREAD_VARIABLES, "1"),  # one thread, or it could not fork
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # has torch look for GPUs without CUDA
-            "PYTHONPATH": os.pathsep.join(self._path),
+            "PYTHONPATH": os.pathsep.join(rank_template.search_path()),
         }
         words = [sys.executable, "-m", rank_template.__name__, str(theirs.fileno()), METHOD]
         with theirs, contextlib.ExitStack() as failed:

@@ -31,7 +31,7 @@ from nbelastic.rank_template import KIND, receive, send
 from nbelastic.system import LINUX
 
 from .rank.channel import HEADER, RankSetup, frame
-from .rank.children import GROUP_LIMIT_S, signal_group
+from .rank.server import GROUP_LIMIT_S, signal_group
 
 _LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 _STACK_BYTES = 1 << 16
@@ -180,15 +180,9 @@ class RankProcess:
         self._kills = out_of_memory_kills()
         self._reason = ""
         self._exit: asyncio.Future[ProcessExit] = self._loop.create_future()
-        self._ending = False
         self._writer: asyncio.StreamWriter | None = None
         self._serving = self._loop.create_task(self._serve())
         self._finishing: asyncio.Task[None] | None = None  # which the loop would forget
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has ended."""
-        return self._exit.done()
 
     async def wait(self) -> ProcessExit:
         """Wait until it has ended; return how."""
@@ -198,12 +192,12 @@ class RankProcess:
         """Send an order to the rank."""
         if self._writer is None:
             self._unsent.append(frame(encode(message)))
-        elif not self.ended:
+        elif not self._exit.done():
             self._writer.write(frame(encode(message)))
 
     def send_signal(self, number: int, reason: str = "") -> None:
         """Send a signal to the process and its group, unless it has ended; say why it ends."""
-        if not self.ended:
+        if not self._exit.done():
             self._reason = reason or self._reason
             if self.pid is None:
                 self.finish(reason=self._reason)  # its server sees that, and forks none
@@ -243,12 +237,12 @@ class RankProcess:
     @property
     def waits(self) -> bool:
         """Whether no server was asked for so far."""
-        return self.control is None and self.pid is None and not self._ending
+        return self.control is None and self.pid is None and self._finishing is None
 
     @property
     def asked(self) -> bool:
         """Whether a server was asked for, and has not answered so far."""
-        return self.control is not None and self.pid is None and not self._ending
+        return self.control is not None and self.pid is None and self._finishing is None
 
     def ask(self, line: socket.socket) -> None:
         """Ask a template for a server, which gets the descriptors."""
@@ -290,17 +284,14 @@ class RankProcess:
                 self.finish(reason=f"the system refused to start its process: {why}")
         if not found:
             self.withdraw()
-            if self.pid is not None and not self._ending:
+            if self.pid is not None and self._finishing is None:
                 # Its server was killed, and the kernel ends the rank itself. The template ends what
                 # that has started, if there is one.
                 signal_group(self.pid, signal.SIGTERM)
                 self._loop.call_later(GROUP_LIMIT_S, signal_group, self.pid, signal.SIGKILL)
             self.finish(reason="its rank server has ended")
-            self._forget()
-
-    def _forget(self) -> None:
-        if not self.gone.done():
-            self.gone.set_result(None)
+            if self.pid is not None:
+                self.gone.set_result(None)
 
     def _close_theirs(self) -> None:
         while self._theirs:
@@ -308,11 +299,10 @@ class RankProcess:
 
     def finish(self, status: int | None = None, reason: str = "") -> None:
         """Record the end of the process, after all its output and messages."""
-        if not self._ending:
-            self._ending = True
+        if self._finishing is None:
             if self.pid is None:
                 self.withdraw()
-                self._forget()
+                self.gone.set_result(None)
             self._close_theirs()
             self._finishing = self._loop.create_task(self._finish(status, reason))
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from nbelastic import collectives
-from nbelastic.cluster.worker.rank import children
+from nbelastic.cluster.worker.rank import server
 from nbelastic.cluster.worker.rank.channel import RankChannel, RankSetup
 from nbelastic.cluster.worker.rank.dask_client import RankClient
 from nbelastic.cluster.worker.rank.program import NO_CONSOLE, RankProgram
@@ -71,7 +71,7 @@ def main(channel_fd: int, crash_fd: int) -> None:
         program.fail(error)
     else:
         program.run()
-        children.exit_status = children.RETURNED if program.returned else 0
+        server.exit_status = server.RETURNED if program.returned else 0
     finally:
         with contextlib.suppress(Exception):
             dask_client.close()
@@ -109,20 +109,17 @@ def _handle_signals(program: RankProgram) -> None:
         if number == signal.SIGTERM and program.session.ordered_to_end:
             sys.exit(128 + number)
 
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-
-    def change(before: object, after: Any) -> None:
-        for number in numbers:
-            if signal.getsignal(number) is before:
-                signal.signal(number, after)
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    ours = [each for each in signals if signal.getsignal(each) is signal.SIG_DFL]
 
     def give_back() -> None:
         """Have a fork end by them as any process does."""
-        if os.getppid() == process:
-            change(handle, signal.SIG_DFL)
+        for number in ours if os.getppid() == process else ():
+            if signal.getsignal(number) is handle:
+                signal.signal(number, signal.SIG_DFL)
 
-    change(signal.SIG_DFL, handle)
-
+    for number in ours:
+        signal.signal(number, handle)
     os.register_at_fork(after_in_child=give_back)
 
 

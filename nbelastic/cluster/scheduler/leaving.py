@@ -1,22 +1,28 @@
-"""Move ranks off machines with a termination notice, then retire their workers.
+"""Let ranks leave before their workers: after a notice, and when retired.
 
 One agent of each host watches for notices of the host, and each agent for signals and the end of
 its own batch job, while there is a job that wants it, or :class:`~.plugin.SpotNotices` is
 registered.
+
+Dask removes a retired worker although a task still runs on it, and sizes an adaptive cluster by
+expected durations. There are no hooks, so two methods of the scheduler are wrapped: as handlers of
+its clients, and as attributes for calls in its process (its HTTP API, and Dask Gateway's preload).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 from msgspec.structs import replace
 
 from nbelastic.cluster.wire import pack
 from nbelastic.membership import rules
-from nbelastic.messages import Notice, NoticeSource, WatchOrder
+from nbelastic.messages import Notice, WatchOrder
 
 if TYPE_CHECKING:
     from .plugin import ElasticPlugin
@@ -26,10 +32,12 @@ logger = logging.getLogger(__name__)
 
 STANDING = "nbelastic-spot-notices"  # the plugin that has notices watched for without a job
 MOST = 86400.0  # most seconds that a notice is taken to leave
-
+RETRY = 5.0  # seconds until workers that their data has kept are retired again; then twice as many
 POLL = 0.05
 
-RETRY = 5.0  # seconds until workers that their data has kept are retired again; then twice as many
+RETIRE_GRACE = 30.0  # seconds for a rank to reach its next commit, once it was told to leave
+LONGEST_RETIREMENT = rules.LONGEST_STAY + rules.MARGIN  # in all
+RETIRE_POLL = 0.01
 
 
 class NoticeController:
@@ -38,8 +46,6 @@ class NoticeController:
     def __init__(self, plugin: ElasticPlugin) -> None:
         self._plugin = plugin
         self._scheduler, self._workers = plugin.scheduler, plugin.workers
-        # Of whole hosts, for workers that come later; as in the record of a worker.
-        self._hosts: dict[tuple[str, NoticeSource, bool], Notice] = {}
         self._under_way: set[str] = set()
 
     @property
@@ -69,9 +75,6 @@ class NoticeController:
             if order != worker.watch:
                 worker.watch = order
                 self._plugin.tell_agent(worker, pack(order))
-        for key, notice in list(self._hosts.items()):
-            if not (key[0] in hosts if notice.soft else self._now < notice.seconds):
-                del self._hosts[key]
         # Workers at risk that a job has left go, because others have taken their place.
         for worker in list(self._workers.values()):
             left = any(worker.slot.id in job.machine.roster.departing for job in jobs)
@@ -86,28 +89,22 @@ class NoticeController:
             return  # it has watched once: another one knows better
         host = worker.slot.host
         logger.info(
-            "notice of %s, from %s: %s in %.0f s, for %s%s%s",
-            notice.source.value,
-            worker.address,
-            notice.action or "end",
-            notice.seconds,
+            "notice of %s, from %s: %s in %.0f s, for %s%s",
+            *(notice.source.value, worker.address, notice.action or "end", notice.seconds),
             f"all workers of {host}" if notice.host else "it alone",
-            ", soft" * notice.soft,
-            ", revoked" * notice.revoked,
+            ", soft" * notice.soft + ", revoked" * notice.revoked,
         )
         left = notice.seconds if 0 <= notice.seconds <= MOST else 0.0
         kept = replace(notice, seconds=self._now + left)
-        if notice.host:
-            self._hosts[host, notice.source, notice.soft] = kept
         for each in list(self._workers.values()):
             if each is worker or (notice.host and each.slot.host == host):
                 self._note(each, kept)
 
     def arrived(self, worker: WorkerRecord) -> None:
-        """Note a new worker: its host may be about to go, or at risk."""
-        for (host, *_), notice in self._hosts.items():
-            if host == worker.slot.host and (notice.soft or self._now < notice.seconds):
-                self._note(worker, notice)
+        """Note a new worker: its host may be about to go, or at risk, as others there know."""
+        neighbours = [w for w in self._workers.values() if w.slot.host == worker.slot.host]
+        for notice in [each for w in neighbours for each in w.notices.values() if each.host]:
+            self._note(worker, notice)
 
     def announce_risks(self) -> None:
         """Tell jobs of workers at risk; workers due to leave are not offered to a new job."""
@@ -183,3 +180,56 @@ class NoticeController:
     @property
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+class ScalingHooks:
+    """Wraps the scheduler's ``retire_workers`` and ``adaptive_target``."""
+
+    def __init__(self, plugin: ElasticPlugin) -> None:
+        self._plugin = plugin
+        self._scheduler = scheduler = plugin.scheduler
+        self._retire: Callable[..., Awaitable[Any]] = scheduler.handlers["retire_workers"]
+        self._target: Callable[..., int] = scheduler.handlers["adaptive_target"]
+        for name in ("retire_workers", "adaptive_target"):
+            scheduler.handlers[name] = getattr(self, name)
+            setattr(scheduler, name, getattr(self, name))
+
+    async def retire_workers(
+        self, workers: list[str] | None = None, names: list[Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """Make ranks leave at their next commit before their workers are retired."""
+        if workers is None and names is None:
+            kwargs.pop("attribute", None)
+            terms = kwargs.keys() & {"memory_ratio", "n", "key", "minimum", "target"}
+            workers = self._scheduler.workers_to_close(**{each: kwargs.pop(each) for each in terms})
+        addresses = self._addresses(workers or (), names or ())
+        ranks = [rank for address in addresses for rank in self._plugin.mark_leaving(address)]
+        waited = since_told = 0.0
+        while ranks and waited < LONGEST_RETIREMENT and since_told < RETIRE_GRACE:
+            await asyncio.sleep(RETIRE_POLL)
+            ranks = [rank for rank in ranks if self._plugin.was_told(rank) is not None]
+            waited += RETIRE_POLL
+            since_told += RETIRE_POLL if all(map(self._plugin.was_told, ranks)) else 0.0
+        given = {"workers": workers} if names is None else {"names": names}
+        return await self._retire(**kwargs, **given)
+
+    def _addresses(self, workers: Iterable[Any], names: Iterable[Any]) -> list[str]:
+        """Return the addresses of the workers that are meant.
+
+        `SpecCluster.scale` gives names where Dask expects addresses: of workers, or of a batch job
+        with which theirs begin. If these are all workers, the cluster is being closed.
+        """
+        given, named = {str(each) for each in workers}, {str(each) for each in names}
+        states = list(self._scheduler.workers.items())
+        meant = [each for each, state in states if each in given or str(state.name) in named]
+        others = [(each, str(state.name)) for each, state in states if each not in meant]
+        by_name = [each for each, name in others if {name, re.sub(r"-\d+$", "", name)} & given]
+        return meant + by_name if len(by_name) < len(states) else meant
+
+    async def retire(self, addresses: list[str]) -> None:
+        """Retire workers at once, as an adaptive cluster does; their ranks were asked to leave."""
+        await self._retire(workers=addresses, close_workers=True, remove=True)
+
+    def adaptive_target(self, target_duration: float | None = None) -> int:
+        """Return the target of an adaptive cluster, at least the demand of all jobs."""
+        return max(self._target(target_duration=target_duration), self._plugin.demand())
