@@ -46,6 +46,7 @@ from nbelastic.rank_template import LIMITS, receive, send
 from nbelastic.system import LINUX
 
 GROUP_LIMIT_S = 1.0  # seconds that what a rank has started may take to end after it
+TRACKER_LIMIT_S = 30.0  # seconds for multiprocessing's resource tracker, on a busy machine
 
 RETURNED = 77
 """Exit status of a rank whose function has returned. Its server waits for its children."""
@@ -238,11 +239,19 @@ class Children:
             for child in psutil.Process().children():
                 if child.pid not in known:
                     for each in (child, *child.children(recursive=True)):
-                        end = self._told[each.pid] = told.get(each.pid, now + GROUP_LIMIT_S)
+                        end = self._told[each.pid] = told.get(each.pid) or now + _limit_s(each)
                         if each.pid not in told or now >= end:
                             with contextlib.suppress(psutil.Error):
                                 each.send_signal(signal.SIGKILL if now >= end else signal.SIGTERM)
         return bool(self._told)
+
+
+def _limit_s(process: psutil.Process) -> float:
+    """Return how long a process may take to end by itself."""
+    with contextlib.suppress(psutil.Error):
+        if any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
+            return TRACKER_LIMIT_S
+    return GROUP_LIMIT_S
 
 
 def end_with(parent: int) -> None:
