@@ -335,10 +335,6 @@ def trained(world: World, batch: int = 2) -> World:
     return world.run(until=lambda: bool(done))
 
 
-def hosts(plan: ev.Plan) -> list[str]:
-    return list(dict.fromkeys(member.slot.host for member in plan.members))
-
-
 def starts(plan: ev.Plan) -> list[int]:
     return [member.start for member in plan.members]
 
