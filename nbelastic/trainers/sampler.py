@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import pickle
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -45,7 +45,7 @@ class DealtSampler(ElasticSampler):
     _agreed_in = -1  # generation
     _begun = 0  # batches of the present iteration
 
-    def __init__(self, dataset: Sized, batches: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, batches: Any, seed: int) -> None:
         source = source_of(batches)
         self.batched = source is batches  # its items are batches
         self.batch_size = getattr(batches, "batch_size", None)
