@@ -25,14 +25,7 @@ from nbelastic.errors import OptionError
 from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.elastic import TorchState
 from nbelastic.trainers.callbacks import Runs, TrainingProgress, by_itself
-from nbelastic.trainers.sampler import DealtSampler, dealt, not_dealt, obstacle_to, source_of
-
-
-def shuffles(loader: Any) -> bool:
-    """Return whether a loader deals its samples in random order."""
-    source = source_of(_batches(loader))
-    sampler = getattr(source, "sampler", source)
-    return isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
+from nbelastic.trainers.sampler import DealtSampler, not_dealt, obstacle_to, source_of
 
 
 def obstacle(loader: Any) -> str:
@@ -50,17 +43,14 @@ def obstacle(loader: Any) -> str:
 def deal(loader: Any, seed: int) -> DealtSampler:
     """Deal the samples of a loader to the ranks by a sampler, which is returned."""
     inner, batches = getattr(loader, "base_dataloader", loader), _batches(loader)
-    sampler = dealt(loader.dataset, batches, seed)
+    sampler = DealtSampler(loader.dataset, batches, seed)
     name = "sampler" if inner.sampler is _shard(loader) else "batch_sampler"
     if not sampler.batched:
         batches.sampler = sampler
     # The guard of DataLoader is against changes by users.
     object.__setattr__(inner, name, sampler if sampler.batched else batches)
     loader._drop_last = True  # else gather_for_metrics() drops rows that are not repetitions
-    loader.__dict__["_nbelastic_sampler"] = sampler
-    # The adapter's own ``__class__`` is a property, which says that it is a DataLoader.
-    recording = type(type(loader).__name__, (_Recording, type(loader)), {})
-    object.__dict__["__class__"].__set__(loader, recording)
+    vars(loader)["_nbelastic_sampler"] = sampler
     return sampler
 
 
@@ -92,22 +82,23 @@ def _batches(loader: Any) -> Any:
     return shard.batch_sampler if isinstance(shard, BatchSamplerShard) else shard
 
 
-class _Recording:
-    """Iteration that records batches, and counts each epoch once."""
-
-    def __iter__(self: Any) -> Iterator[Any]:
-        epoch, sampler = self.iteration, self._nbelastic_sampler
-        sampler.begin_epoch(epoch)
-        for batch in super().__iter__():  # type: ignore[misc]
-            sampler.record_next()
-            yield batch
-        self.iteration = epoch + 1
+def _around_iteration(original: Callable[..., Iterator[Any]], loader: Any) -> Iterator[Any]:
+    """Iterate over a loader; of a dealt one record the batches, and count each epoch once."""
+    sampler, epoch = vars(loader).get("_nbelastic_sampler"), loader.iteration
+    if sampler is None:
+        yield from original(loader)
+        return
+    sampler.begin_epoch(epoch)
+    for batch in original(loader):
+        sampler.record_next()
+        yield batch
+    loader.iteration = epoch + 1
 
 
 _OWN = ("model", "optimizer", "scheduler", "scaler", "sampler", "progress", "registered")
-
-
 _NAME_IT = "Name it: AccelerateState(accelerator, loaders=[loader]). Its own sampler stays."
+_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_BEGUN = "_nbelastic_trackers"
 
 
 def is_of_this_process(state: Any) -> bool:
@@ -181,14 +172,15 @@ class AccelerateState(TorchState):
         )
 
     def _to_deal(self, loaders: Sequence[Any] | None) -> list[Any]:
-        chosen = []
+        chosen, named = [], loaders is not None
         for loader in self._prepared if loaders is None else loaders:
-            why = obstacle(loader)
-            if not why:
-                if loaders is not None or shuffles(loader):
-                    chosen.append(loader)
-            elif loaders is not None or not hasattr(loader.dataset, "__getitem__"):
-                not_dealt(why)
+            if why := obstacle(loader):
+                if named or not hasattr(loader.dataset, "__getitem__"):
+                    not_dealt(why)
+                continue
+            source = source_of(_batches(loader))
+            if named or isinstance(getattr(source, "sampler", source), _RANDOM):
+                chosen.append(loader)
         return chosen
 
     def commit(self) -> None:
@@ -217,9 +209,6 @@ class AccelerateState(TorchState):
             runs.share()
 
 
-_BEGUN = "_nbelastic_trackers"
-
-
 def _around_trackers(original: Callable[..., Any], accelerator: Any, *args: Any, **kw: Any) -> Any:
     """Keep the arguments of ``init_trackers`` on ranks where it does nothing yet."""
     vars(accelerator)[_BEGUN] = args, kw
@@ -227,3 +216,4 @@ def _around_trackers(original: Callable[..., Any], accelerator: Any, *args: Any,
 
 
 wrap(Accelerator, "init_trackers", _around_trackers)
+wrap(DataLoaderShard, "__iter__", _around_iteration)

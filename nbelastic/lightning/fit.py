@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 import lightning.fabric.strategies as fabric_strategies
@@ -12,21 +11,12 @@ import lightning.pytorch.strategies as trainer_strategies
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from nbelastic.elastic.ranks.context import current, current_or_none, initialize
-from nbelastic.elastic.ranks.session import Session
+from nbelastic.elastic.ranks.context import current, initialize
 from nbelastic.errors import OptionError
-from nbelastic.lightning.loop import (
-    BatchRecorder,
-    ElasticFit,
-    callbacks_of,
-    follow_epochs_of_fabric,
-    replace_stage,
-)
+from nbelastic.lightning.loop import ElasticFit, follow_epochs_of_fabric
 from nbelastic.torch.device import device
-from nbelastic.torch.functions import broadcast_parameters
 from nbelastic.torch.process_group import NAME, default_group
 from nbelastic.trainers.callbacks import by_itself
 
@@ -47,10 +37,6 @@ def fit(trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
 
 class Environment(TorchElasticEnvironment):
     """The ranks of the job at the time of each question."""
-
-    @staticmethod
-    def detect() -> bool:
-        return current_or_none() is not None
 
     def world_size(self) -> int:
         group = default_group()
@@ -73,7 +59,7 @@ class Environment(TorchElasticEnvironment):
 class _Elastic:
     """What both kinds of strategy have in common; the first base of each."""
 
-    parallel_devices: Any
+    parallel_devices: list[torch.device] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         initialize()
@@ -87,15 +73,7 @@ class _Elastic:
     def root_device(self) -> torch.device:
         """The device of this rank."""
         devices = self.parallel_devices
-        if devices and devices[0].type == "cpu":
-            first: torch.device = devices[0]
-            return first
-        return device()
-
-    @property
-    def num_processes(self) -> int:
-        """Number of ranks; all hosts count as a single node."""
-        return Environment().world_size()
+        return devices[0] if devices and devices[0].type == "cpu" else device()
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -128,10 +106,7 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
         if current().generation == 0:
             self._alone.enter_context(by_itself())
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        self.callbacks = callbacks_of(trainer)
-        self.recorder = BatchRecorder()
-        trainer.callbacks.insert(0, self.recorder)
+        self.training = ElasticFit(self.lightning_module.trainer)
 
     def begin(self) -> None:
         """End the set-up; until then a rank waits for no other rank."""
@@ -142,25 +117,13 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
         self._alone.enter_context(by_itself())
 
     def setup(self, trainer: Any) -> None:
-        """Train with the trainer, which is set up now, in an elastic loop."""
         super().setup(trainer)
-
-        def run_stage(plain: Callable[[], Any]) -> Any:
-            fits = trainer.state.fn == TrainerFn.FITTING
-            if fits and isinstance(current_or_none(), Session):
-                return ElasticFit(trainer, self).run()
-            self.begin()
-            if not fits:  # all ranks evaluate the module of rank 0
-                module = trainer.lightning_module
-                broadcast_parameters([*module.named_parameters(), *module.named_buffers()])
-            return plain()
-
-        replace_stage(trainer, run_stage)
+        self.training.replace_stage()
 
     def teardown(self) -> None:
         self.begin()
         callbacks = self.lightning_module.trainer.callbacks if self.lightning_module else []
-        callbacks[:] = [each for each in callbacks if not isinstance(each, BatchRecorder)]
+        callbacks[:] = [each for each in callbacks if not isinstance(each, ElasticFit)]
         super().teardown()
 
 

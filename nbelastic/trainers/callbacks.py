@@ -19,6 +19,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from nbelastic.elastic import report
+from nbelastic.torch.elastic import TorchState
 from nbelastic.torch.functions import broadcast_object
 from nbelastic.torch.process_group import default_group
 from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
@@ -56,6 +57,24 @@ class TrainingProgress:
             setattr(each, name, value)
         if self.callbacks is not None:
             self.callbacks.take(found["callbacks"], own=own)
+
+
+class Training(TrainingProgress):
+    """Training by a trainer, from the first generation to the last, which its state keeps."""
+
+    callbacks: Callbacks
+    state: Any
+
+    def make_state(self, callbacks: Iterable[Any], epoch: int, **values: Any) -> None:
+        """Make the state, of values and of averages of the model that callbacks keep."""
+        kept = [value for each in callbacks for value in vars(each).values()]
+        averages = [value for value in kept if isinstance(value, AveragedModel)]
+        self.state = TorchState(**values, progress=self, averages=averages, epoch=epoch, batch=0)
+
+    def commit(self, epoch: int, batch: int) -> None:
+        """Commit the state, as of an epoch and a step."""
+        self.state.epoch, self.state.batch = epoch, batch
+        self.state.commit()
 
 
 class Callbacks:
@@ -96,7 +115,7 @@ class Callbacks:
             for key, callback in self._named().items():
                 if key in self._made and self.begins_again(callback):
                     self._put(callback, _copied(self._made[key]))
-        goes_on = bool(known and known["trained"])
+        goes_on = known.get("trained", False)
         with by_itself() if goes_on else contextlib.nullcontext():
             call(again, goes_on)
         self._begun, self.main = self._begun + 1, main
@@ -116,7 +135,7 @@ class Callbacks:
             if self._shared(callback):
                 values = _mapped(values, lambda v: _Shared(v) if isinstance(v, np.ndarray) else v)
             found[key] = (values, changed)
-        trained = self._begun > 0 or bool(self._received and self._received["trained"])
+        trained = self._begun > 0 or self._received.get("trained", False)
         return {"begun": self._begun, "trained": trained, "attributes": found}
 
     def take(self, content: dict[str, Any], *, own: bool) -> None:
@@ -169,18 +188,10 @@ def report_logs(logs: Mapping[str, Any], step: int | None) -> None:
         report(step=step, **numbers)
 
 
-def averages_of(callbacks: Iterable[Any]) -> list[AveragedModel]:
-    """Return the averages of a model that callbacks keep; they belong to the state."""
-    values = [value for each in callbacks for value in vars(each).values()]
-    return [value for value in values if isinstance(value, AveragedModel)]
-
-
-@contextlib.contextmanager
-def by_itself() -> Iterator[None]:
+def by_itself() -> contextlib.AbstractContextManager[Any]:
     """Reduce the process group to this rank, while this rank alone calls a user's functions."""
     group = default_group()
-    with group.alone() if group is not None else contextlib.nullcontext():
-        yield
+    return contextlib.nullcontext() if group is None else group.alone()
 
 
 # Variables by which a library goes on with a run, and what names the run that a process is in.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import pickle
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, SequentialSampler
+from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.elastic.deal import Order
@@ -34,9 +34,10 @@ class DealtSampler(ElasticSampler):
 
     Trainers and loaders call ``set_epoch`` several times for one epoch.
 
-    With a `source`, a sampler or batch sampler of the user's, its items are dealt as it has them.
-    It draws an epoch once, seeded alike on all ranks. Where it draws differently on some rank, all
-    have the draw of the ranks that have begun the epoch, or of the first.
+    It deals a loader's batch sampler. A permutation of the dataset is drawn anew. The items of any
+    other `source`, a sampler or batch sampler of the user's, are dealt as it has them. It draws an
+    epoch once, seeded alike on all ranks. Where it draws differently on some rank, all have the
+    draw of the ranks that have begun the epoch, or of the first.
     """
 
     _source: Any = None
@@ -44,20 +45,19 @@ class DealtSampler(ElasticSampler):
     _agreed_in = -1  # generation
     _begun = 0  # batches of the present iteration
 
-    def __init__(
-        self,
-        dataset: Sized,
-        shuffle: bool = True,
-        seed: int = 0,
-        source: Any = None,
-        batches: Any = None,
-    ) -> None:
-        super().__init__(dataset, shuffle, seed)
-        self.batched = source is not None and source is batches  # its items are batches
+    def __init__(self, dataset: Any, batches: Any, seed: int) -> None:
+        source = source_of(batches)
+        self.batched = source is batches  # its items are batches
         self.batch_size = getattr(batches, "batch_size", None)
         self.drop_last = getattr(batches, "drop_last", False)
         self.width = 1 if self.batched else self.batch_size or 1  # items of a batch
-        if source is not None:
+        permutes = type(source).__name__ in ("RandomSampler", "SeedableRandomSampler")
+        if type(source) is DistributedSampler:
+            super().__init__(dataset, source.shuffle, source.seed)
+        elif permutes and not source.replacement and len(source) == len(dataset):
+            super().__init__(dataset, True, seed)
+        else:
+            super().__init__(dataset, seed=seed)
             self._source, self.shuffle = source, None
             self._start(Order(len(source), seed, None, -1))
 
@@ -174,22 +174,6 @@ class DealtSampler(ElasticSampler):
 def source_of(batches: Any) -> Any:
     """Return the sampler of a loader's batch sampler, or itself if its batches are its own."""
     return batches.sampler if type(batches) is BatchSampler else batches
-
-
-def dealt(dataset: Any, batches: Any, seed: int) -> DealtSampler:
-    """Return a sampler to deal the output of a loader's batch sampler."""
-    source = source_of(batches)
-    if type(source) is DistributedSampler:
-        return DealtSampler(dataset, source.shuffle, source.seed, batches=batches)
-    whole = source is not batches and len(source) == len(dataset)
-    if whole and type(source).__name__ in _PERMUTE and not source.replacement:
-        return DealtSampler(dataset, True, seed, batches=batches)
-    if whole and type(source) is SequentialSampler:
-        return DealtSampler(dataset, False, seed, batches=batches)
-    return DealtSampler(dataset, seed=seed, source=source, batches=batches)
-
-
-_PERMUTE = ("RandomSampler", "SeedableRandomSampler")
 
 
 def obstacle_to(batches: Any) -> str:

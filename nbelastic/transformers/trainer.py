@@ -7,10 +7,11 @@ committed together with the epoch's end, so that the end is never half done.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,9 @@ from nbelastic.accelerate.state import deal, is_of_this_process, obstacle, refus
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import NbelasticError, OptionError
-from nbelastic.torch.elastic import TorchState, run
-from nbelastic.trainers.callbacks import averages_of, report_logs
+from nbelastic.torch.elastic import run
+from nbelastic.trainers.callbacks import Callbacks, Runs, Training, report_logs
 from nbelastic.trainers.sampler import not_dealt
-from nbelastic.transformers.progress import TrainerProgress
 
 _POSITION = "nbelastic_position.json"
 _COUNTS = (
@@ -39,6 +39,14 @@ _COUNTS = (
     "current_flos",
 )
 _PARTS = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_run_epoch")
+_NOT_KEPT = {  # fields of a TrainerState
+    "log_history",
+    "is_local_process_zero",
+    "is_world_process_zero",
+    "stateful_callbacks",
+    "trial_params",
+}
+_FOLDER = "TENSORBOARD_LOGGING_DIR"
 
 
 def elastic(trainer: type[Any]) -> type[Any]:
@@ -124,9 +132,8 @@ class _ElasticTrainer:
         self._total_loss_scalar = 0.0
         self._globalstep_last_logged = self.state.global_step
         model.zero_grad()
-        self._elastic = training = TrainerLoop(self, model, loader, max_steps)
+        self._elastic = training = TrainerLoop(self, model, loader, max_steps, samples)
         training.trial, training.ignored_keys = trial, ignore_keys_for_eval
-        training.samples = samples
         if resume_from_checkpoint is not None:
             training.resume(resume_from_checkpoint)
         self.callback_handler.callbacks.insert(0, _EpochFollower(training))
@@ -172,133 +179,155 @@ class _EpochFollower(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         training = self._training
         training.in_step = True
-        within = state.epoch - training.progress.epoch
-        state.epoch = training.progress.epoch + training.before + (1 - training.before) * within
+        within = state.epoch - training.epoch
+        state.epoch = training.epoch + training.before + (1 - training.before) * within
 
 
-class TrainerLoop:
+class TrainerLoop(Training):
     """Training of a Trainer, from the first generation to the last."""
 
     trial: Any = None
     ignored_keys: Sequence[str] | None = None
-    samples = 0.0
 
-    def __init__(self, trainer: Any, model: Any, loader: DataLoader[Any], max_steps: int) -> None:
+    def __init__(
+        self, trainer: Any, model: Any, loader: DataLoader[Any], steps: int, samples: float
+    ) -> None:
         self.trainer = trainer
         self.model = model
         self.loader = loader
-        self._start = time.time()
-        self._left = 0
+        self.epoch = 0
         self.in_step = False
         self.before = 0.0  # share of the epoch that was done when its rest was dealt
-        args = trainer.args
-        seed = args.seed if args.data_seed is None else args.data_seed
+        self._samples = samples
+        self._since = time.time()
+        self._left = 0  # steps of the epoch
+        self.begun = False  # callbacks know that the epoch has begun
+        self.evaluated = False  # before the first step
+        # The learning rate's schedule was built for so many steps. Its place is a share of it: from
+        # step `start` on it moves from `at` by `slope`.
+        self._built, self.start, self.at, self.slope = steps, 0, 0.0, 1 / max(steps, 1)
+        self._text, self._entries = "", 0
+        self._runs = Runs()
+        self.callbacks = Callbacks(lambda: trainer.callback_handler.callbacks)
+        place = ("epoch", "begun", "evaluated", "start", "at", "slope")
+        kept = {each.name for each in dataclasses.fields(trainer.state)} - _NOT_KEPT
+        super().__init__(
+            (self, place), (self._runs, ["ids"]), (trainer, _COUNTS), (trainer.state, sorted(kept))
+        )
+        scheduler, args = trainer.lr_scheduler, trainer.args
+        if trainer._created_lr_scheduler and hasattr(scheduler, "lr_lambdas"):
+            scheduler.lr_lambdas = [self._stretched(each) for each in scheduler.lr_lambdas]
         if why := obstacle(loader):
             not_dealt(why)
+        seed = args.seed if args.data_seed is None else args.data_seed
         self.sampler = None if why else deal(loader, seed)
-        stretches = trainer._created_lr_scheduler
-        self.progress = TrainerProgress(trainer, _COUNTS, max_steps, stretches)
-        scaler = getattr(trainer.accelerator, "scaler", None)
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        self.state = TorchState(
-            model,
-            optimizer,
-            scheduler=trainer.lr_scheduler,
-            scaler=scaler,
+        self.make_state(
+            trainer.callback_handler.callbacks,
+            0,
+            model=model,
+            optimizer=getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            scheduler=scheduler,
+            scaler=getattr(trainer.accelerator, "scaler", None),
             sampler=self.sampler,
-            progress=self.progress,
-            averages=averages_of(trainer.callback_handler.callbacks),
-            epoch=0,
-            batch=0,
         )
+
+    # -- the schedule of the learning rate ---------------------------------------------------------
+
+    def _share(self, step: float) -> float:
+        return self.at + (step - self.start) * self.slope
+
+    def _stretched(self, schedule: Callable[[float], float]) -> Callable[[float], float]:
+        def at(step: float) -> float:
+            place = self._share(step) * self._built
+            return schedule(round(place) if abs(place - round(place)) < 1e-6 else place)
+
+        return at
 
     # -- checkpoints of the Trainer ----------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
         """Return where training stands, for whatever number of ranks resumes it."""
-        sampler = self.sampler
-        rows = {} if sampler is None else sampler.position()
-        return {"epoch": self.progress.epoch, "schedule": self.progress.share, **rows}
+        rows = {} if self.sampler is None else self.sampler.position()
+        share = self._share(self.trainer.state.global_step)
+        return {"epoch": self.epoch, "schedule": share, **rows}
 
     def resume(self, checkpoint: str) -> None:
         """Go on with the rows that are left of the epoch of a checkpoint."""
-        trainer, sampler, progress = self.trainer, self.sampler, self.progress
+        trainer = self.trainer
+        sampler = None if trainer.args.ignore_data_skip else self.sampler
         path = Path(checkpoint, _POSITION)
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         within, epoch = math.modf(round(trainer.state.epoch or 0.0, 6))
-        progress.epoch = found.get("epoch", int(epoch))
+        self.epoch = found.get("epoch", int(epoch))
         if "schedule" in found:
-            progress.resume(found["schedule"])
-        done, goes_on = found.get("done"), not trainer.args.ignore_data_skip
-        if sampler is not None and goes_on and done is None and within:
+            self.start, self.at = trainer.state.global_step, found["schedule"]
+        done = found.get("done")
+        ended = bool(done) and done == found["length"]
+        if sampler is not None and done is None and within:
             raise NbelasticError(
                 f"resume_from_checkpoint={checkpoint!r}: it was saved within epoch {int(epoch)}, "
                 f"and has no {_POSITION}, which says which of its rows are trained. Resume from "
                 "the end of an epoch, or pass ignore_data_skip=True to begin it again"
             )
-        if sampler is not None and goes_on and done:
-            sampler.go_on(progress.epoch, done)
+        if sampler is not None and done:
+            sampler.go_on(self.epoch, done)
             now = sampler.position()
             if any(found.get(name) != value for name, value in now.items()):
                 raise NbelasticError(
-                    f"resume_from_checkpoint={checkpoint!r}: the rows of epoch {progress.epoch} "
+                    f"resume_from_checkpoint={checkpoint!r}: the rows of epoch {self.epoch} "
                     "are in another order now, so it is not known which of them are trained "
                     f"({now}; there {found}). Use the same dataset, sampler and seed, or pass "
                     "ignore_data_skip=True to begin the epoch again"
                 )
-            goes_on = self._batches_left(progress.epoch)[0] > 0
-        if done and (done == found["length"] or not (goes_on or trainer.args.ignore_data_skip)):
-            progress.epoch += 1
-        state: Any = self.state
-        state.epoch, state.batch = progress.epoch, trainer.state.global_step
-        state.save()
+            ended = self._batches_left(self.epoch)[0] == 0
+        self.epoch += ended
+        self.state.epoch, self.state.batch = self.epoch, trainer.state.global_step
+        self.state.save()
+
+    # -- training ----------------------------------------------------------------------------------
 
     def train(self) -> Any:
         """Train with the present ranks to the end; return the Trainer's outcome."""
-        trainer, progress = self.trainer, self.progress
+        trainer = self.trainer
         epochs = self._enter_generation()
-        if trainer.args.eval_on_start and not progress.evaluated:
+        if trainer.args.eval_on_start and not self.evaluated:
             trainer._evaluate(self.trial, self.ignored_keys, skip_scheduler=True)
-        progress.evaluated = True
-        while progress.epoch < epochs and not trainer.control.should_training_stop:
+        self.evaluated = True
+        while self.epoch < epochs and not trainer.control.should_training_stop:
             self._train_epoch()
-        return trainer._finalize_training(self.trial, self.samples, self._start)
+        return trainer._finalize_training(self.trial, self._samples, self._since)
 
     def _train_epoch(self) -> None:
-        trainer, progress = self.trainer, self.progress
-        if not progress.begun:
-            trainer.control = trainer.callback_handler.on_epoch_begin(
-                trainer.args, trainer.state, trainer.control
-            )
-            progress.begun = True
-        batches, self.before = self._batches_left(progress.epoch)
-        updates = self._left = self._updates(batches)
+        trainer = self.trainer
+        if not self.begun:
+            self._tell("on_epoch_begin")
+            self.begun = True
+        batches, self.before = self._batches_left(self.epoch)
+        self._left = self._updates(batches)
         self.in_step = False
         common = {
             "model": self.model,
-            "epoch": progress.epoch,
+            "epoch": self.epoch,
             "trial": self.trial,
             "ignore_keys_for_eval": self.ignored_keys,
-            "start_time": self._start,
+            "start_time": self._since,
         }
         if batches:
             trainer._run_epoch(
                 train_dataloader=self.loader,
                 steps_in_epoch=batches,
-                num_update_steps_per_epoch=updates,
+                num_update_steps_per_epoch=self._left,
                 resume_from_checkpoint=None,
                 epochs_trained=0,
                 steps_trained_in_current_epoch=0,
                 **common,
             )
         else:  # with drop_last nothing may be left
-            trainer.control = trainer.callback_handler.on_epoch_end(
-                trainer.args, trainer.state, trainer.control
-            )
+            self._tell("on_epoch_end")
             trainer._maybe_log_save_evaluate(trainer._tr_loss, None, **common)
-        progress.epoch += 1
-        progress.begun = False
-        self._commit()
+        self.epoch += 1
+        self.begun = False
+        self.commit(self.epoch, trainer.state.global_step)
 
     def after_step(self) -> None:
         """Commit a step, unless it is the last of its epoch."""
@@ -307,19 +336,18 @@ class TrainerLoop:
             self._left -= 1
             control = self.trainer.control
             if self._left > 0 and not (control.should_epoch_stop or control.should_training_stop):
-                self._commit()
+                self.commit(self.epoch, self.trainer.state.global_step)
 
-    def _commit(self) -> None:
-        state: Any = self.state
-        state.epoch, state.batch = self.progress.epoch, self.trainer.state.global_step
-        state.commit()
+    def _tell(self, what: str) -> None:
+        trainer = self.trainer
+        tell = getattr(trainer.callback_handler, what)
+        trainer.control = tell(trainer.args, trainer.state, trainer.control)
 
     # -- generations -------------------------------------------------------------------------------
 
     def _enter_generation(self) -> int:
         """Bring the Trainer to the present ranks; return the number of epochs."""
-        trainer, progress = self.trainer, self.progress
-        args = trainer.args
+        trainer, args = self.trainer, self.trainer.args
         gradients = trainer.accelerator.gradient_state
         gradients.dataloader_references = [None]  # of iterations that have been left
         vars(trainer).pop("_eval_dataloaders", None)  # shared out among ranks that have changed
@@ -332,23 +360,25 @@ class TrainerLoop:
         else:
             epochs = math.ceil(args.num_train_epochs)
             self._set_steps(epochs)
-        progress.begin_callbacks()
+        self._begin_callbacks()
         self.state.set_total(epoch=min(epochs, 10**9), batch=trainer.state.max_steps)
         return int(epochs)
 
     def _set_steps(self, epochs: int) -> None:
-        """Count the steps that are left with the present ranks."""
-        trainer, progress = self.trainer, self.progress
+        """Count the steps that are left with the present ranks; the schedule ends with the last."""
+        trainer = self.trainer
         args, done = trainer.args, trainer.state.global_step
-        batches, self.before = self._batches_left(progress.epoch)
+        batches, self.before = self._batches_left(self.epoch)
         rest, whole = self._updates(batches), self._updates(self._batches_left(None)[0])
         if args.num_train_epochs == epochs:
-            left = rest + whole * (epochs - progress.epoch - 1) if progress.epoch < epochs else 0
+            left = rest + whole * (epochs - self.epoch - 1) if self.epoch < epochs else 0
         else:
-            left = math.ceil((args.num_train_epochs - progress.epoch - self.before) * whole)
+            left = math.ceil((args.num_train_epochs - self.epoch - self.before) * whole)
         trainer.state.max_steps = done + max(left, 0)
         if trainer._created_lr_scheduler:
-            progress.stretch(trainer.state.max_steps)
+            now = int(trainer.lr_scheduler.last_epoch)
+            self.start, self.at = now, self._share(now)
+            self.slope = (1 - self.at) / max(trainer.state.max_steps - now, 1)
 
     def _batches_left(self, epoch: int | None) -> tuple[int, float]:
         """Return the batches of each rank in the rest of an epoch, and the share done before."""
@@ -360,3 +390,60 @@ class TrainerLoop:
 
     def _updates(self, batches: int) -> int:
         return -(-batches // int(self.trainer.args.gradient_accumulation_steps))
+
+    def _begin_callbacks(self) -> None:
+        """Tell callbacks of the beginning where they have not begun, or not as the main rank's."""
+        state, callbacks = self.trainer.state, self.trainer.callback_handler.callbacks
+        self.callbacks.begin(state.is_world_process_zero, self._begin)
+        writers = [each for each in callbacks if hasattr(each, "tb_writer")]
+        folders = [each.logging_dir for each in writers if getattr(each, "logging_dir", None)]
+        self._runs.share(**({_FOLDER: folders[0]} if folders else {}))
+        for callback in callbacks:
+            for name in ("training_bar", "training_tracker"):
+                bar: Any = getattr(callback, name, None)
+                if getattr(bar, "total", None) is not None:
+                    bar.total = state.max_steps
+                if hasattr(bar, "n"):
+                    bar.n = state.global_step
+
+    def _begin(self, again: bool, goes_on: bool) -> None:
+        trainer = self.trainer
+        control = dict(vars(trainer.control))
+        for each in trainer.callback_handler.callbacks if again else ():
+            if hasattr(each, "logging_dir") and _FOLDER in self._runs.ids:
+                each.logging_dir = self._runs.ids[_FOLDER]
+        with self._runs.go_on():
+            self._tell("on_train_begin")
+        if goes_on:
+            vars(trainer.control).update(control)
+
+    # -- in commits --------------------------------------------------------------------------------
+
+    def content(self) -> dict[str, Any]:
+        """Return the content of a commit."""
+        control = dict(vars(self.trainer.control))
+        return {**super().content(), "history": self._history(), "control": control}
+
+    def take(self, found: dict[str, Any], *, own: bool) -> None:
+        """Go back, or forward, to a progress."""
+        trainer = self.trainer
+        if found["history"] != self._history():
+            trainer.state.log_history[:] = map(json.loads, found["history"].splitlines())
+            self._entries = len(trainer.state.log_history)
+            self._text = found["history"]
+        vars(trainer.control).update(found["control"])
+        super().take(found, own=own)
+
+    def _history(self) -> str:
+        """Return the logs as a growing text, because copies of a text cost nothing."""
+        history = self.trainer.state.log_history
+        if len(history) < self._entries:
+            self._text, self._entries = "", 0
+        for entry in history[self._entries :]:
+            self._text += json.dumps(entry, default=_number) + "\n"
+        self._entries = len(history)
+        return self._text
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) or hasattr(value, "item") else str(value)

@@ -148,11 +148,12 @@ class World:
         beats = []
         for worker in self.workers.values():
             rank = self.ranks.get(worker.holder)
-            if not worker.alive or worker.cut or rank is None or rank.where == "ended":
+            if not worker.alive or worker.cut or rank is None:
                 continue
             if not worker.frozen:
                 worker.silence = 0.0
-                beats.append(rank.beat())
+                if rank.where != "ended":
+                    beats.append(rank.beat())
                 continue
             worker.silence += BEAT
             if self.heartbeat_timeout <= worker.silence < self.heartbeat_timeout + BEAT:
@@ -333,10 +334,6 @@ def trained(world: World, batch: int = 2) -> World:
     done: list[bool] = []
     world.at(batch, lambda: done.append(True))
     return world.run(until=lambda: bool(done))
-
-
-def hosts(plan: ev.Plan) -> list[str]:
-    return list(dict.fromkeys(member.slot.host for member in plan.members))
 
 
 def starts(plan: ev.Plan) -> list[int]:

@@ -121,7 +121,7 @@ class Trial:
     """What the test does to this rank, at the batches that it begins.
 
     ``"kill"``: the main rank is killed, another joins; ``"leave"``: it leaves when the test has
-    ordered it, another joins; ``"error"`` of the user; ``"stop"``: an error after some commits.
+    ordered it, another joins; ``"stop"``: an error after some commits.
     """
 
     def __init__(self, how, flag):
@@ -131,21 +131,20 @@ class Trial:
 
     def begin(self, epoch, step):
         self.begun += 1
-        if self.how == "error" and step == 1:
-            raise KeyError("of the user")
         if self.how == "stop" and epoch == 1 and step == 3:
             raise RuntimeError("stopped here")
         if self.how == "kill" and epoch == 1 and step == 2 and dist.get_rank() == 0:
             die_once(self.flag)
         if self.how == "leave" and epoch == 1 and step >= 2:
-            self.await_change(2)  # the order of the test
+            await_change(2)  # the order of the test
         if self.how in ("kill", "leave") and epoch == 2:
-            self.await_change(1)  # another is about to join
+            await_change(1)  # another is about to join
 
-    def await_change(self, size):
-        """Wait in a world of a size until that is about to change."""
-        while dist.get_world_size() == size and not current().change_flag():
-            time.sleep(0.01)
+
+def await_change(size):
+    """Wait in a world of a size until that is about to change."""
+    while dist.get_world_size() == size and not current().change_flag():
+        time.sleep(0.01)
 
 
 def with_ddp(how, flag, directory):
@@ -502,26 +501,18 @@ def with_lightning(how, flag, directory):
     return Outcome(digest_of(module), watch.seen, facts, trial.begun - len(watch.seen), callback)
 
 
-def with_a_state_of_torch(right):
-    """Keep what accelerate has prepared in one of two kinds of states."""
+def with_a_state_of_torch():
+    """Keep what accelerate has prepared in a state that does not know it."""
     import accelerate
 
-    from nbelastic.accelerate import AccelerateState
-
-    accelerator = accelerate.Accelerator(cpu=True)
     model = torch.nn.Linear(1, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    state = AccelerateState(accelerator) if right else hvd.elastic.TorchState(model, optimizer)
-
-    @hvd.elastic.run
-    def loop(state):
-        state.commit()
-
-    loop(state)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prepared = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
+    hvd.elastic.run(lambda state: state.commit())(hvd.elastic.TorchState(*prepared))
 
 
-def with_combined_loaders(mode, checks):
-    """Train on two loaders at a time, or in turn, after some batches of a validation."""
+def with_combined_loaders(checks):
+    """Train on a batch of two loaders, after some of a validation."""
     import lightning
     from lightning.pytorch.utilities import CombinedLoader
 
@@ -545,8 +536,8 @@ def with_combined_loaders(mode, checks):
 
     torch.manual_seed(1)
     options = {"num_sanity_val_steps": checks, "enable_checkpointing": False}
-    trainer = trainer_of([], max_epochs=1, profiler="simple", **options)
-    loaders = CombinedLoader([DataLoader(numbered(8), 2) for _ in range(2)], mode)
+    trainer = trainer_of(max_epochs=1, limit_train_batches=1, profiler="simple", **options)
+    loaders = CombinedLoader([DataLoader(numbered(8), 2) for _ in range(2)], "min_size")
     module = Module()
     nbelastic.lightning.fit(trainer, module, loaders, DataLoader(numbered(8), 2))
     assert "run" not in vars(trainer.fit_loop.epoch_loop)

@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
 from nbelastic.trainers.callbacks import Callbacks
 
 
-class Watch:
-    def __init__(self, rank: int) -> None:
-        self.rank, self.path, self.device = rank, f"/tmp/{rank}", torch.tensor(float(rank))
-        self.best, self.seen, self.weights = float("nan"), [], {"a": np.zeros(2)}
-        self.begins, self.is_main, self.handle = 0, False, object()
-
-    def begin(self, main: bool) -> None:
-        self.begins += 1
-        self.is_main = main
-
-
 class Rank:
     """A rank's callback, and what it would commit."""
 
     def __init__(self, rank: int) -> None:
-        self.watch = Watch(rank)
+        own = {"rank": rank, "path": f"/tmp/{rank}", "device": torch.tensor(float(rank))}
+        changed = {"best": float("nan"), "seen": [], "weights": {"a": np.zeros(2)}}
+        self.watch = SimpleNamespace(**own, **changed, begins=0, is_main=False, handle=object())
         self.callbacks = Callbacks(lambda: [self.watch])
         self.calls: list[tuple[bool, bool]] = []
 
     def begin(self, main: bool) -> None:
         def call(again: bool, goes_on: bool) -> None:
             self.calls.append((again, goes_on))
-            self.watch.begin(main)
+            self.watch.begins += 1
+            self.watch.is_main = main
 
         self.callbacks.begin(main, call)
 

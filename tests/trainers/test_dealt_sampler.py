@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import NbelasticError
-from nbelastic.trainers.sampler import dealt, obstacle_to
+from nbelastic.trainers.sampler import DealtSampler, obstacle_to
 from tests.elastic.test_sampler import settle_all, world_of
 from tests.support.world import run_ranks
 
@@ -94,7 +94,8 @@ def flat(items):
 
 
 def deal(source, rows=ROWS, seed=0, batch=4, batched=False):
-    return dealt(range(rows), source if batched else BatchSampler(source, batch, False), seed)
+    batches = source if batched else BatchSampler(source, batch, False)
+    return DealtSampler(range(rows), batches, seed)
 
 
 def make(kind, rank, size, batch=4):

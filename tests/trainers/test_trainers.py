@@ -87,23 +87,13 @@ def test_a_planned_leave_and_a_join_repeat_nothing(crew, tmp_path, trainer):
     check(outcomes, most_redone=0)
 
 
-@pytest.mark.parametrize("trainer", ["transformers", "lightning"])
-def test_an_error_of_the_user_is_what_it_is(crew, tmp_path, trainer):
-    with pytest.raises(RankFailed) as caught:
-        train(crew, trainer, tmp_path, "error", np=2)
-    assert isinstance(caught.value, KeyError)
-
-
 def test_the_loops_of_lightning_check_profile_and_draw_as_by_themselves(crew):
-    with pytest.raises(RankFailed, match=r'not support the `CombinedLoader\(mode="seq') as caught:
-        crew.fit(functions.with_combined_loaders, args=("sequential", 0), np=1)
-    assert isinstance(caught.value, ValueError)
     plain, checked = (
-        crew.fit(functions.with_combined_loaders, args=("min_size", checks), np=1).results()[0]
+        crew.fit(functions.with_combined_loaders, args=(checks,), np=1).results()[0]
         for checks in (0, 1)
     )
     assert plain == checked
-    assert len(plain[0]) == 4 and plain[1]
+    assert len(plain[0]) == 1 and plain[1]
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -147,11 +137,9 @@ def test_a_checkpoint_of_a_trainer_goes_on_with_any_number_of_ranks(
         assert more[-1] == pytest.approx(0, abs=1e-9)
 
 
-@pytest.mark.parametrize("right", [False, True])
-def test_a_state_of_torch_with_what_accelerate_has_prepared_is_warned_of(crew, right):
-    job = crew.fit(functions.with_a_state_of_torch, args=(right,), np=2)
-    found = [each for each in job.status.warnings if each.startswith("what accelerate has prep")]
-    assert len(found) == (not right)
+def test_a_state_of_torch_with_what_accelerate_has_prepared_is_warned_of(crew):
+    job = crew.fit(functions.with_a_state_of_torch, np=2)
+    assert [each[:28] for each in job.status.warnings].count("what accelerate has prepared") == 1
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
@@ -163,12 +151,6 @@ def test_an_example_trains(crew, tmp_path, name):
     job = crew.fit(run, args=(str(EXAMPLES / name), str(tmp_path)), np=2)
     assert job.status.commits > 4
     assert job.status.warnings == ()
-
-
-def test_at_most_three_lines_are_new():
-    for path in EXAMPLES.glob("*.py"):
-        text = path.read_text()
-        assert 1 <= text.count("# new") + text.count("# was") <= 3, path.name
 
 
 # -- objects of an earlier cell: made in the kernel, and pickled to the ranks ----------------------
@@ -240,7 +222,8 @@ def test_a_validation_that_failed_leaves_no_trace(crew, tmp_path, averaging):
     # The ranks that are killed take the rows along that they have counted, and no other loses any.
     values = [each["value"] for each in first["found"][1:]]
     assert values == [(ROWS - 1) / 2] * (EPOCHS - 1)
-    assert [each["trained"] for each in first["found"][1:]] == [16.0, 24.0, 16.0]
+    for name in ("trained", "counted"):
+        assert [each[name] for each in first["found"][1:]] == [16.0, 24.0, 16.0]
     assert first["epochs"] == EPOCHS
     files = sorted(each.name for each in (tmp_path / "models").iterdir())
     assert len(files) == 3
@@ -268,9 +251,7 @@ def test_the_file_of_a_step_goes_on_with_the_rows_that_are_left(crew, tmp_path, 
     assert sorted(before + after) == list(range(ROWS))
 
 
-@pytest.mark.parametrize("saves", ["OnExceptionCheckpoint", "ModelCheckpoint"])
-def test_a_file_that_is_saved_on_an_exception_does_not_hide_it(crew, tmp_path, saves):
-    options = {"min_np": 2, "max_np": 2, "elastic_timeout": 20}
+def test_a_file_that_is_saved_on_an_exception_does_not_hide_it(crew, tmp_path):
     with pytest.raises(RankFailed, match="ArithmeticError: the user's own"):
-        crew.fit(validation.fail, args=(str(tmp_path), saves), **options)
+        crew.fit(validation.fail, args=(str(tmp_path),), np=2, elastic_timeout=20)
     assert [each for each in tmp_path.iterdir() if each.suffix == ".ckpt"]

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from nbelastic.elastic.ranks.context import current
-from tests.trainers.functions import die_once, numbered
+from tests.trainers.functions import await_change, die_once, numbered
 
 ROWS, BATCH, EPOCHS = 24, 4, 4
 
@@ -31,6 +30,7 @@ def trainer_of(callbacks=(), **options):
 def parts(directory, averaging, joins=()):
     """Return a module, a data module, a trainer's callbacks and loader, on a rank."""
     import lightning
+    import torchmetrics
     from lightning.pytorch.callbacks import (
         ModelCheckpoint,
         StochasticWeightAveraging,
@@ -42,16 +42,17 @@ def parts(directory, averaging, joins=()):
             super().__init__()
             self.net = torch.nn.Linear(1, 1)
             self.rows = []
-            self.joins = joins
+            self.counted = torchmetrics.SumMetric()
 
         def training_step(self, batch, number):
             rows = batch[0].float().view(-1, 1)
-            if self.current_epoch in self.joins:  # another is about to join
-                while dist.get_world_size() == 1 and not current().change_flag():
-                    pass
+            if self.current_epoch in joins:
+                await_change(1)  # another is about to join
             self.rows = [*self.rows, *batch[0].tolist()]
             self.log("trained", float(len(rows)), on_step=False, on_epoch=True, reduce_fx="sum",
                      sync_dist=True)  # fmt: skip
+            self.counted.update(len(rows))
+            self.log("counted", self.counted, on_step=False, on_epoch=True)
             return self.net(rows / ROWS).pow(2).mean()
 
         def end_at(self, *at):
@@ -163,7 +164,7 @@ def train_on(directory, steps, from_checkpoint):
     return module.rows
 
 
-def fail(directory, saves):
+def fail(directory):
     """Train, and raise on one rank; files are written on an exception."""
     import lightning
 
@@ -173,7 +174,5 @@ def fail(directory, saves):
                 raise ArithmeticError("the user's own")
 
     module, data, _ = parts(directory, averaging=False)
-    whole = {"save_on_exception": True} if saves == "ModelCheckpoint" else {}
-    files = getattr(lightning.pytorch.callbacks, saves)(directory, **whole)
-    trainer = trainer_of([Fails(), files], max_epochs=2)
-    trainer.fit(module, datamodule=data)
+    files = lightning.pytorch.callbacks.OnExceptionCheckpoint(directory)
+    trainer_of([Fails(), files], max_epochs=2).fit(module, datamodule=data)
