@@ -56,13 +56,6 @@ def test_all_get_what_each_brings_also_in_pieces(server):
         assert values(client, 3) == [b"v0" * 1000, b"v1", b"v2" * 1000]
 
 
-def test_the_others_are_told_when_one_leaves(server):
-    staying, leaving = (join(server, "a/1", rank, 3, b"") for rank in range(2))
-    leaving.close()
-    assert "rank 1 left" in refusal(staying)
-    assert "rank 1 left" in refusal(join(server, "a/1", 2, 3, b""))
-
-
 def test_ranks_that_leave_at_the_same_moment_cost_no_server(server):
     for generation in range(20):
         leaving = [join(server, f"a/{generation}", rank, 4) for rank in range(3)]

@@ -123,13 +123,14 @@ def test_a_message_of_another_length_is_an_error():
         assert "disagree" in failure(world.start(1, lambda c: c.receive(torch.ones(4), 0)))
 
 
-def test_an_operations_memory_is_kept_without_its_handle(kind):
+def test_an_operations_memory_is_kept_without_its_handle_until_it_has_ended(kind):
     with World(kind, 2) as world:
         world.do(0, lambda c: (c.allreduce_async(torch.ones(300_000)), None)[1])
         fresh = [torch.zeros(300_000) for _ in range(6)]
         world.do(1, lambda c: c.allreduce(torch.ones(300_000)))
         world.run(lambda c: c.barrier())
         assert not any(tensor.any() for tensor in fresh)
+        assert not any(getattr(each, "_lent", ()) for each in world.communicators)
 
 
 def test_an_error_in_one_part_breaks_the_others():

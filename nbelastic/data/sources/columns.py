@@ -130,8 +130,7 @@ class ColumnChoice:
             asked = {name: name for name in available}
         if not isinstance(asked, (Mapping, Sequence)):
             raise OptionError(f"{where}: columns={columns!r} must be names, or a dict of names")
-        named = isinstance(asked, Mapping)
-        pairs = [*asked.items()] if named else [(each, each) for each in asked]
+        pairs = [*asked.items()] if isinstance(asked, Mapping) else [(each, each) for each in asked]
         if not pairs:
             raise OptionError(f"{where}: columns={columns!r} asks for no column")
         parts: list[tuple[Any, tuple[str, ...], bool]] = []
@@ -149,7 +148,7 @@ class ColumnChoice:
                 there = ", ".join(available[:10]) + (", …" if len(available) > 10 else "")
                 raise OptionError(f"{where} has no column {pattern!r}{hint} It has {there}")
             parts.append((key, tuple(found), stacked))
-        choice = cls(tuple(parts), named)
+        choice = cls(tuple(parts), isinstance(asked, Mapping))
         for name in choice.names:
             if list(available).count(name) > 1:
                 raise OptionError(f"{where} has several columns {name!r}; rename all but one")

@@ -65,7 +65,7 @@ class RowSource(Protocol):
         return None
 
     def describe(self) -> dict[str, str]:
-        """Return what the rows depend on, as names and texts that are equal on all ranks."""
+        """Return properties of the rows, by name, to be compared with other ranks and states."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order depends on, apart from the deal, in the source's own words."""

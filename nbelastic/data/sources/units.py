@@ -191,7 +191,7 @@ class WindowReader:
         self._runs = False
 
     def begin(self, needed: Sequence[Window]) -> None:
-        """Read other windows from now on; those in memory are kept if they are among them."""
+        """Read other windows from now on; windows in memory are kept if they are needed."""
         with self._changed:
             kept = self._loaded
             self._loaded = {window: kept[window] for window in needed if window in kept}
