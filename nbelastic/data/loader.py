@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
+import json
 import numbers
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from nbelastic.data.balancer import Balancer
 from nbelastic.data.batch import Batch, kernel_fingerprint
-from nbelastic.data.plan.dealing import Dealing, Draws, mix
+from nbelastic.data.plan.dealing import DIGESTS, Dealing, Draws
 from nbelastic.data.sources.map_source import MapSource
 from nbelastic.data.sources.row_source import DataSample, RowSource, is_count
 from nbelastic.data.sources.streams import StreamRows, StreamSource
@@ -28,11 +27,8 @@ from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.messages import DataProgress
 
-if TYPE_CHECKING:
-    from nbelastic.collectives.reduction_tree import Blocks
-
 _WORTH_A_WORD = 1.3
-_ORDERS = 1 << 52  # what a float64 holds
+_ORDER = ("epoch", "seed", "shuffle", "drop_last")  # fields of the deal that a state brings along
 
 UNEVEN = (
     "{micro_batches} micro-batches on {size} ranks: a step takes {cost:.2f} times as long as with "
@@ -178,8 +174,6 @@ class Loader:
                     f"Loader(buffers={{{name!r}: {function!r}}}): must be a function by the name "
                     "of a buffer"
                 )
-        if why := _obstacle_to(dataset):
-            raise OptionError(f"Loader({type(dataset).__name__}): {why}")
         context = current_or_none()
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
@@ -194,7 +188,6 @@ class Loader:
             len(self._source),
             self.batch.global_batch // self.batch.micro_batches,
             self.batch.micro_batches,
-            epoch=0,
             seed=int(seed),
             shuffle=bool(shuffle),
             drop_last=bool(drop_last),
@@ -213,6 +206,8 @@ class Loader:
         self.participants: list[StepParticipant] = []  # they take part in each step
         self._begun: Step | None = None  # the latest
         self._unsettled: Step | None = None
+        self._described = self._source.describe()
+        self._units = json.dumps(self._described)  # one text: each commit is looked through
         self.balancer = Balancer(self.batch.micro_batches, by_speed=balance == "speed")
         self._completed_in: int | None = None
         self._told: set[str] = set()
@@ -241,21 +236,21 @@ class Loader:
     def _source_of(
         self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]
     ) -> RowSource:
-        if isinstance(dataset, StreamSource):
-            for name in options:
-                raise OptionError(
-                    f"Loader({dataset.name}, {name}=…): {dataset.name} reads rows in the thread of "
-                    "the rank; leave it out"
-                )
-            return StreamRows(dataset, self.batch.micro_batches, collate_fn)
-        if not isinstance(dataset, UnitSource):
+        if not isinstance(dataset, (StreamSource, UnitSource)):
+            if why := _obstacle_to(dataset):
+                raise OptionError(f"Loader({type(dataset).__name__}): {why}")
             return MapSource(dataset, collate_fn, **options)
-        for name in options if collate_fn is None else ("collate_fn", *options):
+        reads = "reads rows in the thread of the rank"
+        if isinstance(dataset, UnitSource):
+            reads = "reads ahead by itself, and makes batches of whole columns"
+            options |= {} if collate_fn is None else {"collate_fn": collate_fn}
+        for name in options:
             raise OptionError(
-                f"Loader({dataset.name}, {name}=…): {dataset.name} reads ahead by itself, and "
-                "makes batches of whole columns; leave it out"
+                f"Loader({dataset.name}, {name}=…): {dataset.name} {reads}; leave it out"
             )
-        return WindowedRows(dataset, self.batch.micro_batches)
+        if isinstance(dataset, UnitSource):
+            return WindowedRows(dataset, self.batch.micro_batches)
+        return StreamRows(dataset, self.batch.micro_batches, collate_fn)
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch.
@@ -342,8 +337,8 @@ class Loader:
             self.set_epoch(self.epoch + 1)
         return self._iterate(self._dealing, self.step)
 
-    def _iterate(self, dealing: Dealing, first: int) -> Iterator[Step]:
-        context = current_or_none()
+    def _iterate(self, dealing: Dealing, number: int) -> Iterator[Step]:
+        context, source = current_or_none(), self._source
         self._leave(context, self._begun)
         outer = None if context is None else context.share
         step: Step | None = None
@@ -351,35 +346,32 @@ class Loader:
         epochs, known = (0, 0) if context is None else context.telemetry.total
         if context is not None and epochs and not known:
             context.telemetry.total = (epochs, dealing.steps)
-        self._ledger.close()
-        blocks, batches = None, iter(())
+        blocks, batches, order = None, iter(()), 0
         try:
-            for number in itertools.count(first):
-                if not self._source.has_step(dealing, number):
-                    break
-                balance = self.balancer.present
-                block = balance.block
-                if blocks is not balance.blocks:  # a commit has fixed other quotas
-                    blocks = balance.blocks
-                    batches = self._source.fetch(dealing, number, block)
-                counts = self._source.counts(dealing, number, block)
-                place = (dealing.epoch % _ORDERS, number, _order_of(dealing, blocks))
+            while source.has_step(dealing, number):
+                block = self.block
+                if blocks is not self.balancer.present.blocks:  # a commit has fixed other quotas
+                    blocks = self.balancer.present.blocks
+                    batches = source.fetch(dealing, number, block)
+                    order = dealing.digest(*blocks.quotas)
+                counts = source.counts(dealing, number, block)
                 share = StepShare(
                     dealing.micro_batches,
                     block,
                     tuple(each for each in block if counts[each]),
                     [count / dealing.micro for count in counts],
                     exact=bool(self.batch.exact),
-                    place=place,
+                    place=(dealing.epoch % DIGESTS, number, order),
                     outer=outer,
                     deviates=bool(self.batch.exact) and not self.exact,
                     blocks=blocks,
                     in_state=bool(self.participants),
                 )
                 step = Step(self, dealing, number, share, counts, batches)
-                self.step = number + 1  # done, as soon as a commit says so
+                number += 1
+                self.step = number  # done, as soon as a commit says so
                 self._begun, self.balancer.timed = step, share
-                self._unsettled = step if self._source.is_open else None
+                self._unsettled = step if source.is_open else None
                 if context is not None:
                     context.share = share
                 if self.participants:  # else no commit says what is done
@@ -391,10 +383,9 @@ class Loader:
                 self.check_latest(step)
                 step.skip()
                 share.over = True
-                self._ledger.close()
                 if share.others_deviate:
                     self.forgo_exactness("another rank is not exact")
-                    self._report(context, share.block)
+                    self._report(context, block)
             self._completed_in = self.balancer.present.place[0]
         finally:
             self._leave(context, step)
@@ -529,7 +520,7 @@ class Loader:
         dealing = self._dealing
         found = {
             "batch": f"{dealing.global_batch} rows in {dealing.micro_batches} micro-batches",
-            **self._source.requirements(),
+            **self._described,
         }
         if dealing.draws is not None:
             found["weights"] = dealing.draws.digest
@@ -544,16 +535,14 @@ class Loader:
         """
         dealing = self._dealing
         return {
-            "epoch": dealing.epoch,
+            **{name: getattr(dealing, name) for name in _ORDER},
             "step": self.step,
-            "seed": dealing.seed,
-            "shuffle": dealing.shuffle,
-            "drop_last": dealing.drop_last,
             "rows": dealing.length,
             "global_batch": dealing.global_batch,
             "micro_batches": dealing.micro_batches,
             "threads": self._threads,
             "kernels": self._kernels,
+            "units": self._units,
             "source": self._source.state_dict(),
             "ledger": self._ledger.state_dict(),
             "parts": dict(self.parts_by_device),
@@ -565,8 +554,8 @@ class Loader:
         Raises
         ------
         StateMismatch
-            It is of another number of rows, another batch or, with ``exact=True``, a process that
-            computes other bits. Nothing has changed.
+            It is of other rows, another batch or, with ``exact=True``, a process that computes
+            other bits. Nothing has changed.
         """
         mine = self.state_dict()
         for name in ("rows", "global_batch", "micro_batches"):
@@ -574,6 +563,13 @@ class Loader:
             if theirs != mine[name]:
                 raise StateMismatch(
                     f"the loader has {name}={mine[name]}, the state dict {name}={theirs}"
+                )
+        then, now = json.loads(state_dict.get("units", self._units)), self._described
+        for name in [*then, *now]:
+            if then.get(name) != now.get(name):
+                raise StateMismatch(
+                    f"{name} has changed since the state was saved: it was "
+                    f"{then.get(name, 'not there')}, and is {now.get(name, 'gone')}"
                 )
         kernels = state_dict.get("kernels", "")
         if self.batch.exact and kernels and kernels != self._kernels:
@@ -588,13 +584,8 @@ class Loader:
             self.parts = self.parts_by_device[self.device]
             self.forgo_exactness(f"a rank on such a device needs {self.parts} parts")
         self._completed_in = self._unsettled = None
-        self._dealing = dataclasses.replace(
-            self._dealing,
-            epoch=int(state_dict["epoch"]),
-            seed=int(state_dict["seed"]),
-            shuffle=bool(state_dict["shuffle"]),
-            drop_last=bool(state_dict["drop_last"]),
-        )
+        order = {name: state_dict[name] for name in _ORDER}
+        self._dealing = dataclasses.replace(self._dealing, **order)
         self.step = int(state_dict["step"])
         self._threads = int(state_dict["threads"])
         if self.batch.exact and self._threads != torch.get_num_threads():
@@ -604,8 +595,6 @@ class Loader:
 def _obstacle_to(dataset: Any) -> str:
     """Return why the rows of a dataset cannot be chosen, and what to pass; empty if they can."""
     library = type(dataset).__module__.partition(".")[0]
-    if isinstance(dataset, (StreamSource, UnitSource)):
-        return ""
     if isinstance(dataset, DataLoader):
         return (
             "a Loader takes the place of a DataLoader; pass the dataset itself, with its batch as "
@@ -635,14 +624,3 @@ def _obstacle_to(dataset: Any) -> str:
     if not hasattr(type(dataset), "__getitem__"):
         return f"its rows cannot be chosen by number; {needed}, such as a list"
     return ""
-
-
-@functools.lru_cache(maxsize=8)
-def _order_of(dealing: Dealing, blocks: Blocks) -> int:
-    """Return a digest of the rows' order and the ranks' quotas, for all ranks to agree on."""
-    words = [dealing.seed, dealing.length, dealing.shuffle, dealing.drop_last, *blocks.quotas]
-    if dealing.limit is not None:
-        words.append(dealing.limit)
-    if dealing.draws is not None:
-        words.append(int(dealing.draws.digest, 16))
-    return mix(*words) % _ORDERS

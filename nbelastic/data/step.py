@@ -12,7 +12,7 @@ from nbelastic.elastic.followed import seed_generators
 from nbelastic.elastic.ranks.context import current_or_none
 
 if TYPE_CHECKING:
-    from nbelastic.data.balancer import Balancer
+    from nbelastic.data.loader import Loader
     from nbelastic.elastic.ranks.step_share import StepShare
 
 # Kind of seeds: of the micro-batches that are computed, apart from those of sources.
@@ -35,21 +35,6 @@ class StepParticipant(Protocol):
         """End the micro-batches of a step. All ranks call this at the same point."""
 
 
-class StepOwner(Protocol):
-    """The loader of a step, as far as the step uses it."""
-
-    participants: list[StepParticipant]
-    balancer: Balancer
-    parts: int  # of each micro-batch
-    rows_under_way: int
-
-    def check_latest(self, step: Step) -> None:
-        """Refuse a step that is not the latest one."""
-
-    def settle(self) -> None:
-        """Agree with other ranks on the rows of the latest step, if its source is open."""
-
-
 class Step:
     """A step of an epoch: an iterable over this rank's micro-batches of the step.
 
@@ -67,7 +52,7 @@ class Step:
 
     def __init__(
         self,
-        loader: StepOwner,
+        loader: Loader,
         dealing: Dealing,
         number: int,
         share: StepShare,
@@ -82,7 +67,6 @@ class Step:
         self.share = share
         self._batches = batches
         self._begun = self._open = self._ended = False
-        self._taken = 0
         share.finish = self._finish
 
     def __len__(self) -> int:
@@ -148,7 +132,6 @@ class Step:
             self._loader.check_latest(self)
             self._close()
             batch = next(self._batches)
-            self._taken += 1
             self._loader.rows_under_way = rows_of(batch)
             parts = list(cut(batch, self._loader.parts))
             share.number, share.weights[number] = number, 0.0
@@ -222,7 +205,7 @@ class Step:
 
     def skip(self) -> None:
         """Pass over micro-batches not taken, for the next step to find its own."""
-        for _ in range(len(self) - self._taken):
+        for _ in range(self.share.missing):
             next(self._batches)
         self._finish()
 
@@ -278,14 +261,9 @@ class RowLedger:
         self._step: tuple[StepShare, Sequence[int]] | None = None
 
     def begin(self, rows: Sequence[int], share: StepShare) -> None:
-        """Enter a step, with the rows of its micro-batches."""
-        self.close()
-        self._step = share, rows
-
-    def close(self) -> None:
-        """Count the step under way, because the loop has gone on to the next."""
+        """Enter a step, with the rows of its micro-batches; the step before counts."""
         self._seen, self._lost = self.totals
-        self._step = None
+        self._step = share, rows
 
     @property
     def totals(self) -> tuple[int, int]:

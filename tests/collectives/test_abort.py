@@ -9,7 +9,7 @@ import torch
 from nbelastic.collectives import SoloCommunicator
 from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.errors import CollectiveError
-from tests.collectives.worlds import World, eventually, failure
+from tests.collectives.worlds import PATIENCE_S, World, eventually, failure
 
 OPERATIONS = {
     "allreduce": lambda c: c.allreduce_async(torch.ones(3)),
@@ -122,6 +122,32 @@ def test_a_rank_that_leaves_fails_those_who_wait_for_it(make):
         world.do(1, lambda c: c.close())
         eventually(handle.done, "done()")
         failure(world.start(0, lambda c: c.broadcast_async(torch.ones(3), root=0)))
+
+
+def test_memory_of_an_aborted_operation_is_not_handed_to_another(make):
+    """What the old generation may still write to is nobody's: new tensors keep their values."""
+    size = 300_000
+
+    def average_of_parts(communicator, output=None):
+        output = torch.ones(size) if output is None else output
+        communicator.reduce_scatter(output, [torch.full((size,), 7.0) for _ in range(2)])
+
+    for _ in range(5):
+        output = torch.full((size,), 5.0)
+        with World(make, 2) as old:
+            waiter = old.start(0, lambda c, output=output: average_of_parts(c, output))
+            old.wait_until_waiting([0])
+            old[0].abort("enough")
+            assert isinstance(waiter.exception(PATIENCE_S), CollectiveError)
+            assert (output == 5.0).all(), "a failed operation leaves a composed output alone"
+            del waiter
+            fresh = [torch.zeros(size) for _ in range(6)]
+            late = old.start(1, average_of_parts)
+            with World(make, 2) as new:
+                new.run(lambda c, fresh=fresh: c.allreduce(fresh[c.rank]))
+            # It comes to nothing, or is over before the connections are cut.
+            assert isinstance(late.exception(PATIENCE_S), (CollectiveError, type(None)))
+            assert not any(tensor.any() for tensor in fresh)
 
 
 def test_an_operation_times_out_and_breaks_the_communicator(make):

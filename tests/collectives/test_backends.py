@@ -1,14 +1,24 @@
-"""Backends by name, and one that another package brings: the seam that a transport fits."""
+"""Backends by name, one that another package brings, and what ranks know to choose one."""
 
 import contextlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from nbelastic import collectives
 from nbelastic.collectives import SoloCommunicator, backend_names, connect
+from nbelastic.collectives import topology as topology_module
+from nbelastic.collectives.topology import (
+    RankCapabilities,
+    Topology,
+    host_identity,
+    nccl_obstacle,
+    shared_memory_obstacle,
+    sharing_host,
+)
 from nbelastic.driver.options import Options
-from nbelastic.errors import OptionError
+from nbelastic.errors import CollectiveError, OptionError
 from tests.collectives.worlds import terms
 
 
@@ -50,3 +60,55 @@ def test_it_says_which_package_is_missing_and_for_which_python(monkeypatch):
 def test_a_rank_alone_needs_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "pygloo", None)
     assert isinstance(connect(terms(0, 1, backend="pygloo")), SoloCommunicator)
+
+
+def topology_of(hosts):
+    """Return what ranks on hosts named by letters conclude."""
+    return Topology.of([RankCapabilities("", host, "") for host in hosts])
+
+
+def test_ranks_are_grouped_by_host_and_share_a_slice_with_one_of_every_host():
+    assert topology_of("bcabb").hosts == ((0, 3, 4), (1,), (2,))
+    assert topology_of("bcabb").local_ranks(3) == (0, 3, 4)
+    for hosts, peers in {
+        "aabbb": [(0, 2), (1, 3), (0, 2), (1, 3), ()],
+        "abab": [(0, 1), (0, 1), (2, 3), (2, 3)],
+        "aabbcc": [(0, 2, 4), (1, 3, 5)] * 3,
+    }.items():
+        topology = topology_of(hosts)
+        assert [topology.cross_ranks(rank) for rank in range(len(hosts))] == peers
+        assert topology.slices == len({each for each in peers if each})
+
+
+def test_another_version_is_an_error():
+    for value in (b"", b"\xff", b"{}", b"7", b"[1]", b'[99, "", "", ""]', b'[2, "", "", 3]'):
+        with pytest.raises(CollectiveError, match="rank 3 runs another version"):
+            RankCapabilities.decode(value, 3)
+
+
+def test_a_host_has_one_name_until_it_is_split_for_a_test(monkeypatch):
+    before = host_identity()
+    assert sharing_host() == f"{before}/{topology_module.os.getuid()}"
+    monkeypatch.setenv(topology_module.HOST_VARIABLE, "a")
+    assert host_identity() == "a" != before
+
+
+def test_what_is_in_the_way_is_said(monkeypatch):
+    def fail(_size):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("nbelastic.native.core", SimpleNamespace(create=fail))
+    assert "Function not implemented" in shared_memory_obstacle()
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"nccl_obstacle": "it is broken"}, "rank 1: it is broken"),
+        ({"nccl": "2.30.7"}, "rank 1 has NCCL 2.30.7, rank 0 2.28.9"),
+    ],
+)
+def test_all_ranks_need_the_same_nccl(other, said):
+    its = {"gpu": "cuda", "nccl": "2.28.9"}
+    ranks = [RankCapabilities("", "host", "", **each) for each in (its, its | other)]
+    assert nccl_obstacle(ranks) == said

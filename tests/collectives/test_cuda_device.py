@@ -163,7 +163,10 @@ def mapped():
         return sum("memfd:fake-cudart" in line for line in file)
 
 
-def test_others_open_what_a_process_has_allocated(device, elsewhere):
+def test_others_open_what_a_process_has_allocated_and_keeps_for_the_next_generation(
+    device, elsewhere
+):
+    """A peer that has it open may be slow to close it."""
     before = mapped()
     own = device.allocate(BYTES)
     own.tensor.copy_(torch.arange(BYTES) % 251)
@@ -176,20 +179,11 @@ def test_others_open_what_a_process_has_allocated(device, elsewhere):
     for _ in range(2):
         opened.close()
         assert mapped() == before + 1
-
-
-def test_memory_is_kept_for_the_next_generation(device):
-    """A peer that has it open may be slow to close it."""
-    first = device.allocate(BYTES)
-    second = device.allocate(BYTES)
-    assert first.handle != second.handle
-    before = mapped()
-    first.close()
-    first.close()
-    third, fourth = device.allocate(BYTES), device.allocate(BYTES)
-    assert third.handle == first.handle
-    assert fourth.handle not in (first.handle, second.handle)
-    assert mapped() == before + 1
+    for _ in range(2):
+        own.close()
+    again, other = device.allocate(BYTES), device.allocate(BYTES)
+    assert again.handle == own.handle != other.handle
+    assert mapped() == before + 2
 
 
 def test_refusals_name_the_function_and_the_reason(device, gpus, elsewhere, monkeypatch):

@@ -1,6 +1,7 @@
 """Handles and counts: what may be asked, when, and how often."""
 
 import gc
+import os
 import threading
 import weakref
 
@@ -75,12 +76,12 @@ def test_a_receive_that_cannot_complete_yet_holds_up_no_send(pair):
 
 
 def test_nothing_keeps_a_communicator_or_its_threads(make):
-    """No handle that is done, no cycle: of a world that succeeded, was aborted, or just dropped."""
-    before = set(threading.enumerate())
+    """No handle that is done, no cycle: of worlds that succeeded, were aborted, or just dropped."""
+    before, opened = set(threading.enumerate()), []
     gc.collect()
     gc.disable()
     try:
-        for outcome in ("succeeded", "aborted", "dropped"):
+        for outcome in ("succeeded", "aborted", "dropped") * 8:
             with World(make, 2) as world:
                 handles = world.run(lambda c: c.allreduce_async(torch.ones(3)))
                 world.run(lambda c, handles=handles: handles[c.rank].wait())
@@ -99,9 +100,12 @@ def test_nothing_keeps_a_communicator_or_its_threads(make):
                 world.forget()
                 assert all(handle.done() for handle in handles)
                 eventually(lambda its=references: all(each() is None for each in its), "freedom")
+            opened.append(len(os.listdir("/dev/fd")))
     finally:
         gc.enable()
     eventually(lambda: set(threading.enumerate()) <= before, "the end of all threads")
+    # Clients of other tests open and close some, too; a leak would be forty.
+    eventually(lambda: len(os.listdir("/dev/fd")) < opened[2] + 20, "the end of all connections")
 
 
 def test_a_part_that_fails_breaks_the_whole_before_the_operation_has_ended():

@@ -65,12 +65,6 @@ def ask(segment_socket, rank, secret=SECRET, **changes):
     return connection
 
 
-def test_the_ranks_of_a_host_share_a_segment(sockets, threads):
-    first = threads.submit(sockets[0].create, 3)
-    others = [threads.submit(sockets[rank].join, sockets[0].name, rank, 3) for rank in (2, 1)]
-    share([each.result(PATIENCE_S) for each in (first, *reversed(others))])
-
-
 def test_strangers_are_turned_away_and_keep_nobody_waiting(sockets, threads):
     first = threads.submit(sockets[0].create, 3)
     silent, _ = approach(f"\0{sockets[0].name}")
@@ -125,17 +119,3 @@ def test_one_who_does_not_come_is_waited_for_a_while_only(sockets, threads, monk
     with pytest.raises(core.Broken, match="has left"):  # it does not wait in that segment
         second.wait(second.barrier_async())
     second.close()
-
-
-def test_an_abort_frees_who_waits(sockets, threads):
-    joining = threads.submit(sockets[1].join, sockets[0].name, 1, 3)
-    eventually(lambda: len(sockets[1]._sockets) == 2, "the connection")
-    sockets[1].abort()
-    assert isinstance(joining.exception(SOON_S), SegmentError)
-    creating = threads.submit(sockets[0].create, 3)
-    assert not creating.done()
-    sockets[0].abort()
-    assert isinstance(creating.exception(SOON_S), SegmentError)
-    for late in (lambda: sockets[0].create(3), lambda: sockets[1].join(sockets[2].name, 1, 3)):
-        with pytest.raises(SegmentError):
-            late()

@@ -127,19 +127,6 @@ def test_what_a_rank_waited_for_another_time_counts_no_more():
     assert "stuck" not in world.kinds(0)
 
 
-def test_a_rank_that_connects_late_learns_who_has_gone():
-    world = World(3, connected=False)
-    world.connect(0)
-    world.connect(1)
-    assert world.matcher.lose(1) == [(0, {"do": "gone", "rank": 1})]
-    assert world.matcher.lose(0) == []
-    world.connect(2)
-    assert world.received[2] == [{"do": "gone", "rank": 1}, {"do": "gone", "rank": 0}]
-    assert not world.matcher.is_over
-    world.matcher.lose(2)
-    assert world.matcher.is_over
-
-
 @pytest.mark.parametrize("values", [2, 3])
 def test_ranks_that_leave_an_exchange_are_announced_once_or_not_at_all(values):
     world = World(3)

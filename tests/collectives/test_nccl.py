@@ -10,7 +10,6 @@ import torch
 from nbelastic.collectives.gpu.device import DeviceError
 from nbelastic.collectives.nccl import group as nccl_group
 from nbelastic.collectives.nccl import library as nccl
-from nbelastic.collectives.topology import RankCapabilities, nccl_obstacle
 from tests.collectives import worlds
 from tests.collectives.crew import Crew, allreduce, until
 from tests.collectives.fake_nccl import NcclDevice, fake_library, library_path
@@ -194,19 +193,6 @@ def test_a_rank_that_dies_in_the_middle_fails_the_others_and_they_form_anew():
 # -- who can use it ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ({"nccl_obstacle": "it is broken"}, "rank 1: it is broken"),
-        ({"nccl": "2.30.7"}, "rank 1 has NCCL 2.30.7, rank 0 2.28.9"),
-    ],
-)
-def test_all_ranks_need_the_same_nccl(other, said):
-    its = {"gpu": "cuda", "nccl": "2.28.9"}
-    ranks = [RankCapabilities("", "host", "", **each) for each in (its, its | other)]
-    assert nccl_obstacle(ranks) == said
-
-
 @pytest.mark.parametrize("kind", ["gloo", "hierarchical"])
 def test_ranks_on_several_hosts_reduce_over_nccl_too(kind):
     """Each host's part of the tests' ranks has its own communicator behind it."""
@@ -217,31 +203,10 @@ def test_ranks_on_several_hosts_reduce_over_nccl_too(kind):
         made._host = f"host {its.rank if kind == 'gloo' else its.rank // 2}"
         return made
 
-    def send_on(communicator):
-        handle = communicator.send_async(torch.ones(3), (communicator.rank + 1) % 3)
-        tensor = torch.zeros(3)
-        communicator.receive(tensor, (communicator.rank - 1) % 3)
-        handle.wait()
-        return tensor.tolist()
-
     with World(make, 3) as ranks:
         assert kinds(ranks) == {"nccl"}
         assert {each._host.name for each in ranks.communicators} == {kind}
         assert ranks.run(add) == [[6.0]] * 3
-        ranks.run(lambda c: c.barrier())
-        assert ranks.run(send_on) == [[1.0] * 3] * 3
-
-
-def test_subgroups_reduce_on_the_host():
-    with world(3) as ranks:
-
-        def rank_main(communicator):
-            if communicator.rank == 1:
-                return ["none"]
-            group = communicator.subgroup([0, 2], "ends")
-            return [group.name, group.fallback_reason, *add(group)]
-
-        assert ranks.run(rank_main) == [["shm", "", 3.0], ["none"], ["shm", "", 3.0]]
 
 
 # -- the library ---------------------------------------------------------------------------------

@@ -40,11 +40,6 @@ def by_halves(begin, end):
     )
 
 
-@given(st.integers(1, 70))
-def test_a_node_is_the_sum_of_its_halves(leaves):
-    assert sum_of(Node(0, leaves), leaves) == by_halves(0, leaves)
-
-
 @given(quotas)
 def test_no_blocks_change_the_sum(quotas):
     blocks = Blocks(quotas)

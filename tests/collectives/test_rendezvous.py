@@ -1,6 +1,7 @@
 """The rendezvous server over the wire: for ranks, and for clients without the job's secret."""
 
 import contextlib
+import itertools
 import socket
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from nbelastic.collectives.rendezvous.handshake import (
     peer_token,
 )
 from nbelastic.errors import CollectiveError
+from tests.collectives import worlds
 from tests.collectives.clients import (
     NONCE,
     SECRET,
@@ -54,22 +56,6 @@ def test_all_get_what_each_brings_also_in_pieces(server):
         assert values(client, 3) == [b"v0" * 1000, b"v1", b"v2" * 1000]
 
 
-def test_keys_are_apart(server):
-    first = join(server, "a/1", 0, 2, b"old")
-    second = join(server, "a/2", 0, 2, b"new")
-    assert values(join(server, "a/2", 1, 2, b"too"), 2) == [b"new", b"too"]
-    assert values(second, 2) == [b"new", b"too"]
-    assert values(join(server, "a/1", 1, 2, b"two"), 2) == [b"old", b"two"]
-    assert values(first, 2) == [b"old", b"two"]
-
-
-def test_the_others_are_told_when_one_leaves(server):
-    staying, leaving = (join(server, "a/1", rank, 3, b"") for rank in range(2))
-    leaving.close()
-    assert "rank 1 left" in refusal(staying)
-    assert "rank 1 left" in refusal(join(server, "a/1", 2, 3, b""))
-
-
 def test_ranks_that_leave_at_the_same_moment_cost_no_server(server):
     for generation in range(20):
         leaving = [join(server, f"a/{generation}", rank, 4) for rank in range(3)]
@@ -77,6 +63,20 @@ def test_ranks_that_leave_at_the_same_moment_cost_no_server(server):
         for client in leaving:
             client.close()
     assert values(join(server, "a/last", 0, 1, b"still there"), 1) == [b"still there"]
+
+
+def test_jobs_with_generations_of_one_number_share_a_server(monkeypatch):
+    monkeypatch.setattr(worlds, "_generations", itertools.repeat(1 << 40))
+    with contextlib.closing(RendezvousServer(BIND)) as server, contextlib.ExitStack() as stack:
+        its = {"store": server.address, "connected": False}
+        one, two = (
+            stack.enter_context(World(MAKERS["auto"], 2, job=job, **its)) for job in ("one", "two")
+        )
+        ranks = ((one, 0), (two, 0), (two, 1), (one, 1))
+        connecting = [world.start(rank, lambda c: c.connect()) for world, rank in ranks]
+        for future in connecting:
+            future.result(PATIENCE_S)
+        assert one.run(lambda c: summed(c, 1.0)) == two.run(lambda c: summed(c, 1.0)) == [2.0] * 2
 
 
 def test_no_rank_joins_twice_and_all_agree_on_the_size(server):
@@ -143,34 +143,26 @@ def test_servers_that_are_silent_or_refuse_are_unreachable():
 
 def test_without_the_secret_one_gets_nothing_and_changes_nothing(server):
     first = join(server, "a/1", 0, 2, b"first")
-    for secret in (b"", b"guess", SECRET[:-1]):
-        assert turned_away(join(server, "a/1", 1, 2, b"stranger", secret=secret))
-    assert turned_away(join(server, "a/2", 0, 9, b"a key of its own", secret=b"guess"))
+    join(server).close()
+    send(server, b"nb").close()
+    connection, challenge = approach(server.address)
+    message = request(SECRET, challenge, "a/1", 1, 2, b"value")
+    connection.sendall(message.replace(b"a/1", b"a/2"))  # altered
+    short, challenge = approach(server.address)
+    short.sendall(messages(SECRET, challenge, b"short"))
+    for stranger in (
+        *(join(server, "a/1", 1, 2, b"it", secret=s) for s in (b"", b"guess", SECRET[:-1])),
+        join(server, "a/2", 0, 9, b"a key of its own", secret=b"guess"),
+        connection,
+        send(server, message),  # said again, it answers another challenge
+        send(server, b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" * 3),
+        send(server, NONCE + LENGTH.pack(1 << 31)),
+        short,
+    ):
+        assert turned_away(stranger)
     assert values(join(server, "a/1", 1, 2, b"second"), 2) == [b"first", b"second"]
     assert values(first, 2) == [b"first", b"second"]
     assert values(join(server, "a/2", 0, 1, b"mine"), 1) == [b"mine"]
-
-
-def test_what_a_rank_said_cannot_be_said_again_nor_altered(server):
-    connection, challenge = approach(server.address)
-    message = request(SECRET, challenge, "a/1", 0, 1, b"value")
-    altered = message.replace(b"a/1", b"a/2")
-    connection.sendall(altered)
-    assert turned_away(connection)
-    assert turned_away(send(server, message)), "it answers another challenge"
-
-
-def test_nonsense_does_no_harm(server):
-    first = join(server, "a/1", 0, 2, b"first")
-    join(server).close()
-    send(server, b"nb").close()
-    assert turned_away(send(server, b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" * 3))
-    assert turned_away(send(server, NONCE + LENGTH.pack(1 << 31)))
-    connection, challenge = approach(server.address)
-    connection.sendall(messages(SECRET, challenge, b"short"))
-    assert turned_away(connection)
-    assert values(join(server, "a/1", 1, 2, b"second"), 2) == [b"first", b"second"]
-    assert values(first, 2) == [b"first", b"second"]
 
 
 def test_strangers_that_stay_silent_keep_no_rank_waiting(server, monkeypatch):

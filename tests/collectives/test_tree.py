@@ -1,7 +1,5 @@
 """Sums along a reduction tree: the same bits for any number of ranks and any blocks."""
 
-import contextlib
-import functools
 import itertools
 
 import numpy as np
@@ -10,20 +8,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nbelastic.collectives import RendezvousServer, tree_exchange
-from nbelastic.collectives.gloo import communicator as over_gloo
+from nbelastic.collectives import tree_exchange
 from nbelastic.collectives.reduction_tree import Blocks, Node, additions, fold
 from tests.collectives.test_negotiation import on
 from tests.collectives.test_operations import REDUCED
-from tests.collectives.worlds import (
-    BIND,
-    MAKERS,
-    PATIENCE_S,
-    World,
-    eventually,
-    failure,
-    needs_core,
-)
+from tests.collectives.worlds import World, eventually, needs_core
 from tests.support.bits import any_bits, bits, numpy_sum
 
 
@@ -158,33 +147,3 @@ def test_hosts_whose_blocks_do_not_follow_each_other():
         assert world[0].name == "hierarchical"
         found = world.run(lambda c: summed(c, Blocks((2, 1, 3, 2)), leaves))
         assert found == [bits(node_sum(leaves))] * 4
-
-
-def test_a_rank_that_fails_in_a_sum_over_messages_leaves_nothing_behind(monkeypatch):
-    """Whatever is still in the sockets of that generation."""
-    monkeypatch.setattr(tree_exchange, "_CHUNK_BYTES", 1 << 16)
-    original, left = over_gloo.exchange_messages, [3]
-
-    def exchange(owner, abort_signal, rank, *others):
-        if rank == 1:
-            if left[0] == 0:
-                abort_signal.abort("in the middle")
-            left[0] -= 1
-        return original(owner, abort_signal, rank, *others)
-
-    leaves = [*torch.randn(6, 200_003)]
-    sum_all = functools.partial(summed, blocks=Blocks((2, 3, 1)), leaves=leaves)
-    with (
-        contextlib.closing(RendezvousServer(BIND)) as server,
-        World(MAKERS["gloo"], 3, store=server.address) as broken,
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(over_gloo, "exchange_messages", exchange)
-            futures = [broken.start(rank, sum_all) for rank in range(3)]
-            failure(futures[1])
-            broken.abort("as the driver does")
-            for future in futures:
-                future.exception(PATIENCE_S)
-        # The next generation forms while the last one is taken down.
-        with World(MAKERS["gloo"], 3, store=server.address) as world:
-            assert world.run(sum_all) == [bits(node_sum(leaves))] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from nbelastic.data.sources.map_source import difference, generators_in, sample_
 from nbelastic.errors import StateMismatch
 from nbelastic.torch.elastic import ElasticSampler
 from nbelastic.torch.state.torch_state import TorchState
+from tests.data.worlds import Noisy
 from tests.support.world import StaticContext, run_ranks
 
 
@@ -89,25 +89,6 @@ def test_other_data_are_refused(dataset_of: Any, of: str, what: str) -> None:
         trained(dataset_of, of)
 
 
-class Augmented(Dataset):
-    """Draws from generators of its own, and from the process's."""
-
-    def __init__(self, seed: int | None = None) -> None:
-        self.rng = np.random.default_rng(seed)
-        self.transforms = [functools.partial(_noise, rng=random.Random(seed))]
-
-    def __len__(self) -> int:
-        return 50
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        drawn = self.rng.random() + random.random() + self.transforms[0](row)
-        return torch.tensor([drawn + float(torch.rand(()))])
-
-
-def _noise(row: int, rng: random.Random) -> float:
-    return row + rng.random()
-
-
 def circular(rank: int) -> Any:
     def row(number: int) -> Any:
         value: list[Any] = [number]
@@ -121,7 +102,7 @@ def circular(rank: int) -> Any:
     "dataset_of",
     [
         lambda rank: split(0),
-        Augmented,
+        lambda rank: Noisy(),
         lambda rank: Rows(lambda row: time.perf_counter()),
         lambda rank: Rows(lambda row: object()),
         lambda rank: Rows(lambda row: 1 / 0),

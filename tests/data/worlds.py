@@ -166,8 +166,10 @@ class Noisy(Dataset[Any]):
     def __init__(self) -> None:
         generator, rng = torch.Generator(), random.Random()
         generator.seed()
-        self.own = [np.random.default_rng(), np.random.RandomState(), rng]
-        self.transform = lambda: rng.random() + float(torch.rand((), generator=generator))
+        self.own = [np.random.default_rng(), np.random.RandomState()]
+        self.transform = functools.partial(
+            lambda own: rng.random() + float(torch.rand((), generator=own)), generator
+        )
 
     def __len__(self) -> int:
         return ROWS

@@ -112,6 +112,7 @@ class Draws:
         return found
 
 
+DIGESTS = 1 << 52  # what a float64 holds
 _DRAWING = 3  # kind of keys, apart from that of the order
 
 
@@ -145,6 +146,15 @@ class Dealing:
     def rows_of_epoch(self) -> int:
         """Rows of all steps of the epoch."""
         return min(self.length, self.steps * self.global_batch)
+
+    def digest(self, *more: int) -> int:
+        """Return a digest of the rows' order and `more`, for all ranks to agree on."""
+        words = [self.seed, self.length, self.shuffle, self.drop_last, *more]
+        if self.limit is not None:
+            words.append(self.limit)
+        if self.draws is not None:
+            words.append(int(self.draws.digest, 16))
+        return mix(*words) % DIGESTS
 
     @cached_property
     def _permutation(self) -> Permutation:

@@ -28,32 +28,19 @@ uneven end           streams without a lease have weight 0, until all have ended
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
-import json
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from nbelastic.data.plan.dealing import Dealing, Permutation, Rows, mix
 
 # Kinds of seeds, apart from those of the loader.
 _UNITS, _WINDOW = 11, 12
-
-
-@dataclass(frozen=True)
-class RowRange:
-    """Rows ``start … stop - 1`` of a unit."""
-
-    unit: int
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,13 +50,13 @@ class Window:
     stream: int
     number: int  # in the stream, from 0
     start: int  # place of its first row in the stream
-    ranges: tuple[RowRange, ...]  # its rows, before they are permuted
+    ranges: tuple[tuple[int, range], ...]  # units, each with its rows, before they are permuted
     key: int | None  # of the permutation; None for none
 
     @cached_property
     def rows(self) -> int:
         """Number of its rows."""
-        return sum(map(len, self.ranges))
+        return sum(len(rows) for _, rows in self.ranges)
 
     @property
     def stop(self) -> int:
@@ -82,23 +69,6 @@ class Window:
         return places if self.key is None else Permutation(self.rows, self.key).rows(places)
 
 
-def cut(units: Sequence[int], sizes: Rows, lengths: Iterable[int]) -> list[list[RowRange]]:
-    """Lay units in a line and cut it into parts of so many rows each."""
-    parts: list[list[RowRange]] = []
-    index = start = 0
-    for length in lengths:
-        parts.append([])
-        missing = length
-        while missing:
-            size = int(sizes[units[index]])
-            stop = min(size, start + missing)
-            if start < stop:
-                parts[-1].append(RowRange(units[index], start, stop))
-            missing -= stop - start
-            index, start = (index + 1, 0) if stop == size else (index, stop)
-    return parts
-
-
 class UnitStreams:
     """Streams of an epoch, and their windows of `window_rows` or of one larger range."""
 
@@ -106,7 +76,7 @@ class UnitStreams:
         self._sizes = sizes
         self._dealing = dealing
         self._window_rows = window_rows
-        self._firsts = np.concatenate([[0], np.cumsum(sizes)])
+        self._firsts = np.cumsum(sizes) - sizes
 
     def _key(self, *words: int) -> int:
         return mix(self._dealing.seed, self._dealing.epoch, *words)
@@ -123,15 +93,25 @@ class UnitStreams:
 
     @cached_property
     def windows(self) -> list[list[Window]]:
-        """The windows of each stream, in their order."""
-        streams, units = range(self._dealing.micro_batches), np.arange(len(self._sizes))
+        """The windows of each stream: units are laid in a line, and cut into the streams."""
+        units = np.arange(len(self._sizes))
         if self._dealing.shuffle:
             units = Permutation(len(units), self._key(_UNITS)).rows(units)
-        parts = cut(units.tolist(), self._sizes, map(self.length, streams))
-        return [list(self._windows_of(*each)) for each in zip(streams, parts, strict=True)]
+        ends = np.cumsum(self._sizes[units])
+        streams, begin = [], 0
+        for stream in range(self._dealing.micro_batches):
+            end = begin + self.length(stream)
+            first, last = np.searchsorted(ends, [begin, end], side="right")
+            part, its = [], slice(first, last + 1)
+            for unit, stop in zip(units[its].tolist(), ends[its].tolist(), strict=True):
+                start = stop - int(self._sizes[unit])
+                part.append((unit, range(max(begin - start, 0), min(end, stop) - start)))
+            streams.append([*self._windows_of(stream, [each for each in part if each[1]])])
+            begin = end
+        return streams
 
-    def _windows_of(self, stream: int, part: list[RowRange]) -> Iterator[Window]:
-        ends = [0, *itertools.accumulate(map(len, part))]
+    def _windows_of(self, stream: int, part: list[tuple[int, range]]) -> Iterator[Window]:
+        ends = [0, *itertools.accumulate(len(rows) for _, rows in part)]
         first = number = 0
         while first < len(part):
             last = max(bisect.bisect(ends, ends[first] + self._window_rows) - 1, first + 1)
@@ -161,22 +141,21 @@ class UnitStreams:
         found = [np.zeros(0, dtype=np.int64)]
         for window, first, last in self.pieces(step, stream):
             rows = [
-                np.arange(each.start, each.stop) + self._firsts[each.unit] for each in window.ranges
+                np.arange(rows.start, rows.stop) + self._firsts[unit]
+                for unit, rows in window.ranges
             ]
             found.append(np.concatenate(rows)[window.order(first, last)])
         return np.concatenate(found)
 
 
-@dataclass(frozen=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True, array_like=True):
     """A unit that a stream reads."""
 
     unit: int  # its place in the order of the epoch
     begun: int  # step in which the stream has its first rows of it
 
 
-@dataclass(frozen=True)
-class LeaseTable:
+class LeaseTable(msgspec.Struct, frozen=True, array_like=True):
     """Leases of all streams between two steps."""
 
     epoch: int
@@ -201,7 +180,7 @@ class LeaseTable:
             finished += self.position(step, stream, micro) + ended[stream]
             leases[stream] = Lease(following, step + 1) if following < self.units else None
             following += 1
-        return dataclasses.replace(self, leases=tuple(leases), next=following, finished=finished)
+        return LeaseTable(self.epoch, self.units, tuple(leases), following, finished)
 
     def position(self, step: int, stream: int, micro: int) -> int:
         """Return how many rows of a stream's unit come before a step."""
@@ -217,14 +196,3 @@ class LeaseTable:
     def is_over(self) -> bool:
         """Whether the epoch is over."""
         return not any(self.leases)
-
-    def to_text(self) -> str:
-        """Return the table as a text, which states have in each commit."""
-        return json.dumps(dataclasses.astuple(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> LeaseTable:
-        """Return the table that :meth:`to_text` has written."""
-        epoch, units, leases, following, finished = json.loads(text)
-        read = tuple(None if each is None else Lease(*each) for each in leases)
-        return cls(epoch, units, read, following, finished)

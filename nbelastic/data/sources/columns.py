@@ -2,25 +2,111 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
-from nbelastic.data.sources.row_source import named
-from nbelastic.data.sources.units import RowBlock, UnitSource
+from nbelastic.data.plan.dealing import Rows
 from nbelastic.errors import DataError, OptionError
 
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
+Array: TypeAlias = np.ndarray[Any, Any]
 
 NEEDS_TRANSFORM = (
     "{where}: column {name!r} has type {kind}, of which no tensor can be made; leave it out, or "
     "pass transform=, which makes tensors of a table"
 )
+
+SINGLE, _TUPLE = "a tensor", "a tuple"
+Form = str | tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows of arrays of equal length."""
+
+    arrays: tuple[Array, ...]
+    form: Form = _TUPLE  # of a batch: a tensor, a tuple, or a dict with these keys
+
+    def __len__(self) -> int:
+        return len(self.arrays[0])
+
+    @property
+    def nbytes(self) -> int:
+        """Size in memory."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @classmethod
+    def of(cls, value: Any, rows: int, where: str) -> RowBlock:
+        """Return a block of a ``transform``'s result, which must have `rows` rows."""
+        form: Form
+        if isinstance(value, Mapping):
+            form, values = tuple(value), list(value.values())
+        elif isinstance(value, (tuple, list)):
+            form, values = _TUPLE, list(value)
+        else:
+            form, values = SINGLE, [value]
+        # Copies, because the function may fill the same memory for the next unit.
+        arrays = tuple(np.array(_array(each, where)) for each in values)
+        if not arrays or any(not array.ndim or len(array) != rows for array in arrays):
+            found = ", ".join(str(list(array.shape)) for array in arrays) or "nothing"
+            raise DataError(
+                f"{where}: transform got {rows} rows and returned {found}; it must return tensors "
+                "with a row for each row"
+            )
+        return cls(arrays, form)
+
+    def between(self, start: int, stop: int) -> RowBlock:
+        """Return rows ``start … stop - 1``, which share their memory with this block."""
+        return RowBlock(tuple(array[start:stop] for array in self.arrays), self.form)
+
+    def taken(self, order: Rows) -> RowBlock:
+        """Return a copy of the rows in an order."""
+        return RowBlock(tuple(array.take(order, axis=0) for array in self.arrays), self.form)
+
+    @staticmethod
+    def joined(blocks: Sequence[RowBlock], where: str) -> RowBlock:
+        """Return the rows of all blocks, one block after the other."""
+        first = blocks[0]
+        if len(blocks) == 1:
+            return first
+        shapes = {(each.form, *(array.shape[1:] for array in each.arrays)) for each in blocks}
+        if len(shapes) > 1:
+            texts = " and ".join(sorted(str(shape[1:]) for shape in shapes))
+            raise DataError(f"{where}: rows of differing shapes {texts} make no batch")
+        columns = zip(*(each.arrays for each in blocks), strict=True)
+        return RowBlock(tuple(map(np.concatenate, columns)), first.form)
+
+    def batch(self) -> Any:
+        """Return the rows as tensors that share memory with nothing else."""
+        tensors = [torch.from_numpy(np.array(array, order="C")) for array in self.arrays]
+        if isinstance(self.form, tuple):
+            return dict(zip(self.form, tensors, strict=True))
+        return tensors[0] if self.form == SINGLE else tuple(tensors)
+
+
+def _array(value: Any, where: str) -> Array:
+    """Return a value as an array of which PyTorch makes a tensor."""
+    kind = f"{value.dtype} values" if hasattr(value, "dtype") else f"a {type(value).__name__}"
+    with contextlib.suppress(TypeError, RuntimeError):  # NumPy or PyTorch has no such type, layout
+        if isinstance(value, torch.Tensor):
+            kind = f"{kind}, {str(value.layout).removeprefix('torch.')}"
+            return value.detach().cpu().resolve_conj().resolve_neg().numpy()
+        if isinstance(value, np.ma.MaskedArray):
+            kind = "masked values, of which the masks would be lost"
+        elif isinstance(value, np.ndarray):
+            native = value.astype(value.dtype.newbyteorder("="), copy=False)
+            torch.from_numpy(native[:0].copy())
+            return native
+    raise DataError(
+        f"{where}: transform returned {kind}; it must return a tensor, or a tuple or dict of "
+        "tensors, of a type that NumPy has"
+    )
 
 
 @dataclass(frozen=True)
@@ -36,40 +122,14 @@ class ColumnChoice:
         """All columns, each once."""
         return list(dict.fromkeys(name for _, names, _ in self.parts for name in names))
 
-
-class ColumnSource(UnitSource):
-    """Units that are read as tables of Arrow, or given to a ``transform``."""
-
-    def __init__(
-        self,
-        name: str,
-        columns: Any,
-        shuffle_rows: int,
-        transform: Callable[[Any], Any] | None,
-        memory: int | str,
-        fill: Any,
-    ) -> None:
-        super().__init__(name, shuffle_rows, memory)
-        if transform is not None and not callable(transform):
-            raise OptionError(f"{name}(transform={transform!r}): must be a function")
-        self.columns, self.transform, self.fill = columns, transform, fill
-
-    def choose(
-        self,
-        available: Sequence[str],
-        kind_of: Callable[[str], Any],
-        is_number: Callable[[Any], object],
-        where: str,
-    ) -> ColumnChoice:
-        """Find the names and patterns of `columns`, or all, among `available` columns of numbers.
-
-        Other columns are refused, unless there is a ``transform``.
-        """
-        columns = [self.columns] if isinstance(self.columns, str) else self.columns
-        if columns is not None and not isinstance(columns, (Mapping, Sequence)):
+    @classmethod
+    def among(cls, available: Sequence[str], columns: Any, where: str) -> ColumnChoice:
+        """Find the names and patterns of `columns`, or all, among `available` columns."""
+        asked = [columns] if isinstance(columns, str) else columns
+        if asked is None:
+            asked = {name: name for name in available}
+        if not isinstance(asked, (Mapping, Sequence)):
             raise OptionError(f"{where}: columns={columns!r} must be names, or a dict of names")
-        named = columns is None or isinstance(columns, Mapping)
-        asked = list(available) if columns is None else columns
         pairs = [*asked.items()] if isinstance(asked, Mapping) else [(each, each) for each in asked]
         if not pairs:
             raise OptionError(f"{where}: columns={columns!r} asks for no column")
@@ -88,38 +148,13 @@ class ColumnSource(UnitSource):
                 there = ", ".join(available[:10]) + (", …" if len(available) > 10 else "")
                 raise OptionError(f"{where} has no column {pattern!r}{hint} It has {there}")
             parts.append((key, tuple(found), stacked))
-        choice = ColumnChoice(tuple(parts), named)
+        choice = cls(tuple(parts), isinstance(asked, Mapping))
         for name in choice.names:
             if list(available).count(name) > 1:
                 raise OptionError(f"{where} has several columns {name!r}; rename all but one")
-            if self.transform is None and not is_number(kind := kind_of(name)):
-                raise OptionError(NEEDS_TRANSFORM.format(where=where, name=name, kind=kind))
         if len({key for key, _ in pairs}) < len(pairs):
             raise OptionError(f"{where}: columns={columns!r} asks for a column twice")
         return choice
-
-    def choose_in(self, schema: Any, where: str) -> ColumnChoice:
-        """Find the columns in a schema of Arrow's."""
-        return self.choose(schema.names, lambda name: schema.field(name).type, arrow_kind, where)
-
-    def transformed(self, given: Any, rows: int, where: str) -> RowBlock:
-        """Return what the user's function makes of the rows of a unit; its errors name the rows."""
-        assert self.transform is not None
-        with named(f"{where}: transform raised"):
-            found = self.transform(given)
-        return RowBlock.of(found, rows, where)
-
-    def block(self, choice: ColumnChoice, table: Any, where: str) -> RowBlock:
-        """Return the chosen columns of a table as arrays, stacked where a pattern stands."""
-        if self.transform is not None:
-            return self.transformed(table, table.num_rows, where)
-        arrays = {}
-        for key, names, stacked in choice.parts:
-            found = [arrow_array(table.column(name), name, self.fill, where) for name in names]
-            if stacked and any(array.ndim != 1 for array in found):
-                raise DataError(f"{where}: columns of lists cannot be stacked ({', '.join(names)})")
-            arrays[key] = np.stack(found, axis=1) if stacked else found[0]
-        return RowBlock(tuple(arrays.values()), *([tuple(arrays)] if choice.named else []))
 
 
 def arrow_kind(kind: Any) -> np.dtype[Any] | None:

@@ -11,7 +11,7 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,11 +28,8 @@ from nbelastic.errors import DataError, OptionError
 _FETCHING = 1
 
 
-class WorkItem(NamedTuple):
-    """A micro-batch to be fetched."""
-
-    seed: int  # of the epoch, from which those of its rows are made
-    rows: list[int]  # by their indices in the source
+WorkItem: TypeAlias = tuple[int, list[int]]
+"""A micro-batch to be fetched: the seed of the epoch, and rows by their indices in the source."""
 
 
 class MapSource(RowSource):
@@ -68,7 +65,7 @@ class MapSource(RowSource):
     def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
         # The ``DataLoader`` asks for items ahead, in the rank's thread.
         seed, filled = mix(dealing.seed, _FETCHING, dealing.epoch), _filled(dealing, first, block)
-        self._items.present = (WorkItem(seed, dealing.rows(*each).tolist()) for each in filled)
+        self._items.present = ((seed, dealing.rows(*each).tolist()) for each in filled)
         iterator = iter(self._loader)
         self._items.present = ()  # a loader may be pickled
         for step, number in _filled(dealing, first, block):
@@ -83,7 +80,7 @@ class MapSource(RowSource):
     def sample(self) -> DataSample:
         return sample_of(self._dataset, fetches=self._loader.num_workers == 0)
 
-    def requirements(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         return {"dataset": f"{len(self)} rows"}
 
 
@@ -157,7 +154,7 @@ class _SlicedRows(_Rows):
     """Tensors, of which a micro-batch is taken at once; they draw no random numbers."""
 
     def __getitems__(self, item: WorkItem) -> list[Any]:
-        return [tensor[item.rows] for tensor in self._dataset.tensors]
+        return [tensor[item[1]] for tensor in self._dataset.tensors]
 
 
 _KINDS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
@@ -183,25 +180,24 @@ def generators_in(dataset: object) -> list[Any]:
     return found
 
 
+_HELD = {
+    types.MethodType: ("__self__",),
+    types.FunctionType: ("__defaults__", "__kwdefaults__", "__closure__"),
+    functools.partial: ("func", "args", "keywords"),
+}
+
+
 def _held_by(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values()) if len(value) <= _LONGEST else []
-    if isinstance(value, (list, tuple)):
-        return list(value) if len(value) <= _LONGEST else []
-    if isinstance(value, types.MethodType):
-        return [value.__self__]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.FunctionType):
-        held = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is empty
-                held.append(cell.cell_contents)
-        return held
-    try:
-        return list(vars(value).values())
-    except TypeError:
-        return []
+    if isinstance(value, (dict, list, tuple)):
+        held = value.values() if isinstance(value, dict) else value
+        return [*held] if len(held) <= _LONGEST else []
+    if isinstance(value, types.CellType):
+        with contextlib.suppress(ValueError):  # it is empty
+            return [value.cell_contents]
+    for kind, names in _HELD.items():
+        if isinstance(value, kind):
+            return [getattr(value, name) for name in names]
+    return [*getattr(value, "__dict__", {}).values()]
 
 
 def seed_each(generators: Iterable[Any], seed: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,16 +17,22 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import numpy as np
 
-from nbelastic.data.sources.columns import ColumnSource, arrow_kind
+from nbelastic.data.sources.columns import arrow_kind
 from nbelastic.data.sources.row_source import digest_of
+from nbelastic.data.sources.units import UnitSource
 from nbelastic.elastic.redaction import Secrets
 from nbelastic.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     from nbelastic.data.plan.dealing import Rows
-    from nbelastic.data.sources.units import RowBlock
+    from nbelastic.data.sources.columns import RowBlock
 
 _AT_ONCE = 16  # footers that are read at the same time
+
+_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "crc32c")  # of versions in object stores
+
+_DATA = re.compile(r"/?(?:[^._/][^/]*/)*[^._/][^/]*\.parquet")
+"""Path in a directory. Jupyter, Spark and others keep copies under names that begin otherwise."""
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """Most places of a local file that are looked at, evenly spread over its columns, and bytes."""
@@ -54,7 +62,7 @@ class _File:
         return f"{text}, content {self.content}" if self.content else text
 
 
-class Parquet(ColumnSource):
+class Parquet(UnitSource):
     """Parquet files as the data of a :class:`~nbelastic.data.Loader`.
 
     Row groups are read whole, by a background thread, in windows whose rows are shuffled. Which
@@ -124,13 +132,10 @@ class Parquet(ColumnSource):
         self._is_local = type(self._filesystem) is fsspec.implementations.local.LocalFileSystem
         self._found_at = time.time()
         with ThreadPoolExecutor(_AT_ONCE, "nbelastic-footers") as pool:
-            self._files = list(pool.map(self._footer, paths))
-            first = self._files[0]
-            schema = first.footer.schema.to_arrow_schema()
-            self._choice = self.choose_in(schema, first.name)
-            for file in self._files:
-                self._check(schema, first.name, file)
-            self._files = list(pool.map(self._with_content, self._files))
+            files = list(pool.map(self._footer, paths))
+            schema, first = files[0].footer.schema.to_arrow_schema(), files[0].name
+            self._choice = self.choose(schema.names, schema.types, arrow_kind, first)
+            self._files = list(pool.map(functools.partial(self._checked, schema, first), files))
         self._groups = [
             (file, group) for file in self._files for group in range(file.footer.num_row_groups)
         ]
@@ -160,7 +165,27 @@ class Parquet(ColumnSource):
         digest = digest_of(*(repr(group.to_dict()) for group in groups))
         return _File(path, name, info["size"], digest, footer, _stamp_of(info))
 
-    def _with_content(self, file: _File) -> _File:
+    def _checked(self, schema: Any, first: str, file: _File) -> _File:
+        """Return a file with its content; refuse other types than the first has, and nulls."""
+        other = file.footer.schema.to_arrow_schema()
+        for name in self._choice.names:
+            mine = schema.field(name).type
+            theirs = other.field(name).type if name in other.names else "missing"
+            if theirs != mine:
+                raise OptionError(
+                    f"column {name!r} is {mine} in {first}, and {theirs} in {file.name}; pass "
+                    "files of one schema, or other columns="
+                )
+        nulls_count = self.transform is None and self.fill is None
+        for group, name, column in self._columns_in(file) if nulls_count else ():
+            if column.path_in_schema != name:
+                continue  # of lists, an empty one counts as a null there
+            known = column.statistics if column.is_stats_set else None
+            if known is not None and known.has_null_count and known.null_count:
+                raise OptionError(
+                    f"{file.name}, row group {group}: column {name!r} has {known.null_count} "
+                    "nulls; pass fill=, a number or a dict of numbers by column, or transform="
+                )
         found = dataclasses.replace(file, content=self._content_of(file))
         if self._is_local and _stamp_of(self._filesystem.info(file.path)) != file.stamp:
             raise OptionError(f"{file.name} cannot be read: it was written at the same time")
@@ -205,28 +230,6 @@ class Parquet(ColumnSource):
             return contextlib.nullcontext(path)
         return self._filesystem.open(path, "rb", cache_type="none")
 
-    def _check(self, schema: Any, first: str, file: _File) -> None:
-        """Refuse a file with other types than the first has, or with nulls."""
-        other = file.footer.schema.to_arrow_schema()
-        for name in self._choice.names:
-            mine = schema.field(name).type
-            theirs = other.field(name).type if name in other.names else "missing"
-            if theirs != mine:
-                raise OptionError(
-                    f"column {name!r} is {mine} in {first}, and {theirs} in {file.name}; pass "
-                    "files of one schema, or other columns="
-                )
-        nulls_count = self.transform is None and self.fill is None
-        for group, name, column in self._columns_in(file) if nulls_count else ():
-            if column.path_in_schema != name:
-                continue  # of lists, an empty one counts as a null there
-            known = column.statistics if column.is_stats_set else None
-            if known is not None and known.has_null_count and known.null_count:
-                raise OptionError(
-                    f"{file.name}, row group {group}: column {name!r} has {known.null_count} "
-                    "nulls; pass fill=, a number or a dict of numbers by column, or transform="
-                )
-
     def _columns_in(self, file: _File) -> Iterator[tuple[int, str, Any]]:
         """Yield group, name and metadata of each chosen column in the row groups of a file."""
         names = set(self._choice.names)
@@ -268,7 +271,7 @@ class Parquet(ColumnSource):
         return found
 
 
-class Arrow(ColumnSource):
+class Arrow(UnitSource):
     """An Arrow table in memory as the data of a :class:`~nbelastic.data.Loader`.
 
     Record batches are units. Each rank needs the whole table.
@@ -308,7 +311,8 @@ class Arrow(ColumnSource):
                     f"Arrow({type(table).__name__}): must be a pyarrow.Table, or record batches of "
                     f"one schema ({error})"
                 ) from error
-        self._choice = self.choose_in(table.schema, "the table")
+        schema = table.schema
+        self._choice = self.choose(schema.names, schema.types, arrow_kind, "the table")
         self._batches = table.to_batches()
         self.sizes: Rows = np.array([each.num_rows for each in self._batches], dtype=np.int64)
         if not len(self):
@@ -346,8 +350,8 @@ def _find(
             if any(sign in path for sign in "*?[") and not filesystem.exists(path):
                 found = filesystem.glob(path)
             elif filesystem.isdir(path):
-                inside = [(each, each[len(path) :]) for each in filesystem.find(path)]
-                found = [each for each, name in inside if _is_data(name)]
+                inside = filesystem.find(path)
+                found = [name for name in inside if _DATA.fullmatch(name[len(path) :])]
             else:
                 found = [path] if filesystem.exists(path) else []
             if not found:
@@ -371,20 +375,10 @@ def _find(
 
 def _stamp_of(info: Mapping[str, Any]) -> str:
     """Return the file system's mark of a version of a file; nothing where it has none."""
-    for name in ("ETag", "etag", "md5Hash", "content_md5", "crc32c"):
+    for name in (*_TAGS, "mtime", "LastModified", "last_modified", "updated", "created"):
         if info.get(name):
-            return f"tag {info[name]}"
-    for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
-        if info.get(name):
-            return f"{name} {info[name]}"
+            return f"{'tag' if name in _TAGS else name} {info[name]}"
     return ""
-
-
-def _is_data(name: str) -> bool:
-    """Return whether a path in a directory is that of data, and not of a copy or a rest."""
-    # Jupyter, Spark and others keep theirs under names that begin with a dot or an underscore.
-    parts = [part for part in name.split("/") if part]
-    return name.endswith(".parquet") and not any(part[0] in "._" for part in parts)
 
 
 def _require_pyarrow(name: str) -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbelastic.data.sources.columns import ColumnChoice, ColumnSource, arrow_array
+from nbelastic.data.sources.columns import SINGLE, ColumnChoice, RowBlock, arrow_array
 from nbelastic.data.sources.row_source import digest_of, named
-from nbelastic.data.sources.units import SINGLE, RowBlock
+from nbelastic.data.sources.units import UnitSource
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.errors import DataError, OptionError
 
@@ -31,7 +31,7 @@ def is_rows(value: Any) -> bool:
     return hasattr(value, "_meta") or hasattr(value, "chunks")
 
 
-class Dask(ColumnSource):
+class Dask(UnitSource):
     """A Dask collection as the data of a :class:`~nbelastic.data.Loader`.
 
     Pass it to the training function in ``args``. A dataframe or an array there is made one of these
@@ -97,8 +97,9 @@ class Dask(ColumnSource):
                 f"Dask: the dataframe has columns that are no text ({names[0]!r}); rename them, as "
                 "by ddf.rename(columns=str)"
             )
-        kinds = collection.dtypes
-        return self.choose(names, kinds.__getitem__, _is_number, "the dataframe")
+        return self.choose(
+            names, [*collection.dtypes], lambda kind: kind.kind in "biuf", "the dataframe"
+        )
 
     @cached_property
     def sizes(self) -> Rows:  # type: ignore[override]
@@ -150,21 +151,18 @@ class Dask(ColumnSource):
                 raise DataError(f"{where} cannot be read outside of its job")
         if self.transform is not None:
             return self.transformed(parts[0] if self._single else parts, len(parts[0]), where)
-        blocks = [
-            self._block_of(part, choice, where)
-            for part, choice in zip(parts, self._choices, strict=True)
-        ]
+        blocks = [self._block_of(*each, where) for each in zip(parts, self._choices, strict=True)]
         if self._single:
             return blocks[0]
         return RowBlock(tuple(array for block in blocks for array in block.arrays))
 
     def _compute(self, unit: int) -> tuple[Any, ...]:
         assert self.collections is not None
-        found = []
-        for each in self.collections:
-            part = each.blocks[unit] if hasattr(each, "chunks") else each.partitions[unit]
-            found.append(part.compute())
-        return tuple(found)
+        parts = [
+            each.blocks[unit] if hasattr(each, "chunks") else each.partitions[unit]
+            for each in self.collections
+        ]
+        return tuple(part.compute() for part in parts)
 
     def _block_of(self, part: Any, choice: ColumnChoice | None, where: str) -> RowBlock:
         if isinstance(part, np.ndarray):
@@ -181,10 +179,6 @@ class Dask(ColumnSource):
     def describe(self) -> dict[str, str]:
         digest = digest_of(f"{self._keys} {self.sizes.tolist()}")
         return {"partitions": f"{len(self.sizes)}, their keys and rows {digest}"}
-
-
-def _is_number(kind: Any) -> bool:
-    return getattr(kind, "kind", "O") in "biuf"
 
 
 def _aligned(collections: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -61,18 +61,18 @@ class RowSource(Protocol):
         return False
 
     def sample(self) -> DataSample | None:
-        """Return digests of some rows; None where `requirements` describe them."""
+        """Return digests of some rows; None where `describe` has them."""
         return None
 
-    def requirements(self) -> dict[str, str]:
-        """Return the properties that ranks with a shared state must have in common, by name."""
+    def describe(self) -> dict[str, str]:
+        """Return properties of the rows, by name, to be compared with other ranks and states."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the order depends on, apart from the deal, in the source's own words."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over an order; StateMismatch, and no change, for the order of other rows."""
+        """Take over an order."""
         return
 
 

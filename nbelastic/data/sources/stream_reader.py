@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import io
 import pickle
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,37 +58,30 @@ class StreamReader:
         self._make = make
         self._rows: Iterator[Any] | None = None
         self._holder: Any = None
-        self._read = 0
+        self._read = 0  # number of the row that is read next
+        self._kept: list[Any] = []  # the rows before it, from that of the last call on
         self._ended = False
-        self._ahead: deque[Any] = deque()
-        self._before: list[Any] = []
 
     def seek(self, position: int) -> None:
         """Go to a row; DataError if the unit ends before, or does not match its mark."""
-        if position == self.position - len(self._before):
-            self._ahead.extendleft(reversed(self._before))
-            self.position, self._before = position, []
-        if position < self.position:
-            self.close()
-        if self._rows is None:
+        if self._rows is None or position < self._read - len(self._kept):
             self._open(position)
-        while self.position < position:
-            if not self._look_ahead():
+        while self._read < position:
+            if not self._read_row():
                 raise DataError(
-                    f"{self.name} has only {self.position} rows, and had at least {position}: it "
+                    f"{self.name} has only {self._read} rows, and had at least {position}: it "
                     "has changed since, or is not the same each time"
                 )
-            self._ahead.popleft()
-            self.position += 1
-            self._before = []
+            self._kept.clear()
+        self.position = position
 
     def take(self, count: int) -> list[Any]:
         """Return the next rows: `count`, or fewer where the unit ends."""
-        rows: list[Any] = []
-        while len(rows) < count and self._look_ahead():
-            rows.append(self._ahead.popleft())
+        self._kept = self._ahead
+        while len(self._kept) < count and self._read_row():
+            pass
+        rows = self._kept[:count]
         self.position += len(rows)
-        self._before = rows
         return rows
 
     def make_mark(self) -> Mark | None:
@@ -107,25 +99,23 @@ class StreamReader:
                 state = pickle.dumps(self._holder.state_dict())
         if not self._read_row():
             return None
-        return Mark(self.position, state, row_digest(self._ahead[-1]), ahead)
+        return Mark(self.position, state, row_digest(self._kept[-1]), ahead)
+
+    @property
+    def _ahead(self) -> list[Any]:
+        """Rows that were read and not taken."""
+        return self._kept[len(self._kept) + self.position - self._read :]
 
     @property
     def at_end(self) -> bool:
         """Whether there are no more rows."""
-        return not self._look_ahead()
+        return self.position == self._read and not self._read_row()
 
     def close(self) -> None:
         """Stop reading; :meth:`seek` begins again."""
         rows, self._rows, self._holder = self._rows, None, None
-        close = getattr(rows, "close", None)
-        if close is not None:
-            with contextlib.suppress(Exception):  # nothing is read from it any more
-                close()
-        self._ahead.clear()
-        self._before, self.position, self._ended = [], 0, False
-
-    def _look_ahead(self) -> bool:
-        return bool(self._ahead) or self._read_row()
+        with contextlib.suppress(Exception):  # most have no such method, and nothing is read again
+            rows.close()  # type: ignore[union-attr]
 
     def _read_row(self) -> bool:
         """Read a further row; return whether the unit has any."""
@@ -136,37 +126,34 @@ class StreamReader:
         # Closed after an error: what is left of a generator that has raised looks like its end.
         with named(f"row {self._read} of {self.name} cannot be read:", self.close):
             row = next(self._rows, _END)
-        if row is _END:
-            self._check(b"")
-            self._ended = True
-            return False
         if self.mark is not None and self.mark.read == self._read:  # a digest takes its time
-            self._check(row_digest(row))
-        self._ahead.append(row)
-        self._read += 1
-        return True
+            self._check(self.mark, b"" if row is _END else row_digest(row))
+        self._ended = row is _END
+        if not self._ended:
+            self._kept.append(row)
+            self._read += 1
+        return not self._ended
 
     def _open(self, position: int) -> None:
         """Begin to read: at the mark if it has a state, and is not after `position`."""
+        self.close()
         mark = self.mark
+        self._kept, self._read, self._ended = [], 0, False
         seed_generators(mix(self.seed, _OPENING))
         with named(f"{self.name} cannot be read:", self.close):
             made: Any = self._make()
             in_iterator = not _keeps_state(made)
             self._holder = iter(made) if in_iterator else made
             self.has_states = _keeps_state(self._holder)
-            self._read = 0
             if mark and mark.rows <= position and mark.state is not None and self.has_states:
                 self._holder.load_state_dict(pickle.loads(mark.state))
-                self._ahead.extend(map(pickle.loads, mark.ahead))
+                self._kept = [*map(pickle.loads, mark.ahead)]
                 self._read = mark.read
             self._rows = self._holder if in_iterator else iter(made)
-        self.position = self._read - len(self._ahead)
 
-    def _check(self, digest: bytes) -> None:
+    def _check(self, mark: Mark, digest: bytes) -> None:
         """Refuse to go on with another row than the mark has; an empty digest is the end."""
-        mark = self.mark
-        if mark is None or mark.read != self._read or digest == mark.digest:
+        if digest == mark.digest:
             return
         if mark.state is not None and self.has_states:
             raise DataError(

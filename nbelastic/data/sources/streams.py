@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+import msgspec
 from torch.utils.data import IterableDataset, default_collate
 
 from nbelastic.data.plan.dealing import Dealing, Permutation, Rows, mix
@@ -19,7 +20,7 @@ from nbelastic.data.sources.stream_reader import Mark, StreamReader
 from nbelastic.elastic.followed import generators_kept, seed_generators
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.state.transfer import allgather_object
-from nbelastic.errors import DataError, OptionError, StateMismatch
+from nbelastic.errors import DataError, OptionError
 
 # Kinds of seeds, apart from those of the loader and of units.
 _READING, _ORDER, _STEP = 21, 22, 23
@@ -40,24 +41,17 @@ class StreamSource(abc.ABC):
     """Units of unknown length, each read by one stream from its start."""
 
     name: str  # what the user calls it, for errors
+    unit: str  # what a unit is called there
     in_order = False  # units are never permuted
     states_every: int | None = None  # steps from one exchange of marks to the next; None: no marks
 
     @abc.abstractmethod
-    def count(self, streams: int) -> int:
-        """Return the number of units for so many streams, which must not be fewer."""
+    def units(self, streams: int) -> Sequence[Any]:
+        """Return the units for so many streams, which must not be fewer."""
 
     @abc.abstractmethod
-    def open(self, unit: int, streams: int, epoch: int) -> Iterable[Any]:
+    def open(self, unit: Any, streams: int, epoch: int) -> Iterable[Any]:
         """Return the rows of a unit."""
-
-    @abc.abstractmethod
-    def name_of(self, unit: int) -> str:
-        """Return what a unit is called in errors."""
-
-    @abc.abstractmethod
-    def describe(self) -> str:
-        """Return a text on the units, equal on all ranks."""
 
 
 class Stateful(StreamSource):
@@ -100,7 +94,7 @@ class Stateful(StreamSource):
     >>> loader = Loader(Stateful(make), Batch(256, micro=32))  # doctest: +SKIP
     """
 
-    name = "Stateful"
+    name, unit = "Stateful", "stream"
     in_order = True
 
     def __init__(
@@ -119,8 +113,8 @@ class Stateful(StreamSource):
         self._make = make
         self.states_every = states_every
 
-    def count(self, streams: int) -> int:
-        return streams
+    def units(self, streams: int) -> Sequence[int]:
+        return range(streams)
 
     def open(self, unit: int, streams: int, epoch: int) -> Iterable[Any]:
         made = self._make(unit, streams)
@@ -128,12 +122,6 @@ class Stateful(StreamSource):
         if callable(set_epoch):
             set_epoch(epoch)
         return made
-
-    def name_of(self, unit: int) -> str:
-        return f"stream {unit}"
-
-    def describe(self) -> str:
-        return "a stream for each micro-batch"
 
 
 class Shards(StreamSource):
@@ -171,7 +159,7 @@ class Shards(StreamSource):
     >>> loader = Loader(data, Batch(256, micro=32), collate_fn=tokenize)  # doctest: +SKIP
     """
 
-    name = "Shards"
+    name, unit = "Shards", "unit"
 
     def __init__(self, units: Sequence[Any], read: Callable[[Any], Iterable[Any]]) -> None:
         if isinstance(units, (str, bytes)) or not hasattr(units, "__len__"):
@@ -184,26 +172,16 @@ class Shards(StreamSource):
         self._units = list(units)
         self._read = read
 
-    def count(self, streams: int) -> int:
+    def units(self, streams: int) -> Sequence[Any]:
         if len(self._units) < streams:
             raise OptionError(
                 f"Shards: {len(self._units)} units for {streams} micro-batches of a step; each "
                 "needs one at least. Make units smaller, or micro-batches fewer"
             )
-        return len(self._units)
+        return self._units
 
-    def open(self, unit: int, streams: int, epoch: int) -> Iterable[Any]:
-        return self._read(self._units[unit])
-
-    def name_of(self, unit: int) -> str:
-        return f"unit {self._units[unit]!r:.200}"
-
-    def describe(self) -> str:
-        text = "\n".join(
-            str(unit) if isinstance(unit, (str, int, PurePath)) else type(unit).__name__
-            for unit in self._units
-        )
-        return f"{len(self._units)} units {digest_of(text)}"
+    def open(self, unit: Any, streams: int, epoch: int) -> Iterable[Any]:
+        return self._read(unit)
 
 
 class StreamRows(RowSource):
@@ -220,17 +198,15 @@ class StreamRows(RowSource):
         self.name = source.name
         self._source = source
         self._streams = micro_batches
-        self._units = source.count(micro_batches)
+        self._units = source.units(micro_batches)
         self._collate: Callable[[list[Any]], Any] = collate_fn or default_collate
         self._table: LeaseTable | None = None
         self._marks: dict[int, Mark] = {}  # by unit, those that all ranks have
         self._packed = b""  # the marks
-        self._described = source.describe()
         self._readers: dict[tuple[int, int], StreamReader] = {}  # by epoch and unit
         self._ready: deque[tuple[int, list[Any]]] = deque()
         self._ended: dict[int, int] = {}
         self._made: dict[int, Mark] = {}
-        self._is_plain = False
 
     def __len__(self) -> int:
         return 0
@@ -248,7 +224,7 @@ class StreamRows(RowSource):
         """Return the present table; in a new epoch, the first step's table."""
         table = self._table
         if table is None or table.epoch != dealing.epoch:
-            table = LeaseTable.first(dealing.epoch, self._units, self._streams)
+            table = LeaseTable.first(dealing.epoch, len(self._units), self._streams)
             self._keep(table, {})
         return table
 
@@ -282,7 +258,6 @@ class StreamRows(RowSource):
             reader.seek(position)
             rows = reader.take(dealing.micro)
             mark = reader.make_mark() if every is not None and (step + 1) % every == 0 else None
-            self._is_plain |= every is not None and not reader.has_states
             if reader.at_end:
                 self._ended[number] = len(rows)
             elif mark is not None:
@@ -300,78 +275,69 @@ class StreamRows(RowSource):
 
     def _reader(self, dealing: Dealing, place: int) -> StreamReader:
         """Return the reader of a unit, by its place in the epoch."""
-        unit, source, epoch = place, self._source, dealing.epoch
-        if dealing.shuffle and not source.in_order:
-            order = Permutation(self._units, mix(dealing.seed, _ORDER, epoch))
-            unit = int(order.rows([place])[0])
+        number, source, epoch = place, self._source, dealing.epoch
         reader = self._readers.get((epoch, place))
         if reader is None:
+            if dealing.shuffle and not source.in_order:
+                order = Permutation(len(self._units), mix(dealing.seed, _ORDER, epoch))
+                number = int(order.rows([place])[0])
+            unit, seed = self._units[number], mix(dealing.seed, _READING, epoch, number)
             make = functools.partial(source.open, unit, self._streams, epoch)
-            name, seed = source.name_of(unit), mix(dealing.seed, _READING, epoch, unit)
-            reader = StreamReader(f"{self.name}: {name}", make, seed)
+            reader = StreamReader(f"{self.name}: {source.unit} {unit!r:.200}", make, seed)
         reader.mark = self._marks.get(place)
         return reader
 
     def settle(self, dealing: Dealing, step: int, counts: list[int]) -> str:
-        table = self._table_of(dealing)
+        table, readers = self._table_of(dealing), self._readers.values()
         ended, made = _of_all(STEP_END, self._ended, self._made)
         for number, rows in ended.items():
             counts[number] = rows
         if ended or made:
-            self._keep(table.after(step, ended, dealing.micro), {**self._marks, **made})
-        assert self._table is not None
-        if self._table.is_over:
-            for reader in self._readers.values():
+            table = table.after(step, ended, dealing.micro)
+            self._keep(table, {**self._marks, **made})
+        if table.is_over:
+            for reader in readers:
                 reader.close()
-            if not self._table.finished:
+            if not table.finished:
                 raise DataError(f"{self.name}: no unit has a row")
-        return WITHOUT_STATES.format(name=self.name) if self._is_plain else ""
+        knows = self._source.states_every is None or all(reader.has_states for reader in readers)
+        return "" if knows else WITHOUT_STATES.format(name=self.name)
 
     def exchange_states(self, dealing: Dealing, step: int) -> bool:
         if self._source.states_every is None:
             return False
-        table, made = self._table, {}
-        if table is not None and table.epoch == dealing.epoch:
-            with generators_kept():
-                made = self._marks_at(table, step, dealing.micro)
+        table, made = self._table_of(dealing), dict[int, Mark]()
+        with generators_kept():
+            for stream, lease in enumerate(table.leases):
+                reader = None if lease is None else self._readers.get((table.epoch, lease.unit))
+                if lease is None or reader is None or not reader.has_states:
+                    continue
+                position, known = reader.position, self._marks.get(lease.unit)
+                if position == table.position(step, stream, dealing.micro) and (
+                    known is None or known.rows != position
+                ):
+                    mark = reader.make_mark()
+                    if mark is not None:
+                        made[lease.unit] = mark
         _, made = _of_all(STATES, {}, made)
-        if table is not None and made:
+        if made:
             self._keep(table, {**self._marks, **made})
         return bool(made)
 
-    def _marks_at(self, table: LeaseTable, step: int, micro: int) -> dict[int, Mark]:
-        """Return marks before a step of this rank's streams, except marks that all ranks have."""
-        found = {}
-        for stream, lease in enumerate(table.leases):
-            reader = None if lease is None else self._readers.get((table.epoch, lease.unit))
-            if lease is None or reader is None or not reader.has_states:
-                continue
-            position, known = table.position(step, stream, micro), self._marks.get(lease.unit)
-            if reader.position != position or (known is not None and known.rows == position):
-                continue
-            mark = reader.make_mark()
-            if mark is not None:
-                found[lease.unit] = mark
-        return found
-
-    # -- the state ---------------------------------------------------------------------------------
-
-    def requirements(self) -> dict[str, str]:
-        return {"dataset": self._described}
+    def describe(self) -> dict[str, str]:
+        text = "\n".join(
+            str(unit) if isinstance(unit, (str, int, PurePath)) else type(unit).__name__
+            for unit in self._units
+        )
+        return {self.name: f"{len(self._units)} {self._source.unit}s {digest_of(text)}"}
 
     def state_dict(self) -> dict[str, Any]:
-        table = "" if self._table is None else self._table.to_text()
-        return {"table": table, "marks": self._packed, "units": self._described}
+        table = "" if self._table is None else msgspec.json.encode(self._table).decode()
+        return {"table": table, "marks": self._packed}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        units = state_dict.get("units", self._described)
-        if units != self._described:
-            raise StateMismatch(
-                f"the units of {self.name} have changed since the state was saved: they were "
-                f"{units}, and are {self._described}"
-            )
         text, self._packed = state_dict.get("table", ""), state_dict.get("marks", b"")
-        self._table = LeaseTable.from_text(text) if text else None
+        self._table = msgspec.json.decode(text, type=LeaseTable) if text else None
         self._marks = pickle.loads(self._packed) if self._packed else {}
 
 

@@ -3,131 +3,51 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
-import json
 import math
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from nbelastic.data.plan.dealing import Dealing, Rows
 from nbelastic.data.plan.streams import UnitStreams, Window
-from nbelastic.data.sources.row_source import RowSource, is_count
-from nbelastic.errors import DataError, OptionError, StateMismatch
+from nbelastic.data.sources.columns import NEEDS_TRANSFORM, ColumnChoice, RowBlock, arrow_array
+from nbelastic.data.sources.row_source import RowSource, is_count, named
+from nbelastic.errors import DataError, OptionError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 COPIES = 3  # copies of a window that exist while it is read: as a table, joined, and permuted
 
-SINGLE, _TUPLE = "a tensor", "a tuple"
-Form = str | tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class RowBlock:
-    """Rows of arrays of equal length."""
-
-    arrays: tuple[np.ndarray[Any, Any], ...]
-    form: Form = _TUPLE  # of a batch: a tensor, a tuple, or a dict with these keys
-
-    def __len__(self) -> int:
-        return len(self.arrays[0])
-
-    @property
-    def nbytes(self) -> int:
-        """Size in memory."""
-        return sum(array.nbytes for array in self.arrays)
-
-    @classmethod
-    def of(cls, value: Any, rows: int, where: str) -> RowBlock:
-        """Return a block of a ``transform``'s result, which must have `rows` rows."""
-        form: Form
-        if isinstance(value, Mapping):
-            form, values = tuple(value), list(value.values())
-        elif isinstance(value, (tuple, list)):
-            form, values = _TUPLE, list(value)
-        else:
-            form, values = SINGLE, [value]
-        # Copies, because the function may fill the same memory for the next unit.
-        arrays = tuple(np.array(_array(each, where)) for each in values)
-        if not arrays or any(not array.ndim or len(array) != rows for array in arrays):
-            found = ", ".join(str(list(array.shape)) for array in arrays) or "nothing"
-            raise DataError(
-                f"{where}: transform got {rows} rows and returned {found}; it must return tensors "
-                "with a row for each row"
-            )
-        return cls(arrays, form)
-
-    def between(self, start: int, stop: int) -> RowBlock:
-        """Return rows ``start … stop - 1``, which share their memory with this block."""
-        return RowBlock(tuple(array[start:stop] for array in self.arrays), self.form)
-
-    def taken(self, order: Rows) -> RowBlock:
-        """Return a copy of the rows in an order."""
-        return RowBlock(tuple(array.take(order, axis=0) for array in self.arrays), self.form)
-
-    @staticmethod
-    def joined(blocks: Sequence[RowBlock], where: str) -> RowBlock:
-        """Return the rows of all blocks, one block after the other."""
-        first = blocks[0]
-        if len(blocks) == 1:
-            return first
-        shapes = {(each.form, *(array.shape[1:] for array in each.arrays)) for each in blocks}
-        if len(shapes) > 1:
-            texts = " and ".join(sorted(str(shape[1:]) for shape in shapes))
-            raise DataError(f"{where}: rows of differing shapes {texts} make no batch")
-        columns = zip(*(each.arrays for each in blocks), strict=True)
-        return RowBlock(tuple(map(np.concatenate, columns)), first.form)
-
-    def batch(self) -> Any:
-        """Return the rows as tensors that share memory with nothing else."""
-        tensors = [torch.from_numpy(np.array(array, order="C")) for array in self.arrays]
-        if isinstance(self.form, tuple):
-            return dict(zip(self.form, tensors, strict=True))
-        return tensors[0] if self.form == SINGLE else tuple(tensors)
-
-
-def _array(value: Any, where: str) -> np.ndarray[Any, Any]:
-    """Return a value as an array of which PyTorch makes a tensor."""
-    kind = f"{value.dtype} values" if hasattr(value, "dtype") else f"a {type(value).__name__}"
-    with contextlib.suppress(TypeError, RuntimeError):  # NumPy or PyTorch has no such type, layout
-        if isinstance(value, torch.Tensor):
-            kind = f"{kind}, {str(value.layout).removeprefix('torch.')}"
-            return value.detach().cpu().resolve_conj().resolve_neg().numpy()
-        if isinstance(value, np.ma.MaskedArray):
-            kind = "masked values, of which the masks would be lost"
-        elif isinstance(value, np.ndarray):
-            native = value.astype(value.dtype.newbyteorder("="), copy=False)
-            torch.from_numpy(native[:0].copy())
-            return native
-    raise DataError(
-        f"{where}: transform returned {kind}; it must return a tensor, or a tuple or dict of "
-        "tensors, of a type that NumPy has"
-    )
-
 
 class UnitSource(abc.ABC):
-    """Rows in units that can be opened by themselves."""
+    """Units that are read as tables of Arrow, or given to a ``transform``."""
 
-    name: str  # what the user calls it, for errors
     sizes: Rows  # of each unit
     row_bytes: float  # in memory, about
-    shuffle_rows: int  # among which a row is shuffled, over all streams
-    memory: int  # bytes that a rank's windows may take
 
-    def __init__(self, name: str, shuffle_rows: int, memory: int | str) -> None:
-        self.name = name
-        if not is_count(shuffle_rows):
-            raise OptionError(
-                f"{name}(shuffle_rows={shuffle_rows!r}): must be a whole number, at least 1"
-            )
-        self.shuffle_rows = shuffle_rows
+    def __init__(
+        self,
+        name: str,
+        columns: Any,
+        shuffle_rows: int,
+        transform: Callable[[Any], Any] | None,
+        memory: int | str,
+        fill: Any,
+    ) -> None:
+        for option, value, is_right, must_be in (
+            ("shuffle_rows", shuffle_rows, is_count(shuffle_rows), "a whole number, at least 1"),
+            ("transform", transform, transform is None or callable(transform), "a function"),
+        ):
+            if not is_right:
+                raise OptionError(f"{name}({option}={value!r}): must be {must_be}")
+        self.name = name  # what the user calls it, for errors
+        self.columns, self.transform, self.fill = columns, transform, fill
+        self.shuffle_rows = shuffle_rows  # among which a row is shuffled, over all streams
+        # Bytes that a rank's windows may take.
         self.memory = parse_bytes(memory, f"{name}(memory={memory!r})")
 
     def __len__(self) -> int:
@@ -140,6 +60,40 @@ class UnitSource(abc.ABC):
     @abc.abstractmethod
     def describe(self) -> dict[str, str]:
         """Return what the rows depend on, as names and texts: a file and its digest."""
+
+    def choose(
+        self,
+        names: Sequence[str],
+        kinds: Sequence[Any],
+        is_number: Callable[[Any], object],
+        where: str,
+    ) -> ColumnChoice:
+        """Find the columns to read; without a ``transform``, columns of numbers alone."""
+        choice = ColumnChoice.among(names, self.columns, where)
+        kind_of = dict(zip(names, kinds, strict=True))
+        for name in choice.names if self.transform is None else ():
+            if not is_number(kind := kind_of[name]):
+                raise OptionError(NEEDS_TRANSFORM.format(where=where, name=name, kind=kind))
+        return choice
+
+    def transformed(self, given: Any, rows: int, where: str) -> RowBlock:
+        """Return what the user's function makes of the rows of a unit; its errors name the rows."""
+        assert self.transform is not None
+        with named(f"{where}: transform raised"):
+            found = self.transform(given)
+        return RowBlock.of(found, rows, where)
+
+    def block(self, choice: ColumnChoice, table: Any, where: str) -> RowBlock:
+        """Return the chosen columns of a table as arrays, stacked where a pattern stands."""
+        if self.transform is not None:
+            return self.transformed(table, table.num_rows, where)
+        arrays = {}
+        for key, names, stacked in choice.parts:
+            found = [arrow_array(table.column(name), name, self.fill, where) for name in names]
+            if stacked and any(array.ndim != 1 for array in found):
+                raise DataError(f"{where}: columns of lists cannot be stacked ({', '.join(names)})")
+            arrays[key] = np.stack(found, axis=1) if stacked else found[0]
+        return RowBlock(tuple(arrays.values()), *([tuple(arrays)] if choice.named else []))
 
 
 class WindowedRows(RowSource):
@@ -185,10 +139,8 @@ class WindowedRows(RowSource):
         streams = self._streams(dealing, self.window_rows)
         self._reader = reader = self._reader or WindowReader(self._source)
         reader.begin(streams.needed(first, block))
-
-        def batches() -> Iterator[Any]:
-            pairs = ((step, number) for step in range(first, dealing.steps) for number in block)
-            for step, number in pairs:
+        for step in range(first, dealing.steps):
+            for number in block:
                 parts = []
                 for window, begin, end in streams.pieces(step, number):
                     parts.append(reader.take(window).between(begin, end))
@@ -197,30 +149,13 @@ class WindowedRows(RowSource):
                 if parts:
                     yield RowBlock.joined(parts, self._source.name).batch()
 
-        return batches()
-
-    def requirements(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         return {"dataset": f"{len(self)} rows", **self._source.describe()}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"window_rows": self.window_rows, "units": self._description}
-
-    @functools.cached_property
-    def _description(self) -> str:
-        """One text, because a state is looked through in each commit."""
-        return json.dumps(self._source.describe())
+        return {"window_rows": self.window_rows}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        units = state_dict.get("units", "")
-        if units != self._description:
-            then = json.loads(units) if units else {}
-            now = self._source.describe()
-            for name in [*then, *now]:
-                if then.get(name) != now.get(name):
-                    raise StateMismatch(
-                        f"{name} has changed since the state was saved: it was "
-                        f"{then.get(name, 'not there')}, and is {now.get(name, 'gone')}"
-                    )
         self.window_rows = int(state_dict.get("window_rows", self.window_rows))
 
 
@@ -250,29 +185,31 @@ class WindowReader:
         self._source = source
         self._changed = threading.Condition()
         self._needed: dict[Window, None] = {}  # those that are not read yet, in their order
-        self._loaded: dict[Window, RowBlock | BaseException] = {}
+        self._loaded: dict[Window, RowBlock] = {}
+        self._error: BaseException | None = None  # of a window; others would fail alike
         self._awaited: Window | None = None
         self._runs = False
 
     def begin(self, needed: Sequence[Window]) -> None:
-        """Read other windows from now on; those in memory are kept if they are among them."""
+        """Read other windows from now on; windows in memory are kept if they are needed."""
         with self._changed:
-            whole = {w: rows for w, rows in self._loaded.items() if isinstance(rows, RowBlock)}
-            self._loaded = {window: whole[window] for window in needed if window in whole}
-            self._needed = {window: None for window in needed if window not in whole}
+            kept = self._loaded
+            self._loaded = {window: kept[window] for window in needed if window in kept}
+            self._needed = {window: None for window in needed if window not in kept}
+            self._error = self._awaited = None
 
     def take(self, window: Window) -> RowBlock:
         """Return a window's rows, or raise its read error; wait if need be."""
         with self._changed:
-            while (found := self._loaded.get(window)) is None:
+            while window not in self._loaded:
+                if self._error is not None:
+                    raise self._error  # again, if it is asked for again
                 self._awaited = window
                 self._needed.setdefault(window)  # others may have begun since, as by sample()
                 self._start()
                 self._changed.wait(0.1)  # so that the rank can be interrupted
             self._awaited = None
-        if isinstance(found, BaseException):
-            raise found  # again, if it is asked for again
-        return found
+            return self._loaded[window]
 
     def release(self, window: Window) -> None:
         """Give back the memory of a window."""
@@ -283,28 +220,27 @@ class WindowReader:
     @property
     def held(self) -> int:
         """Bytes of all windows in memory."""
-        return sum(each.nbytes for each in self._loaded.values() if isinstance(each, RowBlock))
+        return sum(each.nbytes for each in self._loaded.values())
 
     def _next(self) -> Window | None:
         """Return the window to read now: the awaited one, or the next if there is memory for it."""
         if self._awaited in self._needed:
             return self._awaited
-        window = next(iter(self._needed), None)
-        if window is None:
-            return None
-        need = self.held + COPIES * int(window.rows * self._source.row_bytes)
-        return window if need <= self._source.memory else None
+        for window in self._needed:
+            need = self.held + COPIES * int(window.rows * self._source.row_bytes)
+            return window if need <= self._source.memory else None
+        return None
 
     def _read(self, window: Window) -> RowBlock:
         blocks = []
-        for each in window.ranges:
-            block = self._source.read(each.unit)
-            if len(block) != self._source.sizes[each.unit]:
+        for unit, rows in window.ranges:
+            block = self._source.read(unit)
+            if len(block) != self._source.sizes[unit]:
                 raise DataError(
-                    f"{self._source.name}: unit {each.unit} has {len(block)} rows, and had "
-                    f"{self._source.sizes[each.unit]} when the job began"
+                    f"{self._source.name}: unit {unit} has {len(block)} rows, and had "
+                    f"{self._source.sizes[unit]} when the job began"
                 )
-            blocks.append(block.between(each.start, each.stop))
+            blocks.append(block.between(rows.start, rows.stop))
         joined = RowBlock.joined(blocks, self._source.name)
         del blocks, block
         return joined.taken(window.order())
@@ -329,8 +265,9 @@ class WindowReader:
             with self._changed:
                 if window in self._needed:  # and not given up meanwhile
                     del self._needed[window]
-                    self._loaded[window] = found
                     if isinstance(found, BaseException):
-                        self._needed.clear()  # others would fail alike
+                        self._error, self._needed = found, {}
+                    else:
+                        self._loaded[window] = found
                 self._changed.notify_all()
             del found
