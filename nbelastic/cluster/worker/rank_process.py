@@ -286,9 +286,9 @@ class RankProcess:
             self.withdraw()
             if self.pid is not None and self._finishing is None:
                 # Its server was killed, and the kernel ends the rank itself. The template ends what
-                # that has started, if there is one.
+                # that has started, if there is one, and has more time: a tracker ends last.
                 signal_group(self.pid, signal.SIGTERM)
-                self._loop.call_later(GROUP_LIMIT_S, signal_group, self.pid, signal.SIGKILL)
+                self._loop.call_later(2 * GROUP_LIMIT_S, signal_group, self.pid, signal.SIGKILL)
             self.finish(reason="its rank server has ended")
             if self.pid is not None:
                 self.gone.set_result(None)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
 from nbelastic.messages import AnyMessage, JobPayload, Message, RankEvent, decode, encode
+from nbelastic.system import LINUX
 
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.runtime import RankSpec
@@ -103,7 +104,10 @@ class RankChannel:
             try:
                 data = self.read()
             except OSError:  # the worker has ended
-                os.killpg(0, signal.SIGKILL)
+                # Its server, or the template, ends what this process has started, and waits until
+                # multiprocessing's tracker has removed what is in shared memory.
+                end = os.kill if LINUX else os.killpg
+                end(os.getpid(), signal.SIGKILL)
             take(decode(data, AnyMessage))
 
     def read(self) -> bytes:
