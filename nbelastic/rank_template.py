@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 from nbelastic.system import LINUX
 
 if TYPE_CHECKING:
-    from nbelastic.cluster.worker.rank.server import Children
+    from nbelastic.cluster.worker.rank.children import Children
 
 PRELOAD = ("nbelastic.torch", "nbelastic.cluster.worker.rank.main", "torch._dynamo")
 """What every rank needs, imported once. The first optimizer of a process imports Dynamo."""
@@ -273,11 +273,11 @@ def main(descriptor: str, method: str, name: str = "") -> None:
         listener.listen(128)  # by this process, which those who connect see
     send(line, op="bound", pid=os.getpid())
 
-    from nbelastic.cluster.worker.rank import server  # noqa: PLC0415 - after the bind
+    from nbelastic.cluster.worker.rank import children, server  # noqa: PLC0415 - after the bind
 
-    atexit.register(server.skip_teardown)  # first, so that it is called last
-    server.set_option(server.NAME, b"rank template")  # for ``ps -e``
-    family = server.Children()
+    atexit.register(children.skip_teardown)  # first, so that it is called last
+    children.set_option(children.NAME, b"rank template")  # for ``ps -e``
+    family = children.Children()
     if method == "fork":
         for each in PRELOAD:
             with contextlib.suppress(Exception):  # a rank that needs it raises the error again

@@ -32,7 +32,7 @@ from nbelastic import rank_template
 from nbelastic.elastic.ranks.runtime import THREAD_VARIABLES
 from nbelastic.system import LINUX
 
-from .rank.server import GROUP_LIMIT_S, signal_group
+from .rank.children import GROUP_LIMIT_S, signal_group
 from .rank_process import RankProcess
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from nbelastic.rank_template import KIND, receive, send
 from nbelastic.system import LINUX
 
 from .rank.channel import HEADER, RankSetup, frame
-from .rank.server import GROUP_LIMIT_S, signal_group
+from .rank.children import GROUP_LIMIT_S, signal_group
 
 _LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
 _STACK_BYTES = 1 << 16

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from nbelastic import collectives
-from nbelastic.cluster.worker.rank import server
+from nbelastic.cluster.worker.rank import children
 from nbelastic.cluster.worker.rank.channel import RankChannel, RankSetup
 from nbelastic.cluster.worker.rank.dask_client import RankClient
 from nbelastic.cluster.worker.rank.program import NO_CONSOLE, RankProgram
@@ -71,7 +71,7 @@ def main(channel_fd: int, crash_fd: int) -> None:
         program.fail(error)
     else:
         program.run()
-        server.exit_status = server.RETURNED if program.returned else 0
+        children.exit_status = children.RETURNED if program.returned else 0
     finally:
         with contextlib.suppress(Exception):
             dask_client.close()
