@@ -201,3 +201,16 @@ def test_what_cannot_be_dealt_is_named():
         sampler = deal(Drawn(lambda: itertools.repeat(0), 3), 3)
         with pytest.raises(NbelasticError, match="length of 3 and yields more than 1006 items"):
             sampler.begin_epoch(0)
+
+
+def test_a_permutation_is_drawn_anew_and_all_else_as_the_sampler_has_it():
+    def kept(source):
+        sampler = deal(source, seed=7)
+        return sampler._source is source, sampler.shuffle, sampler.seed
+
+    with activate(world_of(0, 1)):
+        assert kept(RandomSampler(range(ROWS))) == (False, True, 7)
+        assert kept(RandomSampler(range(ROWS), replacement=True)) == (True, None, 7)
+        assert kept(RandomSampler(range(ROWS), num_samples=9)) == (True, None, 7)
+        half = DistributedSampler(range(ROWS), 2, 0, shuffle=False, seed=5)
+        assert kept(half) == (False, False, 5)
