@@ -81,8 +81,10 @@ class Allocation:
         """Give a job another slot; return False if no slot can be freed."""
         if not any(self._free):
             return False
-        if any(self.give(job, group) for groups in self._groups[job].values() for group in groups):
-            return True  # no other job has to make way
+        for groups in self._groups[job].values():
+            for group in groups:
+                if self._free[group] and self.give(job, group):
+                    return True  # no other job has to make way
         before: dict[Node, tuple[Node, Counter[Any], Any, int] | None] = {job: None}
         queue: deque[Node] = deque([job])
         while queue:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {".py", ".pyi", ".cpp", ".hpp", ".inc"}
-BUDGET = {"nbelastic": 55_916, "tests": 43_143}
+BUDGET = {"nbelastic": 55_918, "tests": 43_156}
 SLACK = 500  # lines by which a budget may be above what is there
 
 
