@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import time
 from collections.abc import Sequence
@@ -13,9 +14,12 @@ from nbelastic.messages import JobInfo
 
 def same_fields(kind: type, *sources: object) -> dict[str, Any]:
     """Return the values that sources have under the names of a dataclass's fields, by name."""
-    names = [each.name for each in fields(kind)]
-    known = ((source, name) for source in sources for name in names if hasattr(source, name))
-    return {name: getattr(source, name) for source, name in known}
+    return {n: getattr(each, n) for each in sources for n in _shared(kind, type(each))}
+
+
+@functools.cache  # a panel asks it for each rank, four times a second
+def _shared(kind: type, source: Any) -> list[str]:
+    return [each.name for each in fields(kind) if each.name in source.__match_args__]
 
 
 @dataclass(frozen=True)

@@ -85,14 +85,15 @@ class Panel:
         """Update the panel; return whether the job was read."""
         if self._job is None:
             return False
-        seen = (self._job.status.state, len(self._job.history))
+        status = self._job.status
+        seen = (status.state, len(self._job.history))
         now = self._clock()
         if seen == self._seen and now - self._updated < BETWEEN_UPDATES:
             return False
         draws = seen != self._seen or now - self._drawn >= BETWEEN_DRAWINGS
         self._seen, self._updated = seen, now
         self._drawn = now if draws else self._drawn
-        self._put(JobSnapshot.of(self._job), draws=draws)
+        self._put(JobSnapshot.of(self._job, status), draws=draws)
         return True
 
     def finish(self) -> None:
