@@ -88,6 +88,8 @@ def test_a_file_system_is_asked_for_what_is_needed_and_no_more(
     assert not counts  # footers came along
     consume(loader, last=100)
     before = sum(counts)
+    for _ in range(2):  # other loaders of the process
+        consume(Numbers([50] * 8), last=0)
     loader.step -= 1  # a rollback to the last commit: its windows are not read again
     step = next(iter(loader))
     list(step)

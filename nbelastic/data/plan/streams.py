@@ -43,7 +43,7 @@ from nbelastic.data.plan.dealing import Dealing, Permutation, Rows, mix
 _UNITS, _WINDOW = 11, 12
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Window:
     """Ranges of a stream that are read together, and whose rows are permuted."""
 
