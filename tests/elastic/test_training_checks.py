@@ -231,37 +231,6 @@ def test_outside_a_job_nothing_is_watched():
 # -- what is wrong with a state --------------------------------------------------------------------
 
 
-class Moving(Sampled):
-    """A state with modules that hold values besides their state dicts."""
-
-    def __init__(self, values):
-        self.moments = iter(values)
-
-    def _moving_values(self):
-        return next(self.moments)
-
-
-@pytest.mark.parametrize(
-    ("values", "names"),
-    [
-        ([{"a": 1}, {"a": 1}, {"a": 1}], ""),
-        ([{"a": 1, "b": 1}, {"a": 2, "b": 1}], "a"),
-        ([{"a": 1}, {"a": 1, "late": 1}, {"a": 1, "late": 2}], "late"),
-        ([dict.fromkeys("abcdefg", 1), dict.fromkeys("abcdefg", 2)], "a, b, c, d, e and 2 more"),
-    ],
-)
-def test_values_that_move_between_commits_are_named_once(session, values, names):
-    train(session, 150, 1, Moving(values))
-    said = [] if not names else [training_checks.MOVING.format(names=names)]
-    assert session.port.warnings() == said
-
-
-def test_other_ranks_and_a_rank_alone_do_not_look_for_them(session):
-    for session.rank, session.size in ((1, 2), (0, 1)):
-        train(session, 20, 1, Moving([]))
-    assert session.port.warnings() == []
-
-
 @pytest.mark.parametrize(
     ("epochs", "said"),
     [

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import re
 import weakref
-from collections import deque
 from itertools import chain
 
 import pytest
@@ -16,7 +15,6 @@ from nbelastic.elastic import ObjectState
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import CollectiveError, StateMismatch
 from nbelastic.torch import allgather_object
-from nbelastic.torch.state.settings import moving_values
 from nbelastic.torch.state.torch_state import TorchState
 from tests.elastic.members import job, nothing, resumed
 from tests.support.world import run_ranks
@@ -306,41 +304,6 @@ def test_scripted_models():
     model.eval()
     state.save()
     state._pack()
-
-
-# -- values that move ------------------------------------------------------------------------------
-
-
-class Moving(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.calls = 0
-        self.bank = []
-        self.queue = deque([1, 2], maxlen=2)
-        self.mean = torch.zeros(2)
-        self.register_buffer("kept", torch.zeros(1))
-
-    def forward(self, x):
-        self.calls += 1
-        self.bank.append(x.detach())
-        self.queue.append(3)
-        self.mean = 0.9 * self.mean + x.mean(0).detach()
-        self.kept += 1
-        return self.layer(x)
-
-
-def test_values_that_forward_changes_are_found():
-    """Numbers go back with the state, and extra state has what it needs."""
-    saved = type("Saved", (Moving,), {"get_extra_state": Extra.get_extra_state})()
-    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
-    places = {Moving(): "Moving", nn.Sequential(Moving()): "0", saved: "", spectral: ""}
-    for module, place in places.items():
-        before = moving_values([module])
-        module(torch.ones(3, 2))
-        now = moving_values([module]).items()
-        moved = {name for name, token in now if before.get(name, token) != token}
-        assert moved == {f"{place}.{name}" for name in ("bank", "queue", "mean") if place}
 
 
 def test_tensors_of_a_step_are_not_kept_by_commits():

@@ -167,10 +167,6 @@ class State:
         """Return values of trained parameters, and optimizers that do not average gradients."""
         return (), ()
 
-    def _moving_values(self) -> dict[str, object]:
-        """Return tokens of values in models that are part of no state, by name."""
-        return {}
-
     def _step_bytes(self) -> int:
         """Return the bytes of the host that the gradients of a step and its optimizer take."""
         return 0

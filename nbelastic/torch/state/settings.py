@@ -1,12 +1,9 @@
-"""Settings of modules and optimizers, such as modes; and moving values.
+"""Settings of modules and optimizers, such as modes.
 
 No ``state_dict`` has settings, and training may change them (``bn.eval()``, ``dropout.p = 0``). A
 commit keeps all settings of an object. To another rank, or to a checkpoint, those are sent that
 have changed since the object was captured first, so that what differs by rank stays. A module or a
 function that was replaced cannot be sent, and is described, so that such a rank can be refused.
-
-Other values in modules that change from commit to commit are neither rolled back nor sent;
-:func:`moving_values` is for a warning of that.
 """
 
 from __future__ import annotations
@@ -14,8 +11,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +25,6 @@ COMPILED = "_orig_mod"  # name of a model in the one that ``torch.compile`` retu
 
 _BASE = frozenset(vars(torch.nn.Module())) - {"training"}
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
-
-_SAMPLED = 16  # values of a tensor that are looked at
 
 _OTHER = object()  # stands for an attribute that is no setting
 
@@ -112,34 +106,6 @@ class Settings:
             new = {n: v for n, v in values.items() if v is not _OTHER and not _same(built, n, v)}
             changed.setdefault(uncompiled(path), {}).update(new)
         return SentSettings, (changed, self.described)
-
-
-def moving_values(models: Iterable[torch.nn.Module]) -> dict[str, object]:
-    """Return a token of each value in users' modules that no ``state_dict`` has, by name."""
-    found: dict[str, object] = {}
-    for model in models:
-        for path, module in model.named_modules():
-            kind = type(module)
-            own_state = kind.get_extra_state is not torch.nn.Module.get_extra_state
-            if own_state or kind.__module__.partition(".")[0] in ("torch", "torchvision"):
-                continue
-            for name, value in vars(module).items():
-                token = None if name in _BASE else _token(value)
-                if token is not None:
-                    found[f"{kind.__name__}.{name}" if not path else f"{path}.{name}"] = token
-    return found
-
-
-def _token(value: object) -> object:
-    if isinstance(value, (list, deque, set, dict)):
-        return len(value), id(value[-1]) if isinstance(value, (list, deque)) and value else 0
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad or value.layout is not torch.strided or value.is_quantized:
-            return None
-        if not value.is_cpu:  # its values would make this rank wait for the device
-            return tuple(value.shape), value._version
-        return tuple(value.shape), *map(str, value.detach().flatten()[:_SAMPLED].tolist())
-    return None
 
 
 def _base_of(obj: _Object) -> frozenset[str]:

@@ -40,7 +40,6 @@ from nbelastic.torch.state.commit import Commit, Copies, make_commit
 from nbelastic.torch.state.flatten import Unflattener
 from nbelastic.torch.state.handlers import StateHandler, own_handler
 from nbelastic.torch.state.lazy_commit import LazyCommit
-from nbelastic.torch.state.settings import moving_values
 from nbelastic.torch.state.structure import changes, check_fit
 
 _ACCELERATES = (
@@ -364,9 +363,6 @@ class TorchState(ObjectState):
     def _running_means(self) -> Iterable[torch.Tensor]:
         """Return means of batches that are no buffers of modules."""
         return ()
-
-    def _moving_values(self) -> dict[str, object]:
-        return moving_values(self._modules())
 
     def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
         optimizers = self._objects(Optimizer)
