@@ -69,7 +69,7 @@ def test_a_file_of_a_later_format_is_an_error_not_a_torn_one(tmp_path, monkeypat
     files = CheckpointFiles(str(tmp_path), "a")
     path = put(files, 1)
     monkeypatch.setattr("nbelastic.elastic.checkpoint.format.FORMAT", 0)
-    with pytest.raises(NbelasticError, match=r"\.safetensors: it has format 7"):
+    with pytest.raises(NbelasticError, match=r"\.safetensors: it has format 8"):
         files.read(path)
 
 

@@ -39,14 +39,6 @@ ABANDON_WAIT = 2.0
 """Most seconds to wait for a thread after cancelling it: a file system may never return."""
 
 LAST_WAIT = 600.0  # most seconds that the end of a loop waits for its last checkpoint
-MOST_NAMES = 5  # settings that a report names
-
-OTHER_SETTINGS = (
-    "settings of the checkpoint that are not those of the function: {}. The checkpoint's hold. To "
-    "take others, set them in the elastic loop, or begin anew, without resume, and load models "
-    "from nbelastic.load_checkpoint()"
-)
-
 STOP_WAIT = 5.0  # most seconds that a rank which is stopped at a commit takes to write it
 
 
@@ -288,9 +280,6 @@ class CheckpointManager:
             sampler.install(each, session.rank, session.size, resumed=True)
         state.save()
         self._report(f"goes on from {path} (commit {header.version} of job {header.job})")
-        if found := state._adopt_settings():  # those of the function are others
-            more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
-            self._report(OTHER_SETTINGS.format(", ".join(found[:MOST_NAMES]) + more))
         with contextlib.suppress(Exception):  # needed by a second loop only
             self._files.record_parent(path)
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.followed import Position
     from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 
-_PLAIN = (bool, int, float, str, type(None))
-
 _MIXED = 3  # Horovod's HostUpdateResult.mixed
 
 SENT = "sent to other ranks or to a checkpoint"
@@ -244,7 +242,6 @@ class ObjectState(State):
         self._first = values
         self.__dict__.update(values)
         self.save()
-        self._settings = self._find_settings()
 
     def _check_free(self, names: Iterable[str]) -> None:
         """Refuse private names of values, and names of the class's attributes."""
@@ -257,7 +254,6 @@ class ObjectState(State):
         def __getattr__(self, name: str) -> Any: ...
 
     _aligned = False  # with the other ranks, once at least
-    _settings_there: Mapping[str, Any] = MappingProxyType({})  # of the sender
 
     # -- functions called after commits ------------------------------------------------------------
 
@@ -364,30 +360,12 @@ class ObjectState(State):
             refuse_by_name(error, values, samplers, SENT, lambda each: dump(each, samplers))
             raise
 
-    def _more(self) -> tuple[list[str], dict[str, Any], Sequence[Position]]:
-        """Return names of values that are still the first objects, settings, and positions."""
+    def _more(self) -> tuple[list[str], Sequence[Position]]:
+        """Return names of values that are still the first objects, and samplers' positions."""
         first = self._first
         held = [n for n in self._names if n in first and getattr(self, n) is first[n]]
         context = current_or_none()
-        return held, self._settings, () if context is None else context.samplers.saved
-
-    def _find_settings(self) -> dict[str, Any]:
-        """Return plain values that the function has chosen, by name, as the state is made."""
-        found = {f"state.{name}": value for name, value in self._values().items()}
-        for sampler in self._samplers():
-            for name in [name for name, value in found.items() if value is sampler]:
-                found[f"{name}.seed"], found[f"{name}.shuffle"] = sampler.seed, sampler.shuffle
-        return {name: each for name, each in found.items() if isinstance(each, _PLAIN)}
-
-    def _adopt_settings(self) -> list[str]:
-        """Take over the settings of a checkpoint; return texts on the different settings."""
-        mine, theirs = self._settings, self._settings_there
-        self._settings = {**mine, **theirs}
-        return [
-            f"{name} {theirs[name]!r} (not {value!r})"
-            for name, value in mine.items()
-            if name in theirs and theirs[name] != value
-        ]
+        return held, () if context is None else context.samplers.saved
 
     def _pack_commit(self) -> StatePayload:
         """Return all values but samplers, as of the last commit."""
@@ -409,7 +387,7 @@ class ObjectState(State):
 
     def _take(self, values: dict[str, Any], owned: dict[int, Any], more: Any) -> None:
         """Take over values of another rank, except values owned by objects."""
-        held, self._settings_there, positions = more
+        held, positions = more
         current().samplers.go_back(positions)
         known = dict(owned)
         for name in held:

@@ -332,32 +332,6 @@ def adapter_for(obj: object) -> Adapter:
     return adapter
 
 
-def settings_of(obj: object) -> Iterator[tuple[str, Any]]:
-    """Yield what a function chooses of an object: a learning rate, a seed, a schedule's length."""
-    if isinstance(obj, torch.optim.Optimizer):
-        for index, group in enumerate(obj.param_groups):
-            options = {name: each for name, each in group.items() if name != "initial_lr"}
-            yield from _plain_in(f".param_groups[{index}][{{!r}}]", options)
-    elif isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
-        values = {name: each for name, each in vars(obj).items() if name not in _OF_SCHEDULERS}
-        yield from _plain_in(".{}", values)
-    elif isinstance(obj, Loader):
-        state = obj.state_dict()
-        yield from [(f".{name}", state[name]) for name in ("seed", "shuffle", "drop_last")]
-    elif isinstance(obj, ShardSampler):
-        yield from _plain_in(".{}", {"seed": obj.seed, "shuffle": obj.shuffle})
-
-
-_OF_SCHEDULERS = ("base_lrs", "last_epoch")  # values of schedulers that follow from others
-
-
-def _plain_in(form: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        parts = value if isinstance(value, (tuple, list)) else [value]
-        if name[:1] != "_" and all(type(each) in (bool, int, float, str) for each in parts):
-            yield form.format(name), value if parts is not value else tuple(parts)
-
-
 def objects_in(values: Mapping[str, object]) -> dict[str, object]:
     """Return the objects with an adapter in `values`, nested objects included.
 

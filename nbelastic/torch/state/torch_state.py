@@ -29,12 +29,7 @@ from nbelastic.errors import NbelasticError, NotInitialized, OptionError, StateM
 from nbelastic.torch.device import device, in_words, what_would_fit
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.rates import LRScaler, WhileAlive, adjusts_to_size
-from nbelastic.torch.state.adapters import (
-    SamplerAdapter,
-    adapter_for,
-    objects_in,
-    settings_of,
-)
+from nbelastic.torch.state.adapters import SamplerAdapter, adapter_for, objects_in
 from nbelastic.torch.state.buffer_means import BufferMeans
 from nbelastic.torch.state.commit import Commit, Copies, make_commit
 from nbelastic.torch.state.flatten import Unflattener
@@ -370,12 +365,6 @@ class TorchState(ObjectState):
         return sample(self._objects()), tuple(plain)
 
     # -- synchronisation -------------------------------------------------------------------------
-
-    def _find_settings(self) -> dict[str, Any]:
-        found = super()._find_settings()
-        for label, obj in objects_in(self._values()).items():
-            found.update((f"state.{label}{name}", each) for name, each in settings_of(obj))
-        return found
 
     def _samplers(self) -> list[ShardSampler]:
         return self._objects(ShardSampler)
