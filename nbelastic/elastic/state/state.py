@@ -14,9 +14,10 @@ a generation has formed  ``on_reset()`` on ranks with a new rank or size, then `
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 
 _MIXED = 3  # Horovod's HostUpdateResult.mixed
-
-SENT = "sent to other ranks or to a checkpoint"
 
 Sample = tuple[float, ...]
 
@@ -354,11 +353,8 @@ class ObjectState(State):
         return self._payload_of(self._values(), self._samplers())
 
     def _payload_of(self, values: dict[str, Any], samplers: Sequence[ShardSampler]) -> StatePayload:
-        try:
+        with naming(values, lambda: samplers, sent=True):
             return StatePayload(dump((values, self._more()), samplers))
-        except Exception as error:  # pickling runs code of any class
-            refuse_by_name(error, values, samplers, SENT, lambda each: dump(each, samplers))
-            raise
 
     def _more(self) -> tuple[list[str], Sequence[Position]]:
         """Return names of values that are still the first objects, and samplers' positions."""
@@ -406,11 +402,8 @@ class ObjectState(State):
     def save(self) -> None:
         values, samplers = self._values(), self._samplers()
         memo: dict[int, Any] = {id(each): each for each in samplers}
-        try:
+        with naming(values, lambda: samplers):
             self._saved = copy.deepcopy(values, memo)
-        except Exception as error:  # copying runs code of any class
-            refuse_by_name(error, values, samplers)
-            raise
         self._memo = memo
         self._saved_samplers = [(each, each.snapshot()) for each in samplers]
 
@@ -469,30 +462,36 @@ class ObjectState(State):
         self._aligned = True
 
 
-def refuse_by_name(
-    error: Exception,
-    values: Mapping[str, Any],
-    known: Iterable[object],
-    done: str = "copied at each commit",
-    use: Callable[[Any], object] | None = None,
-) -> None:
-    """Raise a better error, if one of the values alone raises, too: with the place of its part.
+@contextlib.contextmanager
+def naming(
+    values: Mapping[str, Any], kept: Callable[[], Sequence[object]], *, sent: bool = False
+) -> Iterator[None]:
+    """Name in an error the part of the values that cannot be copied, or sent, by itself.
 
-    `known` are values that are kept in another way. `done` and `use` are what is done with all
-    others, as text and as function; by default a deep copy.
+    `kept` returns objects that are neither copied nor sent with them.
     """
-    memo = {id(each): each for each in known}
-    for name, value in values.items():
-        one = {name: value}
-        where, part = failing_part(one, use or (lambda each: copy.deepcopy(each, dict(memo))))
-        if where:
-            place = f"state.{name}{where.removeprefix(f'[{name!r}]')}"
-            raise NbelasticError(
-                f"{place} (a {type(part).__name__}) cannot be {done}: "
-                f"{str(error).partition('. ')[0].rstrip('.')}. Values of a state must be such that "
-                "they can be copied and pickled: keep this one outside the state, and make it anew "
-                "on each rank"
-            ) from error
+    try:
+        yield
+    except Exception as error:  # copying and pickling run code of any class
+        things = kept()
+
+        def use(each: object) -> None:
+            if sent:
+                dump(each, things)
+            else:
+                copy.deepcopy(each, {id(thing): thing for thing in things})
+
+        where, part = failing_part(dict(values), use)
+        if isinstance(error, NbelasticError) or not where:
+            raise
+        place = where.removeprefix("['").replace("']", "", 1)
+        done = "sent to other ranks or to a checkpoint" if sent else "copied at each commit"
+        raise NbelasticError(
+            f"state.{place} (a {type(part).__name__}) cannot be {done}: "
+            f"{str(error).partition('. ')[0].rstrip('.')}. Values of a state must be such that "
+            "they can be copied and pickled: keep this one outside the state, and make it anew "
+            "on each rank"
+        ) from error
 
 
 def check_names(

@@ -22,10 +22,10 @@ from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_source
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
-from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
+from nbelastic.elastic.state import ObjectState, check_names, naming, public
 from nbelastic.elastic.state.state_payload import StatePayload, dump, load
 from nbelastic.elastic.state.transfer import allgather_object
-from nbelastic.errors import NbelasticError, NotInitialized, OptionError, StateMismatch
+from nbelastic.errors import NotInitialized, OptionError, StateMismatch
 from nbelastic.torch.device import device, in_words, what_would_fit
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.rates import LRScaler, WhileAlive, adjusts_to_size
@@ -215,12 +215,8 @@ class TorchState(ObjectState):
             else:
                 handler.set_value(self.__dict__[name])
         values = self._values()
-        try:
+        with naming(values, self._objects):
             commit = make_commit(values, self.__dict__.get("_commit"))
-        except Exception as error:  # copying runs code of any class
-            if not isinstance(error, NbelasticError):
-                refuse_by_name(error, values, self._objects())
-            raise
         uncopied = self._lazy.commit(commit, current_or_none(), copy=self.always_copy)
         self._copies.take(commit.tensors, uncopied)
         self._commit, self._stepped = commit, None
@@ -395,13 +391,9 @@ class TorchState(ObjectState):
         """Return a commit with its tensors' values, and the changes since the state was built."""
         before = changes(self._built, commit.structure())
         things = [*commit.objects, *commit.tensors]
-        try:
-            contents = [part.content for part in commit.parts]
+        contents = [part.content for part in commit.parts]
+        with naming(self._values(), lambda: things, sent=True):
             content = dump((contents, commit.values, trusted, self._more()), things)
-        except Exception as error:  # pickling runs code of any class
-            values = self._values()
-            refuse_by_name(error, values, commit.objects, SENT, lambda each: dump(each, things))
-            raise
         adapters = [type(adapter_for(obj)) for obj in commit.objects]
         parts = (data, commit.kinds(), list(commit.values), before, content, adapters)
         devices = [tensor.device.type for tensor in commit.tensors]
