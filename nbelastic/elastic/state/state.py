@@ -472,6 +472,8 @@ def naming(
     """
     try:
         yield
+    except NbelasticError:
+        raise
     except Exception as error:  # copying and pickling run code of any class
         things = kept()
 
@@ -482,7 +484,7 @@ def naming(
                 copy.deepcopy(each, {id(thing): thing for thing in things})
 
         where, part = failing_part(dict(values), use)
-        if isinstance(error, NbelasticError) or not where:
+        if not where:
             raise
         place = where.removeprefix("['").replace("']", "", 1)
         done = "sent to other ranks or to a checkpoint" if sent else "copied at each commit"
