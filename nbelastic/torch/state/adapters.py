@@ -35,7 +35,6 @@ from nbelastic.torch.state.optimizer_adapter import (
     OptimizerAdapter,
     load,
     own_attributes,
-    same_lists,
     within,
 )
 from nbelastic.torch.state.settings import SentSettings, Settings, uncompiled
@@ -232,8 +231,7 @@ class StateDictAdapter(Adapter):
         return flattener.flatten(obj.state_dict())
 
     def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
-        with same_lists(obj):
-            load(obj, unflattener.unflatten(content))
+        load(obj, unflattener.unflatten(content))
 
     def parts(self, label: str, content: Any, names: dict[int, str]) -> Structure:
         del names
