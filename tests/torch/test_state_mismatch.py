@@ -138,7 +138,7 @@ MISFITS = {
         usual,
         lambda: state_of(Net(), batch=0),
     ),
-    "tensor averages['shadow']['body.weight']: expected float32 [4, 3], came float32 [8, 3]": (
+    "tensor averages.shadow.body.weight: expected float32 [4, 3], came float32 [8, 3]": (
         lambda: state_of(Net(), averages=Averages(Net(8))),
         lambda: state_of(Net(), averages=Averages(Net(4))),
     ),
@@ -150,7 +150,7 @@ MISFITS = {
         lambda: prompted(3),
         lambda: prompted(4),
     ),
-    "parameter model['a'].weight: expected float32 [2, 1], came float32 [1, 1]": (
+    "parameter model.a.weight: expected float32 [2, 1], came float32 [1, 1]": (
         lambda: TorchState({"a": nn.Linear(1, 1), "b": nn.Linear(1, 2)}),
         lambda: TorchState({"a": nn.Linear(1, 2), "b": nn.Linear(1, 1)}),
     ),

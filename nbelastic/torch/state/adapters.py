@@ -233,8 +233,7 @@ class StateDictAdapter(Adapter):
 
     def parts(self, label: str, content: Any, names: dict[int, str]) -> Structure:
         del names
-        tensors = tensors_in(content, label, "{}[{!r}]")
-        return {("tensor", name): word_for(tensor) for name, tensor in tensors}
+        return {("tensor", name): word_for(each) for name, each in tensors_in(content, label)}
 
 
 class LoaderAdapter(Adapter):
@@ -331,7 +330,7 @@ def adapter_for(obj: object) -> Adapter:
 def objects_in(values: Mapping[str, object]) -> dict[str, object]:
     """Return the objects with an adapter in `values`, nested objects included.
 
-    Each has an expression in terms of the names in `values`. An object without an adapter must not
+    Each has a path from one of the names in `values`. An object without an adapter must not
     hold a model or an optimizer that is not in `values`.
     """
     objects: dict[str, object] = {}
@@ -343,13 +342,12 @@ def objects_in(values: Mapping[str, object]) -> dict[str, object]:
         if type(value) in ATOMS or id(value) in seen:
             continue
         seen.add(id(value))
-        form = "{}[{!r}]" if is_container(value) else "{}.{}"
         adapter = adapter_of(value)
         if adapter is not None:
             objects[label] = value
         elif not is_container(value) and not isinstance(value, _PLAIN):
             others.append(value)
-        stack.extend([(form.format(label, k), each) for k, each in _inside(value, adapter)][::-1])
+        stack.extend([(f"{label}.{k}", each) for k, each in _inside(value, adapter)][::-1])
     for other in others:
         for name, inner in _held_by(other):
             if id(inner) not in seen:
@@ -400,8 +398,8 @@ def _inside(value: object, adapter: Adapter | None) -> Iterable[tuple[object, ob
     return ()
 
 
-def tensors_in(value: Any, label: str, form: str = "{}.{}") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(value: Any, label: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the dense tensors in containers, each with a name."""
-    for name, part in walk(value, label, form):
+    for name, part in walk(value, label):
         if isinstance(part, torch.Tensor) and is_dense(part):
             yield name, part
