@@ -87,7 +87,6 @@ def _train_on(
     foreseen = (session.rank, session.size)
     failure: CollectiveError | None = None
     first = True
-    grad_mode = torch.is_grad_enabled()
     while True:
         with timeline.span("RESET"):
             text = None if failure is None else str(failure)
@@ -104,12 +103,10 @@ def _train_on(
             session.synchronized(plan, checkpoints.commits)
             checkpoints.begun = True
             checks.begun(resumed=checkpoints.resumed)
-            try:
+            # The function may fail in an evaluation, with gradients disabled.
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
                 state._run_due()
                 result = call()
-            except BaseException:  # perhaps in an evaluation without gradients
-                torch.set_grad_enabled(grad_mode)
-                raise
             checks.ended()
             session.finish_loop()
             checkpoints.finish()

@@ -14,8 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from nbelastic.driver.options import Options
 from nbelastic.elastic import ObjectState, load_checkpoint
 from nbelastic.elastic.checkpoint import files as checkpoint_files
-from nbelastic.elastic.checkpoint.files import CheckpointFiles
-from nbelastic.elastic.checkpoint.manager import CheckpointSpec
+from nbelastic.elastic.checkpoint.files import CheckpointFiles, CheckpointSpec
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.messages import Place

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nbelastic.elastic import ObjectState, run, training_checks
-from nbelastic.elastic.checkpoint.manager import CheckpointSpec
+from nbelastic.elastic.checkpoint.files import CheckpointSpec
 from nbelastic.elastic.ranks.context import Context, current
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session

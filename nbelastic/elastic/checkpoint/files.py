@@ -19,6 +19,7 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -39,6 +40,18 @@ _RUN = re.compile(r"run-(\d{4,})-([0-9a-z]+)")
 _FILE = re.compile(r"(\d+)-(\d+)-(\d+)\.safetensors")
 _UNFINISHED = ".tmp"
 _PARENT = "resumed-from-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """Options of a rank's checkpoints."""
+
+    # A directory, as a path or as a URL that fsspec knows. Dask logs what a task was called with.
+    url: str = field(repr=False)
+    run: str  # identifier of this job: letters and digits
+    every: int  # commits between two checkpoints
+    resume: bool = False  # whether to continue from the newest checkpoint of any job under `url`
+    patience: float = 60.0  # seconds without a byte after which reading fails
 
 
 class Entry(NamedTuple):

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from nbelastic.elastic.checkpoint.files import CheckpointFiles
@@ -40,18 +39,6 @@ ABANDON_WAIT = 2.0
 
 LAST_WAIT = 600.0  # most seconds that the end of a loop waits for its last checkpoint
 STOP_WAIT = 5.0  # most seconds that a rank which is stopped at a commit takes to write it
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSpec:
-    """Options of a rank's checkpoints."""
-
-    # A directory, as a path or as a URL that fsspec knows. Dask logs what a task was called with.
-    url: str = field(repr=False)
-    run: str  # identifier of this job: letters and digits
-    every: int  # commits between two checkpoints
-    resume: bool = False  # whether to continue from the newest checkpoint of any job under `url`
-    patience: float = 60.0  # seconds without a byte after which reading fails
 
 
 class Abandoned(Exception):

@@ -63,9 +63,7 @@ def walk(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
                 else [*enumerate(value)]
             )
             inner = [
-                (label and f"{label}.{key}", each)
-                for key, each in pairs
-                if type(each) not in ATOMS
+                (label and f"{label}.{key}", each) for key, each in pairs if type(each) not in ATOMS
             ]
             stack.extend(inner[::-1])
 
