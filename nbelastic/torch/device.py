@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-
 import torch
 
 from nbelastic.elastic.ranks.context import current
@@ -55,19 +52,3 @@ def in_words(found: torch.device) -> str:
         return found.type
     properties = torch.cuda.get_device_properties(found)
     return f"{properties.name} with {properties.total_memory >> 20} MiB"
-
-
-def what_would_fit(error: Exception, state_bytes: int) -> str:
-    """Return at most which part of a batch would have fitted in a GPU's memory, if it is known."""
-    asked = re.search(r"Tried to allocate ([\d.]+) (MiB|GiB)", str(error))
-    ready: Callable[[], bool] = torch.cuda.is_initialized  # mem_get_info() would start CUDA
-    if asked is None or not ready():
-        return ""
-    free, total = torch.cuda.mem_get_info()
-    room = free + torch.cuda.memory_reserved() - state_bytes
-    needed = torch.cuda.max_memory_allocated() - state_bytes
-    needed += int(float(asked[1]) * 2 ** (20 if asked[2] == "MiB" else 30))
-    return (
-        f"\nAt most {min(room / needed, 1):.0%} of the batch would have fitted: it needed more "
-        f"than {needed / 2**30:.1f} GiB besides the state, of the device's {total / 2**30:.1f} GiB."
-    )

@@ -26,7 +26,7 @@ from nbelastic.elastic.state import ObjectState, check_names, naming, public
 from nbelastic.elastic.state.state_payload import StatePayload, dump, load
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NotInitialized, OptionError, StateMismatch
-from nbelastic.torch.device import device, in_words, what_would_fit
+from nbelastic.torch.device import device, in_words
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.rates import LRScaler, WhileAlive, adjusts_to_size
 from nbelastic.torch.state.adapters import SamplerAdapter, adapter_for, objects_in
@@ -42,13 +42,6 @@ _ACCELERATES = (
     "It does not have the progress in accelerate's loaders, nor its gradient scaler: after a "
     "change of membership rows of an epoch are repeated.\n"
     "Use nbelastic.accelerate.AccelerateState(accelerator, epoch=0) in its place."
-)
-
-_NO_LOADER = (
-    "a rank ran out of memory, and its batches are the program's own\n"
-    "Over hvd.elastic.Loader(dataset, hvd.elastic.Batch(rows)) a rank goes on from the last commit "
-    "with smaller parts of each batch, and the others wait.\n"
-    "Use a Loader, or give each rank smaller batches."
 )
 
 
@@ -237,10 +230,6 @@ class TorchState(ObjectState):
         for loader in under_way:
             loader.device = in_words(device())
             loader.make_room()
-        context = current_or_none()
-        if context is not None and not self._loaders:
-            state_bytes, _ = context.telemetry.memory
-            warn(context, _NO_LOADER + what_would_fit(error, state_bytes))
         return bool(under_way)
 
     def _complete_commit(self) -> None:
