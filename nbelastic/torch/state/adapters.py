@@ -20,6 +20,7 @@ from nbelastic.data import Loader
 from nbelastic.elastic.followed import resumes_itself
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NbelasticError, StateMismatch
+from nbelastic.pickling import parts_of
 from nbelastic.torch.state.flatten import (
     ATOMS,
     Adapter,
@@ -301,6 +302,7 @@ _ADAPTERS: list[tuple[type, Adapter]] = [
 _STATE_DICT = StateDictAdapter()
 _EPOCH = EpochAdapter()
 _PLAIN = (torch.Tensor, type)
+_HELD = (torch.nn.Module, torch.optim.Optimizer)
 
 
 def adapter_of(value: object) -> Adapter | None:
@@ -349,39 +351,20 @@ def objects_in(values: Mapping[str, object]) -> dict[str, object]:
             others.append(value)
         stack.extend([(f"{label}.{k}", each) for k, each in _inside(value, adapter)][::-1])
     for other in others:
-        for name, inner in _held_by(other):
-            if id(inner) not in seen:
-                _refuse(other, name, inner)
+        for name, part in parts_of(other):
+            for _, each in walk(part):
+                if isinstance(each, _HELD) and id(each) not in seen:
+                    _refuse(other, name, each)
     return objects
-
-
-def _held_by(value: object) -> Iterable[tuple[str, object]]:
-    """Return models and optimizers in an object's attributes, and in a container of its class."""
-    parts = [(f".{name}", each) for name, each in getattr(value, "__dict__", {}).items()]
-    if isinstance(value, dict):
-        parts += [(f"[{key!r}]", each) for key, each in value.items()]
-    elif isinstance(value, (list, tuple)):
-        parts += [(f"[{number}]", each) for number, each in enumerate(value)]
-    return [
-        (name, each)
-        for name, part in parts
-        for _, each in walk(part)
-        if isinstance(each, (torch.nn.Module, torch.optim.Optimizer))
-    ]
 
 
 def _refuse(value: object, name: str, held: object) -> None:
     kind, inner = type(value).__qualname__, type(held).__qualname__
-    if isinstance(held, torch.optim.Optimizer):
-        raise NbelasticError(
-            f"a {kind} in the state wraps an optimizer ({inner}) that the state does not have: a "
-            f"copy of it would train a copy of the model. Name the {inner} in the state as well, "
-            f"or give {kind} state_dict() and load_state_dict()"
-        )
     raise NbelasticError(
-        f"a {kind} in the state holds a model ({inner}, at {name}) that the state does not have: "
-        f"after a failure the {kind} would hold a copy of it, and the model that is trained would "
-        f"not go back. Name the {inner} in the state as well, or keep it in a dict, list or tuple"
+        f"a {kind} in the state holds a {inner}, at {name}, that the state does not have: after a "
+        f"failure the {kind} would hold a copy of it, and what is trained would not go back. Name "
+        f"the {inner} in the state as well, keep it in a dict, list or tuple, or give {kind} "
+        "state_dict() and load_state_dict()"
     )
 
 
