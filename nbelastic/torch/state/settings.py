@@ -22,8 +22,6 @@ _Object = torch.nn.Module | torch.optim.Optimizer
 COMPILED = "_orig_mod"  # name of a model in the one that ``torch.compile`` returns
 
 _BASE = frozenset(vars(torch.nn.Module())) - {"training"}
-_OTHER = object()  # stands for an attribute that is no setting
-
 # Settings of each part by name, from its first capture.
 _built: weakref.WeakKeyDictionary[_Object, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -60,49 +58,39 @@ class Settings:
     """Settings of an optimizer, or of all modules of a model by their paths, as they are now."""
 
     def __init__(self, parts: Mapping[str, _Object]) -> None:
-        self._parts = [(path, part, _attributes_of(part)) for path, part in parts.items()]
-        for _, part, values in self._parts:
+        # Each part's settings, and the names of all its attributes.
+        self._parts = [(p, e, _settings_of(e), frozenset(vars(e))) for p, e in parts.items()]
+        for _, part, values, _ in self._parts:
             _built.setdefault(part, values)
 
     def places(self) -> tuple[list[dict[str, Any]], list[str]]:
         """Return for each setting its dictionary, and its name."""
-        pairs = [(vars(part), values) for _, part, values in self._parts]
-        found = [(live, n) for live, values in pairs for n, v in values.items() if v is not _OTHER]
+        found = [(vars(part), name) for _, part, values, _ in self._parts for name in values]
         return [live for live, _ in found], [name for _, name in found]
 
     def restore(self, obj: _Object) -> None:
         """Set the settings of the same object again, and remove new settings."""
-        base = _base_of(obj)
-        for _, part, values in self._parts:
+        del obj
+        for _, part, values, names in self._parts:
             live = vars(part)
             _set(live, values)
-            new = [name for name in live if name not in values and name not in base]
-            for name in [each for each in new if is_plain(live[each])]:
+            for name in _settings_of(part).keys() - names:
                 del live[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
         changed: dict[str, dict[str, Any]] = {}
-        for path, part, values in self._parts:
+        for path, part, values, _ in self._parts:
             built = _built.get(part, {})
-            new = {n: v for n, v in values.items() if v is not _OTHER and not _same(built, n, v)}
+            new = {n: v for n, v in values.items() if n not in built or not _same(built[n], v)}
             changed.setdefault(uncompiled(path), {}).update(new)
         return SentSettings, (changed,)
 
 
-def _base_of(obj: _Object) -> frozenset[str]:
-    return _BASE if isinstance(obj, torch.nn.Module) else attributes_of_optimizers()
-
-
-def _attributes_of(part: _Object) -> dict[str, Any]:
-    """Return the settings of a part, and a mark for each of its other attributes."""
-    base = _base_of(part)
+def _settings_of(part: _Object) -> dict[str, Any]:
     if isinstance(part, LazyModuleMixin):  # it sets some of them together with its parameters
-        return dict.fromkeys(vars(part), _OTHER)
-    return {
-        name: value if type(value) in ATOMS or is_plain(value) else _OTHER
-        for name, value in vars(part).items()
-        if name not in base
-    }
+        return {}
+    base = _BASE if isinstance(part, torch.nn.Module) else attributes_of_optimizers()
+    return {n: v for n, v in vars(part).items() if n not in base and is_plain(v)}
 
 
 def is_plain(value: object) -> bool:
@@ -115,12 +103,10 @@ def is_plain(value: object) -> bool:
 def _set(live: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set attributes, but not in place of what is no setting by now."""
     for name, value in values.items():
-        if value is not _OTHER and (
-            name not in live or (live[name] is not value and is_plain(live[name]))
-        ):
+        if name not in live or (live[name] is not value and is_plain(live[name])):
             live[name] = value
 
 
-def _same(built: Mapping[str, Any], name: str, value: Any) -> bool:
-    first = built.get(name, _OTHER)
-    return type(first) is type(value) and (first == value or value != value)  # noqa: PLR0124 (NaN)
+def _same(first: object, value: object) -> bool:
+    nan = value != value  # noqa: PLR0124
+    return type(first) is type(value) and (first == value or nan)
