@@ -34,21 +34,13 @@ REGULAR = 10
 MOST_OPTIMIZERS = 3  # of a rank that are kept to compare what they train
 NOT_FINITE = 1e300  # in the place of numbers that are not finite, which messages cannot carry
 
-_ADVICE = (
-    "Call state.commit() on all ranks after each step, which costs next to nothing, or every few "
-    "steps."
-)
 NO_COMMIT = (
     "no commit yet\n"
-    f"The elastic loop of one rank at least has run for {MOST_STEPS} steps or a minute without "
-    "state.commit(). A failure of any rank would throw all ranks back to where the loop began.\n"
-    f"{_ADVICE}"
-)
-NEVER_COMMITTED = (
-    "no commit was made\n"
-    "The elastic loop of one rank at least ended without state.commit(): a failure of any rank "
-    "would have thrown all ranks back to its beginning.\n"
-    f"{_ADVICE}"
+    f"The elastic loop of one rank at least has run for {MOST_STEPS} steps, a minute or to its end "
+    "without state.commit(). A failure of any rank would throw all ranks back to where the loop "
+    "began.\n"
+    "Call state.commit() on all ranks after each step, which costs next to nothing, or every few "
+    "steps."
 )
 EPOCH_WENT_BACK = (
     "state.epoch went back from {before} to {now}\n"
@@ -102,7 +94,7 @@ class TrainingChecks:
         """Record that the loop has ended on this rank."""
         self._sample(0)
         if self._waits and not self._resumed:
-            warn(self._session, NEVER_COMMITTED)
+            warn(self._session, NO_COMMIT)
 
     def close(self) -> None:
         """Stop waiting for a commit."""

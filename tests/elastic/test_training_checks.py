@@ -13,7 +13,6 @@ from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.state import State
 from nbelastic.elastic.training_checks import (
-    NEVER_COMMITTED,
     NO_COMMIT,
     TrainingChecks,
     note_step,
@@ -81,11 +80,11 @@ def train(session, steps, commit_every=0, state=None, *, begins="", optimizers=l
 @pytest.mark.parametrize(
     ("steps", "commit_every", "begins", "warnings"),
     [
-        (100, 0, "", [NEVER_COMMITTED]),
+        (100, 0, "", [NO_COMMIT]),
         (101, 0, "", [NO_COMMIT]),
         (500, 200, "", [NO_COMMIT]),
         (500, 100, "", []),
-        (0, 0, "", [NEVER_COMMITTED]),
+        (0, 0, "", [NO_COMMIT]),
         (0, 0, "resumes", []),  # the loop of the checkpoint may have ended
         (101, 0, "resumes", [NO_COMMIT]),
         (0, 0, "joins", []),  # others have committed
