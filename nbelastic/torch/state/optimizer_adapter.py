@@ -52,15 +52,6 @@ _DATA = (
     *(random.Random, np.random.Generator, np.random.RandomState),
 )
 
-_LISTS = ("param_groups", "state")
-
-_SHARDED = "ZeroRedundancyOptimizer"
-
-_ADVICE = (
-    ", so they would be neither restored nor sent: give the class state_dict() and "
-    "load_state_dict(), or register a handler (elastic.state.set_handler_registry)"
-)
-
 # Optimizers whose attributes were searched.
 _checked: weakref.WeakSet[_Optimizer] = weakref.WeakSet()
 
@@ -244,28 +235,25 @@ def within(obj: object) -> list[_Optimizer]:
 def _check(flattener: Flattener, obj: _Optimizer) -> None:
     """Raise an error if an optimizer keeps what neither attributes nor its state dict hold."""
     name = type(obj).__qualname__
-    if any(kind.__name__ == _SHARDED for kind in type(obj).__mro__):
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(obj).__mro__):
         raise NbelasticError(
             f"a {name} keeps of the optimizer's state only this rank's share, which is lost with "
             "the rank; use the optimizer that it is made of, in DistributedOptimizer"
         )
     if overrides(obj):
         return
-    shared = [vars(each).get(name) for each in within(obj) for name in _LISTS]
-    known = {id(each) for each in shared} | {id(p) for g in obj.param_groups for p in g["params"]}
+    lists = [vars(each).get(key) for each in within(obj) for key in ("param_groups", "state")]
+    known = {*map(id, lists), *(id(p) for group in obj.param_groups for p in group["params"])}
     for attribute, value in own_attributes(obj).items():
-        if id(value) in known or is_plain(value):
-            continue
-        for _, each in walk(value):
-            if (
-                id(each) not in known
-                and flattener.memo.get(id(each)) is not each
-                and _is_data(each)
-            ):
-                kind = type(value).__qualname__
-                raise NbelasticError(
-                    f"{name}.{attribute} (a {kind}) holds values that a state cannot see{_ADVICE}"
-                )
+        parts = () if id(value) in known or is_plain(value) else walk(value)
+        others = [each for _, each in parts if id(each) not in known]
+        if any(_is_data(each) and flattener.memo.get(id(each)) is not each for each in others):
+            raise NbelasticError(
+                f"{name}.{attribute} (a {type(value).__qualname__}) holds values that a state "
+                "cannot see, so they would be neither restored nor sent: give the class "
+                "state_dict() and load_state_dict(), or register a handler "
+                "(elastic.state.set_handler_registry)"
+            )
 
 
 def _is_data(value: object) -> bool:
