@@ -160,7 +160,8 @@ class BufferMeans:
             for key, buffer in module._buffers.items()
             if buffer is not None
         }
-        means, self._counts, self._given, self._others = [], [], [], {}
+        means: list[torch.Tensor] = []
+        self._counts, self._given, self._others = [], [], {}
         for buffer, (name, module) in named.items():
             if is_lazy(buffer):
                 raise RuntimeError(

@@ -26,7 +26,7 @@ from nbelastic.elastic.state import ObjectState, check_names, naming, public
 from nbelastic.elastic.state.state_payload import StatePayload, dump, load
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NotInitialized, OptionError, StateMismatch
-from nbelastic.torch.device import device, in_words
+from nbelastic.torch.environment import device, in_words
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.rates import LRScaler, WhileAlive, adjusts_to_size
 from nbelastic.torch.state.adapters import SamplerAdapter, adapter_for, objects_in
