@@ -85,7 +85,7 @@ def failing_part(
     where = ""
     seen = {id(value)}
     for _ in range(_DEEPEST):
-        for step, part in (*parts(value), *_parts(value)):
+        for step, part in (*parts(value), *parts_of(value)):
             if id(part) not in seen and not _works(use, part):
                 seen.add(id(part))
                 where, value = where + step, part
@@ -95,7 +95,8 @@ def failing_part(
     return where, value
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield attributes and items of a value, each with the code that leads to it."""
     if isinstance(value, ModuleType):
         return
     if isinstance(value, dict):

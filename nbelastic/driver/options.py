@@ -26,7 +26,7 @@ import yaml
 from dask.utils import parse_timedelta
 
 from nbelastic.collectives import BACKENDS, backend_names
-from nbelastic.elastic.checkpoint.manager import CheckpointSpec
+from nbelastic.elastic.checkpoint.files import CheckpointSpec
 from nbelastic.elastic.ranks.runtime import OWN_VARIABLES, RankSpec
 from nbelastic.elastic.ranks.timeline import part_of
 from nbelastic.elastic.redaction import without_secrets

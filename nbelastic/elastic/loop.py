@@ -82,10 +82,11 @@ def _train_on(
     checkpoints: CheckpointManager,
     checks: TrainingChecks,
 ) -> object:
+    import torch
+
     foreseen = (session.rank, session.size)
     failure: CollectiveError | None = None
     first = True
-    restore_modes = torch_modes()
     while True:
         with timeline.span("RESET"):
             text = None if failure is None else str(failure)
@@ -102,12 +103,10 @@ def _train_on(
             session.synchronized(plan, checkpoints.commits)
             checkpoints.begun = True
             checks.begun(resumed=checkpoints.resumed)
-            try:
+            # The function may fail in an evaluation, with gradients disabled.
+            with torch.set_grad_enabled(torch.is_grad_enabled()):
                 state._run_due()
                 result = call()
-            except BaseException:  # perhaps in an evaluation without gradients
-                restore_modes()
-                raise
             checks.ended()
             session.finish_loop()
             checkpoints.finish()
@@ -149,43 +148,3 @@ def _leave(session: Session, state: State) -> CollectiveError | None:
     state.save()
     session.committed()
     return None
-
-
-_inference_guards: list[Any] = []
-"""Guards that end a mode of another guard that does not end it. They live on, because each would
-put back the mode before it."""
-
-
-def torch_modes() -> Callable[[], None]:
-    """Return a function to restore modes of autograd and autocast, and the default device.
-
-    A function is called again after a reset, which may have left them anywhere in the same thread.
-    """
-    import torch
-
-    def set_inference_mode(enabled: bool) -> None:
-        _inference_guards.append(torch._C._InferenceMode(enabled))
-
-    def set_default_device(device: torch.device) -> None:
-        # The default device "cpu" is the same as none, which costs less.
-        torch.set_default_device(None if device.type == "cpu" else device)
-
-    accelerator = torch.accelerator.current_accelerator()
-    devices = {"cpu", "cuda", *([] if accelerator is None else [accelerator.type])}
-    pairs: list[tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]] = [
-        (torch.is_inference_mode_enabled, set_inference_mode, ()),  # which sets the next
-        (torch.is_grad_enabled, torch.set_grad_enabled, ()),
-        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, ()),
-        (torch.get_default_device, set_default_device, ()),
-        *((torch.is_autocast_enabled, torch.set_autocast_enabled, (e,)) for e in devices),
-        *((torch.get_autocast_dtype, torch.set_autocast_dtype, (e,)) for e in devices),
-    ]
-    before = [(get, put, of, get(*of)) for get, put, of in pairs]
-
-    def restore() -> None:
-        for get, put, of, value in before:
-            if get(*of) != value:
-                put(*of, value)
-                torch.clear_autocast_cache()
-
-    return restore

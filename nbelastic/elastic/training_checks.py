@@ -33,32 +33,15 @@ MOST_STEPS, MOST_SECONDS = 100, 60.0
 REGULAR = 10
 MOST_OPTIMIZERS = 3  # of a rank that are kept to compare what they train
 NOT_FINITE = 1e300  # in the place of numbers that are not finite, which messages cannot carry
-MOST_NAMES = 5  # in a warning
 
-_ADVICE = (
+NO_COMMIT = (
+    "no commit yet\n"
+    f"The elastic loop of one rank at least has run for {MOST_STEPS} steps, a minute or to its end "
+    "without state.commit(). A failure of any rank would throw all ranks back to where the loop "
+    "began.\n"
     "Call state.commit() on all ranks after each step, which costs next to nothing, or every few "
     "steps."
 )
-NO_COMMIT = (
-    "no commit yet\n"
-    f"The elastic loop of one rank at least has run for {MOST_STEPS} steps or a minute without "
-    "state.commit(). A failure of any rank would throw all ranks back to where the loop began.\n"
-    f"{_ADVICE}"
-)
-NEVER_COMMITTED = (
-    "no commit was made\n"
-    "The elastic loop of one rank at least ended without state.commit(): a failure of any rank "
-    "would have thrown all ranks back to its beginning.\n"
-    f"{_ADVICE}"
-)
-MOVING = (
-    "values in modules change that are part of no state: {names}\n"
-    "They are in no state_dict. After a failure they are not rolled back, and ranks that join "
-    "start with other values. It does not matter for what each forward() computes anew.\n"
-    "Make them buffers (register_buffer), return them from get_extra_state() and "
-    "set_extra_state(), or make them values of the state."
-)
-
 EPOCH_WENT_BACK = (
     "state.epoch went back from {before} to {now}\n"
     "The elastic loop is called again after each change of membership, and has to go on from the "
@@ -79,7 +62,6 @@ class TrainingChecks:
         self._waits = True  # until the first commit or the warning
         self._resumed = False
         self._epoch: int | None = None  # of the state, when the generation began
-        self._moving: dict[str, object] | None = {}  # None after the warning
         session.before_exchange += (self._count,)
 
     def begun(self, *, resumed: bool = False) -> None:
@@ -107,28 +89,12 @@ class TrainingChecks:
             self.close()
         if self._commits in MOMENTS:
             self._sample(self._commits)
-            self._look_for_moving()
-
-    def _look_for_moving(self) -> None:
-        """Warn of values in modules that have changed since the last sample."""
-        session, before = self._session, self._moving
-        if before is None or session.size == 1 or session.rank != 0:
-            return
-        try:
-            self._moving = now = self._state._moving_values()
-        except Exception:  # attributes of users' classes raise what they like
-            return
-        names = [name for name, token in now.items() if before.get(name, token) != token]
-        if names and self._commits > MOMENTS[0]:
-            self._moving = None
-            more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-            warn(session, MOVING.format(names=", ".join(names[:MOST_NAMES]) + more))
 
     def ended(self) -> None:
         """Record that the loop has ended on this rank."""
         self._sample(0)
         if self._waits and not self._resumed:
-            warn(self._session, NEVER_COMMITTED)
+            warn(self._session, NO_COMMIT)
 
     def close(self) -> None:
         """Stop waiting for a commit."""

@@ -194,9 +194,6 @@ class KerasState(TorchState):
     def _modules(self) -> list[torch.nn.Module]:
         return [self._keras["model"]] if self._back.in_place else []
 
-    def _moving_values(self) -> dict[str, object]:
-        return {}
-
     def _running_means(self) -> Iterable[torch.Tensor]:
         return self._back.read(self._moving_statistics())
 

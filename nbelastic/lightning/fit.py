@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from nbelastic.elastic.ranks.context import current, initialize
 from nbelastic.errors import OptionError
 from nbelastic.lightning.loop import ElasticFit, follow_epochs_of_fabric
-from nbelastic.torch.device import device
+from nbelastic.torch.environment import device
 from nbelastic.torch.process_group import NAME, default_group
 from nbelastic.trainers.callbacks import by_itself
 

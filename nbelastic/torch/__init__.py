@@ -21,11 +21,11 @@ from nbelastic.errors import HorovodInternalError, HostsUpdatedInterrupt
 from nbelastic.torch import distributed_sampler as _distributed_sampler
 from nbelastic.torch import elastic
 from nbelastic.torch.compression import Compression
-from nbelastic.torch.device import device
 from nbelastic.torch.environment import (
     ccl_built,
     cuda_built,
     ddl_built,
+    device,
     gloo_built,
     gloo_enabled,
     init,

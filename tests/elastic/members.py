@@ -6,7 +6,8 @@ import threading
 from pathlib import Path
 
 from nbelastic.collectives import SoloCommunicator
-from nbelastic.elastic.checkpoint.manager import CheckpointManager, CheckpointSpec
+from nbelastic.elastic.checkpoint.files import CheckpointSpec
+from nbelastic.elastic.checkpoint.manager import CheckpointManager
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
 from nbelastic.elastic.ranks.session import Session

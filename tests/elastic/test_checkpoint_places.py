@@ -1,7 +1,6 @@
 """Places that checkpoints should not be kept in, and what a job says of them."""
 
 import json
-import os
 import threading
 import traceback
 from pathlib import Path
@@ -15,13 +14,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from nbelastic.driver.options import Options
 from nbelastic.elastic import ObjectState, load_checkpoint
 from nbelastic.elastic.checkpoint import files as checkpoint_files
-from nbelastic.elastic.checkpoint.files import CheckpointFiles
-from nbelastic.elastic.checkpoint.manager import CheckpointSpec
+from nbelastic.elastic.checkpoint.files import CheckpointFiles, CheckpointSpec
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.messages import Place
 from tests.elastic.members import job
-from tests.elastic.test_checkpoint_files import put
 
 SECRET = "hunter2"
 
@@ -36,39 +33,6 @@ def run(url, name, **options):
     return state.count, notes
 
 
-# -- what is no file -------------------------------------------------------------------------------
-
-
-KINDS = {
-    "a pipe": os.mkfifo,
-    "a directory": Path.mkdir,
-    "a device": lambda path: path.symlink_to("/dev/zero"),
-    "Too many levels of symbolic links": lambda path: path.symlink_to(path),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_file_is_passed_over_and_does_not_hold_up_writing(kind, tmp_path):
-    run(tmp_path, "a")
-    (directory,) = tmp_path.iterdir()
-    make, files = KINDS[kind], CheckpointFiles(str(tmp_path), "a")
-    last = "01-999999-0000000999.safetensors"
-    make(directory / last)
-    if kind == "a pipe":
-        (tmp_path / "run-0002-b").mkdir()
-        make(tmp_path / "run-0002-b" / f"resumed-from-{directory.name}")
-    found, notes = run(tmp_path, "b", resume=True)
-    assert found == 2
-    assert any(f"passed over {directory}/{last}: it is no file" in note for note in notes)
-    assert any(note.startswith("goes on from") for note in notes)
-    if kind != "a directory":
-        make(directory / "01-000001-0000000002.safetensors.tmp")
-        make(directory / "01-000001-0000000003.safetensors")
-    for version in (2, 3, 4):
-        assert files.read(put(files, version)) is not None
-    assert len([each for each in directory.iterdir() if each.is_file()]) == 2
-
-
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_file_that_cannot_be_read_is_passed_over_with_a_word(resume, tmp_path, monkeypatch):
     first = CheckpointFiles(str(tmp_path), "a")
@@ -77,14 +41,13 @@ def test_a_file_that_cannot_be_read_is_passed_over_with_a_word(resume, tmp_path,
     newer = str(Path(path).with_name("01-999999-0000000999.safetensors"))
     Path(newer).write_bytes(Path(path).read_bytes())
     refused = {newer}
-    opened = checkpoint_files._open_file
 
-    def open_file(path, flags):
+    def open_file(path, mode):
         if path in refused:
             raise PermissionError(13, "Permission denied", path)
-        return opened(path, flags)
+        return open(path, mode)
 
-    monkeypatch.setattr(checkpoint_files, "_open_file", open_file)
+    monkeypatch.setattr(checkpoint_files, "open", open_file, raising=False)
     found, notes = run(tmp_path, "b" if resume else "a", resume=resume)
     assert found == 2, "the one before is read"
     assert any(f"passed over {newer}: it cannot be read" in note for note in notes)

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from nbelastic.elastic.checkpoint.manager import CheckpointSpec
+from nbelastic.elastic.checkpoint.files import CheckpointSpec
 from nbelastic.elastic.loop import run
 from nbelastic.elastic.state import ObjectState
 from nbelastic.errors import CollectiveError, OptionError

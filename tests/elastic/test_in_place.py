@@ -43,7 +43,6 @@ MAKE = {  # a value, and a change in place
     "counter": (lambda: Counter(a=2, b=1), lambda each: each.update(a=5)),
     "set": (lambda: {0}, lambda each: each.add(len(each))),
     "deque": (lambda: deque([1, 2], maxlen=2), lambda each: each.append(each[-1] + 1)),
-    "bytearray": (lambda: bytearray(b"abc"), lambda each: each.__setitem__(0, each[0] + 1)),
     "array": (lambda: np.zeros(3), lambda each: each.put(0, each[0] + 1)),
     "dataclass": (Record, in_object),
     "namespace": (lambda: types.SimpleNamespace(steps=0, log=[]), in_namespace),

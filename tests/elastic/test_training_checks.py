@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from nbelastic.elastic import ObjectState, run, training_checks
-from nbelastic.elastic.checkpoint.manager import CheckpointSpec
+from nbelastic.elastic.checkpoint.files import CheckpointSpec
 from nbelastic.elastic.ranks.context import Context, current
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.state import State
 from nbelastic.elastic.training_checks import (
-    NEVER_COMMITTED,
     NO_COMMIT,
     TrainingChecks,
     note_step,
@@ -81,11 +80,11 @@ def train(session, steps, commit_every=0, state=None, *, begins="", optimizers=l
 @pytest.mark.parametrize(
     ("steps", "commit_every", "begins", "warnings"),
     [
-        (100, 0, "", [NEVER_COMMITTED]),
+        (100, 0, "", [NO_COMMIT]),
         (101, 0, "", [NO_COMMIT]),
         (500, 200, "", [NO_COMMIT]),
         (500, 100, "", []),
-        (0, 0, "", [NEVER_COMMITTED]),
+        (0, 0, "", [NO_COMMIT]),
         (0, 0, "resumes", []),  # the loop of the checkpoint may have ended
         (101, 0, "resumes", [NO_COMMIT]),
         (0, 0, "joins", []),  # others have committed
@@ -229,37 +228,6 @@ def test_outside_a_job_nothing_is_watched():
 
 
 # -- what is wrong with a state --------------------------------------------------------------------
-
-
-class Moving(Sampled):
-    """A state with modules that hold values besides their state dicts."""
-
-    def __init__(self, values):
-        self.moments = iter(values)
-
-    def _moving_values(self):
-        return next(self.moments)
-
-
-@pytest.mark.parametrize(
-    ("values", "names"),
-    [
-        ([{"a": 1}, {"a": 1}, {"a": 1}], ""),
-        ([{"a": 1, "b": 1}, {"a": 2, "b": 1}], "a"),
-        ([{"a": 1}, {"a": 1, "late": 1}, {"a": 1, "late": 2}], "late"),
-        ([dict.fromkeys("abcdefg", 1), dict.fromkeys("abcdefg", 2)], "a, b, c, d, e and 2 more"),
-    ],
-)
-def test_values_that_move_between_commits_are_named_once(session, values, names):
-    train(session, 150, 1, Moving(values))
-    said = [] if not names else [training_checks.MOVING.format(names=names)]
-    assert session.port.warnings() == said
-
-
-def test_other_ranks_and_a_rank_alone_do_not_look_for_them(session):
-    for session.rank, session.size in ((1, 2), (0, 1)):
-        train(session, 20, 1, Moving([]))
-    assert session.port.warnings() == []
 
 
 @pytest.mark.parametrize(

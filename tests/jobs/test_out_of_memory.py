@@ -68,22 +68,3 @@ def test_what_cannot_be_smaller_is_the_error_itself(crew):
     with pytest.raises(RankFailed, match=r"Batch\(exact=True\): a rank ran out of memory") as found:
         crew.fit(train, args=("runs out",), kwargs={"exact": True}, min_np=3, np=3)
     assert isinstance(found.value.__cause__, OptionError)
-
-
-def test_without_a_loader_the_job_says_what_helps(crew):
-    def fill():
-        model = torch.nn.Linear(1, 1)
-        state = hvd.elastic.TorchState(model, torch.optim.SGD(model.parameters(), 0.1))
-
-        @hvd.elastic.run
-        def loop(state):
-            state.commit()
-            raise torch.OutOfMemoryError("all is full")
-
-        loop(state)
-
-    job = crew.fit(fill, np=1, block=False)
-    with pytest.raises(RankFailed, match="OutOfMemoryError: all is full"):
-        job.result(60)
-    said = "a rank ran out of memory, and its batches are the program's own"
-    assert job.status.headlines.count(said) == 1

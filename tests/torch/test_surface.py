@@ -25,7 +25,6 @@ from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.ranks.timeline import timeline, write
 from nbelastic.errors import NotInitialized
 from nbelastic.torch import environment
-from nbelastic.torch.device import what_would_fit
 from nbelastic.torch.elastic import state as registry
 from nbelastic.torch.gradients import layout
 from tests.torch.ranks import on_ranks
@@ -254,14 +253,3 @@ def test_accelerate_is_told_the_gpu_of_a_dask_cuda_worker(host, own):
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cuda:3"  # the user's own choice
     keep_variables(context)
     assert os.environ["ACCELERATE_TORCH_DEVICE"] == "cuda:3"
-
-
-def test_what_would_have_fitted_is_said_of_a_batch_beside_the_state(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 80 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 75 << 30)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 74 << 30)
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 GiB. GPU 0 has …")
-    said = what_would_fit(error, 26 << 30)
-    assert said.startswith("\nAt most 78% of the batch would have fitted: it needed more than 64.0")
-    assert what_would_fit(torch.OutOfMemoryError("all is full"), 0) == ""

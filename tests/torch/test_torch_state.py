@@ -185,7 +185,7 @@ HOLDERS = {
 @pytest.mark.parametrize("place", [lambda each: each, lambda each: {"inner": [each]}])
 def test_a_model_in_an_object_is_refused_at_construction(name, place):
     make, where = HOLDERS[name]
-    text = rf"a {name} in the state holds a model \(Linear, at {where}\) that the state does not"
+    text = rf"a {name} in the state holds a Linear, at {where}, that the state does not"
     with pytest.raises(NbelasticError, match=text):
         TorchState(bundle=place(make(nn.Linear(1, 1))))
 
@@ -219,27 +219,12 @@ def with_attribute(value):
     return make
 
 
-def with_slots(net):
-    class Slotted(torch.optim.SGD):
-        __slots__ = ("means",)
-
-    return Slotted(net.parameters(), lr=0.1)
-
-
 def without_state_dict(net):
     class Bare:
         def __init__(self):
             self.inner = sgd(net)
 
     return Bare()
-
-
-def that_does_not_load(net):
-    class Refusing(torch.optim.SGD):
-        def load_state_dict(self, state_dict):
-            raise KeyError("slow")
-
-    return Refusing(net.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -250,16 +235,11 @@ def that_does_not_load(net):
         (with_attribute(torch.ones(1)), r"Hiding.kept \(a Tensor\) holds values"),
         (with_attribute(random.Random(1)), r"Hiding.kept \(a Random\) holds values"),
         (with_attribute(Kept(1)), r"Hiding.kept \(a Kept\) holds values .* give the class state_"),
-        (with_slots, r"Slotted keeps attributes in __slots__, which a state cannot see"),
         (
             lambda net: ZeroRedundancyOptimizer(net.parameters(), lr=0.1),
             "a ZeroRedundancyOptimizer keeps of the optimizer's state only this rank's share",
         ),
-        (without_state_dict, r"Bare in the state wraps an optimizer \(SGD\) that the state does"),
-        (
-            that_does_not_load,
-            r"Refusing.load_state_dict\(\) does not take what .* has given: KeyError\('slow'\)",
-        ),
+        (without_state_dict, r"Bare in the state holds a SGD, at \.inner, that the state does"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_by_name(make, message):

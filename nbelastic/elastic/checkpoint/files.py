@@ -6,8 +6,7 @@
         01-000002-0000000300.safetensors       loop, generation, commit
         resumed-from-run-0000-…                empty; names the run that this one continues
 
-Incomplete files are skipped, and so are those that cannot be read, and anything other than a file:
-a pipe would block its reader.
+Incomplete files are skipped, and so are those that cannot be read.
 
 The newest checkpoint of a run is that of the last generation, then of the last commit: an evicted
 rank may write on for a while, but never in a newer generation.
@@ -20,8 +19,8 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from nbelastic.elastic.checkpoint.format import (
@@ -43,8 +42,16 @@ _UNFINISHED = ".tmp"
 _PARENT = "resumed-from-"
 
 
-class NotAFile(Exception):
-    """A checkpoint's path has something other than a file."""
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """Options of a rank's checkpoints."""
+
+    # A directory, as a path or as a URL that fsspec knows. Dask logs what a task was called with.
+    url: str = field(repr=False)
+    run: str  # identifier of this job: letters and digits
+    every: int  # commits between two checkpoints
+    resume: bool = False  # whether to continue from the newest checkpoint of any job under `url`
+    patience: float = 60.0  # seconds without a byte after which reading fails
 
 
 class Entry(NamedTuple):
@@ -64,8 +71,6 @@ class CheckpointFiles:
         self.url = url  # a directory: a local path, or a URL that fsspec knows
         self._run = run  # identifier of this job: letters and digits
         self._places: dict[str, str] = {}
-        # Directories of runs that could not be listed, and count as empty.
-        self.unlisted: dict[str, OSError] = {}
 
     @cached_property
     def _storage(self) -> tuple[Any, str, bool]:
@@ -86,11 +91,6 @@ class CheckpointFiles:
             found = system.ls(directory, detail=False)
             return [posixpath.basename(path.rstrip("/")) for path in found]
         except FileNotFoundError:
-            return []
-        except OSError as error:
-            if directory == self._storage[1]:
-                raise
-            self.unlisted[directory] = error
             return []
 
     def _runs(self) -> list[tuple[int, str, str]]:
@@ -167,14 +167,9 @@ class CheckpointFiles:
         """Return the contents of a file; None if it is not a complete checkpoint."""
         system, _, local = self._storage
         try:
-            if local:
-                with open(path, "rb", opener=_open_file) as file:
-                    return decode(file, os.fstat(file.fileno()).st_size, self._on_progress)
-            info = system.info(path)
-            if info.get("type") == "directory":
-                raise NotAFile
-            with system.open(path, "rb") as file:
-                return decode(file, info["size"], self._on_progress)
+            size = system.info(path)["size"]
+            with open(path, "rb") if local else system.open(path, "rb") as file:
+                return decode(file, size, self._on_progress)
         except FileNotFoundError:
             return None
         except NbelasticError as error:
@@ -184,27 +179,21 @@ class CheckpointFiles:
         self, paths: Iterator[str], pass_over: Callable[[str], None], *, patient: bool = False
     ) -> tuple[str, Checkpoint] | None:
         """Return path and contents of the first complete checkpoint."""
-        found, errors = None, []
+        errors = []
         for path in paths:
             reason = "it is not complete, or no checkpoint of nbelastic"
             try:
-                found = self.read(path)
-            except NotAFile:
-                reason = "it is no file, but a directory, a pipe or the like"
+                if (found := self.read(path)) is not None:
+                    return path, found
             except OSError as error:
                 if not patient or isinstance(error, TimeoutError):  # others would take as long
                     raise
                 errors.append(error)
                 reason = f"it cannot be read: {error!r}"
-            if found is not None:
-                break
             pass_over(f"{path}: {reason}")
-        for place, problem in self.unlisted.items():
-            errors.append(problem)
-            pass_over(f"{place}: it cannot be listed: {problem!r}")
-        if found is None and errors:
+        if errors:
             raise errors[0]
-        return None if found is None else (path, found)
+        return None
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -217,9 +206,7 @@ class CheckpointFiles:
         path = posixpath.join(directory, header.file)
         temporary = path + _UNFINISHED
         try:
-            if local:  # what is there may be a pipe
-                Path(temporary).unlink(missing_ok=True)
-            with open(temporary, "xb") if local else system.open(temporary, "wb") as file:
+            with open(temporary, "wb") if local else system.open(temporary, "wb") as file:
                 for chunk in encode(header, tensors):
                     on_progress()
                     file.write(chunk)
@@ -243,10 +230,7 @@ class CheckpointFiles:
         parent = posixpath.basename(posixpath.dirname(path))
         directory = self._directory()
         if posixpath.basename(directory) != parent:
-            system, _, local = self._storage
-            mark = posixpath.join(directory, _PARENT + parent)
-            with open(mark, "xb") if local else system.open(mark, "wb"):
-                pass
+            self._storage[0].touch(posixpath.join(directory, _PARENT + parent))
 
     def _directory(self) -> str:
         """Return the directory of this job, made at the first call."""
@@ -264,26 +248,14 @@ class CheckpointFiles:
 
     def _tidy(self, directory: str, written: Header) -> None:
         """Delete all but the newest complete files, and unfinished ones of earlier writers."""
-        system, _, local = self._storage
         mark = (written.loop, written.generation, written.version)
         finished, unfinished = (
-            [
-                each
-                for each in self._entries(directory, ending)
-                if each.loop == written.loop and (not local or Path(each.path).is_file())
-            ]
+            [each for each in self._entries(directory, ending) if each.loop == written.loop]
             for ending in ("", _UNFINISHED)
         )
         for entry in [*finished[KEPT:], *(each for each in unfinished if each[:3] < mark)]:
             with contextlib.suppress(OSError):  # it does no harm
-                system.rm_file(entry.path)
-
-
-def _open_file(path: str, flags: int) -> int:
-    """Open a file; refuse anything else without waiting for it."""
-    if os.path.lexists(path) and not os.path.isfile(path):  # links may lead to each other
-        raise NotAFile
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+                self._storage[0].rm_file(entry.path)
 
 
 def _sync_directory(path: str) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.errors import NbelasticError
 
-FORMAT = 7
+FORMAT = 8
 CHECKSUM = "nbelastic.checksum"  # name of the tensor that holds the digest
 PICKLE = "nbelastic.pickle"  # name of the tensor that holds all values but tensors
 

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from nbelastic.elastic.checkpoint.files import CheckpointFiles
@@ -39,27 +38,7 @@ ABANDON_WAIT = 2.0
 """Most seconds to wait for a thread after cancelling it: a file system may never return."""
 
 LAST_WAIT = 600.0  # most seconds that the end of a loop waits for its last checkpoint
-MOST_NAMES = 5  # settings that a report names
-
-OTHER_SETTINGS = (
-    "settings of the checkpoint that are not those of the function: {}. The checkpoint's hold. To "
-    "take others, set them in the elastic loop, or begin anew, without resume, and load models "
-    "from nbelastic.load_checkpoint()"
-)
-
 STOP_WAIT = 5.0  # most seconds that a rank which is stopped at a commit takes to write it
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointSpec:
-    """Options of a rank's checkpoints."""
-
-    # A directory, as a path or as a URL that fsspec knows. Dask logs what a task was called with.
-    url: str = field(repr=False)
-    run: str  # identifier of this job: letters and digits
-    every: int  # commits between two checkpoints
-    resume: bool = False  # whether to continue from the newest checkpoint of any job under `url`
-    patience: float = 60.0  # seconds without a byte after which reading fails
 
 
 class Abandoned(Exception):
@@ -288,9 +267,6 @@ class CheckpointManager:
             sampler.install(each, session.rank, session.size, resumed=True)
         state.save()
         self._report(f"goes on from {path} (commit {header.version} of job {header.job})")
-        if found := state._adopt_settings():  # those of the function are others
-            more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
-            self._report(OTHER_SETTINGS.format(", ".join(found[:MOST_NAMES]) + more))
         with contextlib.suppress(Exception):  # needed by a second loop only
             self._files.record_parent(path)
 

@@ -23,7 +23,7 @@ from nbelastic.errors import CollectiveError
 from nbelastic.messages import Event, Place, Plan
 
 if TYPE_CHECKING:
-    from nbelastic.elastic.checkpoint.manager import CheckpointSpec
+    from nbelastic.elastic.checkpoint.files import CheckpointSpec
 
 
 class Interrupt:

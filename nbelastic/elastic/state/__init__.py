@@ -1,19 +1,5 @@
 """State of training without a framework, and its transfer between ranks."""
 
-from nbelastic.elastic.state.state import (
-    SENT,
-    ObjectState,
-    State,
-    check_names,
-    public,
-    refuse_by_name,
-)
+from nbelastic.elastic.state.state import ObjectState, State, check_names, naming, public
 
-__all__ = [
-    "SENT",
-    "ObjectState",
-    "State",
-    "check_names",
-    "public",
-    "refuse_by_name",
-]
+__all__ = ["ObjectState", "State", "check_names", "naming", "public"]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _MAPPINGS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
-_NO_RECORDS = (type, types.ModuleType, types.FunctionType, types.MethodType)
+_ROWS = (list, set, collections.deque)
 _OF_PICKLE = ("__setstate__", "__deepcopy__", "__copy__")
 _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _getstate = getattr(object, "__getstate__", None)  # new in Python 3.11
@@ -62,12 +62,12 @@ def _refill(
             own = [*(mine if type(mine) is tuple else ()), *[None] * len(came)]
             return memo.setdefault(id(came), tuple(map(inner, own, came)))
         live = find(mine, came)
-        fill = None if live is None else _filler_for(live, came)
-        if fill is None:
-            return replace(came)
-        memo[id(came)] = live
-        fill(live, came, inner)
-        return live
+        if live is not None:
+            memo[id(came)] = live  # before its parts, which may refer to it
+            if _fill(live, came, inner):
+                return live
+            del memo[id(came)]
+        return replace(came)
 
     return inner
 
@@ -78,8 +78,7 @@ def attributes_in(value: object) -> dict[str, Any] | None:
     if kind is types.SimpleNamespace:
         return vars(value)
     if (
-        isinstance(value, _NO_RECORDS)
-        or kind.__reduce_ex__ is not object.__reduce_ex__
+        kind.__reduce_ex__ is not object.__reduce_ex__
         or kind.__reduce__ is not object.__reduce__
         or getattr(kind, "__getstate__", None) is not _getstate
         or any(hasattr(kind, name) for name in _OF_PICKLE)
@@ -90,73 +89,46 @@ def attributes_in(value: object) -> dict[str, Any] | None:
     return getattr(value, "__dict__", None)
 
 
-# -- how a value takes the content of a copy; `inner(mine, theirs)` makes what is in it ------------
+def _fill(value: Any, saved: Any, inner: Callable[[Any, Any], Any]) -> bool:
+    """Give a value the content of a copy; return whether it can have it.
 
-
-def _filler_for(value: Any, saved: Any) -> Callable[[Any, Any, Callable[..., Any]], None] | None:
+    Parts are made by `inner`, of a part of the value and one of the copy.
+    """
     kind = type(value)
     if kind in _MAPPINGS:
-        return _fill_mapping
-    if kind in (list, set) or (kind is collections.deque and value.maxlen == saved.maxlen):
-        return _fill_row
-    if _is_a(value, "numpy", "ndarray") or _is_a(value, "torch", "Tensor"):
-        return _fill_leaf if _is_like(value, saved) else None
-    if _is_generator(value):
-        kinds = [type(getattr(each, "bit_generator", None)) for each in (value, saved)]
-        return _fill_leaf if kinds[0] is kinds[1] else None
-    if kind is bytearray:
-        return _fill_leaf
-    return None if attributes_in(value) is None else _fill_object
-
-
-def _fill_mapping(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
-    items = [(inner(None, key), inner(value.get(key), each)) for key, each in saved.items()]
-    if type(value) is collections.defaultdict:
-        value.default_factory = saved.default_factory
-    value.clear()
-    for key, each in items:  # update() of a Counter would count
-        value[key] = each
-
-
-def _fill_row(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
-    of_set = type(value) is set  # has no order by which parts belong to each other
-    mine = [*(() if of_set else value), *[None] * len(saved)]
-    parts = [inner(own, each) for own, each in zip(mine, saved, strict=False)]
-    value.clear()
-    (value.update if of_set else value.extend)(parts)
-
-
-def _fill_leaf(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
-    del inner
-    if isinstance(value, random.Random):
+        items = [(inner(None, key), inner(value.get(key), each)) for key, each in saved.items()]
+        value.clear()
+        for key, each in items:  # update() of a Counter would count
+            value[key] = each
+    elif kind in _ROWS:
+        # Parts of a set have no order by which they belong to each other.
+        mine = [*(() if kind is set else value), *[None] * len(saved)]
+        parts = [inner(own, each) for own, each in zip(mine, saved, strict=False)]
+        value.clear()
+        (value.update if kind is set else value.extend)(parts)
+    elif kind is random.Random:
         value.setstate(saved.getstate())
-    elif hasattr(value, "bit_generator"):
-        value.bit_generator.state = saved.bit_generator.state
-    elif _is_generator(value):
+    elif _is_a(value, "numpy.random", "RandomState"):
         value.set_state(saved.get_state())
-    elif _is_a(value, "torch", "Tensor"):
-        value.detach().copy_(saved)
+    elif _is_a(value, "numpy.random", "Generator"):
+        value.bit_generator.state = saved.bit_generator.state
+    elif _is_a(value, "numpy", "ndarray") or _is_a(value, "torch", "Tensor"):
+        if not _is_like(value, saved):
+            return False
+        (value if hasattr(value, "flags") else value.detach())[...] = saved
+    elif (attributes := attributes_in(value)) is not None:
+        found = {name: inner(attributes.get(name), each) for name, each in vars(saved).items()}
+        attributes.clear()
+        attributes.update(found)
     else:
-        value[slice(None) if isinstance(value, bytearray) else ...] = saved
-
-
-def _fill_object(value: Any, saved: Any, inner: Callable[..., Any]) -> None:
-    mine = vars(value)
-    attributes = {name: inner(mine.get(name), each) for name, each in vars(saved).items()}
-    mine.clear()
-    mine.update(attributes)
+        return False
+    return True
 
 
 def _is_a(value: object, module: str, name: str) -> bool:
     """Return whether a value is of a class of a module that may not be imported."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
-
-
-def _is_generator(value: Any) -> bool:
-    return type(value) is random.Random or any(
-        _is_a(value, "numpy.random", name) for name in ("Generator", "RandomState")
-    )
 
 
 def _is_like(value: Any, saved: Any) -> bool:

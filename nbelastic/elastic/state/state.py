@@ -14,9 +14,10 @@ a generation has formed  ``on_reset()`` on ranks with a new rank or size, then `
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,11 +38,7 @@ if TYPE_CHECKING:
     from nbelastic.elastic.followed import Position
     from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 
-_PLAIN = (bool, int, float, str, type(None))
-
 _MIXED = 3  # Horovod's HostUpdateResult.mixed
-
-SENT = "sent to other ranks or to a checkpoint"
 
 Sample = tuple[float, ...]
 
@@ -167,10 +164,6 @@ class State:
         """Return values of trained parameters, and optimizers that do not average gradients."""
         return (), ()
 
-    def _moving_values(self) -> dict[str, object]:
-        """Return tokens of values in models that are part of no state, by name."""
-        return {}
-
     def _step_bytes(self) -> int:
         """Return the bytes of the host that the gradients of a step and its optimizer take."""
         return 0
@@ -248,7 +241,6 @@ class ObjectState(State):
         self._first = values
         self.__dict__.update(values)
         self.save()
-        self._settings = self._find_settings()
 
     def _check_free(self, names: Iterable[str]) -> None:
         """Refuse private names of values, and names of the class's attributes."""
@@ -261,7 +253,6 @@ class ObjectState(State):
         def __getattr__(self, name: str) -> Any: ...
 
     _aligned = False  # with the other ranks, once at least
-    _settings_there: Mapping[str, Any] = MappingProxyType({})  # of the sender
 
     # -- functions called after commits ------------------------------------------------------------
 
@@ -362,36 +353,15 @@ class ObjectState(State):
         return self._payload_of(self._values(), self._samplers())
 
     def _payload_of(self, values: dict[str, Any], samplers: Sequence[ShardSampler]) -> StatePayload:
-        try:
+        with naming(values, lambda: samplers, sent=True):
             return StatePayload(dump((values, self._more()), samplers))
-        except Exception as error:  # pickling runs code of any class
-            refuse_by_name(error, values, samplers, SENT, lambda each: dump(each, samplers))
-            raise
 
-    def _more(self) -> tuple[list[str], dict[str, Any], Sequence[Position]]:
-        """Return names of values that are still the first objects, settings, and positions."""
+    def _more(self) -> tuple[list[str], Sequence[Position]]:
+        """Return names of values that are still the first objects, and samplers' positions."""
         first = self._first
         held = [n for n in self._names if n in first and getattr(self, n) is first[n]]
         context = current_or_none()
-        return held, self._settings, () if context is None else context.samplers.saved
-
-    def _find_settings(self) -> dict[str, Any]:
-        """Return plain values that the function has chosen, by name, as the state is made."""
-        found = {f"state.{name}": value for name, value in self._values().items()}
-        for sampler in self._samplers():
-            for name in [name for name, value in found.items() if value is sampler]:
-                found[f"{name}.seed"], found[f"{name}.shuffle"] = sampler.seed, sampler.shuffle
-        return {name: each for name, each in found.items() if isinstance(each, _PLAIN)}
-
-    def _adopt_settings(self) -> list[str]:
-        """Take over the settings of a checkpoint; return texts on the different settings."""
-        mine, theirs = self._settings, self._settings_there
-        self._settings = {**mine, **theirs}
-        return [
-            f"{name} {theirs[name]!r} (not {value!r})"
-            for name, value in mine.items()
-            if name in theirs and theirs[name] != value
-        ]
+        return held, () if context is None else context.samplers.saved
 
     def _pack_commit(self) -> StatePayload:
         """Return all values but samplers, as of the last commit."""
@@ -413,7 +383,7 @@ class ObjectState(State):
 
     def _take(self, values: dict[str, Any], owned: dict[int, Any], more: Any) -> None:
         """Take over values of another rank, except values owned by objects."""
-        held, self._settings_there, positions = more
+        held, positions = more
         current().samplers.go_back(positions)
         known = dict(owned)
         for name in held:
@@ -432,11 +402,8 @@ class ObjectState(State):
     def save(self) -> None:
         values, samplers = self._values(), self._samplers()
         memo: dict[int, Any] = {id(each): each for each in samplers}
-        try:
+        with naming(values, lambda: samplers):
             self._saved = copy.deepcopy(values, memo)
-        except Exception as error:  # copying runs code of any class
-            refuse_by_name(error, values, samplers)
-            raise
         self._memo = memo
         self._saved_samplers = [(each, each.snapshot()) for each in samplers]
 
@@ -495,30 +462,38 @@ class ObjectState(State):
         self._aligned = True
 
 
-def refuse_by_name(
-    error: Exception,
-    values: Mapping[str, Any],
-    known: Iterable[object],
-    done: str = "copied at each commit",
-    use: Callable[[Any], object] | None = None,
-) -> None:
-    """Raise a better error, if one of the values alone raises, too: with the place of its part.
+@contextlib.contextmanager
+def naming(
+    values: Mapping[str, Any], kept: Callable[[], Sequence[object]], *, sent: bool = False
+) -> Iterator[None]:
+    """Name in an error the part of the values that cannot be copied, or sent, by itself.
 
-    `known` are values that are kept in another way. `done` and `use` are what is done with all
-    others, as text and as function; by default a deep copy.
+    `kept` returns objects that are neither copied nor sent with them.
     """
-    memo = {id(each): each for each in known}
-    for name, value in values.items():
-        one = {name: value}
-        where, part = failing_part(one, use or (lambda each: copy.deepcopy(each, dict(memo))))
-        if where:
-            place = f"state.{name}{where.removeprefix(f'[{name!r}]')}"
-            raise NbelasticError(
-                f"{place} (a {type(part).__name__}) cannot be {done}: "
-                f"{str(error).partition('. ')[0].rstrip('.')}. Values of a state must be such that "
-                "they can be copied and pickled: keep this one outside the state, and make it anew "
-                "on each rank"
-            ) from error
+    try:
+        yield
+    except NbelasticError:
+        raise
+    except Exception as error:  # copying and pickling run code of any class
+        things = kept()
+
+        def use(each: object) -> None:
+            if sent:
+                dump(each, things)
+            else:
+                copy.deepcopy(each, {id(thing): thing for thing in things})
+
+        where, part = failing_part(dict(values), use)
+        if not where:
+            raise
+        place = where.removeprefix("['").replace("']", "", 1)
+        done = "sent to other ranks or to a checkpoint" if sent else "copied at each commit"
+        raise NbelasticError(
+            f"state.{place} (a {type(part).__name__}) cannot be {done}: "
+            f"{str(error).partition('. ')[0].rstrip('.')}. Values of a state must be such that "
+            "they can be copied and pickled: keep this one outside the state, and make it anew "
+            "on each rank"
+        ) from error
 
 
 def check_names(

@@ -20,6 +20,7 @@ from nbelastic.data import Loader
 from nbelastic.elastic.followed import resumes_itself
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NbelasticError, StateMismatch
+from nbelastic.pickling import parts_of
 from nbelastic.torch.state.flatten import (
     ATOMS,
     Adapter,
@@ -35,7 +36,6 @@ from nbelastic.torch.state.optimizer_adapter import (
     OptimizerAdapter,
     load,
     own_attributes,
-    same_lists,
     within,
 )
 from nbelastic.torch.state.settings import SentSettings, Settings, uncompiled
@@ -149,8 +149,6 @@ class ModuleAdapter(Adapter):
                     names.setdefault(id(tensor), full)
                     frozen = kind == "parameter" and name not in part.trained
                     found[kind, full] = word_for(tensor) + " frozen" * frozen
-        described = content.settings.described.items()
-        found.update({(kind, _join(label, path)): text for (kind, path), text in described})
         return found
 
     def state_dict(self, content: ModuleContent, *, whole: bool = False) -> dict[str, Any]:
@@ -232,13 +230,11 @@ class StateDictAdapter(Adapter):
         return flattener.flatten(obj.state_dict())
 
     def restore(self, unflattener: Unflattener, obj: Any, content: Any) -> None:
-        with same_lists(obj):
-            load(obj, unflattener.unflatten(content))
+        load(obj, unflattener.unflatten(content))
 
     def parts(self, label: str, content: Any, names: dict[int, str]) -> Structure:
         del names
-        tensors = tensors_in(content, label, "{}[{!r}]")
-        return {("tensor", name): word_for(tensor) for name, tensor in tensors}
+        return {("tensor", name): word_for(each) for name, each in tensors_in(content, label)}
 
 
 class LoaderAdapter(Adapter):
@@ -306,6 +302,7 @@ _ADAPTERS: list[tuple[type, Adapter]] = [
 _STATE_DICT = StateDictAdapter()
 _EPOCH = EpochAdapter()
 _PLAIN = (torch.Tensor, type)
+_HELD = (torch.nn.Module, torch.optim.Optimizer)
 
 
 def adapter_of(value: object) -> Adapter | None:
@@ -332,36 +329,10 @@ def adapter_for(obj: object) -> Adapter:
     return adapter
 
 
-def settings_of(obj: object) -> Iterator[tuple[str, Any]]:
-    """Yield what a function chooses of an object: a learning rate, a seed, a schedule's length."""
-    if isinstance(obj, torch.optim.Optimizer):
-        for index, group in enumerate(obj.param_groups):
-            options = {name: each for name, each in group.items() if name != "initial_lr"}
-            yield from _plain_in(f".param_groups[{index}][{{!r}}]", options)
-    elif isinstance(obj, torch.optim.lr_scheduler.LRScheduler):
-        values = {name: each for name, each in vars(obj).items() if name not in _OF_SCHEDULERS}
-        yield from _plain_in(".{}", values)
-    elif isinstance(obj, Loader):
-        state = obj.state_dict()
-        yield from [(f".{name}", state[name]) for name in ("seed", "shuffle", "drop_last")]
-    elif isinstance(obj, ShardSampler):
-        yield from _plain_in(".{}", {"seed": obj.seed, "shuffle": obj.shuffle})
-
-
-_OF_SCHEDULERS = ("base_lrs", "last_epoch")  # values of schedulers that follow from others
-
-
-def _plain_in(form: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        parts = value if isinstance(value, (tuple, list)) else [value]
-        if name[:1] != "_" and all(type(each) in (bool, int, float, str) for each in parts):
-            yield form.format(name), value if parts is not value else tuple(parts)
-
-
 def objects_in(values: Mapping[str, object]) -> dict[str, object]:
     """Return the objects with an adapter in `values`, nested objects included.
 
-    Each has an expression in terms of the names in `values`. An object without an adapter must not
+    Each has a path from one of the names in `values`. An object without an adapter must not
     hold a model or an optimizer that is not in `values`.
     """
     objects: dict[str, object] = {}
@@ -373,47 +344,27 @@ def objects_in(values: Mapping[str, object]) -> dict[str, object]:
         if type(value) in ATOMS or id(value) in seen:
             continue
         seen.add(id(value))
-        form = "{}[{!r}]" if is_container(value) else "{}.{}"
         adapter = adapter_of(value)
         if adapter is not None:
             objects[label] = value
         elif not is_container(value) and not isinstance(value, _PLAIN):
             others.append(value)
-        stack.extend([(form.format(label, k), each) for k, each in _inside(value, adapter)][::-1])
+        stack.extend([(f"{label}.{k}", each) for k, each in _inside(value, adapter)][::-1])
     for other in others:
-        for name, inner in _held_by(other):
-            if id(inner) not in seen:
-                _refuse(other, name, inner)
+        for name, part in parts_of(other):
+            for _, each in walk(part):
+                if isinstance(each, _HELD) and id(each) not in seen:
+                    _refuse(other, name, each)
     return objects
-
-
-def _held_by(value: object) -> Iterable[tuple[str, object]]:
-    """Return models and optimizers in an object's attributes, and in a container of its class."""
-    parts = [(f".{name}", each) for name, each in getattr(value, "__dict__", {}).items()]
-    if isinstance(value, dict):
-        parts += [(f"[{key!r}]", each) for key, each in value.items()]
-    elif isinstance(value, (list, tuple)):
-        parts += [(f"[{number}]", each) for number, each in enumerate(value)]
-    return [
-        (name, each)
-        for name, part in parts
-        for _, each in walk(part)
-        if isinstance(each, (torch.nn.Module, torch.optim.Optimizer))
-    ]
 
 
 def _refuse(value: object, name: str, held: object) -> None:
     kind, inner = type(value).__qualname__, type(held).__qualname__
-    if isinstance(held, torch.optim.Optimizer):
-        raise NbelasticError(
-            f"a {kind} in the state wraps an optimizer ({inner}) that the state does not have: a "
-            f"copy of it would train a copy of the model. Name the {inner} in the state as well, "
-            f"or give {kind} state_dict() and load_state_dict()"
-        )
     raise NbelasticError(
-        f"a {kind} in the state holds a model ({inner}, at {name}) that the state does not have: "
-        f"after a failure the {kind} would hold a copy of it, and the model that is trained would "
-        f"not go back. Name the {inner} in the state as well, or keep it in a dict, list or tuple"
+        f"a {kind} in the state holds a {inner}, at {name}, that the state does not have: after a "
+        f"failure the {kind} would hold a copy of it, and what is trained would not go back. Name "
+        f"the {inner} in the state as well, keep it in a dict, list or tuple, or give {kind} "
+        "state_dict() and load_state_dict()"
     )
 
 
@@ -430,8 +381,8 @@ def _inside(value: object, adapter: Adapter | None) -> Iterable[tuple[object, ob
     return ()
 
 
-def tensors_in(value: Any, label: str, form: str = "{}.{}") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(value: Any, label: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the dense tensors in containers, each with a name."""
-    for name, part in walk(value, label, form):
+    for name, part in walk(value, label):
         if isinstance(part, torch.Tensor) and is_dense(part):
             yield name, part

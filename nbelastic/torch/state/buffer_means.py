@@ -153,40 +153,36 @@ class BufferMeans:
         share = self._share
         assert share is not None
         models = [*(self._models() or ())]
-        found = [
-            (f"{path}.{key}".lstrip("."), module, buffer)
+        named = {  # by identity, because several models may have equal names
+            buffer: (f"{path}.{key}".lstrip("."), module)
             for model in models
             for path, module in model.named_modules()
             for key, buffer in module._buffers.items()
             if buffer is not None
-        ]
-        means: dict[int, torch.Tensor] = {}
-        counts: dict[int, torch.Tensor] = {}
-        given: dict[int, tuple[str, torch.Tensor]] = {}  # several models may have equal names
-        self._others = {}
-        for name, module, buffer in found:
+        }
+        means: list[torch.Tensor] = []
+        self._counts, self._given, self._others = [], [], {}
+        for buffer, (name, module) in named.items():
             if is_lazy(buffer):
                 raise RuntimeError(
                     f"the buffer {name} of a model is not initialised; call the model on a batch "
                     "before the first step of a loader"
                 )
             if self._pattern_of(name) and module.training:
-                given[id(buffer)] = (name, buffer)
+                self._given.append((name, buffer))
             elif not isinstance(module, _NormBase):
                 self._others[name] = buffer
             elif module.training:
-                kind = means if buffer.is_floating_point() else counts
-                kind[id(buffer)] = buffer
-        means.update((id(each), each) for each in self._more() or ())
-        self._means, self._counts = list(means.values()), list(counts.values())
+                (means if buffer.is_floating_point() else self._counts).append(buffer)
+        self._means = list(dict.fromkeys([*means, *(self._more() or ())]))
         self._versions = {name: buffer._version for name, buffer in self._others.items()}
         self._largest = [buffer.detach().clone() for buffer in self._counts]
         self._sums = [MicroBatchSum(share) for _ in [*self._means, "weights"]]
-        self._given, self._values = list(given.values()), {}
+        self._values = {}
         changing = (*self._means, *self._counts, *(buffer for _, buffer in self._given))
         self._starts = {buffer: buffer.detach().clone() for buffer in changing}
         if models and not self._checked:
-            self._check_patterns([name for name, *_ in found])
+            self._check_patterns([name for name, _ in named.values()])
 
     def _pattern_of(self, name: str) -> str:
         """Return the first pattern that matches a buffer's name, or an empty text."""

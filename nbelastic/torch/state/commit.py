@@ -20,8 +20,6 @@ from nbelastic.torch.state.flatten import (
     ObjectRow,
     Unflattener,
     filled,
-    is_container,
-    walk,
 )
 from nbelastic.torch.state.optimizer_adapter import within
 from nbelastic.torch.state.settings import COMPILED
@@ -34,7 +32,7 @@ class Part(NamedTuple):
     """Object of a state, and its captured content."""
 
     obj: Any
-    label: str  # an expression for it
+    label: str  # its path in the values
     content: Any
     row: ObjectRow | None  # what the content follows from
 
@@ -83,18 +81,14 @@ class Commit:
         return structure
 
     def names(self) -> dict[int, str]:
-        """Return a name for each tensor, by its id: its path in these values."""
-        known = {id(each.obj): each for each in self.parts}
-        paths = [path for label, value in self.values.items() for path in walk(value, label)]
-        paths = [path for path in paths if not is_container(path[1])]
-        reached = {id(value) for _, value in paths}
-        paths += [(each.label, each.obj) for each in self.parts if id(each.obj) not in reached]
-        paths.sort(key=lambda path: not isinstance(path[1], torch.nn.Module))
+        """Return a name for each tensor, by its id: its path in an object, or in the values."""
+        trees = [
+            (label, adapter_for(obj).state_dict(content, whole=True))
+            for obj, label, content, _ in self.in_order()
+        ]
         found: dict[int, str] = {}  # models come first, because they name what others share
-        for label, value in paths:
-            if (part := known.get(id(value))) is not None:
-                value = adapter_for(value).state_dict(part.content, whole=True)  # noqa: PLW2901
-            for name, tensor in tensors_in(value, label):
+        for label, tree in (*trees, *self.values.items()):
+            for name, tensor in tensors_in(tree, label):
                 found.setdefault(id(tensor), name)
         return found
 

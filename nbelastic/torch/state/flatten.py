@@ -42,10 +42,10 @@ def is_flat(value: Any) -> bool:
     return ATOMS.issuperset(map(type, items)) and ATOMS.issuperset(map(type, keys))
 
 
-def walk(value: Any, label: str = "", form: str = "{}.{}") -> Iterator[tuple[str, Any]]:
+def walk(value: Any, label: str = "") -> Iterator[tuple[str, Any]]:
     """Yield a value and all values nested in its containers, each once; of flat ones nothing.
 
-    Each has a name, if the first has one: `form` makes it of a name and a key.
+    Each has a path, if the first has one.
     """
     stack: list[tuple[str, Any]] = [(label, value)]
     seen: set[int] = set()
@@ -63,9 +63,7 @@ def walk(value: Any, label: str = "", form: str = "{}.{}") -> Iterator[tuple[str
                 else [*enumerate(value)]
             )
             inner = [
-                (label and form.format(label, key), each)
-                for key, each in pairs
-                if type(each) not in ATOMS
+                (label and f"{label}.{key}", each) for key, each in pairs if type(each) not in ATOMS
             ]
             stack.extend(inner[::-1])
 

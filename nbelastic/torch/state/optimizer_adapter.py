@@ -7,17 +7,16 @@ attributes are refused.
 
 Optimizers in attributes are objects of the state themselves. Those around them are restored first,
 because a ``load_state_dict()`` may replace groups and state of the optimizers within. Groups and
-state come last, and in place: lists and dicts that optimizers share stay shared.
+state come last, and in place.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import random
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,16 +52,7 @@ _DATA = (
     *(random.Random, np.random.Generator, np.random.RandomState),
 )
 
-_LISTS = ("param_groups", "state")
-
-_SHARDED = "ZeroRedundancyOptimizer"
-
-_ADVICE = (
-    ", so they would be neither restored nor sent: give the class state_dict() and "
-    "load_state_dict(), or register a handler (elastic.state.set_handler_registry)"
-)
-
-# Optimizers whose attributes were searched, and whose state dict was loaded once.
+# Optimizers whose attributes were searched.
 _checked: weakref.WeakSet[_Optimizer] = weakref.WeakSet()
 
 
@@ -120,8 +110,7 @@ class OptimizerAdapter(Adapter):
     def restore(self, unflattener: Unflattener, obj: _Optimizer, content: OptimizerContent) -> None:
         self._put_back(unflattener, obj, content)
         if content.custom is not None:
-            with same_lists(obj):
-                load(obj, unflattener.unflatten(content.custom))
+            load(obj, unflattener.unflatten(content.custom))
             self._put_back(unflattener, obj, content)  # load_state_dict() may replace them
         if content.settings is not None:
             content.settings.restore(obj)
@@ -246,34 +235,25 @@ def within(obj: object) -> list[_Optimizer]:
 def _check(flattener: Flattener, obj: _Optimizer) -> None:
     """Raise an error if an optimizer keeps what neither attributes nor its state dict hold."""
     name = type(obj).__qualname__
-    if any(kind.__name__ == _SHARDED for kind in type(obj).__mro__):
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(obj).__mro__):
         raise NbelasticError(
             f"a {name} keeps of the optimizer's state only this rank's share, which is lost with "
             "the rank; use the optimizer that it is made of, in DistributedOptimizer"
         )
     if overrides(obj):
-        with same_lists(obj):  # an error should come now, not after a failure
-            load(obj, obj.state_dict())
         return
-    if any("__slots__" in vars(kind) for kind in type(obj).__mro__):
-        raise NbelasticError(
-            f"{name} keeps attributes in __slots__, which a state cannot see{_ADVICE}"
-        )
-    shared = [vars(each).get(name) for each in within(obj) for name in _LISTS]
-    known = {id(each) for each in shared} | {id(p) for g in obj.param_groups for p in g["params"]}
+    lists = [vars(each).get(key) for each in within(obj) for key in ("param_groups", "state")]
+    known = {*map(id, lists), *(id(p) for group in obj.param_groups for p in group["params"])}
     for attribute, value in own_attributes(obj).items():
-        if id(value) in known or is_plain(value):
-            continue
-        for _, each in walk(value):
-            if (
-                id(each) not in known
-                and flattener.memo.get(id(each)) is not each
-                and _is_data(each)
-            ):
-                kind = type(value).__qualname__
-                raise NbelasticError(
-                    f"{name}.{attribute} (a {kind}) holds values that a state cannot see{_ADVICE}"
-                )
+        parts = () if id(value) in known or is_plain(value) else walk(value)
+        others = [each for _, each in parts if id(each) not in known]
+        if any(_is_data(each) and flattener.memo.get(id(each)) is not each for each in others):
+            raise NbelasticError(
+                f"{name}.{attribute} (a {type(value).__qualname__}) holds values that a state "
+                "cannot see, so they would be neither restored nor sent: give the class "
+                "state_dict() and load_state_dict(), or register a handler "
+                "(elastic.state.set_handler_registry)"
+            )
 
 
 def _is_data(value: object) -> bool:
@@ -293,24 +273,6 @@ def load(obj: Any, state_dict: Any) -> None:
             f"{name}.load_state_dict() does not take what {name}.state_dict() has given: "
             f"{error!r}; so a state can neither restore nor send it"
         ) from error
-
-
-@contextlib.contextmanager
-def same_lists(obj: object) -> Iterator[None]:
-    """Put back groups and states of optimizers that ``load_state_dict`` replaces."""
-    optimizers = within(obj)
-    before = [{k: vars(each)[k] for k in _LISTS if k in vars(each)} for each in optimizers]
-    yield
-    replaced = {
-        id(vars(each)[name]): (vars(each)[name], value)
-        for each, lists in zip(optimizers, before, strict=True)
-        for name, value in lists.items()
-        if name in vars(each)
-    }
-    for each in optimizers:
-        for name, value in list(vars(each).items()):
-            if id(value) in replaced:
-                vars(each)[name] = replaced[id(value)][1]
 
 
 def _parameters(

@@ -1,22 +1,16 @@
-"""Settings of modules and optimizers, such as modes; and moving values.
+"""Settings of modules and optimizers, such as modes.
 
 No ``state_dict`` has settings, and training may change them (``bn.eval()``, ``dropout.p = 0``). A
 commit keeps all settings of an object. To another rank, or to a checkpoint, those are sent that
-have changed since the object was captured first, so that what differs by rank stays. A module or a
-function that was replaced cannot be sent, and is described, so that such a rank can be refused.
-
-Other values in modules that change from commit to commit are neither rolled back nor sent;
-:func:`moving_values` is for a warning of that.
+have changed since the object was captured first, so that what differs by rank stays.
 """
 
 from __future__ import annotations
 
 import functools
-import types
 import weakref
-from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -28,12 +22,6 @@ _Object = torch.nn.Module | torch.optim.Optimizer
 COMPILED = "_orig_mod"  # name of a model in the one that ``torch.compile`` returns
 
 _BASE = frozenset(vars(torch.nn.Module())) - {"training"}
-_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
-
-_SAMPLED = 16  # values of a tensor that are looked at
-
-_OTHER = object()  # stands for an attribute that is no setting
-
 # Settings of each part by name, from its first capture.
 _built: weakref.WeakKeyDictionary[_Object, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -53,17 +41,14 @@ def uncompiled(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
-class SentSettings(NamedTuple):
-    """Settings of an object that have changed since it was built, on the sending rank."""
-
-    changed: Mapping[str, Mapping[str, Any]]  # by paths of parts
-    described: Mapping[tuple[str, str], str]
+class SentSettings(dict[str, dict[str, Any]]):
+    """Settings that have changed since an object was built, on the sending rank, by its parts."""
 
     def restore(self, obj: _Object) -> None:
         """Set them on an object of this rank."""
         parts = dict(obj.named_modules()) if isinstance(obj, torch.nn.Module) else {"": obj}
         for path, part in parts.items():
-            live, new = vars(part), self.changed.get(uncompiled(path), {})
+            live, new = vars(part), self.get(uncompiled(path), {})
             if COMPILED in live.get("_modules", ()):  # the one within has what it lacks
                 new = {name: value for name, value in new.items() if name in live}
             _set(live, new)
@@ -73,89 +58,39 @@ class Settings:
     """Settings of an optimizer, or of all modules of a model by their paths, as they are now."""
 
     def __init__(self, parts: Mapping[str, _Object]) -> None:
-        self._parts = [(path, part, _attributes_of(part)) for path, part in parts.items()]
-        for _, part, values in self._parts:
+        # Each part's settings, and the names of all its attributes.
+        self._parts = [(p, e, _settings_of(e), frozenset(vars(e))) for p, e in parts.items()]
+        for _, part, values, _ in self._parts:
             _built.setdefault(part, values)
 
     def places(self) -> tuple[list[dict[str, Any]], list[str]]:
         """Return for each setting its dictionary, and its name."""
-        pairs = [(vars(part), values) for _, part, values in self._parts]
-        found = [(live, n) for live, values in pairs for n, v in values.items() if v is not _OTHER]
+        found = [(vars(part), name) for _, part, values, _ in self._parts for name in values]
         return [live for live, _ in found], [name for _, name in found]
-
-    @property
-    def described(self) -> dict[tuple[str, str], str]:
-        """Classes of modules, and functions among their attributes, by kind and path."""
-        found = {}
-        for raw, part, _ in self._parts:
-            path, kind = uncompiled(raw), type(part)
-            found["class of", path] = getattr(kind, "cls_to_become", kind).__qualname__
-            for name, value in vars(part).items():
-                if isinstance(value, _FUNCTIONS) and name not in _BASE:
-                    found["function", f"{path}.{name}".lstrip(".")] = _describe(value)
-        return found
 
     def restore(self, obj: _Object) -> None:
         """Set the settings of the same object again, and remove new settings."""
-        base = _base_of(obj)
-        for _, part, values in self._parts:
+        del obj
+        for _, part, values, names in self._parts:
             live = vars(part)
             _set(live, values)
-            new = [name for name in live if name not in values and name not in base]
-            for name in [each for each in new if is_plain(live[each])]:
+            for name in _settings_of(part).keys() - names:
                 del live[name]
 
     def __reduce__(self) -> tuple[Any, ...]:
         changed: dict[str, dict[str, Any]] = {}
-        for path, part, values in self._parts:
+        for path, part, values, _ in self._parts:
             built = _built.get(part, {})
-            new = {n: v for n, v in values.items() if v is not _OTHER and not _same(built, n, v)}
+            new = {n: v for n, v in values.items() if n not in built or not _same(built[n], v)}
             changed.setdefault(uncompiled(path), {}).update(new)
-        return SentSettings, (changed, self.described)
+        return SentSettings, (changed,)
 
 
-def moving_values(models: Iterable[torch.nn.Module]) -> dict[str, object]:
-    """Return a token of each value in users' modules that no ``state_dict`` has, by name."""
-    found: dict[str, object] = {}
-    for model in models:
-        for path, module in model.named_modules():
-            kind = type(module)
-            own_state = kind.get_extra_state is not torch.nn.Module.get_extra_state
-            if own_state or kind.__module__.partition(".")[0] in ("torch", "torchvision"):
-                continue
-            for name, value in vars(module).items():
-                token = None if name in _BASE else _token(value)
-                if token is not None:
-                    found[f"{kind.__name__}.{name}" if not path else f"{path}.{name}"] = token
-    return found
-
-
-def _token(value: object) -> object:
-    if isinstance(value, (list, deque, set, dict)):
-        return len(value), id(value[-1]) if isinstance(value, (list, deque)) and value else 0
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad or value.layout is not torch.strided or value.is_quantized:
-            return None
-        if not value.is_cpu:  # its values would make this rank wait for the device
-            return tuple(value.shape), value._version
-        return tuple(value.shape), *map(str, value.detach().flatten()[:_SAMPLED].tolist())
-    return None
-
-
-def _base_of(obj: _Object) -> frozenset[str]:
-    return _BASE if isinstance(obj, torch.nn.Module) else attributes_of_optimizers()
-
-
-def _attributes_of(part: _Object) -> dict[str, Any]:
-    """Return the settings of a part, and a mark for each of its other attributes."""
-    base = _base_of(part)
+def _settings_of(part: _Object) -> dict[str, Any]:
     if isinstance(part, LazyModuleMixin):  # it sets some of them together with its parameters
-        return dict.fromkeys(vars(part), _OTHER)
-    return {
-        name: value if type(value) in ATOMS or is_plain(value) else _OTHER
-        for name, value in vars(part).items()
-        if name not in base
-    }
+        return {}
+    base = _BASE if isinstance(part, torch.nn.Module) else attributes_of_optimizers()
+    return {n: v for n, v in vars(part).items() if n not in base and is_plain(v)}
 
 
 def is_plain(value: object) -> bool:
@@ -168,20 +103,10 @@ def is_plain(value: object) -> bool:
 def _set(live: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set attributes, but not in place of what is no setting by now."""
     for name, value in values.items():
-        if value is not _OTHER and (
-            name not in live or (live[name] is not value and is_plain(live[name]))
-        ):
+        if name not in live or (live[name] is not value and is_plain(live[name])):
             live[name] = value
 
 
-def _same(built: Mapping[str, Any], name: str, value: Any) -> bool:
-    first = built.get(name, _OTHER)
-    return type(first) is type(value) and (first == value or value != value)  # noqa: PLR0124 (NaN)
-
-
-def _describe(function: Any) -> str:
-    """Return a text of a function that is the same on all ranks."""
-    while isinstance(function, (functools.partial, types.MethodType)):
-        function = function.func if isinstance(function, functools.partial) else function.__func__
-    name: str = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{name} (line {function.__code__.co_firstlineno})" if "<lambda>" in name else name
+def _same(first: object, value: object) -> bool:
+    nan = value != value  # noqa: PLR0124
+    return type(first) is type(value) and (first == value or nan)

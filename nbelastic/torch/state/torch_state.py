@@ -22,25 +22,19 @@ from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_source
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
-from nbelastic.elastic.state import SENT, ObjectState, check_names, public, refuse_by_name
+from nbelastic.elastic.state import ObjectState, check_names, naming, public
 from nbelastic.elastic.state.state_payload import StatePayload, dump, load
 from nbelastic.elastic.state.transfer import allgather_object
-from nbelastic.errors import NbelasticError, NotInitialized, OptionError, StateMismatch
-from nbelastic.torch.device import device, in_words, what_would_fit
+from nbelastic.errors import NotInitialized, OptionError, StateMismatch
+from nbelastic.torch.environment import device, in_words
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.rates import LRScaler, WhileAlive, adjusts_to_size
-from nbelastic.torch.state.adapters import (
-    SamplerAdapter,
-    adapter_for,
-    objects_in,
-    settings_of,
-)
+from nbelastic.torch.state.adapters import SamplerAdapter, adapter_for, objects_in
 from nbelastic.torch.state.buffer_means import BufferMeans
 from nbelastic.torch.state.commit import Commit, Copies, make_commit
 from nbelastic.torch.state.flatten import Unflattener
 from nbelastic.torch.state.handlers import StateHandler, own_handler
 from nbelastic.torch.state.lazy_commit import LazyCommit
-from nbelastic.torch.state.settings import moving_values
 from nbelastic.torch.state.structure import changes, check_fit
 
 _ACCELERATES = (
@@ -48,13 +42,6 @@ _ACCELERATES = (
     "It does not have the progress in accelerate's loaders, nor its gradient scaler: after a "
     "change of membership rows of an epoch are repeated.\n"
     "Use nbelastic.accelerate.AccelerateState(accelerator, epoch=0) in its place."
-)
-
-_NO_LOADER = (
-    "a rank ran out of memory, and its batches are the program's own\n"
-    "Over hvd.elastic.Loader(dataset, hvd.elastic.Batch(rows)) a rank goes on from the last commit "
-    "with smaller parts of each batch, and the others wait.\n"
-    "Use a Loader, or give each rank smaller batches."
 )
 
 
@@ -221,12 +208,8 @@ class TorchState(ObjectState):
             else:
                 handler.set_value(self.__dict__[name])
         values = self._values()
-        try:
+        with naming(values, self._objects):
             commit = make_commit(values, self.__dict__.get("_commit"))
-        except Exception as error:  # copying runs code of any class
-            if not isinstance(error, NbelasticError):
-                refuse_by_name(error, values, self._objects())
-            raise
         uncopied = self._lazy.commit(commit, current_or_none(), copy=self.always_copy)
         self._copies.take(commit.tensors, uncopied)
         self._commit, self._stepped = commit, None
@@ -247,10 +230,6 @@ class TorchState(ObjectState):
         for loader in under_way:
             loader.device = in_words(device())
             loader.make_room()
-        context = current_or_none()
-        if context is not None and not self._loaders:
-            state_bytes, _ = context.telemetry.memory
-            warn(context, _NO_LOADER + what_would_fit(error, state_bytes))
         return bool(under_way)
 
     def _complete_commit(self) -> None:
@@ -365,21 +344,12 @@ class TorchState(ObjectState):
         """Return means of batches that are no buffers of modules."""
         return ()
 
-    def _moving_values(self) -> dict[str, object]:
-        return moving_values(self._modules())
-
     def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
         optimizers = self._objects(Optimizer)
         plain = [type(each).__name__ for each in optimizers if not is_distributed(each)]
         return sample(self._objects()), tuple(plain)
 
     # -- synchronisation -------------------------------------------------------------------------
-
-    def _find_settings(self) -> dict[str, Any]:
-        found = super()._find_settings()
-        for label, obj in objects_in(self._values()).items():
-            found.update((f"state.{label}{name}", each) for name, each in settings_of(obj))
-        return found
 
     def _samplers(self) -> list[ShardSampler]:
         return self._objects(ShardSampler)
@@ -410,13 +380,9 @@ class TorchState(ObjectState):
         """Return a commit with its tensors' values, and the changes since the state was built."""
         before = changes(self._built, commit.structure())
         things = [*commit.objects, *commit.tensors]
-        try:
-            contents = [part.content for part in commit.parts]
+        contents = [part.content for part in commit.parts]
+        with naming(self._values(), lambda: things, sent=True):
             content = dump((contents, commit.values, trusted, self._more()), things)
-        except Exception as error:  # pickling runs code of any class
-            values = self._values()
-            refuse_by_name(error, values, commit.objects, SENT, lambda each: dump(each, things))
-            raise
         adapters = [type(adapter_for(obj)) for obj in commit.objects]
         parts = (data, commit.kinds(), list(commit.values), before, content, adapters)
         devices = [tensor.device.type for tensor in commit.tensors]
