@@ -182,7 +182,9 @@ class LazyCommit:
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._hooked and hooks_see_steps(optimizer):
             self._hooked.add(optimizer)
-            optimizer.register_step_pre_hook(WhileAlive(self._before_step))
+            before = optimizer.register_step_pre_hook(WhileAlive(self._before_step))
+            # First, as other hooks change what a commit has, such as rates.
+            optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)
             optimizer.register_step_post_hook(WhileAlive(self._after_step))
 
 
