@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from nbelastic.collectives import Communicator
-from nbelastic.errors import CollectiveError, RanksDisagree
+from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients, same
 from nbelastic.torch.gradients.groups import Bucket, is_accelerator
 from nbelastic.torch.gradients.options import ReduceOptions
@@ -132,7 +132,7 @@ class LayoutAgreement:
 
     def __init__(self, kind: str, options: ReduceOptions, arrived: ArrivedGradients) -> None:
         self.layout: Layout | None = None  # with memory, as long as it is used
-        self.number = 0  # of this optimizer in the generation, in the order of first steps
+        self._number = 0  # of this optimizer in the generation, in the order of first steps
         self._kind = kind  # of the optimizer, in messages
         self._options = options
         self._arrived = arrived
@@ -179,19 +179,22 @@ class LayoutAgreement:
 
     def number_in(self, communicator: Communicator) -> int:
         """Return this optimizer's number in a generation, or the next number if it has none yet."""
-        if self._numbered_in == communicator.generation:
-            return self.number
-        return turns_of(communicator).optimizers + 1
+        own = self._numbered_in == communicator.generation
+        return self._number if own else _optimizers.get(communicator, 0) + 1
+
+    def is_one_of_several(self, communicator: Communicator) -> bool:
+        """Return whether the ranks have stepped other optimizers in this generation, too."""
+        return _optimizers.get(communicator, 0) > 1
 
     def description(self, communicator: Communicator, parameters: list[torch.Tensor]) -> str:
         """Return what ranks compare before a step; empty if its sums can be for nothing else."""
-        if turns_of(communicator).optimizers <= 1 and not self._options.apart:
+        if not self.is_one_of_several(communicator) and not self._options.apart:
             return ""
         what = self._kind
         if parameters:
             first = self._arrived.name(parameters[0])
             what += f" of {len(parameters)} tensors, of which the first is {first}"
-        return f"{_STEP} {self.number} ({what})"
+        return f"step() of distributed optimizer {self._number} ({what})"
 
     def _exchange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Manifest:
         """Compare parameters and options; return the manifest of a generation, rank 0's."""
@@ -208,52 +211,20 @@ class LayoutAgreement:
         for p in parameters:
             lines.append(f"{self._arrived.name(p)} is {kind_of(p.dtype, p.shape)}")
         communicator.agree("\n".join(lines))
-        turns = turns_of(communicator)
-        if self._numbered_in != communicator.generation:
-            self._numbered_in = communicator.generation
-            self.number = turns.optimizers = turns.optimizers + 1
+        self._number = number = self.number_in(communicator)
+        self._numbered_in = communicator.generation
+        _optimizers[communicator] = max(number, _optimizers.get(communicator, 0))
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         first = [index_of[key] for key in self._arrived.noted if key in index_of]
         # Without a gradient in this step, as if backward met them last.
         missing = sorted(set(range(len(parameters))).difference(first), reverse=True)
-        begin, end = turns.spans[self.number] = self._arrived.span
-        before = (turns.spans[number] for number in turns.spans if number < self.number)
-        # Of those that share a backward the first sums during it; others would hold it up.
-        shares = any(a < end and begin < b for a, b in before)
-        late = shares or not communicator.capabilities.overlaps
+        late = not communicator.capabilities.overlaps
         its = torch.tensor([late, fusion_threshold(), *first, *missing], dtype=torch.int64)
         communicator.broadcast(its, 0)  # each rank's gradients arrive in an order of its own
         after_backward, bucket_bytes, *order = its.tolist()
         return Manifest(order, bool(after_backward), bucket_bytes)
 
 
-class Turns:
-    """Order of the optimizers' sums, the same on all ranks, also without some gradients."""
-
-    def __init__(self) -> None:
-        self.optimizers = 0  # how many the ranks have agreed on
-        self.holder = 0  # number of the optimizer that launches its sums
-        self.doubted: set[int] = set()  # optimizers that some ranks had not named
-        self.spans: dict[int, tuple[int, int]] = {}  # of their gradients in a first backward
-
-    def choose(self, communicator: Communicator, number: int, text: str, vote: int) -> None:
-        """Give the next turn to the optimizer named by all ranks, else to the least in backward."""
-        try:
-            communicator.agree(text, vote)
-            self.holder = number
-        except RanksDisagree as error:
-            votes = sorted({vote for text, vote in error.sides if text.startswith(_STEP) and vote})
-            if not votes or votes[0] < 0 or any(_STEP not in text for text, _ in error.sides):
-                raise
-            self.holder = votes[0]
-            self.doubted.add(self.holder)
-
-
-def turns_of(communicator: Communicator) -> Turns:
-    """Return the turns of a communicator's optimizers."""
-    return _turns.get(communicator) or _turns.setdefault(communicator, Turns())
-
-
 _UNKNOWN = Manifest([], after_backward=False)
-_STEP = "step() of distributed optimizer"
-_turns: weakref.WeakKeyDictionary[Communicator, Turns] = weakref.WeakKeyDictionary()
+# How many optimizers the ranks of a communicator have stepped.
+_optimizers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()

@@ -14,7 +14,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,13 +23,16 @@ from nbelastic.elastic.ranks.context import Context
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
 from nbelastic.torch.compression import Compression
-from nbelastic.torch.gradients.step import GradientStep, StepReducer, agree, change_of
+from nbelastic.torch.gradients.step import GradientStep, agree, change_of
 from nbelastic.torch.gradients.tree_sums import (
     MicroBatchSum,
     sum_over_ranks,
     sum_sparse_over_ranks,
 )
 from nbelastic.torch.ops.coordination.coordination import announce
+
+if TYPE_CHECKING:
+    from nbelastic.torch.gradients.reducer import Reducer
 
 # Steps of a generation from one comparison of parameters to the next. The first is compared.
 WITNESS_EVERY = 100
@@ -56,12 +59,6 @@ class PreviousSteps:
         return (self._steps - 1) % WITNESS_EVERY == 0
 
 
-class MicroBatchReducer(StepReducer, Protocol):
-    """The reducer of a step with micro-batches, as far as the step uses it."""
-
-    previous: PreviousSteps
-
-
 class MicroBatchReduction(GradientStep):
     """Progress of a step of micro-batches, in the place of a `ReductionStep`.
 
@@ -71,24 +68,15 @@ class MicroBatchReduction(GradientStep):
 
     share: StepShare
 
-    def __init__(self, reducer: MicroBatchReducer, context: Context) -> None:
+    def __init__(self, reducer: Reducer, context: Context) -> None:
         options, share = reducer.options, context.share
         assert share is not None
-        if not reducer.of_all or not options.changes_types_only:
+        plain = options.op is Op.AVERAGE and options.compression is Compression.none
+        if not plain or options.predivide != 1.0 or not reducer.of_all:
             raise ValueError(
-                "an optimizer with a process_set, or with a compression of its own, does not step "
-                "over a Loader, whose batches are dealt to all ranks; use an ElasticSampler"
-            )
-        unusual = {
-            "op": options.op is not Op.AVERAGE,
-            "compression": options.compression is not Compression.none,
-            "gradient_predivide_factor": options.predivide != 1.0,
-        }
-        if any(unusual.values()):
-            name = next(name for name, given in unusual.items() if given)
-            raise ValueError(
-                f"DistributedOptimizer({name}=…) cannot be used with a Loader: the gradient of a "
-                "step is the weighted mean of its micro-batches. Leave it out"
+                "an optimizer with op=, compression=, gradient_predivide_factor= or process_set= "
+                "cannot be used with a Loader: the gradient of a step is the weighted mean of its "
+                "micro-batches on all ranks. Leave these out, or use an ElasticSampler"
             )
         super().__init__(reducer, context)
         announce(self.communicator, "a step over a Loader")

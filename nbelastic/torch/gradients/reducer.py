@@ -8,10 +8,9 @@ order, whichever parameters they have used. See ``docs/design/gradients.md``.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from nbelastic.collectives import Communicator, Op, SoloCommunicator
 from nbelastic.elastic.ranks.context import Context, current, current_or_none
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.ranks.step_share import StepShare
-from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout import LayoutAgreement
 from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
@@ -62,9 +60,6 @@ class Reducer:
     ) -> None:
         self.process_set = process_set
         self.of_all = process_set is global_process_set
-        self.launch_other: Callable[[Context, int], None] = functools.partial(
-            _launch_numbered, process_set
-        )
         self._deferred = False
         self._optimizer = weakref.ref(optimizer)
         self.names = names  # of parameters by their ids, for messages
@@ -331,34 +326,23 @@ def _take_over(reducer: Reducer) -> None:
     reducer._hook(reducer.trained())
 
 
+def _of_all_ranks(context: Context) -> list[Reducer]:
+    """Return the reducers of a rank that reduce over all ranks, in the order of their making."""
+    with _alive_lock:
+        alive = [*_alive]
+    return [each for each in alive if each._context is context and each.of_all]
+
+
 def _step_of_joined(context: Context, what: dict[str, Any]) -> None:
     """Take part in a step of an optimizer, as a rank that has joined."""
-    for reducer in _reducers(context, global_process_set, what["number"]):
-        reducer.step_with_nothing()
-
-
-def _launch_numbered(process_set: ProcessSet, context: Context, number: int) -> None:
-    """Begin the sums of an optimizer with its present gradients, as other ranks have begun them."""
-    for reducer in _reducers(context, process_set, number):
-        with reducer._lock:
-            reducer._present_step().launch_all()
-        return
-    raise CollectiveError(f"this rank has no distributed optimizer {number} to step any more")
-
-
-def _reducers(context: Context, process_set: ProcessSet, number: int = 0) -> list[Reducer]:
-    """Return the reducers of a rank and a process set; without a number of its own, the first."""
-    with _alive_lock:
-        alive = [*_alive]  # in the order in which they were made
-    found = [each for each in alive if each._context is context and each.process_set is process_set]
-    if not number:
-        return found
-    numbers = [each.agreement.number_in(each.communicator(context)) for each in found]
-    return found[numbers.index(number) :][:1] if number in numbers else []
+    for reducer in _of_all_ranks(context):
+        if reducer.agreement.number_in(reducer.communicator(context)) == what["number"]:
+            reducer.step_with_nothing()
+            return
 
 
 def _end_steps_of_joined(context: Context) -> None:
-    for reducer in _reducers(context, global_process_set):
+    for reducer in _of_all_ranks(context):
         reducer.end_with_nothing()
 
 
