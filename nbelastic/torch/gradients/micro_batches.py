@@ -24,11 +24,7 @@ from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
 from nbelastic.torch.compression import Compression
 from nbelastic.torch.gradients.step import GradientStep, agree, change_of
-from nbelastic.torch.gradients.tree_sums import (
-    MicroBatchSum,
-    sum_over_ranks,
-    sum_sparse_over_ranks,
-)
+from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.ops.coordination.coordination import announce
 
 if TYPE_CHECKING:
@@ -189,27 +185,25 @@ class MicroBatchReduction(GradientStep):
         self._arrived.check_trained(trained, self.parameters)
         self.concerns_peers = self.communicator.size > 1  # from here on they wait for this rank
         counts, weight = self._exchange_trailer()
-        found = list(zip(self.parameters, counts, strict=True))
-        absent = [each for each, count in found if not count]
-        dense = [each for each, count in found if count % SPARSE]
-        sparse = [each for each, count in found if count and not count % SPARSE]
-        sums = [self._sums[id(parameter)] for parameter in dense]
-        for each in sums:
-            each.densify()  # where it is dense on another rank
-        totals = sum_over_ranks(self.communicator, self.share, sums, dense)
-        if sparse:
-            sums = [self._sums[id(parameter)] for parameter in sparse]
-            totals += sum_sparse_over_ranks(self.communicator, self.share, sums, sparse)
+        present, sparse = [], []
+        for parameter, count in zip(self.parameters, counts, strict=True):
+            parameter.grad = None
+            if not count:
+                continue
+            if count % SPARSE:
+                self._sums[id(parameter)].densify()  # it is dense on another rank
+            else:
+                sparse.append(len(present))
+            present.append(parameter)
+        sums = [self._sums[id(parameter)] for parameter in present]
+        totals = sum_over_ranks(self.communicator, self.share, sums, present, sparse)
         if totals and weight != 1.0:
             strided = [t if t.layout is torch.strided else t._values() for t in totals]
             torch._foreach_div_(strided, weight)
-        present = [*dense, *sparse]
         delivered = self._previous.delivered = {}
         for parameter, total in zip(present, totals, strict=True):
             parameter.grad = total
             delivered[id(parameter)] = weakref.ref(total)  # weak: zero_grad() frees gradients
-        for parameter in absent:
-            parameter.grad = None
         self.concerns_peers = False
 
     def _exchange_trailer(self) -> tuple[list[int], float]:
