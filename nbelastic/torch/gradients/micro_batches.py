@@ -84,23 +84,14 @@ class MicroBatchReduction(GradientStep):
     @torch.no_grad()
     def arrive(self, parameter: torch.Tensor) -> None:
         number = self.share.number
-        if self.share.over:
+        if self.share.over or number is None:
             raise RuntimeError(
-                "backward() was called in a step that the loop over its loader has left. "
-                "`next(iter(loader))` ends the loop at once; keep `steps = iter(loader)`, and call "
-                "`next(steps)`"
-            )
-        if number is None and self.share.enclosing is not None:
-            raise RuntimeError(
-                "backward() was called without a micro-batch of the loader whose step has begun "
-                "last. To train on two loaders in one step, give them batches of the same number "
-                "of micro-batches, and iterate over both steps together: "
-                "`for (x, y), (u,) in zip(step, other_step):`, with one backward() for both losses"
-            )
-        if number is None:
-            raise RuntimeError(
-                "backward() was called in a step without a micro-batch; iterate over the step, and "
-                "call it in that loop: `for x, y in step:`"
+                "backward() was called without a micro-batch of the step that has begun last; "
+                "iterate over the step, and call it in that loop: `for x, y in step:`. To train on "
+                "two loaders in one step, iterate over both steps together: "
+                "`for (x, y), (u,) in zip(step, other_step):`, with one backward() for both losses. "
+                "`next(iter(loader))` ends the loop over the loader at once; keep "
+                "`steps = iter(loader)`, and call `next(steps)`"
             )
         if (number, self.share.part) != self._place:
             self._place, self.has_gradients = (number, self.share.part), True
