@@ -58,7 +58,7 @@ def in_words(found: torch.device) -> str:
 
 
 def what_would_fit(error: Exception, state_bytes: int) -> str:
-    """Return at most which part of a batch would have fitted in a GPU's memory, if it is known."""
+    """Return at most how much of a batch would have fitted in a GPU's memory; empty if unknown."""
     asked = re.search(r"Tried to allocate ([\d.]+) (MiB|GiB)", str(error))
     ready: Callable[[], bool] = torch.cuda.is_initialized  # mem_get_info() would start CUDA
     if asked is None or not ready():

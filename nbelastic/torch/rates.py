@@ -85,9 +85,10 @@ class LRScaler:
         self._scaled: list[tuple[dict[str, Any], Any, Any]] = []  # groups, their rates, the scaled
         _ = self.factor  # refuses a rule that is wrong for the present number
         optimizer.register_step_pre_hook(self._scale)
-        handle = optimizer.register_step_post_hook(self._put_back)
+        put_back = optimizer.register_step_post_hook(self._put_back)
         # First, as a state may capture the end of a step in a hook of its own.
-        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(put_back.id, last=False)
         _scalers[optimizer] = self
 
     @property

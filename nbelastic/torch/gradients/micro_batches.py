@@ -88,8 +88,8 @@ class MicroBatchReduction(GradientStep):
             raise RuntimeError(
                 "backward() was called without a micro-batch of the step that has begun last; "
                 "iterate over the step, and call it in that loop: `for x, y in step:`. To train on "
-                "two loaders in one step, iterate over both steps together: "
-                "`for (x, y), (u,) in zip(step, other_step):`, with one backward() for both losses. "
+                "two loaders in one step, iterate over both steps together: `for (x, y), (u,) in "
+                "zip(step, other_step):`, with one backward() for both losses. "
                 "`next(iter(loader))` ends the loop over the loader at once; keep "
                 "`steps = iter(loader)`, and call `next(steps)`"
             )
@@ -176,7 +176,8 @@ class MicroBatchReduction(GradientStep):
         self._arrived.check_trained(trained, self.parameters)
         self.concerns_peers = self.communicator.size > 1  # from here on they wait for this rank
         counts, weight = self._exchange_trailer()
-        present, sparse = [], []
+        present: list[torch.Tensor] = []
+        sparse: list[int] = []  # which of these
         for parameter, count in zip(self.parameters, counts, strict=True):
             parameter.grad = None
             if not count:
