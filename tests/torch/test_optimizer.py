@@ -138,7 +138,7 @@ def test_what_all_do_does_not_depend_on_processors_and_variables_of_one(context,
     set_overlaps(context, not late[context.rank])
     model, optimizer = distributed()
     stepped(optimizer, model)
-    assert optimizer._reducer.agreement.layout.manifest[1:] == (late[0], 800)
+    assert optimizer._reducer.layout.manifest[1:] == (late[0], 800)
 
 
 @only("early")
@@ -194,7 +194,7 @@ def test_gradients_are_views_after_each_step_and_most_during_it(context, set_to_
         optimizer.step()
         assert all(views_of(context, model))
     assert_close(parameters_of(model), train_alone(SGD))
-    assert len(context.communicator().made) <= 2 * len(optimizer._reducer.agreement.layout.buckets)
+    assert len(context.communicator().made) <= 2 * len(optimizer._reducer.layout.buckets)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -20,7 +20,7 @@ from nbelastic.elastic.ranks.context import Context, current, current_or_none
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.torch.gradients.arrived import ArrivedGradients
-from nbelastic.torch.gradients.layout import LayoutAgreement
+from nbelastic.torch.gradients.layout import Layout
 from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
 from nbelastic.torch.gradients.options import ReduceOptions
 from nbelastic.torch.gradients.step import (
@@ -68,7 +68,7 @@ class Reducer:
         self.arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
         self._sparse: list[torch.Tensor] = []  # with sparse gradients, as far as all ranks know
         kind = type(optimizer).__name__
-        self.agreement = LayoutAgreement(kind, options, self.arrived)
+        self.layout = Layout(kind, options, self.arrived)
         self.step: GradientStep | None = None
         self.previous = PreviousSteps()
         self._failed_share: StepShare | None = None
@@ -156,7 +156,7 @@ class Reducer:
         step.communicator.current_operation = "the reduction of gradients by a DistributedOptimizer"
         self._hook(step.parameters)
         if step.share is not None or step.communicator.size == 1:
-            self.agreement.release()  # neither uses buckets, whose memory is as large as the model
+            self.layout.release()  # neither uses buckets, whose memory is as large as the model
         if step.share is not None and not self._checked:
             self._checked = True
             self._warn_of_oversights(context, step.parameters, step.share)
@@ -263,7 +263,7 @@ class Reducer:
         self.synchronized = False
         if step is not None and step.concerns_peers:
             self.arrived.discard()
-            self.agreement.fail(step.communicator.generation)
+            self.layout.fail(step.communicator.generation)
         self.arrived.clear()
 
     def _fail(self, *, restores: bool = False) -> None:
@@ -336,7 +336,7 @@ def _of_all_ranks(context: Context) -> list[Reducer]:
 def _step_of_joined(context: Context, what: dict[str, Any]) -> None:
     """Take part in a step of an optimizer, as a rank that has joined."""
     for reducer in _of_all_ranks(context):
-        if reducer.agreement.number_in(reducer.communicator(context)) == what["number"]:
+        if reducer.layout.number_in(reducer.communicator(context)) == what["number"]:
             reducer.step_with_nothing()
             return
 

@@ -13,7 +13,6 @@ from nbelastic.elastic.ranks.groups import Group
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError
-from nbelastic.torch.gradients.layout import Layout
 from nbelastic.torch.gradients.options import ReduceOptions
 from nbelastic.torch.gradients.tree_sums import of_rows
 from nbelastic.torch.ops.coordination.comparison import begin
@@ -96,14 +95,14 @@ class ReductionStep(GradientStep):
 
     def __init__(self, reducer: Reducer, context: Context) -> None:
         super().__init__(reducer, context)
-        self.layout: Layout | None = None  # None in a world of one
-        self._agreement = reducer.agreement
+        self._layout = reducer.layout
+        self._arranged = False  # stays so in a world of one
         self._passes_left = dict.fromkeys(map(id, self.parameters), self._passes)
         self._last_pass: dict[int, tuple[int, int]] = {}  # addresses of gradients, their versions
         self._launched = 0
         self._of_all = reducer.of_all  # else it concerns no joined rank, and carries no flags
         self._announced = False
-        if self._agreement.holds(self.communicator, self.parameters):
+        if self._layout.holds(self.communicator, self.parameters):
             self._prepare()
 
     @property
@@ -113,17 +112,15 @@ class ReductionStep(GradientStep):
 
     def _prepare(self) -> None:
         """Agree with the other ranks before the sums, unless already done."""
-        agreement, communicator = self._agreement, self.communicator
-        if self.layout is not None or communicator.size == 1:
+        if self._arranged or self.communicator.size == 1:
             return
-        if not agreement.holds(communicator, self.parameters):
+        if not self._layout.holds(self.communicator, self.parameters):
             self._announce()  # before the first exchange, in which a joined rank takes part
-        self.layout = agreement.arrange(communicator, self.parameters)
-        for bucket in self.layout.buckets:
-            bucket.begin()
+        self._layout.arrange(self.communicator, self.parameters)
+        self._arranged = True
 
     def arrive(self, parameter: torch.Tensor) -> None:
-        arrived, layout, key = self._arrived, self.layout, id(parameter)
+        arrived, key = self._arrived, id(parameter)
         left = self._passes_left.get(key)
         if left is None:
             return  # not this optimizer's any more; or check() finds out
@@ -145,8 +142,8 @@ class ReductionStep(GradientStep):
             gradient = self._sample(parameter, gradient)
         arrived.note(parameter, gradient)
         self.concerns_peers = self.communicator.size > 1
-        if layout is not None and layout.bucket_of[key].arrive() and not self._is_late(layout):
-            self._launch(layout, in_backward=True)
+        if self._arranged and self._layout.bucket_of[key].arrive():
+            self._launch(in_backward=True)
 
     def _passes_to_come(self, key: int, gradient: torch.Tensor, left: int) -> int:
         """Return the number of passes, this pass included, until a gradient is complete.
@@ -177,7 +174,7 @@ class ReductionStep(GradientStep):
 
     def _sample(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Sample a gradient that can cheaply stay out of its bucket; return the gradient."""
-        if self.layout is not None:
+        if self._arranged:
             if gradient.numel() > SMALL_GRADIENT or gradient.requires_grad:
                 return gradient
             # It may be that part of the bucket, which changes with the sum.
@@ -193,59 +190,53 @@ class ReductionStep(GradientStep):
         # Once, because backward may exchange other things between the sums.
         if self._of_all and not self._announced:
             self._announced = True
-            number = self._agreement.number_in(self.communicator)
+            number = self._layout.number_in(self.communicator)
             announce(self.communicator, {"kind": "step", "number": number})
 
     def launch_all(self) -> bool:
         self._prepare()
-        layout = self.layout
-        if layout is None:
+        if not self._arranged:
             return False
-        self._launch(layout)
+        self._launch()
         self._passes_left = dict.fromkeys(self._passes_left, 0)  # a later gradient is an error
-        return not self._is_late(layout)
+        return not self._layout.is_late(self.communicator)
 
-    def _is_late(self, layout: Layout) -> bool:
-        """Return whether no sum begins before backward has ended."""
-        # Of several optimizers a rank may have no gradient, so the order is that of step().
-        return layout.after_backward or self._agreement.is_one_of_several(self.communicator)
-
-    def _launch(self, layout: Layout, *, in_backward: bool = False) -> None:
-        """Launch the remaining buckets; in backward only the next complete ones."""
-        for bucket in layout.buckets[self._launched :]:
+    def _launch(self, *, in_backward: bool = False) -> None:
+        """Launch the remaining buckets; in backward only the next complete ones, if any."""
+        buckets = self._layout.buckets
+        if in_backward and self._layout.is_late(self.communicator):
+            return
+        for bucket in buckets[self._launched :]:
             if in_backward and bucket.expected:
                 break  # those behind it wait, too: all ranks launch in one order
             if not self._launched:
                 self._announce()
-                if text := self._agreement.description(self.communicator, self.parameters):
+                if text := self._layout.description(self.communicator, self.parameters):
                     self.communicator.agree(text)
             self.concerns_peers = True
             self._launched += 1
             trailer: Sequence[float] = ()
-            if self._launched == len(layout.buckets):
+            if self._launched == len(buckets):
                 bucket.complete()  # so that the trailer counts its gradients as well
-                trailer = [self._change(), *(n for each in layout.buckets for n in each.present)]
+                trailer = [self._change(), *(n for each in buckets for n in each.present)]
             bucket.launch(self.communicator, trailer)
 
     def finish(self, trained: list[torch.Tensor]) -> None:
         self._arrived.check_untouched()
         self._arrived.check_trained(trained, self.parameters)
         self._prepare()
-        layout, context = self.layout, self.context
-        if layout is None:
-            if self._of_all:
-                agree(context, self._change())
-            return
-        if self._is_late(layout):
-            # All are on their way from an accelerator before the first is waited for.
-            for bucket in layout.buckets:
-                bucket.complete()
-        self._launch(layout)
-        self._arrived.check_sample()  # only now: it waits for an accelerator
-        with timeline.span("REDUCE_GRADIENTS"):
-            change, self.found_sparse = layout.deliver()
+        change = self._change()
+        if self._arranged:
+            if self._layout.is_late(self.communicator):
+                # All are on their way from an accelerator before the first is waited for.
+                for bucket in self._layout.buckets:
+                    bucket.complete()
+            self._launch()
+            self._arrived.check_sample()  # only now: it waits for an accelerator
+            with timeline.span("REDUCE_GRADIENTS"):
+                change, self.found_sparse = self._layout.deliver()
         if self._of_all:
-            agree(context, change)
+            agree(self.context, change)
 
     def _change(self) -> float:
         return change_of(self.context, joined=is_joined(self.communicator)) if self._of_all else 0.0
