@@ -88,7 +88,9 @@ def test_a_copied_model_and_that_of_a_dropped_optimizer_send_nothing(twin):
     assert twin.communicator().lent == []
 
 
-@pytest.mark.parametrize("options", [{}, {"compression": hvd.Compression.none()}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"compression": hvd.Compression.none()}], ids=["buckets", "none"]
+)
 def test_an_optimizer_that_was_replaced_does_not_disturb(twin, options):
     """Also by one without buckets, as with a compressor of the user's own."""
     model = make_model()
