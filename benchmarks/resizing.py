@@ -31,7 +31,7 @@ from nbelastic.collectives.reduction_tree import Blocks, cover, fold
 from nbelastic.data.plan.dealing import Dealing
 from nbelastic.elastic.ranks.context import Context, activate
 from nbelastic.elastic.ranks.step_share import StepShare
-from nbelastic.torch.elastic import LRScaler, by_samples
+from nbelastic.torch.elastic import LRScaler
 from nbelastic.torch.gradients.micro_batches import MicroBatchSum
 
 RANKS, MICRO = 8, 16
@@ -210,10 +210,9 @@ def per_rank(
     context, remaining = Context(), iter(sizes)
     context.size = RANKS
     with activate(context):
-        scheduler: Any = cosine
-        if candidate in ("linear", "sqrt"):
-            scheduler = by_samples(cosine, reference=RANKS)
-            _scaler = LRScaler(optimizer, reference=RANKS, rule=candidate, warmup=20)
+        scales, due = candidate in ("linear", "sqrt"), 0.0
+        if scales:
+            LRScaler(optimizer, reference=RANKS, rule=candidate)
         order = torch.Generator().manual_seed(seed)
         for _ in range(epochs):
             rows = torch.randperm(len(data), generator=order).tolist()
@@ -224,7 +223,10 @@ def per_rank(
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
-                scheduler.step()
+                due += context.size / RANKS if scales else 1.0
+                while due > 0.999:
+                    due -= 1.0
+                    cosine.step()
 
 
 if __name__ == "__main__":

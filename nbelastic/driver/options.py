@@ -493,7 +493,6 @@ class Options:
             state_bytes=state_bytes,
             max_np=self.limits().max_np,
             timeline=None if self.timeline is None else part_of(self.timeline, run, start),
-            heeded=tuple(name for name in HOROVODS if name in os.environ),
             env=self.env,
             pull=self.pull,
         )

@@ -1,7 +1,7 @@
-"""``init()``, a rank's device, and Horovod's variables, timeline and features.
+"""``init()``, a rank's device, and Horovod's timeline and built-in features.
 
-Variables are heeded or named as ignored. Scripts use the features to decide how to scale the
-learning rate, or whether to use several threads. They work in any process, before ``init()``, too.
+Scripts use the features to decide how to scale the learning rate, or whether to use several
+threads. They work in any process, before ``init()``, too.
 """
 
 from __future__ import annotations
@@ -18,34 +18,13 @@ import torch
 from nbelastic.collectives import nccl_version
 from nbelastic.elastic.ranks.context import current, initialize
 from nbelastic.elastic.ranks.runtime import own_gpu_first
-from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.ranks.timeline import timeline, write
 from nbelastic.errors import NotInitialized
 from nbelastic.torch.functions import allgather_object
 from nbelastic.torch.ops.coordination.process_sets import ProcessSet, add_first_sets
 
 logger = logging.getLogger("nbelastic")
-
-_HEEDED = {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_LOG_LEVEL", "HOROVOD_TIMELINE_MARK_CYCLES"}
-# Set by Horovod's launcher, or true here in any case.
-_SILENT = {
-    "HOROVOD_DYNAMIC_PROCESS_SETS",
-    "HOROVOD_ELASTIC",
-    "HOROVOD_CONTROLLER",
-    "HOROVOD_CPU_OPERATIONS",
-    "HOROVOD_HOSTNAME",
-    *(f"HOROVOD_{scope}{what}" for scope in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")),
-}
-_INSTEAD = {
-    "HOROVOD_TIMELINE": "set it where fit is called, or use fit(timeline=...)",
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "a rank that stalls is replaced after stall_timeout",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "set it where fit is called",
-    "HOROVOD_STALL_CHECK_DISABLE": "set it where fit is called",
-    "HOROVOD_ELASTIC_TIMEOUT": "set it where fit is called",
-    "HOROVOD_CYCLE_TIME": "operations begin at once",
-    "HOROVOD_CACHE_CAPACITY": "there is no cache of responses",
-    "HOROVOD_GLOO_IFACE": "ranks use the interface of their Dask worker",
-}
 
 
 def init(
@@ -74,30 +53,17 @@ def init(
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f'process_sets must be a list of sets or "dynamic", not {process_sets!r}')
     initialize()
-    heed_environment()
+    set_log_level()
     if process_sets and not isinstance(process_sets, str):
         add_first_sets(process_sets)
 
 
 @functools.cache
-def heed_environment() -> None:
-    """Set what Horovod's variables ask for, once in a process."""
+def set_log_level() -> None:
+    """Set the level that ``HOROVOD_LOG_LEVEL`` asks for, once in a process."""
     level = os.environ.get("HOROVOD_LOG_LEVEL", "").upper()
     if level in ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"):
         logger.setLevel({"TRACE": "DEBUG", "FATAL": "CRITICAL"}.get(level, level))
-    given = {name for name in os.environ if name.startswith("HOROVOD_")}
-    if os.environ.get("HOROVOD_TIMELINE") == "DYNAMIC":
-        given.remove("HOROVOD_TIMELINE")  # it only allows start_timeline(), which always works here
-    if not os.environ.get("HOROVOD_FUSION_THRESHOLD", "0").isdecimal():
-        given.add("HOROVOD_FUSION_THRESHOLD (must be a number of bytes)")
-    context = current()
-    by_the_job = context.spec.heeded if isinstance(context, Session) else ()
-    ignored = sorted(given - _HEEDED - _SILENT - {*by_the_job})
-    if ignored:
-        words = [f"{name} ({_INSTEAD[name]})" if name in _INSTEAD else name for name in ignored]
-        text = f"these environment variables of Horovod's have no effect: {', '.join(words)}"
-        logger.warning("%s", text)
-        warn(context, text)
 
 
 def _always(answer: bool, reason: str) -> Callable[[], bool]:

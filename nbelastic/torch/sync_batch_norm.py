@@ -87,49 +87,37 @@ class SyncBatchNorm(_BatchNorm):
         return output
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Return `module` with this layer in the place of each batch normalisation in it."""
-        return convert_sync_batchnorm(module)
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_set: object = None
+    ) -> torch.nn.Module:
+        """Replace each batch normalisation in a module by this layer.
+
+        Parameters, running statistics and mode stay the same objects, so an optimizer of them stays
+        right.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            Changed in place, unless it is a batch normalisation itself. Layers of torch's own
+            ``torch.nn.SyncBatchNorm`` are replaced as well.
+        process_set : ProcessSet, optional
+            The ranks that share statistics.
+
+        Returns
+        -------
+        torch.nn.Module
+            `module`, or its replacement.
+        """
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            made = cls.__new__(cls)
+            vars(made).update(vars(module), process_set=process_set)
+            return made
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert_sync_batchnorm(child, process_set))
+        return module
 
 
-def convert_sync_batchnorm(module: torch.nn.Module, process_set: object = None) -> torch.nn.Module:
-    """Replace each batch normalisation in a module by a :class:`SyncBatchNorm`.
-
-    Parameters, running statistics and mode stay the same objects, so an optimizer of them stays
-    right.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Changed in place, unless it is a batch normalisation itself. Layers of torch's own
-        ``torch.nn.SyncBatchNorm`` are replaced as well.
-    process_set : ProcessSet, optional
-        The ranks that share statistics.
-
-    Returns
-    -------
-    torch.nn.Module
-        `module`, or its replacement.
-    """
-    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        made = SyncBatchNorm(
-            module.num_features,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            process_set,
-        )
-        made.weight, made.bias = module.weight, module.bias
-        made.running_mean, made.running_var = module.running_mean, module.running_var
-        made.num_batches_tracked = module.num_batches_tracked
-        made.train(module.training)
-        return made
-    for name, child in module.named_children():
-        converted = convert_sync_batchnorm(child, process_set)
-        if converted is not child:
-            setattr(module, name, converted)
-    return module
+convert_sync_batchnorm = SyncBatchNorm.convert_sync_batchnorm
 
 
 def _gather(group: Group, generation: int, mine: torch.Tensor) -> torch.Tensor:

@@ -269,5 +269,3 @@ def test_variables_of_horovods_are_defaults(monkeypatch, variable, text, option,
         assert getattr(Options.given({**NONE_GIVEN, option: 5}), option) == 5
         with dask.config.set({f"nbelastic.{option}": "7 s"}):
             assert getattr(Options.given(NONE_GIVEN), option) == 7
-    place = ev.Place(0, 1, 0, 1, 0, 1)
-    assert options.rank_spec("job", "run", 0, place, None).heeded == (variable,)

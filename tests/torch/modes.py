@@ -35,7 +35,6 @@ def set_mode(
         monkeypatch.setattr(groups, "Staging", NotedStaging)
     if "staged" in mode or "device" in mode:
         monkeypatch.setattr(groups, "is_accelerator", lambda device: True)
-        monkeypatch.setattr(layout, "is_accelerator", lambda device: True)
     if "device" in mode:
         changes["devices"] = frozenset({"cpu"})
     monkeypatch.setattr(Communicator, "capabilities", Capabilities(**changes))

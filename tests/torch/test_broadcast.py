@@ -6,9 +6,7 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.ranks.context import activate
 from nbelastic.torch.ops.operation import fusion
-from tests.torch.fakes import ChangingContext, UnreachableCommunicator
 from tests.torch.nets import bits
 from tests.torch.ranks import on_ranks
 from tests.torch.training import assert_equal, loss_of, make_model, parameters_of
@@ -105,13 +103,3 @@ def test_a_new_optimizer_has_zeros_as_gradients(context):
     hvd.broadcast_optimizer_state(torch.optim.SGD(net.parameters()), root_rank=1, model=net)
     assert_equal(before, parameters_of(net))
     assert [parameter.grad.is_sparse for parameter in net.parameters()] == [True, False, False]
-
-
-def test_a_world_of_one_exchanges_nothing():
-    model = make_model()
-    thing = object()
-    with activate(ChangingContext(UnreachableCommunicator(generation=1))):
-        hvd.broadcast_parameters(model.state_dict())
-        hvd.broadcast_optimizer_state(torch.optim.Adam(model.parameters()))
-        assert hvd.broadcast_object(thing) is thing
-        assert hvd.allgather_object(thing) == [thing]

@@ -19,7 +19,7 @@ from nbelastic.data import Batch, Loader
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, OptionError, RanksDisagree
-from nbelastic.torch.gradients.micro_batches import check_places, check_witness, parameter_digest
+from nbelastic.torch.gradients.micro_batches import check_places, check_witness
 from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.state.torch_state import TorchState
 from tests.collectives.worlds import MAKERS
@@ -366,6 +366,7 @@ def act(word, model, optimizer, state, step, x, y):
         (getattr(optimizer, word, None) or getattr(state, word))()
 
 
+OPTIONS = "process_set= cannot be used with a Loader"
 IN_A_STEP = r"\(\) was called in a step of the loader"
 ASSIGNED = r"has a gradient that was assigned.*autograd\.backward"
 
@@ -390,9 +391,9 @@ ASSIGNED = r"has a gradient that was assigned.*autograd\.backward"
         ("[backward] commit", f"commit{IN_A_STEP}", {}),
         ("check_host_updates", f"check_host_updates{IN_A_STEP}", {}),
         ("[backward] check_host_updates", f"check_host_updates{IN_A_STEP}", {}),
-        ("[backward] step", r"op=…\) cannot be used", {"op": hvd.Sum}),
-        ("[backward] step", r"op=…\) cannot be used", {"op": hvd.Adasum}),
-        ("[backward] step", r"compression=…\) cannot", {"compression": hvd.Compression.fp16}),
+        ("[backward] step", OPTIONS, {"op": hvd.Sum}),
+        ("[backward] step", OPTIONS, {"op": hvd.Adasum}),
+        ("[backward] step", OPTIONS, {"compression": hvd.Compression.fp16}),
     ],
 )
 @pytest.mark.usefixtures("alone")
@@ -443,11 +444,8 @@ def test_what_does_not_go_with_a_loader_is_refused():
         next(iter(next(iter(loader))))
     with pytest.raises(OptionError, match=r"wrap the SGD by hvd\.DistributedOptimizer"):
         TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=loader)
-    schedule = hvd.elastic.by_samples(torch.optim.lr_scheduler.StepLR(optimizer, 1))
-    with pytest.raises(OptionError, match="an LRScaler or by_samples"):
-        TorchState(model, optimizer, loader=loader, schedule=schedule)
-    _elsewhere = hvd.elastic.LRScaler(optimizer)
-    with pytest.raises(OptionError, match="an LRScaler or by_samples"):
+    hvd.elastic.LRScaler(optimizer)
+    with pytest.raises(OptionError, match="an LRScaler adjusts rates"):
         TorchState(model, optimizer, loader=loader)
 
 
@@ -535,27 +533,15 @@ def test_ordinary_steps_around_those_of_a_loader_whose_loop_may_not_be_left(cont
 # -- the witness -----------------------------------------------------------------------------------
 
 
-def test_one_flipped_bit_changes_the_digest():
-    parameters = [torch.randn(33), torch.randn(7, dtype=torch.float64), torch.ones(5).bfloat16()]
-    before = parameter_digest(parameters)
-    assert 0 <= before < 2**52
-    for parameter in parameters:
-        bits = parameter.view(torch.uint8)
-        for place in (0, len(bits) - 1):
-            bits[place] ^= 64
-            assert parameter_digest(parameters) != before
-            bits[place] ^= 64
-    assert parameter_digest(parameters) == before
-    assert parameter_digest(parameters[::-1]) != before
-
-
+@pytest.mark.parametrize("place", [0, -1])
 @on_ranks(3)
-def test_all_ranks_name_the_one_that_differs(context, all_met):
-    model, optimizer = trainee()
+def test_all_ranks_name_the_one_with_a_flipped_bit(context, all_met, place):
+    kind = torch.bfloat16  # of which the last parameter has an odd number
+    model, optimizer = trainee(net(kind))
     if context.rank == 1:
-        model[2].weight.data.view(torch.int32)[1, 1] ^= 1
+        model[place].bias.data.view(torch.uint8)[place] ^= 64
     with pytest.raises(NbelasticError, match="the parameters of rank 1 are not") as error:  # noqa: PT012
-        for step in Loader(data(), Batch(8, micro=2)):
+        for step in Loader(data(kind), Batch(8, micro=2)):
             train_on(model, optimizer, step)
     all_met.wait()  # a rank that has raised would break the operation of the others
     assert isinstance(error.value, CollectiveError) == (context.rank != 1)

@@ -8,7 +8,6 @@ import nbelastic.torch as hvd
 from nbelastic.elastic.ranks.context import current, one_of_all
 from nbelastic.errors import RanksDisagree
 from tests.collectives.worlds import SOME_KINDS
-from tests.torch.modes import set_overlaps
 from tests.torch.nets import bits
 from tests.torch.ranks import on_ranks
 
@@ -167,20 +166,6 @@ def test_ranks_that_step_different_optimizers_all_get_the_error(context, hidden,
     assert "rank 0: step() of distributed optimizer 1 (SGD of 2 tensors" in message
     assert "rank 1: step() of distributed optimizer 2 (SGD of 2 tensors" in message
     return message
-
-
-@on_ranks(2, kinds=["gloo"])
-def test_a_backward_after_the_step_of_another_optimizer_is_too_late(context):
-    set_overlaps(context, True)
-    (one, first), (two, second) = pair(2), pair(2)
-    step(one, first)
-    step(two, second)
-    if context.rank == 0:
-        two(f32(2, 3)).sum().backward()
-    first.step()
-    with pytest.raises(RuntimeError, match="keep to one order" if context.rank else None):
-        two(f32(2, 3)).sum().backward() if context.rank else second.step()
-    context.communicator().abort("rank 1 has left")
 
 
 @on_ranks(2, kinds=SOME_KINDS)

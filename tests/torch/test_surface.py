@@ -9,7 +9,6 @@ import re
 import sys
 import types
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,7 +20,6 @@ from nbelastic.cluster.worker.rank.main import keep_variables
 from nbelastic.elastic import ObjectState, State
 from nbelastic.elastic.ranks.context import Context, activate
 from nbelastic.elastic.ranks.runtime import DASK_CUDA
-from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.ranks.timeline import timeline, write
 from nbelastic.errors import NotInitialized
 from nbelastic.torch import environment
@@ -131,62 +129,19 @@ def test_the_page_on_horovods_interface_names_what_there_is_and_no_more():
     assert {"join", "DistributedOptimizer", "grouped_allreduce_async_"} <= table
 
 
-# -- variables: heeded where they mean something, else named once ----------------------------------
-
-
-@pytest.fixture
-def fresh(monkeypatch, alone):
-    for name in [name for name in os.environ if name.startswith("HOROVOD_")]:
-        monkeypatch.delenv(name)
-    environment.heed_environment.cache_clear()
+def test_horovods_variables_of_ranks_are_read(alone, monkeypatch):
     logger = logging.getLogger("nbelastic")
     level = logger.level
-    yield
-    logger.setLevel(level)
-
-
-def named(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-
-
-def test_variables_without_a_meaning_here_are_named_once(fresh, monkeypatch, caplog):
-    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
-    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
-    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "30")
-    monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
-    monkeypatch.setenv("HOROVOD_RANK", "0")
-    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "64MB")
-    hvd.init()
-    hvd.init()
-    assert named(caplog) == [
-        "these environment variables of Horovod's have no effect: HOROVOD_AUTOTUNE, "
-        "HOROVOD_CYCLE_TIME (operations begin at once), HOROVOD_FUSION_THRESHOLD (must be a number "
-        "of bytes), HOROVOD_STALL_CHECK_TIME_SECONDS (a rank that stalls is replaced after "
-        "stall_timeout)"
-    ]
-    assert layout.fusion_threshold() == layout.BUCKET_BYTES
-
-
-def test_what_is_heeded_is_not_named(fresh, monkeypatch, caplog):
-    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1048576")
-    monkeypatch.setenv("HOROVOD_TIMELINE_MARK_CYCLES", "1")
     monkeypatch.setenv("HOROVOD_LOG_LEVEL", "ERROR")
-    hvd.init()
-    assert named(caplog) == []
-    assert logging.getLogger("nbelastic").level == logging.ERROR
-    assert layout.fusion_threshold() == 1 << 20
-
-
-@pytest.mark.parametrize("heeded", [(), ("HOROVOD_TIMELINE",)])
-def test_a_variable_is_named_unless_the_job_has_it(fresh, monkeypatch, caplog, heeded):
-    monkeypatch.setenv("HOROVOD_TIMELINE", "t.json")
-    context = Session.__new__(Session)
-    context.spec = SimpleNamespace(heeded=heeded)
-    context.port = SimpleNamespace(report=lambda event: None)
-    context.spec.start = 0
-    monkeypatch.setattr(environment, "current", lambda: context)
-    environment.heed_environment()
-    assert len(named(caplog)) == (0 if heeded else 1)
+    environment.set_log_level.cache_clear()
+    try:
+        hvd.init()
+        assert logger.level == logging.ERROR
+    finally:
+        logger.setLevel(level)
+    for text, size in (("1048576", 1 << 20), ("64MB", layout.BUCKET_BYTES)):
+        monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", text)
+        assert layout.fusion_threshold() == size
 
 
 # -- devices ---------------------------------------------------------------------------------------

@@ -200,7 +200,6 @@ class RankSpec:
     state_bytes: int | None = None
     max_np: int | None = None  # that the job was started with; None if there is no limit
     timeline: str | None = None  # file for this rank's part of the job's timeline
-    heeded: tuple[str, ...] = ()  # Horovod's environment variables in the job's options
     pull: tuple[str, ...] = ()  # variables of rank 0 that go back to the kernel
     # Variables that the job adds to those of the rank's worker.
     env: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets

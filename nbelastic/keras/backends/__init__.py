@@ -126,10 +126,9 @@ class KerasOptions(ReduceOptions):
         layers = self.local if several else [] if self.local is None else [self.local]
         object.__setattr__(self, "local", tuple(layers))
         object.__setattr__(self, "process_set", added_set(self.process_set))
-        if isinstance(self.groups, int):
-            if self.groups < 0:
-                raise ValueError(f"groups must be at least 0, not {self.groups}")
-        elif not all(isinstance(each, Sequence) for each in self.groups):
+        if not isinstance(self.groups, int) and not all(
+            isinstance(each, Sequence) for each in self.groups
+        ):
             raise ValueError("groups must be a number, or lists of variables")
 
     def is_local(self) -> set[int]:

@@ -6,7 +6,7 @@ from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful
 from nbelastic.elastic.loop import run
 from nbelastic.elastic.state import ObjectState, State
 from nbelastic.torch.elastic.sampler import ElasticSampler
-from nbelastic.torch.rates import LRScaler, by_samples
+from nbelastic.torch.rates import LRScaler
 from nbelastic.torch.state.torch_state import TorchState
 
 __all__ = [
@@ -22,6 +22,5 @@ __all__ = [
     "State",
     "Stateful",
     "TorchState",
-    "by_samples",
     "run",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -73,7 +72,6 @@ class ArrivedGradients:
         self._values = torch.empty(0)
         self._equal: torch.Tensor | bool = True  # in the last comparison
         self.streams = Streams()  # on which gradients of accelerators were computed
-        self.span = (0, 0)  # first and last place of a step's among those of all optimizers
         self._names = names
         self.sparse_as_dense = sparse_as_dense
 
@@ -81,11 +79,6 @@ class ArrivedGradients:
         """Record `gradient`, in its present version, as the result of backward."""
         address = gradient.data_ptr() if gradient.layout is torch.strided else 0
         self.noted[id(parameter)] = (parameter, gradient, gradient._version, address)
-
-    def time(self) -> None:
-        """Count a gradient, not yet noted, among the gradients of all optimizers."""
-        now = next(_clock)
-        self.span = (self.span[0] if self.noted else now, now)
 
     def take_sample(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keep some values of a gradient."""
@@ -162,9 +155,6 @@ class ArrivedGradients:
             "when it was being reduced; to clip or unscale gradients, call "
             "optimizer.synchronize() first and step in `with optimizer.skip_synchronize():`"
         )
-
-
-_clock = itertools.count(1)
 
 
 def _is_untouched(arrival: Arrival) -> bool:

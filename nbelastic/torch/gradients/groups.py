@@ -205,6 +205,11 @@ class Bucket:
             self._staging.send_back()
 
     @property
+    def is_staged(self) -> bool:
+        """Whether gradients come from an accelerator to the host."""
+        return self._staging is not None
+
+    @property
     def sums(self) -> list[complex]:
         """The sums or averages of the trailer's numbers."""
         return self._tail.tolist()

@@ -1,4 +1,4 @@
-"""Buckets of an optimizer's gradients, and the ranks' agreement on them."""
+"""Buckets of an optimizer's gradients, and what the ranks agree on for them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from nbelastic.collectives import Communicator
-from nbelastic.errors import CollectiveError, RanksDisagree
+from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients, same
-from nbelastic.torch.gradients.groups import Bucket, is_accelerator
+from nbelastic.torch.gradients.groups import Bucket
 from nbelastic.torch.gradients.options import ReduceOptions
 from nbelastic.torch.ops.operation.tensor_operations import kind_of
 
@@ -28,48 +28,6 @@ class Manifest(NamedTuple):
     order: list[int]  # indices of the parameters, as their gradients are expected
     after_backward: bool  # sums do not run while a rank computes
     bucket_bytes: int = BUCKET_BYTES  # from which a bucket is full, as rank 0 has it
-
-
-class Layout:
-    """Buckets of the gradients of some parameters, in the order in which they are launched."""
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        parameters: list[torch.Tensor],
-        manifest: Manifest,
-        options: ReduceOptions,
-        arrived: ArrivedGradients,
-    ) -> None:
-        self.manifest = manifest
-        devices = communicator.capabilities.devices
-        kinds = {parameter.device for parameter in parameters}
-        staged = any(is_accelerator(each) and each.type not in devices for each in kinds)
-        # No sum begins before backward has ended; those of gradients that come from an accelerator
-        # would wait for it in a hook.
-        self.after_backward = manifest.after_backward or staged
-        asked_for = groups_of(parameters, manifest.order, options.groups)
-        plan = plan_buckets(parameters, manifest, options.wire_dtype, asked_for)
-        self.buckets: list[Bucket] = []
-        self.bucket_of: dict[int, Bucket] = {}  # by the id of a parameter
-        for indices in plan:
-            members = [parameters[index] for index in indices]
-            trailer = 1 + len(parameters) if indices is plan[-1] else 0
-            bucket = Bucket(communicator, members, options, arrived, trailer)
-            self.buckets.append(bucket)
-            self.bucket_of.update((id(parameter), bucket) for parameter in members)
-
-    def deliver(self) -> tuple[float, list[torch.Tensor]]:
-        """Deliver all buckets; return the ranks' change, and parameters with sparse gradients."""
-        for bucket in self.buckets:
-            bucket.wait()
-        change, *counts = (number.real for number in self.buckets[-1].sums)
-        left, sparse = iter(counts), []
-        for bucket in self.buckets:
-            own = [next(left) for _ in bucket.parameters]
-            sparse += [p for p, count in zip(bucket.parameters, own, strict=True) if count < 0]
-            bucket.deliver(own)
-        return change, sparse
 
 
 def groups_of(
@@ -127,17 +85,20 @@ def plan_buckets(
     return sorted(planned, key=lambda each: max(map(expected.__getitem__, each))) or [[]]
 
 
-class LayoutAgreement:
-    """Layout of a rank's gradients, kept equal on all ranks of a generation."""
+class Layout:
+    """Buckets of an optimizer's gradients, on which the ranks of a generation have agreed."""
 
     def __init__(self, kind: str, options: ReduceOptions, arrived: ArrivedGradients) -> None:
-        self.layout: Layout | None = None  # with memory, as long as it is used
-        self.number = 0  # of this optimizer in the generation, in the order of first steps
+        # In the order of their launch. They have memory, so there are none when it is not used.
+        self.buckets: list[Bucket] = []
+        self.bucket_of: dict[int, Bucket] = {}  # by the id of a parameter
+        self.manifest = Manifest([], after_backward=False)
+        self._after_backward = False
         self._kind = kind  # of the optimizer, in messages
         self._options = options
         self._arrived = arrived
+        self._number = 0  # of this optimizer in the generation, in the order of first steps
         self._parameters: list[torch.Tensor] = []
-        self._manifest = _UNKNOWN
         self._generation: int | None = None  # that has agreed
         self._numbered_in: int | None = None
         self._failed: int | None = None
@@ -147,30 +108,59 @@ class LayoutAgreement:
         agreed = self._generation == communicator.generation
         return agreed and same(self._parameters, parameters)
 
-    def arrange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Layout:
-        """Return the layout for the next step; all ranks call it at the same point."""
+    def arrange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> None:
+        """Prepare the buckets for the next step; all ranks call it at the same point."""
         if communicator.generation == self._failed:
             raise CollectiveError(
                 f"a step of generation {self._failed} was left half-way on this rank; restore the "
                 "last commit, as the elastic loop does"
             )
         if not self.holds(communicator, parameters):
-            self._generation, self.layout = None, None
+            self._generation, self.buckets, self.bucket_of = None, [], {}
             self._failed = communicator.generation  # unless the exchange goes well
-            self._manifest = self._exchange(communicator, parameters)
+            self.manifest = self._exchange(communicator, parameters)
             self._parameters = parameters
             self._generation, self._failed = communicator.generation, None
-        if self.layout is None:
-            self.layout = Layout(
-                communicator, parameters, self._manifest, self._options, self._arrived
-            )
-        return self.layout
+        if not self.buckets:
+            self._make_buckets(communicator, parameters)
+        for bucket in self.buckets:
+            bucket.begin()
+
+    def _make_buckets(self, communicator: Communicator, parameters: list[torch.Tensor]) -> None:
+        options, manifest = self._options, self.manifest
+        asked_for = groups_of(parameters, manifest.order, options.groups)
+        plan = plan_buckets(parameters, manifest, options.wire_dtype, asked_for)
+        for indices in plan:
+            members = [parameters[index] for index in indices]
+            trailer = 1 + len(parameters) if indices is plan[-1] else 0
+            bucket = Bucket(communicator, members, options, self._arrived, trailer)
+            self.buckets.append(bucket)
+            self.bucket_of.update((id(parameter), bucket) for parameter in members)
+        # Sums of gradients that come from an accelerator would wait for it in a hook.
+        self._after_backward = manifest.after_backward or any(b.is_staged for b in self.buckets)
+
+    def is_late(self, communicator: Communicator) -> bool:
+        """Return whether no sum begins before backward has ended."""
+        # Of several optimizers a rank may have no gradient, so the order is that of step().
+        return self._after_backward or _optimizers.get(communicator, 0) > 1
+
+    def deliver(self) -> tuple[float, list[torch.Tensor]]:
+        """Deliver all buckets; return the ranks' change, and parameters with sparse gradients."""
+        for bucket in self.buckets:
+            bucket.wait()
+        change, *counts = (number.real for number in self.buckets[-1].sums)
+        left, sparse = iter(counts), []
+        for bucket in self.buckets:
+            own = [next(left) for _ in bucket.parameters]
+            sparse += [p for p, count in zip(bucket.parameters, own, strict=True) if count < 0]
+            bucket.deliver(own)
+        return change, sparse
 
     def release(self, *, lost: bool = False) -> None:
-        """Free the memory of the layout; gradients in it move out, unless they are lost."""
-        for bucket in self.layout.buckets if self.layout is not None else ():
+        """Free the memory of the buckets; gradients in them move out, unless they are lost."""
+        for bucket in self.buckets:
             bucket.leave(lost=lost)
-        self.layout = None
+        self.buckets, self.bucket_of = [], {}
 
     def fail(self, generation: int) -> None:
         """Give the memory away, with the gradients in it: the generation has failed here."""
@@ -179,19 +169,18 @@ class LayoutAgreement:
 
     def number_in(self, communicator: Communicator) -> int:
         """Return this optimizer's number in a generation, or the next number if it has none yet."""
-        if self._numbered_in == communicator.generation:
-            return self.number
-        return turns_of(communicator).optimizers + 1
+        own = self._numbered_in == communicator.generation
+        return self._number if own else _optimizers.get(communicator, 0) + 1
 
     def description(self, communicator: Communicator, parameters: list[torch.Tensor]) -> str:
         """Return what ranks compare before a step; empty if its sums can be for nothing else."""
-        if turns_of(communicator).optimizers <= 1 and not self._options.apart:
+        if _optimizers.get(communicator, 0) <= 1 and not self._options.apart:
             return ""
         what = self._kind
         if parameters:
             first = self._arrived.name(parameters[0])
             what += f" of {len(parameters)} tensors, of which the first is {first}"
-        return f"{_STEP} {self.number} ({what})"
+        return f"step() of distributed optimizer {self._number} ({what})"
 
     def _exchange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Manifest:
         """Compare parameters and options; return the manifest of a generation, rank 0's."""
@@ -208,52 +197,19 @@ class LayoutAgreement:
         for p in parameters:
             lines.append(f"{self._arrived.name(p)} is {kind_of(p.dtype, p.shape)}")
         communicator.agree("\n".join(lines))
-        turns = turns_of(communicator)
-        if self._numbered_in != communicator.generation:
-            self._numbered_in = communicator.generation
-            self.number = turns.optimizers = turns.optimizers + 1
+        self._number = number = self.number_in(communicator)
+        self._numbered_in = communicator.generation
+        _optimizers[communicator] = max(number, _optimizers.get(communicator, 0))
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         first = [index_of[key] for key in self._arrived.noted if key in index_of]
         # Without a gradient in this step, as if backward met them last.
         missing = sorted(set(range(len(parameters))).difference(first), reverse=True)
-        begin, end = turns.spans[self.number] = self._arrived.span
-        before = (turns.spans[number] for number in turns.spans if number < self.number)
-        # Of those that share a backward the first sums during it; others would hold it up.
-        shares = any(a < end and begin < b for a, b in before)
-        late = shares or not communicator.capabilities.overlaps
+        late = not communicator.capabilities.overlaps
         its = torch.tensor([late, fusion_threshold(), *first, *missing], dtype=torch.int64)
         communicator.broadcast(its, 0)  # each rank's gradients arrive in an order of its own
         after_backward, bucket_bytes, *order = its.tolist()
         return Manifest(order, bool(after_backward), bucket_bytes)
 
 
-class Turns:
-    """Order of the optimizers' sums, the same on all ranks, also without some gradients."""
-
-    def __init__(self) -> None:
-        self.optimizers = 0  # how many the ranks have agreed on
-        self.holder = 0  # number of the optimizer that launches its sums
-        self.doubted: set[int] = set()  # optimizers that some ranks had not named
-        self.spans: dict[int, tuple[int, int]] = {}  # of their gradients in a first backward
-
-    def choose(self, communicator: Communicator, number: int, text: str, vote: int) -> None:
-        """Give the next turn to the optimizer named by all ranks, else to the least in backward."""
-        try:
-            communicator.agree(text, vote)
-            self.holder = number
-        except RanksDisagree as error:
-            votes = sorted({vote for text, vote in error.sides if text.startswith(_STEP) and vote})
-            if not votes or votes[0] < 0 or any(_STEP not in text for text, _ in error.sides):
-                raise
-            self.holder = votes[0]
-            self.doubted.add(self.holder)
-
-
-def turns_of(communicator: Communicator) -> Turns:
-    """Return the turns of a communicator's optimizers."""
-    return _turns.get(communicator) or _turns.setdefault(communicator, Turns())
-
-
-_UNKNOWN = Manifest([], after_backward=False)
-_STEP = "step() of distributed optimizer"
-_turns: weakref.WeakKeyDictionary[Communicator, Turns] = weakref.WeakKeyDictionary()
+# How many optimizers the ranks of a communicator have stepped.
+_optimizers: weakref.WeakKeyDictionary[Communicator, int] = weakref.WeakKeyDictionary()

@@ -14,7 +14,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,13 +23,12 @@ from nbelastic.elastic.ranks.context import Context
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
 from nbelastic.torch.compression import Compression
-from nbelastic.torch.gradients.step import GradientStep, StepReducer, agree, change_of
-from nbelastic.torch.gradients.tree_sums import (
-    MicroBatchSum,
-    sum_over_ranks,
-    sum_sparse_over_ranks,
-)
+from nbelastic.torch.gradients.step import GradientStep, agree, change_of
+from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.ops.coordination.coordination import announce
+
+if TYPE_CHECKING:
+    from nbelastic.torch.gradients.reducer import Reducer
 
 # Steps of a generation from one comparison of parameters to the next. The first is compared.
 WITNESS_EVERY = 100
@@ -56,12 +55,6 @@ class PreviousSteps:
         return (self._steps - 1) % WITNESS_EVERY == 0
 
 
-class MicroBatchReducer(StepReducer, Protocol):
-    """The reducer of a step with micro-batches, as far as the step uses it."""
-
-    previous: PreviousSteps
-
-
 class MicroBatchReduction(GradientStep):
     """Progress of a step of micro-batches, in the place of a `ReductionStep`.
 
@@ -71,24 +64,15 @@ class MicroBatchReduction(GradientStep):
 
     share: StepShare
 
-    def __init__(self, reducer: MicroBatchReducer, context: Context) -> None:
+    def __init__(self, reducer: Reducer, context: Context) -> None:
         options, share = reducer.options, context.share
         assert share is not None
-        if not reducer.of_all or not options.changes_types_only:
+        plain = options.op is Op.AVERAGE and options.compression is Compression.none
+        if not plain or options.predivide != 1.0 or not reducer.of_all:
             raise ValueError(
-                "an optimizer with a process_set, or with a compression of its own, does not step "
-                "over a Loader, whose batches are dealt to all ranks; use an ElasticSampler"
-            )
-        unusual = {
-            "op": options.op is not Op.AVERAGE,
-            "compression": options.compression is not Compression.none,
-            "gradient_predivide_factor": options.predivide != 1.0,
-        }
-        if any(unusual.values()):
-            name = next(name for name, given in unusual.items() if given)
-            raise ValueError(
-                f"DistributedOptimizer({name}=…) cannot be used with a Loader: the gradient of a "
-                "step is the weighted mean of its micro-batches. Leave it out"
+                "an optimizer with op=, compression=, gradient_predivide_factor= or process_set= "
+                "cannot be used with a Loader: the gradient of a step is the weighted mean of its "
+                "micro-batches on all ranks. Leave these out, or use an ElasticSampler"
             )
         super().__init__(reducer, context)
         announce(self.communicator, "a step over a Loader")
@@ -100,23 +84,14 @@ class MicroBatchReduction(GradientStep):
     @torch.no_grad()
     def arrive(self, parameter: torch.Tensor) -> None:
         number = self.share.number
-        if self.share.over:
+        if self.share.over or number is None:
             raise RuntimeError(
-                "backward() was called in a step that the loop over its loader has left. "
-                "`next(iter(loader))` ends the loop at once; keep `steps = iter(loader)`, and call "
-                "`next(steps)`"
-            )
-        if number is None and self.share.enclosing is not None:
-            raise RuntimeError(
-                "backward() was called without a micro-batch of the loader whose step has begun "
-                "last. To train on two loaders in one step, give them batches of the same number "
-                "of micro-batches, and iterate over both steps together: "
-                "`for (x, y), (u,) in zip(step, other_step):`, with one backward() for both losses"
-            )
-        if number is None:
-            raise RuntimeError(
-                "backward() was called in a step without a micro-batch; iterate over the step, and "
-                "call it in that loop: `for x, y in step:`"
+                "backward() was called without a micro-batch of the step that has begun last; "
+                "iterate over the step, and call it in that loop: `for x, y in step:`. To train on "
+                "two loaders in one step, iterate over both steps together: `for (x, y), (u,) in "
+                "zip(step, other_step):`, with one backward() for both losses. "
+                "`next(iter(loader))` ends the loop over the loader at once; keep "
+                "`steps = iter(loader)`, and call `next(steps)`"
             )
         if (number, self.share.part) != self._place:
             self._place, self.has_gradients = (number, self.share.part), True
@@ -201,27 +176,26 @@ class MicroBatchReduction(GradientStep):
         self._arrived.check_trained(trained, self.parameters)
         self.concerns_peers = self.communicator.size > 1  # from here on they wait for this rank
         counts, weight = self._exchange_trailer()
-        found = list(zip(self.parameters, counts, strict=True))
-        absent = [each for each, count in found if not count]
-        dense = [each for each, count in found if count % SPARSE]
-        sparse = [each for each, count in found if count and not count % SPARSE]
-        sums = [self._sums[id(parameter)] for parameter in dense]
-        for each in sums:
-            each.densify()  # where it is dense on another rank
-        totals = sum_over_ranks(self.communicator, self.share, sums, dense)
-        if sparse:
-            sums = [self._sums[id(parameter)] for parameter in sparse]
-            totals += sum_sparse_over_ranks(self.communicator, self.share, sums, sparse)
+        present: list[torch.Tensor] = []
+        sparse: list[int] = []  # which of these
+        for parameter, count in zip(self.parameters, counts, strict=True):
+            parameter.grad = None
+            if not count:
+                continue
+            if count % SPARSE:
+                self._sums[id(parameter)].densify()  # it is dense on another rank
+            else:
+                sparse.append(len(present))
+            present.append(parameter)
+        sums = [self._sums[id(parameter)] for parameter in present]
+        totals = sum_over_ranks(self.communicator, self.share, sums, present, sparse)
         if totals and weight != 1.0:
             strided = [t if t.layout is torch.strided else t._values() for t in totals]
             torch._foreach_div_(strided, weight)
-        present = [*dense, *sparse]
         delivered = self._previous.delivered = {}
         for parameter, total in zip(present, totals, strict=True):
             parameter.grad = total
             delivered[id(parameter)] = weakref.ref(total)  # weak: zero_grad() frees gradients
-        for parameter in absent:
-            parameter.grad = None
         self.concerns_peers = False
 
     def _exchange_trailer(self) -> tuple[list[int], float]:

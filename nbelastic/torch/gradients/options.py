@@ -42,6 +42,8 @@ class ReduceOptions:
             )
         if not self.changes_types_only and self.op is Adasum:
             raise ValueError("op=Adasum needs a compression that only changes types")
+        if isinstance(self.groups, int) and self.groups < 0:
+            raise ValueError(f"groups must be at least 0, not {self.groups}")
         if self.passes < 1:
             raise ValueError(f"backward_passes_per_step must be at least 1, not {self.passes}")
 
@@ -72,8 +74,6 @@ def check_groups(
     if groups is None:
         return 0
     if isinstance(groups, int):
-        if groups < 0:
-            raise ValueError(f"groups must be at least 0, not {groups}")
         return groups
     known = {id(p) for options in optimizer.param_groups for p in options["params"]}
     members = [parameter for group in groups for parameter in group]

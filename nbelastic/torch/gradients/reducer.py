@@ -8,10 +8,9 @@ order, whichever parameters they have used. See ``docs/design/gradients.md``.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from nbelastic.collectives import Communicator, Op, SoloCommunicator
 from nbelastic.elastic.ranks.context import Context, current, current_or_none
 from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.ranks.step_share import StepShare
-from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients
-from nbelastic.torch.gradients.layout import LayoutAgreement
+from nbelastic.torch.gradients.layout import Layout
 from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
 from nbelastic.torch.gradients.options import ReduceOptions
 from nbelastic.torch.gradients.step import (
@@ -62,9 +60,6 @@ class Reducer:
     ) -> None:
         self.process_set = process_set
         self.of_all = process_set is global_process_set
-        self.launch_other: Callable[[Context, int], None] = functools.partial(
-            _launch_numbered, process_set
-        )
         self._deferred = False
         self._optimizer = weakref.ref(optimizer)
         self.names = names  # of parameters by their ids, for messages
@@ -73,7 +68,7 @@ class Reducer:
         self.arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
         self._sparse: list[torch.Tensor] = []  # with sparse gradients, as far as all ranks know
         kind = type(optimizer).__name__
-        self.agreement = LayoutAgreement(kind, options, self.arrived)
+        self.layout = Layout(kind, options, self.arrived)
         self.step: GradientStep | None = None
         self.previous = PreviousSteps()
         self._failed_share: StepShare | None = None
@@ -161,7 +156,7 @@ class Reducer:
         step.communicator.current_operation = "the reduction of gradients by a DistributedOptimizer"
         self._hook(step.parameters)
         if step.share is not None or step.communicator.size == 1:
-            self.agreement.release()  # neither uses buckets, whose memory is as large as the model
+            self.layout.release()  # neither uses buckets, whose memory is as large as the model
         if step.share is not None and not self._checked:
             self._checked = True
             self._warn_of_oversights(context, step.parameters, step.share)
@@ -268,7 +263,7 @@ class Reducer:
         self.synchronized = False
         if step is not None and step.concerns_peers:
             self.arrived.discard()
-            self.agreement.fail(step.communicator.generation)
+            self.layout.fail(step.communicator.generation)
         self.arrived.clear()
 
     def _fail(self, *, restores: bool = False) -> None:
@@ -331,34 +326,23 @@ def _take_over(reducer: Reducer) -> None:
     reducer._hook(reducer.trained())
 
 
+def _of_all_ranks(context: Context) -> list[Reducer]:
+    """Return the reducers of a rank that reduce over all ranks, in the order of their making."""
+    with _alive_lock:
+        alive = [*_alive]
+    return [each for each in alive if each._context is context and each.of_all]
+
+
 def _step_of_joined(context: Context, what: dict[str, Any]) -> None:
     """Take part in a step of an optimizer, as a rank that has joined."""
-    for reducer in _reducers(context, global_process_set, what["number"]):
-        reducer.step_with_nothing()
-
-
-def _launch_numbered(process_set: ProcessSet, context: Context, number: int) -> None:
-    """Begin the sums of an optimizer with its present gradients, as other ranks have begun them."""
-    for reducer in _reducers(context, process_set, number):
-        with reducer._lock:
-            reducer._present_step().launch_all()
-        return
-    raise CollectiveError(f"this rank has no distributed optimizer {number} to step any more")
-
-
-def _reducers(context: Context, process_set: ProcessSet, number: int = 0) -> list[Reducer]:
-    """Return the reducers of a rank and a process set; without a number of its own, the first."""
-    with _alive_lock:
-        alive = [*_alive]  # in the order in which they were made
-    found = [each for each in alive if each._context is context and each.process_set is process_set]
-    if not number:
-        return found
-    numbers = [each.agreement.number_in(each.communicator(context)) for each in found]
-    return found[numbers.index(number) :][:1] if number in numbers else []
+    for reducer in _of_all_ranks(context):
+        if reducer.layout.number_in(reducer.communicator(context)) == what["number"]:
+            reducer.step_with_nothing()
+            return
 
 
 def _end_steps_of_joined(context: Context) -> None:
-    for reducer in _reducers(context, global_process_set):
+    for reducer in _of_all_ranks(context):
         reducer.end_with_nothing()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +13,6 @@ from nbelastic.elastic.ranks.groups import Group
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError
-from nbelastic.torch.gradients.layout import Layout, turns_of
 from nbelastic.torch.gradients.options import ReduceOptions
 from nbelastic.torch.gradients.tree_sums import of_rows
 from nbelastic.torch.ops.coordination.comparison import begin
@@ -22,9 +21,7 @@ from nbelastic.torch.ops.operation.reduction import as_real
 from nbelastic.torch.ops.operation.tensor_operations import Allreduce, SparseAllreduce
 
 if TYPE_CHECKING:
-    from nbelastic.collectives import Communicator
-    from nbelastic.torch.gradients.arrived import ArrivedGradients
-    from nbelastic.torch.gradients.layout import LayoutAgreement
+    from nbelastic.torch.gradients.reducer import Reducer
 
 # Gradients of so many elements are cheap to copy.
 SMALL_GRADIENT = 1 << 16
@@ -49,22 +46,6 @@ def agree(context: Context, change: float) -> None:
         context.agree(bool(change))
 
 
-class StepReducer(Protocol):
-    """The reducer of a step, as far as the step uses it."""
-
-    options: ReduceOptions
-    arrived: ArrivedGradients
-    agreement: LayoutAgreement
-    of_all: bool
-    launch_other: Callable[[Context, int], None]
-
-    def communicator(self, context: Context) -> Communicator:
-        """Return the communicator of the ranks that reduce together."""
-
-    def trained(self) -> list[torch.Tensor]:
-        """Return the parameters whose gradients are reduced."""
-
-
 class GradientStep:
     """Reduction of an optimizer's gradients in one step, from the first arrival to the delivery.
 
@@ -76,7 +57,7 @@ class GradientStep:
     share: StepShare | None = None  # this rank's micro-batches, if the step consists of them
     found_sparse: Sequence[torch.Tensor] = ()  # parameters to be reduced apart from now on
 
-    def __init__(self, reducer: StepReducer, context: Context) -> None:
+    def __init__(self, reducer: Reducer, context: Context) -> None:
         # The reducer is not kept, because it has to end with its optimizer.
         self.context = context
         self.communicator = reducer.communicator(context)
@@ -112,17 +93,16 @@ class GradientStep:
 class ReductionStep(GradientStep):
     """Progress of one step: passes counted, buckets launched."""
 
-    def __init__(self, reducer: StepReducer, context: Context) -> None:
+    def __init__(self, reducer: Reducer, context: Context) -> None:
         super().__init__(reducer, context)
-        self.layout: Layout | None = None  # None in a world of one
-        self._agreement = reducer.agreement
+        self._layout = reducer.layout
+        self._arranged = False  # stays so in a world of one
         self._passes_left = dict.fromkeys(map(id, self.parameters), self._passes)
         self._last_pass: dict[int, tuple[int, int]] = {}  # addresses of gradients, their versions
         self._launched = 0
-        self._launch_other = reducer.launch_other
         self._of_all = reducer.of_all  # else it concerns no joined rank, and carries no flags
         self._announced = False
-        if self._agreement.holds(self.communicator, self.parameters):
+        if self._layout.holds(self.communicator, self.parameters):
             self._prepare()
 
     @property
@@ -132,17 +112,15 @@ class ReductionStep(GradientStep):
 
     def _prepare(self) -> None:
         """Agree with the other ranks before the sums, unless already done."""
-        agreement, communicator = self._agreement, self.communicator
-        if self.layout is not None or communicator.size == 1:
+        if self._arranged or self.communicator.size == 1:
             return
-        if not agreement.holds(communicator, self.parameters):
+        if not self._layout.holds(self.communicator, self.parameters):
             self._announce()  # before the first exchange, in which a joined rank takes part
-        self.layout = agreement.arrange(communicator, self.parameters)
-        for bucket in self.layout.buckets:
-            bucket.begin()
+        self._layout.arrange(self.communicator, self.parameters)
+        self._arranged = True
 
     def arrive(self, parameter: torch.Tensor) -> None:
-        arrived, layout, key = self._arrived, self.layout, id(parameter)
+        arrived, key = self._arrived, id(parameter)
         left = self._passes_left.get(key)
         if left is None:
             return  # not this optimizer's any more; or check() finds out
@@ -160,14 +138,12 @@ class ReductionStep(GradientStep):
             gradient = arrived.present(parameter)
             if gradient is None:
                 return
-        if layout is None:
-            arrived.time()
         if arrived.sampled is None:
             gradient = self._sample(parameter, gradient)
         arrived.note(parameter, gradient)
         self.concerns_peers = self.communicator.size > 1
-        if layout is not None and layout.bucket_of[key].arrive() and not layout.after_backward:
-            self._launch(layout, in_backward=True)
+        if self._arranged and self._layout.bucket_of[key].arrive():
+            self._launch(in_backward=True)
 
     def _passes_to_come(self, key: int, gradient: torch.Tensor, left: int) -> int:
         """Return the number of passes, this pass included, until a gradient is complete.
@@ -193,13 +169,12 @@ class ReductionStep(GradientStep):
             f"backward_passes_per_step={self._passes} times before step(); increase "
             "it to accumulate gradients over several backward passes. If the last pass was for "
             "another optimizer's step (a generator's loss, through its discriminator), freeze this "
-            "optimizer's parameters in that pass: parameter.requires_grad_(False). If other ranks "
-            "called another optimizer's step() after it, and this one before, keep to one order"
+            "optimizer's parameters in that pass: parameter.requires_grad_(False)"
         )
 
     def _sample(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Sample a gradient that can cheaply stay out of its bucket; return the gradient."""
-        if self.layout is not None:
+        if self._arranged:
             if gradient.numel() > SMALL_GRADIENT or gradient.requires_grad:
                 return gradient
             # It may be that part of the bucket, which changes with the sum.
@@ -215,74 +190,53 @@ class ReductionStep(GradientStep):
         # Once, because backward may exchange other things between the sums.
         if self._of_all and not self._announced:
             self._announced = True
-            number = self._agreement.number_in(self.communicator)
+            number = self._layout.number_in(self.communicator)
             announce(self.communicator, {"kind": "step", "number": number})
 
     def launch_all(self) -> bool:
         self._prepare()
-        layout = self.layout
-        if layout is None:
+        if not self._arranged:
             return False
-        self._launch(layout)
+        self._launch()
         self._passes_left = dict.fromkeys(self._passes_left, 0)  # a later gradient is an error
-        return not layout.after_backward
+        return not self._layout.is_late(self.communicator)
 
-    def _take_turn(self, *, in_backward: bool = False) -> bool:
-        """Return whether the sums of this optimizer come next; in step() begin others before."""
-        text = self._agreement.description(self.communicator, self.parameters)
-        turns, number = turns_of(self.communicator), self._agreement.number
-        vote = -1 if is_joined(self.communicator) else in_backward * number  # in step() 0
-        self._announce()
-        while text and turns.holder != number:
-            if not turns.holder:
-                turns.choose(self.communicator, number, text, vote)
-            elif in_backward:
-                return False
-            else:
-                self._launch_other(self.context, turns.holder)  # which ends its turn
-        return True
-
-    def _launch(self, layout: Layout, *, in_backward: bool = False) -> None:
-        """Launch the remaining buckets; in backward only the next complete ones."""
-        for bucket in layout.buckets[self._launched :]:
+    def _launch(self, *, in_backward: bool = False) -> None:
+        """Launch the remaining buckets; in backward only the next complete ones, if any."""
+        buckets = self._layout.buckets
+        if in_backward and self._layout.is_late(self.communicator):
+            return
+        for bucket in buckets[self._launched :]:
             if in_backward and bucket.expected:
                 break  # those behind it wait, too: all ranks launch in one order
-            if not self._launched and not self._take_turn(in_backward=in_backward):
-                break
+            if not self._launched:
+                self._announce()
+                if text := self._layout.description(self.communicator, self.parameters):
+                    self.communicator.agree(text)
             self.concerns_peers = True
             self._launched += 1
             trailer: Sequence[float] = ()
-            if self._launched == len(layout.buckets):
+            if self._launched == len(buckets):
                 bucket.complete()  # so that the trailer counts its gradients as well
-                trailer = [self._change(), *(n for each in layout.buckets for n in each.present)]
+                trailer = [self._change(), *(n for each in buckets for n in each.present)]
             bucket.launch(self.communicator, trailer)
-            if trailer:
-                turns_of(self.communicator).holder = 0
 
     def finish(self, trained: list[torch.Tensor]) -> None:
         self._arrived.check_untouched()
         self._arrived.check_trained(trained, self.parameters)
         self._prepare()
-        layout, context = self.layout, self.context
-        if layout is None:
-            if self._of_all:
-                agree(context, self._change())
-            return
-        if layout.after_backward:
-            # All are on their way from an accelerator before the first is waited for.
-            for bucket in layout.buckets:
-                bucket.complete()
-        self._launch(layout)
-        turns = turns_of(self.communicator)
-        if self._agreement.number in turns.doubted:
-            self._take_turn()  # as all ranks do, or nothing is delivered
-            turns.doubted.discard(turns.holder)
-            turns.holder = 0
-        self._arrived.check_sample()  # only now: it waits for an accelerator
-        with timeline.span("REDUCE_GRADIENTS"):
-            change, self.found_sparse = layout.deliver()
+        change = self._change()
+        if self._arranged:
+            if self._layout.is_late(self.communicator):
+                # All are on their way from an accelerator before the first is waited for.
+                for bucket in self._layout.buckets:
+                    bucket.complete()
+            self._launch()
+            self._arrived.check_sample()  # only now: it waits for an accelerator
+            with timeline.span("REDUCE_GRADIENTS"):
+                change, self.found_sparse = self._layout.deliver()
         if self._of_all:
-            agree(context, change)
+            agree(self.context, change)
 
     def _change(self) -> float:
         return change_of(self.context, joined=is_joined(self.communicator)) if self._of_all else 0.0

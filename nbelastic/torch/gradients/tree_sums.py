@@ -101,68 +101,41 @@ def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.add_(right) if left.layout is torch.strided else add_rows(left, right)
 
 
-def sum_sparse_over_ranks(
-    communicator: Communicator,
-    share: StepShare,
-    sums: Sequence[MicroBatchSum],
-    like: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    """Return sums of sparse tensors, as :func:`sum_over_ranks` does of dense ones."""
-    columns = _finished(share, sums)
-    rows = _rows_of_ranks(communicator, columns)
-    dense = [
-        [None if each is None else _packed(each, own) for each in column]
-        for column, own in zip(columns, rows, strict=True)
-    ]
-    pairs = list(zip(rows, like, strict=True))
-    these = [each.detach().new_empty(len(own), *each.shape[1:]) for own, each in pairs]
-    totals = _sum_columns(communicator, share, dense, these)
-    return [
-        of_rows(own.to(total.device), total, each.shape)
-        for total, (own, each) in zip(totals, pairs, strict=True)
-    ]
-
-
 def sum_over_ranks(
     communicator: Communicator,
     share: StepShare,
     sums: Sequence[MicroBatchSum],
     like: Sequence[torch.Tensor],
+    sparse: Sequence[int] = (),
 ) -> list[torch.Tensor]:
-    """Return sums over all micro-batches, IDENTITY of none, as `like`; for all ranks."""
-    return _sum_columns(communicator, share, _finished(share, sums), like)
+    """Return sums over all micro-batches, IDENTITY of none, as `like`; for all ranks.
 
-
-def _finished(share: StepShare, sums: Sequence[MicroBatchSum]) -> list[list[torch.Tensor | None]]:
+    Those with the indices `sparse` are sparse on all ranks that have values.
+    """
     block = share.block
+    nodes: Sequence[Node] = ()
     if share.exact:
         nodes = cover(block.start, block.stop, share.micro_batches)
-    else:
-        nodes = (Node(block.start, block.stop),) if len(block) else ()
-    return [each.finish(nodes) for each in sums]
-
-
-def _sum_columns(
-    communicator: Communicator,
-    share: StepShare,
-    columns: Sequence[Sequence[torch.Tensor | None]],
-    like: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    if communicator.size == 1:
-        pairs = zip(columns, like, strict=True)
-        return [
-            torch.full_like(each, IDENTITY, requires_grad=False) if own is None else own
-            for (own, *_), each in pairs
-        ]
+    elif block:
+        nodes = (Node(block.start, block.stop),)
+    columns, shaped = [each.finish(nodes) for each in sums], [*like]
+    rows = _rows_of_ranks(communicator, [columns[index] for index in sparse])
+    for index, used in zip(sparse, rows, strict=True):
+        columns[index] = [each if each is None else _packed(each, used) for each in columns[index]]
+        shaped[index] = like[index].detach().new_empty(len(used), *like[index].shape[1:])
+    totals = [*shaped]
     by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, tensor in enumerate(like):
+    for index, tensor in enumerate(shaped):
         by_type.setdefault((tensor.dtype, tensor.device), []).append(index)
-    found: list[torch.Tensor] = [*like]
     for indices in by_type.values():
-        these = [columns[n] for n in indices], [like[n] for n in indices]
-        for index, total in zip(indices, _exchange(communicator, share, *these), strict=True):
-            found[index] = total
-    return found
+        these = [columns[index] for index in indices], [shaped[index] for index in indices]
+        exchanged = _exchange(communicator, share, *these)
+        for index, total in zip(indices, exchanged, strict=True):
+            totals[index] = total
+    for index, used in zip(sparse, rows, strict=True):
+        total = totals[index]
+        totals[index] = of_rows(used.to(total.device), total, like[index].shape)
+    return totals
 
 
 def _exchange(
@@ -172,6 +145,12 @@ def _exchange(
     like: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Return the sums over all ranks of tensors of one type, on one device."""
+    if communicator.size == 1:
+        pairs = zip(columns, like, strict=True)
+        return [
+            torch.full_like(each, IDENTITY, requires_grad=False) if own is None else own
+            for (own, *_), each in pairs
+        ]
     rows = [
         [_absent(each) if value is None else value.contiguous() for value, each in pairs]
         for pairs in (zip(of_node, like, strict=True) for of_node in zip(*columns, strict=True))
@@ -229,7 +208,7 @@ def _rows_of_ranks(
         )
         for column in columns
     ]
-    if communicator.size == 1:
+    if communicator.size == 1 or not own:
         return own
     gather = Allgather(own)
     gather.load_on(communicator.rank, communicator.size)

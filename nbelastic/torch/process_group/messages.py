@@ -40,14 +40,14 @@ class Mailbox:
         data = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
         header = torch.frombuffer(bytearray(_HEADER.pack(tag, data.numel())), dtype=torch.uint8)
         parts = [header, data] if data.numel() else [header]
-        return Transfer(self, [self.communicator.send_async(part, to) for part in parts])
+        handles = [self.communicator.send_async(part, to) for part in parts]
+        return Transfer(self, tag, None, handles)
 
-    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Receiving:
+    def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Transfer:
         """Begin to receive into `tensor`, from rank `source` or from any."""
         others = [rank for rank in range(self.communicator.size) if rank != self.communicator.rank]
-        sources = others if source is None else [source]
-        receiving = Receiving(self, tensor, tag)
-        for each in sources:
+        receiving = Transfer(self, tag, tensor)
+        for each in others if source is None else [source]:
             self._sources[each].waiting.append(receiving)
         self.advance()
         return receiving
@@ -55,33 +55,8 @@ class Mailbox:
     def advance(self) -> None:
         """Take messages that have arrived, and post the next receives."""
         for rank, source in [*self._sources.items()]:
-            while self._step(rank, source):
+            while source.advance(self.communicator, rank):
                 pass
-
-    def _step(self, rank: int, source: _Source) -> bool:
-        """Advance a source; return whether it may advance again."""
-        # A receive from any rank waits at all sources, and another may have served it.
-        source.waiting = [each for each in source.waiting if each.message is None]
-        if source.match(rank):
-            return True
-        if source.handle is None:
-            if not source.waiting:
-                return False
-            source.post(self.communicator, rank, _HEADER.size)
-            source.tag = None
-        assert source.handle is not None
-        if not source.handle.done():
-            return False
-        source.handle.wait()
-        source.handle, message = None, source.buffer
-        if source.tag is None:
-            source.tag, length = _HEADER.unpack(bytes(message.tolist()))
-            if length:
-                source.post(self.communicator, rank, length)
-                return True
-            message = message[:0]
-        source.kept.append((source.tag, message))
-        return True
 
 
 def mailbox_of(communicator: Communicator) -> Mailbox:
@@ -95,77 +70,78 @@ def mailbox_of(communicator: Communicator) -> Mailbox:
 class _Source:
     """Messages from one rank."""
 
-    waiting: list[Receiving] = field(default_factory=list)
+    waiting: list[Transfer] = field(default_factory=list)
     kept: list[tuple[int, torch.Tensor]] = field(default_factory=list)
     handle: Handle | None = None
     buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     tag: int | None = None  # of the message under way, once its header is here
 
-    def post(self, communicator: Communicator, rank: int, length: int) -> None:
+    def advance(self, communicator: Communicator, rank: int) -> bool:
+        """Advance by one message or header of this `rank`; return whether more may follow."""
+        # A receive from any rank waits at all sources, and another may have served it.
+        self.waiting = [each for each in self.waiting if each.message is None]
+        for index, (tag, data) in enumerate(self.kept):
+            for each in self.waiting:
+                if each.tag == tag:
+                    each.message, each.source = data, rank
+                    del self.kept[index]
+                    return True
+        if self.handle is None:
+            if not self.waiting:
+                return False
+            self.tag = None
+            self._post(communicator, rank, _HEADER.size)
+        assert self.handle is not None
+        if not self.handle.done():
+            return False
+        self.handle.wait()
+        self.handle, message = None, self.buffer
+        if self.tag is None:
+            self.tag, length = _HEADER.unpack(bytes(message.tolist()))
+            if length:
+                self._post(communicator, rank, length)
+                return True
+            message = message[:0]
+        self.kept.append((self.tag, message))
+        return True
+
+    def _post(self, communicator: Communicator, rank: int, length: int) -> None:
         """Begin to receive so many bytes."""
         self.buffer = torch.empty(length, dtype=torch.uint8)
         self.handle = communicator.receive_async(self.buffer, rank)
 
-    def match(self, rank: int) -> bool:
-        """Give the first awaited message to its receive."""
-        for index, (tag, data) in enumerate(self.kept):
-            found = next((each for each in self.waiting if each.tag == tag), None)
-            if found is not None:
-                del self.kept[index]
-                self.waiting.remove(found)
-                found.message, found.source = data, rank
-                return True
-        return False
 
-
+@dataclass(eq=False)
 class Transfer:
     """A message under way. Waiting for the end advances its whole mailbox."""
 
-    def __init__(self, mailbox: Mailbox, handles: list[Handle]) -> None:
-        self._mailbox, self._handles = mailbox, handles
+    mailbox: Mailbox
+    tag: int
+    into: torch.Tensor | None  # of a receive, until it has ended
+    handles: list[Handle] = field(default_factory=list)  # of a send
+    message: torch.Tensor | None = None  # that has been received
+    source = -1  # of a receive, known at its end
 
     def done(self) -> bool:
         """Return whether it has ended. The peer may wait for a message to this rank first."""
-        self._mailbox.advance()
-        return self._has_ended()
+        self.mailbox.advance()
+        received = self.into is None or self.message is not None
+        return received and all(handle.done() for handle in self.handles)
 
     def wait(self, timeout_s: float = 0.0) -> None:
         """Wait for its end, within a time if it is not 0."""
         begun, pause = time.monotonic(), 0.0
         while not self.done():
-            self._mailbox.communicator.check()  # `done` alone may not see that a peer is gone
+            self.mailbox.communicator.check()  # `done` alone may not see that a peer is gone
             if 0.0 < timeout_s < time.monotonic() - begun:
                 raise CollectiveError(f"a message did not end within {timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause + _POLL_S / 8, _POLL_S)  # short at first, as most messages are near
-        self._finish()
-
-    def _has_ended(self) -> bool:
-        return all(handle.done() for handle in self._handles)
-
-    def _finish(self) -> None:
-        while self._handles:
-            self._handles.pop().wait()
-
-
-class Receiving(Transfer):
-    """A message from another rank, which has ended once its bytes are here."""
-
-    def __init__(self, mailbox: Mailbox, tensor: torch.Tensor, tag: int) -> None:
-        super().__init__(mailbox, [])
-        self._tensor: torch.Tensor | None = tensor
-        self.tag = tag
-        self.message: torch.Tensor | None = None
-        self.source = -1  # known at its end
-
-    def _has_ended(self) -> bool:
-        return self.message is not None
-
-    def _finish(self) -> None:
-        tensor, self._tensor = self._tensor, None  # a second wait must not copy again
-        if tensor is None:
+        while self.handles:
+            self.handles.pop().wait()
+        tensor, self.into = self.into, None  # a second wait must not copy again
+        if tensor is None or self.message is None:
             return
-        assert self.message is not None
         if tensor.nbytes != self.message.numel():
             raise CollectiveError(
                 f"rank {self.source} sent {self.message.numel()} bytes with tag {self.tag}, and "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -182,7 +183,10 @@ class LazyCommit:
     def _hook(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._hooked and hooks_see_steps(optimizer):
             self._hooked.add(optimizer)
-            optimizer.register_step_pre_hook(WhileAlive(self._before_step))
+            before = optimizer.register_step_pre_hook(WhileAlive(self._before_step))
+            # First, as other hooks change what a commit has, such as rates.
+            hooks: Any = optimizer._optimizer_step_pre_hooks
+            hooks.move_to_end(before.id, last=False)
             optimizer.register_step_post_hook(WhileAlive(self._after_step))
 
 

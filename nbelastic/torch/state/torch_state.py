@@ -28,7 +28,7 @@ from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NotInitialized, OptionError, StateMismatch
 from nbelastic.torch.environment import device, in_words
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
-from nbelastic.torch.rates import LRScaler, WhileAlive, adjusts_to_size
+from nbelastic.torch.rates import WhileAlive, adjusts_to_size
 from nbelastic.torch.state.adapters import SamplerAdapter, adapter_for, objects_in
 from nbelastic.torch.state.buffer_means import BufferMeans
 from nbelastic.torch.state.commit import Commit, Copies, make_commit
@@ -139,10 +139,10 @@ class TorchState(ObjectState):
                 "hvd.DistributedOptimizer(…). It averages over the micro-batches of a step, on one "
                 "rank as on many"
             )
-        if loaders and any(map(adjusts_to_size, self._objects())):
+        if loaders and any(map(adjusts_to_size, optimizers)):
             raise OptionError(
-                "TorchState: an LRScaler or by_samples() adjusts rates to a batch that grows with "
-                "the number of ranks, and with a Loader it does not grow; leave them out"
+                "TorchState: an LRScaler adjusts rates to a batch that grows with the number of "
+                "ranks, and with a Loader it does not grow; leave it out"
             )
         for loader in loaders:
             if any(loader is each for each in self._loaders):
@@ -170,17 +170,14 @@ class TorchState(ObjectState):
             A callback has changed a learning rate, though a loader keeps the batch as it is, or an
             :class:`~nbelastic.torch.elastic.LRScaler` does that by itself.
         """
-        scaled = self._objects((Loader, LRScaler))
         before = self._rates()
         super().on_reset()
-        if scaled and self._rates() != before:
-            why = "it multiplies the rates by itself"
-            if isinstance(scaled[0], Loader):
-                why = "its batch is the same for any number of ranks, so the rate is right as it is"
-            raise OptionError(
-                "a reset callback changes a learning rate, and the state has a "
-                f"{type(scaled[0]).__name__}: {why}. Remove the callback"
-            )
+        scales = any(map(adjusts_to_size, self._objects(Optimizer)))
+        if (self._loaders or scales) and self._rates() != before:
+            why = "an LRScaler multiplies the rates by itself"
+            if self._loaders:
+                why = "the batch of a Loader is the same for any number of ranks"
+            raise OptionError(f"a reset callback changes a learning rate: {why}. Remove it")
 
     def _batch(self) -> int:
         if self._loaders and "batch" not in self._names:

@@ -36,17 +36,13 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
-            raise ValueError(f"a ProcessSet takes a list of ranks, not {ranks!r}; there is no MPI")
-        numbers = sorted(ranks)
-        if not all(type(rank) is int for rank in numbers):
-            raise ValueError(f"a ProcessSet takes a list of ranks, not {ranks!r}")
-        if len(set(numbers)) != len(numbers) or (numbers and numbers[0] < 0):
-            raise ValueError(
-                f"ranks of a ProcessSet must be different numbers from 0, not {ranks!r}"
-            )
+        numbers = [*ranks] if isinstance(ranks, Iterable) else [-1]
+        if not all(type(rank) is int and rank >= 0 for rank in numbers) or (
+            len(set(numbers)) < len(numbers)
+        ):
+            raise ValueError(f"a ProcessSet takes a list of different ranks, not {ranks!r}")
         self.process_set_id: int | None = None
-        self._members = Members(numbers)
+        self._members = Members(sorted(numbers))
 
     def __repr__(self) -> str:
         ranks = "all" if self.process_set_id == 0 else self._members.named
