@@ -33,15 +33,9 @@ class GroupOwner(abc.ABC):
         self._name = name
         self._abort_signal = abort_signal
         self._leaving: Wakeup[bool] = SimpleQueue()
-        self._moments: list[float] = []  # at which it was told to end the group
-        leaving, moments = self._leaving, self._moments
-
+        leaving = self._leaving
         # The abort signal keeps this function, which therefore refers to no group.
-        def leave(*_: object) -> None:
-            moments.append(time.monotonic())
-            leaving.put(True)
-
-        self._leave = leave
+        self._leave = lambda *_: leaving.put(True)
         self._thread: threading.Thread | None = None
 
     def _start(self, limit_s: float | None = None) -> bool:

@@ -2,7 +2,7 @@
 
 Each rank announces its capabilities. All ranks see those of all, and derive the same topology:
 which ranks claim to be on one host, and whether they can share memory. That they are on one host is
-proved later (:mod:`nbelastic.collectives.shm.handshake`).
+proved later (:mod:`nbelastic.collectives.shm.segment`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from pathlib import Path
 import msgspec
 
 from nbelastic.errors import CollectiveError
+from nbelastic.system import LINUX
 
 HOST_VARIABLE = "NBELASTIC_HOST"
 """Environment variable that splits one machine into several hosts, for tests of placement."""
 
-VERSION = 6  # of the capabilities, and of the protocol between the ranks of a host
+VERSION = 7  # of the capabilities, and of the protocol between the ranks of a host
 
 
 def host_identity() -> str:
@@ -45,9 +46,12 @@ def host_identity() -> str:
 
 
 def sharing_host() -> str:
-    """Return this rank's claimed host: only a single user's processes share memory."""
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    return f"{host_identity()}/{user}"
+    """Return this rank's claimed host: only a user's processes that see each other share memory."""
+    host = host_identity()
+    if LINUX:
+        sees = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "user")]
+        host = "/".join((host, str(os.getuid()), *sees))
+    return host
 
 
 def shared_memory_obstacle() -> str:
@@ -68,7 +72,6 @@ class RankCapabilities(msgspec.Struct, frozen=True, array_like=True, tag=VERSION
 
     obstacle: str  # why it cannot share memory; empty if it can
     host: str  # that it claims to be on
-    socket_name: str  # at which it shares a segment
     gpu: str = ""  # kind of the accelerator that it computes on; empty if it has used none
     nccl: str = ""  # version; empty if the job does not ask for NCCL, or the rank has none
     nccl_obstacle: str = ""  # why it cannot use NCCL; empty if it can

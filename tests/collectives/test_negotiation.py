@@ -1,10 +1,8 @@
 """Which communicator is chosen, and that all choose the same."""
 
 import dataclasses
-import logging
-import sys
+import os
 import threading
-import traceback
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ import torch
 from nbelastic.collectives import negotiation
 from nbelastic.collectives.nccl import group as nccl_group
 from nbelastic.collectives.negotiation import NegotiatingCommunicator
-from nbelastic.collectives.shm import handshake
+from nbelastic.collectives.shm import segment
 from nbelastic.errors import CollectiveError
 from tests.collectives.fake_nccl import LateNcclDevice, fake_library
 from tests.collectives.worlds import (
@@ -26,11 +24,8 @@ from tests.collectives.worlds import (
     needs_compiler,
     needs_core,
 )
-from tests.support.logs import own_records
 
 pytestmark = needs_core
-
-SOON_S = 5.0  # bounded: half as long as forming may take
 
 
 def on(hosts, backend="auto"):
@@ -72,11 +67,6 @@ def only_on(rank, otherwise, then):
     return function
 
 
-@pytest.fixture(autouse=True)
-def _nothing_logged(monkeypatch):
-    monkeypatch.setattr(negotiation, "_logged", set())
-
-
 @pytest.mark.parametrize(
     ("backend", "hosts", "kind", "reason"),
     [
@@ -86,16 +76,14 @@ def _nothing_logged(monkeypatch):
         ("auto", "abab", "hierarchical", ""),
         ("shm", "ab", "gloo", ""),
         ("cuda_ipc", "aa", "shm", "rank 0 has used no GPU"),
-        ("cuda_ipc", "aab", "hierarchical", "rank 0 has used no GPU"),
-        ("cuda_ipc", "ab", "gloo", "no two ranks share a host"),
+        ("cuda_ipc", "aab", "hierarchical", "CUDA IPC takes ranks of one host"),
         ("nccl", "ab", "gloo", "rank 0 has used no GPU"),
     ],
 )
-def test_what_is_chosen_follows_from_where_the_ranks_are(backend, hosts, kind, reason, caplog):
+def test_what_is_chosen_follows_from_where_the_ranks_are(backend, hosts, kind, reason):
     with World(on(hosts, backend), len(hosts)) as world:
         assert kinds(world) == {kind}
         assert reasons(world) == {reason and f"{negotiation.ON_HOST}: {reason}"}
-    assert own_records(caplog) == []
 
 
 @needs_compiler
@@ -135,17 +123,13 @@ def test_the_fastest_transport_of_gpus_that_works_is_the_default(
             assert bool(reason) == bool(communicator.fallback_reason)
 
 
-def test_without_the_part_in_cpp_gloo_is_taken_and_said_once(monkeypatch, caplog):
+def test_without_the_part_in_cpp_gloo_is_taken(monkeypatch):
     monkeypatch.setattr("nbelastic.native.core", None)
     monkeypatch.setattr("nbelastic.native.missing", "no module named _core")
     said = "rank 0: nbelastic was installed without its C++ part (no module named _core)"
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            with World(MAKERS["auto"], 2) as world:
-                assert kinds(world) == {"gloo"}
-                assert reasons(world) == {said}
-    assert len(own_records(caplog)) == 1
-    assert said in caplog.text
+    with World(MAKERS["auto"], 2) as world:
+        assert kinds(world) == {"gloo"}
+        assert reasons(world) == {said}
     assert failures(MAKERS["shm"], 2) == {f"backend='shm', but memory cannot be shared: {said}"}
 
 
@@ -161,57 +145,35 @@ def test_one_that_cannot_is_enough_if_it_has_neighbours(monkeypatch):
     assert "rank 1: is too old" in reason
 
 
-@pytest.mark.parametrize("where", ["create", "join"])
-def test_if_forming_fails_on_one_host_all_take_gloo(monkeypatch, caplog, where):
-    def fail(*_):
-        raise handshake.SegmentError("the roof is leaking")
+def test_if_a_host_cannot_share_memory_all_take_gloo(monkeypatch):
+    def fail(_):
+        raise OSError("the roof is leaking")
 
-    rank = {"create": 2, "join": 3}[where]
-    if where == "join":  # the other waits for it; it does not wait for the other
-        monkeypatch.setattr(handshake, "FORMING_LIMIT_S", 0.5)
-    monkeypatch.setattr(
-        handshake.SegmentSocket, where, only_on(rank, getattr(handshake.SegmentSocket, where), fail)
-    )
+    open_offered, create = segment.open_offered, segment.core.create
     before = descriptors()
-    with World(on("aabb"), 4) as world:
-        assert kinds(world) == {"gloo"}
-        (remark,) = reasons(world)
-    assert [record.levelname for record in own_records(caplog)] == ["WARNING"]
-    assert remark in caplog.text
-    (reason,) = failures(on("aabb", "shm"), 4)
-    assert "memory cannot be shared" in reason
-    eventually(lambda: descriptors() <= before, "the end of all segments and sockets")
+    for where in ("create", "open"):
+        with monkeypatch.context() as patch:
+            if where == "create":
+                create_two = only_on(2, create, lambda size: (create if size == 1 else fail)(size))
+                patch.setattr(segment.core, "create", create_two)
+            else:
+                patch.setattr(segment, "open_offered", only_on(3, open_offered, fail))
+            with World(on("aabb"), 4) as world:
+                assert kinds(world) == {"gloo"}
+                (reason,) = reasons(world)
+                assert "it cannot open the memory of rank 2: the roof is leaking" in reason
+            (reason,) = failures(on("aabb", "shm"), 4)
+            assert "memory cannot be shared" in reason
+    eventually(lambda: descriptors() <= before, "the end of all segments")
 
 
-@pytest.mark.parametrize("where", ["create", "join"])
-def test_abort_frees_who_forms(monkeypatch, where):
-    late = threading.Event()
-
-    def dawdle(*_):
-        late.wait(PATIENCE_S)
-        raise handshake.SegmentError("too late")
-
-    other = {"create": "join", "join": "create"}[where]
-    monkeypatch.setattr(handshake.SegmentSocket, other, dawdle)
-    rank = {"create": 0, "join": 1}[where]
-    before = descriptors()
-    with World(MAKERS["auto"], 2, connected=False) as world:
-        connecting = [world.start(each, lambda c: c.connect()) for each in range(2)]
-        eventually(lambda: any_in(handshake.SegmentSocket, where), f"{where} under way")
-        world[rank].abort("enough")
-        assert str(connecting[rank].exception(SOON_S)) == "enough"
-        late.set()
-        world[1 - rank].abort("so be it")
-        assert str(connecting[1 - rank].exception(SOON_S)) == "so be it"
-    connecting.clear()  # errors keep what their frames have
-    eventually(lambda: descriptors() <= before, "the end of all sockets")
-
-
-def any_in(owner, name):
-    """Return whether any thread is in a method."""
-    code = getattr(owner, name).__code__
-    stacks = map(traceback.walk_stack, sys._current_frames().values())
-    return any(frame.f_code is code for stack in stacks for frame, _ in stack)
+def test_another_file_at_the_place_of_a_segment_is_not_taken():
+    """Its process may have ended, and its number been given to another."""
+    with (
+        open("/dev/null", "rb") as file,
+        pytest.raises(FileNotFoundError, match="something else"),
+    ):
+        segment.open_offered(f"/proc/{os.getpid()}/fd/{file.fileno()} 1")
 
 
 def test_abort_of_the_one_that_chose_reaches_the_chosen():

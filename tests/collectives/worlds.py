@@ -25,14 +25,13 @@ from nbelastic.collectives.topology import Topology
 from nbelastic.errors import CollectiveError
 from nbelastic.native import core, missing
 from tests.collectives.fake_device import FakeDevice
-from tests.collectives.fake_nccl import COMPILER, LateNcclDevice, NcclDevice, fake_library
+from tests.collectives.fake_nccl import COMPILER, NcclDevice, fake_library
 from tests.support.own_transport import OwnTransport
 
 Maker = Callable[[Rendezvous], Communicator]
 
 DEVICES: dict[str, Callable[[int], Device | None]] = {
     "cuda_ipc": lambda _rank: FakeDevice(),
-    "cuda_ipc+nccl": lambda _rank: LateNcclDevice(),
     "nccl": lambda _rank: NcclDevice(),
 }
 """What returns the device of a rank; tests put other functions in their places."""
@@ -64,20 +63,12 @@ class Faked(NegotiatingCommunicator):
             *([lambda: DEVICES[device](rendezvous.rank)] if device else []),
             *([library] if library else []),
         )
-        self._fake_device, self._apart = device, apart
-
-    # Two ranks apart have nothing to gain, but the operations are the same.
+        self._apart = apart
 
     def _over_gloo(self) -> Any:
-        if self._apart and not self._fake_device:
+        if self._apart:  # two ranks have nothing to gain, but the operations are the same
             return self._over_segments(Topology(((0,), (1,)), ""), None)
         return super()._over_gloo()
-
-    def _with_devices(self, host: Any, topology: Topology, capabilities: Any) -> Communicator:
-        if self._apart and not topology.any_host_shared:
-            assert self._device is not None
-            return self._over_hosts(host, topology, self._device)
-        return super()._with_devices(host, topology, capabilities)
 
 
 def faked(backend: str, *fakes: Any, apart: bool = False) -> Maker:
@@ -98,8 +89,6 @@ MAKERS: dict[str, Maker] = {
     "hierarchical": faked("auto", apart=True),
     "cuda_ipc": faked("cuda_ipc", "cuda_ipc"),
     "nccl": faked("nccl", "nccl", fake_library),
-    "cuda_ipc+gloo": faked("cuda_ipc", "cuda_ipc", apart=True),
-    "cuda_ipc+nccl": faked("cuda_ipc", "cuda_ipc+nccl", fake_library, apart=True),
     "own": OwnTransport,
     "gpu": of("cuda_ipc"),
     "gpu_nccl": of("nccl"),
@@ -110,19 +99,17 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no compil
 _NEEDS = {
     "gloo": [],
     "nccl": [needs_core, needs_compiler],
-    "cuda_ipc+nccl": [needs_core, needs_compiler],
 }
-# What "auto" is connected to is one of the others, and without a GPU, so are the last two. What
-# Gloo is between hosts with devices is in test_cuda_ipc. A transport of another package has all
-# operations, and fails as its author likes.
+# What "auto" is connected to is one of the others, and without a GPU, so are the last two. A
+# transport of another package has all operations, and fails as its author likes.
 KINDS = [
     pytest.param(kind, marks=_NEEDS.get(kind, [needs_core]))
     for kind in MAKERS
-    if kind not in ("auto", "cuda_ipc+gloo", "own", "gpu", "gpu_nccl")
+    if kind not in ("auto", "own", "gpu", "gpu_nccl")
 ]
 
 # Those that differ in what is above them: descriptions on their way or not, coalesced or not.
-SOME_KINDS = [kind for kind in KINDS if kind.values[0] in ("gloo", "shm", "cuda_ipc+nccl")]
+SOME_KINDS = [kind for kind in KINDS if kind.values[0] in ("gloo", "shm", "cuda_ipc")]
 
 # Longer than anything takes, shorter than TIMEOUT_S: what waits for that long hangs.
 PATIENCE_S = 20.0

@@ -28,12 +28,11 @@ from nbelastic.collectives.operations import (
     first_sentence,
 )
 from nbelastic.collectives.owner import GroupOwner
-from nbelastic.collectives.rendezvous.client import RendezvousClient
+from nbelastic.collectives.rendezvous.client import Rendezvous, RendezvousClient
 from nbelastic.errors import CollectiveError, RanksDisagree
 
 if TYPE_CHECKING:
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Rendezvous
 
 
 class GlooStore(Store):

@@ -20,9 +20,8 @@ import torch
 
 from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.buffers import as_bytes, as_number
-from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import AsyncCommunicator, first_sentence
-from nbelastic.collectives.rendezvous.client import RendezvousClient
+from nbelastic.collectives.rendezvous.client import Rendezvous, RendezvousClient
 from nbelastic.collectives.rendezvous.handshake import GREETING, read
 from nbelastic.collectives.transport import Handle, Op
 from nbelastic.errors import CollectiveError

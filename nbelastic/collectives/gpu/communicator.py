@@ -54,10 +54,6 @@ class DeviceCommunicator(AsyncCommunicator):
         self._executor = OrderedExecutor(name, self._rendezvous.timeout_s)
         self._closed = False
 
-    def connect(self) -> DeviceCommunicator:
-        self._abort_signal.check()
-        raise RuntimeError("connect() is called once")
-
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return self._host.empty(count, dtype)
 
@@ -66,9 +62,6 @@ class DeviceCommunicator(AsyncCommunicator):
     @abc.abstractmethod
     def _leave_device(self) -> None:
         """Let go of the device, as a part of closing, after the abort."""
-
-    def _leave_parts(self) -> None:
-        """Close communicators of the idle executor. Called twice."""
 
     def _reached(self, _end: Any) -> None:
         """Wait on the host, in the executor, for an operation that the stream has begun."""
@@ -178,11 +171,8 @@ class DeviceCommunicator(AsyncCommunicator):
         self._closed = True
         self.close_subgroups()
         idle = self._executor.idle and self._host.idle
-        if idle:
-            self._leave_parts()  # before the abort, which would fail their peers
         self._abort_signal.abort("the communicator is closed", orderly=idle)
         self._leave_device()
-        self._leave_parts()  # those of an executor that was busy
         self._host.close()  # last: meetings and staged operations are the host's
 
     def __del__(self) -> None:
