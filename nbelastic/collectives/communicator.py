@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
+connectors: list[Callable[[Rendezvous], Communicator]] = []
+"""What makes a communicator of any kind; the package, which knows all kinds, adds it."""
+
 apart: list[Callable[[Communicator, str, int], list[int]]] = []
 """What compares apart from operations; the coordination of operations, which can, adds it."""
 
@@ -356,9 +359,7 @@ class Communicator(TensorTransport):
         if known is not None:
             return known
         self.check()
-        from nbelastic.collectives import connect  # here, because the kinds import this module
-
-        made = connect(self._rendezvous.part(name, ranks))
+        made = connectors[0](self._rendezvous.part(name, ranks))
         self._subgroups[name] = made
         try:
             connected = connect_part(self, made)

@@ -71,7 +71,6 @@ class NegotiatingCommunicator(AsyncCommunicator):
         self._host = host
         self._own_device = device
         self._own_library = library
-        self._begun = False
         self._device: Device | None = None
         self._library: NcclLibrary | None = None
         self._tries = ON_GPUS.get(rendezvous.backend, ())
@@ -81,9 +80,6 @@ class NegotiatingCommunicator(AsyncCommunicator):
 
     def connect(self) -> Communicator:
         self._abort_signal.check()
-        if self._begun:
-            raise RuntimeError("connect() is called once")
-        self._begun = True
         try:
             chosen = self._choose()
         except CollectiveError as error:
@@ -101,7 +97,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
         obstacle, host = shared_memory_obstacle(), self._host or sharing_host()
         own = RankCapabilities(obstacle, host, *self._own_gpu())
         values = self._exchange("capabilities", msgspec.json.encode(own))
-        capabilities = [RankCapabilities.decode(value, rank) for rank, value in enumerate(values)]
+        capabilities = [msgspec.json.decode(value, type=RankCapabilities) for value in values]
         chosen = self._choose_host(Topology.of(capabilities))
         if not self._tries:
             return chosen

@@ -16,6 +16,7 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ class GroupOwner(abc.ABC):
         self._leaving: Wakeup[bool] = SimpleQueue()
         leaving = self._leaving
         # The abort signal keeps this function, which therefore refers to no group.
-        self._leave = lambda *_: leaving.put(True)
+        self._leave: Callable[..., None] = lambda *_: leaving.put(True)
         self._thread: threading.Thread | None = None
 
     def _start(self, limit_s: float | None = None) -> bool:
@@ -43,8 +44,6 @@ class GroupOwner(abc.ABC):
 
         Return whether that was within the limit.
         """
-        if self._thread is not None:
-            raise RuntimeError("connect() is called once")
         with self._abort_signal.listen() as wakeup:
             living.add(self)  # before the thread runs: an exit has to find it
             # A daemon, because a call stuck in C++ must not keep the process from exiting.

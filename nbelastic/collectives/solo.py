@@ -32,10 +32,6 @@ class SoloCommunicator(AsyncCommunicator):
         # It needs no thread and no connection, so a fork can use its copy.
         super().__init__(its, AbortSignal(outlives_forks=True))
 
-    def connect(self) -> SoloCommunicator:
-        self.check()
-        return self
-
     def agree(
         self,
         text: str,  # noqa: ARG002 - one rank

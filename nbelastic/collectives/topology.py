@@ -7,7 +7,6 @@ proved later (:mod:`nbelastic.collectives.shm.segment`).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -18,13 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from nbelastic.errors import CollectiveError
 from nbelastic.system import LINUX
 
 HOST_VARIABLE = "NBELASTIC_HOST"
 """Environment variable that splits one machine into several hosts, for tests of placement."""
-
-VERSION = 7  # of the capabilities, and of the protocol between the ranks of a host
 
 
 def host_identity() -> str:
@@ -67,7 +63,7 @@ def shared_memory_obstacle() -> str:
     return ""
 
 
-class RankCapabilities(msgspec.Struct, frozen=True, array_like=True, tag=VERSION):
+class RankCapabilities(msgspec.Struct, frozen=True, array_like=True):
     """Capabilities of one rank."""
 
     obstacle: str  # why it cannot share memory; empty if it can
@@ -76,15 +72,6 @@ class RankCapabilities(msgspec.Struct, frozen=True, array_like=True, tag=VERSION
     nccl: str = ""  # version; empty if the job does not ask for NCCL, or the rank has none
     nccl_obstacle: str = ""  # why it cannot use NCCL; empty if it can
     card: str = ""  # its GPU, as NCCL tells GPUs apart
-
-    @classmethod
-    def decode(cls, data: bytes, rank: int) -> RankCapabilities:
-        """Read the capabilities of `rank`; ``CollectiveError`` if not of this version."""
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            return msgspec.json.decode(data, type=cls)
-        raise CollectiveError(
-            f"rank {rank} runs another version of nbelastic; install one version on all workers"
-        )
 
 
 def nccl_obstacle(capabilities: Sequence[RankCapabilities]) -> str:

@@ -140,7 +140,7 @@ def open_exchange(
 
 
 class CudaIpcCommunicator(DeviceCommunicator):
-    """A communicator of ranks that can read each other's GPUs; it owns `host` and the exchange."""
+    """A communicator of ranks with an exchange on their GPUs; it owns `host` and the exchange."""
 
     # The executor's thread alone uses the exchange, one operation after the other in the order of
     # the rank's calls.

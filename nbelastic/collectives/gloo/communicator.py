@@ -138,11 +138,6 @@ class GlooCommunicator(AsyncCommunicator):
         """Whether no operation is under way."""
         return all(each.done() for each in self._owner.operations())
 
-    def check(self) -> None:
-        if not self._owner.has_formed:
-            raise RuntimeError("connect() comes before any operation")
-        self._abort_signal.check()
-
     def __del__(self) -> None:
         if hasattr(self, "_owner"):
             self.close()

@@ -173,11 +173,6 @@ class GlooGroupOwner(GroupOwner):
         assert self._group is not None
         return self._group
 
-    @property
-    def has_formed(self) -> bool:
-        """Whether the group has formed, or never will."""
-        return self._group is not None or self._abort_signal.reason is not None
-
     def operations(self) -> list[GlooOperation | QueuedOperation]:
         """Return the operations under way, or failed."""
         return list(self.under_way)  # in one step: two threads may begin operations and messages

@@ -68,8 +68,6 @@ class PyglooCommunicator(AsyncCommunicator):
 
     def connect(self) -> PyglooCommunicator:
         self._abort_signal.check()
-        if self._mesh.context is not None:
-            raise RuntimeError("connect() is called once")
         cause = None
         try:
             self._mesh.connect()
@@ -158,13 +156,10 @@ class PyglooCommunicator(AsyncCommunicator):
     def _do(self, count: int, act: Callable[..., None], *arguments: object) -> Handle:
         """Call a function of pygloo, unless there are no elements."""
         self._abort_signal.check()
-        context = self._mesh.context
-        if context is None:
-            raise RuntimeError("connect() comes before any operation")
         failure = None
         try:
             if count:
-                act(context, *arguments)
+                act(self._mesh.context, *arguments)
         except RuntimeError as error:
             failure = first_sentence(error)
         if failure is not None:

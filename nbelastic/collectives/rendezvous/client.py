@@ -1,4 +1,4 @@
-"""Rendezvous of a rank: its terms, a client of the server, and which servers can be reached."""
+"""Rendezvous of a rank: its terms, a client of the server, a probe of servers."""
 
 from __future__ import annotations
 

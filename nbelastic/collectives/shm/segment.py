@@ -1,4 +1,4 @@
-"""A segment of shared memory: how the ranks of a host get it, and its tensors and operations.
+"""A segment of shared memory: how ranks get it, its tensors and operations.
 
 The lowest rank of a host creates the segment, and tells the others where it is: at a descriptor of
 its process. They open that under ``/proc``, where the system lets only processes of the same user
