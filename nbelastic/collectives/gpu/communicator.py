@@ -93,11 +93,6 @@ class DeviceCommunicator(AsyncCommunicator):
     def begin_allgather(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
         return self._staged(outputs, [tensor], lambda to, its: self._host.allgather(to, its[0]))
 
-    def begin_reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: Op) -> Handle:
-        return self._staged(
-            [output], inputs, lambda to, its: self._host.reduce_scatter(to[0], its, op)
-        )
-
     def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
         return self._staged(outputs, inputs, self._host.all_to_all)
 
