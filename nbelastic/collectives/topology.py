@@ -51,16 +51,10 @@ def sharing_host() -> str:
 
 
 def shared_memory_obstacle() -> str:
-    """Return why this process cannot share memory, or an empty string."""
-    from nbelastic.native import core, missing  # not before a rank needs it
+    """Return why this process cannot share memory, as far as is known before; else nothing."""
+    from nbelastic.native import missing  # not before a rank needs it
 
-    if core is None:
-        return f"nbelastic was installed without its C++ part ({missing})"
-    try:
-        os.close(core.create(1))  # a container may forbid it, or limit the size of files
-    except OSError as error:
-        return f"the system refuses to share memory: {error}"
-    return ""
+    return missing and f"nbelastic was installed without its C++ part ({missing})"
 
 
 class RankCapabilities(msgspec.Struct, frozen=True, array_like=True):

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +13,6 @@ from nbelastic.collectives.topology import (
     Topology,
     host_identity,
     nccl_obstacle,
-    shared_memory_obstacle,
     sharing_host,
 )
 from nbelastic.driver.options import Options
@@ -85,14 +83,6 @@ def test_a_host_has_one_name_until_it_is_split_for_a_test(monkeypatch):
     assert sharing_host().startswith(f"{before}/{topology_module.os.getuid()}/")
     monkeypatch.setenv(topology_module.HOST_VARIABLE, "a")
     assert host_identity() == "a" != before
-
-
-def test_what_is_in_the_way_is_said(monkeypatch):
-    def fail(_size):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr("nbelastic.native.core", SimpleNamespace(create=fail))
-    assert "Function not implemented" in shared_memory_obstacle()
 
 
 @pytest.mark.parametrize(
