@@ -1,7 +1,8 @@
 """Negotiation: the ranks of a generation choose together how tensors travel.
 
 1. Each rank sends its capabilities to the rendezvous server (:mod:`.topology`).
-2. The ranks of each host share a segment (:mod:`.shm.segment`), and each sends what has failed.
+   Among them is a segment that the ranks of its host may share (:mod:`.shm.segment`).
+2. The ranks of each host open that of the lowest, and each sends what has failed.
 
 All ranks see the same capabilities and results, and draw the same conclusion: shared memory if all
 are on one host, both transports if some are, else Gloo. Where something is in the way, all fall
@@ -18,6 +19,7 @@ A job may ask for one of these by name, or for none.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,7 +38,6 @@ from nbelastic.collectives.topology import (
     RankCapabilities,
     Topology,
     nccl_obstacle,
-    shared_memory_obstacle,
     sharing_host,
 )
 from nbelastic.errors import CollectiveError
@@ -94,32 +95,61 @@ class NegotiatingCommunicator(AsyncCommunicator):
     # -- choosing --------------------------------------------------------------------------------
 
     def _choose(self) -> Communicator:
-        obstacle, host = shared_memory_obstacle(), self._host or sharing_host()
-        own = RankCapabilities(obstacle, host, *self._own_gpu())
-        values = self._exchange("capabilities", msgspec.json.encode(own))
-        capabilities = [msgspec.json.decode(value, type=RankCapabilities) for value in values]
-        chosen = self._choose_host(Topology.of(capabilities))
+        with contextlib.ExitStack() as until_shared:
+            obstacle, segment = self._own_segment(until_shared)
+            host = self._host or sharing_host()
+            own = RankCapabilities(obstacle, host, segment, *self._own_gpu())
+            values = self._exchange("capabilities", msgspec.json.encode(own))
+            its = [msgspec.json.decode(value, type=RankCapabilities) for value in values]
+            chosen = self._choose_host(its)
         if not self._tries:
             return chosen
-        if self._rendezvous.backend == "auto" and not any(each.gpu for each in capabilities):
+        if self._rendezvous.backend == "auto" and not any(each.gpu for each in its):
             return chosen  # nothing is missing on ranks without GPUs
         try:
-            return self._with_devices(chosen, capabilities)
+            return self._with_devices(chosen, its)
         except BaseException:
             chosen.close()
             raise
 
-    def _choose_host(self, topology: Topology) -> Host:
+    def _own_segment(self, until_shared: contextlib.ExitStack) -> tuple[str, str]:
+        """Return why this rank cannot share memory, and else the segment that it offers."""
+        from nbelastic.native import missing
+
+        if missing:
+            return f"nbelastic was installed without its C++ part ({missing})", ""
+        from nbelastic.collectives.shm.segment import offered_segment
+
+        try:
+            return "", until_shared.enter_context(offered_segment(self.size))
+        except OSError as error:  # a container may forbid it, or limit the size of files
+            return f"the system refuses to share memory: {error}", ""
+
+    def _choose_host(self, capabilities: Sequence[RankCapabilities]) -> Host:
         """Return a communicator that reduces on the hosts."""
+        topology = Topology.of(capabilities)
         if not topology.any_host_shared:
             return self._over_gloo()
         if topology.obstacle:
             return self._fall_back(topology.obstacle)
-        from nbelastic.collectives.shm.segment import share_segment
+        from nbelastic.collectives.shm.segment import join_segment
 
-        ranks = topology.local_ranks(self.rank)
-        group, failure = share_segment(self._rendezvous, ranks, self._exchange)
-        return self._fall_back(failure) if failure else self._over_segments(topology, group)
+        group, failure, ranks = None, "", topology.local_ranks(self.rank)
+        with contextlib.ExitStack() as failed:
+            if len(ranks) > 1:
+                offer, place = capabilities[ranks[0]].segment, ranks.index(self.rank)
+                try:
+                    group = join_segment(offer, place, len(ranks), self._rendezvous.timeout_s)
+                    failed.callback(group.close)
+                except (OSError, ValueError) as error:
+                    failure = f"it cannot open the memory of rank {ranks[0]}: {error}"
+            # A rank that dies before it has a group is missing here; later, its group breaks.
+            results = [each.decode() for each in self._exchange("results", failure.encode())]
+            if not any(results):
+                failed.pop_all()  # the communicator owns it from here on
+                return self._over_segments(topology, group)
+        rank, reason = next((rank, each) for rank, each in enumerate(results) if each)
+        return self._fall_back(f"rank {rank}: {reason}")  # no rank uses one if one cannot
 
     def _over_segments(self, topology: Topology, group: Group | None) -> Host:
         """Return the communicator for a topology; it owns the `group`, a segment."""

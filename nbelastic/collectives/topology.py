@@ -50,18 +50,12 @@ def sharing_host() -> str:
     return host
 
 
-def shared_memory_obstacle() -> str:
-    """Return why this process cannot share memory, as far as is known before; else nothing."""
-    from nbelastic.native import missing  # not before a rank needs it
-
-    return missing and f"nbelastic was installed without its C++ part ({missing})"
-
-
 class RankCapabilities(msgspec.Struct, frozen=True, array_like=True):
     """Capabilities of one rank."""
 
     obstacle: str  # why it cannot share memory; empty if it can
     host: str  # that it claims to be on
+    segment: str = ""  # that it offers to the ranks of its host
     gpu: str = ""  # kind of the accelerator that it computes on; empty if it has used none
     nccl: str = ""  # version; empty if the job does not ask for NCCL, or the rank has none
     nccl_obstacle: str = ""  # why it cannot use NCCL; empty if it can

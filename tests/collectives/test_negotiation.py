@@ -1,7 +1,6 @@
 """Which communicator is chosen, and that all choose the same."""
 
 import dataclasses
-import os
 import threading
 
 import pytest
@@ -133,8 +132,8 @@ def test_without_the_part_in_cpp_gloo_is_taken(monkeypatch):
 
 
 def test_one_that_cannot_is_enough_if_it_has_neighbours(monkeypatch):
-    unable = only_on(1, negotiation.shared_memory_obstacle, lambda: "is too old")
-    monkeypatch.setattr(negotiation, "shared_memory_obstacle", unable)
+    unable = only_on(1, NegotiatingCommunicator._own_segment, lambda *_: ("is too old", ""))
+    monkeypatch.setattr(NegotiatingCommunicator, "_own_segment", unable)
     with World(on("aab"), 3) as world:
         assert kinds(world) == {"gloo"}
         assert reasons(world) == {"rank 1: is too old"}
@@ -144,34 +143,33 @@ def test_one_that_cannot_is_enough_if_it_has_neighbours(monkeypatch):
     assert "rank 1: is too old" in reason
 
 
-def test_if_a_host_cannot_share_memory_all_take_gloo(monkeypatch):
-    def fail(_):
+@pytest.mark.parametrize(
+    ("owner", "name", "said"),
+    [
+        (segment.core, "create", "rank 3: the system refuses to share memory"),
+        (segment, "join_segment", "rank 3: it cannot open the memory of rank 2"),
+    ],
+)
+def test_if_a_rank_cannot_share_memory_all_take_gloo(monkeypatch, owner, name, said):
+    def fail(*_):
         raise OSError("the roof is leaking")
 
-    open_offered, create = segment.open_offered, segment.core.create
+    monkeypatch.setattr(owner, name, only_on(3, getattr(owner, name), fail))
     before = descriptors()
-    for where in ("create", "open"):
-        with monkeypatch.context() as patch:
-            if where == "create":
-                patch.setattr(segment.core, "create", only_on(2, create, fail))
-            else:
-                patch.setattr(segment, "open_offered", only_on(3, open_offered, fail))
-            with World(on("aabb"), 4) as world:
-                assert kinds(world) == {"gloo"}
-                (reason,) = reasons(world)
-                assert "it cannot open the memory of rank 2: the roof is leaking" in reason
-            (reason,) = failures(on("aabb", "shm"), 4)
-            assert "memory cannot be shared" in reason
+    with World(on("aabb"), 4) as world:
+        assert kinds(world) == {"gloo"}
+        assert reasons(world) == {f"{said}: the roof is leaking"}
+    (reason,) = failures(on("aabb", "shm"), 4)
+    assert f"memory cannot be shared: {said}" in reason
     eventually(lambda: descriptors() <= before, "the end of all segments")
 
 
 def test_another_file_at_the_place_of_a_segment_is_not_taken():
     """Its process may have ended, and its number been given to another."""
-    with (
-        open("/dev/null", "rb") as file,
-        pytest.raises(FileNotFoundError, match="something else"),
-    ):
-        segment.open_offered(f"/proc/{os.getpid()}/fd/{file.fileno()} 1")
+    with segment.offered_segment(2) as offer:
+        segment.join_segment(offer, 0, 2, 1.0).close()
+        with pytest.raises(FileNotFoundError, match="something else"):
+            segment.join_segment(f"{offer}1", 0, 2, 1.0)
 
 
 def test_abort_of_the_one_that_chose_reaches_the_chosen():

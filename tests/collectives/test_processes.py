@@ -13,7 +13,7 @@ from tests.collectives.worlds import KINDS, PATIENCE_S, failure, needs_core
 
 def die_when_forming(_here):
     """Be killed, in time to come, in the middle of forming a segment."""
-    segment.open_offered = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    segment.join_segment = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 # What devices add is tested with a rank that dies at any of its steps: see test_cuda_ipc.

@@ -1,8 +1,8 @@
 """A segment of shared memory: how ranks get it, its tensors and operations.
 
-The lowest rank of a host creates the segment, and tells the others where it is: at a descriptor of
-its process. They open that under ``/proc``, where the system lets only processes of the same user
-in. The segment has no other name, so a rank that has it is on that host.
+Each rank creates a segment, and tells the others where it is: at a descriptor of its process. Those
+of its host open that of the lowest under ``/proc``, where the system lets only processes of the
+same user in. The segment has no other name, so a rank that has it is on that host.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,6 @@ from nbelastic.native import core
 if TYPE_CHECKING:
     from nbelastic.collectives.abort_signal import AbortSignal
     from nbelastic.collectives.reduction_tree import Blocks
-    from nbelastic.collectives.rendezvous.client import Rendezvous
     from nbelastic.collectives.transport import Op
     from nbelastic.native._core import Group, Tree
 
@@ -35,54 +34,29 @@ TYPES = {getattr(torch, name): code for name, code in core.TYPES.items()} if cor
 OPS = core.OPS if core else {}
 
 
-def share_segment(
-    its: Rendezvous, ranks: Sequence[int], exchange: Callable[[str, bytes], list[bytes]]
-) -> tuple[Group | None, str]:
-    """Share a segment between the `ranks` of a host; all ranks of all hosts call this.
-
-    Return it, None for a rank alone on its host, and why a rank of any host has failed, if one has.
-    Then no rank uses one. `exchange` returns what every rank of all hosts says on a subject.
-    """
-    with contextlib.ExitStack() as stack:
-        offer = ""
-        if len(ranks) > 1 and its.rank == ranks[0]:
-            try:
-                descriptor = core.create(len(ranks))
-                stack.callback(os.close, descriptor)  # once all have opened it
-                inode = os.fstat(descriptor).st_ino
-                offer = f"/proc/{os.getpid()}/fd/{descriptor} {inode}"
-            except OSError as error:
-                offer = str(error)
-        offers = exchange("segments", offer.encode())
-        group, failure = None, ""
-        failed = stack.enter_context(contextlib.ExitStack())
-        if len(ranks) > 1:
-            try:
-                descriptor = open_offered(offers[ranks[0]].decode())
-                stack.callback(os.close, descriptor)  # the group has a duplicate
-                group = core.Group(descriptor, ranks.index(its.rank), len(ranks), its.timeout_s)
-                failed.callback(group.close)
-            except (OSError, ValueError) as error:
-                failure = f"it cannot open the memory of rank {ranks[0]}: {error}"
-        # A rank that dies before it has a group is missing here; later, its group breaks.
-        results = exchange("results", failure.encode())
-        for rank, result in enumerate(results):
-            if result:
-                return None, f"rank {rank}: {result.decode()}"
-        failed.pop_all()
-        return group, ""
+_MOST_RANKS = 256  # of a segment
 
 
-def open_offered(offer: str) -> int:
-    """Return a descriptor of the segment that a rank of this host has offered."""
-    path, _, inode = offer.partition(" ")
-    if not path.startswith("/proc/"):
-        raise OSError(offer)  # why there is none
-    descriptor = os.open(path, os.O_RDWR)
-    if str(os.fstat(descriptor).st_ino) != inode:  # its process is gone, and the number reused
+@contextlib.contextmanager
+def offered_segment(size: int) -> Iterator[str]:
+    """Create a segment and offer it to other ranks of this host, for the length of a block."""
+    descriptor = core.create(min(size, _MOST_RANKS))
+    try:
+        yield f"/proc/{os.getpid()}/fd/{descriptor} {os.fstat(descriptor).st_ino}"
+    finally:
         os.close(descriptor)
-        raise FileNotFoundError(f"something else is at {path}")
-    return descriptor
+
+
+def join_segment(offer: str, rank: int, size: int, timeout_s: float) -> Group:
+    """Return a rank's part in a segment that a rank of this host has offered."""
+    path, _, inode = offer.partition(" ")
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        if str(os.fstat(descriptor).st_ino) != inode:  # its process is gone, and the number reused
+            raise FileNotFoundError(f"something else is at {path}")
+        return core.Group(descriptor, rank, size, timeout_s)
+    finally:
+        os.close(descriptor)  # the group has a duplicate
 
 
 def reduction_codes(dtype: torch.dtype, op: Op) -> tuple[int, int]:
