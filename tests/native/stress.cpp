@@ -271,7 +271,7 @@ void round(Random& random) {
     const std::size_t operations = 1 + draw(random, 30);
     const std::size_t fate = draw(random, 3);  // 0, 1: nothing; 2: a rank leaves; 3: an abort
     const auto moment = std::chrono::microseconds(draw(random, 3000));
-    const int fd = Segment::create(size + draw(random, 2));
+    const int fd = Segment::create(size + static_cast<std::uint32_t>(draw(random, 2)));
     auto segment = std::make_shared<Segment>(fd);
     close(fd);
     std::vector<std::unique_ptr<Member>> members;
