@@ -260,8 +260,6 @@ _TRANSPORTS = {
     "shm": "shared memory",
     "hierarchical": "shared memory and Gloo",
     "cuda_ipc": "CUDA IPC",
-    "cuda_ipc+gloo": "CUDA IPC and Gloo",
-    "cuda_ipc+nccl": "CUDA IPC and NCCL",
     "nccl": "NCCL",
 }
 

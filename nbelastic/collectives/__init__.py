@@ -12,7 +12,8 @@ import functools
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
-from nbelastic.collectives.communicator import Communicator, Rendezvous, connectors
+from nbelastic.collectives.communicator import Communicator, connectors
+from nbelastic.collectives.rendezvous.client import Rendezvous
 from nbelastic.collectives.rendezvous.server import RendezvousServer
 from nbelastic.collectives.solo import SoloCommunicator
 from nbelastic.collectives.transport import Capabilities, Handle, Op

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from nbelastic.collectives import buffers
 from nbelastic.collectives.buffers import delivered, on_host
-from nbelastic.collectives.consistency import History, check_consistency
-from nbelastic.collectives.rendezvous.client import MATCHING, RendezvousClient
+from nbelastic.collectives.consistency import NUMBERS, RECORD, History, described, disagreement
+from nbelastic.collectives.rendezvous.client import MATCHING, Rendezvous, RendezvousClient
 from nbelastic.collectives.transport import Handle, Op, TensorTransport
 from nbelastic.errors import CollectiveError
 
@@ -36,27 +35,8 @@ P = ParamSpec("P")
 connectors: list[Callable[[Rendezvous], Communicator]] = []
 """What makes a communicator of any kind; the package, which knows all kinds, adds it."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Everything that a rank needs to connect to the ranks of its generation."""
-
-    job: str  # unique on the cluster; with the generation it names keys that are never reused
-    generation: int
-    rank: int
-    size: int
-    store: tuple[str, int]  # address of the rendezvous server, which one of the ranks runs
-    bind: str  # address of the interface that this rank listens on
-    timeout_s: float = 1800.0  # for connecting and for each operation
-    # The driver breaks a generation that has not formed by then; trials of transports stay within.
-    forming_s: float = 10.0
-    backend: str = "auto"  # the transport that the job asks for
-    secret: bytes = field(default=b"", repr=False)  # peers that do not know it are refused
-
-    def part(self, name: str, ranks: Sequence[int], backend: str | None = None) -> Rendezvous:
-        """Return the rendezvous of some of the ranks, under a `name` of their own."""
-        job, rank, size = f"{self.job}/{name}", ranks.index(self.rank), len(ranks)
-        return replace(self, job=job, rank=rank, size=size, backend=backend or self.backend)
+apart: list[Callable[[Communicator, str, int], list[int]]] = []
+"""What compares apart from operations; the coordination of operations, which can, adds it."""
 
 
 def _blocking(
@@ -130,14 +110,46 @@ class Communicator(TensorTransport):
 
         return torch.empty(count, dtype=dtype)
 
-    def agree(self, text: str, number: int = 0) -> list[int]:
+    def agree(self, text: str, number: int = 0, pattern: Hashable = None) -> list[int]:
         """Wait for all ranks, and check that all are about to do the same.
 
         `text` says what: a line, and details, one a line. Returns the numbers of all ranks, which
         may differ. Where the texts differ, all ranks raise :class:`~nbelastic.errors.RanksDisagree`
-        and the communicator stays usable.
+        and the communicator stays usable. The history gets the `pattern`, by default the text.
         """
-        return check_consistency(self, text, number)
+        history = self.history
+        if history.apart:
+            return apart[0](self, text, number)
+        history.begins = text  # set before `asked` is read, to which others add before they read it
+        if history.number in history.asked:
+            history.begins = ""
+            return apart[0](self, text, number)
+        agreed: Hashable = None
+        try:
+            numbers = self.compare(text, number)
+            agreed = text if pattern is None else pattern
+        finally:
+            history.begins = ""  # before there is a next number
+            history.add(agreed)
+        return numbers
+
+    def compare(self, text: str, number: int = 0) -> list[int]:
+        """Compare `text` by records; a part of :meth:`agree`."""
+        self.current_operation, headline, digest, length = described(text)
+        record = digest + NUMBERS.pack(length, number)
+        if self.capabilities.carries_descriptions:
+            record = headline + record
+        records = self.allgather_bytes(record)
+        if records.count(record) == len(records):  # as most are
+            return [number] * len(records)
+        records = [each[-RECORD:] for each in records]
+        said = [NUMBERS.unpack(each[-NUMBERS.size :]) for each in records]
+        lengths, numbers = ([each[place] for each in said] for place in (0, 1))
+        if all(each.startswith(digest) for each in records):
+            return numbers
+        padded = self.allgather_bytes(text.encode(errors="replace").ljust(max(lengths), b"\0"))
+        texts = [each[:length].decode() for each, length in zip(padded, lengths, strict=True)]
+        raise disagreement(texts, numbers=numbers)
 
     def allgather_bytes(self, record: bytes) -> list[bytes]:
         """Return the `record` of every rank, all of a length, and wait for it."""

@@ -19,24 +19,17 @@ import functools
 import hashlib
 import itertools
 import struct
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Mapping, Sequence
 
 from nbelastic.errors import RanksDisagree
 
-if TYPE_CHECKING:
-    from nbelastic.collectives.communicator import Communicator
-
-_NUMBERS = struct.Struct("<qq")
+NUMBERS = struct.Struct("<qq")
 _DIGEST = 16
-RECORD = _DIGEST + _NUMBERS.size  # bytes that each rank sends to compare an operation
+RECORD = _DIGEST + NUMBERS.size  # bytes that each rank sends to compare an operation
 _HEADLINE = 200  # maximum length of the headline that precedes a record through shared memory
 _LONG = 1000  # length from which a description's digest is not cached
 _MAX_SIDES = 4  # number of different descriptions that an error names
 
-
-apart: list[Callable[[Communicator, str, int], list[int]]] = []
-"""What compares apart from operations; the coordination of operations, which can, adds it."""
 
 _CONTEXT = 3  # number of operations in a row by which a history finds its place
 _MOST_KEPT = 4096  # number of operations from which a history forgets its first half
@@ -92,51 +85,13 @@ class History:
         return self._patterns[max(number - self._forgotten, 0)]
 
 
-def check_consistency(
-    communicator: Communicator, text: str, number: int = 0, pattern: Hashable = None
-) -> list[int]:
-    """Compare `text` over all ranks and return their numbers; see ``Communicator.agree``."""
-    history = communicator.history
-    if history.apart:
-        return apart[0](communicator, text, number)
-    history.begins = text  # set before `asked` is read, to which others add before they read this
-    if history.number in history.asked:
-        history.begins = ""
-        return apart[0](communicator, text, number)
-    agreed: Hashable = None
-    try:
-        numbers = exchange(communicator, text, number)
-        agreed = text if pattern is None else pattern
-    finally:
-        history.begins = ""  # before there is a next number
-        history.add(agreed)
-    return numbers
-
-
-def exchange(communicator: Communicator, text: str, number: int = 0) -> list[int]:
-    """Compare `text` by records."""
-    describe = _described if len(text) < _LONG else _described.__wrapped__
-    communicator.current_operation, headline, digest, length = describe(text)
-    record = digest + _NUMBERS.pack(length, number)
-    if communicator.capabilities.carries_descriptions:
-        record = headline + record
-    records = communicator.allgather_bytes(record)
-    if records.count(record) == len(records):  # as most are
-        return [number] * len(records)
-    records = [each[-RECORD:] for each in records]
-    numbers = [_NUMBERS.unpack(each[_DIGEST:]) for each in records]
-    if all(each.startswith(digest) for each in records):
-        return [number for _, number in numbers]
-    lengths = [length for length, _ in numbers]
-    data = text.encode(errors="replace")
-    padded = communicator.allgather_bytes(data.ljust(max(lengths), b"\0"))
-    texts = [each[:length].decode() for each, length in zip(padded, lengths, strict=True)]
-    raise disagreement(texts, numbers=[number for _, number in numbers])
+def described(text: str) -> tuple[str, bytes, bytes, int]:
+    """Return the first line as text and for the record, and the digest and length of all."""
+    return (_described if len(text) < _LONG else _described.__wrapped__)(text)
 
 
 @functools.lru_cache(maxsize=256)
 def _described(text: str) -> tuple[str, bytes, bytes, int]:
-    """Return the first line as text and for the record, and the digest and length of all."""
     headline = text.partition("\n")[0][:_HEADLINE].encode("ascii", "replace").replace(b"\0", b"?")
     data = text.encode(errors="replace")
     digest = hashlib.blake2b(data, digest_size=_DIGEST).digest()

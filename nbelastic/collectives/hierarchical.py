@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives.buffers import copy_back, copy_parts, slice_bounds
-from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
 from nbelastic.collectives.operations import OperationHandle, OrderedExecutor, abortable
 from nbelastic.collectives.reduction_tree import Blocks, merged
+from nbelastic.collectives.rendezvous.client import Rendezvous
 from nbelastic.collectives.shm.segment import (
     abort_with,
     allocate,

@@ -1,8 +1,8 @@
 """Negotiation: the ranks of a generation choose together how tensors travel.
 
 1. Each rank sends its capabilities to the rendezvous server (:mod:`.topology`).
-2. The ranks of each host form a segment (:mod:`.shm.handshake`).
-3. Each rank sends the result to the server: nothing on success, else the error.
+   Among them is a segment that the ranks of its host may share (:mod:`.shm.segment`).
+2. The ranks of each host open that of the lowest, and each sends what has failed.
 
 All ranks see the same capabilities and results, and draw the same conclusion: shared memory if all
 are on one host, both transports if some are, else Gloo. Where something is in the way, all fall
@@ -12,8 +12,7 @@ If all ranks have used a GPU, they then try the transports of GPUs, the fastest 
 first that a trial proves on all ranks; else they reduce on the hosts:
 
 - NCCL, for ranks with a card each, on any hosts: its communicator forms, and adds up ones;
-- CUDA IPC, for ranks that share a host: they open each other's memory, and read a mark there. On
-  several hosts the ranks with one slice negotiate what is between them: NCCL, or Gloo.
+- CUDA IPC, for ranks of one host: they open each other's memory, and read a mark there.
 
 A job may ask for one of these by name, or for none.
 """
@@ -22,27 +21,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from nbelastic.collectives.abort_signal import AbortSignal
-from nbelastic.collectives.communicator import Communicator, Rendezvous, connect_part
+from nbelastic.collectives.communicator import Communicator
 from nbelastic.collectives.gloo.communicator import GlooCommunicator
 from nbelastic.collectives.gpu.device import Device, DeviceError, Unusable, present_device
 from nbelastic.collectives.hierarchical import HierarchicalCommunicator
 from nbelastic.collectives.nccl.library import NcclLibrary, card_of, present_library
 from nbelastic.collectives.operations import AsyncCommunicator
-from nbelastic.collectives.rendezvous.client import RendezvousClient
-from nbelastic.collectives.shm.handshake import FORMING_LIMIT_S, SegmentError, SegmentSocket
+from nbelastic.collectives.rendezvous.client import Rendezvous, RendezvousClient
 from nbelastic.collectives.topology import (
     RankCapabilities,
     Topology,
     nccl_obstacle,
-    shared_memory_obstacle,
     sharing_host,
 )
 from nbelastic.errors import CollectiveError
@@ -52,15 +47,9 @@ if TYPE_CHECKING:
     from nbelastic.collectives.nccl.group import NcclGroup
     from nbelastic.native._core import Group
 
-logger = logging.getLogger(__name__)
-
-_MOST_SAID = 1000
-
 ON_HOST = "tensors of GPUs are reduced in the memory of the host"
 ON_GPUS = {"auto": ("nccl", "cuda_ipc"), "nccl": ("nccl",), "cuda_ipc": ("cuda_ipc",)}
 """Transports of GPUs to try, in order, by the backend that the job asks for."""
-
-_logged: set[str] = set()
 
 
 class NegotiatingCommunicator(AsyncCommunicator):
@@ -83,7 +72,6 @@ class NegotiatingCommunicator(AsyncCommunicator):
         self._host = host
         self._own_device = device
         self._own_library = library
-        self._begun = False
         self._device: Device | None = None
         self._library: NcclLibrary | None = None
         self._tries = ON_GPUS.get(rendezvous.backend, ())
@@ -93,9 +81,6 @@ class NegotiatingCommunicator(AsyncCommunicator):
 
     def connect(self) -> Communicator:
         self._abort_signal.check()
-        if self._begun:
-            raise RuntimeError("connect() is called once")
-        self._begun = True
         try:
             chosen = self._choose()
         except CollectiveError as error:
@@ -110,70 +95,61 @@ class NegotiatingCommunicator(AsyncCommunicator):
     # -- choosing --------------------------------------------------------------------------------
 
     def _choose(self) -> Communicator:
-        obstacle = shared_memory_obstacle()
-        if obstacle:
-            return self._negotiate(None, obstacle)
-        try:
-            segment_socket = SegmentSocket(self._rendezvous)  # listens before its name is told
-        except OSError as error:
-            return self._negotiate(None, f"no socket for the other ranks of its host: {error}")
-        self._abort_signal.on_abort(lambda *_: segment_socket.abort())
-        with segment_socket:
-            return self._negotiate(segment_socket, "")
-
-    def _negotiate(self, segment_socket: SegmentSocket | None, obstacle: str) -> Communicator:
-        name = segment_socket.name if segment_socket else ""
-        own = RankCapabilities(obstacle, self._host or sharing_host(), name, *self._own_gpu())
-        values = self._exchange("capabilities", msgspec.json.encode(own))
-        capabilities = [RankCapabilities.decode(value, rank) for rank, value in enumerate(values)]
-        topology = Topology.of(capabilities)
-        host = self._choose_host(topology, segment_socket, capabilities)
+        with contextlib.ExitStack() as until_shared:
+            obstacle, segment = self._own_segment(until_shared)
+            host = self._host or sharing_host()
+            own = RankCapabilities(obstacle, host, segment, *self._own_gpu())
+            values = self._exchange("capabilities", msgspec.json.encode(own))
+            its = [msgspec.json.decode(value, type=RankCapabilities) for value in values]
+            chosen = self._choose_host(its)
         if not self._tries:
-            return host
-        if self._rendezvous.backend == "auto" and not any(each.gpu for each in capabilities):
-            return host  # nothing is missing on ranks without GPUs
+            return chosen
+        if self._rendezvous.backend == "auto" and not any(each.gpu for each in its):
+            return chosen  # nothing is missing on ranks without GPUs
         try:
-            return self._with_devices(host, topology, capabilities)
+            return self._with_devices(chosen, its)
         except BaseException:
-            host.close()
+            chosen.close()
             raise
 
-    def _choose_host(
-        self,
-        topology: Topology,
-        segment_socket: SegmentSocket | None,
-        capabilities: Sequence[RankCapabilities],
-    ) -> Host:
+    def _own_segment(self, until_shared: contextlib.ExitStack) -> tuple[str, str]:
+        """Return why this rank cannot share memory, and else the segment that it offers."""
+        from nbelastic.native import missing
+
+        if missing:
+            return f"nbelastic was installed without its C++ part ({missing})", ""
+        from nbelastic.collectives.shm.segment import offered_segment
+
+        try:
+            return "", until_shared.enter_context(offered_segment(self.size))
+        except OSError as error:  # a container may forbid it, or limit the size of files
+            return f"the system refuses to share memory: {error}", ""
+
+    def _choose_host(self, capabilities: Sequence[RankCapabilities]) -> Host:
         """Return a communicator that reduces on the hosts."""
+        topology = Topology.of(capabilities)
         if not topology.any_host_shared:
             return self._over_gloo()
         if topology.obstacle:
-            # Known beforehand, and the same in every generation.
-            return self._fall_back(topology.obstacle, logging.INFO)
-        with contextlib.ExitStack() as stack:
-            group, failure = None, ""
-            ranks = topology.local_ranks(self.rank)
-            if segment_socket is not None:  # None: the rank is alone on its host
+            return self._fall_back(topology.obstacle)
+        from nbelastic.collectives.shm.segment import join_segment
+
+        group, failure, ranks = None, "", topology.local_ranks(self.rank)
+        with contextlib.ExitStack() as failed:
+            if len(ranks) > 1:
+                offer, place = capabilities[ranks[0]].segment, ranks.index(self.rank)
                 try:
-                    if len(ranks) > 1 and self.rank == ranks[0]:
-                        group = segment_socket.create(len(ranks))
-                    elif len(ranks) > 1:
-                        name, place = capabilities[ranks[0]].socket_name, ranks.index(self.rank)
-                        group = segment_socket.join(name, place, len(ranks))
-                except SegmentError as error:
-                    failure = str(error)
-                segment_socket.close()
-            if group is not None:
-                stack.callback(group.close)
-            # A rank that dies before it has a group is missing here; later, its group breaks. Other
-            # hosts may take as long as they are allowed to.
-            results = self._exchange("results", failure.encode(), 2 * FORMING_LIMIT_S)
-            for rank, result in enumerate(results):
-                if result:
-                    stack.close()  # the segment: no rank uses it if one cannot
-                    return self._fall_back(f"rank {rank}: {result.decode()}", logging.WARNING)
-            stack.pop_all()  # the communicator owns it from here on
-            return self._over_segments(topology, group)
+                    group = join_segment(offer, place, len(ranks), self._rendezvous.timeout_s)
+                    failed.callback(group.close)
+                except (OSError, ValueError) as error:
+                    failure = f"it cannot open the memory of rank {ranks[0]}: {error}"
+            # A rank that dies before it has a group is missing here; later, its group breaks.
+            results = [each.decode() for each in self._exchange("results", failure.encode())]
+            if not any(results):
+                failed.pop_all()  # the communicator owns it from here on
+                return self._over_segments(topology, group)
+        rank, reason = next((rank, each) for rank, each in enumerate(results) if each)
+        return self._fall_back(f"rank {rank}: {reason}")  # no rank uses one if one cannot
 
     def _over_segments(self, topology: Topology, group: Group | None) -> Host:
         """Return the communicator for a topology; it owns the `group`, a segment."""
@@ -206,15 +182,13 @@ class NegotiatingCommunicator(AsyncCommunicator):
         version = ".".join(map(str, library.version))
         return device.kind, version, obstacle(), card_of(device, library, self.rank)
 
-    def _with_devices(
-        self, host: Host, topology: Topology, capabilities: Sequence[RankCapabilities]
-    ) -> Communicator:
+    def _with_devices(self, host: Host, capabilities: Sequence[RankCapabilities]) -> Communicator:
         """Return the fastest communicator that reduces on GPUs and works, else the host's."""
         reasons: list[str] = []
         for transport in self._tries:
             over = self._over_nccl if transport == "nccl" else self._over_cuda_ipc
             try:
-                communicator = over(host, topology, capabilities)
+                communicator = over(host, capabilities)
             except Unusable as error:
                 reasons.append(str(error))
                 continue
@@ -225,57 +199,21 @@ class NegotiatingCommunicator(AsyncCommunicator):
             host.fallback_reason = f"{ON_HOST}: {'; '.join(dict.fromkeys(reasons))}"
         return host
 
-    def _over_cuda_ipc(
-        self, host: Host, topology: Topology, capabilities: Sequence[RankCapabilities]
-    ) -> Communicator:
-        if not topology.any_host_shared:
-            raise Unusable("no two ranks share a host")
-        if host.fallback_reason:  # without shared memory there are no meetings
-            raise Unusable(host.fallback_reason)
+    def _over_cuda_ipc(self, host: Host, capabilities: Sequence[RankCapabilities]) -> Communicator:
+        if host.name != "shm":  # in which ranks meet
+            raise Unusable(host.fallback_reason or "CUDA IPC takes ranks of one host")
         missing = [rank for rank, each in enumerate(capabilities) if not each.gpu]
         if self._device is None or missing:
             raise Unusable(f"rank {missing[0]} has used no GPU")
-        return self._over_hosts(host, topology, self._device)
-
-    def _over_hosts(self, host: Host, topology: Topology, device: Device) -> Communicator:
-        """Return a communicator over CUDA IPC inside hosts."""
         from nbelastic.collectives.cuda_ipc.communicator import CudaIpcCommunicator, open_exchange
 
-        ranks = topology.local_ranks(self.rank)
-        gather = functools.partial(_gather, host)
         try:
-            exchange = open_exchange(device, self._rendezvous, ranks, gather)
+            exchange = open_exchange(self._device, self._rendezvous, host.allgather_bytes)
         finally:
             host.restart_count()
-        if len(topology.hosts) == 1:
-            return CudaIpcCommunicator(host, exchange, self._abort_signal, topology, host)
-        with contextlib.ExitStack() as stack:
-            stack.callback(exchange.close)
-            local = self._part(host, f"host-{topology.hosts.index(ranks)}", ranks, "host")
-            stack.callback(local.close)
-            across, peers = None, topology.cross_ranks(self.rank)
-            if peers:
-                across = self._part(host, f"slice-{ranks.index(self.rank)}", peers, "nccl")
-                stack.callback(across.close)
-            names = gather(b"" if across is None else across.name.encode())
-            between = "gloo" if b"gloo" in names else "nccl"  # one over Gloo holds up all
-            stack.pop_all()  # the communicator owns them from here on
-        parts = host, exchange, self._abort_signal, topology, local, across, between
-        return CudaIpcCommunicator(*parts)
+        return CudaIpcCommunicator(host, exchange, self._abort_signal)
 
-    def _part(self, host: Host, name: str, ranks: Sequence[int], backend: str) -> Communicator:
-        """Return a connected communicator of some of the ranks, which ends with the host's."""
-        from nbelastic.collectives.solo import SoloCommunicator
-
-        if len(ranks) == 1:
-            return SoloCommunicator(self.generation)
-        its = self._rendezvous.part(name, ranks, backend)
-        made = NegotiatingCommunicator(its, self._host, self._own_device, self._own_library)
-        return connect_part(host, made)
-
-    def _over_nccl(
-        self, host: Host, _topology: Topology, capabilities: Sequence[RankCapabilities]
-    ) -> Communicator:
+    def _over_nccl(self, host: Host, capabilities: Sequence[RankCapabilities]) -> Communicator:
         reason = nccl_obstacle(capabilities)
         if reason or self._device is None or self._library is None:
             raise Unusable(reason)
@@ -311,13 +249,10 @@ class NegotiatingCommunicator(AsyncCommunicator):
         self._abort_signal.on_abort(lambda *_: client.abort())
         return client.exchange(value, limit_s)
 
-    def _fall_back(self, reason: str, level: int) -> GlooCommunicator:
+    def _fall_back(self, reason: str) -> GlooCommunicator:
         """Use Gloo where memory cannot be shared, unless the job demands shared memory."""
         if self._rendezvous.backend == "shm":
             raise CollectiveError(f"backend='shm', but memory cannot be shared: {reason}")
-        if reason not in _logged:
-            _logged.add(reason)
-            logger.log(level, "ranks of one host use Gloo instead of shared memory: %s", reason)
         chosen = self._over_gloo()
         chosen.fallback_reason = reason
         return chosen
@@ -337,9 +272,3 @@ class NegotiatingCommunicator(AsyncCommunicator):
     subgroup = empty = allgather_bytes = begin_nothing = begin_barrier = _not_connected
     begin_allreduce = begin_allreduce_tree = begin_broadcast = begin_allgather = _not_connected
     begin_reduce_scatter = begin_all_to_all = begin_send = begin_receive = _not_connected
-
-
-def _gather(host: Host, said: bytes) -> list[bytes]:
-    """Return what all ranks say, over connections that tell of a rank's death."""
-    record = (said[: _MOST_SAID - 1] + b"\1").ljust(_MOST_SAID, b"\0")
-    return [each.rstrip(b"\0")[:-1] for each in host.allgather_bytes(record)]

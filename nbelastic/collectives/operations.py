@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nbelastic.collectives.abort_signal import AbortSignal, Wakeup
 from nbelastic.collectives.communicator import Communicator
-from nbelastic.collectives.rendezvous.handshake import peer_token
 from nbelastic.errors import CollectiveError, RanksDisagree
 
 if TYPE_CHECKING:
@@ -47,6 +46,10 @@ class AsyncCommunicator(Communicator):
 
     The abort signal ends it, and is given by it when an operation fails.
     """
+
+    def connect(self) -> Communicator:
+        self.check()
+        return self  # one that is negotiated is connected
 
     def begin_nothing(self) -> Handle:
         self.check()
@@ -81,8 +84,8 @@ class AsyncCommunicator(Communicator):
         for an earlier group with the same port. So each rank sends a proof of its identity.
         """
         its = self._rendezvous
-        for rank, token in enumerate(self.allgather_bytes(peer_token(its, self.rank))):
-            if token != peer_token(its, rank):
+        for rank, token in enumerate(self.allgather_bytes(its.token(self.rank))):
+            if token != its.token(rank):
                 self._fail(f"the peer for rank {rank} belongs to another generation or another job")
         self.restart_count()
 

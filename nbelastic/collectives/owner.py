@@ -16,6 +16,7 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -33,15 +34,9 @@ class GroupOwner(abc.ABC):
         self._name = name
         self._abort_signal = abort_signal
         self._leaving: Wakeup[bool] = SimpleQueue()
-        self._moments: list[float] = []  # at which it was told to end the group
-        leaving, moments = self._leaving, self._moments
-
+        leaving = self._leaving
         # The abort signal keeps this function, which therefore refers to no group.
-        def leave(*_: object) -> None:
-            moments.append(time.monotonic())
-            leaving.put(True)
-
-        self._leave = leave
+        self._leave: Callable[..., None] = lambda *_: leaving.put(True)
         self._thread: threading.Thread | None = None
 
     def _start(self, limit_s: float | None = None) -> bool:
@@ -49,8 +44,6 @@ class GroupOwner(abc.ABC):
 
         Return whether that was within the limit.
         """
-        if self._thread is not None:
-            raise RuntimeError("connect() is called once")
         with self._abort_signal.listen() as wakeup:
             living.add(self)  # before the thread runs: an exit has to find it
             # A daemon, because a call stuck in C++ must not keep the process from exiting.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives.abort_signal import AbortSignal
-from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import AsyncCommunicator
+from nbelastic.collectives.rendezvous.client import Rendezvous
 from nbelastic.collectives.transport import Handle
 
 if TYPE_CHECKING:
@@ -31,11 +32,12 @@ class SoloCommunicator(AsyncCommunicator):
         # It needs no thread and no connection, so a fork can use its copy.
         super().__init__(its, AbortSignal(outlives_forks=True))
 
-    def connect(self) -> SoloCommunicator:
-        self.check()
-        return self
-
-    def agree(self, text: str, number: int = 0) -> list[int]:  # noqa: ARG002 - one rank
+    def agree(
+        self,
+        text: str,  # noqa: ARG002 - one rank
+        number: int = 0,
+        pattern: Hashable = None,  # noqa: ARG002
+    ) -> list[int]:
         self.begin_nothing()
         return [number] * self.size
 

@@ -2,12 +2,11 @@
 
 Each rank announces its capabilities. All ranks see those of all, and derive the same topology:
 which ranks claim to be on one host, and whether they can share memory. That they are on one host is
-proved later (:mod:`nbelastic.collectives.shm.handshake`).
+proved later (:mod:`nbelastic.collectives.shm.segment`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import os
@@ -18,12 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-from nbelastic.errors import CollectiveError
+from nbelastic.system import LINUX
 
 HOST_VARIABLE = "NBELASTIC_HOST"
 """Environment variable that splits one machine into several hosts, for tests of placement."""
-
-VERSION = 6  # of the capabilities, and of the protocol between the ranks of a host
 
 
 def host_identity() -> str:
@@ -45,43 +42,24 @@ def host_identity() -> str:
 
 
 def sharing_host() -> str:
-    """Return this rank's claimed host: only a single user's processes share memory."""
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    return f"{host_identity()}/{user}"
+    """Return this rank's claimed host: only a user's processes that see each other share memory."""
+    host = host_identity()
+    if LINUX:
+        sees = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "user")]
+        host = "/".join((host, str(os.getuid()), *sees))
+    return host
 
 
-def shared_memory_obstacle() -> str:
-    """Return why this process cannot share memory, or an empty string."""
-    from nbelastic.native import core, missing  # not before a rank needs it
-
-    if core is None:
-        return f"nbelastic was installed without its C++ part ({missing})"
-    try:
-        os.close(core.create(1))  # a container may forbid it, or limit the size of files
-    except OSError as error:
-        return f"the system refuses to share memory: {error}"
-    return ""
-
-
-class RankCapabilities(msgspec.Struct, frozen=True, array_like=True, tag=VERSION):
+class RankCapabilities(msgspec.Struct, frozen=True, array_like=True):
     """Capabilities of one rank."""
 
     obstacle: str  # why it cannot share memory; empty if it can
     host: str  # that it claims to be on
-    socket_name: str  # at which it shares a segment
+    segment: str = ""  # that it offers to the ranks of its host
     gpu: str = ""  # kind of the accelerator that it computes on; empty if it has used none
     nccl: str = ""  # version; empty if the job does not ask for NCCL, or the rank has none
     nccl_obstacle: str = ""  # why it cannot use NCCL; empty if it can
     card: str = ""  # its GPU, as NCCL tells GPUs apart
-
-    @classmethod
-    def decode(cls, data: bytes, rank: int) -> RankCapabilities:
-        """Read the capabilities of `rank`; ``CollectiveError`` if not of this version."""
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-            return msgspec.json.decode(data, type=cls)
-        raise CollectiveError(
-            f"rank {rank} runs another version of nbelastic; install one version on all workers"
-        )
 
 
 def nccl_obstacle(capabilities: Sequence[RankCapabilities]) -> str:

@@ -184,8 +184,8 @@ class JobStatus:
         Progress; None if the state has no declared total.
     backend : str
         Communicator of the newest generation: ``shm``, ``gloo``, ``hierarchical`` (both),
-        ``cuda_ipc``, ``nccl``, ``cuda_ipc+nccl`` and ``cuda_ipc+gloo`` (inside hosts and between
-        them), ``pygloo``, or ``solo`` for a single rank; empty while it is not known.
+        ``cuda_ipc``, ``nccl``, ``pygloo``, or ``solo`` for a single rank; empty while it is not
+        known.
     share : int or None
         Ranks that it may have now, besides ``max_np``, while it shares its cluster with other jobs;
         ``reason`` names them. None while it is alone.

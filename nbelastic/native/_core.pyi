@@ -18,7 +18,7 @@ class Disagreement(Broken):
     """The segment is broken because ranks were in different operations."""
 
 def create(size: int) -> int:
-    """Create a segment for `size` ranks; return its file descriptor, an unnamed memfd."""
+    """Create a segment for `size` ranks, or fewer; return its descriptor, an unnamed memfd."""
 
 def copy(target: int, source: int, nbytes: int, far: bool = False) -> None:
     """Copy as messages are copied into a ring; `far` if a distant processor has read the target."""

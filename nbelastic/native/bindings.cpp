@@ -49,12 +49,11 @@ class Group {
 public:
     Group(int fd, std::uint32_t rank, std::uint32_t size, double timeout_s)
         : segment_(std::make_shared<Segment>(fd)),
-          team_(segment_, rank, timeout_s),
+          team_(segment_, rank, size, timeout_s),
           arena_(std::make_shared<Arena>(segment_, rank)),
           executor_(std::make_unique<Executor>(team_)),
           lifeline_(std::make_unique<Lifeline>(team_)),
           process_(getpid()) {
-        if (segment_->size() != size) throw std::invalid_argument("a segment of another size");
         lifeline_->start();
     }
     ~Group() {

@@ -12,7 +12,6 @@ from nbelastic.collectives.rendezvous.handshake import (
     MessageChannel,
     read,
 )
-from nbelastic.collectives.rendezvous.server import PURPOSE
 from tests.collectives.worlds import PATIENCE_S
 
 SECRET = b"known to the job"
@@ -29,10 +28,10 @@ class Recorder:
         self.sent += data
 
 
-def messages(secret, challenge, *bodies, purpose=PURPOSE):
+def messages(secret, challenge, *bodies):
     """Return a client's nonce and first messages."""
     connection = Recorder()
-    channel = MessageChannel(connection, secret, purpose, challenge + NONCE, serves=False)
+    channel = MessageChannel(connection, secret, challenge + NONCE, serves=False)
     for body in bodies:
         channel.send(body)
     return connection.sent
@@ -45,13 +44,8 @@ def request(secret, challenge, key, rank, size, value):
 
 
 def approach(address):
-    """Connect to a server, or a socket of a host; return the connection and its challenge."""
-    if isinstance(address, str):
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(PATIENCE_S)
-        connection.connect(address)
-    else:
-        connection = socket.create_connection(address, PATIENCE_S)
+    """Connect to a server; return the connection and its challenge."""
+    connection = socket.create_connection(address, PATIENCE_S)
     magic, challenge = GREETING.unpack(read(connection, GREETING.size))
     assert magic == MAGIC
     return connection, challenge

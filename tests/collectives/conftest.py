@@ -21,9 +21,9 @@ WHOLE += [
 ]
 
 
-@pytest.fixture(params=[kind for kind in KINDS if kind.values != ("cuda_ipc",)], scope="session")
+@pytest.fixture(params=KINDS, scope="session")
 def make(request: pytest.FixtureRequest) -> Maker:
-    """Make a communicator of the kind that is tested; that of several hosts has all parts."""
+    """Make a communicator of the kind that is tested."""
     return MAKERS[request.param]
 
 

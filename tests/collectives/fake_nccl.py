@@ -97,8 +97,8 @@ class NcclDevice:
 class LateNcclDevice(FakeDevice):
     """A device for CUDA IPC, on which the fake of NCCL has a stream as well."""
 
-    def __init__(self, refuses: str = "", *, dies_at: int = 0) -> None:
-        super().__init__(refuses, dies_at=dies_at)
+    def __init__(self, refuses: str = "") -> None:
+        super().__init__(refuses)
         self._nccl = NcclDevice()
         self.identity, self.stream = self._nccl.identity, self._nccl.stream
         self.near, self.using = self._nccl.near, self._nccl.using

@@ -89,15 +89,11 @@ def test_abort_frees_who_connects(make):
 
 def test_closing_in_any_state(make):
     with World(make, 2, connected=False) as world:
-        with pytest.raises(RuntimeError, match="connect"):
-            world.do(0, lambda c: c.barrier())
         world.do(0, lambda c: c.close())
         assert "closed" in failure(world.start(0, lambda c: c.connect()))
         world[0].abort("enough")
         world.do(0, lambda c: c.close())
     with World(make, 2) as world:
-        with pytest.raises(RuntimeError, match="once"):
-            world.do(0, lambda c: c.connect())
         handle = world.do(0, lambda c: c.barrier_async())
         # Nobody has the handles of these.
         world.do(0, lambda c: (c.allreduce_async(torch.ones(3)), None)[1])

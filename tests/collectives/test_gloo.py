@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 
-from nbelastic.collectives import operations
+from nbelastic.collectives import Rendezvous
 from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.gloo import group as group_module
 from nbelastic.collectives.gloo import sockets
@@ -37,10 +37,10 @@ def gloo_address(host, port):
 
 
 def test_a_peer_of_another_generation_is_turned_away(monkeypatch):
-    def token(rendezvous, rank, true=operations.peer_token):
+    def token(rendezvous, rank, true=Rendezvous.token):
         return true(rendezvous, rank + 100 * (rendezvous.rank == 1))
 
-    monkeypatch.setattr(operations, "peer_token", token)
+    monkeypatch.setattr(Rendezvous, "token", token)
     with World(MAKERS["gloo"], 2, connected=False) as world:
         connecting = [world.start(rank, lambda c: c.connect()) for rank in range(2)]
         for future in connecting:

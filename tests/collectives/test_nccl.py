@@ -31,7 +31,7 @@ ON_HOST = "tensors of GPUs are reduced in the memory of the host: "
 @pytest.fixture(autouse=True)
 def _limits(monkeypatch):
     """Have limits be short, and no process refuse NCCL because of another test."""
-    for name in ("FORMING_LIMIT_S", "ENDING_LIMIT_S", "FINALIZE_LIMIT_S", "IN_USE_LIMIT_S"):
+    for name in ("FORMING_LIMIT_S", "FINALIZE_LIMIT_S", "IN_USE_LIMIT_S"):
         monkeypatch.setattr(nccl_group, name, 0.5)
     monkeypatch.setattr(nccl_group, "_refusals", [])
 
@@ -149,22 +149,13 @@ def test_an_abort_frees_an_operation_that_never_ends_and_then_its_tensors(fault)
             assert others.run(add) == [[3.0]] * 2
 
 
-def test_an_abort_that_never_returns_keeps_the_process_from_nccl_until_it_does(fault):
+def test_an_abort_that_never_returns_holds_up_nobody(fault):
     with world(2) as ranks:
         fault("abort:1")
         ranks.abort("a rank is gone")
         ranks.close()
-        eventually(nccl_group.obstacle, "the limit of the abort")
-        generation = ranks.generation
     with world(2) as ranks:
-        assert kinds(ranks) == {"shm"}
-        said = f"NCCL has not ended its communicator of generation {generation} within 0.5 s"
-        assert said in ranks[0].fallback_reason
         assert ranks.run(add) == [[3.0]] * 2
-    fault("")
-    eventually(lambda: not nccl_group.obstacle(), "the end of the abort")
-    with world(2) as ranks:
-        assert kinds(ranks) == {"nccl"}
 
 
 def test_closing_ends_in_bounded_time_if_nccl_does_not_finalize(fault):
@@ -216,7 +207,6 @@ def test_the_library_is_the_one_that_torch_has_loaded(monkeypatch):
     monkeypatch.setattr(nccl, "present_library", cache(nccl.present_library.__wrapped__))
     monkeypatch.setattr(nccl, "_NAME", "nbelastic-fake-nccl")
     fake_library()
-    assert nccl._path() == library_path()
     assert nccl.present_library().version == (2, 28, 9)
     assert nccl.present_library() is nccl.present_library()
 
@@ -224,12 +214,12 @@ def test_the_library_is_the_one_that_torch_has_loaded(monkeypatch):
 def test_a_library_that_is_missing_or_too_old_is_a_reason(monkeypatch):
     monkeypatch.setattr(nccl, "present_library", cache(nccl.present_library.__wrapped__))
     monkeypatch.setattr(nccl, "_NAME", "libnccl-of-another-make")
-    with pytest.raises(DeviceError, match="torch has loaded no NCCL"):
+    with pytest.raises(DeviceError, match="torch has loaded no libnccl-of-another-make"):
         nccl.present_library()
-    monkeypatch.setattr(nccl, "_path", lambda: "/nowhere/libnccl.so.2")
+    monkeypatch.setattr(nccl, "loaded_library", lambda _: "/nowhere/libnccl.so.2")
     with pytest.raises(DeviceError, match="NCCL cannot be loaded"):
         nccl.present_library()
-    monkeypatch.setattr(nccl, "_path", library_path)
+    monkeypatch.setattr(nccl, "loaded_library", lambda _: library_path())
     monkeypatch.setattr(nccl, "OLDEST", (2, 29, 0))
     with pytest.raises(DeviceError, match=r"NCCL 2\.28\.9 is too old; 2\.29\.0"):
         nccl.present_library()

@@ -1,10 +1,7 @@
 """Which communicator is chosen, and that all choose the same."""
 
 import dataclasses
-import logging
-import sys
 import threading
-import traceback
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ import torch
 from nbelastic.collectives import negotiation
 from nbelastic.collectives.nccl import group as nccl_group
 from nbelastic.collectives.negotiation import NegotiatingCommunicator
-from nbelastic.collectives.shm import handshake
+from nbelastic.collectives.shm import segment
 from nbelastic.errors import CollectiveError
 from tests.collectives.fake_nccl import LateNcclDevice, fake_library
 from tests.collectives.worlds import (
@@ -26,11 +23,8 @@ from tests.collectives.worlds import (
     needs_compiler,
     needs_core,
 )
-from tests.support.logs import own_records
 
 pytestmark = needs_core
-
-SOON_S = 5.0  # bounded: half as long as forming may take
 
 
 def on(hosts, backend="auto"):
@@ -72,11 +66,6 @@ def only_on(rank, otherwise, then):
     return function
 
 
-@pytest.fixture(autouse=True)
-def _nothing_logged(monkeypatch):
-    monkeypatch.setattr(negotiation, "_logged", set())
-
-
 @pytest.mark.parametrize(
     ("backend", "hosts", "kind", "reason"),
     [
@@ -86,16 +75,14 @@ def _nothing_logged(monkeypatch):
         ("auto", "abab", "hierarchical", ""),
         ("shm", "ab", "gloo", ""),
         ("cuda_ipc", "aa", "shm", "rank 0 has used no GPU"),
-        ("cuda_ipc", "aab", "hierarchical", "rank 0 has used no GPU"),
-        ("cuda_ipc", "ab", "gloo", "no two ranks share a host"),
+        ("cuda_ipc", "aab", "hierarchical", "CUDA IPC takes ranks of one host"),
         ("nccl", "ab", "gloo", "rank 0 has used no GPU"),
     ],
 )
-def test_what_is_chosen_follows_from_where_the_ranks_are(backend, hosts, kind, reason, caplog):
+def test_what_is_chosen_follows_from_where_the_ranks_are(backend, hosts, kind, reason):
     with World(on(hosts, backend), len(hosts)) as world:
         assert kinds(world) == {kind}
         assert reasons(world) == {reason and f"{negotiation.ON_HOST}: {reason}"}
-    assert own_records(caplog) == []
 
 
 @needs_compiler
@@ -135,23 +122,18 @@ def test_the_fastest_transport_of_gpus_that_works_is_the_default(
             assert bool(reason) == bool(communicator.fallback_reason)
 
 
-def test_without_the_part_in_cpp_gloo_is_taken_and_said_once(monkeypatch, caplog):
-    monkeypatch.setattr("nbelastic.native.core", None)
+def test_without_the_part_in_cpp_gloo_is_taken(monkeypatch):
     monkeypatch.setattr("nbelastic.native.missing", "no module named _core")
     said = "rank 0: nbelastic was installed without its C++ part (no module named _core)"
-    with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            with World(MAKERS["auto"], 2) as world:
-                assert kinds(world) == {"gloo"}
-                assert reasons(world) == {said}
-    assert len(own_records(caplog)) == 1
-    assert said in caplog.text
+    with World(MAKERS["auto"], 2) as world:
+        assert kinds(world) == {"gloo"}
+        assert reasons(world) == {said}
     assert failures(MAKERS["shm"], 2) == {f"backend='shm', but memory cannot be shared: {said}"}
 
 
 def test_one_that_cannot_is_enough_if_it_has_neighbours(monkeypatch):
-    unable = only_on(1, negotiation.shared_memory_obstacle, lambda: "is too old")
-    monkeypatch.setattr(negotiation, "shared_memory_obstacle", unable)
+    unable = only_on(1, NegotiatingCommunicator._own_segment, lambda *_: ("is too old", ""))
+    monkeypatch.setattr(NegotiatingCommunicator, "_own_segment", unable)
     with World(on("aab"), 3) as world:
         assert kinds(world) == {"gloo"}
         assert reasons(world) == {"rank 1: is too old"}
@@ -161,57 +143,33 @@ def test_one_that_cannot_is_enough_if_it_has_neighbours(monkeypatch):
     assert "rank 1: is too old" in reason
 
 
-@pytest.mark.parametrize("where", ["create", "join"])
-def test_if_forming_fails_on_one_host_all_take_gloo(monkeypatch, caplog, where):
+@pytest.mark.parametrize(
+    ("owner", "name", "said"),
+    [
+        (segment.core, "create", "rank 3: the system refuses to share memory"),
+        (segment, "join_segment", "rank 3: it cannot open the memory of rank 2"),
+    ],
+)
+def test_if_a_rank_cannot_share_memory_all_take_gloo(monkeypatch, owner, name, said):
     def fail(*_):
-        raise handshake.SegmentError("the roof is leaking")
+        raise OSError("the roof is leaking")
 
-    rank = {"create": 2, "join": 3}[where]
-    if where == "join":  # the other waits for it; it does not wait for the other
-        monkeypatch.setattr(handshake, "FORMING_LIMIT_S", 0.5)
-    monkeypatch.setattr(
-        handshake.SegmentSocket, where, only_on(rank, getattr(handshake.SegmentSocket, where), fail)
-    )
+    monkeypatch.setattr(owner, name, only_on(3, getattr(owner, name), fail))
     before = descriptors()
     with World(on("aabb"), 4) as world:
         assert kinds(world) == {"gloo"}
-        (remark,) = reasons(world)
-    assert [record.levelname for record in own_records(caplog)] == ["WARNING"]
-    assert remark in caplog.text
+        assert reasons(world) == {f"{said}: the roof is leaking"}
     (reason,) = failures(on("aabb", "shm"), 4)
-    assert "memory cannot be shared" in reason
-    eventually(lambda: descriptors() <= before, "the end of all segments and sockets")
+    assert f"memory cannot be shared: {said}" in reason
+    eventually(lambda: descriptors() <= before, "the end of all segments")
 
 
-@pytest.mark.parametrize("where", ["create", "join"])
-def test_abort_frees_who_forms(monkeypatch, where):
-    late = threading.Event()
-
-    def dawdle(*_):
-        late.wait(PATIENCE_S)
-        raise handshake.SegmentError("too late")
-
-    other = {"create": "join", "join": "create"}[where]
-    monkeypatch.setattr(handshake.SegmentSocket, other, dawdle)
-    rank = {"create": 0, "join": 1}[where]
-    before = descriptors()
-    with World(MAKERS["auto"], 2, connected=False) as world:
-        connecting = [world.start(each, lambda c: c.connect()) for each in range(2)]
-        eventually(lambda: any_in(handshake.SegmentSocket, where), f"{where} under way")
-        world[rank].abort("enough")
-        assert str(connecting[rank].exception(SOON_S)) == "enough"
-        late.set()
-        world[1 - rank].abort("so be it")
-        assert str(connecting[1 - rank].exception(SOON_S)) == "so be it"
-    connecting.clear()  # errors keep what their frames have
-    eventually(lambda: descriptors() <= before, "the end of all sockets")
-
-
-def any_in(owner, name):
-    """Return whether any thread is in a method."""
-    code = getattr(owner, name).__code__
-    stacks = map(traceback.walk_stack, sys._current_frames().values())
-    return any(frame.f_code is code for stack in stacks for frame, _ in stack)
+def test_another_file_at_the_place_of_a_segment_is_not_taken():
+    """Its process may have ended, and its number been given to another."""
+    with segment.offered_segment(2) as offer:
+        segment.join_segment(offer, 0, 2, 1.0).close()
+        with pytest.raises(FileNotFoundError, match="something else"):
+            segment.join_segment(f"{offer}1", 0, 2, 1.0)
 
 
 def test_abort_of_the_one_that_chose_reaches_the_chosen():

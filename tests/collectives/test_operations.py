@@ -70,12 +70,15 @@ def allreduce_in_many_places(c, op, dtype):
 
 
 def reduce_scatter(c, op, dtype):
-    inputs = [values(c.rank, (target, 3), dtype, seed=target) for target in range(c.size)]
-    output = torch.zeros(c.rank, 3, dtype=dtype)
-    c.reduce_scatter(output, inputs, op)
-    for target, tensor in enumerate(inputs):
-        same(tensor, values(c.rank, (target, 3), dtype, seed=target))
-    return [output]
+    """Parts of several lengths, and of one."""
+    found = []
+    for shapes in ([(target, 3) for target in range(c.size)], [(5,)] * c.size):
+        inputs = [values(c.rank, shape, dtype, seed) for seed, shape in enumerate(shapes)]
+        found.append(torch.zeros(shapes[c.rank], dtype=dtype))
+        c.reduce_scatter(found[-1], inputs, op)
+        for seed, (tensor, shape) in enumerate(zip(inputs, shapes, strict=True)):
+            same(tensor, values(c.rank, shape, dtype, seed))
+    return found
 
 
 def check_reductions(world, dtypes):

@@ -6,15 +6,14 @@ from functools import partial
 
 import pytest
 
-from nbelastic.collectives.shm import handshake
+from nbelastic.collectives.shm import segment
 from tests.collectives.crew import Crew, allreduce, is_waiting, threads, until
 from tests.collectives.worlds import KINDS, PATIENCE_S, failure, needs_core
 
 
 def die_when_forming(_here):
     """Be killed, in time to come, in the middle of forming a segment."""
-    for name in ("create", "join"):
-        setattr(handshake.SegmentSocket, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    segment.join_segment = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 # What devices add is tested with a rank that dies at any of its steps: see test_cuda_ipc.

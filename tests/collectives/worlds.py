@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,14 +24,13 @@ from nbelastic.collectives.topology import Topology
 from nbelastic.errors import CollectiveError
 from nbelastic.native import core, missing
 from tests.collectives.fake_device import FakeDevice
-from tests.collectives.fake_nccl import COMPILER, LateNcclDevice, NcclDevice, fake_library
+from tests.collectives.fake_nccl import COMPILER, NcclDevice, fake_library
 from tests.support.own_transport import OwnTransport
 
 Maker = Callable[[Rendezvous], Communicator]
 
 DEVICES: dict[str, Callable[[int], Device | None]] = {
     "cuda_ipc": lambda _rank: FakeDevice(),
-    "cuda_ipc+nccl": lambda _rank: LateNcclDevice(),
     "nccl": lambda _rank: NcclDevice(),
 }
 """What returns the device of a rank; tests put other functions in their places."""
@@ -64,20 +62,12 @@ class Faked(NegotiatingCommunicator):
             *([lambda: DEVICES[device](rendezvous.rank)] if device else []),
             *([library] if library else []),
         )
-        self._fake_device, self._apart = device, apart
-
-    # Two ranks apart have nothing to gain, but the operations are the same.
+        self._apart = apart
 
     def _over_gloo(self) -> Any:
-        if self._apart and not self._fake_device:
+        if self._apart:  # two ranks have nothing to gain, but the operations are the same
             return self._over_segments(Topology(((0,), (1,)), ""), None)
         return super()._over_gloo()
-
-    def _with_devices(self, host: Any, topology: Topology, capabilities: Any) -> Communicator:
-        if self._apart and not topology.any_host_shared:
-            assert self._device is not None
-            return self._over_hosts(host, topology, self._device)
-        return super()._with_devices(host, topology, capabilities)
 
 
 def faked(backend: str, *fakes: Any, apart: bool = False) -> Maker:
@@ -98,8 +88,6 @@ MAKERS: dict[str, Maker] = {
     "hierarchical": faked("auto", apart=True),
     "cuda_ipc": faked("cuda_ipc", "cuda_ipc"),
     "nccl": faked("nccl", "nccl", fake_library),
-    "cuda_ipc+gloo": faked("cuda_ipc", "cuda_ipc", apart=True),
-    "cuda_ipc+nccl": faked("cuda_ipc", "cuda_ipc+nccl", fake_library, apart=True),
     "own": OwnTransport,
     "gpu": of("cuda_ipc"),
     "gpu_nccl": of("nccl"),
@@ -110,19 +98,17 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no compil
 _NEEDS = {
     "gloo": [],
     "nccl": [needs_core, needs_compiler],
-    "cuda_ipc+nccl": [needs_core, needs_compiler],
 }
-# What "auto" is connected to is one of the others, and without a GPU, so are the last two. What
-# Gloo is between hosts with devices is in test_cuda_ipc. A transport of another package has all
-# operations, and fails as its author likes.
+# What "auto" is connected to is one of the others, and without a GPU, so are the last two. A
+# transport of another package has all operations, and fails as its author likes.
 KINDS = [
     pytest.param(kind, marks=_NEEDS.get(kind, [needs_core]))
     for kind in MAKERS
-    if kind not in ("auto", "cuda_ipc+gloo", "own", "gpu", "gpu_nccl")
+    if kind not in ("auto", "own", "gpu", "gpu_nccl")
 ]
 
 # Those that differ in what is above them: descriptions on their way or not, coalesced or not.
-SOME_KINDS = [kind for kind in KINDS if kind.values[0] in ("gloo", "shm", "cuda_ipc+nccl")]
+SOME_KINDS = [kind for kind in KINDS if kind.values[0] in ("gloo", "shm", "cuda_ipc")]
 
 # Longer than anything takes, shorter than TIMEOUT_S: what waits for that long hangs.
 PATIENCE_S = 20.0
@@ -252,15 +238,10 @@ def noise(rank: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 def descriptors() -> int:
-    """Count this process's descriptors of segments and of sockets of its host.
-
-    Connections over TCP are left out: clusters of other tests open and close some.
-    """
+    """Count this process's descriptors of segments."""
     gc.collect()  # a segment lives as long as its last user, who may be part of a cycle
-    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
-    local = {f"socket:[{line.split()[6]}]" for line in lines}
     targets = []
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             targets.append(os.readlink(f"/proc/self/fd/{name}"))
-    return sum(each in local or each.startswith("/memfd:nbelastic") for each in targets)
+    return sum(each.startswith("/memfd:nbelastic") for each in targets)

@@ -97,7 +97,7 @@ def test_objects_of_any_size_are_gathered(sizes):
     assert run_ranks(3, main) == [expected] * 3
 
 
-DEVICES = [each for each in KINDS if each.values[0] in ("cuda_ipc", "nccl", "cuda_ipc+nccl")]
+DEVICES = [each for each in KINDS if each.values[0] in ("cuda_ipc", "nccl")]
 
 
 @pytest.mark.parametrize("kind", DEVICES)

@@ -24,7 +24,6 @@ import nbelastic.torch as hvd
 from nbelastic.cli.hosts.cluster import HostCluster
 from nbelastic.cluster.dask_compat import runs_here
 from nbelastic.collectives.rendezvous.handshake import open_channel
-from nbelastic.collectives.rendezvous.server import PURPOSE
 from nbelastic.driver.attachment import attach_client
 from nbelastic.driver.options import Options
 from nbelastic.elastic.ranks.context import current
@@ -41,7 +40,7 @@ def listen_and_be_asked():
     session = current()
     with socket.create_connection(session._store.address, 10) as connection:
         key = f"{session.spec.job}/{session.generation + 1}"
-        open_channel(connection, b"", PURPOSE).send(msgspec.msgpack.encode((key, 0, 1)))
+        open_channel(connection, b"").send(msgspec.msgpack.encode((key, 0, 1)))
         answer = connection.recv(1)
     return ours, answer, session.secret
 

@@ -44,8 +44,8 @@ std::size_t some_count(Random& random) {
 // One rank's part in a round.
 class Member {
 public:
-    Member(std::shared_ptr<Segment> segment, std::uint32_t rank, std::uint64_t seed)
-        : team_(segment, rank, 60.0), lifeline_(team_),
+    Member(std::shared_ptr<Segment> segment, std::uint32_t rank, std::uint32_t size, std::uint64_t seed)
+        : team_(segment, rank, size, 60.0), lifeline_(team_),
           arena_(std::move(segment), rank), executor_(team_), random_(seed) {
         lifeline_.start();
     }
@@ -271,12 +271,12 @@ void round(Random& random) {
     const std::size_t operations = 1 + draw(random, 30);
     const std::size_t fate = draw(random, 3);  // 0, 1: nothing; 2: a rank leaves; 3: an abort
     const auto moment = std::chrono::microseconds(draw(random, 3000));
-    const int fd = Segment::create(size);
+    const int fd = Segment::create(size + static_cast<std::uint32_t>(draw(random, 2)));
     auto segment = std::make_shared<Segment>(fd);
     close(fd);
     std::vector<std::unique_ptr<Member>> members;
     for (std::uint32_t rank = 0; rank < size; ++rank) {
-        members.push_back(std::make_unique<Member>(segment, rank, seed));
+        members.push_back(std::make_unique<Member>(segment, rank, size, seed));
     }
     std::vector<std::thread> threads;
     for (std::uint32_t rank = 0; rank < size; ++rank) {

@@ -1,4 +1,4 @@
-"""Communicator over CUDA IPC inside hosts, and NCCL or Gloo between hosts.
+"""Communicator over CUDA IPC, for ranks of one host.
 
 Every rank has an exchange buffer, which all others have opened. A sum proceeds in rounds: each rank
 copies its values to its own buffer, meets the others, and adds what is in all buffers in the order
@@ -9,13 +9,8 @@ again, the meeting of the round between has shown that no peer reads it any more
 Before a meeting a rank waits, on the host, for its *own* stream. So no stream ever waits for
 another process, and the death of a peer leaves none waiting.
 
-On several hosts, as in :mod:`nbelastic.collectives.hierarchical`, the ranks with one slice reduce
-it over the hosts, by NCCL or by Gloo from pinned memory. So all ranks of a host use the network at
-once, and each byte crosses it once a host. A rank alone on its host has a buffer, too, so that all
-hosts have the same rounds.
-
-Meetings are operations of a communicator of the host's ranks, and so keep the order of the rank's
-calls (:mod:`nbelastic.collectives.gpu.communicator`).
+Meetings are operations of the host's communicator, and so keep the order of the rank's calls
+(:mod:`nbelastic.collectives.gpu.communicator`).
 """
 
 from __future__ import annotations
@@ -32,7 +27,6 @@ import torch
 from nbelastic.collectives.buffers import slice_bounds
 from nbelastic.collectives.cuda_ipc.rounds import (
     Combine,
-    Finish,
     adding_along,
     combine_to,
     copy_in,
@@ -42,14 +36,13 @@ from nbelastic.collectives.cuda_ipc.rounds import (
 )
 from nbelastic.collectives.gpu.communicator import DeviceCommunicator
 from nbelastic.collectives.gpu.device import Device, DeviceError, Memory, Unusable, as_reducible
-from nbelastic.collectives.reduction_tree import Blocks, additions, merged
+from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.collectives.transport import Capabilities, Handle, Op
 
 if TYPE_CHECKING:
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Communicator, Rendezvous
     from nbelastic.collectives.gpu.communicator import Host
-    from nbelastic.collectives.topology import Topology
+    from nbelastic.collectives.rendezvous.client import Rendezvous
     from nbelastic.collectives.transport import Nodes, Tensors
 
 logger = logging.getLogger(__name__)
@@ -96,15 +89,12 @@ class Exchange:
 
 
 def open_exchange(
-    device: Device,
-    its: Rendezvous,
-    ranks: Sequence[int],
-    gather: Callable[[bytes], list[bytes]],
+    device: Device, its: Rendezvous, gather: Callable[[bytes], list[bytes]]
 ) -> Exchange:
-    """Open exchange buffers between the `ranks` of a host; all ranks of all hosts call this.
+    """Open exchange buffers between the ranks; all call this.
 
-    `gather` returns what every rank of all hosts says; a rank that leaves after that fails no
-    other. Raises :class:`Unusable` on all ranks, or on none.
+    `gather` returns what every rank says; a rank that leaves after that fails no other. Raises
+    :class:`Unusable` on all ranks, or on none.
     """
     own: Memory | None = None
     memories: list[Memory] = []
@@ -129,7 +119,7 @@ def open_exchange(
             except (DeviceError, RuntimeError) as error:
                 problem = str(error)
             gather(b"")  # all have written before any reads
-            for peer in ranks:
+            for peer in range(its.size):
                 try:
                     memory = own if peer == its.rank else device.open(offers[peer], BUFFER_BYTES)
                     memories.append(memory)
@@ -150,50 +140,33 @@ def open_exchange(
 
 
 class CudaIpcCommunicator(DeviceCommunicator):
-    """A communicator of ranks that can read the GPUs of their hosts' other ranks.
+    """A communicator of ranks with an exchange on their GPUs; it owns `host` and the exchange."""
 
-    It owns all its parts: `host`, of all ranks, for what is not on GPUs; the exchange; `local`, for
-    the meetings of this host's ranks, which is `host` if there is one host; `across`, the ranks of
-    all hosts with this rank's slice, or None if it has none.
-    """
+    # The executor's thread alone uses the exchange, one operation after the other in the order of
+    # the rank's calls.
 
-    # The executor's thread alone uses `local` and `across`, one operation after the other in the
-    # order of the rank's calls. What ends one part ends all, so a failure between hosts frees the
-    # ranks that meet inside them.
-
+    name = "cuda_ipc"
     capabilities = Capabilities(coalesces=True, stops_sending_on_failure=True)
 
-    def __init__(
-        self,
-        host: Host,
-        exchange: Exchange,
-        abort_signal: AbortSignal,
-        topology: Topology,
-        local: Communicator,
-        across: Communicator | None = None,
-        between: str = "",
-    ) -> None:
-        self.name = f"cuda_ipc+{between}" if between else "cuda_ipc"
+    def __init__(self, host: Host, exchange: Exchange, abort_signal: AbortSignal) -> None:
         super().__init__(host, exchange.device, abort_signal)
         self._exchange = exchange
-        self._topology = topology
-        self._on_one_host = len(topology.hosts) == 1
-        self._local = local
-        self._ranks = topology.local_ranks(self.rank)
-        self._across = across
 
     # -- operations on devices -------------------------------------------------------------------
 
     def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
         if not self._device.holds(tensors[0]):
             return super().begin_allreduce(tensors, op)
-        return self._on_device(tensors, lambda: self._reduce_now(tensors, op))
+        values, op = as_reducible(tensors, op)
+        what, counts = f"allreduce ({op.value})", [1] * self.size
+        return self._combining(what, [values], values, counts, reducing(op), tensors)
 
     def begin_allreduce_tree(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> Handle:
-        if not (self._topology.in_order and self._device.holds(outputs[0])):
+        if not self._device.holds(outputs[0]):
             return super().begin_allreduce_tree(nodes, blocks, outputs)
-        used = [*outputs, *(each for node in nodes for each in node)]
-        return self._on_device(used, lambda: self._sum_along_now(nodes, blocks, outputs))
+        what, counts = f"sum along the tree of {blocks.quotas}", [*map(len, blocks.covers)]
+        used = [*outputs, *itertools.chain(*nodes)]
+        return self._combining(what, nodes, outputs, counts, adding_along(blocks.order), used)
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         if not self._device.holds(tensor):
@@ -203,139 +176,69 @@ class CudaIpcCommunicator(DeviceCommunicator):
     # -- in the executor's thread ----------------------------------------------------------------
 
     def _meet(self, what: str) -> None:
-        """Wait for the own stream, then until this host's ranks have, in the same operation."""
+        """Wait for the own stream, then until all ranks have, in the same operation."""
         self._device.drain()
-        records = self._local.allgather_bytes(what.encode())
+        records = self._host.allgather_bytes(what.encode())
         if len(set(records)) > 1:
-            pairs = zip(self._ranks, records, strict=True)
-            said = ", ".join(f"rank {rank}: {each.decode()}" for rank, each in pairs)
+            said = ", ".join(f"rank {rank}: {each.decode()}" for rank, each in enumerate(records))
             raise RuntimeError(f"ranks disagree on the operation ({said})")
 
-    def _reduce_now(self, tensors: Tensors, op: Op) -> None:
-        values, op = as_reducible(tensors, op)
-        divides_last = op is Op.AVERAGE and not self._on_one_host  # hosts differ in size
-        whole = Op.SUM if divides_last else op
-
-        def finish(places: torch.Tensor, sums: Tensors) -> None:
-            own = places[0]
-            own.copy_(sums[0])
-            if self._across is not None:
-                self._device.drain()
-                self._across.allreduce(own, whole)
-            if divides_last:
-                own.div_(self.size)
-
-        what, counts = f"allreduce ({op.value})", [1] * len(self._ranks)
-        self._exchange_rounds(what, [values], values, counts, 1, reducing(whole), finish)
-
-    def _sum_along_now(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> None:
-        of_hosts = merged(blocks, self._topology.hosts)
-        covers = [blocks.covers[rank] for rank in self._ranks]
-        counts = [len(cover) for cover in covers]
-        order = additions([*itertools.chain(*covers)], blocks.leaves)
-        rows = max(map(len, (*blocks.covers, *of_hosts.covers)))
-
-        def finish(places: torch.Tensor, sums: Tensors) -> None:
-            # All sums first: they may be parts of this rank's buffer, where they are put.
-            made = [each.clone() for each in sums] if len(sums) > 1 else sums
-            for place, each in zip(places, made, strict=False):
-                place.copy_(each)
-            if self._across is not None:
-                self._device.drain()
-                own = [[place] for place in places[: len(made)]]
-                self._across.allreduce_tree(own, of_hosts, [places[0]])
-
-        what = f"sum along the tree of {blocks.quotas}"
-        combine = adding_along(order)
-        self._exchange_rounds(what, nodes, outputs, counts, rows, combine, finish)
-
-    def _exchange_rounds(
+    def _combining(
         self,
         what: str,
         nodes: Nodes,
         outputs: Tensors,
         counts: Sequence[int],
-        rows: int,
         combine: Combine,
-        finish: Finish,
-    ) -> None:
-        """Combine the nodes of this host's ranks, each of which has as many as `counts` says.
-
-        There is room for `rows` nodes, the same number on all hosts: their rounds are the same.
-        """
+        used: Tensors,
+    ) -> Handle:
+        """Combine the nodes of all ranks, each of which has as many as `counts` says."""
         nodes = [[tensor.detach().view(-1) for tensor in node] for node in nodes]
         outputs = [each.detach().view(-1) for each in outputs]
-        dtype = outputs[0].dtype
+        dtype, rows = outputs[0].dtype, max(counts)
         what = f"{what} of {sum(each.numel() for each in outputs)} values of {dtype}"
         width = self._exchange.capacity(dtype) // rows // _LINE * _LINE
-        pieces = [rounds(node, width) for node in nodes]
-        for parts in rounds(outputs, width):
-            halves = [each[: rows * width].view(rows, width) for each in self._exchange.next(dtype)]
-            mine, count = halves[self._local.rank], sum(part.values.numel() for part in parts)
-            for row, its in zip(mine, pieces, strict=False):
-                copy_in(row, next(its))
-            self._meet(what)
-            by_rank = [[*half[:nodes_of]] for half, nodes_of in zip(halves, counts, strict=True)]
-            if self._each_adds_all(sum(counts) * count * dtype.itemsize):
-                combine_to(parts, by_rank, combine)
-                continue
-            bounds = self._bounds(count)
-            low, high = bounds[self._local.rank], bounds[self._local.rank + 1]
-            if low < high:
-                slices = [[row[low:high] for row in of_rank] for of_rank in by_rank]
-                finish(mine[:, low:high], combine(slices, None))
-            self._meet(what)  # all slices are summed before any is copied
-            for rank, half in enumerate(halves):
-                copy_out(half[0], bounds[rank], bounds[rank + 1], parts)
 
-    def _each_adds_all(self, nbytes: int) -> bool:
-        # Two ranks read as much of each other either way, and so save a meeting.
-        return self._on_one_host and (self.size == 2 or nbytes <= AT_ONCE_BYTES)
+        def perform() -> None:
+            pieces = [rounds(node, width) for node in nodes]
+            for parts in rounds(outputs, width):
+                halves = [
+                    each[: rows * width].view(rows, width) for each in self._exchange.next(dtype)
+                ]
+                mine, count = halves[self.rank], sum(part.values.numel() for part in parts)
+                for row, its in zip(mine, pieces, strict=False):
+                    copy_in(row, next(its))
+                self._meet(what)
+                vectors = [
+                    row[:count]
+                    for half, filled in zip(halves, counts, strict=True)
+                    for row in half[:filled]
+                ]
+                # Two ranks read as much of each other either way, and so save a meeting.
+                if self.size == 2 or len(vectors) * vectors[0].nbytes <= AT_ONCE_BYTES:
+                    combine_to(parts, vectors, combine)
+                    continue
+                bounds = slice_bounds(count, self.size, _LINE)
+                own = slice(bounds[self.rank], bounds[self.rank + 1])
+                if own.start < own.stop:
+                    mine[0, own].copy_(combine([each[own] for each in vectors], None))
+                self._meet(what)  # all slices are summed before any is copied
+                for half, bound in zip(halves, itertools.pairwise(bounds), strict=True):
+                    copy_out(half[0], *bound, parts)
 
-    def _bounds(self, count: int) -> list[int]:
-        """Return where the slice of each of this host's ranks begins, and the end."""
-        slices = self._topology.slices
-        return slice_bounds(count, slices, _LINE) + [count] * (len(self._ranks) - slices)
+        return self._on_device(used, perform)
 
     def _broadcast_now(self, tensor: torch.Tensor, root: int) -> None:
         flat = tensor.detach().view(-1).view(torch.uint8)
-        of_root = self._topology.local_ranks(root)
-        here, its_host = root in self._ranks, self._topology.hosts.index(of_root)
-        what = f"broadcast of {flat.numel()} bytes from rank {root}"
         for parts in rounds([flat], self._exchange.capacity(torch.uint8)):
-            halves = self._exchange.next(torch.uint8)
-            own, count = halves[self._local.rank], sum(part.values.numel() for part in parts)
-            bounds = self._bounds(count)
-            mine = slice(bounds[self._local.rank], bounds[self._local.rank + 1])
+            buffer = self._exchange.next(torch.uint8)[root]
             if self.rank == root:
-                copy_in(own, parts)
-            if here:  # on other hosts nothing has arrived yet
-                self._meet(what)
-                if self.rank != root and self._on_one_host:
-                    copy_out(halves[root], 0, count, parts)
-                elif self.rank != root:
-                    own[mine].copy_(halves[of_root.index(root)][mine])
-            if self._on_one_host:
-                continue
-            if self._across is not None and mine.start < mine.stop:
-                self._device.drain()
-                self._across.broadcast(own[mine], its_host)
-            self._meet(what)
+                copy_in(buffer, parts)
+            self._meet(f"broadcast of {flat.numel()} bytes from rank {root}")
             if self.rank != root:
-                for rank, half in enumerate(halves):
-                    copy_out(half, bounds[rank], bounds[rank + 1], parts)
+                copy_out(buffer, 0, len(buffer), parts)
 
     # -- state -----------------------------------------------------------------------------------
-
-    def cut_connections(self) -> int:
-        across = 0 if self._across is None else self._across.cut_connections()
-        return super().cut_connections() + across
-
-    def _leave_parts(self) -> None:
-        if self._local is not self._host:  # on one host, `close` closes it as the host's
-            self._local.close()
-        if self._across is not None:
-            self._across.close()
 
     def _leave_device(self) -> None:
         # Its meetings end at once. A stream has only work of this process, but that may hang.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +11,7 @@ from nbelastic.collectives.reduction_tree import fold
 from nbelastic.collectives.transport import Op
 
 if TYPE_CHECKING:
-    from nbelastic.collectives.transport import Nodes, Tensors
+    from nbelastic.collectives.transport import Tensors
 
 _SMALLER = (torch.float16, torch.bfloat16)
 
@@ -24,25 +23,19 @@ class RoundPart(NamedTuple):
     at: int
 
 
-Combine = Callable[["Nodes", "torch.Tensor | None"], list[torch.Tensor]]
-"""Combines the nodes of ranks, by rank, and returns what remains: one, if the ranks are all.
-
-That is in `out`, if it is given and the result fits there.
-"""
-
-Finish = Callable[[torch.Tensor, "Tensors"], None]
-"""Puts the result of a slice in the first of its places, of a row each, from what remains."""
+Combine = Callable[["Tensors", "torch.Tensor | None"], torch.Tensor]
+"""Combines the nodes of all ranks, in order; in `out`, if it is given and the result fits there."""
 
 
 def reducing(op: Op) -> Combine:
     """Return what combines a value of each rank."""
-    return lambda slices, out: [_combined([each for (each,) in slices], op, out)]
+    return lambda vectors, out: _combined(vectors, op, out)
 
 
 def adding_along(order: Sequence[int]) -> Combine:
     """Return what adds nodes in an order of ``reduction_tree.additions``."""
 
-    def combine(slices: Nodes, out: torch.Tensor | None) -> list[torch.Tensor]:
+    def combine(vectors: Tensors, out: torch.Tensor | None) -> torch.Tensor:
         remaining = sum(order)
 
         def add(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -50,7 +43,8 @@ def adding_along(order: Sequence[int]) -> Combine:
             remaining -= 1
             return torch.add(first, second, out=out if remaining == 0 else None)
 
-        return fold([each for of_rank in slices for each in of_rank], order, add)
+        (total,) = fold(vectors, order, add)
+        return total
 
     return combine
 
@@ -102,16 +96,14 @@ def copy_in(buffer: torch.Tensor, parts: Sequence[RoundPart]) -> None:
     torch._foreach_copy_(places, [part.values for part in parts])  # few kernels, not one a piece
 
 
-def combine_to(parts: Sequence[RoundPart], by_rank: Nodes, combine: Combine) -> None:
+def combine_to(parts: Sequence[RoundPart], vectors: Tensors, combine: Combine) -> None:
     """Combine all values of a round, to the pieces."""
-    count = sum(part.values.numel() for part in parts)
-    slices = [[row[:count] for row in of_rank] for of_rank in by_rank]
     out = parts[0].values if len(parts) == 1 else None
-    if out is not None and any(row.device != out.device for row in itertools.chain(*slices)):
+    if out is not None and any(each.device != out.device for each in vectors):
         out = None  # it lies on another GPU of this process
-    (total,) = combine(slices, out)
+    total = combine(vectors, out)
     if out is None or total.data_ptr() != out.data_ptr():
-        copy_out(total, 0, count, parts)
+        copy_out(total, 0, len(total), parts)
 
 
 def copy_out(buffer: torch.Tensor, low: int, high: int, parts: Sequence[RoundPart]) -> None:

@@ -25,7 +25,6 @@ from torch._C._distributed_c10d import (
 
 from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.buffers import as_bytes, as_number, concatenate, copy_back
-from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.gloo.group import GlooGroupOwner, GlooOperation
 from nbelastic.collectives.operations import (
     AsyncCommunicator,
@@ -35,6 +34,7 @@ from nbelastic.collectives.operations import (
     Task,
     first_sentence,
 )
+from nbelastic.collectives.rendezvous.client import Rendezvous
 from nbelastic.collectives.transport import Handle, Op
 from nbelastic.collectives.tree_exchange import flattened, sum_shares
 
@@ -137,11 +137,6 @@ class GlooCommunicator(AsyncCommunicator):
     def idle(self) -> bool:
         """Whether no operation is under way."""
         return all(each.done() for each in self._owner.operations())
-
-    def check(self) -> None:
-        if not self._owner.has_formed:
-            raise RuntimeError("connect() comes before any operation")
-        self._abort_signal.check()
 
     def __del__(self) -> None:
         if hasattr(self, "_owner"):

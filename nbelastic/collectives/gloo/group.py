@@ -28,12 +28,11 @@ from nbelastic.collectives.operations import (
     first_sentence,
 )
 from nbelastic.collectives.owner import GroupOwner
-from nbelastic.collectives.rendezvous.client import RendezvousClient
+from nbelastic.collectives.rendezvous.client import Rendezvous, RendezvousClient
 from nbelastic.errors import CollectiveError, RanksDisagree
 
 if TYPE_CHECKING:
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Rendezvous
 
 
 class GlooStore(Store):
@@ -173,11 +172,6 @@ class GlooGroupOwner(GroupOwner):
         """The group, for use inside an expression, under ``use_lock``."""
         assert self._group is not None
         return self._group
-
-    @property
-    def has_formed(self) -> bool:
-        """Whether the group has formed, or never will."""
-        return self._group is not None or self._abort_signal.reason is not None
 
     def operations(self) -> list[GlooOperation | QueuedOperation]:
         """Return the operations under way, or failed."""

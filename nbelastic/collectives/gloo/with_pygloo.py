@@ -20,9 +20,8 @@ import torch
 
 from nbelastic.collectives.abort_signal import AbortSignal
 from nbelastic.collectives.buffers import as_bytes, as_number
-from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import AsyncCommunicator, first_sentence
-from nbelastic.collectives.rendezvous.client import RendezvousClient
+from nbelastic.collectives.rendezvous.client import Rendezvous, RendezvousClient
 from nbelastic.collectives.rendezvous.handshake import GREETING, read
 from nbelastic.collectives.transport import Handle, Op
 from nbelastic.errors import CollectiveError
@@ -69,8 +68,6 @@ class PyglooCommunicator(AsyncCommunicator):
 
     def connect(self) -> PyglooCommunicator:
         self._abort_signal.check()
-        if self._mesh.context is not None:
-            raise RuntimeError("connect() is called once")
         cause = None
         try:
             self._mesh.connect()
@@ -159,13 +156,10 @@ class PyglooCommunicator(AsyncCommunicator):
     def _do(self, count: int, act: Callable[..., None], *arguments: object) -> Handle:
         """Call a function of pygloo, unless there are no elements."""
         self._abort_signal.check()
-        context = self._mesh.context
-        if context is None:
-            raise RuntimeError("connect() comes before any operation")
         failure = None
         try:
             if count:
-                act(context, *arguments)
+                act(self._mesh.context, *arguments)
         except RuntimeError as error:
             failure = first_sentence(error)
         if failure is not None:

@@ -54,10 +54,6 @@ class DeviceCommunicator(AsyncCommunicator):
         self._executor = OrderedExecutor(name, self._rendezvous.timeout_s)
         self._closed = False
 
-    def connect(self) -> DeviceCommunicator:
-        self._abort_signal.check()
-        raise RuntimeError("connect() is called once")
-
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return self._host.empty(count, dtype)
 
@@ -66,9 +62,6 @@ class DeviceCommunicator(AsyncCommunicator):
     @abc.abstractmethod
     def _leave_device(self) -> None:
         """Let go of the device, as a part of closing, after the abort."""
-
-    def _leave_parts(self) -> None:
-        """Close communicators of the idle executor. Called twice."""
 
     def _reached(self, _end: Any) -> None:
         """Wait on the host, in the executor, for an operation that the stream has begun."""
@@ -99,11 +92,6 @@ class DeviceCommunicator(AsyncCommunicator):
 
     def begin_allgather(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
         return self._staged(outputs, [tensor], lambda to, its: self._host.allgather(to, its[0]))
-
-    def begin_reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: Op) -> Handle:
-        return self._staged(
-            [output], inputs, lambda to, its: self._host.reduce_scatter(to[0], its, op)
-        )
 
     def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
         return self._staged(outputs, inputs, self._host.all_to_all)
@@ -178,11 +166,8 @@ class DeviceCommunicator(AsyncCommunicator):
         self._closed = True
         self.close_subgroups()
         idle = self._executor.idle and self._host.idle
-        if idle:
-            self._leave_parts()  # before the abort, which would fail their peers
         self._abort_signal.abort("the communicator is closed", orderly=idle)
         self._leave_device()
-        self._leave_parts()  # those of an executor that was busy
         self._host.close()  # last: meetings and staged operations are the host's
 
     def __del__(self) -> None:

@@ -204,15 +204,19 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * 64),)
 
 
+def loaded_library(name: str) -> str:
+    """Return the path of a library that torch has loaded."""
+    with open("/proc/self/maps") as maps:
+        paths = [line.rstrip("\n").split(maxsplit=5)[-1] for line in maps if name in line]
+    if not paths:
+        raise DeviceError(f"torch has loaded no {name}")
+    return min(paths)
+
+
 @functools.cache
 def _runtime() -> ctypes.CDLL:
     """Return the CUDA runtime that torch has loaded."""
-    try:
-        with open("/proc/self/maps") as maps:
-            paths = {line.split()[-1] for line in maps if _NAME in line}
-        library = ctypes.CDLL(min(paths))
-    except (OSError, ValueError) as error:
-        raise DeviceError(f"CUDA's runtime is not found: {error}") from None
+    library = ctypes.CDLL(loaded_library(_NAME))
     library.cudaGetErrorString.restype = ctypes.c_char_p
     return library
 

@@ -89,25 +89,18 @@ class NcclCommunicator(DeviceCommunicator):
         )
 
     def begin_reduce_scatter(self, output: torch.Tensor, inputs: Tensors, op: Op) -> Handle:
-        if not self._device.holds(output):
-            return super().begin_reduce_scatter(output, inputs, op)
+        if not self._device.holds(output) or len({each.numel() for each in inputs}) > 1:
+            return super().begin_reduce_scatter(output, inputs, op)  # NCCL's parts are all alike
         flat = torch.cat([each.detach().view(-1) for each in inputs])
         (values,), kind = as_reducible([self._device.near(flat)], op)
-        counts = [each.numel() for each in inputs]
-        begin = sum(counts[: self.rank])
-        own = values[begin : begin + counts[self.rank]]
-        even = len(set(counts)) == 1
-        if even:
-            own = torch.empty_like(own)
-
-        def calls(library: NcclLibrary, comm: int, stream: int) -> None:
-            if even:
-                library.reduce_scatter(comm, stream, own, values, kind)
-            else:  # which NCCL does not have
-                library.allreduce(comm, stream, values, kind)
-
-        what = f"reduce-scatter ({op.value}) of {counts} values of {output.dtype}"
-        return self._queue(what, calls, [output], [own], [*inputs, values])
+        own = values.new_empty(len(values) // self.size)
+        return self._queue(
+            f"reduce-scatter ({op.value}) of {_listed([values])}",
+            lambda library, comm, stream: library.reduce_scatter(comm, stream, own, values, kind),
+            [output],
+            [own],
+            [*inputs, values],
+        )
 
     def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
         if not self._device.holds(inputs[0]):

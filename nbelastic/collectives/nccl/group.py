@@ -9,8 +9,9 @@ ever, and any call may hang with the network. So a thread owns each generation's
 - *in use*: it sleeps, and the executor's thread begins operations and polls for their end;
 - *ending*: it aborts the communicator, or finalizes it if it was closed in an orderly way. Tensors
   of an operation that has failed are kept until then;
-- *overdue*: one of its calls has not returned within its limit. The thread, the communicator and
-  the tensors are left behind, and the process has an :func:`obstacle` to the next generations.
+
+A call that never returns leaves the thread, the communicator and the tensors behind. A process in
+which a communicator has not formed in time does without NCCL in the next generations.
 """
 
 from __future__ import annotations
@@ -25,21 +26,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from nbelastic.collectives.gpu.device import Device, DeviceError
-from nbelastic.collectives.owner import GroupOwner, living
+from nbelastic.collectives.owner import GroupOwner
 from nbelastic.collectives.transport import Op
 
 if TYPE_CHECKING:
     from nbelastic.collectives.abort_signal import AbortSignal
-    from nbelastic.collectives.communicator import Rendezvous
     from nbelastic.collectives.nccl.library import NcclLibrary
+    from nbelastic.collectives.rendezvous.client import Rendezvous
 
 logger = logging.getLogger(__name__)
 
 FORMING_LIMIT_S = 30.0
 """Limit for making a communicator and its first sum; at most half of the driver's limit."""
-
-ENDING_LIMIT_S = 15.0
-"""Limit for an abort, which takes a second. Past it, the process does without NCCL."""
 
 FINALIZE_LIMIT_S = 5.0  # limit for what a peer has still to receive when the communicator is closed
 
@@ -215,23 +213,10 @@ class NcclGroup(GroupOwner):
             return True
         return False
 
-    @property
-    def overdue(self) -> str:
-        """The reason for being past the limit; empty before."""
-        if not self._moments or time.monotonic() - self._moments[0] <= ENDING_LIMIT_S:
-            return ""
-        return (
-            f"NCCL has not ended its communicator of generation {self._its.generation} within "
-            f"{ENDING_LIMIT_S:g} s"
-        )
-
 
 _refusals: list[str] = []
 
 
 def obstacle() -> str:
     """Return why this process does without NCCL from here on; empty if it need not."""
-    for each in _refusals:
-        return f"{each}; its process does not try it again"
-    overdue = (each.overdue for each in list(living) if isinstance(each, NcclGroup))
-    return next(filter(None, overdue), "")
+    return f"{_refusals[0]}; its process does not try it again" if _refusals else ""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nbelastic.collectives.gpu.device import Device, DeviceError
+from nbelastic.collectives.gpu.device import Device, DeviceError, loaded_library
 from nbelastic.collectives.topology import host_identity
 from nbelastic.collectives.transport import Op
 
@@ -225,7 +225,7 @@ def present_library() -> NcclLibrary:
     Raises :class:`DeviceError` if there is none, or one that is too old.
     """
     _stand_apart()  # first, because NCCL reads its variables once
-    library = NcclLibrary(_path())
+    library = NcclLibrary(loaded_library(_NAME))
     if library.version < OLDEST:
         found, needed = (".".join(map(str, each)) for each in (library.version, OLDEST))
         raise DeviceError(f"NCCL {found} is too old; {needed} is the oldest that works")
@@ -245,12 +245,3 @@ def _stand_apart() -> None:
     """Claim to be on a host of its own if ranks may share a GPU. NCCL reads that once."""
     if os.environ.get(SHARED_GPU_VARIABLE) == "1" and not os.environ.get("NCCL_HOSTID"):
         os.environ["NCCL_HOSTID"] = f"{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _path() -> str:
-    with open("/proc/self/maps") as maps:
-        lines = [line.rstrip("\n").split(maxsplit=5) for line in maps if _NAME in line]
-    paths = sorted({fields[5] for fields in lines if len(fields) > 5})
-    if not paths:
-        raise DeviceError("torch has loaded no NCCL")
-    return paths[0]

@@ -1,4 +1,4 @@
-"""Client of the rendezvous server, and a check of which servers can be reached."""
+"""Rendezvous of a rank: its terms, a client of the server, a probe of servers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from nbelastic.collectives.rendezvous.handshake import MessageChannel, open_channel
+from nbelastic.collectives.rendezvous.handshake import MessageChannel, open_channel, proof
 from nbelastic.collectives.rendezvous.matcher import Message, decode, encode
-from nbelastic.collectives.rendezvous.server import PURPOSE
 from nbelastic.errors import CollectiveError
-
-if TYPE_CHECKING:
-    from nbelastic.collectives.communicator import Rendezvous
 
 MATCHING = "matching"
 """Subject of the matching of operations, see :mod:`nbelastic.collectives.rendezvous.matcher`."""
@@ -30,6 +26,32 @@ _CONNECT_LIMIT_S = 10.0
 
 # A lost packet is sent again after a second.
 _PROBE_LIMIT_S = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """Everything that a rank needs to connect to the ranks of its generation."""
+
+    job: str  # unique on the cluster; with the generation it names keys that are never reused
+    generation: int
+    rank: int
+    size: int
+    store: tuple[str, int]  # address of the rendezvous server, which one of the ranks runs
+    bind: str  # address of the interface that this rank listens on
+    timeout_s: float = 1800.0  # for connecting and for each operation
+    # The driver breaks a generation that has not formed by then; trials of transports stay within.
+    forming_s: float = 10.0
+    backend: str = "auto"  # the transport that the job asks for
+    secret: bytes = field(default=b"", repr=False)  # peers that do not know it are refused
+
+    def part(self, name: str, ranks: Sequence[int]) -> Rendezvous:
+        """Return the rendezvous of some of the ranks, under a `name` of their own."""
+        rank, size = ranks.index(self.rank), len(ranks)
+        return replace(self, job=f"{self.job}/{name}", rank=rank, size=size)
+
+    def token(self, rank: int) -> bytes:
+        """Return the proof by which `rank` identifies itself to its peers in the generation."""
+        return proof(self.secret, "peer", f"{self.job}/{self.generation}/{rank}".encode())
 
 
 class RendezvousClient:
@@ -80,7 +102,7 @@ class RendezvousClient:
         self._limit_s = limit_s
         try:
             self._reach(connection)
-            channel = open_channel(connection, its.secret, PURPOSE)
+            channel = open_channel(connection, its.secret)
             channel.send(msgspec.msgpack.encode((key, its.rank, its.size)))
             connection.settimeout(limit_s)  # none for a matching, which lasts a generation
             # From here on other threads send; what they have said so far has to come first.

@@ -10,18 +10,27 @@ client resolves host names, cannot be interrupted, and does not notice that anot
 from __future__ import annotations
 
 import contextlib
+import secrets
+import selectors
 import socket
 import threading
 from dataclasses import dataclass, field
 
 import msgspec
 
-from nbelastic.collectives.rendezvous.handshake import AuthenticatingListener, MessageChannel
+from nbelastic.collectives.rendezvous.handshake import (
+    GREETING,
+    MAGIC,
+    NONCE_BYTES,
+    MessageChannel,
+)
 from nbelastic.collectives.rendezvous.matcher import Matcher, Message, decode, encode
 
-PURPOSE = "rendezvous"
+MAX_STRANGERS = 128  # connections without a complete message at a time
 
 _CLOSE_TIMEOUT_S = 2.0
+
+_SEND_TIMEOUT_S = 5.0
 
 
 class RendezvousServer:
@@ -60,14 +69,6 @@ class RendezvousServer:
             stop.close()  # without a join: a destructor must not wait
 
 
-def _serve(listener: socket.socket, stop: socket.socket, secret: bytes) -> None:
-    with listener, stop, AuthenticatingListener(listener, secret, PURPOSE, stop=stop) as clients:
-        meetings = _Meetings(clients)
-        while (messages := clients.poll()) is not None:
-            for connection, body in messages:
-                meetings.take(connection, body)
-
-
 @dataclass
 class _Meeting:
     """The connected ranks of a key, and their matcher."""
@@ -77,30 +78,82 @@ class _Meeting:
     ranks: dict[int, MessageChannel] = field(default_factory=dict)
 
 
-class _Meetings:
-    """All meetings of a server, by key. Keys are never reused."""
+def _serve(listener: socket.socket, stop: socket.socket, secret: bytes) -> None:
+    with listener, stop, selectors.DefaultSelector() as selector:
+        for each in (listener, stop):
+            selector.register(each, selectors.EVENT_READ)
+        with contextlib.closing(_Clients(secret, selector)) as clients:
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is stop:
+                        return
+                    if key.fileobj is listener:
+                        clients.accept(listener)
+                    else:
+                        clients.read(key.data)
 
-    def __init__(self, connections: AuthenticatingListener) -> None:
-        self._connections = connections
-        self._meetings: dict[str, _Meeting] = {}
+
+class _Clients:
+    """The connections of a server, and the meetings of their ranks by key. Keys are never reused.
+
+    A client that does not know the secret gets no reply but the end of its connection, and changes
+    nothing. Of silent ones, which cost a connection each, the oldest is dropped beyond
+    :data:`MAX_STRANGERS`.
+    """
+
+    def __init__(self, secret: bytes, selector: selectors.BaseSelector) -> None:
+        self._secret = secret
+        self._selector = selector
+        self._strangers: dict[MessageChannel, None] = {}  # without a message, the oldest first
         self._places: dict[MessageChannel, tuple[_Meeting, int]] = {}
+        self._meetings: dict[str, _Meeting] = {}
         self._over: set[str] = set()
 
-    def take(self, connection: MessageChannel, body: bytes | None) -> None:
-        """Handle a message, or the end of a connection."""
-        if body is None:
+    def accept(self, listener: socket.socket) -> None:
+        """Greet a client."""
+        try:
+            accepted, _ = listener.accept()
+        except OSError:
+            return  # it has gone
+        accepted.settimeout(_SEND_TIMEOUT_S)  # a rank that reads nothing must not stop all
+        # Two short messages in a row must not wait for 40 ms until the first is acknowledged.
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        connection = MessageChannel(accepted, self._secret, nonce, serves=True)
+        try:
+            accepted.sendall(GREETING.pack(MAGIC, nonce))
+        except OSError:
+            accepted.close()
+            return
+        self._strangers[connection] = None
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+        if len(self._strangers) > MAX_STRANGERS:
+            self._lose(next(iter(self._strangers)))
+
+    def read(self, connection: MessageChannel) -> None:
+        """Handle what has come on a connection, unless an event before this one has closed it."""
+        if connection not in self._strangers and connection not in self._places:
+            return
+        try:
+            data = connection.connection.recv(1 << 16)
+            bodies = connection.take(data) if data else None
+        except OSError:  # a reset is an end like any other, and so is a wrong proof
+            bodies = None
+        if bodies is None:
             self._lose(connection)
-        elif connection in self._places:
-            meeting, rank = self._places[connection]
-            self._send(meeting, meeting.matcher.receive(rank, decode(body)))
-        else:
-            self._enter(connection, body)
+            return
+        for body in bodies:
+            if connection in self._places:
+                meeting, rank = self._places[connection]
+                self._send(meeting, meeting.matcher.receive(rank, decode(body)))
+            elif connection in self._strangers:
+                self._enter(connection, body)
 
     def _enter(self, connection: MessageChannel, body: bytes) -> None:
         try:
             key, rank, size = msgspec.msgpack.decode(body, type=tuple[str, int, int])
         except msgspec.MsgspecError:
-            self._connections.close(connection)
+            self._lose(connection)
             return
         # The first rank says how many there are; one that disagrees is refused at once.
         meeting = self._meetings.get(key) or _Meeting(key, Matcher(size))
@@ -110,8 +163,9 @@ class _Meetings:
         if refusal:
             with contextlib.suppress(OSError):  # the rank has gone
                 connection.send(encode({"do": "refused", "reason": refusal}))
-            self._connections.close(connection)
+            self._lose(connection)
             return
+        del self._strangers[connection]
         self._meetings[key] = meeting
         meeting.ranks[rank] = connection
         self._places[connection] = meeting, rank
@@ -130,7 +184,9 @@ class _Meetings:
 
     def _lose(self, connection: MessageChannel) -> None:
         """Close a connection, and tell the other ranks: they would wait for ever."""
-        self._connections.close(connection)
+        self._selector.unregister(connection.connection)  # while the descriptor is open
+        connection.connection.close()
+        self._strangers.pop(connection, None)
         meeting, rank = self._places.pop(connection, (None, 0))
         if meeting is None:
             return
@@ -140,3 +196,8 @@ class _Meetings:
         if meeting.matcher.is_over:
             self._meetings.pop(meeting.key, None)
             self._over.add(meeting.key)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for connection in (*self._strangers, *self._places):
+            connection.connection.close()

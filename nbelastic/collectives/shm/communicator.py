@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.collectives.buffers import copy_parts
-from nbelastic.collectives.communicator import Rendezvous
 from nbelastic.collectives.operations import (
     AsyncCommunicator,
     OperationHandle,
     OrderedExecutor,
     abortable,
 )
+from nbelastic.collectives.rendezvous.client import Rendezvous
 from nbelastic.collectives.shm.segment import (
     OPS,
     TYPES,
@@ -74,10 +74,6 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         self._closed = False
         abort_with(group, abort_signal, self.rank)
         _living.add(self)
-
-    def connect(self) -> SharedMemoryCommunicator:
-        self._abort_signal.check()
-        raise RuntimeError("connect() is called once")  # the negotiation has connected it
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         self._abort_signal.check()

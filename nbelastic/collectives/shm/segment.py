@@ -1,9 +1,17 @@
-"""A shared memory segment in terms of tensors, operations and abort signals."""
+"""A segment of shared memory: how ranks get it, its tensors and operations.
+
+Each rank creates a segment, and tells the others where it is: at a descriptor of its process. Those
+of its host open that of the lowest under ``/proc``, where the system lets only processes of the
+same user in. The segment has no other name, so a rank that has it is on that host.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +32,31 @@ if TYPE_CHECKING:
 # Without the part in C++ there are neither.
 TYPES = {getattr(torch, name): code for name, code in core.TYPES.items()} if core else {}
 OPS = core.OPS if core else {}
+
+
+_MOST_RANKS = 256  # of a segment
+
+
+@contextlib.contextmanager
+def offered_segment(size: int) -> Iterator[str]:
+    """Create a segment and offer it to other ranks of this host, for the length of a block."""
+    descriptor = core.create(min(size, _MOST_RANKS))
+    try:
+        yield f"/proc/{os.getpid()}/fd/{descriptor} {os.fstat(descriptor).st_ino}"
+    finally:
+        os.close(descriptor)
+
+
+def join_segment(offer: str, rank: int, size: int, timeout_s: float) -> Group:
+    """Return a rank's part in a segment that a rank of this host has offered."""
+    path, _, inode = offer.partition(" ")
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        if str(os.fstat(descriptor).st_ino) != inode:  # its process is gone, and the number reused
+            raise FileNotFoundError(f"something else is at {path}")
+        return core.Group(descriptor, rank, size, timeout_s)
+    finally:
+        os.close(descriptor)  # the group has a duplicate
 
 
 def reduction_codes(dtype: torch.dtype, op: Op) -> tuple[int, int]:

@@ -165,22 +165,9 @@ DASK_CUDA = "NBELASTIC_DASK_CUDA"
 
 
 def own_gpu_first() -> bool:
-    """Return whether visible GPUs are listed as by dask-cuda: all of the host's, its own first.
-
-    Its lists are ascending ones that are rotated. The first worker's list, and lists of UUIDs, look
-    like any other. There it counts whether dask-cuda is loaded.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = [name.strip() for name in visible.split(",") if name.strip()]
-    if not names:
-        return False
-    if DASK_CUDA in os.environ or "dask_cuda" in sys.modules:
-        return True
-    if not all(name.isdecimal() for name in names):
-        return False
-    numbers = [int(name) for name in names]
-    first = numbers.index(min(numbers))
-    return first > 0 and numbers[first:] + numbers[:first] == sorted(numbers)
+    """Return whether visible GPUs are listed by dask-cuda: all of the host's, its own first."""
+    by_dask_cuda = DASK_CUDA in os.environ or "dask_cuda" in sys.modules
+    return by_dask_cuda and bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,8 +148,7 @@ class ResetTimings:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._moments: dict[str, float] = {}
+        self._moments: list[tuple[str, float]] = []  # which a thread changes in one step
 
     @property
     def in_progress(self) -> bool:
@@ -158,23 +157,24 @@ class ResetTimings:
 
     def begin(self) -> None:
         """Mark that a change has been noticed, unless a reset is in progress."""
-        with self._lock:
-            self._moments.setdefault("noticed", time.monotonic())
+        if not self._moments:
+            self._moments.append(("noticed", time.monotonic()))
 
     def mark(self, phase: str) -> None:
         """Mark the end of a phase; where resets run together, the last one counts."""
         if self._moments:
-            with self._lock:
-                self._moments.pop(phase, None)
-                self._moments[phase] = time.monotonic()
+            self._moments.append((phase, time.monotonic()))
 
     def end(self) -> dict[str, float]:
         """Mark the end of the reset; return after how many milliseconds each phase was over."""
         self.mark("stepped")
-        with self._lock:
-            moments, self._moments = self._moments, {}
-        begin = moments["noticed"]
-        return {phase: round(1e3 * (t - begin), 1) for phase, t in moments.items()}
+        moments, self._moments = self._moments, []
+        begin = moments[0][1]
+        found: dict[str, float] = {}
+        for phase, moment in moments:
+            found.pop(phase, None)  # so that the last one has the last place, too
+            found[phase] = round(1e3 * (moment - begin), 1)
+        return found
 
 
 _COLLECTOR = threading.Lock()  # held while the garbage collector is off

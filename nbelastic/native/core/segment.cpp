@@ -19,10 +19,11 @@ constexpr std::size_t kGiB = std::size_t{1} << 30;
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
-// As much as the machine has: no process can use more, and what is not used costs nothing.
-std::size_t room() {
+// As much as the machine has: no process can use more, and what is not used costs nothing but
+// addresses, of which a process has 128 TiB.
+std::size_t room(std::uint32_t size) {
     const auto memory = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) * kPage;
-    return std::max(up(memory, kGiB), 4 * kGiB);
+    return std::min(std::max(up(memory, kGiB), 4 * kGiB), (64 << 10) / size * kGiB);
 }
 
 }  // namespace
@@ -62,7 +63,7 @@ struct Forks {
 
 int Segment::create(std::uint32_t size) {
     if (size < 1 || size > kMostRanks) throw std::invalid_argument("1 to 256 ranks share a segment");
-    const std::size_t arena = room();
+    const std::size_t arena = room(size);
     const std::size_t total = Offsets(size).arenas + size * (arena + kApart);
     rlimit limit{};
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < total) {

@@ -131,7 +131,7 @@ struct Offsets {
 
 class Segment {
 public:
-    // Makes a segment for `size` ranks and returns its descriptor; throws std::system_error.
+    // Makes a segment for `size` ranks or fewer and returns its descriptor; throws std::system_error.
     static int create(std::uint32_t size);
 
     // Maps the segment behind a descriptor, which stays open. Throws std::system_error, or

@@ -39,14 +39,14 @@ enum class Patience {
 
 class Team {
 public:
-    Team(std::shared_ptr<Segment> segment, std::uint32_t rank, double timeout_s)
+    Team(std::shared_ptr<Segment> segment, std::uint32_t rank, std::uint32_t size, double timeout_s)
         : segment_(std::move(segment)),
           control_(segment_->control()),
           rank_(rank),
-          size_(segment_->size()),
+          size_(size),
           limit_(std::chrono::duration_cast<std::chrono::nanoseconds>(
               std::chrono::duration<double>(std::clamp(timeout_s, 0.001, 1e9)))) {
-        if (rank >= size_) throw std::invalid_argument("no such rank in this segment");
+        if (rank >= size_ || size_ > segment_->size()) throw std::invalid_argument("no such rank in this segment");
         cpu_set_t set;
         const int processors = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
         spins_ = static_cast<int>(size_) <= processors ? kSpins : kBackground;

@@ -6,7 +6,6 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbelastic.collectives.consistency import check_consistency
 from nbelastic.elastic.ranks.timeline import now, timeline
 from nbelastic.errors import RanksDisagree
 from nbelastic.torch.ops.coordination.coordination import (
@@ -82,7 +81,7 @@ def agree(
         elif history.foresees(pattern):
             history.add(pattern)
         else:
-            check_consistency(communicator, in_words(pattern), pattern=pattern)
+            communicator.agree(in_words(pattern), pattern=pattern)
         return []
     text = in_words(pattern)
     try:

@@ -29,7 +29,8 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbelastic.collectives import Communicator
-from nbelastic.collectives.consistency import apart, disagreement, exchange, listed
+from nbelastic.collectives.communicator import apart
+from nbelastic.collectives.consistency import disagreement, listed
 from nbelastic.elastic.ranks.context import is_ranks_thread, when_formed
 from nbelastic.errors import CollectiveError, NotTheRank, RanksDisagree
 from nbelastic.torch.ops.operation.tensor_operations import (
@@ -232,7 +233,7 @@ class Coordination:
         decision = comparison.decision
         communicator.check()
         if decision is None:  # the rank with the matching has returned; those left do without
-            return [] if foresee else exchange(communicator, pattern, number)
+            return [] if foresee else communicator.compare(pattern, number)
         with self._lock:
             communicator.history.add(None if decision["texts"] is not None else pattern)
         if decision["texts"] is not None:
