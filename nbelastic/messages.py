@@ -1274,14 +1274,6 @@ class PackedError(Data, frozen=True):
         return next(reversed(own or self.frames), None)
 
 
-class ProcessId(Data, frozen=True):
-    """Identity of a process, for other processes on its host."""
-
-    pid: int
-    started: Number  # seconds from the host's start to its own
-    namespace: str  # of process ids; empty where the system has none
-
-
 # -- agent to scheduler ----------------------------------------------------------------------------
 
 
@@ -1306,7 +1298,7 @@ class Hello(Message, frozen=True):
 
     slot: Slot
     versions: dict[str, str]
-    process: ProcessId
+    pid: int  # of its process
 
 
 class Heartbeats(Message, frozen=True):

@@ -190,7 +190,7 @@ class ElasticPlugin(SchedulerPlugin):
         # contact address that its worker was started with, which may have a host's name in it.
         slot = replace(hello.slot, worker=worker)
         nanny = getattr(self.scheduler.workers.get(worker), "nanny", None)
-        host = self.workers[worker] = WorkerRecord(slot, hello.versions, hello.process, nanny)
+        host = self.workers[worker] = WorkerRecord(slot, hello.versions, hello.pid, nanny)
         self._refused.pop(worker, None)
         self._installed(worker)
         shorten_batching(self.scheduler.stream_comms.get(worker))
@@ -278,7 +278,7 @@ class ElasticPlugin(SchedulerPlugin):
         self.arbiter.schedule()
 
     async def _tell_death(self, nanny: str, host: WorkerRecord, job: str, start: int) -> None:
-        cause = await cause_of_death(self.scheduler, nanny, host.process.pid)
+        cause = await cause_of_death(self.scheduler, nanny, host.pid)
         if cause and job in self.jobs:
             detail = f"the process of {host.address} {cause}"
             self.jobs[job].take_in(m.SlotDied(host.slot, start, detail))

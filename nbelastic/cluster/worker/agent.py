@@ -17,6 +17,7 @@ import socket
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from os import getpid
 from typing import Any, cast
 
 import dask.config
@@ -37,7 +38,6 @@ from nbelastic.cluster.dask_compat import (
     unacknowledged_s,
     until,
 )
-from nbelastic.cluster.process_state import process_id
 from nbelastic.cluster.wire import (
     FROM_AGENTS,
     HEARTBEAT_INTERVAL_S,
@@ -94,7 +94,7 @@ class Agent(WorkerPlugin):
         self._launcher = RankLauncher()
         with contextlib.suppress(OSError):  # of processes; the next rank tries again
             self._launcher.start()  # the host's rank template imports torch meanwhile
-        self._send(m.Hello(slot, versions(), process_id(os.getpid())))
+        self._send(m.Hello(slot, versions(), getpid()))
 
     async def teardown(self, worker: Worker) -> None:
         """Make ranks leave at their next commit, then end them: the worker is closing."""
