@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import json
 import logging
 import os
@@ -30,7 +31,6 @@ from distributed.core import send_recv
 from distributed.security import Security
 from distributed.utils import LoopRunner
 
-from nbelastic.cluster.journal import create, own_directory
 from nbelastic.errors import ClusterLost, OptionError
 
 logger = logging.getLogger(__name__)
@@ -178,9 +178,10 @@ def publish(address: str, security: Any) -> Callable[[], None]:
     path = _file_of(address)
     fields = {"certificate": security.tls_client_cert, "key": security.tls_client_key}
     try:
-        own_directory(path.parent)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # of a cluster that was killed and had the same port
-        with create(path) as file:
+        # A new file, which no other user can have opened before or put a link in its place.
+        with open(path, "x", opener=functools.partial(os.open, mode=0o600)) as file:
             json.dump(fields, file)
     except OSError as error:
         logger.warning("other processes of yours cannot connect to %s: %s", address, error)
@@ -196,10 +197,8 @@ def security_of(address: str) -> Any:
     """Return the TLS security of a cluster started by this user; None for another cluster."""
     if not address.startswith("tls://"):
         return None
-    path = _file_of(address)
     try:
-        own_directory(path.parent)
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(_file_of(address).read_text(encoding="utf-8"))
         certificate, key = fields["certificate"], fields["key"]
     except (OSError, ValueError, LookupError, TypeError):
         return None

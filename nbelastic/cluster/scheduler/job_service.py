@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import hold_keys, shorten_batching, until
-from nbelastic.cluster.journal import open_journal
 from nbelastic.cluster.wire import FROM_KERNELS, in_parts, pack, unpack
 from nbelastic.membership import unpack_machine, view
 
@@ -72,18 +71,16 @@ class JobService:
         if asked.job in self._jobs:
             return "taken"
         self._plugin.arbiter.open()
-        machine = unpack_machine(terms.machine)
         job = self._jobs[asked.job] = ScheduledJob(
             asked.job,
             self._plugin,
             uid=asked.uid,
             terms=replace(terms, machine=b""),
             workers=None if terms.workers is None else self._resolved(terms.workers),
-            machine=machine,
+            machine=unpack_machine(terms.machine),
             client=asked.client,
             topic=asked.topic,
             started=time.time(),
-            journal=open_journal(asked.job, asked.uid, machine),
         )
         if terms.partitions:
             hold_keys(self._scheduler, job.holder, terms.partitions)
