@@ -69,16 +69,11 @@ def test_each_difference_is_told_and_a_worker_that_is_dying_is_not_waited_for(mo
 class Promise(Future):
     """A future of no client."""
 
-    key, status = "load-1", "pending"
     __hash__ = object.__hash__
     __init__ = __del__ = lambda self: None
 
 
 promise = Promise()
-
-
-def uses_a_global():
-    return promise
 
 
 def make_closure():
@@ -89,16 +84,14 @@ def make_closure():
 @pytest.mark.parametrize(
     ("function", "args", "kwargs", "where"),
     [
-        (print, (1, promise), {}, r"^args\[1\] is"),
-        (print, ([1, {"data": {promise}}],), {}, r"^\[1\]\['data'\]\[an element\] of args\[0\] is"),
-        (print, (), {"data": promise}, r"^the argument 'data' is"),
-        (uses_a_global, (), {}, r"^the variable 'promise' that uses_a_global\(\) uses is"),
-        (make_closure(), (), {}, r"^\[0\] of the variable 'outer' that <lambda>\(\) uses is"),
-        (lambda data=promise: data, (), {}, r"^the default of 'data' is"),
+        (print, (1, promise), {}, r"^args\[1\]"),
+        (print, (), {"data": [1, {"of": {promise}}]}, "^the argument 'data'"),
+        (make_closure(), (), {}, r"^the variable 'outer' that <lambda>\(\) uses"),
+        (lambda data=promise: data, (), {}, "^the default of 'data'"),
     ],
 )
 def test_a_future_is_refused_by_name(function, args, kwargs, where):
-    with pytest.raises(NotPicklable, match=where + r" a Dask Future \(pending\).*result\(\)"):
+    with pytest.raises(NotPicklable, match=where + r" is or has a Dask Future.*result\(\)"):
         pack_function(function, args, kwargs)
 
 
