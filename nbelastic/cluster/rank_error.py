@@ -5,7 +5,6 @@ Packed in the thread of the rank, unpacked in the kernel, in the driver's thread
 
 from __future__ import annotations
 
-import functools
 import linecache
 import os
 import traceback
@@ -72,26 +71,10 @@ def _pickled(error: BaseException) -> bytes:
     """Return an error without its traceback, pickled; nothing where that cannot be done."""
     try:
         BaseException.with_traceback(error, None)
-        kind = type(error)
-        names = ("__setstate__", "__reduce__", "__reduce_ex__")
-        # Unpickling would call the class's own ``__setattr__``, which may refuse.
-        frozen = kind.__setattr__ is not BaseException.__setattr__ and all(
-            getattr(kind, name) is getattr(BaseException, name) for name in names
-        )
-        thawed = functools.partial(_freeze, kind, error.args, error.__dict__)
-        pickled = dumps(thawed if frozen else error)
+        pickled = dumps(error)
         return pickled if len(pickled) <= MOST_BYTES else b""
     except BaseException:  # pickling runs code of the user's class
         return b""
-
-
-def _freeze(
-    kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
-) -> BaseException:
-    """Make an error with its attributes put in place past ``__setattr__``."""
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(state)
-    return error
 
 
 def unpack_error(packed: PackedError) -> Failure:
@@ -99,7 +82,6 @@ def unpack_error(packed: PackedError) -> Failure:
     exception = None
     try:
         exception = cloudpickle.loads(packed.pickled)
-        exception = exception() if type(exception) is functools.partial else exception
     except BaseException:  # its module may exit, its class not exist or not take its arguments
         pass
     is_error = issubclass(type(exception), BaseException)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import traceback
-from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -21,7 +20,6 @@ from nbelastic.cluster.kernel import preflight, sources
 from nbelastic.cluster.kernel.preflight import check_versions, pack_function
 from nbelastic.cluster.kernel.sources import GitIgnore, collect, why_missing
 from nbelastic.cluster.payload import Modules, install
-from nbelastic.cluster.rank_error import pack_error, unpack_error
 from nbelastic.cluster.wire import versions
 from nbelastic.errors import NotPicklable, VersionMismatch
 from nbelastic.messages import CodeLine, PackedError
@@ -128,15 +126,6 @@ def test_the_place_of_an_error_is_the_users_line():
         assert place(theirs, "<ipython-input-3>", theirs) == "<ipython-input-3>", "a cell"
         assert place(theirs) == theirs, "there is no other"
     assert place() is None
-
-
-@dataclass(frozen=True)
-class FrozenError(Exception):
-    code: int
-
-
-def test_an_error_that_cannot_be_changed_arrives_with_its_fields():
-    assert unpack_error(pack_error(FrozenError(7))).exception.code == 7
 
 
 # -- modules of a user's own ----------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import subprocess
@@ -75,22 +74,6 @@ def test_signals_of_batch_systems_are_handled_until_that_is_undone():
     signals.leave_on_user_signals(heard.append)()
     signal.raise_signal(signal.SIGUSR2)
     assert (heard, own) == (["SIGUSR2", "SIGUSR1"], ["later", "later"])
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux shows them only")
-def test_a_handler_in_c_stays():
-    """As that of faulthandler, which Python's own table of handlers does not have."""
-    heard = []
-    with open(os.devnull, "w") as nowhere:
-        faulthandler.register(signal.SIGUSR1, file=nowhere)
-        try:
-            undo = signals.leave_on_user_signals(heard.append)
-            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-            os.kill(os.getpid(), signal.SIGUSR1)
-            undo()
-        finally:
-            faulthandler.unregister(signal.SIGUSR1)
-    assert heard == []
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ import pickle
 import shutil
 import socket
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from os import getpid
 from typing import Any, cast
@@ -88,7 +87,6 @@ class Agent(WorkerPlugin):
             worker.loop, lambda each: self._send(m.NoticeReport(each)), self._shield_nanny
         )
         worker.stream_handlers[PLUGIN] = self._handle
-        keep_quiet_at_the_end(worker)
         shorten_batching(worker.batched_stream)
         slot = m.Slot(worker.id, worker.address, str(worker.name), host_identity())
         self._launcher = RankLauncher()
@@ -269,19 +267,6 @@ class Agent(WorkerPlugin):
     def _ends(self, key: Key) -> bool:
         """Whether a rank was ordered to end before its start."""
         return any(isinstance(each.effect, m.EndRank) for each in self._early.get(key, ()))
-
-
-def keep_quiet_at_the_end(worker: Worker) -> None:
-    """Drop the traceback of a heartbeat that is under way when a cluster is closed."""
-    logger = logging.getLogger("distributed.worker")
-    known = weakref.ref(worker, lambda _: logger.removeFilter(keep))
-
-    def keep(record: logging.LogRecord) -> bool:
-        alive = known()
-        runs = alive is None or alive.status in (Status.init, Status.running, Status.paused)
-        return runs or "during heartbeat" not in record.getMessage()
-
-    logger.addFilter(keep)
 
 
 def run_rank(spec: RankSpec, slot: m.Slot) -> None:

@@ -19,16 +19,12 @@ from nbelastic.errors import summary_of
 
 _TRAINERS = {
     "accelerate": "accelerate",
-    "deepspeed": "DeepSpeed",
-    "fastai": "fastai",
-    "horovod": "Horovod",
-    "ignite": "Ignite",
     "keras": "Keras",
     "lightning": "Lightning",
     "lightning_fabric": "Lightning",
     "pytorch_lightning": "Lightning",
 }
-"""Libraries for training, by the module that they import."""
+"""Libraries that have a loop of their own here, by the module that they import."""
 
 GROUP_ADVICE = (
     'Call torch.distributed.init_process_group("nbelastic") first: in a rank it needs neither '
@@ -44,11 +40,9 @@ def trainers_of(session: Session) -> tuple[str, ...] | None:
     if session.generation or session.in_torch_group:
         return None
     names = [name for module, name in _TRAINERS.items() if module in sys.modules]
-    transformers = sys.modules.get("transformers")
+    transformers = sys.modules.get("transformers")  # which other libraries import, too
     if "transformers.trainer" in sys.modules or "Trainer" in vars(transformers or object):
         names.append("Trainer (transformers)")
-    elif transformers is not None and not names:  # which imports it, too
-        names.append("transformers")
     if session.in_torch_group is False:
         names.append("torch.distributed with a group of one rank (DDP)")
     return tuple(sorted(set(names)))
