@@ -19,46 +19,28 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import dask.config
-from distributed import Client, Future, Scheduler, Status, metrics, wait
+from distributed import Client, Future, Scheduler, Status, wait
 
 # -- streams ---------------------------------------------------------------------------------------
 #
 # Dask holds a message back for up to 10 ms after the one before, to send several at once. A
 # recovery is a row of messages, each the answer to another, and would wait at every one.
 #
-# The interval is measured by the wall clock. If that is set back by a minute, a stream sends
-# nothing for a minute, and a worker without heartbeats counts as frozen. So every regular sender
-# calls `resume` first.
+# The moment is told by the wall clock. If that is set back by a minute, a stream sends nothing for
+# a minute, and a worker without heartbeats counts as frozen. So the moment is in the past.
 
-INTERVAL_S = 0.001
+INTERVAL_S = -86400.0
 
 MESSAGES_KEPT = 10  # sent ones, of a stream; Dask keeps a thousand, which may be a gigabyte
-CLOCK_SLACK_S = 0.1  # seconds by which a clock that is adjusted goes back without any harm
 
 
-def shorten_batching(stream: Any) -> None:
-    """Make a stream hold messages back for a millisecond at most, and keep few of them."""
-    interval = getattr(stream, "interval", None)
-    if isinstance(interval, float | int) and interval > INTERVAL_S:
+def hold_nothing_back(stream: Any) -> None:
+    """Make a stream send messages as they come, and keep few of them."""
+    if hasattr(stream, "interval"):
         stream.interval = INTERVAL_S
     log = getattr(stream, "recent_message_log", None)
     if isinstance(log, deque) and (log.maxlen is None or log.maxlen > MESSAGES_KEPT):
         stream.recent_message_log = deque(log, MESSAGES_KEPT)
-
-
-def is_stalled(stream: Any) -> bool:
-    """Return whether a stream waits longer than its interval, because the clock was set back."""
-    deadline = getattr(stream, "next_deadline", None)
-    if not isinstance(deadline, float):
-        return False
-    return bool(deadline > metrics.time() + stream.interval + CLOCK_SLACK_S)
-
-
-def resume(stream: Any) -> None:
-    """Make a stalled stream send its buffer. To be called in its event loop."""
-    if is_stalled(stream):
-        stream.next_deadline = metrics.time()
-        stream.waker.set()
 
 
 def unsent_bytes(stream: Any) -> int:

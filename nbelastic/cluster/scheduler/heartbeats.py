@@ -18,7 +18,7 @@ from distributed.protocol.serialize import Serialize, Serialized, deserialize
 from msgspec.structs import replace
 
 from nbelastic import messages as m
-from nbelastic.cluster.dask_compat import PeriodicCall, resume
+from nbelastic.cluster.dask_compat import PeriodicCall
 from nbelastic.cluster.process_state import ProbeHistory, ProcessState, read_state
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
 
@@ -91,12 +91,7 @@ class HeartbeatMonitor:
 
     def _pass_on(self) -> None:
         """Pass on what has come in since the last time."""
-        # Streams to workers and drivers may have stalled, because the clock was set back.
-        for worker in self._workers.values():
-            resume(self._scheduler.stream_comms.get(worker.address))
         for job in self._jobs.values():
-            if job.client is not None:
-                resume(self._scheduler.client_comms.get(job.client))
             self.send_beats(job)
             self.send_telemetry(job)
 

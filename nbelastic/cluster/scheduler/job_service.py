@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from nbelastic import messages as m
-from nbelastic.cluster.dask_compat import hold_keys, shorten_batching, until
+from nbelastic.cluster.dask_compat import hold_keys, hold_nothing_back, until
 from nbelastic.cluster.wire import FROM_KERNELS, in_parts, pack, unpack
 from nbelastic.membership import unpack_machine, view
 
@@ -84,7 +84,7 @@ class JobService:
         )
         if terms.partitions:
             hold_keys(self._scheduler, job.holder, terms.partitions)
-        shorten_batching(self._scheduler.client_comms.get(asked.client))
+        hold_nothing_back(self._scheduler.client_comms.get(asked.client))
         await self._plugin.prepare(job)
         return ""
 
@@ -200,7 +200,7 @@ class JobService:
             return pack(m.AttachRefusal("taken"))
         if record.client is not None and record.topic != asked.topic:
             self._plugin.say(record.client, record.topic, record.epoch, m.DriverReplaced())
-        shorten_batching(self._scheduler.client_comms.get(asked.client))
+        hold_nothing_back(self._scheduler.client_comms.get(asked.client))
         handover = pack(record.take_over(asked.client, asked.topic))
         asyncio.get_running_loop().call_soon(self._resume, asked.job, record.epoch)
         return handover

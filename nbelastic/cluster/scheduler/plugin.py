@@ -24,7 +24,7 @@ from nbelastic.cluster.dask_compat import (
     PeriodicCall,
     cause_of_death,
     release_keys,
-    shorten_batching,
+    hold_nothing_back,
     unsent_bytes,
 )
 from nbelastic.cluster.wire import FROM_AGENTS, PLUGIN, pack, pack_for_ranks, unpack
@@ -193,7 +193,7 @@ class ElasticPlugin(SchedulerPlugin):
         host = self.workers[worker] = WorkerRecord(slot, hello.versions, hello.pid, nanny)
         self._refused.pop(worker, None)
         self._installed(worker)
-        shorten_batching(self.scheduler.stream_comms.get(worker))
+        hold_nothing_back(self.scheduler.stream_comms.get(worker))
         self.spawn(self._heartbeats.warm_up(host))
         self._notices.arrived(host)
         for job in self.jobs.values():

@@ -32,8 +32,7 @@ from nbelastic.cluster.dask_compat import (
     LIMIT_S,
     PeriodicCall,
     memory_limit,
-    resume,
-    shorten_batching,
+    hold_nothing_back,
     unacknowledged_s,
     until,
 )
@@ -87,7 +86,7 @@ class Agent(WorkerPlugin):
             worker.loop, lambda each: self._send(m.NoticeReport(each)), self._shield_nanny
         )
         worker.stream_handlers[PLUGIN] = self._handle
-        shorten_batching(worker.batched_stream)
+        hold_nothing_back(worker.batched_stream)
         slot = m.Slot(worker.id, worker.address, str(worker.name), host_identity())
         self._launcher = RankLauncher()
         with contextlib.suppress(OSError):  # of processes; the next rank tries again
@@ -207,9 +206,7 @@ class Agent(WorkerPlugin):
             self._worker.batched_stream.send({"op": FROM_AGENTS, "message": pack(message)})
 
     def _send_beats(self) -> None:
-        stream = self._worker.batched_stream
-        resume(stream)
-        silence = unacknowledged_s(getattr(stream, "comm", None))
+        silence = unacknowledged_s(getattr(self._worker.batched_stream, "comm", None))
         # At the first of two in a row, data may have been sent just now, after a pause.
         before, self._unheard = self._unheard, silence >= LIMIT_S
         if before and self._unheard:
