@@ -31,9 +31,7 @@ class Scheduler:
     """A scheduler with workers, and the monitor of one job."""
 
     def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(
-            stream_comms={}, client_comms={}, broadcast=self.broadcast
-        )
+        self.scheduler = SimpleNamespace(stream_comms={}, client_comms={}, broadcast=self.broadcast)
         self.workers: dict[str, WorkerRecord] = {}
         self.told: list[tuple[float, Any]] = []
         self.asked = 0

@@ -18,7 +18,7 @@ from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.training_checks import watch
 from nbelastic.errors import NbelasticError
-from nbelastic.messages import Place, RankNote, WeightsSampled
+from nbelastic.messages import Place, WeightsSampled
 
 
 class Notes(list):

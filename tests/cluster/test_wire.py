@@ -185,9 +185,7 @@ def test_a_stream_waits_for_nothing_even_where_the_clock_is_set_back_and_keeps_f
     assert sent == list(range(20))
 
 
-@pytest.mark.parametrize(
-    "odd", [None, SimpleNamespace(interval="1s", stream=None)]
-)
+@pytest.mark.parametrize("odd", [None, SimpleNamespace(interval="1s", stream=None)])
 def test_what_is_no_stream_or_connection_is_left_alone(odd):
     dask_compat.hold_nothing_back(odd)
     assert dask_compat.unacknowledged_s(odd) == 0.0

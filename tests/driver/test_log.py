@@ -16,7 +16,7 @@ from nbelastic.driver.status import HistoryEvent, JobTable
 from nbelastic.driver.thread import Driver
 from nbelastic.driver.why import MOST, explain
 from nbelastic.errors import OptionError
-from nbelastic.messages import CodeLine, Limits, LogContents, Record
+from nbelastic.messages import CodeLine, LogContents, Record
 from tests.membership.test_reasons import GONE, RAISED, STALLED
 
 LINE = "x" * 999 + "\n"

@@ -60,7 +60,7 @@ def _machine(data: str) -> Any:
 
 REPLACED: list[tuple[Any, str, Any]] = [  # what only a real process has
     (agent, "host_identity", lambda: _process().host),
-    (agent, "ignore_interrupts", lambda: lambda: None),
+    (agent, "ignore_interrupts", lambda: None),
     (agent, "versions", lambda: VERSIONS),
     (agent, "own_interface", lambda hosts: next(iter(hosts))),
     (agent, "getpid", _pid),

@@ -23,8 +23,8 @@ from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import (
     PeriodicCall,
     cause_of_death,
-    release_keys,
     hold_nothing_back,
+    release_keys,
     unsent_bytes,
 )
 from nbelastic.cluster.wire import FROM_AGENTS, PLUGIN, pack, pack_for_ranks, unpack

@@ -31,8 +31,8 @@ from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import (
     LIMIT_S,
     PeriodicCall,
-    memory_limit,
     hold_nothing_back,
+    memory_limit,
     unacknowledged_s,
     until,
 )
@@ -75,7 +75,7 @@ class Agent(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         """Take up work: listen to the scheduler and say hello."""
         self._worker = worker
-        self._undo_interrupts = ignore_interrupts()
+        ignore_interrupts()
         self._undo_termination = leave_on_termination(self._terminate)
         self._ranks: dict[Key, HostedRank] = {}
         self._early: dict[Key, list[m.RankOrder]] = {}  # that came before Dask's task of the rank
@@ -103,8 +103,6 @@ class Agent(WorkerPlugin):
             rank.end("its worker is closing", ENDING_GRACE)
         await until(lambda: not self._ranks, LEAVE_GRACE, POLL)
         await self._launcher.close()
-        if worker.status is not Status.closing:
-            self._undo_interrupts()
 
     def _shield_nanny(self, on: bool) -> None:
         """Make the nanny pass on the user signals in place of ending, or stop doing so."""
