@@ -275,7 +275,7 @@ def test_what_cannot_travel_is_left_out_with_its_reason(folder, monkeypatch):
     assert "install it on the workers" in why_missing("torch", Modules())
     assert why_missing("nowhere_at_all", Modules()) == ""
     said = found.describe()
-    assert "pkg (2 files" in said and "left out: hidden, a .gitignore excludes it" in said
+    assert "pkg (0.0 KiB)" in said and "left out: hidden, a .gitignore excludes it" in said
 
 
 def test_a_folder_that_is_excluded_itself_is_one_of_its_own(tmp_path):

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 
-LARGE = 64 * 2**20  # size of a captured variable, in bytes, from which on a warning names it
+LARGE = 64 * 2**20  # bytes of a function, from which on a warning says so
 ANSWER_TIMEOUT = 5.0  # seconds that a worker has to answer with its versions
 MOST_ELEMENTS = 10_000  # elements of a collection that are searched for a future
 
@@ -100,13 +100,10 @@ def pack_function(
     modules = collect(names | getattr(function, "imported", set()))
     sources = pickle.dumps(modules)
     if len(call) + len(sources) > LARGE:
-        sizes = sorted(_sizes(parts), reverse=True)[:3]
-        large = [f"{name} {size / 2**20:.0f} MiB" for size, name in sizes if size >= 2**20]
         logger.warning(
-            "the function takes %.0f MiB to each worker (%s); load large data on the workers, and "
+            "the function takes %.0f MiB to each worker; load large data on the workers, and "
             "clone() tensors that are views of a larger one, which goes with them",
             (len(call) + len(sources)) / 2**20,
-            ", ".join(large),
         )
     settings = {**torch_settings(), **keras_settings()}
     return JobPayload(secrets.token_bytes(SECRET_BYTES), sources, call, settings), modules
@@ -156,12 +153,6 @@ def _culprit(function: Callable[..., Any], parts: list[tuple[str, Any]]) -> str:
 def _variables_of(value: Any) -> list[tuple[str, Any]]:
     parts = parts_of(value, (), {}) if inspect.isfunction(value) else ()
     return [(f", {name}", part) for name, part in parts]
-
-
-def _sizes(parts: list[tuple[str, Any]]) -> Iterator[tuple[int, str]]:
-    for name, value in parts:
-        with contextlib.suppress(pickle.PicklingError, TypeError):
-            yield len(dumps(value)), name
 
 
 # -- partitions of Dask collections ---------------------------------------------------------------
