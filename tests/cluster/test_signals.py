@@ -68,8 +68,9 @@ def test_signals_of_batch_systems_are_handled_until_that_is_undone():
     undo()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     signal.raise_signal(signal.SIGUSR2)
-    signals.leave_on_user_signals(heard.append)()
+    undo = signals.leave_on_user_signals(heard.append)
     signal.raise_signal(signal.SIGUSR2)
+    undo()
     assert (heard, own) == (["SIGUSR2", "SIGUSR1"], ["later", "later"])
 
 

@@ -13,10 +13,9 @@ import torch
 
 from nbelastic.cluster.worker.rank.torch_hooks import advise, hook_torch, trainers_of
 from nbelastic.elastic.parameter_samples import sample
-from nbelastic.elastic.ranks.context import Context, activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session
-from nbelastic.elastic.training_checks import watch
 from nbelastic.errors import NbelasticError
 from nbelastic.messages import Place, WeightsSampled
 
@@ -113,23 +112,6 @@ def test_of_an_optimizer_that_steps_another_the_shard_within_is_not_compared(ses
     step(outer)
     session.parameters.returned()
     assert session.port == [WeightsSampled(3, 1, 0, sample([model]), ("Sharding",))]
-
-
-def test_steps_of_ranks_that_never_met_are_not_sampled_and_what_was_broadcast_instead(session):
-    optimizer = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1)
-    outside = Context()
-    with activate(outside):
-        step(optimizer)
-    assert outside.parameters is None
-    step(optimizer)
-    session.parameters.returned()
-    assert session.port == []
-    session.generation = 1
-    watch(session, lambda: (1.0,))
-    step(optimizer)
-    session.parameters.returned()
-    assert [each.values for each in session.port] == [(1.0,)]
-    session.parameters.close()
 
 
 # -- init_process_group ----------------------------------------------------------------------------

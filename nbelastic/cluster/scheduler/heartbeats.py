@@ -58,11 +58,6 @@ class HeartbeatMonitor:
         for probe in self._probes.values():
             probe.cancel()
 
-    async def warm_up(self, worker: WorkerRecord) -> None:
-        """Probe a worker through its nanny in good time: the first probe imports modules there."""
-        if worker.nanny:
-            await self._read_state(worker)
-
     def take(self, worker: WorkerRecord | None, beats: tuple[tuple[str, m.Beat], ...]) -> None:
         """Take the heartbeats of an agent."""
         if worker is not None:

@@ -194,7 +194,6 @@ class ElasticPlugin(SchedulerPlugin):
         self._refused.pop(worker, None)
         self._installed(worker)
         hold_nothing_back(self.scheduler.stream_comms.get(worker))
-        self.spawn(self._heartbeats.warm_up(host))
         self._notices.arrived(host)
         for job in self.jobs.values():
             self.announce(job, [host])
