@@ -61,7 +61,7 @@ _UNACKED, _LAST_ACK_MS = 4, 12
 
 
 def unacknowledged_s(comm: Any) -> float:
-    """Return the seconds since the last acknowledgment, if data waits for one and TCP shows it.
+    """Return the seconds since the last acknowledgment; 0 while no data waits for it.
 
     A worker receives nothing from a busy scheduler, either. Acknowledgments tell that from a dead
     link: the kernel of the scheduler's machine sends them, whatever its processes do.
