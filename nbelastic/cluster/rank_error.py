@@ -20,7 +20,7 @@ from nbelastic.pickling import dumps
 
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MOST_FRAMES = 20  # frames that are shown of the outermost, and as many of the innermost
+MOST_FRAMES = 30  # frames that are shown, the innermost
 
 _NOT_USERS = (_PACKAGE, "<frozen ")
 """How names of files begin that are not the user's: this package's, and of Python's own imports."""
@@ -36,16 +36,13 @@ class Failure:
 
     def where(self, label: Callable[[str], str | None] = lambda _: None) -> str:
         """Return the user's lines, as a traceback shows them; `label` has better names of files."""
-        lines: list[str] = []
-        left_out = len(self.frames) - 2 * MOST_FRAMES  # a recursion has a thousand
-        for number, frame in enumerate(self.frames):
-            if number == MOST_FRAMES and left_out > 0:
-                lines.append(f"  [{left_out} more frames]")
-            if not MOST_FRAMES <= number < MOST_FRAMES + left_out:
-                place = label(frame.file) or f'File "{frame.file}"'
-                lines.append(f"  {place}, line {frame.line}, in {frame.function}")
-                text = frame.text or linecache.getline(frame.file, frame.line).strip()
-                lines += [f"    {text}"] if text else []
+        left_out = len(self.frames) - MOST_FRAMES  # a recursion has a thousand
+        lines = [f"  [{left_out} more frames]"] if left_out > 0 else []
+        for frame in self.frames[-MOST_FRAMES:]:
+            place = label(frame.file) or f'File "{frame.file}"'
+            lines.append(f"  {place}, line {frame.line}, in {frame.function}")
+            text = frame.text or linecache.getline(frame.file, frame.line).strip()
+            lines += [f"    {text}"] if text else []
         return "\n".join(lines)
 
 
