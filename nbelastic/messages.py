@@ -910,14 +910,6 @@ class SlotGone(SlotEvent, frozen=True):
     detail: str = ""
 
 
-class SlotDied(Event, frozen=True):
-    """The cause of death of a worker's process has become known."""
-
-    slot: Slot
-    start: int  # of the rank that it had
-    detail: str
-
-
 class SlotLeaving(SlotEvent, frozen=True):
     """A worker was asked to leave: retired, scaled away, or terminated with notice.
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
-import signal
 import socket
 import struct
 from collections import deque
@@ -190,35 +188,3 @@ def release_keys(scheduler: Scheduler, holder: str) -> None:
         keys = [task.key for task in client.wants_what]
         scheduler.client_releases_keys(keys=keys, client=holder)
         scheduler.clients.pop(holder, None)
-
-
-# -- nannies ---------------------------------------------------------------------------------------
-
-LOG_INTERVAL_S = 0.05  # seconds between two reads: a nanny knows a little later
-LOG_READS = 20  # reads of the log, at most
-LOG_MESSAGES = 50  # messages of the log that are searched
-
-_MEMORY = re.compile(r"\(pid=(\d+)\) exceeded (\d+ ?%) memory budget")
-_DEATH = re.compile(r"Worker process (\d+) (?:was killed by signal (\d+)|exited with status (\d+))")
-
-
-async def cause_of_death(scheduler: Scheduler, nanny: str, pid: int) -> str:
-    """Return in words what a worker's process has died of, from its nanny's log; else nothing."""
-    for _ in range(LOG_READS):
-        await asyncio.sleep(LOG_INTERVAL_S)
-        lines = [line for _, line in await scheduler.rpc(nanny).get_logs(n=LOG_MESSAGES)]
-        by_memory, died = (
-            [each for each in map(pattern.search, lines) if each and int(each[1]) == pid]
-            for pattern in (_MEMORY, _DEATH)
-        )
-        if died and by_memory:
-            budget = by_memory[0][2]
-            return f"was ended by its nanny, because it exceeded {budget} of its memory limit"
-        if died and died[0][2] is None:
-            return f"exited with status {died[0][3]}"
-        if died:
-            number, name = int(died[0][2]), ""
-            with contextlib.suppress(ValueError):  # a real-time signal
-                name = f" ({signal.Signals(number).name})"
-            return f"was killed by signal {number}{name}"
-    return ""

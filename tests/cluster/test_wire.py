@@ -214,31 +214,3 @@ def test_a_busy_receiver_is_not_cut_off_and_a_closed_connection_is_left_to_dask(
         comm = SimpleNamespace(stream=SimpleNamespace(socket=connection))
         assert dask_compat.unacknowledged_s(comm) == 0.0
     assert dask_compat.unacknowledged_s(comm) == 0.0
-
-
-# -- what a process has died of, by its nanny's log ------------------------------------------------
-
-MEMORY = "Worker tcp://127.0.0.1:1 (pid={}) exceeded 95% memory budget. Restarting..."
-TERMINATED = "Worker process {} was killed by signal 15"
-EXITED = "Worker process {} exited with status 3"
-OUT_OF_MEMORY = "was ended by its nanny, because it exceeded 95% of its memory limit"
-
-
-@pytest.mark.parametrize(
-    ("lines", "cause"),
-    [
-        ([EXITED.format(7)], "exited with status 3"),
-        ([TERMINATED.format(7), MEMORY.format(7)], OUT_OF_MEMORY),
-        ([MEMORY.format(7), EXITED.format(7)], OUT_OF_MEMORY),
-        ([MEMORY.format(8), TERMINATED.format(7)], "was killed by signal 15 (SIGTERM)"),
-        ([MEMORY.format(7)], ""),
-        ([TERMINATED.format(8)], ""),
-    ],
-)
-def test_the_cause_is_that_of_this_process(monkeypatch, lines, cause):
-    async def get_logs(n):
-        return [("INFO", line) for line in lines]
-
-    monkeypatch.setattr(dask_compat, "LOG_INTERVAL_S", 0.0)
-    scheduler = SimpleNamespace(rpc=lambda address: SimpleNamespace(get_logs=get_logs))
-    assert asyncio.run(dask_compat.cause_of_death(scheduler, "tcp://nanny", 7)) == cause

@@ -22,7 +22,6 @@ from msgspec.structs import replace
 from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import (
     PeriodicCall,
-    cause_of_death,
     hold_nothing_back,
     release_keys,
     unsent_bytes,
@@ -265,8 +264,6 @@ class ElasticPlugin(SchedulerPlugin):
         host = self.workers.pop(worker, None)
         if host is None:
             return
-        if host.nanny and host.holder is not None and not host.leaving:
-            self.spawn(self._tell_death(host.nanny, host, *host.holder))
         for job in list(self.jobs.values()):
             lost = [start for start, at in job.ranks.items() if at is host]
             for start in lost:
@@ -275,12 +272,6 @@ class ElasticPlugin(SchedulerPlugin):
             self._heartbeats.send_beats(job)  # the last ones tell how far a lost rank had come
             job.take_in(m.SlotGone(host.slot.id))
         self.arbiter.schedule()
-
-    async def _tell_death(self, nanny: str, host: WorkerRecord, job: str, start: int) -> None:
-        cause = await cause_of_death(self.scheduler, nanny, host.pid)
-        if cause and job in self.jobs:
-            detail = f"the process of {host.address} {cause}"
-            self.jobs[job].take_in(m.SlotDied(host.slot, start, detail))
 
     def mark_leaving(
         self, address: str, *, soon: bool = False, notice: m.Notice | None = None
