@@ -908,14 +908,6 @@ class SlotGone(SlotEvent, frozen=True):
     detail: str = ""
 
 
-class SlotDied(Event, frozen=True):
-    """The cause of death of a worker's process has become known."""
-
-    slot: Slot
-    start: int  # of the rank that it had
-    detail: str
-
-
 class SlotLeaving(SlotEvent, frozen=True):
     """A worker was asked to leave: retired, scaled away, or terminated with notice.
 
@@ -1272,14 +1264,6 @@ class PackedError(Data, frozen=True):
         return next(reversed(own or self.frames), None)
 
 
-class ProcessId(Data, frozen=True):
-    """Identity of a process, for other processes on its host."""
-
-    pid: int
-    started: Number  # seconds from the host's start to its own
-    namespace: str  # of process ids; empty where the system has none
-
-
 # -- agent to scheduler ----------------------------------------------------------------------------
 
 
@@ -1304,7 +1288,7 @@ class Hello(Message, frozen=True):
 
     slot: Slot
     versions: dict[str, str]
-    process: ProcessId
+    pid: int  # of its process
 
 
 class Heartbeats(Message, frozen=True):

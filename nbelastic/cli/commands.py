@@ -215,20 +215,12 @@ def status(address: str, name: str) -> None:
         click.echo(f"  {words}")
 
 
-@_command(alone=True)
+@_command()
 @click.argument("name")
 @click.argument("rank", type=click.IntRange(0), required=False)
-def why(address: str | None, name: str, rank: int | None) -> None:
-    """Explain decisions on a job or a rank: the event, the reporting process, and the rule.
-
-    NAME is a job, or the file of a journal (nbelastic.debug.journal), which is replayed.
-    """
-    if name.endswith(".jsonl"):
-        click.echo(driver.explain_journal(name, rank))
-    elif address is None:
-        raise OptionError(_MISSING)
-    else:
-        click.echo(driver.look(name, cluster=address).why(rank))
+def why(address: str, name: str, rank: int | None) -> None:
+    """Explain decisions on a job or a rank: the event, the reporting process, and the rule."""
+    click.echo(driver.look(name, cluster=address).why(rank))
 
 
 @_command(job="ended")

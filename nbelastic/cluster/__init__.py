@@ -5,7 +5,6 @@ them run in several processes; each names them.
 """
 
 from .job_log import JobLog
-from .journal import replay
 from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_wish
 from .kernel.preflight import HeldPartitions, check_versions, pack_function, with_sources
 from .kernel.reachability import (
@@ -48,7 +47,6 @@ __all__ = [
     "pack_function",
     "publish",
     "put",
-    "replay",
     "security_of",
     "send_wish",
     "unpack_error",

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
-import signal
 import socket
 import struct
 from collections import deque
@@ -19,46 +17,28 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import dask.config
-from distributed import Client, Future, Scheduler, Status, metrics, wait
+from distributed import Client, Future, Scheduler, Status, wait
 
 # -- streams ---------------------------------------------------------------------------------------
 #
 # Dask holds a message back for up to 10 ms after the one before, to send several at once. A
 # recovery is a row of messages, each the answer to another, and would wait at every one.
 #
-# The interval is measured by the wall clock. If that is set back by a minute, a stream sends
-# nothing for a minute, and a worker without heartbeats counts as frozen. So every regular sender
-# calls `resume` first.
+# The moment is told by the wall clock. If that is set back by a minute, a stream sends nothing for
+# a minute, and a worker without heartbeats counts as frozen. So the moment is in the past.
 
-INTERVAL_S = 0.001
+INTERVAL_S = -86400.0
 
 MESSAGES_KEPT = 10  # sent ones, of a stream; Dask keeps a thousand, which may be a gigabyte
-CLOCK_SLACK_S = 0.1  # seconds by which a clock that is adjusted goes back without any harm
 
 
-def shorten_batching(stream: Any) -> None:
-    """Make a stream hold messages back for a millisecond at most, and keep few of them."""
-    interval = getattr(stream, "interval", None)
-    if isinstance(interval, float | int) and interval > INTERVAL_S:
+def hold_nothing_back(stream: Any) -> None:
+    """Make a stream send messages as they come, and keep few of them."""
+    if hasattr(stream, "interval"):
         stream.interval = INTERVAL_S
     log = getattr(stream, "recent_message_log", None)
     if isinstance(log, deque) and (log.maxlen is None or log.maxlen > MESSAGES_KEPT):
         stream.recent_message_log = deque(log, MESSAGES_KEPT)
-
-
-def is_stalled(stream: Any) -> bool:
-    """Return whether a stream waits longer than its interval, because the clock was set back."""
-    deadline = getattr(stream, "next_deadline", None)
-    if not isinstance(deadline, float):
-        return False
-    return bool(deadline > metrics.time() + stream.interval + CLOCK_SLACK_S)
-
-
-def resume(stream: Any) -> None:
-    """Make a stalled stream send its buffer. To be called in its event loop."""
-    if is_stalled(stream):
-        stream.next_deadline = metrics.time()
-        stream.waker.set()
 
 
 def unsent_bytes(stream: Any) -> int:
@@ -79,7 +59,7 @@ _UNACKED, _LAST_ACK_MS = 4, 12
 
 
 def unacknowledged_s(comm: Any) -> float:
-    """Return the seconds since the last acknowledgment, if data waits for one and TCP shows it.
+    """Return the seconds since the last acknowledgment; 0 while no data waits for it.
 
     A worker receives nothing from a busy scheduler, either. Acknowledgments tell that from a dead
     link: the kernel of the scheduler's machine sends them, whatever its processes do.
@@ -208,35 +188,3 @@ def release_keys(scheduler: Scheduler, holder: str) -> None:
         keys = [task.key for task in client.wants_what]
         scheduler.client_releases_keys(keys=keys, client=holder)
         scheduler.clients.pop(holder, None)
-
-
-# -- nannies ---------------------------------------------------------------------------------------
-
-LOG_INTERVAL_S = 0.05  # seconds between two reads: a nanny knows a little later
-LOG_READS = 20  # reads of the log, at most
-LOG_MESSAGES = 50  # messages of the log that are searched
-
-_MEMORY = re.compile(r"\(pid=(\d+)\) exceeded (\d+ ?%) memory budget")
-_DEATH = re.compile(r"Worker process (\d+) (?:was killed by signal (\d+)|exited with status (\d+))")
-
-
-async def cause_of_death(scheduler: Scheduler, nanny: str, pid: int) -> str:
-    """Return in words what a worker's process has died of, from its nanny's log; else nothing."""
-    for _ in range(LOG_READS):
-        await asyncio.sleep(LOG_INTERVAL_S)
-        lines = [line for _, line in await scheduler.rpc(nanny).get_logs(n=LOG_MESSAGES)]
-        by_memory, died = (
-            [each for each in map(pattern.search, lines) if each and int(each[1]) == pid]
-            for pattern in (_MEMORY, _DEATH)
-        )
-        if died and by_memory:
-            budget = by_memory[0][2]
-            return f"was ended by its nanny, because it exceeded {budget} of its memory limit"
-        if died and died[0][2] is None:
-            return f"exited with status {died[0][3]}"
-        if died:
-            number, name = int(died[0][2]), ""
-            with contextlib.suppress(ValueError):  # a real-time signal
-                name = f" ({signal.Signals(number).name})"
-            return f"was killed by signal {number}{name}"
-    return ""

@@ -12,6 +12,7 @@ import importlib.util
 import linecache
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, ModuleType
@@ -35,14 +36,10 @@ class Modules:
 
     def describe(self) -> str:
         """Return a line on the modules that travel, and a line on each module left out."""
-        found: dict[str, list[int]] = {}
+        sizes = Counter[str]()
         for name, source in self.sources.items():
-            if source.text is not None:
-                found.setdefault(name.partition(".")[0], []).append(len(source.text))
-        what = [
-            f"{name} ({len(sizes)} file{'s' * (len(sizes) > 1)}, {sum(sizes) / 1024:,.1f} KiB)"
-            for name, sizes in sorted(found.items())
-        ]
+            sizes[name.partition(".")[0]] += len(source.text or b"")
+        what = [f"{name} ({size / 1024:,.1f} KiB)" for name, size in sorted(sizes.items())]
         lines = [f"modules that travel: {', '.join(what) or 'none'}\n"]
         lines += [f"left out: {name}, {why}\n" for name, why in sorted(self.left_out.items())]
         return "".join(lines)

@@ -47,7 +47,7 @@ class Returned:
 
 
 def variables_of(function: Callable[..., Any]) -> MutableMapping[str, Any]:
-    """Return the variables that a function has from outside; a cell has them itself."""
+    """Return a function's variables from outside, or a cell's own."""
     own = getattr(type(function), "variables", None)
     if own is not None:
         return own(function)  # type: ignore[no-any-return]

@@ -5,7 +5,6 @@ Packed in the thread of the rank, unpacked in the kernel, in the driver's thread
 
 from __future__ import annotations
 
-import functools
 import linecache
 import os
 import traceback
@@ -21,7 +20,7 @@ from nbelastic.pickling import dumps
 
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MOST_FRAMES = 20  # frames that are shown of the outermost, and as many of the innermost
+MOST_FRAMES = 30  # frames that are shown, the innermost
 
 _NOT_USERS = (_PACKAGE, "<frozen ")
 """How names of files begin that are not the user's: this package's, and of Python's own imports."""
@@ -37,16 +36,13 @@ class Failure:
 
     def where(self, label: Callable[[str], str | None] = lambda _: None) -> str:
         """Return the user's lines, as a traceback shows them; `label` has better names of files."""
-        lines: list[str] = []
-        left_out = len(self.frames) - 2 * MOST_FRAMES  # a recursion has a thousand
-        for number, frame in enumerate(self.frames):
-            if number == MOST_FRAMES and left_out > 0:
-                lines.append(f"  [{left_out} more frames]")
-            if not MOST_FRAMES <= number < MOST_FRAMES + left_out:
-                place = label(frame.file) or f'File "{frame.file}"'
-                lines.append(f"  {place}, line {frame.line}, in {frame.function}")
-                text = frame.text or linecache.getline(frame.file, frame.line).strip()
-                lines += [f"    {text}"] if text else []
+        left_out = len(self.frames) - MOST_FRAMES  # a recursion has a thousand
+        lines = [f"  [{left_out} more frames]"] if left_out > 0 else []
+        for frame in self.frames[-MOST_FRAMES:]:
+            place = label(frame.file) or f'File "{frame.file}"'
+            lines.append(f"  {place}, line {frame.line}, in {frame.function}")
+            text = frame.text or linecache.getline(frame.file, frame.line).strip()
+            lines += [f"    {text}"] if text else []
         return "\n".join(lines)
 
 
@@ -72,26 +68,10 @@ def _pickled(error: BaseException) -> bytes:
     """Return an error without its traceback, pickled; nothing where that cannot be done."""
     try:
         BaseException.with_traceback(error, None)
-        kind = type(error)
-        names = ("__setstate__", "__reduce__", "__reduce_ex__")
-        # Unpickling would call the class's own ``__setattr__``, which may refuse.
-        frozen = kind.__setattr__ is not BaseException.__setattr__ and all(
-            getattr(kind, name) is getattr(BaseException, name) for name in names
-        )
-        thawed = functools.partial(_freeze, kind, error.args, error.__dict__)
-        pickled = dumps(thawed if frozen else error)
+        pickled = dumps(error)
         return pickled if len(pickled) <= MOST_BYTES else b""
     except BaseException:  # pickling runs code of the user's class
         return b""
-
-
-def _freeze(
-    kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]
-) -> BaseException:
-    """Make an error with its attributes put in place past ``__setattr__``."""
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(state)
-    return error
 
 
 def unpack_error(packed: PackedError) -> Failure:
@@ -99,7 +79,6 @@ def unpack_error(packed: PackedError) -> Failure:
     exception = None
     try:
         exception = cloudpickle.loads(packed.pickled)
-        exception = exception() if type(exception) is functools.partial else exception
     except BaseException:  # its module may exit, its class not exist or not take its arguments
         pass
     is_error = issubclass(type(exception), BaseException)

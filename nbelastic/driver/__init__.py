@@ -8,7 +8,6 @@ from .fit import ask, attach, connected, fit, jobs, look, run, wait_interruptibl
 from .job import Job, driver_of
 from .report import show_versions
 from .status import DataStatus, HistoryEvent, JobStatus, JobTable, Output, Progress, RankStatus
-from .why import explain_journal
 
 __all__ = [
     "DataStatus",
@@ -25,7 +24,6 @@ __all__ = [
     "attach",
     "connected",
     "driver_of",
-    "explain_journal",
     "fit",
     "jobs",
     "look",

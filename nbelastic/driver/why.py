@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable
 
-from nbelastic.cluster import replay
 from nbelastic.driver.status import HistoryEvent
-from nbelastic.errors import OptionError
-
-from .kernel_log import KernelLog
 
 MOST = 20  # decisions that are shown, the newest
 
@@ -65,32 +60,3 @@ def explain(job: str, history: Iterable[HistoryEvent], rank: int | None = None) 
         facts = {"what": detail, "seen by": event.seen, "rule": _RULES[event.kind]}
         lines += [f"    {name:<8}{text}" for name, text in facts.items() if text]
     return Explanation("\n".join(lines))
-
-
-class _ReplayedLog(KernelLog):
-    """The log of a job whose journal is replayed, with the times in it."""
-
-    at = 0.0
-
-    def _now(self) -> float:
-        return self.at
-
-
-def explain_journal(path: str | os.PathLike[str], rank: int | None = None) -> Explanation:
-    """Replay the saved journal of a job, and return its explanation, as :func:`explain` does.
-
-    Raises
-    ------
-    OptionError
-        There is no journal, or this version of nbelastic decides otherwise.
-    """
-    try:
-        job, steps = replay(path)
-        log = _ReplayedLog(job)
-        for step in steps:
-            log.at = step.time
-            for effect in step.effects:
-                log.note_effect(effect, step.machine.roster.size, step.event)
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be read: {error}") from error
-    return explain(job, log.history(), rank)

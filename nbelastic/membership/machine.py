@@ -173,16 +173,6 @@ class Machine:
         if asked and waited >= rules.SOON and not known:
             self._warn(m.GoneBeforeCommit(rank.slot.name, waited))
 
-    def _on_slot_died(self, event: m.SlotDied) -> None:
-        if event.slot.id in self.roster.departing:
-            self._note_death(event.start, event.slot, event.detail)
-
-    def _note_death(self, start: int, slot: m.Slot, detail: str) -> None:
-        """Note the cause of death of a lost rank."""
-        self.roster.last_death = detail
-        if not self.roster.ended:
-            self._record("died", Rank(start, slot, self._now), m.Text(detail))
-
     def _on_slot_silent(self, event: m.SlotSilent) -> None:
         self.roster.drop_slot(event.slot)
         for rank in self.roster.on_slot(event.slot):
@@ -412,7 +402,9 @@ class Machine:
         rank = roster.ranks.get(event.start)
         slot = roster.dead.pop(event.start, None)
         if slot is not None:  # a neighbour has noticed it before
-            self._note_death(event.start, slot, event.detail)
+            roster.last_death = event.detail
+            if not roster.ended:
+                self._record("died", Rank(event.start, slot, self._now), m.Text(event.detail))
         elif rank is not None and rank.stage == Stage.ENDING:
             roster.ranks.pop(rank.start)
         elif rank is not None and rank.stage != Stage.RETURNED:

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 import nbelastic
 from nbelastic.cli.entry import elastic
 from nbelastic.cluster.job_log import JobLog
-from nbelastic.cluster.journal import JournalFile
 from nbelastic.cluster.scheduler import job_service
 from nbelastic.cluster.scheduler.job_service import JobService
 from nbelastic.cluster.wire import pack
@@ -156,17 +155,8 @@ def test_doctor_finds_nothing_bad_on_a_good_cluster(crew, call):
     assert "✓ versions" in text and "✓ ports" in text and "4 present" in text
 
 
-def test_why_reads_the_journal_of_a_job_that_is_over(tmp_path):
-    journal = JournalFile(tmp_path / "night.jsonl", "night", Machine(Limits()))
-    journal.close()
-    found = CliRunner().invoke(elastic, ["why", str(journal.path)])
-    assert found.output == "job 'night': nothing was decided so far\n"
-    found = CliRunner().invoke(elastic, ["why", str(tmp_path / "dawn.jsonl")])
-    assert found.exit_code == 2 and "cannot be read" in found.output
-
-
 def test_no_scheduler_is_a_line(monkeypatch):
     monkeypatch.setattr("nbelastic.cluster.kernel.reachability.CONNECT_WITHIN_S", 0.2)
     found = CliRunner().invoke(elastic, ["jobs", "--scheduler", "tcp://127.0.0.1:9"])
     assert found.exit_code == 1
-    assert "Error: ClusterLost: " in found.output and "nothing listens" in found.output
+    assert "Error: ClusterLost: " in found.output and "Connection refused" in found.output

@@ -109,7 +109,7 @@ class SharedCluster(FakeScheduler):
         self.stream_comms[address] = SimpleNamespace()
         contact = f"tcp://{host}.example:{self._born}"  # that the agent knows of
         slot = m.Slot(f"{name}#{self._born}", contact, name, host)
-        self.plugin._hello(address, m.Hello(slot, VERSIONS, m.ProcessId(self._born, 0.0, "")))
+        self.plugin._hello(address, m.Hello(slot, VERSIONS, self._born))
         return address
 
     def kill_worker(self, address: str) -> None:

@@ -178,6 +178,15 @@ async def test_ranks_have_a_little_time_whatever_a_notice_says(seconds):
         assert "lost" not in kinds(cloud)
 
 
+async def test_a_worker_is_retired_in_time_though_its_rank_comes_to_no_commit(monkeypatch):
+    monkeypatch.setattr(leaving.rules, "SOON", 0.05)
+    async with a_cloud("ab") as (cloud, gone):
+        busy(cloud)
+        cloud.report(gone, seconds=0.0)
+        await retired(cloud)
+        assert cloud.retired == [["w0"]]
+
+
 async def test_one_notice_revoked_leaves_the_other_in_force():
     """The end of a batch job is not revoked by the cloud, nor the other way round.
 

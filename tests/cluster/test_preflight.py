@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import traceback
-from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -21,7 +20,6 @@ from nbelastic.cluster.kernel import preflight, sources
 from nbelastic.cluster.kernel.preflight import check_versions, pack_function
 from nbelastic.cluster.kernel.sources import GitIgnore, collect, why_missing
 from nbelastic.cluster.payload import Modules, install
-from nbelastic.cluster.rank_error import pack_error, unpack_error
 from nbelastic.cluster.wire import versions
 from nbelastic.errors import NotPicklable, VersionMismatch
 from nbelastic.messages import CodeLine, PackedError
@@ -69,16 +67,11 @@ def test_each_difference_is_told_and_a_worker_that_is_dying_is_not_waited_for(mo
 class Promise(Future):
     """A future of no client."""
 
-    key, status = "load-1", "pending"
     __hash__ = object.__hash__
     __init__ = __del__ = lambda self: None
 
 
 promise = Promise()
-
-
-def uses_a_global():
-    return promise
 
 
 def make_closure():
@@ -89,16 +82,14 @@ def make_closure():
 @pytest.mark.parametrize(
     ("function", "args", "kwargs", "where"),
     [
-        (print, (1, promise), {}, r"^args\[1\] is"),
-        (print, ([1, {"data": {promise}}],), {}, r"^\[1\]\['data'\]\[an element\] of args\[0\] is"),
-        (print, (), {"data": promise}, r"^the argument 'data' is"),
-        (uses_a_global, (), {}, r"^the variable 'promise' that uses_a_global\(\) uses is"),
-        (make_closure(), (), {}, r"^\[0\] of the variable 'outer' that <lambda>\(\) uses is"),
-        (lambda data=promise: data, (), {}, r"^the default of 'data' is"),
+        (print, (1, promise), {}, r"^args\[1\]"),
+        (print, (), {"data": [1, {"of": {promise}}]}, "^the argument 'data'"),
+        (make_closure(), (), {}, r"^the variable 'outer' that <lambda>\(\) uses"),
+        (lambda data=promise: data, (), {}, "^the default of 'data'"),
     ],
 )
 def test_a_future_is_refused_by_name(function, args, kwargs, where):
-    with pytest.raises(NotPicklable, match=where + r" a Dask Future \(pending\).*result\(\)"):
+    with pytest.raises(NotPicklable, match=where + r" is or has a Dask Future.*result\(\)"):
         pack_function(function, args, kwargs)
 
 
@@ -135,15 +126,6 @@ def test_the_place_of_an_error_is_the_users_line():
         assert place(theirs, "<ipython-input-3>", theirs) == "<ipython-input-3>", "a cell"
         assert place(theirs) == theirs, "there is no other"
     assert place() is None
-
-
-@dataclass(frozen=True)
-class FrozenError(Exception):
-    code: int
-
-
-def test_an_error_that_cannot_be_changed_arrives_with_its_fields():
-    assert unpack_error(pack_error(FrozenError(7))).exception.code == 7
 
 
 # -- modules of a user's own ----------------------------------------------------------------------
@@ -293,7 +275,7 @@ def test_what_cannot_travel_is_left_out_with_its_reason(folder, monkeypatch):
     assert "install it on the workers" in why_missing("torch", Modules())
     assert why_missing("nowhere_at_all", Modules()) == ""
     said = found.describe()
-    assert "pkg (2 files" in said and "left out: hidden, a .gitignore excludes it" in said
+    assert "pkg (0.0 KiB)" in said and "left out: hidden, a .gitignore excludes it" in said
 
 
 def test_a_folder_that_is_excluded_itself_is_one_of_its_own(tmp_path):

@@ -28,7 +28,7 @@ def a_job(**changes):
 
 
 def a_host(**changes):
-    return WorkerRecord(**{"slot": {"id": "w"}, "versions": VERSIONS, "process": None, **changes})
+    return WorkerRecord(**{"slot": {"id": "w"}, "versions": VERSIONS, "pid": 0, **changes})
 
 
 def a_worker(**changes):

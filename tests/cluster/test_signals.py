@@ -1,8 +1,7 @@
-"""Signals in workers' processes: handled while there is an agent, and as before without it."""
+"""Signals in workers' processes: interrupts, and those of batch systems."""
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import subprocess
@@ -23,16 +22,13 @@ def _handlers():
         signal.signal(number, handler)
 
 
-def test_a_worker_ignores_interrupts_until_its_agent_is_gone(monkeypatch):
-    """A process that no nanny has started takes them as before."""
+def test_a_nannys_worker_ignores_interrupts_and_no_other_process(monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signals.ignore_interrupts()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setattr(signals, "multiprocessing", SimpleNamespace(parent_process=object))
-    undo = signals.ignore_interrupts()
+    signals.ignore_interrupts()
     signal.raise_signal(signal.SIGINT)
-    undo()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.slow
@@ -72,25 +68,10 @@ def test_signals_of_batch_systems_are_handled_until_that_is_undone():
     undo()
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     signal.raise_signal(signal.SIGUSR2)
-    signals.leave_on_user_signals(heard.append)()
+    undo = signals.leave_on_user_signals(heard.append)
     signal.raise_signal(signal.SIGUSR2)
+    undo()
     assert (heard, own) == (["SIGUSR2", "SIGUSR1"], ["later", "later"])
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux shows them only")
-def test_a_handler_in_c_stays():
-    """As that of faulthandler, which Python's own table of handlers does not have."""
-    heard = []
-    with open(os.devnull, "w") as nowhere:
-        faulthandler.register(signal.SIGUSR1, file=nowhere)
-        try:
-            undo = signals.leave_on_user_signals(heard.append)
-            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-            os.kill(os.getpid(), signal.SIGUSR1)
-            undo()
-        finally:
-            faulthandler.unregister(signal.SIGUSR1)
-    assert heard == []
 
 
 @pytest.mark.slow

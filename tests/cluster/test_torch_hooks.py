@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
-import pickle
 import sys
 import traceback
 import types
@@ -13,14 +11,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nbelastic.cluster.worker.rank.torch_hooks import SYNC_WARNING, advise, hook_torch, trainers_of
+from nbelastic.cluster.worker.rank.torch_hooks import advise, hook_torch, trainers_of
 from nbelastic.elastic.parameter_samples import sample
-from nbelastic.elastic.ranks.context import Context, activate
+from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session
-from nbelastic.elastic.training_checks import watch
 from nbelastic.errors import NbelasticError
-from nbelastic.messages import Place, RankNote, WeightsSampled
+from nbelastic.messages import Place, WeightsSampled
 
 
 class Notes(list):
@@ -30,11 +27,9 @@ class Notes(list):
 @pytest.fixture(autouse=True)
 def _hooked(monkeypatch):
     """Hook torch as in a rank's process, and undo it, since this one goes on."""
-    distributed, kind = torch.distributed, torch.nn.SyncBatchNorm
+    distributed = torch.distributed
     for module in (distributed, distributed.distributed_c10d):
         monkeypatch.setattr(module, "init_process_group", module.init_process_group)
-    for name in ("__init__", "__setstate__"):
-        monkeypatch.setattr(kind, name, getattr(kind, name))
     with patch.dict(sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks):
         hook_torch()
         yield
@@ -119,23 +114,6 @@ def test_of_an_optimizer_that_steps_another_the_shard_within_is_not_compared(ses
     assert session.port == [WeightsSampled(3, 1, 0, sample([model]), ("Sharding",))]
 
 
-def test_steps_of_ranks_that_never_met_are_not_sampled_and_what_was_broadcast_instead(session):
-    optimizer = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), 0.1)
-    outside = Context()
-    with activate(outside):
-        step(optimizer)
-    assert outside.parameters is None
-    step(optimizer)
-    session.parameters.returned()
-    assert session.port == []
-    session.generation = 1
-    watch(session, lambda: (1.0,))
-    step(optimizer)
-    session.parameters.returned()
-    assert [each.values for each in session.port] == [(1.0,)]
-    session.parameters.close()
-
-
 # -- init_process_group ----------------------------------------------------------------------------
 
 
@@ -159,53 +137,6 @@ def test_a_place_of_the_callers_own_is_refused(session):
     with pytest.raises(NbelasticError, match="this is rank 0 of 2"):
         torch.distributed.init_process_group("nbelastic", rank=1, world_size=7)
     assert not torch.distributed.is_initialized()
-
-
-# -- SyncBatchNorm ---------------------------------------------------------------------------------
-
-
-LAYER = torch.nn.SyncBatchNorm(4)
-MADE = {
-    "anew": lambda: torch.nn.SyncBatchNorm(4),
-    "copied": lambda: copy.deepcopy(LAYER),
-    "unpickled": lambda: pickle.loads(pickle.dumps(LAYER)),
-    "without statistics": lambda: torch.nn.SyncBatchNorm(4, track_running_stats=False),
-}
-
-
-@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_a_synchronised_norm_without_a_group_is_warned_of_once_when_it_trains(session, make):
-    layers = make().eval(), make().eval()
-    for each in layers:
-        each.load_state_dict(each.state_dict())
-        if each.track_running_stats:
-            each(torch.ones(2, 4))
-    session.about_to_exchange()
-    assert session.port == []
-    for each in layers:
-        each.train()(torch.ones(2, 4))
-    assert session.port == []  # a group may still come
-    session.about_to_exchange()
-    session.about_to_exchange()
-    assert session.port == [RankNote(3, about="warning", detail=SYNC_WARNING)]
-
-
-def test_with_a_group_or_alone_or_outside_a_job_it_is_right(session):
-    layers = [torch.nn.SyncBatchNorm(4)]
-    layers[0](torch.ones(2, 4))
-    torch.distributed.init_process_group("nbelastic")
-    session.about_to_exchange()
-    torch.distributed.destroy_process_group()
-    session.size = 1
-    layers.append(torch.nn.SyncBatchNorm(4))
-    layers[1](torch.ones(2, 4))
-    session.about_to_exchange()
-    assert session.port == []
-    context = Context()
-    with activate(context):
-        layers.append(torch.nn.SyncBatchNorm(4))
-        layers[2](torch.ones(2, 4))
-        context.about_to_exchange()
 
 
 def test_a_missing_horovod_is_answered_with_its_name_here():

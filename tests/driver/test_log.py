@@ -8,17 +8,15 @@ import zipfile
 import pytest
 
 import nbelastic
-from nbelastic.cluster.journal import JournalFile
 from nbelastic.driver import JobInfo
 from nbelastic.driver.job import Job
 from nbelastic.driver.kernel_log import KernelLog, detail_of
 from nbelastic.driver.options import Options
 from nbelastic.driver.status import HistoryEvent, JobTable
 from nbelastic.driver.thread import Driver
-from nbelastic.driver.why import MOST, explain, explain_journal
+from nbelastic.driver.why import MOST, explain
 from nbelastic.errors import OptionError
-from nbelastic.membership import Machine
-from nbelastic.messages import CodeLine, Limits, LogContents, Record, Slot, SlotsFound, SlotSilent
+from nbelastic.messages import CodeLine, LogContents, Record
 from tests.membership.test_reasons import GONE, RAISED, STALLED
 
 LINE = "x" * 999 + "\n"
@@ -203,18 +201,3 @@ def test_a_decision_says_what_was_seen_and_the_rule_and_of_many_the_newest_are_s
     assert explain("job", events).count("change ") == MOST
     assert f"change {3 * MOST - 1}" in explain("job", events)
     assert explain("job", [], rank=1) == "rank 1 of job 'job': nothing was decided so far"
-
-
-def test_a_journal_is_explained_with_its_own_times(tmp_path):
-    machine = Machine(Limits())
-    path = tmp_path / "job.jsonl"
-    journal = JournalFile(path, "job", machine)
-    slot = Slot("s0", "tcp://w0", "w0", "host")
-    for now, event in ((1.0, SlotsFound((slot,))), (20.0, SlotSilent("s0", seconds=10.0))):
-        journal.write(event, now, 0.5, machine.handle(event, now, 0.5), machine)
-    journal.close()
-    text = explain_journal(path)
-    assert "its worker has sent no heartbeat for 10 s" in text
-    assert "seen by the scheduler: slot silent" in text
-    with pytest.raises(OptionError, match="cannot be read"):
-        explain_journal(tmp_path / "none.jsonl")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import shlex
 import signal
@@ -14,11 +13,8 @@ import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
-from unittest.mock import AsyncMock
 
-import dask
 import pytest
 from distributed import Client, SSHCluster
 
@@ -192,69 +188,6 @@ def test_gateway_asks_for_what_jobs_want_and_scales_down_as_planned(tmp_path, mo
             closing = {name for beat in beats for name in beat["closing_workers"]}
         assert [str(name) for name in closed] == [left]
         assert closing == set(closed)
-
-
-# -- Kubernetes: the operator's code that scales workers -------------------------------------------
-
-ROUTES = ["distributed.http.scheduler.api", "distributed.http.health"]
-
-
-class Kubernetes:
-    """What the operator asks Kubernetes for: a group of workers, each a deployment."""
-
-    def __init__(self, controller, scheduler, workers, monkeypatch):
-        self.controller = controller
-        self.workers = workers
-        self.deleted = []
-        group = SimpleNamespace(cluster=AsyncMock(return_value=SimpleNamespace(labels={})))
-        api = SimpleNamespace(asyncio=SimpleNamespace(get=self.deployments), NotFoundError=KeyError)
-        for name, stand_in in {
-            "kr8s": api,
-            "get_scheduler_address": AsyncMock(return_value=scheduler),
-            "DaskWorkerGroup": AsyncMock(return_value=group),
-            "Deployment": self.deployment,
-        }.items():
-            monkeypatch.setattr(controller, name, stand_in)
-
-    async def deployments(self, *_, **__):
-        for number in range(self.workers):
-            yield number
-
-    async def deployment(self, name, **_):
-        async def delete():
-            self.deleted.append(str(name))
-
-        return SimpleNamespace(delete=delete)
-
-    def scale(self, number):
-        """Change the number of replicas, which the operator sees."""
-        change = self.controller.daskworkergroup_replica_update(
-            name="group",
-            namespace="default",
-            meta=SimpleNamespace(labels={}, annotations={}),
-            spec={"cluster": "cluster", "worker": {}},
-            new=number,
-            body={},
-            logger=logging.getLogger("operator"),
-        )
-        asyncio.run(change)
-
-
-@pytest.mark.nightly
-def test_kubernetes_asks_for_what_jobs_want_and_scales_down_as_planned(monkeypatch, tmp_path):
-    """dask-kubernetes brings 200 MB of clients, so ``pip install dask-kubernetes`` before."""
-    controller = pytest.importorskip("dask_kubernetes.operator.controller.controller")
-    routes = dask.config.set({"distributed.scheduler.http.routes": ROUTES})
-    with routes, a_crew(n_workers=2) as crew:
-        port = crew.client.scheduler_info()["services"]["dashboard"]
-        kubernetes = Kubernetes(controller, f"http://127.0.0.1:{port}", 2, monkeypatch)
-        with a_job_that_loses_nothing(crew, tmp_path, [2, 1], max_np=5) as job:
-            assert asyncio.run(controller.get_desired_workers("cluster", "default")) == 5
-            names = {rank.name for rank in job.status.ranks}
-            kubernetes.scale(1)
-            shrinks(job, 1)
-            left = names - {rank.name for rank in job.status.ranks}
-        assert set(kubernetes.deleted) == left
 
 
 # -- clouds: dask-cloudprovider --------------------------------------------------------------------

@@ -231,7 +231,6 @@ class FaultyWorld(RuleBasedStateMachine):
             lambda: ev.SlotLeaving(slot, notice=RISK),
             lambda: ev.SlotStays(slot),
             lambda: ev.SlotBusy(slot),
-            lambda: ev.SlotDied(replace(unknown, id=slot), start, "was killed"),
             lambda: ev.SlotSilent(slot),
             lambda: ev.SlotsFound((unknown,)),
         ]

@@ -271,8 +271,8 @@ class _Stream:
 def look_around(world: World, message: Any) -> Any:
     """What ``read_state`` returns of a process, from another one."""
     assert message["op"] == "run"
-    (about,) = pickle.loads(message["args"])
-    process = world.processes[about.pid]
+    (pid,) = pickle.loads(message["args"])
+    process = world.processes[pid]
     if not process.alive:
         state = "gone"
     elif process.frozen:

@@ -23,7 +23,7 @@ from nbelastic.driver.options import Options
 from nbelastic.elastic.ranks import telemetry
 from nbelastic.elastic.ranks.runtime import RankRuntime
 from nbelastic.membership import unpack_machine
-from nbelastic.messages import ProcessId, ShareSet, Sharing, StopRequested
+from nbelastic.messages import ShareSet, Sharing, StopRequested
 
 from . import user
 from .dask import SimScheduler
@@ -47,10 +47,9 @@ def _process() -> Any:
     return asyncio.get_running_loop()
 
 
-def _process_id(_: int) -> ProcessId:
+def _pid() -> int:
     process = _process()
-    number = process.owner.world.processes.index(process)
-    return ProcessId(number, 1.0, process.host)
+    return int(process.owner.world.processes.index(process))
 
 
 def _machine(data: str) -> Any:
@@ -61,10 +60,10 @@ def _machine(data: str) -> Any:
 
 REPLACED: list[tuple[Any, str, Any]] = [  # what only a real process has
     (agent, "host_identity", lambda: _process().host),
-    (agent, "ignore_interrupts", lambda: lambda: None),
+    (agent, "ignore_interrupts", lambda: None),
     (agent, "versions", lambda: VERSIONS),
     (agent, "own_interface", lambda hosts: next(iter(hosts))),
-    (agent, "process_id", _process_id),
+    (agent, "getpid", _pid),
     (agent, "secede", lambda: None),
     (agent, "get_worker", lambda: _process().owner),
     (agent, "sync", block_on),

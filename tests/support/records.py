@@ -24,9 +24,7 @@ def some_terms(**changes: Any) -> JobTerms:
     return JobTerms(**found | changes)
 
 
-def a_record(
-    machine: Machine | None = None, plugin: Any = None, journal: Any = None, **changes: Any
-) -> ScheduledJob:
+def a_record(machine: Machine | None = None, plugin: Any = None, **changes: Any) -> ScheduledJob:
     """Return the record of a job, with changes of its terms."""
     terms = some_terms(**changes)
     return ScheduledJob(
@@ -39,5 +37,4 @@ def a_record(
         client="kernel",
         topic="topic",
         started=0.0,
-        journal=journal,
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nbelastic
-from nbelastic.errors import NotPicklable, OptionError, RankFailed
+from nbelastic.errors import OptionError, RankFailed
 from tests.support.clusters import sizes, until
 from tests.trainers import functions, validation
 from tests.trainers.validation import EPOCHS, ROWS
@@ -193,21 +193,6 @@ def test_an_accelerator_and_a_trainer_of_another_process_are_refused():
     trainer.accelerator = pickled(trainer.accelerator)
     with pytest.raises(OptionError, match="this Trainer was made in another process"):
         trainer._train_elastically()
-
-
-def test_what_accelerate_has_prepared_in_the_kernel_is_refused_before_it_is_sent():
-    from nbelastic.cluster.kernel.preflight import pack_function
-
-    accelerator = accelerate.Accelerator(cpu=True)
-    optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    rows = torch.utils.data.DataLoader([1.0, 2.0])
-    given = arguments()
-    trainer = transformers.Trainer(model=torch.nn.Linear(1, 1), args=given)
-    for made in (accelerator, trainer, *accelerator.prepare(optimizer, scheduler, rows)):
-        with pytest.raises(NotPicklable, match=f"a {type(made).__name__} that was made in this pr"):
-            pack_function(lambda found: found, ([made],), {})
-    pack_function(lambda found: found, (given, accelerator.prepare(torch.nn.Linear(1, 1))), {})
 
 
 # -- Lightning: validations that fail, files, averages, a test as the first call, a step's file ----

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbelastic import messages as m
-from nbelastic.cluster.dask_compat import is_stalled, resume, runs_here, shorten_batching
+from nbelastic.cluster.dask_compat import hold_nothing_back, runs_here
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.cluster.scheduler.records import RANK_KEY
 from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
@@ -62,7 +62,7 @@ class JobClient:
         request = m.OpenRequest(self._job, self.uid, self._client.id, self._topic, terms)
         with lost_while(self._client, "the job was opened"):
             self._subscribe()
-            shorten_batching(getattr(self._client, "scheduler_comm", None))
+            hold_nothing_back(getattr(self._client, "scheduler_comm", None))
             self.epoch = 1
             problem = self._client.sync(self._scheduler.nbelastic_open, message=pack(request))
         if problem:
@@ -78,7 +78,7 @@ class JobClient:
     def attach(self) -> m.JobHandover | m.AttachRefusal:
         """Take the job over, also again; after ClusterLost, try again, or :meth:`give_up`."""
         again = self.epoch > 0
-        shorten_batching(getattr(self._client, "scheduler_comm", None))
+        hold_nothing_back(getattr(self._client, "scheduler_comm", None))
         request = m.AttachRequest(self._job, self._client.id, self._topic, again)
         try:
             if not again:
@@ -218,10 +218,6 @@ class JobClient:
 
     def _send(self, message: m.Message) -> None:
         if self._client.status in ("running", "connecting"):
-            stream = getattr(self._client, "scheduler_comm", None)
-            if is_stalled(stream):
-                loop: Any = self._client.loop
-                loop.add_callback(resume, stream)
             self._client._send_to_scheduler({"op": FROM_KERNELS, "message": pack(message)})
 
     def submit(self, spec: RankSpec, slot: m.Slot, resources: dict[str, float]) -> None:

@@ -31,18 +31,9 @@ logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
 
-LARGE = 64 * 2**20  # size of a captured variable, in bytes, from which on a warning names it
+LARGE = 64 * 2**20  # bytes of a function, from which on a warning says so
 ANSWER_TIMEOUT = 5.0  # seconds that a worker has to answer with its versions
-MOST_ELEMENTS = 10_000  # elements of a collection that are searched for what cannot be sent
-
-_OF_ONE_PROCESS = {
-    "accelerate.accelerator.Accelerator",
-    "accelerate.data_loader.DataLoaderStateMixin",
-    "accelerate.optimizer.AcceleratedOptimizer",
-    "accelerate.scheduler.AcceleratedScheduler",
-    "transformers.trainer.Trainer",
-}
-"""Classes whose objects keep the number of ranks with which they were made."""
+MOST_ELEMENTS = 10_000  # elements of a collection that are searched for a future
 
 
 def check_versions(client: Client) -> None:
@@ -91,12 +82,13 @@ def pack_function(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[JobPayload, Modules]:
     """Pickle a function and its modules; NotPicklable names the value that cannot travel."""
-    # Objects that pickle, but of which a rank would get one that does not serve.
     parts = list(parts_of(function, args, kwargs))
     for name, value in parts:
-        for where, inner in itertools.islice(_elements(value), MOST_ELEMENTS):
-            if problem := _problem(inner):
-                raise NotPicklable(f"{where} of {name} {problem}" if where else f"{name} {problem}")
+        if _has_future(value):  # it pickles, but a rank would get one that does not serve
+            raise NotPicklable(
+                f"{name} is or has a Dask Future, which has no value in a rank. Pass "
+                "future.result(), or have the function load or compute the data itself"
+            )
     try:
         call, names = dumps_noting((function, args, kwargs))
     except Exception as error:  # pickling runs code of any class
@@ -108,13 +100,10 @@ def pack_function(
     modules = collect(names | getattr(function, "imported", set()))
     sources = pickle.dumps(modules)
     if len(call) + len(sources) > LARGE:
-        sizes = sorted(_sizes(parts), reverse=True)[:3]
-        large = [f"{name} {size / 2**20:.0f} MiB" for size, name in sizes if size >= 2**20]
         logger.warning(
-            "the function takes %.0f MiB to each worker (%s); load large data on the workers, and "
+            "the function takes %.0f MiB to each worker; load large data on the workers, and "
             "clone() tensors that are views of a larger one, which goes with them",
             (len(call) + len(sources)) / 2**20,
-            ", ".join(large),
         )
     settings = {**torch_settings(), **keras_settings()}
     return JobPayload(secrets.token_bytes(SECRET_BYTES), sources, call, settings), modules
@@ -141,35 +130,13 @@ def parts_of(
             yield f"the default of {name!r}", value
 
 
-def _problem(value: Any) -> str:
-    if isinstance(value, Future):
-        return (
-            f"is a Dask Future ({value.status}), which has no value in a rank. "
-            "Pass future.result(), or have the function load or compute the data itself"
-        )
-    if any(f"{each.__module__}.{each.__name__}" in _OF_ONE_PROCESS for each in type(value).__mro__):
-        return (
-            f"is a {type(value).__name__} that was made in this process, for its number of ranks: "
-            "with it each rank would train alone. Make it, and prepare models and loaders, in the "
-            "function that the ranks run"
-        )
-    return ""
-
-
-def _elements(value: Any, where: str = "", depth: int = 4) -> Iterator[tuple[str, Any]]:
-    """Yield a value, and the elements of a built-in collection."""
-    yield where, value
+def _has_future(value: Any, depth: int = 4) -> bool:
     if isinstance(value, dict):
-        inner = [(f"[{key!r}]", item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        inner = [(f"[{index}]", item) for index, item in enumerate(value)]
-    elif isinstance(value, (set, frozenset)):
-        inner = [("[an element]", item) for item in value]
-    else:
-        return
-    if depth:
-        for step, item in inner:
-            yield from _elements(item, where + step, depth - 1)
+        value = value.values()
+    elif not isinstance(value, (list, tuple, set, frozenset)):
+        return isinstance(value, Future)
+    inner = itertools.islice(value, MOST_ELEMENTS)
+    return depth > 0 and any(_has_future(each, depth - 1) for each in inner)
 
 
 def _culprit(function: Callable[..., Any], parts: list[tuple[str, Any]]) -> str:
@@ -186,12 +153,6 @@ def _culprit(function: Callable[..., Any], parts: list[tuple[str, Any]]) -> str:
 def _variables_of(value: Any) -> list[tuple[str, Any]]:
     parts = parts_of(value, (), {}) if inspect.isfunction(value) else ()
     return [(f", {name}", part) for name, part in parts]
-
-
-def _sizes(parts: list[tuple[str, Any]]) -> Iterator[tuple[int, str]]:
-    for name, value in parts:
-        with contextlib.suppress(pickle.PicklingError, TypeError):
-            yield len(dumps(value)), name
 
 
 # -- partitions of Dask collections ---------------------------------------------------------------

@@ -13,11 +13,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import json
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,12 @@ from distributed.core import send_recv
 from distributed.security import Security
 from distributed.utils import LoopRunner
 
-from nbelastic.cluster.journal import create, own_directory
 from nbelastic.errors import ClusterLost, OptionError
 
 logger = logging.getLogger(__name__)
 
 CONNECT_WITHIN_S = 10.0  # seconds for a scheduler to answer, or Dask's own limit if that is less
-FIRST_TRY_S = 1.0  # seconds before the user sees what is waited for
-
-_KNOWN = ("tcp", "tls")
-_OTHERS = ("inproc", "ucx", "ucxx", "ws", "wss", "gateway")
+QUIET_S = 1.0  # seconds before the user sees what is waited for
 
 
 def check_scheduler(address: str, security: Any, tell: Callable[[str], None]) -> None:
@@ -48,15 +45,19 @@ def check_scheduler(address: str, security: Any, tell: Callable[[str], None]) ->
     Raises OptionError where the address is no scheduler's, ClusterLost where none answers.
     Without `security`, the certificates for ``tls://`` are those of Dask's configuration.
     """
-    scheme = _check_form(address)
-    if scheme not in _KNOWN or not isinstance(security, Security | None):
+    wrong = f"cluster={address!r}: must be a scheduler's address, as in tcp://10.0.0.5:8786"
+    scheme, place = parse_address(address)
+    if scheme in ("http", "https"):
+        raise OptionError(f"{wrong}; this is that of a web page, such as Dask's dashboard")
+    if scheme not in ("tcp", "tls") or not isinstance(security, Security | None):
         return
     try:
-        terms: dict[str, Any] = (security or Security()).get_connection_args("client")
-    except OSError as error:  # a file of the configuration is not there
-        raise OptionError(
-            f"cluster={address!r}: its certificates cannot be read: {error}"
-        ) from None
+        _, port = get_address_host_port(f"{scheme}://{place}")
+    except ValueError:
+        port = 0
+    if not 0 < port < 65536:
+        raise OptionError(wrong)
+    terms: dict[str, Any] = (security or Security()).get_connection_args("client")
     if scheme == "tls" and terms.get("ssl_context") is None:
         raise OptionError(
             f"cluster={address!r}: tls:// needs certificates; pass Client(address, "
@@ -65,103 +66,72 @@ def check_scheduler(address: str, security: Any, tell: Callable[[str], None]) ->
         )
     configured = parse_timedelta(dask.config.get("distributed.comm.timeouts.connect"), "s")
     limit = min(float(configured), CONNECT_WITHIN_S)
-    first = min(FIRST_TRY_S, limit)
-    kind, problem, waits = _try(address, terms, first)
-    if waits:
-        tell(f"connecting to {address}: {problem} so far; trying for {limit:g} s")
-        kind, problem, waits = _try(address, terms, max(limit - first, 0.1))
-    if problem:
-        after = f" for {limit:g} s" if waits else ""
-        raise ClusterLost(
-            f"cluster={address!r}: no scheduler answers there: {problem}{after}; "
-            "check host and port, and that the scheduler runs"
+    runner: Any = LoopRunner()
+    try:  # connecting alone ends with its own reason, a moment earlier
+        kind = runner.run_sync(
+            *(_answer, _kind_of(address, terms, limit), limit + 0.1),
+            lambda: tell(f"connecting to {address}; trying for {limit:g} s"),
         )
-    if kind != "Scheduler":
-        raise OptionError(
-            f"cluster={address!r}: this is the address of a {kind.lower()}; "
-            "must be that of the scheduler"
-        )
+    except (asyncio.TimeoutError, TimeoutError):
+        problem = f"the connection is accepted, but nothing is answered for {limit:g} s"
+    except OSError as error:
+        problem = f"it closed the connection (a scheduler with TLS needs tls://): {error}"
+        if "Timed out trying to connect" in str(error):  # Dask's reason is its last, short try's
+            problem = _why_not_connected(address)
+    except Exception as error:  # whatever Dask makes of what has answered
+        problem = f"what answers is no scheduler ({type(error).__name__})"
+    else:
+        if kind != "Scheduler":
+            raise OptionError(
+                f"cluster={address!r}: this is the address of a {kind.lower()}; "
+                "must be that of the scheduler"
+            )
+        return
+    raise ClusterLost(
+        f"cluster={address!r}: no scheduler answers there: {problem}; "
+        "check host and port, and that the scheduler runs"
+    )
 
 
 def check_answers(client: Client, tell: Callable[[str], None]) -> None:
     """Return once the scheduler of a connected client has answered; else raise ClusterLost."""
     limit = float(parse_timedelta(dask.config.get("distributed.comm.timeouts.tcp"), "s"))
-    first = min(FIRST_TRY_S, limit / 2)
     scheduler: Any = client.scheduler
-    address = scheduler.address
-    if client.sync(_echoes, scheduler, first):
-        return
-    tell(f"the scheduler at {address} does not answer so far; trying for {limit:g} s")
-    if not client.sync(_echoes, scheduler, limit - first):
+    words = f"the scheduler at {scheduler.address} does not answer so far; trying for {limit:g} s"
+    try:
+        client.sync(_answer, scheduler.echo(), limit, lambda: tell(words))
+    except asyncio.TimeoutError:
         raise ClusterLost(
             f"cluster: the scheduler has not answered for {limit:g} s, although it is connected; "
-            f"check that it is not stopped or busy ({address})"
-        )
+            f"check that it is not stopped or busy ({scheduler.address})"
+        ) from None
 
 
-async def _echoes(scheduler: Any, limit: float) -> bool:
+async def _answer(asking: Coroutine[Any, Any, Any], limit: float, tell: Callable[[], None]) -> Any:
+    """Return an answer of a server; `tell` the user what is waited for if it takes long."""
+    timer = asyncio.get_running_loop().call_later(min(QUIET_S, limit / 2), tell)
     try:
-        await asyncio.wait_for(scheduler.echo(), limit)
-    except asyncio.TimeoutError:
-        return False
-    return True
+        return await asyncio.wait_for(asking, limit)
+    finally:
+        timer.cancel()
 
 
-def _check_form(address: str) -> str:
-    """Return the scheme of an address."""
-    wrong = f"cluster={address!r}: must be a scheduler's address, as in tcp://10.0.0.5:8786"
-    scheme, place = parse_address(address)
-    if scheme in ("http", "https"):
-        raise OptionError(f"{wrong}; this is that of a web page, such as Dask's dashboard")
-    if scheme not in _KNOWN + _OTHERS:
-        raise OptionError(f"{wrong}; {scheme}:// is no protocol of Dask's")
-    if scheme not in _KNOWN:
-        return scheme
+async def _kind_of(address: str, terms: dict[str, Any], limit: float) -> str:
+    """Return the type of a server of Dask's."""
+    connecting: Any = connect(address, timeout=limit, **terms)
+    comm = await connecting
     try:
-        _, port = get_address_host_port(f"{scheme}://{place}")
-    except ValueError:
-        port = 0
-    if not 0 < port < 65536 or "/" in place or " " in place:
-        file = "; for a file: Client(scheduler_file=...)" if place.endswith(".json") else ""
-        raise OptionError(f"{wrong}{file}")
-    return scheme
-
-
-def _try(address: str, terms: dict[str, Any], limit: float) -> tuple[str, str, bool]:
-    """Return the type of server at an address, or why none answers and whether to retry."""
-
-    async def ask() -> Any:
-        connecting: Any = connect(address, timeout=limit, **terms)
-        comm = await connecting
-        try:
-            return await send_recv(comm, op="identity")
-        finally:
-            comm.abort()
-
-    runner: Any = LoopRunner()
-    try:  # connecting alone ends with its own reason
-        found = runner.run_sync(asyncio.wait_for, ask(), limit + 0.1)
-    except (asyncio.TimeoutError, TimeoutError):
-        return "", "the connection is accepted, but nothing is answered", True
-    except OSError as error:
-        if "Timed out trying to connect" in str(error):  # Dask's reason is its last, short try's
-            return "", _why_not_connected(address), True
-        problem = f"it closed the connection (a scheduler with TLS needs tls://): {error}"
-        return "", problem, False
-    except Exception as error:  # whatever Dask makes of what has answered
-        return "", f"what answers is no scheduler ({type(error).__name__})", False
-    return str(found.get("type") if isinstance(found, dict) else None), "", False
+        found = await send_recv(comm, op="identity")
+    finally:
+        comm.abort()
+    return str(found["type"])
 
 
 def _why_not_connected(address: str) -> str:
     try:
-        socket.create_connection(get_address_host_port(address), timeout=FIRST_TRY_S).close()
-    except ConnectionRefusedError:
-        return "nothing listens at this port"
-    except socket.gaierror:
-        return "the name of the host is unknown"
+        socket.create_connection(get_address_host_port(address), timeout=QUIET_S).close()
     except OSError as error:
-        return f"the host does not answer ({error})"
+        return error.strerror or str(error)
     return "it answers too slowly"
 
 
@@ -178,9 +148,10 @@ def publish(address: str, security: Any) -> Callable[[], None]:
     path = _file_of(address)
     fields = {"certificate": security.tls_client_cert, "key": security.tls_client_key}
     try:
-        own_directory(path.parent)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # of a cluster that was killed and had the same port
-        with create(path) as file:
+        # A new file, which no other user can have opened before or put a link in its place.
+        with open(path, "x", opener=functools.partial(os.open, mode=0o600)) as file:
             json.dump(fields, file)
     except OSError as error:
         logger.warning("other processes of yours cannot connect to %s: %s", address, error)
@@ -196,10 +167,8 @@ def security_of(address: str) -> Any:
     """Return the TLS security of a cluster started by this user; None for another cluster."""
     if not address.startswith("tls://"):
         return None
-    path = _file_of(address)
     try:
-        own_directory(path.parent)
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(_file_of(address).read_text(encoding="utf-8"))
         certificate, key = fields["certificate"], fields["key"]
     except (OSError, ValueError, LookupError, TypeError):
         return None

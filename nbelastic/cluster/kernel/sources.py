@@ -285,33 +285,19 @@ class GitIgnore:
 
     def __init__(self, top: str) -> None:
         above = (Path(top), *Path(top).parents)
-        self._begin(next((str(each) for each in above if (each / ".git").exists()), top))
-        if self.excludes(top, directory=True):  # a home directory under git that names its files
-            self._begin(top)
-
-    def _begin(self, base: str) -> None:
-        self._base = base
+        self._base = next((str(each) for each in above if (each / ".git").exists()), top)
         self._specs: dict[str, GitIgnoreSpec] = {}
-        self._excluded: dict[str, bool] = {base: False}
+        if self.excludes(top, directory=True):  # a home directory under git that names its files
+            self._base = top
 
     def excludes(self, path: str, *, directory: bool) -> bool:
         """Return whether git would leave out a file or directory below the top."""
-        if path not in self._excluded:
-            parent = os.path.dirname(path)
-            # Nothing below an excluded directory can be included again.
-            self._excluded[path] = self.excludes(parent, directory=True) or self._matches(
-                path, parent, directory
-            )
-        return self._excluded[path]
-
-    def _matches(self, path: str, folder: str, directory: bool) -> bool:
-        """Ask the file in the nearest folder first, because it overrides files above."""
-        while True:
+        folder, found = path, None
+        while found is None and folder != self._base:  # the nearest file overrides files above
+            folder = os.path.dirname(folder)
             name = os.path.relpath(path, folder) + "/" * directory
             found = self._spec(folder).check_file(name).include
-            if found is not None or folder == self._base:
-                return bool(found)
-            folder = os.path.dirname(folder)
+        return bool(found)
 
     def _spec(self, folder: str) -> GitIgnoreSpec:
         if folder not in self._specs:

@@ -1,9 +1,9 @@
 """Pass heartbeats on to the drivers, and detect workers whose heartbeats cease.
 
-A worker that misses two heartbeats is probed: its nanny, or else another worker of its host, reads
-the state of its process. Of a stopped one the driver is told at once; a busy one cannot send
-(something holds the GIL), which is as good as a heartbeat; any other counts as frozen after its
-job's ``heartbeat_timeout``. Who else asks whether a worker is alive reads its record.
+A worker that misses two heartbeats is probed: its nanny reads the state of its process. Of a
+stopped one the driver is told at once; a busy one cannot send (something holds the GIL), which is
+as good as a heartbeat; any other counts as frozen after its job's ``heartbeat_timeout``. Who else
+asks whether a worker is alive reads its record.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from distributed.protocol.pickle import dumps
@@ -19,7 +18,7 @@ from distributed.protocol.serialize import Serialize, Serialized, deserialize
 from msgspec.structs import replace
 
 from nbelastic import messages as m
-from nbelastic.cluster.dask_compat import PeriodicCall, resume
+from nbelastic.cluster.dask_compat import PeriodicCall
 from nbelastic.cluster.process_state import ProbeHistory, ProcessState, read_state
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
 
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 LISTEN_INTERVAL = 0.25  # seconds between two counts of silence, and between two probes of a process
 LONGEST_COUNT = 2 * LISTEN_INTERVAL  # seconds in one count: after a pause, messages wait to be read
 PROBED_AFTER = 2 * HEARTBEAT_INTERVAL_S  # seconds of silence after which a worker is probed
-ANSWER_LIMIT = 1.0  # seconds for an observer to read a process; a late one is not asked again
+ANSWER_LIMIT = 1.0  # seconds for a nanny to read a process
 
 
 class HeartbeatMonitor:
@@ -58,11 +57,6 @@ class HeartbeatMonitor:
         self._relay.stop()
         for probe in self._probes.values():
             probe.cancel()
-
-    async def warm_up(self, worker: WorkerRecord) -> None:
-        """Probe a worker through its nanny in good time: the first probe imports modules there."""
-        if worker.nanny:
-            await self._read_state(worker, worker.address, nanny=True)
 
     def take(self, worker: WorkerRecord | None, beats: tuple[tuple[str, m.Beat], ...]) -> None:
         """Take the heartbeats of an agent."""
@@ -92,12 +86,7 @@ class HeartbeatMonitor:
 
     def _pass_on(self) -> None:
         """Pass on what has come in since the last time."""
-        # Streams to workers and drivers may have stalled, because the clock was set back.
-        for worker in self._workers.values():
-            resume(self._scheduler.stream_comms.get(worker.address))
         for job in self._jobs.values():
-            if job.client is not None:
-                resume(self._scheduler.client_comms.get(job.client))
             self.send_beats(job)
             self.send_telemetry(job)
 
@@ -123,25 +112,16 @@ class HeartbeatMonitor:
         # Before its first heartbeat, its task may wait for a thread.
         if worker.has_beaten and worker.silence >= limit:
             self._report_silent(worker, m.LossReason.WORKER_SILENT)
-        elif worker.silence >= least and address not in self._probes:
+        elif worker.nanny and worker.silence >= least and address not in self._probes:
             probe = self._probes[address] = asyncio.ensure_future(self._probe(worker, least))
             probe.add_done_callback(lambda _: self._probes.pop(address))
 
     async def _probe(self, worker: WorkerRecord, least: float) -> None:
         """Probe a worker until it is silent no more, or for less than `least` seconds."""
         history = ProbeHistory()
-        deaf: set[tuple[str, bool]] = set()  # observers, of which one may be stopped, too
         while self._workers.get(worker.address) is worker and worker.silence >= least:
-            observer = next((o for o in self._observers(worker) if o not in deaf), None)
-            if observer is None:
-                return
-            state = None
-            with contextlib.suppress(asyncio.TimeoutError, TimeoutError, OSError):
-                state = await asyncio.wait_for(self._read_state(worker, *observer), ANSWER_LIMIT)
-            if state is None:
-                deaf.add(observer)
-                continue
-            verdict = history.add(state)
+            state = await self._read_state(worker)
+            verdict = None if state is None else history.add(state)
             if worker.silence < least or worker.holder is None:  # it has sent a heartbeat since
                 return
             job, start = worker.holder
@@ -157,30 +137,17 @@ class HeartbeatMonitor:
                     self._jobs[job].beats.setdefault(start, repeated)
             await asyncio.sleep(LISTEN_INTERVAL)
 
-    def _observers(self, worker: WorkerRecord) -> Iterator[tuple[str, bool]]:
-        """Yield the addresses of workers that may see a process; True: by their nannies."""
-        if worker.nanny:
-            yield worker.address, True
-        for other in self._workers.values():
-            alive = other is not worker and other.silence < PROBED_AFTER
-            seen = other.process.namespace == worker.process.namespace
-            if alive and seen and other.slot.host == worker.slot.host:
-                yield other.address, False
-
-    async def _read_state(
-        self, worker: WorkerRecord, address: str, nanny: bool
-    ) -> ProcessState | None:
-        """Have an observer read a process, by Dask's own handler; None if it cannot."""
-        message = {"op": "run", "function": dumps(read_state), "args": dumps((worker.process,))}
-        if address not in self._scheduler.workers:
-            return None
-        answers = await self._scheduler.broadcast(
-            msg=message, workers=[address], nanny=nanny, on_error="return"
+    async def _read_state(self, worker: WorkerRecord) -> ProcessState | None:
+        """Have a worker's nanny read its process, by Dask's own handler; None if it cannot."""
+        message = {"op": "run", "function": dumps(read_state), "args": dumps((worker.pid,))}
+        ask = self._scheduler.broadcast(
+            msg=message, workers=[worker.address], nanny=True, on_error="return"
         )
-        answer: Any = answers.get(address)
-        if not isinstance(answer, dict) or answer.get("status") != "OK":
-            return None
-        result = answer.get("result")
+        answers: dict[str, Any] = {}
+        with contextlib.suppress(asyncio.TimeoutError, TimeoutError, OSError, KeyError):
+            answers = await asyncio.wait_for(ask, ANSWER_LIMIT)
+        answer = answers.get(worker.address)
+        result = answer.get("result") if isinstance(answer, dict) else None
         if isinstance(result, Serialized):  # as the scheduler leaves what it only passes on
             result = deserialize(result.header, result.frames)
         elif isinstance(result, Serialize):  # came without being written down

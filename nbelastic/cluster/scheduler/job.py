@@ -23,8 +23,6 @@ from nbelastic.membership import Machine, Phase, pack_machine
 from .records import RANK_KEY, WorkerRecord
 
 if TYPE_CHECKING:
-    from nbelastic.cluster.journal import JournalFile
-
     from .plugin import ElasticPlugin
 
 logger = logging.getLogger(__name__)
@@ -60,7 +58,6 @@ class ScheduledJob:
     client: str | None  # id of the Dask client that drives it; None while its kernel is gone
     topic: str  # on which its driver listens
     started: float  # seconds since the epoch
-    journal: JournalFile | None = None
     epoch: int = 1  # number of its driver
     steps: int = 0  # number of the newest step of that driver's journal
     seq: int = 0  # number of the newest event
@@ -151,13 +148,6 @@ class ScheduledJob:
     def _apply(self, event: m.Event, now: float, chance: float) -> None:
         machine = self.machine
         effects = machine.handle(event, now, chance)
-        if self.journal is not None:
-            try:
-                self.journal.write(event, now, chance, effects, machine)
-            except OSError as error:  # a full disk must not end the job
-                self.journal.close()
-                self.journal = None
-                logger.warning("the journal of job %r ends here: %s", self.name, error)
         if effects or isinstance(event, m.LimitsChanged):
             self.plugin.arbiter.schedule()
         for effect in effects:
@@ -221,11 +211,8 @@ class ScheduledJob:
             self._decide(m.Tick())
 
     def stop(self) -> None:
-        """Stop the caretaker, and end the journal."""
+        """Stop the caretaker."""
         self._caretaker.stop()
-        if self.journal is not None:
-            self.journal.close()
-            self.journal = None
 
     # -- taken over ------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from nbelastic import messages as m
-from nbelastic.cluster.dask_compat import hold_keys, shorten_batching, until
-from nbelastic.cluster.journal import open_journal
+from nbelastic.cluster.dask_compat import hold_keys, hold_nothing_back, until
 from nbelastic.cluster.wire import FROM_KERNELS, in_parts, pack, unpack
 from nbelastic.membership import unpack_machine, view
 
@@ -72,22 +71,20 @@ class JobService:
         if asked.job in self._jobs:
             return "taken"
         self._plugin.arbiter.open()
-        machine = unpack_machine(terms.machine)
         job = self._jobs[asked.job] = ScheduledJob(
             asked.job,
             self._plugin,
             uid=asked.uid,
             terms=replace(terms, machine=b""),
             workers=None if terms.workers is None else self._resolved(terms.workers),
-            machine=machine,
+            machine=unpack_machine(terms.machine),
             client=asked.client,
             topic=asked.topic,
             started=time.time(),
-            journal=open_journal(asked.job, asked.uid, machine),
         )
         if terms.partitions:
             hold_keys(self._scheduler, job.holder, terms.partitions)
-        shorten_batching(self._scheduler.client_comms.get(asked.client))
+        hold_nothing_back(self._scheduler.client_comms.get(asked.client))
         await self._plugin.prepare(job)
         return ""
 
@@ -203,7 +200,7 @@ class JobService:
             return pack(m.AttachRefusal("taken"))
         if record.client is not None and record.topic != asked.topic:
             self._plugin.say(record.client, record.topic, record.epoch, m.DriverReplaced())
-        shorten_batching(self._scheduler.client_comms.get(asked.client))
+        hold_nothing_back(self._scheduler.client_comms.get(asked.client))
         handover = pack(record.take_over(asked.client, asked.topic))
         asyncio.get_running_loop().call_soon(self._resume, asked.job, record.epoch)
         return handover

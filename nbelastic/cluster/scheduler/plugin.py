@@ -22,9 +22,8 @@ from msgspec.structs import replace
 from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import (
     PeriodicCall,
-    cause_of_death,
+    hold_nothing_back,
     release_keys,
-    shorten_batching,
     unsent_bytes,
 )
 from nbelastic.cluster.wire import FROM_AGENTS, PLUGIN, pack, pack_for_ranks, unpack
@@ -190,11 +189,10 @@ class ElasticPlugin(SchedulerPlugin):
         # contact address that its worker was started with, which may have a host's name in it.
         slot = replace(hello.slot, worker=worker)
         nanny = getattr(self.scheduler.workers.get(worker), "nanny", None)
-        host = self.workers[worker] = WorkerRecord(slot, hello.versions, hello.process, nanny)
+        host = self.workers[worker] = WorkerRecord(slot, hello.versions, hello.pid, nanny)
         self._refused.pop(worker, None)
         self._installed(worker)
-        shorten_batching(self.scheduler.stream_comms.get(worker))
-        self.spawn(self._heartbeats.warm_up(host))
+        hold_nothing_back(self.scheduler.stream_comms.get(worker))
         self._notices.arrived(host)
         for job in self.jobs.values():
             self.announce(job, [host])
@@ -266,8 +264,6 @@ class ElasticPlugin(SchedulerPlugin):
         host = self.workers.pop(worker, None)
         if host is None:
             return
-        if host.nanny and host.holder is not None and not host.leaving:
-            self.spawn(self._tell_death(host.nanny, host, *host.holder))
         for job in list(self.jobs.values()):
             lost = [start for start, at in job.ranks.items() if at is host]
             for start in lost:
@@ -276,12 +272,6 @@ class ElasticPlugin(SchedulerPlugin):
             self._heartbeats.send_beats(job)  # the last ones tell how far a lost rank had come
             job.take_in(m.SlotGone(host.slot.id))
         self.arbiter.schedule()
-
-    async def _tell_death(self, nanny: str, host: WorkerRecord, job: str, start: int) -> None:
-        cause = await cause_of_death(self.scheduler, nanny, host.process.pid)
-        if cause and job in self.jobs:
-            detail = f"the process of {host.address} {cause}"
-            self.jobs[job].take_in(m.SlotDied(host.slot, start, detail))
 
     def mark_leaving(
         self, address: str, *, soon: bool = False, notice: m.Notice | None = None

@@ -25,7 +25,7 @@ class WorkerRecord:
 
     slot: m.Slot
     versions: dict[str, str]  # what it runs
-    process: m.ProcessId
+    pid: int
     nanny: str | None = None
     holder: tuple[str, int] | None = None  # job and start that its slot is given to
     has_beaten: bool = False  # since its slot was given to that

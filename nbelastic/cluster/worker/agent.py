@@ -15,8 +15,8 @@ import pickle
 import shutil
 import socket
 import sys
-import weakref
 from collections.abc import Callable, Iterable
+from os import getpid
 from typing import Any, cast
 
 import dask.config
@@ -31,13 +31,11 @@ from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import (
     LIMIT_S,
     PeriodicCall,
+    hold_nothing_back,
     memory_limit,
-    resume,
-    shorten_batching,
     unacknowledged_s,
     until,
 )
-from nbelastic.cluster.process_state import process_id
 from nbelastic.cluster.wire import (
     FROM_AGENTS,
     HEARTBEAT_INTERVAL_S,
@@ -77,7 +75,7 @@ class Agent(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         """Take up work: listen to the scheduler and say hello."""
         self._worker = worker
-        self._undo_interrupts = ignore_interrupts()
+        ignore_interrupts()
         self._undo_termination = leave_on_termination(self._terminate)
         self._ranks: dict[Key, HostedRank] = {}
         self._early: dict[Key, list[m.RankOrder]] = {}  # that came before Dask's task of the rank
@@ -88,13 +86,12 @@ class Agent(WorkerPlugin):
             worker.loop, lambda each: self._send(m.NoticeReport(each)), self._shield_nanny
         )
         worker.stream_handlers[PLUGIN] = self._handle
-        keep_quiet_at_the_end(worker)
-        shorten_batching(worker.batched_stream)
+        hold_nothing_back(worker.batched_stream)
         slot = m.Slot(worker.id, worker.address, str(worker.name), host_identity())
         self._launcher = RankLauncher()
         with contextlib.suppress(OSError):  # of processes; the next rank tries again
             self._launcher.start()  # the host's rank template imports torch meanwhile
-        self._send(m.Hello(slot, versions(), process_id(os.getpid())))
+        self._send(m.Hello(slot, versions(), getpid()))
 
     async def teardown(self, worker: Worker) -> None:
         """Make ranks leave at their next commit, then end them: the worker is closing."""
@@ -106,8 +103,6 @@ class Agent(WorkerPlugin):
             rank.end("its worker is closing", ENDING_GRACE)
         await until(lambda: not self._ranks, LEAVE_GRACE, POLL)
         await self._launcher.close()
-        if worker.status is not Status.closing:
-            self._undo_interrupts()
 
     def _shield_nanny(self, on: bool) -> None:
         """Make the nanny pass on the user signals in place of ending, or stop doing so."""
@@ -209,9 +204,7 @@ class Agent(WorkerPlugin):
             self._worker.batched_stream.send({"op": FROM_AGENTS, "message": pack(message)})
 
     def _send_beats(self) -> None:
-        stream = self._worker.batched_stream
-        resume(stream)
-        silence = unacknowledged_s(getattr(stream, "comm", None))
+        silence = unacknowledged_s(getattr(self._worker.batched_stream, "comm", None))
         # At the first of two in a row, data may have been sent just now, after a pause.
         before, self._unheard = self._unheard, silence >= LIMIT_S
         if before and self._unheard:
@@ -269,19 +262,6 @@ class Agent(WorkerPlugin):
     def _ends(self, key: Key) -> bool:
         """Whether a rank was ordered to end before its start."""
         return any(isinstance(each.effect, m.EndRank) for each in self._early.get(key, ()))
-
-
-def keep_quiet_at_the_end(worker: Worker) -> None:
-    """Drop the traceback of a heartbeat that is under way when a cluster is closed."""
-    logger = logging.getLogger("distributed.worker")
-    known = weakref.ref(worker, lambda _: logger.removeFilter(keep))
-
-    def keep(record: logging.LogRecord) -> bool:
-        alive = known()
-        runs = alive is None or alive.status in (Status.init, Status.running, Status.paused)
-        return runs or "during heartbeat" not in record.getMessage()
-
-    logger.addFilter(keep)
 
 
 def run_rank(spec: RankSpec, slot: m.Slot) -> None:

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -366,8 +366,7 @@ class NoticeWatcher:
         self._send = send
         self._shield = shield
         self._stopping: threading.Event | None = None  # of the thread
-        self._timer: object | None = None
-        self._stop_handling: Callable[[], None] | None = None
+        self._handling: ExitStack | None = None  # of signals, and of the end of a batch job
         self._closed = False
 
     def apply(self, order: WatchOrder) -> None:
@@ -382,22 +381,20 @@ class NoticeWatcher:
         elif not order.host and self._stopping is not None:
             self._stopping.set()
             self._stopping = None
-        if order.on and self._stop_handling is None:
-            self._stop_handling = leave_on_user_signals(
-                partial(self._loop.add_callback, self._report_signal)
-            )
+        if order.on and self._handling is None:
+            tell = partial(self._loop.add_callback, self._report_signal)
+            self._handling = ExitStack()
+            self._handling.callback(leave_on_user_signals(tell))
             self._shield(True)
+            self._handling.callback(self._shield, False)
             end = batch_job_end(os.environ, _started())
             if end is not None and end[1] > time.time():  # else of an earlier job's environment
                 delay = max(end[1] - time.time() - BATCH_SECONDS, 0.0)
-                self._timer = self._loop.call_later(delay, self._end_batch_job, *end)
-        elif not order.on and self._stop_handling is not None:
-            self._stop_handling()
-            self._stop_handling = None
-            self._shield(False)
-            if self._timer is not None:
-                self._loop.remove_timeout(self._timer)
-            self._timer = None
+                timer = self._loop.call_later(delay, self._end_batch_job, *end)
+                self._handling.callback(self._loop.remove_timeout, timer)
+        elif not order.on and self._handling is not None:
+            self._handling.close()
+            self._handling = None
 
     def close(self) -> None:
         """Watch for nothing any more."""

@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 import psutil
 
-from nbelastic.cluster.process_state import ProcessState, process_id, read_state
+from nbelastic.cluster.process_state import ProcessState, read_state
 from nbelastic.elastic.ranks.telemetry import NOT_THE_USERS
 from nbelastic.messages import AnyMessage, Message, RankEvent, decode, encode
 from nbelastic.rank_template import KIND, receive, send
@@ -206,10 +206,7 @@ class RankProcess:
 
     def state(self) -> ProcessState:
         """Return the state of the process, as the system has it."""
-        try:
-            return ProcessState("unknown") if self.pid is None else read_state(process_id(self.pid))
-        except psutil.Error:
-            return ProcessState("gone")
+        return ProcessState("unknown") if self.pid is None else read_state(self.pid)
 
     def memory(self) -> int:
         """Return how many bytes of memory the process has for itself."""

@@ -40,18 +40,15 @@ HANDLERS_OF_DASK = "distributed._signals"
 """Module of the signal handler of a ``dask worker`` without a nanny."""
 
 
-def ignore_interrupts() -> Undo:
-    """Make the process of a nanny's worker ignore SIGINT; return a function to undo this.
+def ignore_interrupts() -> None:
+    """Make the process of a nanny's worker ignore SIGINT from now on; called in its main thread.
 
-    To be called in the process's main thread. In any other process nothing is changed: one that
-    was not started by ``multiprocessing`` handles signals itself.
+    In any other process nothing is changed: one that was not started by ``multiprocessing`` handles
+    signals itself.
     """
-    if multiprocessing.parent_process() is None:
-        return _handle([], None)
-    undo = _handle([signal.SIGINT], signal.SIG_IGN)
-    if _in_main_thread():  # it may have been started shielded
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    return undo
+    if multiprocessing.parent_process() is not None and _in_main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it may be shielded
 
 
 def after_shielding(probe: Callable[[], T]) -> Callable[[], T]:
@@ -147,15 +144,7 @@ def _handle(numbers: Iterable[int], handler: Any) -> Undo:
 
 
 def _ends_process(signum: int) -> bool:
-    """Whether a signal has no handler in this process, neither in Python nor in C."""
-    if signal.getsignal(signum) is not signal.SIG_DFL:
-        return False
-    try:
-        with open("/proc/self/status") as file:
-            caught = next(line for line in file if line.startswith("SigCgt:"))
-    except (OSError, StopIteration):
-        return True  # not Linux
-    return not int(caught.split()[1], 16) >> (signum - 1) & 1
+    return signal.getsignal(signum) is signal.SIG_DFL
 
 
 def start_processes_shielded() -> None:

@@ -11,7 +11,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import dask.config
 import distributed
@@ -36,7 +36,7 @@ class RankClient:
         if self._setup.dask_config:
             with contextlib.suppress(Exception):  # a class that this process lacks
                 dask.config.update(dask.config.config, pickle.loads(self._setup.dask_config))
-        for name in ("get_client", "get_worker", "secede", "rejoin", "worker_client"):
+        for name in ("get_client", "secede", "rejoin", "worker_client"):
             original = getattr(distributed, name)
             for module_name, module in list(sys.modules.items()):
                 theirs = module_name.partition(".")[0] in ("dask", "distributed")
@@ -73,13 +73,6 @@ class RankClient:
                     direct_to_workers=True,  # as a task's client: values don't pass the scheduler
                 )
             return self._client
-
-    def get_worker(self) -> NoReturn:
-        """Refuse."""
-        raise ValueError(
-            "a rank is a process of its own, and has no access to its worker; get_client() returns "
-            "a client of its cluster"
-        )
 
     def secede(self) -> None:
         """Do nothing: a rank is in no pool of threads."""

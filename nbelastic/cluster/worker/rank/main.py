@@ -21,7 +21,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +29,7 @@ from nbelastic import collectives
 from nbelastic.cluster.worker.rank import children
 from nbelastic.cluster.worker.rank.channel import RankChannel, RankSetup
 from nbelastic.cluster.worker.rank.dask_client import RankClient
-from nbelastic.cluster.worker.rank.program import NO_CONSOLE, RankProgram
+from nbelastic.cluster.worker.rank.program import RankProgram
 from nbelastic.cluster.worker.rank.torch_hooks import hook_torch
 from nbelastic.elastic.ranks import session
 from nbelastic.elastic.ranks.runtime import (
@@ -52,7 +52,6 @@ def main(channel_fd: int, crash_fd: int) -> None:
     # seek, which a pipe cannot.
     sys.stdout = sys.__stdout__ = _lines(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _lines(2)  # type: ignore[misc]
-    sys.stdin = _NoInput(open(0, "rb", closefd=False), encoding="utf-8")  # noqa: SIM115
     channel = RankChannel(channel_fd)
     setup: RankSetup = pickle.loads(channel.read())
     _take_environment(setup)
@@ -124,15 +123,6 @@ def _handle_signals(program: RankProgram) -> None:
 
 
 # -- standard streams, and variables ---------------------------------------------------------------
-
-
-class _NoInput(io.TextIOWrapper):
-    """Standard input without any text; a read raises EOFError with advice."""
-
-    def read(self, *_: Any) -> NoReturn:
-        raise EOFError(NO_CONSOLE)
-
-    readline = read
 
 
 def _lines(descriptor: int) -> io.TextIOWrapper:

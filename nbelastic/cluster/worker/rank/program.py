@@ -41,6 +41,7 @@ from .torch_hooks import advise, trainers_of
 
 logger = logging.getLogger(__name__)
 
+NO_INPUT = "EOFError: EOF when reading a line"
 NO_CONSOLE = (
     "breakpoint(), pdb and input() need a console, and a rank has none. To debug the function, "
     "call it in the notebook without fit: outside a job it runs there, as a world of one rank"
@@ -241,7 +242,7 @@ class RankProgram:
 
     def _report_error(self, error: BaseException) -> None:
         kind = type(error)  # isinstance() would ask the error for its class, too
-        if issubclass(kind, bdb.BdbQuit):
+        if issubclass(kind, bdb.BdbQuit) or summary_of(error) == NO_INPUT:
             error.args = (NO_CONSOLE,)
         advise(error)
         packed = pack_error(error)

@@ -1,8 +1,7 @@
 """Hook into torch to detect a rank that trains without nbelastic.
 
-Ranks often run code that was written for ``torch.distributed``. Two functions show that:
-``init_process_group`` and ``SyncBatchNorm``. Steps of optimizers show what is trained, which should
-be the same on all ranks.
+Ranks often run code that was written for ``torch.distributed``, which ``init_process_group`` shows.
+Steps of optimizers show what is trained, which should be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -10,27 +9,22 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-from nbelastic.elastic.ranks.context import Context, current_or_none
-from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.elastic.ranks.context import current_or_none
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.training_checks import note_step
 from nbelastic.errors import summary_of
 
 _TRAINERS = {
     "accelerate": "accelerate",
-    "deepspeed": "DeepSpeed",
-    "fastai": "fastai",
-    "horovod": "Horovod",
-    "ignite": "Ignite",
     "keras": "Keras",
     "lightning": "Lightning",
     "lightning_fabric": "Lightning",
     "pytorch_lightning": "Lightning",
 }
-"""Libraries for training, by the module that they import."""
+"""Libraries that have a loop of their own here, by the module that they import."""
 
 GROUP_ADVICE = (
     'Call torch.distributed.init_process_group("nbelastic") first: in a rank it needs neither '
@@ -40,24 +34,15 @@ GROUP_ADVICE = (
 
 _NO_GROUP = "process group has not been initialized"
 
-SYNC_WARNING = (
-    "torch.nn.SyncBatchNorm uses each rank's own statistics\n"
-    "It needs a process group of torch.distributed. Without one it acts as BatchNorm, and its "
-    "running statistics differ between ranks.\n"
-    "Use hvd.SyncBatchNorm; hvd.convert_sync_batchnorm(model) puts it in the place of this layer."
-)
-
 
 def trainers_of(session: Session) -> tuple[str, ...] | None:
     """Return the trainers in a rank that has met no peer; None for a rank with peers."""
     if session.generation or session.in_torch_group:
         return None
     names = [name for module, name in _TRAINERS.items() if module in sys.modules]
-    transformers = sys.modules.get("transformers")
+    transformers = sys.modules.get("transformers")  # which other libraries import, too
     if "transformers.trainer" in sys.modules or "Trainer" in vars(transformers or object):
         names.append("Trainer (transformers)")
-    elif transformers is not None and not names:  # which imports it, too
-        names.append("transformers")
     if session.in_torch_group is False:
         names.append("torch.distributed with a group of one rank (DDP)")
     return tuple(sorted(set(names)))
@@ -67,11 +52,9 @@ def hook_torch() -> None:
     """Hook torch in this process."""
     import torch.distributed
     from torch.distributed import distributed_c10d
-    from torch.nn.modules import batchnorm
     from torch.optim import optimizer
 
     _hook_groups(distributed_c10d, torch.distributed)
-    _hook_batch_norm(batchnorm.SyncBatchNorm)
     optimizer.register_optimizer_step_post_hook(_stepped)
 
 
@@ -109,44 +92,6 @@ def advise(error: BaseException) -> None:
         error.add_note(advice)
     elif len(error.args) == 1:  # Python 3.10
         error.args = (f"{error.args[0]}\n{advice}",)
-
-
-# -- SyncBatchNorm ---------------------------------------------------------------------------------
-
-
-def _hook_batch_norm(kind: Any) -> None:
-    def hook(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def made(self: object, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            context = current_or_none()
-            if context is not None and context.size > 1:
-                known = [each for each in context.before_exchange if isinstance(each, _GroupCheck)]
-                (known[0] if known else _GroupCheck(context)).modules.add(self)
-
-        return made
-
-    kind.__init__, kind.__setstate__ = hook(kind.__init__), hook(kind.__setstate__)
-
-
-class _GroupCheck:
-    """Warns before an exchange if `modules` have trained without a group of torch's."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self.modules: weakref.WeakSet[Any] = weakref.WeakSet()
-        context.before_exchange += (self,)
-
-    def __call__(self) -> None:
-        context = self._context
-        # One has counted a batch, which the counter's version shows without a look at a device.
-        counters = [getattr(m, "num_batches_tracked", None) for m in self.modules if m.training]
-        if not any(each is None or each._version > 0 for each in counters):
-            return
-        context.before_exchange = tuple(each for each in context.before_exchange if each != self)
-        grouped = sys.modules["torch.distributed"].is_initialized()
-        if context.size > 1 and (context.in_torch_group is False or not grouped):
-            warn(context, SYNC_WARNING)
 
 
 # -- optimizers ------------------------------------------------------------------------------------
