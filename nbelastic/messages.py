@@ -761,7 +761,9 @@ class NotUsed(Reason, frozen=True):
 
 class Sharing(Reason, frozen=True):
     share: int  # most ranks that it may have now
-    slots: int  # of the cluster that it could use
+    # Of the cluster that it could use, without those that keep the states of suspended jobs
+    # that come before it.
+    slots: int
     others: tuple[str, ...]  # some of the jobs that it shares with, by name
     number: int  # of all these jobs
     suspended: bool = False  # it waits with one rank, which keeps its state, for slots of others
@@ -1134,12 +1136,6 @@ class Notify(GenerationEffect, frozen=True):
 
 class Release(GenerationEffect, frozen=True):
     """Release members from their elastic loop, because all have left it."""
-
-
-class SaveCommit(RankEffect, frozen=True):
-    """Write the last commit of a waiting rank to its checkpoint meanwhile."""
-
-    start: int
 
 
 class EndRank(RankEffect, frozen=True):

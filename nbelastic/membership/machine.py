@@ -501,10 +501,6 @@ class Machine:
             self._note_shortage()
         if self.roster.phase == Phase.GATHERING:
             self._gather()
-        saver = rules.saver(self.roster)
-        if saver is not None:
-            self.roster.saved_in = self.roster.generation
-            self._emit(m.SaveCommit(saver.start))
         if not self.roster.ended:
             self._start_ranks()
         if self.roster.phase == Phase.RUNNING:

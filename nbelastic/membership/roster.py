@@ -39,8 +39,6 @@ class Roster:
     # Starts that have to return for the job to finish, by rank: the members of the newest plan;
     # without a plan, the ranks that were there when the first of them returned.
     expected: list[int] = field(default_factory=list)
-    # Generation after which a rank of the suspended job was told to write its commit.
-    saved_in: int = -1
     short_since: float | None = None  # no training since then, because there are too few slots
     reset_causes: list[m.AnyReason] = field(default_factory=list)  # faults since the last reset
     ranks: dict[int, Rank] = field(default_factory=dict)  # by start

@@ -45,7 +45,7 @@ def last_holders(roster: Roster) -> list[Rank]:
         return []
     ranks = roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
     holders = [rank for rank in ranks if rank.version != m.FRESH]
-    if roster.stopping or yields(roster) or any(not rank.leaving for rank in holders):
+    if roster.stopping or any(not rank.leaving for rank in holders):
         return []
     return [
         rank
@@ -124,31 +124,13 @@ def most_ranks(roster: Roster) -> int | None:
 
 def suspended(roster: Roster) -> bool:
     """Return whether the job waits with its state, having given way to other jobs."""
-    # Not on a cluster with too few slots, whatever the others have, nor with a last slot that it is
-    # to yield and cannot: then it lacks workers like any other job.
+    # Not on a cluster with too few slots, besides those of suspended jobs that come first: then it
+    # lacks workers like any other job, and fails in time, so that these go on.
     share, limits = roster.share, roster.limits
     if share is None or share >= limits.min_np or not (limits.preemptible and roster.ran):
         return False
     enough = roster.sharing is not None and roster.sharing.slots >= limits.min_np
     return enough and (share > 0 or limits.checkpoint)
-
-
-def saver(roster: Roster) -> Rank | None:
-    """Return the rank to write the last commit of a job just suspended."""
-    if not roster.limits.checkpoint or roster.saved_in == roster.generation:
-        return None
-    if roster.phase != Phase.GATHERING or not suspended(roster):
-        return None
-    holding = [rank for rank in ready(roster) if rank.version > 0]
-    newest = max((rank.version for rank in holding), default=0)
-    return next((rank for rank in holding if rank.version == newest), None)
-
-
-def yields(roster: Roster) -> bool:
-    """Return whether the last ranks end, too, and a checkpoint resumes the job later."""
-    limits = roster.limits
-    may = limits.preemptible and limits.checkpoint and roster.ran
-    return may and roster.share == 0 and roster.phase == Phase.GATHERING
 
 
 def slots_to_start(roster: Roster) -> list[m.Slot]:
@@ -331,9 +313,7 @@ def next_members(roster: Roster, candidates: list[Rank]) -> list[Rank]:
 
 
 def ranks_to_release(roster: Roster, members: list[Rank]) -> list[Rank]:
-    """Return the surplus members; a holder of the state stays, unless the job yields."""
-    if yields(roster):
-        return members
+    """Return the surplus members; a holder of the state stays."""
     most = max(most_ranks(roster) or 1, 1)
     if most_ranks(roster) is None or len(members) <= most:
         return []

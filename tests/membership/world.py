@@ -176,8 +176,6 @@ class World:
             case ev.Abort() | ev.Notify() | ev.Release():
                 for start in effect.starts:
                     self._to_rank(start, f"on_{type(effect).__name__.lower()}", effect.generation)
-            case ev.SaveCommit(start=start):
-                assert self.ranks[start].where == "waiting", "only there it writes"
             case ev.EndRank(start=start, how=how):
                 self._to_rank(start, "on_end", how)
             case ev.RestartWorker():

@@ -175,7 +175,7 @@ class ScheduledJob:
             self.plugin.order(self, effect, [each.start for each in effect.plan.members])
         elif isinstance(effect, m.Abort | m.Notify | m.Release):
             self.plugin.order(self, replace(effect, starts=()), effect.starts)
-        elif isinstance(effect, m.SaveCommit | m.EndRank):
+        elif isinstance(effect, m.EndRank):
             self.plugin.order(self, effect, [effect.start])
         elif isinstance(effect, m.RestartWorker):
             self.plugin.spawn(self.plugin.restart_worker(effect.slot, str(effect.reason)))

@@ -115,8 +115,6 @@ class RankProgram:
             self.session.on_notice(effect.generation)
         elif isinstance(effect, m.Release):
             self.session.on_release(effect.generation)
-        elif isinstance(effect, m.SaveCommit):
-            self.session.on_save()
         elif isinstance(effect, m.EndRank):
             self.session.on_end(effect.how, str(effect.reason), effect.save)
 
