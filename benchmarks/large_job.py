@@ -50,7 +50,6 @@ class SimulatedJobClient:
     status = "running"
     epoch = 1
     uid = "uid"
-    free_workers = None  # not asked for
     is_local = False
 
     def __init__(self) -> None:

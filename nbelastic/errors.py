@@ -208,4 +208,4 @@ class Evicted(RankExit):
 
 
 class JobInterrupted(_Headline, KeyboardInterrupt):
-    """A blocking ``fit`` was interrupted; the message has the number of free workers."""
+    """A blocking ``fit`` was interrupted."""

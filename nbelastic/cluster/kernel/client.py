@@ -54,8 +54,6 @@ class JobClient:
         self._steps = 0
         self._installed = False
         self.epoch = 0
-        # Addresses of workers that were free when the job was closed; None if that is unknown.
-        self.free_workers: frozenset[str] | None = None
 
     def open(self, terms: m.JobTerms) -> None:
         """Publish the job on the cluster. From here on messages arrive."""
@@ -138,10 +136,9 @@ class JobClient:
 
     async def _close(self) -> None:
         over = self._over = asyncio.Event()
-        free = await self._scheduler.nbelastic_close(
+        await self._scheduler.nbelastic_close(
             job=self._job, uid=self.uid, epoch=self.epoch, steps=self._steps
         )
-        self.free_workers = frozenset(free)
         try:
             await asyncio.wait_for(over.wait(), CLOSE_TIMEOUT)
         except asyncio.TimeoutError:
