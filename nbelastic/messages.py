@@ -68,11 +68,6 @@ class UnusedReason(str, enum.Enum):
     HOST_FULL = "on a host that has slots_per_host={detail} ranks already"
     TOO_LATE = "too late: the ranks are past the point where others can join"
 
-    @property
-    def chosen(self) -> bool:
-        """Whether the job's own options exclude such a worker."""
-        return self in (UnusedReason.NOT_IN_WORKERS, UnusedReason.LACKS_RESOURCES)
-
 
 class UnusedWorker(Data, frozen=True):
     """A worker of the cluster that is not offered to the job."""
@@ -82,6 +77,11 @@ class UnusedWorker(Data, frozen=True):
     # The other job for TAKEN, what is lacking for LACKS_RESOURCES, the versions for OTHER_VERSIONS,
     # the error for REFUSED.
     detail: str = ""
+
+    @property
+    def why(self) -> str:
+        """The reason in words."""
+        return self.reason.value.format(detail=self.detail)
 
 
 class Limits(Data, frozen=True):
@@ -238,21 +238,20 @@ class Reason(Data, frozen=True, tag=True, tag_field="code"):
         return getattr(self, name)
 
 
-def _listed(reasons: Iterable[Reason]) -> str:
-    return "; ".join(dict.fromkeys(map(str, reasons)))
+def listed(reasons: Iterable[Reason], none: str = "a planned change") -> str:
+    """Return the different reasons in words, or `none`."""
+    return "; ".join(dict.fromkeys(map(str, reasons))) or none
 
 
-def _causes(reasons: tuple[Reason, ...]) -> str:
-    return _listed(reasons) or "a planned change"
-
-
-def _ranks(number: int) -> str:
+def so_many_ranks(number: int) -> str:
+    """Return ``1 rank``, ``2 ranks``, …"""
     return f"{number} rank{'s' * (number != 1)}"
 
 
-def _and_more(names: tuple[str, ...], number: int, comma: str = "") -> str:
+def and_more(names: Sequence[str], number: int) -> str:
+    """Return some names of so many."""
     more = number - len(names)
-    return ", ".join(names) + (f"{comma} and {more} more" if more > 0 else "")
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
 _TRANSPORTS = {
@@ -345,17 +344,6 @@ class CutOff(Reason, frozen=True):
     how: str
 
 
-class Exiting(Reason, frozen=True):
-    number: int
-    seconds: Number
-
-    def __str__(self) -> str:
-        return (
-            f"all ranks have returned; threads, exit handlers or children of {_ranks(self.number)} "
-            f"still run, for {self.seconds:g} s at most (exit_timeout)"
-        )
-
-
 class RankError(Reason, frozen=True):
     rank: RankId  # makes no difference: the same error of several ranks is one
     error: str
@@ -411,20 +399,6 @@ class GenerationLeft(Reason, frozen=True):
         return f"{self.rank}: {self.detail or unasked}"
 
 
-class NotConnected(Reason, frozen=True):
-    ranks: tuple[RankId, ...]
-    seconds: Number
-
-    def __str__(self) -> str:
-        return f"not connected after {self.seconds:g} s: {', '.join(map(str, self.ranks))}"
-
-
-class Unreachable(Reason, frozen=True):
-    says = "{one} cannot reach {other}"
-    one: RankId
-    other: RankId
-
-
 class AllWaited(Reason, frozen=True):
     seconds: Number
     after_loop: bool = False
@@ -471,45 +445,8 @@ class Reset(Reason, frozen=True):
 
     def __str__(self) -> str:
         again = f" ({self.count})" if self.count is not None and self.count.times > 1 else ""
-        newcomers = f"{_ranks(self.joined)} joined" if self.joined else _causes(())
-        return f"{_listed(self.causes) or newcomers} → {_ranks(self.size)}{again}"
-
-
-class Connected(Reason, frozen=True):
-    size: int
-    backend: str
-    remark: str = ""  # why they use no faster kind of communicator
-
-    def __str__(self) -> str:
-        if self.remark:
-            return f"tensors go {over(self.backend)}: {self.remark}"
-        return f"{_ranks(self.size)} {over(self.backend)}".rstrip()
-
-
-class StateLost(Reason, frozen=True):
-    commit: int  # newest known one, or 0
-
-    def __str__(self) -> str:
-        state = f"commit {self.commit}, the newest known one" if self.commit else "the state"
-        return f"no rank is left that holds {state}"
-
-
-class UserErrors(Reason, frozen=True):
-    errors: tuple[str, ...]
-    presence: Presence | None = None  # the workers that are there, if these are too few
-
-    def __str__(self) -> str:
-        return "; ".join([*self.errors, *([str(self.presence)] if self.presence else [])])
-
-
-class RepeatedError(Reason, frozen=True):
-    error: str
-    workers: int
-    one_generation: bool
-
-    def __str__(self) -> str:
-        how = "in one generation" if self.one_generation else "one after another"
-        return f"{self.error} (raised on {self.workers} workers, {how})"
+        newcomers = f"{so_many_ranks(self.joined)} joined" if self.joined else "a planned change"
+        return f"{listed(self.causes, newcomers)} → {so_many_ranks(self.size)}{again}"
 
 
 class NoNewCommit(Reason, frozen=True):
@@ -519,15 +456,7 @@ class NoNewCommit(Reason, frozen=True):
 
     def __str__(self) -> str:
         death = "" if self.last_death in str(self.causes) else f"; before that, {self.last_death}"
-        return f"{_causes(self.causes)} ({self.count}, without progress{death})"
-
-
-class ResetLimit(Reason, frozen=True):
-    limit: int
-    causes: tuple[AnyReason, ...]  # of the next reset; none for a planned change
-
-    def __str__(self) -> str:
-        return f"reset_limit={self.limit} is reached; next reset: {_causes(self.causes)}"
+        return f"{listed(self.causes)} ({self.count}, without progress{death})"
 
 
 class LoopsDiffer(Reason, frozen=True):
@@ -539,19 +468,6 @@ class LoopsDiffer(Reason, frozen=True):
     )
     done: RankId
     waiting: RankId
-
-
-class OperationsDiffer(Reason, frozen=True):
-    ranks: tuple[RankId, ...]
-    operations: tuple[str, ...]
-
-    def __str__(self) -> str:
-        sides = zip(self.ranks, self.operations, strict=True)
-        words = "; ".join(f"{rank}: {operation}" for rank, operation in sides)
-        return (
-            f"ranks wait for each other in different operations: {words}. All ranks must call the "
-            "same operations in the same order"
-        )
 
 
 class PastFirstLoop(Reason, frozen=True):
@@ -570,8 +486,7 @@ class PastFirstLoop(Reason, frozen=True):
 
 
 class ReturnedEarly(Reason, frozen=True):
-    ranks: tuple[RankId, ...]  # those that have returned, or that wait for them
-    waiting: bool
+    ranks: tuple[RankId, ...]  # those that wait for the others
     lines: tuple[CodeLine | None, ...] = ()  # at which they wait
 
     def __str__(self) -> str:
@@ -579,29 +494,12 @@ class ReturnedEarly(Reason, frozen=True):
 
     def at(self, places: Sequence[str]) -> str:
         """Return the reason with each rank's line of code, where known."""
-        if not self.waiting:
-            return f"{', '.join(map(str, self.ranks))} returned while others train"
         pairs = zip_longest(self.ranks, places)
         ranks = [f"{rank}, at {place}" if place else f"{rank}" for rank, place in pairs]
         return (
             f"ranks returned while others wait to train: {'; '.join(ranks)}. All ranks must enter "
             "the same elastic loops, and outside them call the same operations"
         )
-
-
-class NoLoop(Reason, frozen=True):
-    says = "{cause}; the function has no elastic loop, so it cannot go back to a commit"
-    cause: AnyReason
-
-
-class RanksMissing(Reason, frozen=True):
-    missing: int
-    expected: int
-    causes: tuple[AnyReason, ...]
-
-    def __str__(self) -> str:
-        lost = f"{self.missing} of {self.expected} ranks ended before they returned"
-        return "; ".join(filter(None, [lost, _listed(self.causes)]))
 
 
 class StopReason(str, enum.Enum):
@@ -676,51 +574,6 @@ class WeightsDiffer(Reason, frozen=True):
         )
 
 
-class UnusedGroup(Reason, frozen=True):
-    reason: UnusedReason
-    detail: str
-    number: int
-    workers: tuple[str, ...]  # addresses of some
-
-    def __str__(self) -> str:
-        why = self.reason.value.format(detail=self.detail)
-        return f"{self.number} {why} ({_and_more(self.workers, self.number, ',')})"
-
-
-class Presence(Reason, frozen=True):
-    there: int
-    needed: int
-    excluded: int = 0
-    unused: tuple[UnusedGroup, ...] = ()
-
-    def __str__(self) -> str:
-        words = f"{self.there} of at least {self.needed} workers"
-        if self.excluded:
-            words += f" ({self.excluded} more are there, but excluded because they failed)"
-        return f"{words} (not used: {_listed(self.unused)})" if self.unused else words
-
-
-class Shortage(Reason, frozen=True):
-    presence: Presence
-    min_np: int
-    waited: Number
-    timeout: Number
-    excluded: tuple[str, ...] = ()
-    last_error: str = ""
-    last_death: str = ""
-
-    def __str__(self) -> str:
-        words = (
-            f"{self.presence} (min_np={self.min_np}) after waiting {self.waited:.1f} s "
-            f"(elastic_timeout={self.timeout:g})"
-        )
-        if self.excluded:
-            words += f"; excluded after failures: {', '.join(self.excluded)}"
-        if self.last_death:
-            words += f"; the last process that died: {self.last_death}"
-        return f"{words}; last error: {self.last_error}" if self.last_error else words
-
-
 class NotReady(Reason, frozen=True):
     ranks: tuple[RankId, ...]
     timeout: Number
@@ -733,30 +586,13 @@ class NotReady(Reason, frozen=True):
         at = {rank: places.get(rank.start, "") for rank in self.ranks}
         ranks = [f"{rank}{f', which is at {at[rank]}' * bool(at[rank])}" for rank in self.ranks]
         more = f"; and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+        have = "has" if len(ranks) == 1 else "have"
         return (
-            f"{_ranks(len(ranks))} {'has' if len(ranks) == 1 else 'have'} not reached the elastic "
-            f"loop, nor an operation between ranks, {self.timeout:g} s after the start "
-            f"(elastic_timeout): {'; '.join(ranks[:4])}{more}. Raise elastic_timeout, or prepare "
-            "what takes so long before the job"
+            f"{so_many_ranks(len(ranks))} {have} not reached the elastic loop, nor an operation "
+            f"between ranks, {self.timeout:g} s after the start (elastic_timeout): "
+            f"{'; '.join(ranks[:4])}{more}. Raise elastic_timeout, or prepare what takes so long "
+            "before the job"
         )
-
-
-class Waiting(Reason, frozen=True):
-    presence: Presence
-    waited: Number
-    timeout: Number
-
-    def __str__(self) -> str:
-        more = self.presence.needed - self.presence.there
-        time = f"{self.waited:.0f} s of {self.timeout:g} s"
-        return f"{self.presence}; waiting {time} for {more} more"
-
-
-class NotUsed(Reason, frozen=True):
-    groups: tuple[UnusedGroup, ...]
-
-    def __str__(self) -> str:
-        return f"not used: {_listed(self.groups)}"
 
 
 class Sharing(Reason, frozen=True):
@@ -770,24 +606,15 @@ class Sharing(Reason, frozen=True):
 
     def __str__(self) -> str:
         slots = f"{self.share} of {self.slots} slots"
-        others = _and_more(self.others, self.number)
-        if self.suspended and not self.share:
-            return f"suspended: its state is in its checkpoint, while others go first: {others}"
         if self.suspended:
-            return f"suspended: {slots} for its state, while others go first: {others}"
-        return f"{slots}: shares with {others}"
+            kept = f"{slots} for its state" if self.share else "its state is in its checkpoint"
+            others = and_more(self.others, self.number)
+            return f"suspended: {kept}, while others go first: {others}"
+        return self.among(slots)
 
-
-class ShareChanged(Reason, frozen=True):
-    before: int | None
-    after: Sharing | None
-
-    def __str__(self) -> str:
-        before = "all" if self.before is None else self.before
-        if self.after is None:
-            return f"{before} → all"
-        others = _and_more(self.after.others, self.after.number)
-        return f"{before} → {self.after.share}: shares with {others}"
+    def among(self, part: object) -> str:
+        """Return the job's part, and whom it shares with."""
+        return f"{part}: shares with {and_more(self.others, self.number)}"
 
 
 class NoticeSource(str, enum.Enum):
@@ -830,34 +657,6 @@ class GoneBeforeCommit(Reason, frozen=True):
     )
     name: str  # of the worker
     seconds: Number  # after the request to leave
-
-
-class Noticed(Reason, frozen=True):
-    notices: tuple[Notice, ...]  # of some of them, the first to go first
-    number: int  # of all of them
-
-    def __str__(self) -> str:
-        more = self.number - len(self.notices)
-        return _listed(self.notices) + (f"; and {more} more" if more > 0 else "")
-
-
-class WaitingForRanks(Reason, frozen=True):
-    number: int
-    generation: int  # 0: they are to be ready for the first time
-    unused: tuple[UnusedGroup, ...] = ()  # workers that may be what holds them up
-    operation: str = ""  # that their processes wait for
-
-    def __str__(self) -> str:
-        if self.generation:
-            return f"waiting for {_ranks(self.number)} to leave generation {self.generation}"
-        held_up = f" (not used: {_listed(self.unused)})" if self.unused else ""
-        operation = f": {self.operation}" if self.operation else ""
-        return f"waiting for {_ranks(self.number)} to be ready{operation}{held_up}"
-
-
-class KernelLost(Reason, frozen=True):
-    says = "its kernel is gone; it goes on for up to {seconds:g} s"
-    seconds: Number  # that the job goes on without a kernel
 
 
 # Reasons without fields.

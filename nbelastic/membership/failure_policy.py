@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from nbelastic.messages import Counted, Exclusion, Limits, RepeatedError, Slot, Tally
+from nbelastic.messages import Counted, Exclusion, Limits, Slot, Tally, Text
 
 SAME_ERROR = 2  # times that ranks themselves end a generation with one error at one commit
 
@@ -258,7 +258,7 @@ class FailurePolicy:
 
     def repeated_error(
         self, chain: list[ErrorReport], hosts: set[str], *, short: bool
-    ) -> RepeatedError | None:
+    ) -> Text | None:
         """Return the error of a chain if it is the function's fault, not a worker's."""
         # Errors on one of several hosts may be the fault of that host. If too few workers are left
         # to go on (`short`), two of them on any host are enough.
@@ -273,7 +273,8 @@ class FailurePolicy:
                 self.workers.until.pop(each.key, None)
             return None
         at_once = len({each.generation for each in chain}) == 1
-        return RepeatedError(chain[-1].error, workers, at_once)
+        how = "in one generation" if at_once else "one after another"
+        return Text(f"{chain[-1].error} (raised on {workers} workers, {how})")
 
 
 def _equal(cause: str, other: str) -> bool:

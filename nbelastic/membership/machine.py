@@ -84,8 +84,7 @@ class Machine:
         before = rules.held_up(self.roster)
         for each in event.workers:
             if each.reason in _UNABLE and each not in self.roster.unused:
-                words = each.reason.value.format(detail=each.detail)
-                self._emit(m.Record("refused", worker=each.worker, detail=words))
+                self._emit(m.Record("refused", worker=each.worker, detail=each.why))
         self.roster.unused = list(event.workers)
         for rank in before:
             if rank not in rules.held_up(self.roster):
@@ -255,8 +254,8 @@ class Machine:
         self._note_formed(rank)
         if event.remark and event.remark != roster.remark:  # once, not with every generation
             roster.remark = event.remark
-            connected = m.Connected(roster.present, event.backend, event.remark)
-            self._record("backend", reason=connected)
+            words = f"tensors go {m.over(event.backend)}: {event.remark}"
+            self._record("backend", reason=m.Text(words))
 
     def _note_formed(self, rank: Rank) -> None:
         roster = self.roster
@@ -269,7 +268,8 @@ class Machine:
             roster.policy.forming_failures = 0
             roster.ran = roster.ran or roster.in_loop
             roster.enter(Phase.RUNNING)
-            self._record("formed", reason=m.Connected(roster.present, roster.backend))
+            words = f"{m.so_many_ranks(roster.present)} {m.over(roster.backend)}"
+            self._record("formed", reason=m.Text(words.rstrip()))
 
     def _on_loop_done(self, event: m.LoopDone) -> None:
         rank = self.roster.ranks.get(event.start)
@@ -321,8 +321,8 @@ class Machine:
         if roster.plan is None and not roster.expected:
             roster.expected = [other.start for other in arrange([], roster.staying())]
         if roster.in_loop and roster.phase in (Phase.RUNNING, Phase.FORMING):
-            early = m.ReturnedEarly((roster.id(rank),), waiting=False)
-            self._fail(m.FailureKind.RETURNED_EARLY, early)
+            early = f"{roster.id(rank)} returned while others train"
+            self._fail(m.FailureKind.RETURNED_EARLY, m.Text(early))
         else:
             self._note_formed(rank)
 
@@ -471,7 +471,9 @@ class Machine:
                 if not roster.excluded(slot):
                     roster.drop_slot(slot.id)
         if roster.share != before:
-            self._record("share", reason=m.ShareChanged(before, event.sharing))
+            former = "all" if before is None else before
+            present = "all" if event.sharing is None else event.sharing.among(event.sharing.share)
+            self._record("share", reason=m.Text(f"{former} → {present}"))
         for reclaimed in event.reclaimed:
             roster.drop_slot(reclaimed)
             for rank in roster.on_slot(reclaimed):
@@ -565,12 +567,12 @@ class Machine:
             self._fail(m.FailureKind.NOT_ENOUGH_WORKERS, past)
             return
         if roster.user_errors and roster.counted.synced and rules.is_stuck(roster):
-            errors = m.UserErrors(rules.errors(roster), rules.presence(roster))
-            self._fail(m.FailureKind.RANK_FAILED, errors)
+            errors = f"{rules.errors(roster)}; {rules.presence(roster)}"
+            self._fail(m.FailureKind.RANK_FAILED, m.Text(errors))
             return
         if roster.short_since is None:
             roster.short_since = self._now
-            self._record("waiting", reason=rules.presence(roster))
+            self._record("waiting", reason=m.Text(rules.presence(roster)))
         if self._now < roster.short_since + limits.elastic_timeout:
             return
         if not roster.launched and there >= limits.min_np:
@@ -638,7 +640,7 @@ class Machine:
         holders = len(rules.last_holders(roster))
         synced = roster.counted.synced or holders
         if roster.user_errors and not synced:
-            self._fail(m.FailureKind.RANK_FAILED, m.UserErrors(rules.errors(roster)))
+            self._fail(m.FailureKind.RANK_FAILED, m.Text(rules.errors(roster)))
             return
         if rules.first_start(roster) and not synced:
             held_up = rules.held_up(roster)
@@ -656,7 +658,7 @@ class Machine:
     def _gather_returned(self, ready: list[Rank]) -> None:
         if ready:
             lines = tuple(rank.line for rank in ready)
-            early = m.ReturnedEarly(tuple(map(self.roster.id, ready)), True, lines)
+            early = m.ReturnedEarly(tuple(map(self.roster.id, ready)), lines)
             self._fail(m.FailureKind.RETURNED_EARLY, early)
         elif self.roster.plan is not None or not self.roster.any_in(Stage.STARTING):
             self._conclude()
@@ -696,7 +698,7 @@ class Machine:
         pairs = broken_pairs(order, {rank.start: rank.unreached for rank in ready})
         for pair in pairs:
             one, other = (roster.id(roster.ranks[start]) for start in pair)
-            roster.reset_causes.append(m.Unreachable(one, other))
+            roster.reset_causes.append(m.Text(f"{one} cannot reach {other}"))
         removed = choose_removed(order, pairs)
         others = [rank for rank in ready if rank.start not in removed]
         if not removed:
@@ -727,7 +729,8 @@ class Machine:
         by_share = not causes and (roster.gave_way or any(rank.by_share for rank in joined))
         limit, counted = roster.limits.reset_limit, policy.resets - policy.resets_by_share
         if not by_share and limit is not None and counted >= limit:
-            self._fail(m.FailureKind.RESET_LIMIT, m.ResetLimit(limit, causes))
+            words = f"reset_limit={limit} is reached; next reset: {m.listed(causes)}"
+            self._fail(m.FailureKind.RESET_LIMIT, m.Text(words))
             return False
         count = self._count_setback(order) if causes or roster.lost else None
         if count is not None and count.reached:
@@ -775,7 +778,10 @@ class Machine:
         newest = plan.version
         lost = roster.version > max(newest, 0) and not roster.restarted
         if lost or (roster.ran and newest == m.FRESH):
-            self._record("restarted", reason=m.StateLost(roster.newest))
+            newest_known = f"commit {roster.newest}, the newest known one"
+            lost_state = newest_known if roster.newest else "the state"
+            words = f"no rank is left that holds {lost_state}"
+            self._record("restarted", reason=m.Text(words))
             roster.newest = math.floor(max(newest, 0))
             roster.restarted = roster.limits.checkpoint and newest == m.FRESH
             if not roster.restarted:
@@ -861,7 +867,8 @@ class Machine:
         silent = rules.silent(roster, late)
         self._evict(silent, m.LossReason.NOT_CONNECTED, limit)
         if not silent:
-            self._break(m.NotConnected(tuple(map(roster.id, late)), limit))
+            names = ", ".join(str(roster.id(rank)) for rank in late)
+            self._break(m.Text(f"not connected after {limit:g} s: {names}"))
 
     def _end_if_apart(self) -> None:
         """End the job if ranks wait in operations that the others will not take part in."""
@@ -871,8 +878,12 @@ class Machine:
             self._fail(m.FailureKind.NO_PROGRESS, m.LoopsDiffer(done, waiting))
         sides = rules.different_operations(self.roster)
         if sides:
-            ranks = tuple(map(self.roster.id, sides.values()))
-            self._fail(m.FailureKind.NO_PROGRESS, m.OperationsDiffer(ranks, tuple(sides)))
+            words = "; ".join(f"{self.roster.id(rank)}: {each}" for each, rank in sides.items())
+            reason = m.Text(
+                f"ranks wait for each other in different operations: {words}. All ranks must call "
+                "the same operations in the same order"
+            )
+            self._fail(m.FailureKind.NO_PROGRESS, reason)
 
     def _check_for_stalls(self) -> None:
         roster, limit = self.roster, self.roster.limits.stall_timeout
@@ -1014,7 +1025,8 @@ class Machine:
             return
         roster.reset_causes.append(cause)
         if roster.plan is not None and roster.plan.loop == 0 and roster.phase != Phase.GATHERING:
-            self._fail(m.FailureKind.RANK_LOST, m.NoLoop(cause))
+            words = f"{cause}; the function has no elastic loop, so it cannot go back to a commit"
+            self._fail(m.FailureKind.RANK_LOST, m.Text(words))
             return
         if roster.phase in (Phase.FORMING, Phase.RUNNING):
             roster.enter(Phase.GATHERING)
@@ -1061,8 +1073,9 @@ class Machine:
         returned = {rank.start for rank in roster.in_stage(Stage.RETURNED)}
         missing = [start for start in roster.expected if start not in returned]
         if missing:
-            reason = m.RanksMissing(len(missing), len(roster.expected), roster.causes())
-            self._fail(m.FailureKind.RANK_LOST, reason)
+            lost = f"{len(missing)} of {len(roster.expected)} ranks ended before they returned"
+            words = "; ".join([lost, *map(str, roster.causes())])
+            self._fail(m.FailureKind.RANK_LOST, m.Text(words))
         else:
             self._warn(rules.never_met(roster))
             self._end(m.Outcome("finished", starts=tuple(roster.expected)))

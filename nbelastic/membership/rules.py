@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from operator import attrgetter
 
 from nbelastic import messages as m
@@ -208,46 +208,52 @@ def is_stuck(roster: Roster) -> bool:
     return enough and not for_a_while and not gone
 
 
-def presence(roster: Roster) -> m.Presence:
-    """Return the shortage of workers, with the unused workers."""
-    out = sum(map(roster.excluded, roster.slots.values()))
-    return m.Presence(within_reach(roster), needed(roster), out, unused(roster))
+def presence(roster: Roster) -> str:
+    """Return the shortage of workers in words, with the unused workers."""
+    words = f"{within_reach(roster)} of at least {needed(roster)} workers"
+    if out := sum(map(roster.excluded, roster.slots.values())):
+        words += f" ({out} more are there, but excluded because they failed)"
+    unused = not_used(roster)
+    return f"{words} ({unused})" if unused else words
 
 
-def shortage(roster: Roster) -> m.Shortage:
+def shortage(roster: Roster) -> m.Text:
     """Return why a job fails that has waited for workers too long."""
     limits = roster.limits
     since = roster.now if roster.short_since is None else roster.short_since
-    return m.Shortage(
-        presence=presence(roster),
-        min_np=limits.min_np,
-        waited=roster.now - since,
-        timeout=limits.elastic_timeout,
-        excluded=tuple(slot.worker for slot in roster.slots.values() if roster.excluded(slot)),
-        last_error=roster.policy.last_error,
-        last_death=roster.last_death,
+    words = (
+        f"{presence(roster)} (min_np={limits.min_np}) after waiting {roster.now - since:.1f} s "
+        f"(elastic_timeout={limits.elastic_timeout:g})"
     )
+    excluded = [slot.worker for slot in roster.slots.values() if roster.excluded(slot)]
+    facts = {
+        "excluded after failures": ", ".join(excluded),
+        "the last process that died": roster.last_death,
+        "last error": roster.policy.last_error,
+    }
+    return m.Text("; ".join([words, *(f"{k}: {fact}" for k, fact in facts.items() if fact)]))
 
 
-def unused(roster: Roster, *, chosen: bool = True) -> tuple[m.UnusedGroup, ...]:
-    """Return the unused workers by reason, with those of the own options if `chosen`."""
-    groups: dict[tuple[m.UnusedReason, str], list[str]] = {}
+def not_used(roster: Roster, reasons: Collection[m.UnusedReason] = tuple(m.UnusedReason)) -> str:
+    """Return the workers that are unused for some reasons, in words; empty without any."""
+    groups: dict[str, list[str]] = {}
     for each in roster.unused:
-        if chosen or not each.reason.chosen:
-            groups.setdefault((each.reason, each.detail), []).append(each.worker)
-    if chosen:
-        why, usable = (m.UnusedReason.TOO_LATE, ""), set()
+        if each.reason in reasons:
+            groups.setdefault(each.why, []).append(each.worker)
+    if m.UnusedReason.TOO_LATE in reasons:
+        why, usable = m.UnusedReason.TOO_LATE.value, set()
         if can_start(roster):
-            why = (m.UnusedReason.HOST_FULL, str(roster.limits.slots_per_host))
+            why = m.UnusedReason.HOST_FULL.value.format(detail=roster.limits.slots_per_host)
             usable = {slot.id for slot in free_slots(roster)}
         for slot in roster.slots.values():  # in the order of discovery, which is serialized
             free = slot.id in roster.counted.vacant and slot.id not in usable
             if free and not roster.excluded(slot):
                 groups.setdefault(why, []).append(slot.worker)
-    return tuple(
-        m.UnusedGroup(*why, len(workers), tuple(workers[:MOST_NAMES]))
+    words = [
+        f"{len(workers)} {why} ({m.and_more(workers[:MOST_NAMES], len(workers))})"
         for why, workers in groups.items()
-    )
+    ]
+    return f"not used: {'; '.join(words)}" if words else ""
 
 
 def first_start(roster: Roster) -> bool:
@@ -444,9 +450,9 @@ def stall_suspects(roster: Roster) -> list[Rank]:
     return members if len(still) == len(members) else []
 
 
-def errors(roster: Roster) -> tuple[str, ...]:
+def errors(roster: Roster) -> str:
     """Return the different errors that user code raised since the newest plan."""
-    return tuple(sorted(set(roster.user_errors.values())))
+    return "; ".join(sorted(set(roster.user_errors.values())))
 
 
 def exiting(roster: Roster) -> list[Rank]:

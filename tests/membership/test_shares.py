@@ -132,8 +132,10 @@ def test_history_and_view_have_the_share() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
     share(world, 1)
     share(world, 1)
-    assert world.reasons("share") == [ev.ShareChanged(None, ev.Sharing(1, 4, ("bert",), 1))]
+    assert world.words("share") == ["all → 1: shares with bert"]
     seen = world.view()
     assert (seen.share, seen.sharing) == (1, ev.Sharing(1, 4, ("bert",), 1))
     world.tell(ev.LimitsChanged(max_np=1))
     assert world.view().sharing is None, "it wants no more"
+    world.tell(ev.ShareSet(None))
+    assert world.words("share")[1] == "1 → all"

@@ -300,6 +300,14 @@ class World:
     def reasons(self, kind: str) -> list:
         return [record.reason for record in self.records(kind)]
 
+    def words(self, kind: str) -> list[str]:
+        return list(map(str, self.reasons(kind)))
+
+    @property
+    def why(self) -> str:
+        """Why the job has ended."""
+        return str(self.outcome.reason)
+
     def view(self) -> JobView:
         return view(self.machine.machine, self.now)
 

@@ -186,7 +186,8 @@ class ScheduledJob:
         """Start the caretaker: the kernel is gone."""
         self.client = None
         self._last_tick = self._abandoned = asyncio.get_running_loop().time()
-        self._note("abandoned", m.KernelLost(self.terms.lease))
+        words = f"its kernel is gone; it goes on for up to {self.terms.lease:g} s"
+        self._note("abandoned", m.Text(words))
         self._caretaker.start()
         self._drain()
 
