@@ -139,15 +139,6 @@ async def until(condition: Callable[[], bool], seconds: float, interval: float) 
         await asyncio.sleep(interval)
 
 
-# -- the scheduler's process -----------------------------------------------------------------------
-
-
-def runs_here(client: Client) -> bool:
-    """Return whether the scheduler of a client runs in this process."""
-    here = [each for each in getattr(Scheduler, "_instances", ()) if each.status == Status.running]
-    return client.scheduler is not None and client.scheduler.address in [s.address for s in here]
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 

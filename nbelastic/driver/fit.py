@@ -158,7 +158,6 @@ def fit(
             packed = pack_function(fn, positional, named)
         payload, modules = packed
         driver = Driver(job_name, options, cleanup)
-        driver.owns_cluster = cluster is None
         driver.log.modules = modules
         driver.variables = variables_of(fn)
         job_client = JobClient(client, job_name, driver.receive)

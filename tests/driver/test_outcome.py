@@ -14,7 +14,6 @@ from unittest.mock import MagicMock
 import pytest
 
 from nbelastic import messages as ev
-from nbelastic.cluster import JobClient
 from nbelastic.cluster.rank_error import MOST_FRAMES, pack_error, unpack_error
 from nbelastic.cluster.worker.rank.program import NO_CONSOLE
 from nbelastic.driver import display
@@ -223,31 +222,3 @@ def test_a_lost_connection_is_the_reason_until_it_is_back() -> None:
     for client.status, reason in (("running", before), ("connecting", away), ("running", before)):
         driver._look_at_connection()
         assert Job(driver).status.reason == reason
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_a_worker_that_dask_has_closed_for_good_is_said_once_or_started_again(own: bool) -> None:
-    driver, asked = Driver("closed", Options(np=2), lambda: None), list[int]()
-    driver.owns_cluster = own
-    both: Any = {"workers": {0: None, 1: None}, "worker_spec": {0: None, 1: None}}
-    client: Any = SimpleNamespace(cluster=SimpleNamespace(**both, scale=asked.append))
-    driver.job_client = JobClient(client, "closed", lambda _: None)
-
-    def look() -> None:
-        driver._look_at = 0.0
-        driver._look_at_workers()
-
-    look()
-    del client.cluster.worker_spec[0], client.cluster.workers[0]  # scaled down
-    client.cluster.worker_spec[2] = None  # about to start
-    look()
-    assert not driver.log.warnings() and not asked
-    del client.cluster.workers[1]
-    look()
-    look()
-    assert asked == [2] * own
-    assert [each.split("\n")[0] for each in driver.log.warnings()] == (
-        [] if own else ["Dask's cluster has closed worker 1 for good"]
-    )
-    client.cluster = None  # an address
-    look()

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbelastic import messages as m
-from nbelastic.cluster.dask_compat import is_stalled, resume, runs_here, shorten_batching
+from nbelastic.cluster.dask_compat import is_stalled, resume, shorten_batching
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.cluster.scheduler.records import RANK_KEY
 from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
@@ -178,25 +178,6 @@ class JobClient:
     def status(self) -> str:
         """Dask's status of the client: ``running``, ``connecting`` after a loss, or another."""
         return str(self._client.status)
-
-    def closed_workers(self, seen: set[Any]) -> list[Any]:
-        """Return the names of `seen` workers that Dask's cluster does not start again."""
-        cluster: Any = self._client.cluster
-        there, wanted = (getattr(cluster, each, {}) for each in ("workers", "worker_spec"))
-        if not isinstance(there, dict) or not isinstance(wanted, dict):
-            return []  # another kind of cluster
-        seen.update(there)
-        return list((seen & wanted.keys()) - there.keys())
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the scheduler runs in this process, and ends with it."""
-        return runs_here(self._client)
-
-    def start_again(self) -> None:
-        """Make Dask's cluster start its missing workers."""
-        cluster: Any = self._client.cluster
-        cluster.scale(len(cluster.worker_spec))
 
     # -- orders --------------------------------------------------------------------------------
 
