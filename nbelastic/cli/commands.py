@@ -219,7 +219,7 @@ def status(address: str, name: str) -> None:
 @click.argument("name")
 @click.argument("rank", type=click.IntRange(0), required=False)
 def why(address: str | None, name: str, rank: int | None) -> None:
-    """Explain decisions on a job or a rank: the event, the reporting process, and the rule.
+    """Explain decisions on a job or a rank: the event, and the reporting process.
 
     NAME is a job, or the file of a journal (nbelastic.debug.journal), which is replayed.
     """

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import dask.config
-from distributed import Client, Future, Scheduler, Status, metrics, wait
+from distributed import Client, Future, Scheduler, metrics, wait
 
 # -- streams ---------------------------------------------------------------------------------------
 #

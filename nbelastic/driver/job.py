@@ -379,7 +379,7 @@ class Job:
         Returns
         -------
         str
-            The newest twenty decisions of :attr:`history`, each with the rule that decided it.
+            The newest twenty decisions of :attr:`history`, each with what was seen.
 
         Examples
         --------

@@ -136,7 +136,6 @@ class FailurePolicy:
     last_error: str = ""
     setbacks: list[Setback] = field(default_factory=list)  # in a row without progress
     resets: int = 0
-    resets_by_share: int = 0  # those of them that only sharing has caused
     forming_failures: int = 0  # plans in a row that did not form
 
     @classmethod

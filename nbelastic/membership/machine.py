@@ -464,7 +464,6 @@ class Machine:
         roster, before = self.roster, self.roster.share
         roster.sharing = event.sharing
         if event.sharing is not None:
-            roster.shared = True
             # The slots of the new share are announced after this.
             vacant = [roster.slots[slot] for slot in roster.counted.vacant]
             for slot in vacant:
@@ -590,7 +589,7 @@ class Machine:
             roster.first_starts, roster.closed = roster.starts + len(slots), False
         roster.launched = True
         newcomers = [
-            Rank(start, slot, since=self._now, by_share=roster.shared)
+            Rank(start, slot, since=self._now)
             for start, slot in enumerate(slots, roster.starts)
         ]
         for rank in newcomers:
@@ -726,9 +725,8 @@ class Machine:
         if same and not causes and roster.plan and order[0].loop > roster.plan.loop:
             return True  # on to the next loop, with nothing changed
         joined = [rank for rank in order if rank.start not in roster.expected]
-        by_share = not causes and (roster.gave_way or any(rank.by_share for rank in joined))
-        limit, counted = roster.limits.reset_limit, policy.resets - policy.resets_by_share
-        if not by_share and limit is not None and counted >= limit:
+        limit = roster.limits.reset_limit
+        if limit is not None and policy.resets >= limit:
             words = f"reset_limit={limit} is reached; next reset: {m.listed(causes)}"
             self._fail(m.FailureKind.RESET_LIMIT, m.Text(words))
             return False
@@ -742,7 +740,6 @@ class Machine:
             self._fail(kind, m.NoNewCommit(known, count, roster.last_death))
             return False
         policy.resets += 1
-        policy.resets_by_share += by_share
         roster.reset_causes.clear()
         self._record("reset", reason=m.Reset(causes, len(order), count, len(joined)))
         return True
@@ -795,7 +792,7 @@ class Machine:
                 rank.version_at_join = max(newest, 0)
         roster.plan = plan
         roster.expected = [rank.start for rank in order]
-        roster.aborted = roster.pending = roster.gave_way = False
+        roster.aborted = roster.pending = False
         roster.backend = ""
         roster.short_since = None
         roster.user_errors.clear()
@@ -920,7 +917,6 @@ class Machine:
     ) -> None:
         """Ask a rank to leave its generation, in which a last holder may `stay` for a while."""
         rank.leaving, rank.leave_reason = True, reason
-        self.roster.gave_way |= reason == m.EndReason.SHARED
         # For other jobs the last holder of the state stays as long as it takes: they can wait.
         stay = math.inf if reason == m.EndReason.SHARED else stay
         rank.leave_since, rank.leave_deadline = self._now, self._now + stay

@@ -92,7 +92,6 @@ class Rank:
     version_at_join: Number = 0
     evicted: bool = False  # it is at fault, and the others go on without it
     exits: bool = False  # its function has returned, and its process has not ended
-    by_share: bool = False  # it was started in a job that shares its cluster
 
     counted_by = cast("Ranks | None", None)  # updated by every change of a counted field
     kind = cast("RankKind", None)  # by which it is counted there

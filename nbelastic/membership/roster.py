@@ -69,8 +69,6 @@ class Roster:
     lost: dict[str, m.Lost] = field(default_factory=dict)
     last_death: str = ""  # cause of the last known death of a process
     sharing: m.Sharing | None = None  # its share, while the job shares its cluster
-    shared: bool = False  # it has had a share at some time
-    gave_way: bool = False  # ranks have left for other jobs since the newest plan
     outcome: m.Outcome | None = None
 
     def __post_init__(self) -> None:

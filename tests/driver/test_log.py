@@ -154,9 +154,6 @@ def test_jobs_are_a_tuple_shown_as_a_table() -> None:
         "resnet  running  5         2       2 to 8    3      3      1,200    yes",
         "<bert>  waiting  0         1       1 to all  0             0        no",
     ]
-    html = jobs._repr_html_()
-    assert "&lt;bert&gt;" in html
-    assert html.count("<tr>") == 3
 
 
 LOST = HistoryEvent(
@@ -164,13 +161,12 @@ LOST = HistoryEvent(
 )
 
 
-def test_a_decision_says_what_was_seen_and_the_rule_and_of_many_the_newest_are_shown():
+def test_a_decision_says_what_was_seen_and_of_many_the_newest_are_shown():
     other = HistoryEvent(1.0, "left", "tcp://w1", 1, 5, "as planned", 2, "w1")
     text = str(explain("job", [LOST, other], rank=3))
     assert "lost rank 3 on w3, in generation 4" in text
     assert "held up the others for 60 s" in text
     assert "seen by the clock: a limit" in text
-    assert "longer than its limit, is dropped" in text
     assert "w1" not in text
     assert "as planned" in explain("job", [LOST, other])
     assert repr(explain("job", [LOST])) == str(explain("job", [LOST]))

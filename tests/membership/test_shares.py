@@ -34,33 +34,6 @@ def test_a_share_takes_ranks_at_a_commit_and_nothing_is_redone() -> None:
     assert orders == {ev.EndOrder(ev.EndReason.SHARED)}
 
 
-@pytest.mark.parametrize("limit", [0, 1])
-def test_resets_by_sharing_do_not_count_for_the_reset_limit(limit: int) -> None:
-    script = Script(batches=400)
-    world = trained(job("A0", "B0", "C0", np=3, min_np=1, reset_limit=limit, script=script))
-    for number in (1, 2, 1):
-        share(world, number)
-        offer(world, "B0", "C0")
-        world.run_for(2.0)
-    assert world.machine.roster.policy.resets == 3
-    world.tell(ev.LimitsChanged(max_np=1, min_np=1))
-    share(world, 3)
-    world.run_for(1.0)
-    world.tell(ev.LimitsChanged(max_np=2))
-    world.add("D0")
-    world.run()
-    assert world.outcome.kind == "finished"
-
-
-def test_a_loss_still_counts_for_the_reset_limit() -> None:
-    world = trained(job("A0", "B0", "C0", np=3, min_np=1, reset_limit=0, script=LONG))
-    share(world, 2)
-    world.run_for(2.0)
-    world.kill("A0")
-    world.run()
-    assert world.outcome.kind == "failed"
-
-
 def test_a_preemptible_job_waits_with_one_rank_and_its_time_stands_still() -> None:
     world = trained(
         job("A0", "B0", "C0", np=3, min_np=2, preemptible=True, elastic_timeout=30.0, script=LONG),
