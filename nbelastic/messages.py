@@ -244,7 +244,7 @@ def listed(reasons: Iterable[Reason], none: str = "a planned change") -> str:
 
 
 def so_many_ranks(number: int) -> str:
-    """Return ``1 rank``, ``2 ranks``, …"""
+    """Return a number of ranks in words."""
     return f"{number} rank{'s' * (number != 1)}"
 
 

@@ -14,11 +14,7 @@ from .kernel_log import KernelLog
 
 MOST = 20  # decisions that are shown, the newest
 
-_KINDS = frozenset(
-    "lost left cooldown died restarted joined warning reset refused backend waiting share notice "
-    "straggler abandoned attached finished failed stopped".split()
-)
-"""Kinds of entries of the history that are decisions."""
+_NO_DECISIONS = ("formed", "phases", "checkpoint", "alias", "logged")  # kinds in the history
 
 
 class Explanation(str):
@@ -32,7 +28,7 @@ class Explanation(str):
 
 def explain(job: str, history: Iterable[HistoryEvent], rank: int | None = None) -> Explanation:
     """Return the newest decisions on a job or a rank, with what was seen."""
-    found = [event for event in history if event.kind in _KINDS]
+    found = [event for event in history if event.kind not in _NO_DECISIONS]
     if rank is not None:
         found = [event for event in found if event.rank == rank]
     whose = f"job {job!r}" if rank is None else f"rank {rank} of job {job!r}"

@@ -589,8 +589,7 @@ class Machine:
             roster.first_starts, roster.closed = roster.starts + len(slots), False
         roster.launched = True
         newcomers = [
-            Rank(start, slot, since=self._now)
-            for start, slot in enumerate(slots, roster.starts)
+            Rank(start, slot, since=self._now) for start, slot in enumerate(slots, roster.starts)
         ]
         for rank in newcomers:
             roster.ranks[rank.start] = rank

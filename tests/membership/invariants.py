@@ -238,9 +238,7 @@ class Checked:
                 early = roster.now < rank.leave_deadline and rank.loop == 1  # others can join there
                 # One that is leaving, too, but was not told yet, stays until another has the state.
                 untold = [r for r in rules.last_holders(roster) if r.start != effect.start]
-                assert others or untold or not early, (
-                    f"start {effect.start} holds the state alone"
-                )
+                assert others or untold or not early, f"start {effect.start} holds the state alone"
 
     def check_counts(self) -> None:
         """What is counted over the ranks as they change is what counting them now gives."""

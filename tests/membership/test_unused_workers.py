@@ -46,7 +46,7 @@ def test_a_host_that_is_full_is_a_reason() -> None:
 def test_a_job_that_trains_names_them_while_it_may_have_more() -> None:
     world = trained(job("A0", np=1, min_np=1, max_np=2, script=Script(batches=100)))
     world.tell(ev.WorkersUnused((TAKEN[0], CHOSEN)))
-    assert reason(world) == "not used: 1 taken by job 'other' (tcp://D0)", "the user knows the other"
+    assert reason(world) == "not used: 1 taken by job 'other' (tcp://D0)", "the user knows of E0"
     world.tell(ev.StopRequested())
     assert reason(world) == str(ev.STOP_PENDING)
 
