@@ -613,7 +613,7 @@ class Sharing(Reason, frozen=True):
         return self.among(slots)
 
     def among(self, part: object) -> str:
-        """Return the job's part, and whom it shares with."""
+        """Return the job's part with the names of other jobs."""
         return f"{part}: shares with {and_more(self.others, self.number)}"
 
 

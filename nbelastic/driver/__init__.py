@@ -7,8 +7,7 @@ from .display import set_display
 from .fit import ask, attach, connected, fit, jobs, look, run, wait_interruptibly
 from .job import Job, driver_of
 from .status import DataStatus, HistoryEvent, JobStatus, JobTable, Output, Progress, RankStatus
-from .versions import show_versions
-from .why import explain_journal
+from .why import explain_journal, show_versions
 
 __all__ = [
     "DataStatus",

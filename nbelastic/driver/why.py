@@ -1,13 +1,17 @@
-"""Explain decisions on a job: the event, and the reporting process."""
+"""Answers to a user with a problem: decisions on a job, and versions."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
+import sys
 import time
 from collections.abc import Iterable
 
 from nbelastic.cluster import replay
-from nbelastic.driver.status import HistoryEvent
+from nbelastic.collectives import missing_native_part
+from nbelastic.driver.status import HistoryEvent, aligned
 from nbelastic.errors import OptionError
 
 from .kernel_log import KernelLog
@@ -15,6 +19,11 @@ from .kernel_log import KernelLog
 MOST = 20  # decisions that are shown, the newest
 
 _NO_DECISIONS = ("formed", "phases", "checkpoint", "alias", "logged")  # kinds in the history
+
+PACKAGES = (
+    "nbelastic torch dask distributed cloudpickle fsspec msgpack msgspec numpy tornado "
+    "ipykernel ipywidgets jupyterlab pygloo"
+)
 
 
 class Explanation(str):
@@ -73,3 +82,30 @@ def explain_journal(path: str | os.PathLike[str], rank: int | None = None) -> Ex
     except OSError as error:
         raise OptionError(f"{path}: cannot be read: {error}") from error
     return explain(job, log.history(), rank)
+
+
+def show_versions() -> None:
+    """Print the versions of nbelastic and its environment, for a report of a fault.
+
+    ``shared memory`` says whether the native part was built, else why it is missing here: ranks
+    on this machine then use Gloo. What workers run is compared when a job starts.
+
+    Examples
+    --------
+    >>> nbelastic.show_versions()  # doctest: +SKIP
+    python         3.11.7
+    system         Linux 6.8.0 x86_64
+    ...
+    """
+    found = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processors": str(os.cpu_count()),
+    }
+    for package in PACKAGES.split():
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "missing"
+    found["shared memory"] = missing_native_part() or "built"
+    sys.stdout.write(aligned(list(found.items())) + "\n")
