@@ -107,12 +107,6 @@ class Limits(Data, frozen=True):
     preemptible: bool = False  # a job of a higher priority may take its floor, down to one rank
     checkpoint: bool = False  # ranks can write the state to files
 
-    def __post_init__(self) -> None:
-        if self.max_np is not None and self.min_np > self.max_np:
-            raise ValueError(f"min_np={self.min_np} is above max_np={self.max_np}")
-        if self.cooldown is not None and not 0 <= self.cooldown[0] <= self.cooldown[1]:
-            raise ValueError(f"cooldown={self.cooldown}: must be (lo, hi) with 0 <= lo <= hi")
-
     def changed(self, event: LimitsChanged) -> Limits:
         """Return the limits after a change, in which the new one of min_np and max_np wins."""
         given = msgspec.structs.asdict(event).items()
@@ -647,16 +641,6 @@ class Notice(Reason, frozen=True):
         when = "once another is ready" if self.soft else f"in {minutes}:{seconds:02}"
         action = "" if self.action in ("", "end") else f" ({self.action})"
         return f"worker {self.name} leaves {when}: {self.source.value}{action}"
-
-
-class GoneBeforeCommit(Reason, frozen=True):
-    says = (
-        "worker {name} has gone before its rank came to a commit, {seconds:.0f} s after it was "
-        "asked to leave: steps since the last commit are done again. Call "
-        "state.check_host_updates() after each batch, where ranks leave, too, or commit more often"
-    )
-    name: str  # of the worker
-    seconds: Number  # after the request to leave
 
 
 # Reasons without fields.

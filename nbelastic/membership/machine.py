@@ -160,17 +160,7 @@ class Machine:
         dead = self.roster.dead.items()
         self.roster.dead = {start: slot for start, slot in dead if slot.id != event.slot}
         for rank in self.roster.on_slot(event.slot):
-            self._warn_if_late(rank)
             self._lose(rank, m.Lost(self.roster.id(rank), event.reason, event.detail))
-
-    def _warn_if_late(self, rank: Rank) -> None:
-        """Warn, once, of a rank that had time to leave and has not come to a commit."""
-        asked, waited = rank.leave_sent, self._now - rank.leave_since
-        if rank.stage != Stage.MEMBER or self.roster.phase != Phase.RUNNING:
-            return
-        known = any(isinstance(each, m.GoneBeforeCommit) for each in self.roster.warnings)
-        if asked and waited >= rules.SOON and not known:
-            self._warn(m.GoneBeforeCommit(rank.slot.name, waited))
 
     def _on_slot_died(self, event: m.SlotDied) -> None:
         if event.slot.id in self.roster.departing:
@@ -386,20 +376,11 @@ class Machine:
 
     def _end_if_repeated(self, rank: Rank, error: str) -> None:
         """End the job if the same error came from several workers."""
-        roster, slot, policy = self.roster, rank.slot, self.roster.policy
+        roster, policy = self.roster, self.roster.policy
         if roster.ended:
             return
-        report = ErrorReport(
-            start=rank.start,
-            key=policy.worker_key(slot),
-            worker=slot.lasting,
-            host=slot.host,
-            generation=rank.planned,
-            version=roster.version,
-            time=self._now,
-            error=error,
-        )
-        chain = policy.note_error(report)
+        known = (rank.planned, roster.version, self._now, error)
+        chain = policy.note_error(ErrorReport(rank.start, rank.slot, *known))
         for_good = policy.workers.bounds is None
         short = for_good and rules.within_reach(roster) < roster.limits.min_np
         reason = policy.repeated_error(chain, roster.hosts(), short=short)
@@ -748,16 +729,15 @@ class Machine:
         roster = self.roster
         newest = max(rank.version for rank in order)
         state_lost = newest == m.FRESH and roster.ran
-        own = roster.own_failure if not roster.lost else None
-        count = roster.policy.count(
-            Setback(
-                commit=roster.newest if state_lost else math.ceil(max(newest, 0)),
-                error="" if own is None else own.detail,
-                workers=tuple(roster.lost),
-                state_lost=state_lost,
-                all_waited=any(isinstance(each, m.AllWaited) for each in roster.reset_causes),
-            )
-        )
+        error, kinds = "", [(m.Counted.SAME_WORKER, name) for name in roster.lost]
+        if roster.own_failure is not None and not roster.lost:
+            error, kinds = roster.own_failure.detail, [(m.Counted.ERRORS, "")]
+        if state_lost:
+            kinds.append((m.Counted.STATE, ""))
+        if any(isinstance(each, m.AllWaited) for each in roster.reset_causes):
+            kinds.append((m.Counted.WAITS, ""))
+        commit = roster.newest if state_lost else math.ceil(max(newest, 0))
+        count = roster.policy.count(Setback(commit, error, tuple(kinds)))
         if len(roster.policy.setbacks) == 1:
             roster.last_death = ""  # earlier deaths are no part of it
         return count
@@ -918,7 +898,7 @@ class Machine:
         rank.leaving, rank.leave_reason = True, reason
         # For other jobs the last holder of the state stays as long as it takes: they can wait.
         stay = math.inf if reason == m.EndReason.SHARED else stay
-        rank.leave_since, rank.leave_deadline = self._now, self._now + stay
+        rank.leave_deadline = self._now + stay
         rank.gone_at = self._now + gone
         if rank.stage == Stage.STARTING:
             self._end_rank(rank, "leave", m.EndOrder(reason))
@@ -972,7 +952,9 @@ class Machine:
             self._note_failure(rank, lost, process_gone=True)
             ended = lost.reason in (m.LossReason.PROCESS_ENDED, m.LossReason.WORKER_GONE)
             if roster.plan is None and ended:  # a death before the first generation
-                count = roster.policy.count(Setback(m.FRESH, workers=(rank.slot.lasting,)))
+                count = roster.policy.count(
+                    Setback(m.FRESH, kinds=((m.Counted.SAME_WORKER, rank.slot.lasting),))
+                )
                 if count.reached:
                     failure = m.NoNewCommit((lost,), count, roster.last_death)
                     self._fail(m.FailureKind.NO_PROGRESS, failure)

@@ -80,7 +80,6 @@ class Rank:
     leaving: bool = False  # it was asked to leave
     leave_sent: bool = False  # the order to leave was sent
     leave_reason: EndReason = EndReason.WORKER_LEAVING
-    leave_since: float = 0.0
     leave_deadline: float = 0.0  # until then it stays, if no other rank holds the state
     gone_at: float = 0.0  # when its worker is gone
     progress: int = 0

@@ -116,20 +116,6 @@ def test_that_nothing_keeps_the_state_is_said_in_time_and_once() -> None:
     assert world.reasons("warning") == [ev.NONE_STAYS]
 
 
-@pytest.mark.parametrize("seconds", [20.0, 0.0], ids=["in time", "it dies as it is asked"])
-def test_a_rank_that_comes_to_no_commit_in_time_is_a_warning(seconds: float) -> None:
-    script = Script(batches=20_000, step=60.0)
-    world = trained(job("A0", "B0", np=2, min_np=1, stall_timeout=600.0, script=script), 2)
-    world.tell(noticed(world, "B0", 30.0))
-    world.run_for(seconds)
-    world.kill("B0")
-    world.run_for(1.0)
-    reasons = world.reasons("warning")
-    assert [(type(each), each.name) for each in reasons] == [(ev.GoneBeforeCommit, "B0")] * (
-        seconds > 0
-    )
-
-
 # -- machines at risk ------------------------------------------------------------------------------
 
 

@@ -76,7 +76,6 @@ SENTENCES = [
 
 LONG = [
     (why.NONE_STAYS, ["no checkpoint", "Pass checkpoint="]),
-    (why.GoneBeforeCommit("w3", 109.7), ["worker w3", "110 s after", "check_host_updates()"]),
     (why.ReturnedEarly((ONE,)), ["others wait to train: rank 0 on tcp://A0. All"]),
     (why.EndOrder(why.EndReason.SCALED_DOWN), ["the job was scaled down"]),
     (why.DidNotEnd(ONE, 10.0), ["did not end within 10 s", "restarted"]),
