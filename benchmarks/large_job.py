@@ -50,6 +50,7 @@ class SimulatedJobClient:
     status = "running"
     epoch = 1
     uid = "uid"
+    is_local = False
 
     def __init__(self) -> None:
         self.driver: Driver | None = None

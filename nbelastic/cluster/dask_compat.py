@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import dask.config
-from distributed import Client, Future, Scheduler, metrics, wait
+from distributed import Client, Future, Scheduler, Status, metrics, wait
 
 # -- streams ---------------------------------------------------------------------------------------
 #
@@ -137,6 +137,15 @@ async def until(condition: Callable[[], bool], seconds: float, interval: float) 
     deadline = asyncio.get_running_loop().time() + seconds
     while not condition() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(interval)
+
+
+# -- the scheduler's process -----------------------------------------------------------------------
+
+
+def runs_here(client: Client) -> bool:
+    """Return whether the scheduler of a client runs in this process."""
+    here = [each for each in getattr(Scheduler, "_instances", ()) if each.status == Status.running]
+    return client.scheduler is not None and client.scheduler.address in [s.address for s in here]
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from distributed.core import send_recv
 import nbelastic
 import nbelastic.torch as hvd
 from nbelastic.cli.hosts.cluster import HostCluster
+from nbelastic.cluster.dask_compat import runs_here
 from nbelastic.collectives.rendezvous.handshake import open_channel
 from nbelastic.collectives.rendezvous.server import PURPOSE
 from nbelastic.driver.attachment import attach_client
@@ -94,6 +95,7 @@ def test_a_cluster_that_is_started_here_is_closed_to_other_users(started, monkey
         if started == "by fit":
             client, close = attach_client(None, Options(np=1))
             stack.callback(close)
+            assert runs_here(client)
             found = client.run(lambda dask_worker: "profile" in dask_worker.periodic_callbacks)
             assert set(found.values()) == {False}, "it has no profiler"
         else:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nbelastic import messages as m
-from nbelastic.cluster.dask_compat import is_stalled, resume, shorten_batching
+from nbelastic.cluster.dask_compat import is_stalled, resume, runs_here, shorten_batching
 from nbelastic.cluster.scheduler.plugin import ElasticPlugin
 from nbelastic.cluster.scheduler.records import RANK_KEY
 from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
@@ -178,6 +178,11 @@ class JobClient:
     def status(self) -> str:
         """Dask's status of the client: ``running``, ``connecting`` after a loss, or another."""
         return str(self._client.status)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the scheduler runs in this process, and ends with it."""
+        return runs_here(self._client)
 
     # -- orders --------------------------------------------------------------------------------
 
