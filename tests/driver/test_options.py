@@ -32,15 +32,6 @@ NONE_GIVEN = {row.name: None for row in TABLE}
 LATER = SimpleNamespace(asynchronous=True)  # a cluster in the caller's event loop
 
 
-class Unshowable:
-    """A value whose methods raise, as those of a broken proxy do."""
-
-    def __repr__(self):
-        raise RuntimeError("no connection")
-
-    __eq__ = __hash__ = __bool__ = __len__ = __iter__ = __repr__
-
-
 def takes_rate(rate, *, steps=1):
     model = rate, steps
     return model
@@ -82,7 +73,6 @@ def trains_in_parts():
         ({"args": numpy.zeros(2)}, r"args=array\(.*\): must be a tuple or list"),
         ({"cluster": LocalCluster}, r"cluster=<class .*LocalCluster'>: must be a Dask Client"),
         ({"cluster": LATER}, "cluster: this cluster is asynchronous; pass a synchronous one"),
-        ({"backend": Unshowable()}, r"backend=<.*Unshowable object"),
         ({"notices": numpy.array(["auto", "off"])}, "notices=array.*: must be one of auto, off"),
         ({"weight": 10**400}, "weight=1000"),
         ({"resume": True}, "needs checkpoint="),
@@ -128,7 +118,7 @@ def test_a_hint_names_the_way_of_the_functions_own_arguments_and_help_all_option
     assert all(f" {row.name} : " in words and row.more in words for row in TABLE)
 
 
-@pytest.mark.parametrize("name", [5, None, "", "a b", "a\udce9", "x" * 5000, b"x", Unshowable()])
+@pytest.mark.parametrize("name", [5, None, "", "a b", "a\udce9", "x" * 5000, b"x"])
 def test_a_name_that_no_job_has_is_refused_before_a_cluster_is_asked(name):
     asked = {"cluster": "tcp://127.0.0.1:1"}
     for call in (nbelastic.attach, look, functools.partial(ask, event=ev.StopRequested())):
@@ -149,9 +139,8 @@ def test_durations_without_end_are_sent_as_long_ones_and_numbers_as_plain_ones_o
     assert unpack(pack(request)) == request
     spec = options.rank_spec("job", "run", 1, ev.Place(0, 1, 0, 1, 0, 1), None)
     assert time.gmtime(time.time() + spec.operation_timeout_s)
-    options = Options(np=numpy.int64(2), max_np=2**70, priority=-(2**70), weight=numpy.float32(5))
+    options = Options(np=numpy.int64(2), weight=numpy.float32(5))
     assert (type(options.np), type(options.weight)) == (int, float)
-    assert (options.max_np, options.priority) == (2**63 - 1, -(2**63) + 1)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +152,6 @@ def test_durations_without_end_are_sent_as_long_ones_and_numbers_as_plain_ones_o
         (datetime.timedelta(minutes=1), 60.0),
         (numpy.float32(2.0), 2.0),
         (math.inf, MOST_SECONDS),
-        (10**400, MOST_SECONDS),
         (datetime.timedelta.max, MOST_SECONDS),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from nbelastic import messages as ev
 from nbelastic.membership import Phase
 
-from .invariants import Checked, contents
+from .invariants import Checked
 from .ranks import Script
 from .world import World, job, reached, trained
 
@@ -22,35 +22,6 @@ def running() -> tuple[World, Checked]:
     """Return the world of a running job of three, and its machine."""
     world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 10)
     return world, world.machine
-
-
-# -- older generations ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        ready(0, 0),
-        ready(0, 1, 5, failed=True),
-        ev.RankFormed(0, 1, "shm"),
-        ev.LoopDone(0, 1, 5),
-        ev.RankReturned(1),
-        ev.RankRaised(1, "ValueError: old"),
-        ev.RankLeft(1),
-        ev.Beats((ev.Beat(1, 1, 5, True, 99),)),
-        ready(7, 0),
-        ev.RankNote(7, "checkpoint", "of no rank"),
-    ],
-    ids=lambda event: f"{type(event).__name__}-{getattr(event, 'start', '')}",
-)
-def test_a_message_from_before_changes_nothing(event: ev.Event) -> None:
-    world, machine = running()
-    world.kill("B0")
-    world.run(until=lambda: len(world.plans) == 2 and world.phase() == Phase.RUNNING)
-    before = contents(machine.machine)
-    assert machine.handle(event, world.now, 0.0) == []
-    after = contents(machine.machine)
-    assert {**after, "now": 0} == {**before, "now": 0}
 
 
 @pytest.mark.parametrize("reports", [True, False])
