@@ -393,15 +393,6 @@ class GenerationLeft(Reason, frozen=True):
         return f"{self.rank}: {self.detail or unasked}"
 
 
-class AllWaited(Reason, frozen=True):
-    seconds: Number
-    after_loop: bool = False
-
-    def __str__(self) -> str:
-        words = f"all ranks waited for each other for {self.seconds:g} s (stall_timeout)"
-        return f"{words} after their elastic loop" if self.after_loop else words
-
-
 class Counted(str, enum.Enum):
     """What is counted until a job ends, in words."""
 
@@ -493,54 +484,6 @@ class ReturnedEarly(Reason, frozen=True):
         return (
             f"ranks returned while others wait to train: {'; '.join(ranks)}. All ranks must enter "
             "the same elastic loops, and outside them call the same operations"
-        )
-
-
-class StopReason(str, enum.Enum):
-    """Reason for which a job is stopped."""
-
-    STOPPED = "stopped by its user"
-    CANCELLED = "cancelled by its user"
-    UNATTENDED = "ended without a kernel"
-
-
-class Stopping(Reason, frozen=True):
-    reason: StopReason
-    at_commit: bool = False
-    seconds: Number = 0.0  # the lease of an unattended job
-
-    def __str__(self) -> str:
-        if self.reason == StopReason.UNATTENDED:
-            return f"ended, because no kernel attached to it within {self.seconds:g} s"
-        return f"{self.reason.value}{' at a commit' if self.at_commit else ''}"
-
-
-JOINED = {
-    "Lightning": 'import nbelastic.lightning and pass strategy="nbelastic" to the Trainer',
-    "Trainer (transformers)": "import nbelastic.transformers and write, in the function, "
-    "Trainer = nbelastic.transformers.elastic(Trainer)",
-    "Keras": "import nbelastic.keras as hvd, wrap the optimizer with hvd.DistributedOptimizer, and "
-    "call hvd.elastic.fit(hvd.elastic.KerasState(model), ...) in the place of model.fit(...)",
-    "accelerate": "make the Accelerator in the function, keep what it has prepared in "
-    "nbelastic.accelerate.AccelerateState(accelerator), and train in a function decorated with "
-    "nbelastic.torch.elastic.run",
-    "": "wrap the optimizer with nbelastic.torch.DistributedOptimizer and train in a function "
-    "decorated with nbelastic.torch.elastic.run",
-}
-"""What makes one training of many, by the library that trains; the first that is there counts."""
-
-
-class NeverMet(Reason, frozen=True):
-    ranks: int
-    libraries: tuple[str, ...]  # for training, imported in the ranks
-
-    def __str__(self) -> str:
-        imported = f"Imported in the ranks: {', '.join(self.libraries)}.\n" * bool(self.libraries)
-        how = next(JOINED[each] for each in JOINED if each in (*self.libraries, ""))
-        return (
-            f"ranks never met: {self.ranks} separate trainings\n"
-            "No rank used an operation between ranks or an elastic loop, so each ran the whole "
-            f"function alone.\n{imported}To train one model, {how}."
         )
 
 
@@ -767,9 +710,7 @@ class LoopDone(RankReport, frozen=True):
 class RankReturned(RankReport, frozen=True):
     """A rank's function has returned."""
 
-    # Libraries for training that its process has imported, for a rank that exchanged nothing with
-    # others and entered no elastic loop; None for any other rank.
-    isolated: tuple[str, ...] | None = None
+    isolated: bool = False  # it exchanged nothing with others, and entered no elastic loop
     exits: bool = False  # its process still runs, and a RankExited follows
 
 
@@ -841,12 +782,14 @@ class Beats(Event, frozen=True):
     beats: tuple[Beat, ...]
 
 
+CANCELLED = "cancelled by its user"  # reason of a request to end now
+
+
 class StopRequested(Event, frozen=True):
     """Request to end the job at the next commit, or now."""
 
     now: bool = False
-    reason: StopReason = StopReason.STOPPED
-    seconds: Number = 0.0  # lease of an unattended job
+    reason: str = "stopped by its user"
 
 
 class LimitsChanged(Event, frozen=True):

@@ -14,7 +14,7 @@ from typing import Any
 
 from nbelastic.cluster import LARGE, Modules, put
 from nbelastic.errors import JobStopped, OptionError
-from nbelastic.messages import StopReason, StopRequested
+from nbelastic.messages import CANCELLED, StopRequested
 
 from . import display
 from .loggers import MetricsLogger
@@ -137,7 +137,7 @@ class Job:
         """End the job now, wherever its ranks are; return False if it has ended already."""
         if self.done():
             return False
-        self._driver.tell(StopRequested(now=True, reason=StopReason.CANCELLED))
+        self._driver.tell(StopRequested(now=True, reason=CANCELLED))
         return True
 
     def log_to(self, target: Any) -> None:

@@ -306,8 +306,8 @@ class Machine:
             self._on_rank_left(m.RankLeft(event.start))
             return
         rank.stage, rank.since, rank.exits = Stage.RETURNED, self._now, event.exits
-        if event.isolated is not None:
-            roster.isolated[event.start] = event.isolated
+        if event.isolated:
+            roster.isolated.append(event.start)
         if roster.plan is None and not roster.expected:
             roster.expected = [other.start for other in arrange([], roster.staying())]
         if roster.in_loop and roster.phase in (Phase.RUNNING, Phase.FORMING):
@@ -426,7 +426,7 @@ class Machine:
 
     def _on_stop_requested(self, event: m.StopRequested) -> None:
         roster = self.roster
-        reason = m.Stopping(event.reason, seconds=event.seconds)
+        reason = m.Text(event.reason)
         commits_to_come = roster.in_loop and roster.phase in (Phase.RUNNING, Phase.FINISHING)
         if roster.ended:
             if event.now:
@@ -611,7 +611,7 @@ class Machine:
             return
         roster.note_commits()
         if roster.stopping:
-            self._end(m.Outcome("stopped", reason=m.Stopping(m.StopReason.STOPPED, at_commit=True)))
+            self._end(m.Outcome("stopped", reason=m.Text("stopped by its user at a commit")))
             return
         if roster.any_in(Stage.RETURNED):
             self._gather_returned(rules.ready(roster))
@@ -734,7 +734,7 @@ class Machine:
             error, kinds = roster.own_failure.detail, [(m.Counted.ERRORS, "")]
         if state_lost:
             kinds.append((m.Counted.STATE, ""))
-        if any(isinstance(each, m.AllWaited) for each in roster.reset_causes):
+        if roster.all_waited:
             kinds.append((m.Counted.WAITS, ""))
         commit = roster.newest if state_lost else math.ceil(max(newest, 0))
         count = roster.policy.count(Setback(commit, error, tuple(kinds)))
@@ -771,7 +771,7 @@ class Machine:
                 rank.version_at_join = max(newest, 0)
         roster.plan = plan
         roster.expected = [rank.start for rank in order]
-        roster.aborted = roster.pending = False
+        roster.aborted = roster.pending = roster.all_waited = False
         roster.backend = ""
         roster.short_since = None
         roster.user_errors.clear()
@@ -866,12 +866,14 @@ class Machine:
         suspects = rules.stall_suspects(roster)
         if not suspects:
             return
+        words = f"all ranks waited for each other for {limit:g} s (stall_timeout)"
         if len(suspects) < len(roster.awaited()):
             self._evict(suspects, m.LossReason.STALLED, limit)
         elif roster.phase == Phase.FINISHING:
-            self._fail(m.FailureKind.NO_PROGRESS, m.AllWaited(limit, after_loop=True))
+            self._fail(m.FailureKind.NO_PROGRESS, m.Text(f"{words} after their elastic loop"))
         else:
-            self._break(m.AllWaited(limit))
+            roster.all_waited = True
+            self._break(m.Text(words))
 
     # -- steps: ranks --------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class Roster:
     plan: m.Plan | None = None  # the newest; in force in FORMING, RUNNING and FINISHING
     aborted: bool = False  # its members were ordered to end their generation
     pending: bool = False  # a change was announced to its members
+    all_waited: bool = False  # its members were freed, because all waited for each other
     stopping: bool = False  # the job ends at the next commit
     launched: bool = False  # enough slots were there once
     ran: bool = False  # a generation has formed in an elastic loop, so there was a state to lose
@@ -50,8 +51,7 @@ class Roster:
     notices: dict[str, m.Notice] = field(default_factory=dict)
     # Notices without a time, by slot: a newcomer on another worker should replace the rank.
     at_risk: dict[str, m.Notice] = field(default_factory=dict)
-    # Starts that returned without an exchange with another rank, with what trained in them.
-    isolated: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    isolated: list[int] = field(default_factory=list)  # starts that returned without an exchange
     # The first sample of parameters of each moment of this generation; True: besides the state.
     samples: dict[tuple[int, bool], m.WeightsSampled] = field(default_factory=dict)
     warnings: list[m.AnyReason] = field(default_factory=list)

@@ -460,13 +460,19 @@ def exiting(roster: Roster) -> list[Rank]:
     return [rank for rank in roster.in_stage(Stage.RETURNED) if rank.exits]
 
 
-def never_met(roster: Roster) -> m.NeverMet | None:
+def never_met(roster: Roster) -> m.Text | None:
     """Return a warning if no two ranks ever exchanged anything."""
-    starts, isolated = roster.expected, roster.isolated
-    if len(starts) < 2 or any(start not in isolated for start in starts):
+    number = len(roster.expected)
+    if number < 2 or not set(roster.isolated).issuperset(roster.expected):
         return None
-    libraries = dict.fromkeys(name for start in starts for name in isolated[start])
-    return m.NeverMet(len(starts), tuple(libraries))
+    return m.Text(
+        f"ranks never met: {number} separate trainings\n"
+        "No rank used an operation between ranks or an elastic loop, so each ran the whole "
+        "function alone.\nTo train one model, wrap the optimizer with "
+        "nbelastic.torch.DistributedOptimizer and train in a function decorated with "
+        "nbelastic.torch.elastic.run. For Keras, Lightning, transformers and accelerate see "
+        "nbelastic.keras, nbelastic.lightning, nbelastic.transformers and nbelastic.accelerate."
+    )
 
 
 # -- parameters of the ranks -----------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_cancel_ends_a_job_whose_result_takes_for_ever_to_read():
     thread.start()
     try:
         assert read.wait(30)
-        driver.tell(ev.StopRequested(now=True, reason=ev.StopReason.CANCELLED))
+        driver.tell(ev.StopRequested(now=True, reason=ev.CANCELLED))
         with pytest.raises(JobStopped, match=r"'digits' was cancelled by its user while"):
             driver.future.result(0)
     finally:

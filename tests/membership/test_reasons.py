@@ -22,11 +22,6 @@ SENTENCES = [
     (why.Exclusion("host", "A", 40.0, 3), "host A is excluded for 40.0 s, 3 times in a row"),
     (GAVE_UP, "rank 0 on tcp://A0: loss is nan"),
     (why.GenerationLeft(ONE, False), "rank 0 on tcp://A0: left its generation unasked"),
-    (why.AllWaited(20.0), "all ranks waited for each other for 20 s (stall_timeout)"),
-    (
-        why.AllWaited(20.0, after_loop=True),
-        "all ranks waited for each other for 20 s (stall_timeout) after their elastic loop",
-    ),
     (why.Reset((), 3), "a planned change → 3 ranks"),
     (why.Reset((), 3, joined=1), "1 rank joined → 3 ranks"),
     (
@@ -66,12 +61,6 @@ SENTENCES = [
         why.Tally(why.Counted.SAME_WORKER, 4, 4, ev.FRESH),
         "the same worker was lost 4 times in a row before the first generation; the limit is 4",
     ),
-    (why.Stopping(ev.StopReason.STOPPED, at_commit=True), "stopped by its user at a commit"),
-    (why.Stopping(ev.StopReason.CANCELLED), "cancelled by its user"),
-    (
-        why.Stopping(ev.StopReason.UNATTENDED, seconds=60.0),
-        "ended, because no kernel attached to it within 60 s",
-    ),
 ]
 
 LONG = [
@@ -91,11 +80,6 @@ LONG = [
     (why.PLACES_DIFFER, ["different places", "same order"]),
     (why.PastFirstLoop(2), ["no rank can join any more", "elastic loop 2", "into one"]),
     (why.PastFirstLoop(2, 1, 3), ["1 of at least 3 ranks are left, and none can join"]),
-    (why.NeverMet(3, ("Lightning",)), ["3 separate trainings\n", 'strategy="nbelastic" to the Tr']),
-    (why.NeverMet(3, ("Trainer (transformers)", "accelerate")), ["transformers.elastic(Trainer)."]),
-    (why.NeverMet(3, ("Keras",)), ["Imported in the ranks: Keras.\n", "hvd.elastic.KerasState("]),
-    (why.NeverMet(3, ("accelerate",)), ["AccelerateState(accelerator), and train"]),
-    (why.NeverMet(3, ("fastai",)), ["wrap the optimizer with nbelastic.torch.Distr"]),
     (why.WeightsDiffer(("SGD",)), ["different parameters\n", "SGD is not wrapped"]),
     (why.WeightsDiffer(()), ["different parameters\n", "by itself", "hvd.elastic.KerasState("]),
 ]

@@ -127,7 +127,7 @@ def test_the_view_of_a_job_in_its_course() -> None:
     world.run()
     last = world.view()
     assert last.state == "stopped"
-    assert last.reason == ev.Stopping(ev.StopReason.STOPPED, at_commit=True)
+    assert last.reason == ev.Text("stopped by its user at a commit")
 
 
 # -- warnings: ranks with different parameters, and ranks that never met ---------------------------
@@ -191,7 +191,7 @@ def test_a_job_records_it_once_and_nothing_of_former_generations():
 # -- ranks that never exchanged anything -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("np", "apart", "warned"), [(2, (), 1), (2, None, 0), (1, (), 0)])
+@pytest.mark.parametrize(("np", "apart", "warned"), [(2, True, 1), (2, False, 0), (1, True, 0)])
 def test_a_job_says_so_as_it_ends(np, apart, warned) -> None:
     world = job(*("A0", "B0")[:np], np=np)
     for start in range(np):

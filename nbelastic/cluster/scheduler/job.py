@@ -217,7 +217,8 @@ class ScheduledJob:
             if expired:
                 self.plugin.drop(self.name)
         elif expired and not roster.ended:
-            self._decide(m.StopRequested(True, m.StopReason.UNATTENDED, self.terms.lease))
+            why = f"ended, because no kernel attached to it within {self.terms.lease:g} s"
+            self._decide(m.StopRequested(now=True, reason=why))
         else:
             self._decide(m.Tick())
 

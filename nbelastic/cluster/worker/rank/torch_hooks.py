@@ -15,22 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from nbelastic.elastic.ranks.context import Context, current_or_none
-from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.training_checks import note_step
 from nbelastic.errors import summary_of
-
-_TRAINERS = {
-    "accelerate": "accelerate",
-    "deepspeed": "DeepSpeed",
-    "fastai": "fastai",
-    "horovod": "Horovod",
-    "ignite": "Ignite",
-    "keras": "Keras",
-    "lightning": "Lightning",
-    "lightning_fabric": "Lightning",
-    "pytorch_lightning": "Lightning",
-}
-"""Libraries for training, by the module that they import."""
 
 GROUP_ADVICE = (
     'Call torch.distributed.init_process_group("nbelastic") first: in a rank it needs neither '
@@ -46,21 +33,6 @@ SYNC_WARNING = (
     "running statistics differ between ranks.\n"
     "Use hvd.SyncBatchNorm; hvd.convert_sync_batchnorm(model) puts it in the place of this layer."
 )
-
-
-def trainers_of(session: Session) -> tuple[str, ...] | None:
-    """Return the trainers in a rank that has met no peer; None for a rank with peers."""
-    if session.generation or session.in_torch_group:
-        return None
-    names = [name for module, name in _TRAINERS.items() if module in sys.modules]
-    transformers = sys.modules.get("transformers")
-    if "transformers.trainer" in sys.modules or "Trainer" in vars(transformers or object):
-        names.append("Trainer (transformers)")
-    elif transformers is not None and not names:  # which imports it, too
-        names.append("transformers")
-    if session.in_torch_group is False:
-        names.append("torch.distributed with a group of one rank (DDP)")
-    return tuple(sorted(set(names)))
 
 
 def hook_torch() -> None:
