@@ -217,10 +217,11 @@ class RankId(Data, frozen=True):
 
 
 class Reason(Data, frozen=True, tag=True, tag_field="code"):
-    """Why something happens to a job: fields for programs, a sentence for people.
+    """Why something happens to a job, as a sentence for people.
 
     History, outcomes, orders to ranks and the status carry it. ``str(reason)`` is the sentence,
-    without a full stop: `says`, filled in with the attributes.
+    without a full stop: `says`, filled in with the attributes. Where nothing reads these, a
+    :class:`Text` is enough.
     """
 
     says = ""

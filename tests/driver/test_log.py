@@ -169,6 +169,7 @@ def test_a_decision_says_what_was_seen_and_of_many_the_newest_are_shown():
     assert "seen by the clock: a limit" in text
     assert "w1" not in text
     assert "as planned" in explain("job", [LOST, other])
+    assert "phases" not in explain("job", [HistoryEvent(0.0, "phases", None, None, 1, "x"), LOST])
     assert repr(explain("job", [LOST])) == str(explain("job", [LOST]))
     events = [HistoryEvent(0.0, "reset", None, None, n, f"change {n}") for n in range(3 * MOST)]
     assert explain("job", events).count("change ") == MOST
