@@ -50,7 +50,6 @@ class SimulatedJobClient:
     status = "running"
     epoch = 1
     uid = "uid"
-    free_workers = None  # not asked for
     is_local = False
 
     def __init__(self) -> None:
@@ -59,10 +58,6 @@ class SimulatedJobClient:
         self.granted: set[int] = set()
         self.packing = 0.0  # seconds of the scheduler's work, which is no part of the kernel's
         self._seq = 0
-
-    def closed_workers(self, _: set[Any]) -> list[Any]:
-        """Return none: all workers are there."""
-        return []
 
     def tell(self, message: Message) -> None:
         """Hand a message to the driver, read as it comes from the wire."""

@@ -41,7 +41,6 @@ rank from ending.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
 
 LONGEST_SUMMARY = 20_000  # most characters of an error's message that go into the history
 
@@ -68,15 +67,12 @@ class NbelasticError(Exception):
 class OptionError(NbelasticError, ValueError):
     """An option has an invalid value; the message names option, value and range."""
 
-    _render_traceback_: Callable[[], list[str]]
-    """The traceback that a notebook shows, if it is a special one."""
-
 
 class UnknownOption(OptionError, TypeError):
     """An option does not exist; the message names similar ones."""
 
 
-class _Headline(BaseException):
+class Headline(BaseException):
     """An error with a complete message: a notebook shows no lines of code with it."""
 
     def _render_traceback_(self) -> list[str]:
@@ -84,7 +80,7 @@ class _Headline(BaseException):
         return [f"{type(self).__name__}: {self}"]
 
 
-class PreflightError(_Headline, NbelasticError):
+class PreflightError(Headline, NbelasticError):
     """The job was refused before anything was sent to the cluster."""
 
 
@@ -96,7 +92,7 @@ class VersionMismatch(PreflightError):
     """Kernel, scheduler and workers run different versions of Python, torch or nbelastic."""
 
 
-class JobError(_Headline, NbelasticError):
+class JobError(Headline, NbelasticError):
     """The job ended without a result."""
 
 
@@ -207,5 +203,5 @@ class Evicted(RankExit):
     """The job has gone on without this rank, and ignores it from now on."""
 
 
-class JobInterrupted(_Headline, KeyboardInterrupt):
-    """A blocking ``fit`` was interrupted; the message has the number of free workers."""
+class JobInterrupted(Headline, KeyboardInterrupt):
+    """A blocking ``fit`` was interrupted."""

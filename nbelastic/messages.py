@@ -68,11 +68,6 @@ class UnusedReason(str, enum.Enum):
     HOST_FULL = "on a host that has slots_per_host={detail} ranks already"
     TOO_LATE = "too late: the ranks are past the point where others can join"
 
-    @property
-    def chosen(self) -> bool:
-        """Whether the job's own options exclude such a worker."""
-        return self in (UnusedReason.NOT_IN_WORKERS, UnusedReason.LACKS_RESOURCES)
-
 
 class UnusedWorker(Data, frozen=True):
     """A worker of the cluster that is not offered to the job."""
@@ -82,6 +77,11 @@ class UnusedWorker(Data, frozen=True):
     # The other job for TAKEN, what is lacking for LACKS_RESOURCES, the versions for OTHER_VERSIONS,
     # the error for REFUSED.
     detail: str = ""
+
+    @property
+    def why(self) -> str:
+        """The reason in words."""
+        return self.reason.value.format(detail=self.detail)
 
 
 class Limits(Data, frozen=True):
@@ -106,12 +106,6 @@ class Limits(Data, frozen=True):
     weight: float = 1.0  # part of what jobs of one priority share, relative to theirs
     preemptible: bool = False  # a job of a higher priority may take its floor, down to one rank
     checkpoint: bool = False  # ranks can write the state to files
-
-    def __post_init__(self) -> None:
-        if self.max_np is not None and self.min_np > self.max_np:
-            raise ValueError(f"min_np={self.min_np} is above max_np={self.max_np}")
-        if self.cooldown is not None and not 0 <= self.cooldown[0] <= self.cooldown[1]:
-            raise ValueError(f"cooldown={self.cooldown}: must be (lo, hi) with 0 <= lo <= hi")
 
     def changed(self, event: LimitsChanged) -> Limits:
         """Return the limits after a change, in which the new one of min_np and max_np wins."""
@@ -223,10 +217,11 @@ class RankId(Data, frozen=True):
 
 
 class Reason(Data, frozen=True, tag=True, tag_field="code"):
-    """Why something happens to a job: fields for programs, a sentence for people.
+    """Why something happens to a job, as a sentence for people.
 
     History, outcomes, orders to ranks and the status carry it. ``str(reason)`` is the sentence,
-    without a full stop: `says`, filled in with the attributes.
+    without a full stop: `says`, filled in with the attributes. Where nothing reads these, a
+    :class:`Text` is enough.
     """
 
     says = ""
@@ -238,21 +233,20 @@ class Reason(Data, frozen=True, tag=True, tag_field="code"):
         return getattr(self, name)
 
 
-def _listed(reasons: Iterable[Reason]) -> str:
-    return "; ".join(dict.fromkeys(map(str, reasons)))
+def listed(reasons: Iterable[Reason], none: str = "a planned change") -> str:
+    """Return the different reasons in words, or `none`."""
+    return "; ".join(dict.fromkeys(map(str, reasons))) or none
 
 
-def _causes(reasons: tuple[Reason, ...]) -> str:
-    return _listed(reasons) or "a planned change"
-
-
-def _ranks(number: int) -> str:
+def so_many_ranks(number: int) -> str:
+    """Return a number of ranks in words."""
     return f"{number} rank{'s' * (number != 1)}"
 
 
-def _and_more(names: tuple[str, ...], number: int, comma: str = "") -> str:
+def and_more(names: Sequence[str], number: int) -> str:
+    """Return some names of so many."""
     more = number - len(names)
-    return ", ".join(names) + (f"{comma} and {more} more" if more > 0 else "")
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")
 
 
 _TRANSPORTS = {
@@ -343,17 +337,6 @@ class CutOff(Reason, frozen=True):
     how: str
 
 
-class Exiting(Reason, frozen=True):
-    number: int
-    seconds: Number
-
-    def __str__(self) -> str:
-        return (
-            f"all ranks have returned; threads, exit handlers or children of {_ranks(self.number)} "
-            f"still run, for {self.seconds:g} s at most (exit_timeout)"
-        )
-
-
 class RankError(Reason, frozen=True):
     rank: RankId  # makes no difference: the same error of several ranks is one
     error: str
@@ -409,29 +392,6 @@ class GenerationLeft(Reason, frozen=True):
         return f"{self.rank}: {self.detail or unasked}"
 
 
-class NotConnected(Reason, frozen=True):
-    ranks: tuple[RankId, ...]
-    seconds: Number
-
-    def __str__(self) -> str:
-        return f"not connected after {self.seconds:g} s: {', '.join(map(str, self.ranks))}"
-
-
-class Unreachable(Reason, frozen=True):
-    says = "{one} cannot reach {other}"
-    one: RankId
-    other: RankId
-
-
-class AllWaited(Reason, frozen=True):
-    seconds: Number
-    after_loop: bool = False
-
-    def __str__(self) -> str:
-        words = f"all ranks waited for each other for {self.seconds:g} s (stall_timeout)"
-        return f"{words} after their elastic loop" if self.after_loop else words
-
-
 class Counted(str, enum.Enum):
     """What is counted until a job ends, in words."""
 
@@ -469,45 +429,8 @@ class Reset(Reason, frozen=True):
 
     def __str__(self) -> str:
         again = f" ({self.count})" if self.count is not None and self.count.times > 1 else ""
-        newcomers = f"{_ranks(self.joined)} joined" if self.joined else _causes(())
-        return f"{_listed(self.causes) or newcomers} → {_ranks(self.size)}{again}"
-
-
-class Connected(Reason, frozen=True):
-    size: int
-    backend: str
-    remark: str = ""  # why they use no faster kind of communicator
-
-    def __str__(self) -> str:
-        if self.remark:
-            return f"tensors go {over(self.backend)}: {self.remark}"
-        return f"{_ranks(self.size)} {over(self.backend)}".rstrip()
-
-
-class StateLost(Reason, frozen=True):
-    commit: int  # newest known one, or 0
-
-    def __str__(self) -> str:
-        state = f"commit {self.commit}, the newest known one" if self.commit else "the state"
-        return f"no rank is left that holds {state}"
-
-
-class UserErrors(Reason, frozen=True):
-    errors: tuple[str, ...]
-    presence: Presence | None = None  # the workers that are there, if these are too few
-
-    def __str__(self) -> str:
-        return "; ".join([*self.errors, *([str(self.presence)] if self.presence else [])])
-
-
-class RepeatedError(Reason, frozen=True):
-    error: str
-    workers: int
-    one_generation: bool
-
-    def __str__(self) -> str:
-        how = "in one generation" if self.one_generation else "one after another"
-        return f"{self.error} (raised on {self.workers} workers, {how})"
+        newcomers = f"{so_many_ranks(self.joined)} joined" if self.joined else "a planned change"
+        return f"{listed(self.causes, newcomers)} → {so_many_ranks(self.size)}{again}"
 
 
 class NoNewCommit(Reason, frozen=True):
@@ -517,15 +440,7 @@ class NoNewCommit(Reason, frozen=True):
 
     def __str__(self) -> str:
         death = "" if self.last_death in str(self.causes) else f"; before that, {self.last_death}"
-        return f"{_causes(self.causes)} ({self.count}, without progress{death})"
-
-
-class ResetLimit(Reason, frozen=True):
-    limit: int
-    causes: tuple[AnyReason, ...]  # of the next reset; none for a planned change
-
-    def __str__(self) -> str:
-        return f"reset_limit={self.limit} is reached; next reset: {_causes(self.causes)}"
+        return f"{listed(self.causes)} ({self.count}, without progress{death})"
 
 
 class LoopsDiffer(Reason, frozen=True):
@@ -537,19 +452,6 @@ class LoopsDiffer(Reason, frozen=True):
     )
     done: RankId
     waiting: RankId
-
-
-class OperationsDiffer(Reason, frozen=True):
-    ranks: tuple[RankId, ...]
-    operations: tuple[str, ...]
-
-    def __str__(self) -> str:
-        sides = zip(self.ranks, self.operations, strict=True)
-        words = "; ".join(f"{rank}: {operation}" for rank, operation in sides)
-        return (
-            f"ranks wait for each other in different operations: {words}. All ranks must call the "
-            "same operations in the same order"
-        )
 
 
 class PastFirstLoop(Reason, frozen=True):
@@ -568,8 +470,7 @@ class PastFirstLoop(Reason, frozen=True):
 
 
 class ReturnedEarly(Reason, frozen=True):
-    ranks: tuple[RankId, ...]  # those that have returned, or that wait for them
-    waiting: bool
+    ranks: tuple[RankId, ...]  # those that wait for the others
     lines: tuple[CodeLine | None, ...] = ()  # at which they wait
 
     def __str__(self) -> str:
@@ -577,76 +478,11 @@ class ReturnedEarly(Reason, frozen=True):
 
     def at(self, places: Sequence[str]) -> str:
         """Return the reason with each rank's line of code, where known."""
-        if not self.waiting:
-            return f"{', '.join(map(str, self.ranks))} returned while others train"
         pairs = zip_longest(self.ranks, places)
         ranks = [f"{rank}, at {place}" if place else f"{rank}" for rank, place in pairs]
         return (
             f"ranks returned while others wait to train: {'; '.join(ranks)}. All ranks must enter "
             "the same elastic loops, and outside them call the same operations"
-        )
-
-
-class NoLoop(Reason, frozen=True):
-    says = "{cause}; the function has no elastic loop, so it cannot go back to a commit"
-    cause: AnyReason
-
-
-class RanksMissing(Reason, frozen=True):
-    missing: int
-    expected: int
-    causes: tuple[AnyReason, ...]
-
-    def __str__(self) -> str:
-        lost = f"{self.missing} of {self.expected} ranks ended before they returned"
-        return "; ".join(filter(None, [lost, _listed(self.causes)]))
-
-
-class StopReason(str, enum.Enum):
-    """Reason for which a job is stopped."""
-
-    STOPPED = "stopped by its user"
-    CANCELLED = "cancelled by its user"
-    UNATTENDED = "ended without a kernel"
-
-
-class Stopping(Reason, frozen=True):
-    reason: StopReason
-    at_commit: bool = False
-    seconds: Number = 0.0  # the lease of an unattended job
-
-    def __str__(self) -> str:
-        if self.reason == StopReason.UNATTENDED:
-            return f"ended, because no kernel attached to it within {self.seconds:g} s"
-        return f"{self.reason.value}{' at a commit' if self.at_commit else ''}"
-
-
-JOINED = {
-    "Lightning": 'import nbelastic.lightning and pass strategy="nbelastic" to the Trainer',
-    "Trainer (transformers)": "import nbelastic.transformers and write, in the function, "
-    "Trainer = nbelastic.transformers.elastic(Trainer)",
-    "Keras": "import nbelastic.keras as hvd, wrap the optimizer with hvd.DistributedOptimizer, and "
-    "call hvd.elastic.fit(hvd.elastic.KerasState(model), ...) in the place of model.fit(...)",
-    "accelerate": "make the Accelerator in the function, keep what it has prepared in "
-    "nbelastic.accelerate.AccelerateState(accelerator), and train in a function decorated with "
-    "nbelastic.torch.elastic.run",
-    "": "wrap the optimizer with nbelastic.torch.DistributedOptimizer and train in a function "
-    "decorated with nbelastic.torch.elastic.run",
-}
-"""What makes one training of many, by the library that trains; the first that is there counts."""
-
-
-class NeverMet(Reason, frozen=True):
-    ranks: int
-    libraries: tuple[str, ...]  # for training, imported in the ranks
-
-    def __str__(self) -> str:
-        imported = f"Imported in the ranks: {', '.join(self.libraries)}.\n" * bool(self.libraries)
-        how = next(JOINED[each] for each in JOINED if each in (*self.libraries, ""))
-        return (
-            f"ranks never met: {self.ranks} separate trainings\n"
-            "No rank used an operation between ranks or an elastic loop, so each ran the whole "
-            f"function alone.\n{imported}To train one model, {how}."
         )
 
 
@@ -674,51 +510,6 @@ class WeightsDiffer(Reason, frozen=True):
         )
 
 
-class UnusedGroup(Reason, frozen=True):
-    reason: UnusedReason
-    detail: str
-    number: int
-    workers: tuple[str, ...]  # addresses of some
-
-    def __str__(self) -> str:
-        why = self.reason.value.format(detail=self.detail)
-        return f"{self.number} {why} ({_and_more(self.workers, self.number, ',')})"
-
-
-class Presence(Reason, frozen=True):
-    there: int
-    needed: int
-    excluded: int = 0
-    unused: tuple[UnusedGroup, ...] = ()
-
-    def __str__(self) -> str:
-        words = f"{self.there} of at least {self.needed} workers"
-        if self.excluded:
-            words += f" ({self.excluded} more are there, but excluded because they failed)"
-        return f"{words} (not used: {_listed(self.unused)})" if self.unused else words
-
-
-class Shortage(Reason, frozen=True):
-    presence: Presence
-    min_np: int
-    waited: Number
-    timeout: Number
-    excluded: tuple[str, ...] = ()
-    last_error: str = ""
-    last_death: str = ""
-
-    def __str__(self) -> str:
-        words = (
-            f"{self.presence} (min_np={self.min_np}) after waiting {self.waited:.1f} s "
-            f"(elastic_timeout={self.timeout:g})"
-        )
-        if self.excluded:
-            words += f"; excluded after failures: {', '.join(self.excluded)}"
-        if self.last_death:
-            words += f"; the last process that died: {self.last_death}"
-        return f"{words}; last error: {self.last_error}" if self.last_error else words
-
-
 class NotReady(Reason, frozen=True):
     ranks: tuple[RankId, ...]
     timeout: Number
@@ -731,59 +522,35 @@ class NotReady(Reason, frozen=True):
         at = {rank: places.get(rank.start, "") for rank in self.ranks}
         ranks = [f"{rank}{f', which is at {at[rank]}' * bool(at[rank])}" for rank in self.ranks]
         more = f"; and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+        have = "has" if len(ranks) == 1 else "have"
         return (
-            f"{_ranks(len(ranks))} {'has' if len(ranks) == 1 else 'have'} not reached the elastic "
-            f"loop, nor an operation between ranks, {self.timeout:g} s after the start "
-            f"(elastic_timeout): {'; '.join(ranks[:4])}{more}. Raise elastic_timeout, or prepare "
-            "what takes so long before the job"
+            f"{so_many_ranks(len(ranks))} {have} not reached the elastic loop, nor an operation "
+            f"between ranks, {self.timeout:g} s after the start (elastic_timeout): "
+            f"{'; '.join(ranks[:4])}{more}. Raise elastic_timeout, or prepare what takes so long "
+            "before the job"
         )
-
-
-class Waiting(Reason, frozen=True):
-    presence: Presence
-    waited: Number
-    timeout: Number
-
-    def __str__(self) -> str:
-        more = self.presence.needed - self.presence.there
-        time = f"{self.waited:.0f} s of {self.timeout:g} s"
-        return f"{self.presence}; waiting {time} for {more} more"
-
-
-class NotUsed(Reason, frozen=True):
-    groups: tuple[UnusedGroup, ...]
-
-    def __str__(self) -> str:
-        return f"not used: {_listed(self.groups)}"
 
 
 class Sharing(Reason, frozen=True):
     share: int  # most ranks that it may have now
-    slots: int  # of the cluster that it could use
+    # Of the cluster that it could use, without those that keep the states of suspended jobs
+    # that come before it.
+    slots: int
     others: tuple[str, ...]  # some of the jobs that it shares with, by name
     number: int  # of all these jobs
     suspended: bool = False  # it waits with one rank, which keeps its state, for slots of others
 
     def __str__(self) -> str:
         slots = f"{self.share} of {self.slots} slots"
-        others = _and_more(self.others, self.number)
-        if self.suspended and not self.share:
-            return f"suspended: its state is in its checkpoint, while others go first: {others}"
         if self.suspended:
-            return f"suspended: {slots} for its state, while others go first: {others}"
-        return f"{slots}: shares with {others}"
+            kept = f"{slots} for its state" if self.share else "its state is in its checkpoint"
+            others = and_more(self.others, self.number)
+            return f"suspended: {kept}, while others go first: {others}"
+        return self.among(slots)
 
-
-class ShareChanged(Reason, frozen=True):
-    before: int | None
-    after: Sharing | None
-
-    def __str__(self) -> str:
-        before = "all" if self.before is None else self.before
-        if self.after is None:
-            return f"{before} → all"
-        others = _and_more(self.after.others, self.after.number)
-        return f"{before} → {self.after.share}: shares with {others}"
+    def among(self, part: object) -> str:
+        """Return the job's part with the names of other jobs."""
+        return f"{part}: shares with {and_more(self.others, self.number)}"
 
 
 class NoticeSource(str, enum.Enum):
@@ -816,44 +583,6 @@ class Notice(Reason, frozen=True):
         when = "once another is ready" if self.soft else f"in {minutes}:{seconds:02}"
         action = "" if self.action in ("", "end") else f" ({self.action})"
         return f"worker {self.name} leaves {when}: {self.source.value}{action}"
-
-
-class GoneBeforeCommit(Reason, frozen=True):
-    says = (
-        "worker {name} has gone before its rank came to a commit, {seconds:.0f} s after it was "
-        "asked to leave: steps since the last commit are done again. Call "
-        "state.check_host_updates() after each batch, where ranks leave, too, or commit more often"
-    )
-    name: str  # of the worker
-    seconds: Number  # after the request to leave
-
-
-class Noticed(Reason, frozen=True):
-    notices: tuple[Notice, ...]  # of some of them, the first to go first
-    number: int  # of all of them
-
-    def __str__(self) -> str:
-        more = self.number - len(self.notices)
-        return _listed(self.notices) + (f"; and {more} more" if more > 0 else "")
-
-
-class WaitingForRanks(Reason, frozen=True):
-    number: int
-    generation: int  # 0: they are to be ready for the first time
-    unused: tuple[UnusedGroup, ...] = ()  # workers that may be what holds them up
-    operation: str = ""  # that their processes wait for
-
-    def __str__(self) -> str:
-        if self.generation:
-            return f"waiting for {_ranks(self.number)} to leave generation {self.generation}"
-        held_up = f" (not used: {_listed(self.unused)})" if self.unused else ""
-        operation = f": {self.operation}" if self.operation else ""
-        return f"waiting for {_ranks(self.number)} to be ready{operation}{held_up}"
-
-
-class KernelLost(Reason, frozen=True):
-    says = "its kernel is gone; it goes on for up to {seconds:g} s"
-    seconds: Number  # that the job goes on without a kernel
 
 
 # Reasons without fields.
@@ -972,9 +701,7 @@ class LoopDone(RankReport, frozen=True):
 class RankReturned(RankReport, frozen=True):
     """A rank's function has returned."""
 
-    # Libraries for training that its process has imported, for a rank that exchanged nothing with
-    # others and entered no elastic loop; None for any other rank.
-    isolated: tuple[str, ...] | None = None
+    isolated: bool = False  # it exchanged nothing with others, and entered no elastic loop
     exits: bool = False  # its process still runs, and a RankExited follows
 
 
@@ -1046,12 +773,14 @@ class Beats(Event, frozen=True):
     beats: tuple[Beat, ...]
 
 
+CANCELLED = "cancelled by its user"  # reason of a request to end now
+
+
 class StopRequested(Event, frozen=True):
     """Request to end the job at the next commit, or now."""
 
     now: bool = False
-    reason: StopReason = StopReason.STOPPED
-    seconds: Number = 0.0  # lease of an unattended job
+    reason: str = "stopped by its user"
 
 
 class LimitsChanged(Event, frozen=True):
@@ -1124,12 +853,6 @@ class Notify(GenerationEffect, frozen=True):
 
 class Release(GenerationEffect, frozen=True):
     """Release members from their elastic loop, because all have left it."""
-
-
-class SaveCommit(RankEffect, frozen=True):
-    """Write the last commit of a waiting rank to its checkpoint meanwhile."""
-
-    start: int
 
 
 class EndRank(RankEffect, frozen=True):

@@ -15,7 +15,7 @@ from nbelastic.driver.options import LIMITS, OF_SCRIPTS, ROWS, OptionRow, change
 from nbelastic.driver.parser import LineCommand, LineOption
 from nbelastic.driver.status import aligned
 from nbelastic.errors import NbelasticError, OptionError
-from nbelastic.messages import StopReason, StopRequested
+from nbelastic.messages import CANCELLED, StopRequested
 from nbelastic.render import JobSnapshot, duration, line, rank_line, sentence
 
 HOROVODS: dict[str, tuple[str, ...]] = {
@@ -219,7 +219,7 @@ def status(address: str, name: str) -> None:
 @click.argument("name")
 @click.argument("rank", type=click.IntRange(0), required=False)
 def why(address: str, name: str, rank: int | None) -> None:
-    """Explain decisions on a job or a rank: the event, the reporting process, and the rule."""
+    """Explain decisions on a job or a rank: the event, and the reporting process."""
     click.echo(driver.look(name, cluster=address).why(rank))
 
 
@@ -256,7 +256,7 @@ def stop(address: str, name: str) -> None:
 @_command(job="open")
 def cancel(address: str, name: str) -> None:
     """End a job now, wherever its ranks are."""
-    driver.ask(name, StopRequested(now=True, reason=StopReason.CANCELLED), cluster=address)
+    driver.ask(name, StopRequested(now=True, reason=CANCELLED), cluster=address)
     click.echo(f"{name}: ends now")
 
 

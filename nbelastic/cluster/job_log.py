@@ -125,7 +125,7 @@ def describe_event(event: m.Event, ranks: Mapping[int, tuple[int, str]]) -> str:
     by = "the scheduler"
     start: int | None = getattr(event, "start", None)
     if isinstance(event, m.LimitsChanged | m.StopRequested):
-        unattended = getattr(event, "reason", None) == m.StopReason.UNATTENDED
+        unattended = "no kernel" in getattr(event, "reason", "")
         by = "the scheduler" if unattended else "a user"
     elif isinstance(event, m.ClusterGone):
         by = "the driver in the kernel"

@@ -6,8 +6,8 @@ from nbelastic.messages import JobInfo
 from .display import set_display
 from .fit import ask, attach, connected, fit, jobs, look, run, wait_interruptibly
 from .job import Job, driver_of
-from .report import show_versions
 from .status import DataStatus, HistoryEvent, JobStatus, JobTable, Output, Progress, RankStatus
+from .why import show_versions
 
 __all__ = [
     "DataStatus",

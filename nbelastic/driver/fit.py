@@ -35,7 +35,7 @@ from nbelastic.messages import AttachRefusal, JobPayload, JobTerms, LimitsChange
 
 from . import display
 from .attachment import attach_client
-from .job import Job, driver_of
+from .job import Job
 from .loggers import sender
 from .options import Options, check_name, described, flag
 from .parser import call_arguments, with_hints
@@ -158,7 +158,6 @@ def fit(
             packed = pack_function(fn, positional, named)
         payload, modules = packed
         driver = Driver(job_name, options, cleanup)
-        driver.owns_cluster = cluster is None
         driver.log.modules = modules
         driver.variables = variables_of(fn)
         job_client = JobClient(client, job_name, driver.receive)
@@ -260,7 +259,6 @@ def hand_out(driver: Driver, *, block: bool, log_to: Any = None) -> Job:
 def wait_interruptibly(job: Job) -> None:
     """Wait for the end; an interrupt stops the job at its next commit, a second one now."""
     interrupts = handled = 0
-    workers: set[str] = set()
     watch = None
     with contextlib.ExitStack() as stack:
         while True:
@@ -269,7 +267,6 @@ def wait_interruptibly(job: Job) -> None:
                     watch = stack.enter_context(display.watching(job))
                 if handled < interrupts:
                     handled = interrupts
-                    workers = workers or {rank.worker for rank in job.status.ranks}
                     if interrupts == 1:
                         job.stop()
                         watch.say("stopping at the next commit; interrupt again to stop now")
@@ -281,22 +278,7 @@ def wait_interruptibly(job: Job) -> None:
             except KeyboardInterrupt:
                 interrupts += 1
     if interrupts:
-        raise JobInterrupted(f"job {job.name!r} was interrupted; {_what_is_free(job, workers)}")
-
-
-def _what_is_free(job: Job, workers: set[str]) -> str:
-    driver = driver_of(job)
-    if driver.owns_cluster:
-        return "the cluster that was started for it is closed"
-    if not workers:
-        return "no worker ran it"
-    known = driver.job_client.free_workers
-    if known is None:
-        return "the scheduler has not said what has become of its workers"
-    count, free = len(workers), len(workers & known)
-    if free < count:
-        return f"{free} of its {count} workers are free, the others are gone or still busy"
-    return "its worker is free" if count == 1 else f"its {count} workers are free"
+        raise JobInterrupted(f"job {job.name!r} was interrupted; it has ended")
 
 
 # -- jobs that others have started ----------------------------------------------------------------

@@ -7,22 +7,19 @@ import contextlib
 import importlib
 import importlib.util
 import logging
-import os
 import sys
 from collections.abc import Callable, Generator, MutableMapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from pathlib import Path
 from typing import Any
 
 from nbelastic.cluster import LARGE, Modules, put
 from nbelastic.errors import JobStopped, OptionError
-from nbelastic.messages import StopReason, StopRequested
+from nbelastic.messages import CANCELLED, StopRequested
 
 from . import display
 from .loggers import MetricsLogger
 from .options import changed_limits, count
 from .parser import with_hints
-from .report import save_report
 from .status import HistoryEvent, JobStatus, Output, same_fields
 from .thread import Driver
 from .why import explain
@@ -140,7 +137,7 @@ class Job:
         """End the job now, wherever its ranks are; return False if it has ended already."""
         if self.done():
             return False
-        self._driver.tell(StopRequested(now=True, reason=StopReason.CANCELLED))
+        self._driver.tell(StopRequested(now=True, reason=CANCELLED))
         return True
 
     def log_to(self, target: Any) -> None:
@@ -382,44 +379,13 @@ class Job:
         Returns
         -------
         str
-            The newest twenty decisions of :attr:`history`, each with the rule that decided it.
+            The newest twenty decisions of :attr:`history`, each with what was seen.
 
         Examples
         --------
         >>> job.why(rank=3)  # doctest: +SKIP
         """
         return explain(self.name, self.history, rank)
-
-    def save_report(self, path: str | os.PathLike[str]) -> Path:
-        """Write a ZIP file for the report of a fault.
-
-        It has the history, the status, the versions in the kernel, the options, the error of a job
-        that has failed, and the newest megabyte of what ranks printed. A checkpoint's URL is in it
-        without user, password and query. What ranks printed is in it as it is: read it before you
-        give it away.
-
-        Parameters
-        ----------
-        path : str or path-like
-            The file to write; one that exists is replaced.
-
-        Returns
-        -------
-        pathlib.Path
-            `path`.
-
-        Raises
-        ------
-        OSError
-            The file cannot be written.
-
-        Examples
-        --------
-        >>> job.save_report("report.zip")  # doctest: +SKIP
-        """
-        error = self.exception() if self.done() else None
-        options, output = self._driver.options, self.logs()
-        return save_report(path, options, self.status, self.history, output, error)
 
     def _ipython_display_(self) -> None:
         if not display.show(self):

@@ -6,7 +6,6 @@ Dask's configuration.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import itertools
 import logging
@@ -19,7 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import dask.config
 import yaml
@@ -40,19 +39,21 @@ logger = logging.getLogger(__name__)
 MOST_SHOWN = 200  # most characters of a wrong value that an error shows
 
 MOST_SECONDS = 1e9  # what longer durations become: no clock, lock or socket can wait for ever
-LARGEST = 2**63 - 1  # what larger whole numbers become, which would not travel as they are
 READ_PATIENCE = 60.0  # most seconds to wait for the next bytes of a checkpoint
 PYGLOO_SILENCE = 30.0  # seconds for which pygloo may hold the interpreter of a rank that waits
 
 
 # -- kinds -----------------------------------------------------------------------------------------
 
+# Raised for a wrong value: also by Dask, for a duration without a number or with an odd unit.
+WRONG = (ValueError, TypeError, LookupError, OverflowError)
+
 
 @dataclass(frozen=True)
 class Kind:
     """What values an option may have."""
 
-    convert: Callable[[Any], Any]  # to what the job keeps; ValueError or TypeError for a wrong one
+    convert: Callable[[Any], Any]  # to what the job keeps; raises one of WRONG for a wrong one
     expects: str  # the end of "must be …"
     metavar: str = ""  # stands for the value in help; empty for a flag
     optional: bool = False  # whether None is a value, too
@@ -70,14 +71,14 @@ class Kind:
             return self.convert(value)
         except OptionError as error:  # says more than that the value is wrong
             raise OptionError(f"{name}{error}") from None
-        except (ValueError, TypeError):
+        except WRONG:
             raise OptionError(f"{name}={shown(value)}: must be {self.expects}") from None
 
     def read(self, words: tuple[str, ...]) -> Any:
         """Return what the words of a line mean, or raise an OptionError."""
         try:
             return self.convert(self.from_words(words[0] if self.words == 1 else words))
-        except ValueError as error:
+        except WRONG as error:
             if self.free_text:
                 raise OptionError(str(error)) from None
             expected = self.as_words or self.expects
@@ -86,10 +87,7 @@ class Kind:
 
 def shown(value: object) -> str:
     """Return a value as an error shows it."""
-    try:
-        text = repr(value)
-    except (Exception, SystemExit):  # a __repr__ is the user's
-        text = object.__repr__(value)
+    text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
@@ -103,16 +101,15 @@ def _require(holds: object) -> None:
         raise ValueError
 
 
-def whole(least: int = -LARGEST, *, optional: bool = False) -> Kind:
-    """Return the kind of whole numbers, from `least` on."""
+def whole(least: int | None = None, *, optional: bool = False) -> Kind:
+    """Return the kind of whole numbers, from `least` on if given."""
 
     def convert(value: Any) -> int:
         _require(isinstance(value, numbers.Integral) and not isinstance(value, bool))
-        number = int(value)  # of Python's own type, as NumPy's cannot be sent
-        _require(number >= least or least == -LARGEST)
-        return max(min(number, LARGEST), -LARGEST)
+        _require(least is None or value >= least)
+        return int(value)  # of Python's own type, as NumPy's cannot be sent
 
-    bound = "" if least == -LARGEST else f", at least {least}"
+    bound = "" if least is None else f", at least {least}"
     return Kind(convert, f"a whole number{bound}", "N", optional, int)
 
 
@@ -122,13 +119,9 @@ def count(least: int = 1) -> Kind:
 
 
 def _as_float(value: Any) -> float:
-    """Return a real number as a float, infinite if too large; NaN for any other value."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if cast("Any", value) > 0 else -math.inf
+    """Return a real number as a float; NaN for any other value."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return float(value) if is_number else math.nan
 
 
 @_kind("a number above 0", metavar="X", from_words=float)
@@ -144,11 +137,8 @@ def positive(value: Any) -> float:
 )
 def duration(value: Any) -> float:
     """Return a time in seconds, as Dask takes it: ``60``, ``"2 minutes"``, a ``timedelta``."""
-    seconds = _as_float(value)
-    if isinstance(value, (str, datetime.timedelta)):
-        # No number, no unit that Dask knows, nothing at all, or more than a float holds.
-        with contextlib.suppress(ValueError, KeyError, TypeError, IndexError, OverflowError):
-            seconds = float(parse_timedelta(value, default="seconds"))
+    is_text = isinstance(value, (str, datetime.timedelta))
+    seconds = float(parse_timedelta(value, default="seconds")) if is_text else _as_float(value)
     _require(seconds > 0)
     return min(seconds, MOST_SECONDS)
 

@@ -12,7 +12,7 @@ import cloudpickle
 
 from nbelastic import errors
 from nbelastic.cluster import Failure, Returned, unpack_error, why_missing
-from nbelastic.messages import FailureKind, Outcome, Stopping, StopRequested
+from nbelastic.messages import FailureKind, Outcome, StopRequested
 
 from . import display
 from .kernel_log import KernelLog
@@ -60,8 +60,7 @@ def settle(
 
 def abandon(future: Future[list[Any]], name: str, stop: StopRequested) -> None:
     """End the wait for results or errors of an ended job that are still being read."""
-    reason = Stopping(stop.reason, seconds=stop.seconds)
-    problem = f"job {name!r} was {reason} while its results or errors were being read"
+    problem = f"job {name!r} was {stop.reason} while its results or errors were being read"
     with contextlib.suppress(InvalidStateError):
         future.set_exception(errors.JobStopped(problem))
 

@@ -5,76 +5,27 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import os
-import re
-import reprlib
-import traceback
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import click
 
 from nbelastic.errors import OptionError, UnknownOption
 
-from . import display
 from .options import DEFAULTS, Kind, OptionRow, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_SHELL = re.compile(r"[\\/](IPython|ipykernel)[\\/]")  # files of IPython and its kernel
-
-_OTHER_NAMES = {
-    "np": "num_workers n_workers num_proc nproc n_proc num_processes num_ranks world_size size n",
-    "min_np": "min_num_proc min_workers min_nodes minimum",
-    "max_np": "max_num_proc max_workers max_nodes maximum",
-    "min_np max_np": "nnodes num_nodes n_nodes",
-    "np slots_per_host": "nproc_per_node slots processes_per_node ranks_per_node ranks_per_host",
-    "np resources": "num_gpus n_gpus gpus gpus_per_node gpus_per_worker use_gpu devices",
-    "cluster": "client scheduler address scheduler_address dask",
-    "workers": "hosts hostfile nodes machines",
-    "check_every": "check_hosts_added_delay host_check_interval",
-    "reset_limit": "max_restarts max_failures max_retries retries",
-    "elastic_timeout": "timeout start_timeout rdzv_timeout",
-    "blacklist_cooldown": "cooldown cooldown_range blacklist_cooldown_range",
-    "checkpoint": "checkpoint_dir checkpoint_path ckpt_path output_dir",
-    "checkpoint_every": "save_every save_steps checkpoint_frequency",
-    "resume": "resume_from resume_from_checkpoint restore",
-    "backend": "communicator transport",
-    "timeline": "timeline_filename timeline_file trace trace_file",
-    "name": "job_name run_name job_id rdzv_id",
-    "block": "wait blocking sync asynchronous",
-    "fn": "func function train_func train_fn",
-}
-"""Names that Horovod, torchrun, accelerate, Dask, Ray and Lightning use for options of ours."""
-
-ELSEWHERE = {
-    theirs: ours.split() for ours, names in _OTHER_NAMES.items() for theirs in names.split()
-}
-"""Options of ours that do the same, by the names of options elsewhere."""
-
-
-OF_MAGICS = ("out", "quiet", "stream", "verbose", "noblock")
-"""Options of ``%%elastic_train`` that :func:`nbelastic.fit` does not have."""
 
 
 def did_you_mean(given: str, names: Iterable[str]) -> str:
     """Return a hint at `names` like `given`, spelt as it is, for the end of a sentence."""
     names = list(names)
     given = given.lower()
-    meant = ELSEWHERE.get(_plain(given), ())
-    close = [name for name in names if name == given or _plain(name) in meant]
-    if given.startswith("-"):
-        close = close or [name for name in names if name.startswith(given)]
+    close = [name for name in names if given.startswith("-") and name.startswith(given)]
     close = close or difflib.get_close_matches(given, names, n=3, cutoff=0.65)
     return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _plain(name: str) -> str:
-    return name.lstrip("-").replace("-", "_")
 
 
 def _no_such_option(
@@ -87,19 +38,15 @@ def _no_such_option(
     if given in known:
         called = getattr(users, "__name__", "the function")
         hint = f"; to pass it to {called}: kwargs={{{given!r}: ...}}"
-    elif given in OF_MAGICS:
-        hint = "; it is an option of %%elastic_train alone"
     else:
         hint = did_you_mean(given, names) or f"; there are {', '.join(names)}"
     return UnknownOption(f"{where}: there is no option {given}{hint}")
 
 
 def with_hints(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public function: its option errors have hints, and the caller's lines only."""
+    """Decorate a public function: an unknown option has a hint, and its errors no inner lines."""
     name = function.__qualname__
-    parameters = inspect.signature(function).parameters
-    positional = [k for k, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
-    known = [each for each in parameters if each != "self"]
+    known = [each for each in inspect.signature(function).parameters if each != "self"]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -108,29 +55,11 @@ def with_hints(function: Callable[P, R]) -> Callable[P, R]:
             if unknown is not None:
                 users = args[0] if args and callable(args[0]) else None
                 raise _no_such_option(name, unknown, known, users)
-            if len(args) > len(positional):
-                more = next((each for each in known if each not in positional), "")
-                value = reprlib.repr(args[len(positional)])
-                of_users = ", and an argument of the function in args=(...,)" * ("args" in known)
-                raise UnknownOption(
-                    f"{name}: {value} must be given by name, as in {more}=...{of_users}"
-                )
             return function(*args, **kwargs)
         except OptionError as error:
-            error._render_traceback_ = functools.partial(_with_users_lines, error)
             raise error.with_traceback(None) from error.__cause__
 
     return call
-
-
-def _with_users_lines(error: OptionError) -> list[str]:
-    """Return the traceback that a notebook shows: the user's lines, and the error."""
-    shown = []
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith(_PACKAGE) and not _SHELL.search(frame.filename):
-            place = display.label(frame.filename) or f'File "{frame.filename}"'
-            shown += [f"{place}, line {frame.lineno}", f"    {frame.line}"]
-    return [*shown, f"{type(error).__name__}: {error}"]
 
 
 def call_arguments(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import html
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -255,8 +254,10 @@ class JobTable(tuple[JobInfo, ...]):
 
     COLUMNS = ("name", "state", "priority", "weight", "np", "slots", "share", "commits", "kernel")
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        return [
+    def __repr__(self) -> str:
+        if not self:
+            return "no jobs"
+        rows = [
             (
                 job.name,
                 job.state,
@@ -270,20 +271,7 @@ class JobTable(tuple[JobInfo, ...]):
             )
             for job in self
         ]
-
-    def __repr__(self) -> str:
-        if not self:
-            return "no jobs"
-        return aligned([self.COLUMNS, *self._rows()])
-
-    def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in self.COLUMNS)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self._rows()
-        )
-        caption = "<caption>jobs on this cluster</caption>"
-        return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return aligned([self.COLUMNS, *rows])
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,6 @@ SETTLING_S = 5.0  # seconds in which a driver has carried out what it has adopte
 # interpreter for a minute: then many messages wait, and no deadline may pass before they are read.
 MOST_COUNTED = 2.0
 
-CLOSED_FOR_GOOD = (
-    "Dask's cluster has closed worker {names} for good\n"
-    "A worker had been lost, and none of its name was there some seconds later "
-    "(distributed.deploy.lost-worker-timeout), so the cluster starts none any more.\n"
-    "cluster.scale(n), with the number of workers that there should be, starts it again. "
-    'dask.config.set({{"distributed.deploy.lost-worker-timeout": "1 hour"}}) prevents this.'
-)
-
 CHANCE = random.Random().random  # own numbers: a user's kernel keeps the ones it has seeded
 
 
@@ -76,7 +68,6 @@ class Driver:
         self.ended: float | None = None
         self.future: Future[list[Any]] = Future()
         self.chaos: Callable[[m.FaultReport], None] | None = None
-        self.owns_cluster = False
         self.variables: MutableMapping[str, Any] = {}  # of the function, here
         self.options = options
         self.job_client: JobClient  # from its start on
@@ -88,9 +79,6 @@ class Driver:
         self._lock = threading.Lock()
         self._slots: dict[int, str] = {}
         self._wishes: list[m.Event] = []
-        self._seen_workers: set[Any] = set()
-        self._closed_workers: set[Any] = set()
-        self._look_at = 0.0
         self._seq = 0
         self.detached = self._away = False
         self._now, self._looked = 0.0, clock()  # the job's time, and the last look at the clock
@@ -155,7 +143,6 @@ class Driver:
 
     def _loop(self) -> None:
         while self._outcome is None and not self.detached:
-            self._look_at_workers()
             item: m.Event | m.ToDriver | Callable[[], object] | None
             try:
                 item = self._inbox.get(timeout=TICK)
@@ -209,20 +196,6 @@ class Driver:
             f"the Dask client is {status}; if its scheduler lives, the job goes on there for up to "
             f"{self.options.lease:g} s: nbelastic.attach({self.name!r}, cluster=...) takes it over"
         )
-
-    def _look_at_workers(self) -> None:
-        """Each second, look for workers that Dask's cluster has closed for good."""
-        now = self.log.elapsed
-        if now < self._look_at:
-            return
-        self._look_at = now + 1.0
-        closed = set(self.job_client.closed_workers(self._seen_workers))
-        new, self._closed_workers = closed - self._closed_workers, closed
-        if new and self.owns_cluster:
-            self.job_client.start_again()
-        elif new:
-            names = ", ".join(sorted(map(str, new)))
-            self.log.note(m.Record("warning", detail=CLOSED_FOR_GOOD.format(names=names)))
 
     # -- taking a job over ---------------------------------------------------------------------
 

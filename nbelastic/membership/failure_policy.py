@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from nbelastic.messages import Counted, Exclusion, Limits, RepeatedError, Slot, Tally
+from nbelastic.messages import Counted, Exclusion, Limits, Slot, Tally, Text
 
 SAME_ERROR = 2  # times that ranks themselves end a generation with one error at one commit
 
@@ -85,9 +85,7 @@ class ErrorReport:
     """An error that a member raised."""
 
     start: int
-    key: str  # under which its worker is excluded
-    worker: str  # its name on its host, which outlives a restart
-    host: str
+    slot: Slot
     generation: int
     version: int  # the job's newest commit
     time: float
@@ -100,9 +98,8 @@ class Setback:
 
     commit: int  # from which the next generation starts; the newest known one if it is lost
     error: str = ""  # of the function, where its ranks ended the generation themselves
-    workers: tuple[str, ...] = ()  # of lost members, by names that outlive a restart
-    state_lost: bool = False
-    all_waited: bool = False
+    # Its kinds; for lost members with the names of their workers, which outlive a restart.
+    kinds: tuple[tuple[Counted, str], ...] = ()
     gained: int = 0  # commits since the setback before
     vain: bool = False  # no commit since, or as many as before, up to the same error
 
@@ -136,7 +133,6 @@ class FailurePolicy:
     last_error: str = ""
     setbacks: list[Setback] = field(default_factory=list)  # in a row without progress
     resets: int = 0
-    resets_by_share: int = 0  # those of them that only sharing has caused
     forming_failures: int = 0  # plans in a row that did not form
 
     @classmethod
@@ -232,14 +228,8 @@ class FailurePolicy:
         if last.error:
             same = sum(_equal(last.error, each.error) for each in here)
             found.append((Counted.SAME_ERROR, same, SAME_ERROR))
-            found.append((Counted.ERRORS, sum(each.error != "" for each in here), SAME_KIND))
-        if last.workers:
-            losses = [sum(name in each.workers for each in here) for name in last.workers]
-            found.append((Counted.SAME_WORKER, max(losses), SAME_KIND))
-        if last.state_lost:
-            found.append((Counted.STATE, sum(each.state_lost for each in here), SAME_KIND))
-        if last.all_waited:
-            found.append((Counted.WAITS, sum(each.all_waited for each in here), SAME_KIND))
+        for kind in last.kinds:
+            found.append((kind[0], sum(kind in each.kinds for each in here), SAME_KIND))
         return [Tally(kind, times, limit, last.commit) for kind, times, limit in found]
 
     def note_error(self, report: ErrorReport) -> list[ErrorReport]:
@@ -258,22 +248,23 @@ class FailurePolicy:
 
     def repeated_error(
         self, chain: list[ErrorReport], hosts: set[str], *, short: bool
-    ) -> RepeatedError | None:
+    ) -> Text | None:
         """Return the error of a chain if it is the function's fault, not a worker's."""
         # Errors on one of several hosts may be the fault of that host. If too few workers are left
         # to go on (`short`), two of them on any host are enough.
-        own_hosts = {each.host for each in chain}
-        workers = len({each.worker for each in chain})
+        own_hosts = {each.slot.host for each in chain}
+        workers = len({each.slot.lasting for each in chain})
         one_host = len(own_hosts) == 1 and bool(hosts - own_hosts)
         often = workers > 1 and len(chain) >= ERROR_WORKERS
         if one_host and not short:
             return None
         if workers < ERROR_WORKERS - short and not often:
             for each in chain if workers > 1 and self.workers.bounds is None else ():
-                self.workers.until.pop(each.key, None)
+                self.workers.until.pop(self.worker_key(each.slot), None)
             return None
         at_once = len({each.generation for each in chain}) == 1
-        return RepeatedError(chain[-1].error, workers, at_once)
+        how = "in one generation" if at_once else "one after another"
+        return Text(f"{chain[-1].error} (raised on {workers} workers, {how})")
 
 
 def _equal(cause: str, other: str) -> bool:

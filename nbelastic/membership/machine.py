@@ -84,8 +84,7 @@ class Machine:
         before = rules.held_up(self.roster)
         for each in event.workers:
             if each.reason in _UNABLE and each not in self.roster.unused:
-                words = each.reason.value.format(detail=each.detail)
-                self._emit(m.Record("refused", worker=each.worker, detail=words))
+                self._emit(m.Record("refused", worker=each.worker, detail=each.why))
         self.roster.unused = list(event.workers)
         for rank in before:
             if rank not in rules.held_up(self.roster):
@@ -161,17 +160,7 @@ class Machine:
         dead = self.roster.dead.items()
         self.roster.dead = {start: slot for start, slot in dead if slot.id != event.slot}
         for rank in self.roster.on_slot(event.slot):
-            self._warn_if_late(rank)
             self._lose(rank, m.Lost(self.roster.id(rank), event.reason, event.detail))
-
-    def _warn_if_late(self, rank: Rank) -> None:
-        """Warn, once, of a rank that had time to leave and has not come to a commit."""
-        asked, waited = rank.leave_sent, self._now - rank.leave_since
-        if rank.stage != Stage.MEMBER or self.roster.phase != Phase.RUNNING:
-            return
-        known = any(isinstance(each, m.GoneBeforeCommit) for each in self.roster.warnings)
-        if asked and waited >= rules.SOON and not known:
-            self._warn(m.GoneBeforeCommit(rank.slot.name, waited))
 
     def _on_slot_silent(self, event: m.SlotSilent) -> None:
         self.roster.drop_slot(event.slot)
@@ -245,8 +234,8 @@ class Machine:
         self._note_formed(rank)
         if event.remark and event.remark != roster.remark:  # once, not with every generation
             roster.remark = event.remark
-            connected = m.Connected(roster.present, event.backend, event.remark)
-            self._record("backend", reason=connected)
+            words = f"tensors go {m.over(event.backend)}: {event.remark}"
+            self._record("backend", reason=m.Text(words))
 
     def _note_formed(self, rank: Rank) -> None:
         roster = self.roster
@@ -259,7 +248,8 @@ class Machine:
             roster.policy.forming_failures = 0
             roster.ran = roster.ran or roster.in_loop
             roster.enter(Phase.RUNNING)
-            self._record("formed", reason=m.Connected(roster.present, roster.backend))
+            words = f"{m.so_many_ranks(roster.present)} {m.over(roster.backend)}"
+            self._record("formed", reason=m.Text(words.rstrip()))
 
     def _on_loop_done(self, event: m.LoopDone) -> None:
         rank = self.roster.ranks.get(event.start)
@@ -306,13 +296,13 @@ class Machine:
             self._on_rank_left(m.RankLeft(event.start))
             return
         rank.stage, rank.since, rank.exits = Stage.RETURNED, self._now, event.exits
-        if event.isolated is not None:
-            roster.isolated[event.start] = event.isolated
+        if event.isolated:
+            roster.isolated.append(event.start)
         if roster.plan is None and not roster.expected:
             roster.expected = [other.start for other in arrange([], roster.staying())]
         if roster.in_loop and roster.phase in (Phase.RUNNING, Phase.FORMING):
-            early = m.ReturnedEarly((roster.id(rank),), waiting=False)
-            self._fail(m.FailureKind.RETURNED_EARLY, early)
+            early = f"{roster.id(rank)} returned while others train"
+            self._fail(m.FailureKind.RETURNED_EARLY, m.Text(early))
         else:
             self._note_formed(rank)
 
@@ -376,20 +366,11 @@ class Machine:
 
     def _end_if_repeated(self, rank: Rank, error: str) -> None:
         """End the job if the same error came from several workers."""
-        roster, slot, policy = self.roster, rank.slot, self.roster.policy
+        roster, policy = self.roster, self.roster.policy
         if roster.ended:
             return
-        report = ErrorReport(
-            start=rank.start,
-            key=policy.worker_key(slot),
-            worker=slot.lasting,
-            host=slot.host,
-            generation=rank.planned,
-            version=roster.version,
-            time=self._now,
-            error=error,
-        )
-        chain = policy.note_error(report)
+        known = (rank.planned, roster.version, self._now, error)
+        chain = policy.note_error(ErrorReport(rank.start, rank.slot, *known))
         for_good = policy.workers.bounds is None
         short = for_good and rules.within_reach(roster) < roster.limits.min_np
         reason = policy.repeated_error(chain, roster.hosts(), short=short)
@@ -437,7 +418,7 @@ class Machine:
 
     def _on_stop_requested(self, event: m.StopRequested) -> None:
         roster = self.roster
-        reason = m.Stopping(event.reason, seconds=event.seconds)
+        reason = m.Text(event.reason)
         commits_to_come = roster.in_loop and roster.phase in (Phase.RUNNING, Phase.FINISHING)
         if roster.ended:
             if event.now:
@@ -456,14 +437,15 @@ class Machine:
         roster, before = self.roster, self.roster.share
         roster.sharing = event.sharing
         if event.sharing is not None:
-            roster.shared = True
             # The slots of the new share are announced after this.
             vacant = [roster.slots[slot] for slot in roster.counted.vacant]
             for slot in vacant:
                 if not roster.excluded(slot):
                     roster.drop_slot(slot.id)
         if roster.share != before:
-            self._record("share", reason=m.ShareChanged(before, event.sharing))
+            former = "all" if before is None else before
+            present = "all" if event.sharing is None else event.sharing.among(event.sharing.share)
+            self._record("share", reason=m.Text(f"{former} → {present}"))
         for reclaimed in event.reclaimed:
             roster.drop_slot(reclaimed)
             for rank in roster.on_slot(reclaimed):
@@ -493,10 +475,6 @@ class Machine:
             self._note_shortage()
         if self.roster.phase == Phase.GATHERING:
             self._gather()
-        saver = rules.saver(self.roster)
-        if saver is not None:
-            self.roster.saved_in = self.roster.generation
-            self._emit(m.SaveCommit(saver.start))
         if not self.roster.ended:
             self._start_ranks()
         if self.roster.phase == Phase.RUNNING:
@@ -561,12 +539,12 @@ class Machine:
             self._fail(m.FailureKind.NOT_ENOUGH_WORKERS, past)
             return
         if roster.user_errors and roster.counted.synced and rules.is_stuck(roster):
-            errors = m.UserErrors(rules.errors(roster), rules.presence(roster))
-            self._fail(m.FailureKind.RANK_FAILED, errors)
+            errors = f"{rules.errors(roster)}; {rules.presence(roster)}"
+            self._fail(m.FailureKind.RANK_FAILED, m.Text(errors))
             return
         if roster.short_since is None:
             roster.short_since = self._now
-            self._record("waiting", reason=rules.presence(roster))
+            self._record("waiting", reason=m.Text(rules.presence(roster)))
         if self._now < roster.short_since + limits.elastic_timeout:
             return
         if not roster.launched and there >= limits.min_np:
@@ -584,8 +562,7 @@ class Machine:
             roster.first_starts, roster.closed = roster.starts + len(slots), False
         roster.launched = True
         newcomers = [
-            Rank(start, slot, since=self._now, by_share=roster.shared)
-            for start, slot in enumerate(slots, roster.starts)
+            Rank(start, slot, since=self._now) for start, slot in enumerate(slots, roster.starts)
         ]
         for rank in newcomers:
             roster.ranks[rank.start] = rank
@@ -626,7 +603,7 @@ class Machine:
             return
         roster.note_commits()
         if roster.stopping:
-            self._end(m.Outcome("stopped", reason=m.Stopping(m.StopReason.STOPPED, at_commit=True)))
+            self._end(m.Outcome("stopped", reason=m.Text("stopped by its user at a commit")))
             return
         if roster.any_in(Stage.RETURNED):
             self._gather_returned(rules.ready(roster))
@@ -634,7 +611,7 @@ class Machine:
         holders = len(rules.last_holders(roster))
         synced = roster.counted.synced or holders
         if roster.user_errors and not synced:
-            self._fail(m.FailureKind.RANK_FAILED, m.UserErrors(rules.errors(roster)))
+            self._fail(m.FailureKind.RANK_FAILED, m.Text(rules.errors(roster)))
             return
         if rules.first_start(roster) and not synced:
             held_up = rules.held_up(roster)
@@ -652,7 +629,7 @@ class Machine:
     def _gather_returned(self, ready: list[Rank]) -> None:
         if ready:
             lines = tuple(rank.line for rank in ready)
-            early = m.ReturnedEarly(tuple(map(self.roster.id, ready)), True, lines)
+            early = m.ReturnedEarly(tuple(map(self.roster.id, ready)), lines)
             self._fail(m.FailureKind.RETURNED_EARLY, early)
         elif self.roster.plan is not None or not self.roster.any_in(Stage.STARTING):
             self._conclude()
@@ -692,7 +669,7 @@ class Machine:
         pairs = broken_pairs(order, {rank.start: rank.unreached for rank in ready})
         for pair in pairs:
             one, other = (roster.id(roster.ranks[start]) for start in pair)
-            roster.reset_causes.append(m.Unreachable(one, other))
+            roster.reset_causes.append(m.Text(f"{one} cannot reach {other}"))
         removed = choose_removed(order, pairs)
         others = [rank for rank in ready if rank.start not in removed]
         if not removed:
@@ -720,10 +697,10 @@ class Machine:
         if same and not causes and roster.plan and order[0].loop > roster.plan.loop:
             return True  # on to the next loop, with nothing changed
         joined = [rank for rank in order if rank.start not in roster.expected]
-        by_share = not causes and (roster.gave_way or any(rank.by_share for rank in joined))
-        limit, counted = roster.limits.reset_limit, policy.resets - policy.resets_by_share
-        if not by_share and limit is not None and counted >= limit:
-            self._fail(m.FailureKind.RESET_LIMIT, m.ResetLimit(limit, causes))
+        limit = roster.limits.reset_limit
+        if limit is not None and policy.resets >= limit:
+            words = f"reset_limit={limit} is reached; next reset: {m.listed(causes)}"
+            self._fail(m.FailureKind.RESET_LIMIT, m.Text(words))
             return False
         count = self._count_setback(order) if causes or roster.lost else None
         if count is not None and count.reached:
@@ -735,7 +712,6 @@ class Machine:
             self._fail(kind, m.NoNewCommit(known, count, roster.last_death))
             return False
         policy.resets += 1
-        policy.resets_by_share += by_share
         roster.reset_causes.clear()
         self._record("reset", reason=m.Reset(causes, len(order), count, len(joined)))
         return True
@@ -745,16 +721,15 @@ class Machine:
         roster = self.roster
         newest = max(rank.version for rank in order)
         state_lost = newest == m.FRESH and roster.ran
-        own = roster.own_failure if not roster.lost else None
-        count = roster.policy.count(
-            Setback(
-                commit=roster.newest if state_lost else math.ceil(max(newest, 0)),
-                error="" if own is None else own.detail,
-                workers=tuple(roster.lost),
-                state_lost=state_lost,
-                all_waited=any(isinstance(each, m.AllWaited) for each in roster.reset_causes),
-            )
-        )
+        error, kinds = "", [(m.Counted.SAME_WORKER, name) for name in roster.lost]
+        if roster.own_failure is not None and not roster.lost:
+            error, kinds = roster.own_failure.detail, [(m.Counted.ERRORS, "")]
+        if state_lost:
+            kinds.append((m.Counted.STATE, ""))
+        if roster.all_waited:
+            kinds.append((m.Counted.WAITS, ""))
+        commit = roster.newest if state_lost else math.ceil(max(newest, 0))
+        count = roster.policy.count(Setback(commit, error, tuple(kinds)))
         if len(roster.policy.setbacks) == 1:
             roster.last_death = ""  # earlier deaths are no part of it
         return count
@@ -771,7 +746,10 @@ class Machine:
         newest = plan.version
         lost = roster.version > max(newest, 0) and not roster.restarted
         if lost or (roster.ran and newest == m.FRESH):
-            self._record("restarted", reason=m.StateLost(roster.newest))
+            newest_known = f"commit {roster.newest}, the newest known one"
+            lost_state = newest_known if roster.newest else "the state"
+            words = f"no rank is left that holds {lost_state}"
+            self._record("restarted", reason=m.Text(words))
             roster.newest = math.floor(max(newest, 0))
             roster.restarted = roster.limits.checkpoint and newest == m.FRESH
             if not roster.restarted:
@@ -785,7 +763,7 @@ class Machine:
                 rank.version_at_join = max(newest, 0)
         roster.plan = plan
         roster.expected = [rank.start for rank in order]
-        roster.aborted = roster.pending = roster.gave_way = False
+        roster.aborted = roster.pending = roster.all_waited = False
         roster.backend = ""
         roster.short_since = None
         roster.user_errors.clear()
@@ -857,7 +835,8 @@ class Machine:
         silent = rules.silent(roster, late)
         self._evict(silent, m.LossReason.NOT_CONNECTED, limit)
         if not silent:
-            self._break(m.NotConnected(tuple(map(roster.id, late)), limit))
+            names = ", ".join(str(roster.id(rank)) for rank in late)
+            self._break(m.Text(f"not connected after {limit:g} s: {names}"))
 
     def _end_if_apart(self) -> None:
         """End the job if ranks wait in operations that the others will not take part in."""
@@ -867,20 +846,26 @@ class Machine:
             self._fail(m.FailureKind.NO_PROGRESS, m.LoopsDiffer(done, waiting))
         sides = rules.different_operations(self.roster)
         if sides:
-            ranks = tuple(map(self.roster.id, sides.values()))
-            self._fail(m.FailureKind.NO_PROGRESS, m.OperationsDiffer(ranks, tuple(sides)))
+            words = "; ".join(f"{self.roster.id(rank)}: {each}" for each, rank in sides.items())
+            reason = m.Text(
+                f"ranks wait for each other in different operations: {words}. All ranks must call "
+                "the same operations in the same order"
+            )
+            self._fail(m.FailureKind.NO_PROGRESS, reason)
 
     def _check_for_stalls(self) -> None:
         roster, limit = self.roster, self.roster.limits.stall_timeout
         suspects = rules.stall_suspects(roster)
         if not suspects:
             return
+        words = f"all ranks waited for each other for {limit:g} s (stall_timeout)"
         if len(suspects) < len(roster.awaited()):
             self._evict(suspects, m.LossReason.STALLED, limit)
         elif roster.phase == Phase.FINISHING:
-            self._fail(m.FailureKind.NO_PROGRESS, m.AllWaited(limit, after_loop=True))
+            self._fail(m.FailureKind.NO_PROGRESS, m.Text(f"{words} after their elastic loop"))
         else:
-            self._break(m.AllWaited(limit))
+            roster.all_waited = True
+            self._break(m.Text(words))
 
     # -- steps: ranks --------------------------------------------------------------------------
 
@@ -905,10 +890,9 @@ class Machine:
     ) -> None:
         """Ask a rank to leave its generation, in which a last holder may `stay` for a while."""
         rank.leaving, rank.leave_reason = True, reason
-        self.roster.gave_way |= reason == m.EndReason.SHARED
         # For other jobs the last holder of the state stays as long as it takes: they can wait.
         stay = math.inf if reason == m.EndReason.SHARED else stay
-        rank.leave_since, rank.leave_deadline = self._now, self._now + stay
+        rank.leave_deadline = self._now + stay
         rank.gone_at = self._now + gone
         if rank.stage == Stage.STARTING:
             self._end_rank(rank, "leave", m.EndOrder(reason))
@@ -962,7 +946,9 @@ class Machine:
             self._note_failure(rank, lost, process_gone=True)
             ended = lost.reason in (m.LossReason.PROCESS_ENDED, m.LossReason.WORKER_GONE)
             if roster.plan is None and ended:  # a death before the first generation
-                count = roster.policy.count(Setback(m.FRESH, workers=(rank.slot.lasting,)))
+                count = roster.policy.count(
+                    Setback(m.FRESH, kinds=((m.Counted.SAME_WORKER, rank.slot.lasting),))
+                )
                 if count.reached:
                     failure = m.NoNewCommit((lost,), count, roster.last_death)
                     self._fail(m.FailureKind.NO_PROGRESS, failure)
@@ -1010,7 +996,8 @@ class Machine:
             return
         roster.reset_causes.append(cause)
         if roster.plan is not None and roster.plan.loop == 0 and roster.phase != Phase.GATHERING:
-            self._fail(m.FailureKind.RANK_LOST, m.NoLoop(cause))
+            words = f"{cause}; the function has no elastic loop, so it cannot go back to a commit"
+            self._fail(m.FailureKind.RANK_LOST, m.Text(words))
             return
         if roster.phase in (Phase.FORMING, Phase.RUNNING):
             roster.enter(Phase.GATHERING)
@@ -1057,8 +1044,9 @@ class Machine:
         returned = {rank.start for rank in roster.in_stage(Stage.RETURNED)}
         missing = [start for start in roster.expected if start not in returned]
         if missing:
-            reason = m.RanksMissing(len(missing), len(roster.expected), roster.causes())
-            self._fail(m.FailureKind.RANK_LOST, reason)
+            lost = f"{len(missing)} of {len(roster.expected)} ranks ended before they returned"
+            words = "; ".join([lost, *map(str, roster.causes())])
+            self._fail(m.FailureKind.RANK_LOST, m.Text(words))
         else:
             self._warn(rules.never_met(roster))
             self._end(m.Outcome("finished", starts=tuple(roster.expected)))

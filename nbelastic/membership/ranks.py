@@ -80,7 +80,6 @@ class Rank:
     leaving: bool = False  # it was asked to leave
     leave_sent: bool = False  # the order to leave was sent
     leave_reason: EndReason = EndReason.WORKER_LEAVING
-    leave_since: float = 0.0
     leave_deadline: float = 0.0  # until then it stays, if no other rank holds the state
     gone_at: float = 0.0  # when its worker is gone
     progress: int = 0
@@ -92,7 +91,6 @@ class Rank:
     version_at_join: Number = 0
     evicted: bool = False  # it is at fault, and the others go on without it
     exits: bool = False  # its function has returned, and its process has not ended
-    by_share: bool = False  # it was started in a job that shares its cluster
 
     counted_by = cast("Ranks | None", None)  # updated by every change of a counted field
     kind = cast("RankKind", None)  # by which it is counted there

@@ -25,6 +25,7 @@ class Roster:
     plan: m.Plan | None = None  # the newest; in force in FORMING, RUNNING and FINISHING
     aborted: bool = False  # its members were ordered to end their generation
     pending: bool = False  # a change was announced to its members
+    all_waited: bool = False  # its members were freed, because all waited for each other
     stopping: bool = False  # the job ends at the next commit
     launched: bool = False  # enough slots were there once
     ran: bool = False  # a generation has formed in an elastic loop, so there was a state to lose
@@ -39,8 +40,6 @@ class Roster:
     # Starts that have to return for the job to finish, by rank: the members of the newest plan;
     # without a plan, the ranks that were there when the first of them returned.
     expected: list[int] = field(default_factory=list)
-    # Generation after which a rank of the suspended job was told to write its commit.
-    saved_in: int = -1
     short_since: float | None = None  # no training since then, because there are too few slots
     reset_causes: list[m.AnyReason] = field(default_factory=list)  # faults since the last reset
     ranks: dict[int, Rank] = field(default_factory=dict)  # by start
@@ -52,8 +51,7 @@ class Roster:
     notices: dict[str, m.Notice] = field(default_factory=dict)
     # Notices without a time, by slot: a newcomer on another worker should replace the rank.
     at_risk: dict[str, m.Notice] = field(default_factory=dict)
-    # Starts that returned without an exchange with another rank, with what trained in them.
-    isolated: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    isolated: list[int] = field(default_factory=list)  # starts that returned without an exchange
     # The first sample of parameters of each moment of this generation; True: besides the state.
     samples: dict[tuple[int, bool], m.WeightsSampled] = field(default_factory=dict)
     warnings: list[m.AnyReason] = field(default_factory=list)
@@ -71,8 +69,6 @@ class Roster:
     lost: dict[str, m.Lost] = field(default_factory=dict)
     last_death: str = ""  # cause of the last known death of a process
     sharing: m.Sharing | None = None  # its share, while the job shares its cluster
-    shared: bool = False  # it has had a share at some time
-    gave_way: bool = False  # ranks have left for other jobs since the newest plan
     outcome: m.Outcome | None = None
 
     def __post_init__(self) -> None:

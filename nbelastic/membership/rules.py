@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from operator import attrgetter
 
 from nbelastic import messages as m
@@ -45,7 +45,7 @@ def last_holders(roster: Roster) -> list[Rank]:
         return []
     ranks = roster.in_stage(Stage.READY, Stage.MEMBER, Stage.DONE)
     holders = [rank for rank in ranks if rank.version != m.FRESH]
-    if roster.stopping or yields(roster) or any(not rank.leaving for rank in holders):
+    if roster.stopping or any(not rank.leaving for rank in holders):
         return []
     return [
         rank
@@ -124,31 +124,13 @@ def most_ranks(roster: Roster) -> int | None:
 
 def suspended(roster: Roster) -> bool:
     """Return whether the job waits with its state, having given way to other jobs."""
-    # Not on a cluster with too few slots, whatever the others have, nor with a last slot that it is
-    # to yield and cannot: then it lacks workers like any other job.
+    # Not on a cluster with too few slots, besides those of suspended jobs that come first: then it
+    # lacks workers like any other job, and fails in time, so that these go on.
     share, limits = roster.share, roster.limits
     if share is None or share >= limits.min_np or not (limits.preemptible and roster.ran):
         return False
     enough = roster.sharing is not None and roster.sharing.slots >= limits.min_np
     return enough and (share > 0 or limits.checkpoint)
-
-
-def saver(roster: Roster) -> Rank | None:
-    """Return the rank to write the last commit of a job just suspended."""
-    if not roster.limits.checkpoint or roster.saved_in == roster.generation:
-        return None
-    if roster.phase != Phase.GATHERING or not suspended(roster):
-        return None
-    holding = [rank for rank in ready(roster) if rank.version > 0]
-    newest = max((rank.version for rank in holding), default=0)
-    return next((rank for rank in holding if rank.version == newest), None)
-
-
-def yields(roster: Roster) -> bool:
-    """Return whether the last ranks end, too, and a checkpoint resumes the job later."""
-    limits = roster.limits
-    may = limits.preemptible and limits.checkpoint and roster.ran
-    return may and roster.share == 0 and roster.phase == Phase.GATHERING
 
 
 def slots_to_start(roster: Roster) -> list[m.Slot]:
@@ -226,46 +208,52 @@ def is_stuck(roster: Roster) -> bool:
     return enough and not for_a_while and not gone
 
 
-def presence(roster: Roster) -> m.Presence:
-    """Return the shortage of workers, with the unused workers."""
-    out = sum(map(roster.excluded, roster.slots.values()))
-    return m.Presence(within_reach(roster), needed(roster), out, unused(roster))
+def presence(roster: Roster) -> str:
+    """Return the shortage of workers in words, with the unused workers."""
+    words = f"{within_reach(roster)} of at least {needed(roster)} workers"
+    if out := sum(map(roster.excluded, roster.slots.values())):
+        words += f" ({out} more are there, but excluded because they failed)"
+    unused = not_used(roster)
+    return f"{words} ({unused})" if unused else words
 
 
-def shortage(roster: Roster) -> m.Shortage:
+def shortage(roster: Roster) -> m.Text:
     """Return why a job fails that has waited for workers too long."""
     limits = roster.limits
     since = roster.now if roster.short_since is None else roster.short_since
-    return m.Shortage(
-        presence=presence(roster),
-        min_np=limits.min_np,
-        waited=roster.now - since,
-        timeout=limits.elastic_timeout,
-        excluded=tuple(slot.worker for slot in roster.slots.values() if roster.excluded(slot)),
-        last_error=roster.policy.last_error,
-        last_death=roster.last_death,
+    words = (
+        f"{presence(roster)} (min_np={limits.min_np}) after waiting {roster.now - since:.1f} s "
+        f"(elastic_timeout={limits.elastic_timeout:g})"
     )
+    excluded = [slot.worker for slot in roster.slots.values() if roster.excluded(slot)]
+    facts = {
+        "excluded after failures": ", ".join(excluded),
+        "the last process that died": roster.last_death,
+        "last error": roster.policy.last_error,
+    }
+    return m.Text("; ".join([words, *(f"{k}: {fact}" for k, fact in facts.items() if fact)]))
 
 
-def unused(roster: Roster, *, chosen: bool = True) -> tuple[m.UnusedGroup, ...]:
-    """Return the unused workers by reason, with those of the own options if `chosen`."""
-    groups: dict[tuple[m.UnusedReason, str], list[str]] = {}
+def not_used(roster: Roster, reasons: Collection[m.UnusedReason] = tuple(m.UnusedReason)) -> str:
+    """Return the workers that are unused for some reasons, in words; empty without any."""
+    groups: dict[str, list[str]] = {}
     for each in roster.unused:
-        if chosen or not each.reason.chosen:
-            groups.setdefault((each.reason, each.detail), []).append(each.worker)
-    if chosen:
-        why, usable = (m.UnusedReason.TOO_LATE, ""), set()
+        if each.reason in reasons:
+            groups.setdefault(each.why, []).append(each.worker)
+    if m.UnusedReason.TOO_LATE in reasons:
+        why, usable = m.UnusedReason.TOO_LATE.value, set()
         if can_start(roster):
-            why = (m.UnusedReason.HOST_FULL, str(roster.limits.slots_per_host))
+            why = m.UnusedReason.HOST_FULL.value.format(detail=roster.limits.slots_per_host)
             usable = {slot.id for slot in free_slots(roster)}
         for slot in roster.slots.values():  # in the order of discovery, which is serialized
             free = slot.id in roster.counted.vacant and slot.id not in usable
             if free and not roster.excluded(slot):
                 groups.setdefault(why, []).append(slot.worker)
-    return tuple(
-        m.UnusedGroup(*why, len(workers), tuple(workers[:MOST_NAMES]))
+    words = [
+        f"{len(workers)} {why} ({m.and_more(workers[:MOST_NAMES], len(workers))})"
         for why, workers in groups.items()
-    )
+    ]
+    return f"not used: {'; '.join(words)}" if words else ""
 
 
 def first_start(roster: Roster) -> bool:
@@ -331,9 +319,7 @@ def next_members(roster: Roster, candidates: list[Rank]) -> list[Rank]:
 
 
 def ranks_to_release(roster: Roster, members: list[Rank]) -> list[Rank]:
-    """Return the surplus members; a holder of the state stays, unless the job yields."""
-    if yields(roster):
-        return members
+    """Return the surplus members; a holder of the state stays."""
     most = max(most_ranks(roster) or 1, 1)
     if most_ranks(roster) is None or len(members) <= most:
         return []
@@ -464,9 +450,9 @@ def stall_suspects(roster: Roster) -> list[Rank]:
     return members if len(still) == len(members) else []
 
 
-def errors(roster: Roster) -> tuple[str, ...]:
+def errors(roster: Roster) -> str:
     """Return the different errors that user code raised since the newest plan."""
-    return tuple(sorted(set(roster.user_errors.values())))
+    return "; ".join(sorted(set(roster.user_errors.values())))
 
 
 def exiting(roster: Roster) -> list[Rank]:
@@ -474,13 +460,19 @@ def exiting(roster: Roster) -> list[Rank]:
     return [rank for rank in roster.in_stage(Stage.RETURNED) if rank.exits]
 
 
-def never_met(roster: Roster) -> m.NeverMet | None:
+def never_met(roster: Roster) -> m.Text | None:
     """Return a warning if no two ranks ever exchanged anything."""
-    starts, isolated = roster.expected, roster.isolated
-    if len(starts) < 2 or any(start not in isolated for start in starts):
+    number = len(roster.expected)
+    if number < 2 or not set(roster.isolated).issuperset(roster.expected):
         return None
-    libraries = dict.fromkeys(name for start in starts for name in isolated[start])
-    return m.NeverMet(len(starts), tuple(libraries))
+    return m.Text(
+        f"ranks never met: {number} separate trainings\n"
+        "No rank used an operation between ranks or an elastic loop, so each ran the whole "
+        "function alone.\nTo train one model, wrap the optimizer with "
+        "nbelastic.torch.DistributedOptimizer and train in a function decorated with "
+        "nbelastic.torch.elastic.run. For Keras, Lightning, transformers and accelerate see "
+        "nbelastic.keras, nbelastic.lightning, nbelastic.transformers and nbelastic.accelerate."
+    )
 
 
 # -- parameters of the ranks -----------------------------------------------------------------------

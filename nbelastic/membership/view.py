@@ -16,6 +16,10 @@ from .roster import Roster
 
 MOST_NOTICES = 3  # most workers that the status names as about to go
 
+# Reasons that a user need not know of a job that trains: the own options, and the job's course.
+_KNOWN = ("NOT_IN_WORKERS", "LACKS_RESOURCES", "HOST_FULL", "TOO_LATE")
+_BY_OTHERS = [reason for reason in m.UnusedReason if reason.name not in _KNOWN]
+
 
 @dataclass(frozen=True)
 class RankView:
@@ -119,19 +123,25 @@ def _sharing(roster: Roster) -> m.Reason | None:
     return replace(roster.sharing, suspended=rules.suspended(roster))
 
 
-def _noticed(roster: Roster, now: float) -> m.Noticed:
+def _noticed(roster: Roster, now: float) -> m.Text:
     """Return the departing workers, with the time left to each, and the workers at risk."""
     firm = sorted(roster.notices.values(), key=lambda notice: notice.seconds)
     shown = [replace(each, seconds=max(each.seconds - now, 0.0)) for each in firm]
     shown += [notice for slot, notice in roster.at_risk.items() if roster.on_slot(slot)]
-    return m.Noticed(tuple(shown[:MOST_NOTICES]), len(shown))
+    more = len(shown) - MOST_NOTICES
+    return m.Text(m.listed(shown[:MOST_NOTICES]) + (f"; and {more} more" if more > 0 else ""))
 
 
 def _reason(roster: Roster, now: float) -> m.Reason | None:
+    limits = roster.limits
     if roster.outcome is not None:
-        exits = 0 if roster.phase == Phase.ENDED else len(rules.exiting(roster))
-        limit = roster.limits.exit_timeout
-        return m.Exiting(exits, limit) if exits else roster.outcome.reason
+        exits = m.so_many_ranks(len(rules.exiting(roster)))
+        if roster.phase == Phase.ENDED or not rules.exiting(roster):
+            return roster.outcome.reason
+        return m.Text(
+            f"all ranks have returned; threads, exit handlers or children of {exits} still run, "
+            f"for {limits.exit_timeout:g} s at most (exit_timeout)"
+        )
     most = rules.most_ranks(roster)
     if roster.phase != Phase.GATHERING:
         if roster.stopping:
@@ -140,16 +150,21 @@ def _reason(roster: Roster, now: float) -> m.Reason | None:
             return _noticed(roster, now)
         if roster.phase != Phase.RUNNING or (most is not None and roster.counted.staying >= most):
             return None
-        groups = rules.unused(roster, chosen=False)
-        return m.NotUsed(groups) if groups else None
-    if roster.short_since is not None and rules.within_reach(roster) < rules.needed(roster):
-        waited = now - roster.short_since
-        return m.Waiting(rules.presence(roster), waited, roster.limits.elastic_timeout)
-    awaited = len(roster.awaited())
+        unused = rules.not_used(roster, _BY_OTHERS)
+        return m.Text(unused) if unused else None
+    more = rules.needed(roster) - rules.within_reach(roster)
+    if roster.short_since is not None and more > 0:
+        time = f"{now - roster.short_since:.0f} s of {limits.elastic_timeout:g} s"
+        return m.Text(f"{rules.presence(roster)}; waiting {time} for {more} more")
+    awaited, starting = len(roster.awaited()), roster.in_stage(Stage.STARTING)
     if awaited:
-        return m.WaitingForRanks(awaited, roster.generation)
-    starting = roster.in_stage(Stage.STARTING)
-    held_up = [rank for rank in starting if rank.operation]
-    why = f"{held_up[0].operation}, {now - held_up[0].since:.0f} s" if held_up else ""
-    busy = [each for each in rules.unused(roster) if each.reason == m.UnusedReason.BUSY]
-    return m.WaitingForRanks(len(starting), 0, tuple(busy), why) if starting else None
+        ranks = m.so_many_ranks(awaited)
+        return m.Text(f"waiting for {ranks} to leave generation {roster.generation}")
+    if not starting:
+        return None
+    words = f"waiting for {m.so_many_ranks(len(starting))} to be ready"
+    if held_up := next((rank for rank in starting if rank.operation), None):
+        words += f": {held_up.operation}, {now - held_up.since:.0f} s"
+    if busy := rules.not_used(roster, (m.UnusedReason.BUSY,)):
+        words += f" ({busy})"
+    return m.Text(words)

@@ -13,17 +13,13 @@ import click
 
 from nbelastic.driver.options import DEFAULTS, TABLE, Kind, OptionRow, choice, flag
 from nbelastic.driver.parser import LineCommand, LineOption, did_you_mean
-from nbelastic.errors import OptionError
+from nbelastic.errors import Headline, OptionError
 
 PER_CELL = frozenset({"out", "name"})  # options of one cell only; no default can be set for them
 
 
-class MagicOptionError(OptionError):
+class MagicOptionError(Headline, OptionError):
     """An option of a magic is wrong; the message names it, its range and the help."""
-
-    def _render_traceback_(self) -> list[str]:
-        """Show the message alone, because all frames are the magic's own."""
-        return [f"{type(self).__name__}: {self}"]
 
 
 class MagicCommand(LineCommand):

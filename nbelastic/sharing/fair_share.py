@@ -31,7 +31,6 @@ class Want:
     priority: int = 0  # jobs of a higher priority are served first
     weight: float = 1.0  # its part of what a priority has, relative to others; above 0
     preemptible: bool = False  # a job of a higher priority may take slots of its floor
-    resumable: bool = False  # it yields what it keeps without a loss: its state is on disk
     per_host: int | None = None  # most slots on one host; None: no limit
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from .fair_share import SlotGroup, Want, shares
@@ -22,7 +22,7 @@ class SharingRules:
 
 @dataclass
 class _Memory:
-    """A job's share, the time of its change, and since when it is to grow, shrink or yield."""
+    """A job's share, the time of its change, and since when it is to grow or shrink."""
 
     share: int | None = None
     changed: float = -math.inf
@@ -34,7 +34,7 @@ class SharePolicy:
 
     A job is admitted, and others shrink for that, at once. All other changes wait for `settle`
     seconds, and a job shrinks only to be fair no sooner than `protect` seconds after its last
-    change. Suspended jobs that keep each other from their floors for `patience` yield.
+    change.
     """
 
     def __init__(self, rules: SharingRules) -> None:
@@ -50,7 +50,6 @@ class SharePolicy:
             return dict.fromkeys(self._jobs)
         if len(wants) < 2:
             return {want.job: self._alone(want, now) for want in wants}
-        wants = self._without_deadlock(wants, capacity, now)
         aims = shares(wants, capacity, now, self.rules.patience)
         admitting = any(want.has < want.least <= aims[want.job] for want in wants)
         keeping = {
@@ -66,20 +65,6 @@ class SharePolicy:
         if bounded and not self._may(memory, "grow", now):
             return memory.share
         return self._note(want.job, None, now)
-
-    def _without_deadlock(
-        self, wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float
-    ) -> Sequence[Want]:
-        """Return the wants, without the kept slots of jobs that have to yield by now."""
-        patience = self.rules.patience
-        yielding = jobs_to_yield(wants, capacity, now, patience)
-        for job, memory in self._jobs.items():
-            if job not in yielding:
-                memory.since.pop("yield", None)
-        since = [self._jobs[job].since.setdefault("yield", now) for job in yielding]
-        if any(now < time + patience for time in since):
-            return wants
-        return [replace(want, kept=0) if want.job in yielding else want for want in wants]
 
     def _keeps(self, want: Want, aim: int, now: float, *, admitting: bool) -> int:
         """Return the share kept by a job, because shrinking would be too soon; 0 for none."""
@@ -113,61 +98,3 @@ class SharePolicy:
             memory.since.pop("grow", None)
             memory.since.pop("shrink", None)
         return share
-
-
-# -- deadlocks of suspended jobs -------------------------------------------------------------------
-#
-# A suspended job holds one slot, because its state is in that worker's memory. If workers are lost,
-# these slots may be what keeps every suspended job below its floor.
-
-
-def jobs_to_yield(
-    wants: Sequence[Want], capacity: Sequence[SlotGroup], now: float, patience: float = math.inf
-) -> frozenset[str]:
-    """Return the suspended jobs to yield their kept slots, no more than another's floor takes.
-
-    While a job trains, a suspended job that is resumable yields to one that comes before it: of a
-    higher priority, or older. If no job trains and none can start, suspended jobs yield to any
-    job: first those that are resumable, then those of the lowest priority, then the youngest.
-    """
-    suspended = [want for want in wants if want.preemptible and 0 < want.kept < want.least]
-    suspended = [want for want in suspended if want.running and want.has < want.least]
-    suspended.sort(key=_standing)
-    if not suspended:
-        return frozenset()
-
-    def given(yielded: Collection[Want]) -> dict[str, int]:
-        without = [replace(want, kept=0) if want in yielded else want for want in wants]
-        return shares(without, capacity, now, patience)
-
-    present = given(())
-    if any(_starts(want, present) for want in wants):
-        return frozenset()
-    idle = all(present[want.job] < want.least for want in wants)
-    candidates = [want for want in suspended if want.resumable or idle]
-    if idle:
-        candidates.sort(key=lambda want: not want.resumable)
-
-    def helps(yielded: Sequence[Want]) -> bool:
-        best = max(map(_standing, yielded), default=())
-        gaining = wants if idle else [want for want in suspended if _standing(want) > best]
-        then = given(yielded)
-        return any(_starts(want, then) for want in gaining if want not in yielded)
-
-    for number in range(1, len(candidates) + 1):
-        yielded = candidates[:number]
-        if helps(yielded):
-            for want in candidates[: number - 1]:
-                fewer = [each for each in yielded if each is not want]
-                yielded = fewer if helps(fewer) else yielded
-            return frozenset(want.job for want in yielded)
-    return frozenset()
-
-
-def _standing(want: Want) -> tuple[int, float, str]:
-    """Return what is larger the later a suspended job yields."""
-    return want.priority, -want.since, want.job
-
-
-def _starts(want: Want, given: dict[str, int]) -> bool:
-    return want.has < want.least <= given[want.job]

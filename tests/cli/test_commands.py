@@ -72,7 +72,7 @@ def test_jobs_status_logs_and_cancel_are_for_a_job_of_another_kernel(job, call):
     assert "Rank 1 has joined" in status and status.count("running  ") == 2
     assert "hello from 0" in call("logs") and "hello from 1" not in call("logs", "--rank", "0")
     why = call("why", "night", "1")
-    assert "joined rank 1 on" in why and "up to max_np" in why
+    assert "joined rank 1 on" in why
     assert "joined rank 0 on" in call("why", "night")
     assert not job.done() and "attached" not in kinds(job)
     assert "ends now" in call("cancel")

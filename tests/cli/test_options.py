@@ -72,7 +72,6 @@ def test_names_of_horovodrun_are_read(line, found):
     ("line", "says"),
     [
         ("--max 8 x", "there is no option --max; did you mean --max-np"),
-        ("--nproc-per-node 8 x", "did you mean --np or --slots-per-host"),
         ("-x =1 x", "'' must be the name of a variable"),
         ("-x RANK=1 x", "['RANK']: nbelastic sets this variable itself"),
     ],

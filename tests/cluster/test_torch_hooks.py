@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-import types
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from nbelastic.cluster.worker.rank.torch_hooks import advise, hook_torch, trainers_of
+from nbelastic.cluster.worker.rank.torch_hooks import advise, hook_torch
 from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.ranks.runtime import RankSpec
@@ -44,23 +43,6 @@ def session():
     made.close()
 
 
-# -- libraries for training ------------------------------------------------------------------------
-
-
-def test_libraries_that_train_are_named(session, monkeypatch):
-    def imports(*names):
-        for name in names:
-            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-
-    assert trainers_of(session) == ()
-    imports("lightning", "pytorch_lightning", "accelerate", "transformers")
-    assert trainers_of(session) == ("Lightning", "accelerate"), "which import transformers"
-    imports("transformers.trainer")
-    assert trainers_of(session) == ("Lightning", "Trainer (transformers)", "accelerate")
-    session.generation = 1
-    assert trainers_of(session) is None, "it has met others"
-
-
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_group_of_torch_counts_by_its_size(session, monkeypatch, world):
     monkeypatch.setattr(torch.distributed.distributed_c10d, "get_world_size", lambda: world)
@@ -68,8 +50,7 @@ def test_a_group_of_torch_counts_by_its_size(session, monkeypatch, world):
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     torch.distributed.destroy_process_group()
-    alone = ("torch.distributed with a group of one rank (DDP)",)
-    assert trainers_of(session) == (alone if world == 1 else None)
+    assert session.in_torch_group is (world == 2)
 
 
 # -- optimizers ------------------------------------------------------------------------------------

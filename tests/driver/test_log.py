@@ -1,9 +1,6 @@
-"""What ranks print, in memory and in files; reports; details and decisions in words."""
+"""What ranks print, in memory and in files; versions; details and decisions in words."""
 
 from __future__ import annotations
-
-import json
-import zipfile
 
 import pytest
 
@@ -111,29 +108,7 @@ def job_with(**options):
     return Job(Driver("digits", Options(**options), lambda: None))
 
 
-def texts(path):
-    with zipfile.ZipFile(path) as archive:
-        return {name: archive.read(name).decode() for name in archive.namelist()}
-
-
-def test_a_report_has_what_an_issue_needs_but_no_passwords_and_no_values_of_variables(
-    tmp_path, capsys
-):
-    values = {"HF_TOKEN": "hunter33", "NCCL_DEBUG": "INFO", "OTHER": "abcdef99"}
-    job = job_with(np=2, env=values, checkpoint="ftp://me:hunter22@host/run?token=abcdef88")
-    job._driver.log.note_output(0, "INFO logging in with hunter33\n")
-    job._driver.log.note_output(0, "writing to ftp://me:hunter22@host/run, a\udc80b\n")
-    assert "error.txt" not in texts(job.save_report(tmp_path / "r.zip"))
-    job._driver.future.set_exception(ValueError("401 for hunter33"))
-    found = texts(job.save_report(tmp_path / "r.zip"))
-    read = {name: json.loads(text) for name, text in found.items() if name.endswith("json")}
-    assert read["options.json"]["np"] == 2 and "ftp://" in read["options.json"]["checkpoint"]
-    assert read["options.json"]["env"] == dict.fromkeys(values, "***")
-    assert read["status.json"]["name"] == "digits" and read["history.json"] == []
-    assert read["versions.json"]["nbelastic"] == nbelastic.__version__
-    assert not any(each in str(found) for each in ("hunter", "abcdef"))
-    assert "INFO" in found["output.txt"] and "a\\udc80b" in found["output.txt"]
-    assert "ValueError: 401 for" in found["error.txt"]
+def test_the_versions_of_a_report_are_printed(capsys):
     nbelastic.show_versions()
     shown = capsys.readouterr().out
     assert f"nbelastic      {nbelastic.__version__}\n" in shown and "\nshared memory  " in shown
@@ -177,9 +152,6 @@ def test_jobs_are_a_tuple_shown_as_a_table() -> None:
         "resnet  running  5         2       2 to 8    3      3      1,200    yes",
         "<bert>  waiting  0         1       1 to all  0             0        no",
     ]
-    html = jobs._repr_html_()
-    assert "&lt;bert&gt;" in html
-    assert html.count("<tr>") == 3
 
 
 LOST = HistoryEvent(
@@ -187,15 +159,15 @@ LOST = HistoryEvent(
 )
 
 
-def test_a_decision_says_what_was_seen_and_the_rule_and_of_many_the_newest_are_shown():
+def test_a_decision_says_what_was_seen_and_of_many_the_newest_are_shown():
     other = HistoryEvent(1.0, "left", "tcp://w1", 1, 5, "as planned", 2, "w1")
     text = str(explain("job", [LOST, other], rank=3))
     assert "lost rank 3 on w3, in generation 4" in text
     assert "held up the others for 60 s" in text
     assert "seen by the clock: a limit" in text
-    assert "longer than its limit, is dropped" in text
     assert "w1" not in text
     assert "as planned" in explain("job", [LOST, other])
+    assert "phases" not in explain("job", [HistoryEvent(0.0, "phases", None, None, 1, "x"), LOST])
     assert repr(explain("job", [LOST])) == str(explain("job", [LOST]))
     events = [HistoryEvent(0.0, "reset", None, None, n, f"change {n}") for n in range(3 * MOST)]
     assert explain("job", events).count("change ") == MOST

@@ -194,7 +194,7 @@ def test_who_ends_with_a_state_that_others_lack_writes_its_last_commit(
             state.count = 6  # not committed
             context.time_to_save = seconds
             if order is Evicted:
-                checkpoints.save()
+                checkpoints._begin(state._progress_at_commit())
             raise order("at a commit")
 
     with contextlib.suppress(Stopped, Evicted):

@@ -92,7 +92,7 @@ def test_N12_an_interrupt_frees_the_workers_of_the_kernels_cluster_and_ends_none
         "while it is opened: [True, True]",
         "KeyboardInterrupt ",
         "running set()",
-        "JobInterrupted its 2 workers are free",
+        "JobInterrupted it has ended",
         "same workers: True",
         "again: [2, 2]",
         "handler kept: True",

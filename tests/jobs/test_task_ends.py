@@ -19,9 +19,7 @@ def fail():
     raise ValueError("the function's own")
 
 
-@pytest.mark.parametrize(
-    "name", ["activate", "install", "take_settings", "dumps", "trainers_of", "pack_error"]
-)
+@pytest.mark.parametrize("name", ["activate", "install", "take_settings", "dumps", "pack_error"])
 def test_a_rank_that_raises_outside_its_function_says_so(monkeypatch, name):
     def boom(*args, **kwargs):
         raise SystemError(f"{name} is broken")

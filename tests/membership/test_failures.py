@@ -220,9 +220,7 @@ def test_an_error_that_others_have_excludes_nobody_and_is_said() -> None:
     assert world.view().errors == 2
     world.rank_on("A1").raise_error("ValueError: bad row 9")
     world.run_for(1.0)
-    assert world.outcome.reason == ev.RepeatedError(
-        "ValueError: bad row 9", 2, one_generation=False
-    )
+    assert world.why == "ValueError: bad row 9 (raised on 2 workers, one after another)"
 
 
 # -- deaths of ranks' processes whose workers live -------------------------------------------------

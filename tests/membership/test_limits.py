@@ -110,11 +110,6 @@ def test_of_two_contradicting_limits_the_later_counts() -> None:
     assert (limits.min_np, limits.np, limits.max_np) == (6, 6, 6)
 
 
-def test_min_np_above_max_np_is_refused() -> None:
-    with pytest.raises(ValueError, match="min_np=3 is above max_np=2"):
-        ev.Limits(min_np=3, max_np=2)
-
-
 # -- time -----------------------------------------------------------------------------------------
 
 

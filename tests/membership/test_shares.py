@@ -34,33 +34,6 @@ def test_a_share_takes_ranks_at_a_commit_and_nothing_is_redone() -> None:
     assert orders == {ev.EndOrder(ev.EndReason.SHARED)}
 
 
-@pytest.mark.parametrize("limit", [0, 1])
-def test_resets_by_sharing_do_not_count_for_the_reset_limit(limit: int) -> None:
-    script = Script(batches=400)
-    world = trained(job("A0", "B0", "C0", np=3, min_np=1, reset_limit=limit, script=script))
-    for number in (1, 2, 1):
-        share(world, number)
-        offer(world, "B0", "C0")
-        world.run_for(2.0)
-    assert world.machine.roster.policy.resets == 3
-    world.tell(ev.LimitsChanged(max_np=1, min_np=1))
-    share(world, 3)
-    world.run_for(1.0)
-    world.tell(ev.LimitsChanged(max_np=2))
-    world.add("D0")
-    world.run()
-    assert world.outcome.kind == "finished"
-
-
-def test_a_loss_still_counts_for_the_reset_limit() -> None:
-    world = trained(job("A0", "B0", "C0", np=3, min_np=1, reset_limit=0, script=LONG))
-    share(world, 2)
-    world.run_for(2.0)
-    world.kill("A0")
-    world.run()
-    assert world.outcome.kind == "failed"
-
-
 def test_a_preemptible_job_waits_with_one_rank_and_its_time_stands_still() -> None:
     world = trained(
         job("A0", "B0", "C0", np=3, min_np=2, preemptible=True, elastic_timeout=30.0, script=LONG),
@@ -114,61 +87,16 @@ def test_ranks_are_not_too_many_while_the_others_return(change) -> None:
     assert world.outcome.kind == "finished"
 
 
-def suspended(*, resumable: bool):
+def test_the_time_of_a_suspended_job_runs_while_it_cannot_go_on() -> None:
+    """The cluster has too few slots, besides those of suspended jobs that come first."""
     limits = {"np": 3, "min_np": 2, "preemptible": True, "elastic_timeout": 30.0}
-    world = trained(job("A0", "B0", "C0", checkpoint=resumable, script=LONG, **limits), 20)
-    share(world, 1)
-    world.run_for(50.0)
-    assert len(world.machine.roster.ranks) == 1
-    return world
-
-
-def test_a_suspended_job_with_a_checkpoint_writes_its_last_commit_once() -> None:
-    world = suspended(resumable=True)
-    (left,) = world.machine.roster.ranks
-    assert [effect.start for effect in world.of(ev.SaveCommit)] == [left]
-    world.run_for(50.0)
-    assert len(world.of(ev.SaveCommit)) == 1
-    share(world, 3)
-    offer(world, "A0", "B0", "C0")
-    world.run_for(10.0)
-    assert world.sizes()[-1] > 1
-    share(world, 1)
-    world.run_for(50.0)
-    assert len(world.of(ev.SaveCommit)) == 2, "suspended again, with a newer one"
-
-
-def test_a_suspended_job_that_yields_saves_its_state_and_starts_again() -> None:
-    world = suspended(resumable=True)
-    share(world, 0)
-    world.run_for(50.0)
-    saving = [effect for effect in world.of(ev.EndRank) if effect.save > 0]
-    assert [effect.how for effect in saving] == ["leave"]
-    assert not world.machine.roster.ranks
-    seen = world.view()
-    assert (seen.state, seen.sharing) == ("waiting", ev.Sharing(0, 4, ("bert",), 1, suspended=True))
-    share(world, 2)
-    offer(world, "A0", "B0")
-    world.run_for(5.0)
-    assert world.sizes()[-1] == 2
-    assert world.outcome is None
-
-
-@pytest.mark.parametrize(
-    ("resumable", "number", "slots"),
-    [(False, 0, 4), (True, 1, 1)],
-    ids=["it cannot yield", "the cluster is too small"],
-)
-def test_the_time_of_a_suspended_job_runs_while_it_cannot_go_on(resumable, number, slots) -> None:
-    world = suspended(resumable=resumable)
-    short = ev.ShareSet(ev.Sharing(number, slots, ("bert",), 1))
-    world.tell(short)
-    world.run_for(20.0)
-    assert len(world.machine.roster.ranks) == 1, "with its state"
-    share(world, 1)
-    world.run_for(50.0)
-    assert world.outcome is None, "its time stands still again"
-    world.tell(short)
+    world = trained(job("A0", "B0", "C0", script=LONG, **limits), 20)
+    for slots, seconds in ((4, 50.0), (1, 20.0), (4, 50.0)):
+        world.tell(ev.ShareSet(ev.Sharing(1, slots, ("bert",), 1)))
+        world.run_for(seconds)
+        assert world.outcome is None
+        assert len(world.machine.roster.ranks) == 1, "with its state"
+    world.tell(ev.ShareSet(ev.Sharing(1, 1, ("bert",), 1)))
     world.run_for(40.0)
     assert world.outcome.error == "not_enough_workers"
 
@@ -177,8 +105,10 @@ def test_history_and_view_have_the_share() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
     share(world, 1)
     share(world, 1)
-    assert world.reasons("share") == [ev.ShareChanged(None, ev.Sharing(1, 4, ("bert",), 1))]
+    assert world.words("share") == ["all → 1: shares with bert"]
     seen = world.view()
     assert (seen.share, seen.sharing) == (1, ev.Sharing(1, 4, ("bert",), 1))
     world.tell(ev.LimitsChanged(max_np=1))
     assert world.view().sharing is None, "it wants no more"
+    world.tell(ev.ShareSet(None))
+    assert world.words("share")[1] == "1 → all"

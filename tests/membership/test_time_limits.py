@@ -128,6 +128,7 @@ def test_ranks_that_can_never_connect_fail_the_job() -> None:
     world.run()
     assert world.outcome.error == "no_progress"
     assert world.outcome.reason.count == ev.Tally(ev.Counted.UNFORMED, 4, 4, 0)
+    assert "not connected after 8 s: rank 0 on tcp://A0" in world.why
     assert len(world.plans) == 4
 
 
@@ -202,7 +203,7 @@ def test_whoever_cancels_does_not_wait_for_exit_handlers() -> None:
 # -- ranks that cannot reach each other, while the scheduler reaches all of them -------------------
 
 
-BROKEN = ev.Unreachable(ev.RankId(1, 1, "tcp://B0"), ev.RankId(2, 2, "tcp://C0"))
+BROKEN = ev.Text("rank 1 on tcp://B0 cannot reach rank 2 on tcp://C0")
 
 
 # -- choice of removed ranks ----------------------------------------------------------------------

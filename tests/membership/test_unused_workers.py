@@ -15,21 +15,21 @@ from .world import World, job, trained
 TAKEN = [ev.UnusedWorker(f"tcp://D{n}", ev.UnusedReason.TAKEN, "other") for n in range(5)]
 CHOSEN = ev.UnusedWorker("tcp://E0", ev.UnusedReason.NOT_IN_WORKERS)
 REFUSED = ev.UnusedWorker("tcp://F0", ev.UnusedReason.REFUSED, "it is silent")
-ONE_TAKEN = ev.UnusedGroup(ev.UnusedReason.TAKEN, "other", 1, ("tcp://D0",))
+SOME = "5 taken by job 'other' (tcp://D0, tcp://D1, tcp://D2 and 2 more)"
 
 
-def reason(world: World) -> ev.Reason | None:
-    return world.view().reason
+def reason(world: World) -> str:
+    return str(world.view().reason)
 
 
 def test_each_reason_is_named_with_its_workers() -> None:
     world = job("A0", np=2, elastic_timeout=100.0)
     world.tell(ev.WorkersUnused((*TAKEN, CHOSEN)))
-    taken = ev.UnusedGroup(ev.UnusedReason.TAKEN, "other", 5, ("tcp://D0", "tcp://D1", "tcp://D2"))
-    chosen = ev.UnusedGroup(ev.UnusedReason.NOT_IN_WORKERS, "", 1, ("tcp://E0",))
-    assert reason(world) == ev.Waiting(ev.Presence(1, 2, unused=(taken, chosen)), 0.0, 100.0)
+    there, waiting = "1 of at least 2 workers", "; waiting 0 s of 100 s for 1 more"
+    unused = f"{SOME}; 1 not among workers= (tcp://E0)"
+    assert reason(world) == f"{there} (not used: {unused}){waiting}"
     world.tell(ev.WorkersUnused(()))
-    assert reason(world) == ev.Waiting(ev.Presence(1, 2), 0.0, 100.0)
+    assert reason(world) == f"{there}{waiting}"
     for _ in range(2):
         world.tell(ev.WorkersUnused((REFUSED, *TAKEN)))
     (refused,) = world.records("refused")
@@ -39,16 +39,16 @@ def test_each_reason_is_named_with_its_workers() -> None:
 def test_a_host_that_is_full_is_a_reason() -> None:
     world = job("A0", "A1", "A2", np=2, slots_per_host=1)
     world.run_for(0.1)
-    (group,) = reason(world).presence.unused
-    assert (group.reason, group.detail, group.number) == (ev.UnusedReason.HOST_FULL, "1", 2)
+    full = "2 on a host that has slots_per_host=1 ranks already (tcp://A1, tcp://A2)"
+    assert f"(not used: {full})" in reason(world)
 
 
 def test_a_job_that_trains_names_them_while_it_may_have_more() -> None:
     world = trained(job("A0", np=1, min_np=1, max_np=2, script=Script(batches=100)))
     world.tell(ev.WorkersUnused((TAKEN[0], CHOSEN)))
-    assert reason(world) == ev.NotUsed((ONE_TAKEN,)), "the user knows the other"
+    assert reason(world) == "not used: 1 taken by job 'other' (tcp://D0)", "the user knows of E0"
     world.tell(ev.StopRequested())
-    assert reason(world) == ev.STOP_PENDING
+    assert reason(world) == str(ev.STOP_PENDING)
 
 
 # -- workers with tasks of others: the job starts without them, and does not restart them ---------
@@ -74,8 +74,7 @@ def test_a_job_that_needs_busy_workers_fails_in_time_and_names_them(names) -> No
     size = len(names)
     world = busy_job(*names, busy=("A1",), np=size, min_np=size, elastic_timeout=20.0).run()
     assert world.outcome.error == "not_enough_workers"
-    (group,) = world.outcome.reason.presence.unused
-    assert (group.reason, group.number) == (ev.UnusedReason.BUSY, 1)
+    assert "(not used: 1 busy with other tasks of Dask" in world.why
     assert world.of(ev.RestartWorker) == []
     assert 20.0 <= world.now < 25.0
 
@@ -103,10 +102,14 @@ def test_the_view_of_a_job_in_its_course() -> None:
     world.run_for(10.0)
     first = world.view()
     assert (first.state, first.size, first.generation) == ("waiting", 0, 0)
-    assert first.reason == ev.Waiting(ev.Presence(1, 2), pytest.approx(10.0), 100.0)
+    assert str(first.reason) == "1 of at least 2 workers; waiting 10 s of 100 s for 1 more"
     world.add("B0")
     world.run_for(0.1)
-    assert world.view().reason == ev.WaitingForRanks(2, generation=0)
+    world.tell(ev.Beats((ev.Beat(0, 0, 0, False, ev.FRESH, operation="importing torch"),)))
+    assert reason(world) == "waiting for 2 ranks to be ready: importing torch, 0 s"
+    world.tell(ev.WorkersUnused((ev.UnusedWorker("tcp://A0", ev.UnusedReason.BUSY),)))
+    assert "0 s (not used: 1 busy with other tasks of Dask, which" in reason(world)
+    world.tell(ev.WorkersUnused(()))
     trained(world, 20)
     running = world.view()
     assert (running.state, running.size, running.min_np, running.max_np) == ("running", 2, 2, 3)
@@ -124,7 +127,7 @@ def test_the_view_of_a_job_in_its_course() -> None:
     world.run()
     last = world.view()
     assert last.state == "stopped"
-    assert last.reason == ev.Stopping(ev.StopReason.STOPPED, at_commit=True)
+    assert last.reason == ev.Text("stopped by its user at a commit")
 
 
 # -- warnings: ranks with different parameters, and ranks that never met ---------------------------
@@ -188,7 +191,7 @@ def test_a_job_records_it_once_and_nothing_of_former_generations():
 # -- ranks that never exchanged anything -----------------------------------------------------------
 
 
-@pytest.mark.parametrize(("np", "apart", "warned"), [(2, (), 1), (2, None, 0), (1, (), 0)])
+@pytest.mark.parametrize(("np", "apart", "warned"), [(2, True, 1), (2, False, 0), (1, True, 0)])
 def test_a_job_says_so_as_it_ends(np, apart, warned) -> None:
     world = job(*("A0", "B0")[:np], np=np)
     for start in range(np):

@@ -176,8 +176,6 @@ class World:
             case ev.Abort() | ev.Notify() | ev.Release():
                 for start in effect.starts:
                     self._to_rank(start, f"on_{type(effect).__name__.lower()}", effect.generation)
-            case ev.SaveCommit(start=start):
-                assert self.ranks[start].where == "waiting", "only there it writes"
             case ev.EndRank(start=start, how=how):
                 self._to_rank(start, "on_end", how)
             case ev.RestartWorker():
@@ -301,6 +299,14 @@ class World:
 
     def reasons(self, kind: str) -> list:
         return [record.reason for record in self.records(kind)]
+
+    def words(self, kind: str) -> list[str]:
+        return list(map(str, self.reasons(kind)))
+
+    @property
+    def why(self) -> str:
+        """Why the job has ended."""
+        return str(self.outcome.reason)
 
     def view(self) -> JobView:
         return view(self.machine.machine, self.now)

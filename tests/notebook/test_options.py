@@ -63,7 +63,6 @@ def test_the_options_of_the_cell_itself(line, found):
         ("--max 8", ["no option --max", "did you mean --max-np?"]),
         ("--max_np 8", ["no option --max_np", "did you mean --max-np?"]),
         ("--help", ["no option --help"]),
-        ("--num-workers 4", ["no option --num-workers", "did you mean --np?"]),
         ("max_np=8", ["'max_np=8'", "did you mean --max-np 8?"]),
         ("8", ["'8' belongs to no option"]),
         ("--np zero", ["--np", "'zero'", "whole number, at least 1"]),

@@ -45,8 +45,6 @@ class SimClient:
     of the break only after that, and then parts with the new connection as well.
     """
 
-    cluster = None  # that it has started itself
-
     def __init__(self, world: World, name: str) -> None:
         self.id, self.status = f"Client-{name}", "running"
         self.world, self.network = world, world.network

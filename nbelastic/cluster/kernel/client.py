@@ -54,8 +54,6 @@ class JobClient:
         self._steps = 0
         self._installed = False
         self.epoch = 0
-        # Addresses of workers that were free when the job was closed; None if that is unknown.
-        self.free_workers: frozenset[str] | None = None
 
     def open(self, terms: m.JobTerms) -> None:
         """Publish the job on the cluster. From here on messages arrive."""
@@ -138,10 +136,9 @@ class JobClient:
 
     async def _close(self) -> None:
         over = self._over = asyncio.Event()
-        free = await self._scheduler.nbelastic_close(
+        await self._scheduler.nbelastic_close(
             job=self._job, uid=self.uid, epoch=self.epoch, steps=self._steps
         )
-        self.free_workers = frozenset(free)
         try:
             await asyncio.wait_for(over.wait(), CLOSE_TIMEOUT)
         except asyncio.TimeoutError:
@@ -182,24 +179,10 @@ class JobClient:
         """Dask's status of the client: ``running``, ``connecting`` after a loss, or another."""
         return str(self._client.status)
 
-    def closed_workers(self, seen: set[Any]) -> list[Any]:
-        """Return the names of `seen` workers that Dask's cluster does not start again."""
-        cluster: Any = self._client.cluster
-        there, wanted = (getattr(cluster, each, {}) for each in ("workers", "worker_spec"))
-        if not isinstance(there, dict) or not isinstance(wanted, dict):
-            return []  # another kind of cluster
-        seen.update(there)
-        return list((seen & wanted.keys()) - there.keys())
-
     @property
     def is_local(self) -> bool:
         """Whether the scheduler runs in this process, and ends with it."""
         return runs_here(self._client)
-
-    def start_again(self) -> None:
-        """Make Dask's cluster start its missing workers."""
-        cluster: Any = self._client.cluster
-        cluster.scale(len(cluster.worker_spec))
 
     # -- orders --------------------------------------------------------------------------------
 

@@ -161,12 +161,15 @@ class Arbiter:
         wants.sort(key=lambda want: (not want.running, -want.priority, want.since))
         found = assign(wants, shares, slots) if shares and len(jobs) > 1 else Assignment()
         self.reserved = found.reserved
-        for name, job in jobs.items():
-            sharing = None
+        kept = 0  # by suspended jobs that come before
+        for want in wants:
+            name, job, sharing = want.job, jobs[want.job], None
             if name in shares:
-                others = [want.job for want in wants if want.job != name]
+                others = [each.job for each in wants if each.job != name]
                 usable = sum(slot.jobs is None or name in slot.jobs for slot in slots)
-                sharing = Sharing(shares[name], usable, tuple(others[:MOST_NAMES]), len(others))
+                names = tuple(others[:MOST_NAMES])
+                sharing = Sharing(shares[name], usable - kept, names, len(others))
+            kept += want.kept if want.preemptible and want.has < want.least else 0
             self._tell(job, sharing, tuple(found.reclaimed.get(name, ())))
             if sharing is not None:
                 self._offer(job)
@@ -199,7 +202,6 @@ class Arbiter:
             priority=limits.priority,
             weight=limits.weight,
             preemptible=soft,
-            resumable=limits.checkpoint,
             per_host=limits.slots_per_host,
         )
 

@@ -165,7 +165,7 @@ class ScheduledJob:
             self.plugin.order(self, effect, [each.start for each in effect.plan.members])
         elif isinstance(effect, m.Abort | m.Notify | m.Release):
             self.plugin.order(self, replace(effect, starts=()), effect.starts)
-        elif isinstance(effect, m.SaveCommit | m.EndRank):
+        elif isinstance(effect, m.EndRank):
             self.plugin.order(self, effect, [effect.start])
         elif isinstance(effect, m.RestartWorker):
             self.plugin.spawn(self.plugin.restart_worker(effect.slot, str(effect.reason)))
@@ -176,7 +176,8 @@ class ScheduledJob:
         """Start the caretaker: the kernel is gone."""
         self.client = None
         self._last_tick = self._abandoned = asyncio.get_running_loop().time()
-        self._note("abandoned", m.KernelLost(self.terms.lease))
+        words = f"its kernel is gone; it goes on for up to {self.terms.lease:g} s"
+        self._note("abandoned", m.Text(words))
         self._caretaker.start()
         self._drain()
 
@@ -206,7 +207,8 @@ class ScheduledJob:
             if expired:
                 self.plugin.drop(self.name)
         elif expired and not roster.ended:
-            self._decide(m.StopRequested(True, m.StopReason.UNATTENDED, self.terms.lease))
+            why = f"ended, because no kernel attached to it within {self.terms.lease:g} s"
+            self._decide(m.StopRequested(now=True, reason=why))
         else:
             self._decide(m.Tick())
 

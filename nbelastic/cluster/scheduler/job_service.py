@@ -100,11 +100,11 @@ class JobService:
         """Return the payload of a job."""
         return pack(self._jobs[job].terms.payload)
 
-    async def close(self, job: str, uid: str, epoch: int, steps: int) -> list[str]:
-        """Forget a job, once its ranks have ended; return the workers that are free then."""
+    async def close(self, job: str, uid: str, epoch: int, steps: int) -> None:
+        """Forget a job, once its ranks have ended."""
         record = self._jobs.get(job)
         if record is None or (record.uid, record.epoch) != (uid, epoch):
-            return self._plugin.free_workers()
+            return
         record.closing = True
         self._plugin.arbiter.schedule()
         # They take another way, and may come later.
@@ -114,7 +114,6 @@ class JobService:
         await until(lambda: not record.ranks and not self._busy(record), CLOSE_GRACE, POLL)
         record.send(m.JobClosed())
         self._plugin.drop(job)
-        return self._plugin.free_workers()
 
     def _busy(self, job: ScheduledJob) -> bool:
         keys = [job.key(n) for n in range(job.machine.roster.starts) if n not in job.never]

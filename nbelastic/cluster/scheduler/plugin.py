@@ -301,12 +301,6 @@ class ElasticPlugin(SchedulerPlugin):
         found = job.machine.roster.ranks.get(rank[1])
         return found is None or found.leave_sent or found.stage == Stage.ENDING
 
-    def free_workers(self) -> list[str]:
-        """Return the addresses of workers that could take a rank now."""
-        states = self.scheduler.workers
-        free = [h.address for h in self.workers.values() if h.holder is None and not h.leaving]
-        return [each for each in free if each in states and states[each].status is Status.running]
-
     def demand(self) -> int:
         """Return how many workers all jobs want, and as many more as will soon go."""
         wanted = sum(job.demand for job in self.jobs.values())

@@ -154,7 +154,6 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         if self._active:
             self._state._on_commit += (self.committed,)
-            self._session.save_commit = self.save
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -171,7 +170,6 @@ class CheckpointManager:
                 self._writer.abandon()  # neither thread nor unfinished file remains
         finally:
             self._state._on_commit = ()
-            session.save_commit = None
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -282,12 +280,6 @@ class CheckpointManager:
             if self._session.rank == 0 and not self._writer.busy:
                 self._begin(progress)
 
-    def save(self) -> None:
-        """Begin to write the last commit, unless it is written: this rank has the state."""
-        present = (self._session.generation, self._session.version)
-        if self._written != present and not self._writer.busy:
-            self._begin(self._state._progress_at_commit())
-
     def finish(self) -> None:
         """Write the last commit of the loop, and wait for it."""
         if self._active and self._session.rank == 0:
@@ -304,7 +296,9 @@ class CheckpointManager:
     def _write_last(self, longest: float) -> None:
         deadline = time.monotonic() + longest
         self._writer.wait(self._on_progress, deadline=deadline)
-        self.save()
+        present = (self._session.generation, self._session.version)
+        if self._written != present and not self._writer.busy:
+            self._begin(self._state._progress_at_commit())
         self._writer.wait(self._on_progress, deadline=deadline)
         if self._writer.busy:
             self._report(f"the last one was given up after {longest:g} s")

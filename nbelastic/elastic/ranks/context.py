@@ -64,7 +64,6 @@ class Context:
     fetch_partition: Callable[[str], Any] | None = None
     scratch = ""  # directory, which need not exist, deleted when the rank's process has ended
     share: StepShare | None = None  # of the step under way; None without a loader
-    save_commit: Callable[[], None] | None = None  # begins to write the last commit
     time_to_save = 0.0  # seconds to write the state that no other rank has, when leaving; else 0
     is_shut_down = False  # the user has called ``shutdown()``, and not ``init()`` again
     # Root of a broadcast that names rank 0; while a state of the user's synchronises, `source`.

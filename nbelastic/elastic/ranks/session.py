@@ -81,7 +81,6 @@ class Session(Context):
         self._end: tuple[str, str] | None = None
         self._member = self._parked = self._has_formed = False
         self._agreed: bool | None = None
-        self._save_asked = False
         self._unreachable = UnreachablePeers(runtime.probe)
         self.loops = self.moves = self._left = 0
         self._redone = (0, 0)
@@ -135,12 +134,6 @@ class Session(Context):
         """Receive the release of a generation: all members have left their elastic loop."""
         with self._changed:
             self._released = max(self._released, generation)
-            self._changed.notify_all()
-
-    def on_save(self) -> None:
-        """Receive the order to write the last commit while this rank waits for a plan."""
-        with self._changed:
-            self._save_asked = True
             self._changed.notify_all()
 
     def on_end(self, how: str, reason: str, save: float = 0.0) -> None:
@@ -284,9 +277,6 @@ class Session(Context):
             reported = -1
             while True:
                 self._obey()
-                asked, self._save_asked = self._save_asked, False
-                if asked and self.save_commit is not None:
-                    self.save_commit()
                 plan, self._next_plan = self._next_plan, None
                 if plan is not None and reported >= 0:
                     self.timings.mark("planned")

@@ -37,7 +37,7 @@ from nbelastic.errors import (
 from nbelastic.pickling import dumps
 
 from .fault_injector import FaultInjector
-from .torch_hooks import advise, trainers_of
+from .torch_hooks import advise
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +116,6 @@ class RankProgram:
             self.session.on_notice(effect.generation)
         elif isinstance(effect, m.Release):
             self.session.on_release(effect.generation)
-        elif isinstance(effect, m.SaveCommit):
-            self.session.on_save()
         elif isinstance(effect, m.EndRank):
             self.session.on_end(effect.how, str(effect.reason), effect.save)
 
@@ -181,7 +179,8 @@ class RankProgram:
             if session.parameters is not None:
                 session.parameters.returned()
             self.returned = True
-            self._finish(m.RankReturned(start, isolated=trainers_of(session)), result=result)
+            isolated = not (session.generation or session.in_torch_group)
+            self._finish(m.RankReturned(start, isolated=isolated), result=result)
         finally:
             session.close()
 

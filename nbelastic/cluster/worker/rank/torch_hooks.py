@@ -8,23 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from nbelastic.elastic.ranks.context import current_or_none
-from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.training_checks import note_step
 from nbelastic.errors import summary_of
-
-_TRAINERS = {
-    "accelerate": "accelerate",
-    "keras": "Keras",
-    "lightning": "Lightning",
-    "lightning_fabric": "Lightning",
-    "pytorch_lightning": "Lightning",
-}
-"""Libraries that have a loop of their own here, by the module that they import."""
 
 GROUP_ADVICE = (
     'Call torch.distributed.init_process_group("nbelastic") first: in a rank it needs neither '
@@ -33,19 +22,6 @@ GROUP_ADVICE = (
 )
 
 _NO_GROUP = "process group has not been initialized"
-
-
-def trainers_of(session: Session) -> tuple[str, ...] | None:
-    """Return the trainers in a rank that has met no peer; None for a rank with peers."""
-    if session.generation or session.in_torch_group:
-        return None
-    names = [name for module, name in _TRAINERS.items() if module in sys.modules]
-    transformers = sys.modules.get("transformers")  # which other libraries import, too
-    if "transformers.trainer" in sys.modules or "Trainer" in vars(transformers or object):
-        names.append("Trainer (transformers)")
-    if session.in_torch_group is False:
-        names.append("torch.distributed with a group of one rank (DDP)")
-    return tuple(sorted(set(names)))
 
 
 def hook_torch() -> None:
