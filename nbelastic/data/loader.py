@@ -460,21 +460,6 @@ class Loader:
             self._source.name, dealing.epoch, rows, done, seen, self._ledger.redone, lost
         )
 
-    def exchange_states(self) -> bool:
-        """Tell all ranks the states of all streams; return whether one is newer.
-
-        All ranks call this together, between two steps. A stream that another rank takes over
-        goes on from there. Sources other than ``Stateful`` need no states.
-        """
-        if self._unsettled is not None:
-            return False
-        return self._source.exchange_states(self._dealing, self.step)
-
-    def committed(self) -> None:
-        """Fix other quotas, if they are clearly better. All ranks call this at the same commits."""
-        if self.balancer.committed():
-            self.exchange_states()  # of streams that are about to change ranks
-
     def forgo_exactness(self, reason: str) -> None:
         """Record a reason against exact training; with ``exact=True``, refuse the training."""
         if self.batch.exact is True:

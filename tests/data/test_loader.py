@@ -58,7 +58,7 @@ def test_quotas_are_even_unless_asked_for_and_end_with_their_generation() -> Non
             list(step)
             assert context.share is not None
             context.share.times = (3.0, 1.0)
-            loader.committed()
+            loader.balancer.committed()
             yield len(step)
 
     with activate(context):
@@ -67,7 +67,7 @@ def test_quotas_are_even_unless_asked_for_and_end_with_their_generation() -> Non
             assert [*lengths(loader)] == [4, *[most] * 7]
             assert context.telemetry.share[1:3] == (8 - most, 8)
         context.generation += 1
-        loader.committed()  # with times of the generation before
+        loader.balancer.committed()  # with times of the generation before
         assert next(lengths(loader)) == 4
 
 

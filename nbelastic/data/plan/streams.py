@@ -18,8 +18,7 @@ a unit ends          its rank knows that with the unit's last row. At the end of
                      step ranks exchange whether any has ended, and if so, which
 a rank fails         table and step go back to the commit. The rank that takes the
                      stream over reads its unit from the last mark, up to the step
-ranks join, leave    the same from a commit at the present step, for which ranks exchange marks
-                     where they are; so nothing is read again
+ranks join, leave    the same from a commit at the present step
 another size         the table has no number of ranks in it
 uneven end           streams without a lease have weight 0, until all have ended
 ===================  =================================================================

@@ -56,10 +56,6 @@ class RowSource(Protocol):
         """
         return ""
 
-    def exchange_states(self, dealing: Dealing, step: int) -> bool:
-        """Tell all ranks, between two steps, where streams resume; return whether any are new."""
-        return False
-
     def sample(self) -> DataSample | None:
         """Return digests of some rows; None where `describe` has them."""
         return None
