@@ -59,22 +59,19 @@ class Balancer:
     def note(self, share: StepShare, *, full: bool) -> None:
         """Note the time of a step's micro-batches, and let it travel with the gradients."""
         seconds = self.watch.take()
-        if full:
-            if not share.expected:
-                self._pace.note_idle()
-            elif seconds is not None:
-                self._pace.note(seconds)
+        if full and seconds is not None:
+            self._pace.note(seconds)
         share.seconds = self._pace.seconds
 
-    def committed(self) -> bool:
-        """Take better quotas at a commit, the same on all ranks; return whether they differ."""
+    def committed(self) -> None:
+        """Take better quotas at a commit. All ranks call this at the same commits."""
         context, (place, blocks), share = current_or_none(), self.present, self.timed
         if not self._by_speed or context is None or share is None:
-            return False
+            return
         rank, times, before = context.rank, share.times, blocks.quotas
         found = plan(before, times) if len(times) == context.size else before
         if found == before:
-            return False
+            return
         self._balance = _Balance(place, Blocks(found))
         slow, told = slowness(times, rank), self._straggles
         self._straggles = slow >= STRAGGLER
@@ -86,7 +83,6 @@ class Balancer:
                 "of": float(self._micro_batches),
             }
             note(context, "straggler", figures=figures)
-        return True
 
 
 class Stopwatch:
