@@ -73,7 +73,7 @@ class Loader:
 
     Parameters
     ----------
-    dataset : torch.utils.data.Dataset, Parquet, Arrow, Dask, Stateful or Shards
+    dataset : torch.utils.data.Dataset, Parquet, Dask, Stateful or Shards
         A source, or a map-style dataset: anything with ``len()`` and ``[]``.
     batch : Batch
         Rows of a step, and micro-batches.

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 
 import nbelastic.torch as hvd
 from nbelastic.collectives import Rendezvous, SoloCommunicator
-from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful, Step
+from nbelastic.data import Batch, Dask, Loader, Parquet, Shards, Stateful, Step
 from nbelastic.torch.state.torch_state import TorchState
 from tests.support.world import StaticContext, run_ranks
 
@@ -214,7 +214,7 @@ def partitions() -> Dask:
 def parquet() -> Parquet:
     with fsspec.open("memory://rows.parquet", "wb") as file:
         pq.write_table(table(), file, row_group_size=9)
-    return Parquet("memory://rows.parquet", ["id", "y"], shuffle_rows=64)
+    return Parquet("memory://rows.parquet", ["id", "y"])
 
 
 ROWS = 117
@@ -234,7 +234,6 @@ SOURCES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "in order": lambda: (TENSORS, {"shuffle": False, "drop_last": True}),
     "steps": lambda: (TENSORS, {"steps": 3}),
     "weights": lambda: (TENSORS, {"weights": WEIGHTS}),
-    "arrow": lambda: (Arrow(table().to_batches(7), ["id", "y"], shuffle_rows=64), {}),
     "parquet": lambda: (parquet(), {}),
     "dask": lambda: (partitions(), {}),
 }
@@ -243,7 +242,8 @@ STREAMED = ("states", "seldom", "iterator", "plain", "unmarked")
 
 def loader_of(kind: str, seed: int = 3) -> Loader:
     source, options = SOURCES[kind]()
-    if isinstance(source, Arrow):  # the windows are those of the state, whatever a newcomer's are
+    if isinstance(source, Parquet):  # windows are those of the state, whatever a newcomer's are
+        source = copy.copy(source)
         source.shuffle_rows = 61 + seed
     micro_batches = len(STREAMS) if kind in STREAMED else 4
     batch = Batch(5 * micro_batches, micro=5)
