@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import numbers
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from nbelastic.data.balancer import Balancer
 from nbelastic.data.batch import Batch, kernel_fingerprint
@@ -237,8 +236,7 @@ class Loader:
         self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]
     ) -> RowSource:
         if not isinstance(dataset, (StreamSource, UnitSource)):
-            if why := _obstacle_to(dataset):
-                raise OptionError(f"Loader({type(dataset).__name__}): {why}")
+            _refuse_without_rows(dataset)
             return MapSource(dataset, collate_fn, **options)
         reads = "reads rows in the thread of the rank"
         if isinstance(dataset, UnitSource):
@@ -577,35 +575,15 @@ class Loader:
             torch.set_num_threads(self._threads)
 
 
-def _obstacle_to(dataset: Any) -> str:
-    """Return why the rows of a dataset cannot be chosen, and what to pass; empty if they can."""
-    library = type(dataset).__module__.partition(".")[0]
-    if isinstance(dataset, DataLoader):
-        return (
-            "a Loader takes the place of a DataLoader; pass the dataset itself, with its batch as "
-            "Batch(...), and options such as num_workers and collate_fn"
+def _refuse_without_rows(dataset: Any) -> None:
+    """Refuse a dataset whose rows cannot be chosen by number, with what to pass instead."""
+    has_rows = callable(getattr(dataset, "__len__", None)) and hasattr(dataset, "__getitem__")
+    of_columns = type(dataset).__module__.partition(".")[0] in ("pandas", "polars", "pyarrow")
+    named = of_columns or (isinstance(dataset, Mapping) and 0 not in dataset)
+    if named or not has_rows or isinstance(dataset, (str, bytes, IterableDataset)):
+        raise OptionError(
+            f"Loader({type(dataset).__name__}): must be a map-style dataset, with len() and [] by "
+            "number from 0. Pass the dataset of a DataLoader, with its batch as Batch(...); "
+            "TensorDataset(*tensors) for a frame or a dict; hvd.elastic.Parquet(path) for files; "
+            "hvd.elastic.Stateful(make) for an IterableDataset"
         )
-    if library in ("pandas", "polars", "pyarrow"):
-        return (
-            f"a frame of {library} has columns and no rows by number; pass its numbers, as in "
-            "TensorDataset(torch.tensor(frame[columns].to_numpy()), ...), or write it to a file "
-            "and pass hvd.elastic.Parquet(path)"
-        )
-    named = isinstance(dataset, Mapping) and 0 not in dataset
-    if named or isinstance(dataset, (str, bytes, os.PathLike)):
-        return (
-            "must be a dataset, with rows that are numbered from 0; for files pass "
-            "hvd.elastic.Parquet(path), for a dict of tensors TensorDataset(*tensors)"
-        )
-    if isinstance(dataset, IterableDataset):
-        return (
-            "an IterableDataset has no rows to choose from; pass hvd.elastic.Stateful(make), whose "
-            "make(stream, streams) returns the dataset of a stream, or a map-style dataset with "
-            "len() and []"
-        )
-    needed = "a map-style dataset with len() and [] is needed"
-    if not callable(getattr(dataset, "__len__", None)):
-        return f"the dataset has no length; {needed}, or hvd.elastic.Stateful or Shards"
-    if not hasattr(type(dataset), "__getitem__"):
-        return f"its rows cannot be chosen by number; {needed}, such as a list"
-    return ""

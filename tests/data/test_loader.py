@@ -225,13 +225,18 @@ REFUSED: dict[type[Exception], list[tuple[Any, str]]] = {
         (lambda: loader_of(steps=0), r"Loader\(steps=.*at least 1"),
         (lambda: loader_of(steps=True), r"Loader\(steps=.*at least 1"),
         # Rows that cannot be chosen.
-        (lambda: loader_of(Plain(0, 6)), "an IterableDataset has no rows"),
-        (lambda: loader_of(iter(range(8))), "has no length"),
-        (lambda: loader_of(pd.DataFrame({"x": [1.0] * 20})), "columns and no rows by number"),
-        (lambda: loader_of(DataLoader(TensorDataset(torch.ones(20)))), "the dataset itself"),
-        (lambda: loader_of("digits.parquet"), "Parquet"),
-        (lambda: loader_of({"x": torch.ones(20)}), "TensorDataset"),
-        (lambda: loader_of(set(range(20))), "cannot be chosen by number"),
+        *(
+            (lambda dataset=each: loader_of(dataset), "must be a map-style dataset, with len")
+            for each in (
+                Plain(0, 6),
+                iter(range(8)),
+                pd.DataFrame({"x": [1.0] * 20}),
+                DataLoader(TensorDataset(torch.ones(20))),
+                "digits.parquet",
+                {"x": torch.ones(20)},
+                set(range(20)),
+            )
+        ),
         # Weights of rows.
         (lambda: loader_of(weights=[1.0] * 7), "must be 8 numbers, one for each row; got shape"),
         (lambda: loader_of(weights=[[1.0]] * 8), "one for each row"),
