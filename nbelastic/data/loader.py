@@ -282,11 +282,6 @@ class Loader:
         """Numbers of the micro-batches that this rank computes of a step."""
         return self.balancer.present.block
 
-    def rows(self, step: int, number: int) -> list[int]:
-        """Return the rows of a micro-batch of this epoch, by their indices in the dataset."""
-        found: list[int] = self._source.rows(self._dealing, step, number).tolist()
-        return found
-
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, unless begun. A state with ``epoch`` among its values does so itself."""
         if epoch != self.epoch:

@@ -250,7 +250,6 @@ REFUSED: dict[type[Exception], list[tuple[Any, str]]] = {
         (lambda: loader_of(SHARDS, steps=3), "its epoch lasts as long as its streams"),
         (lambda: loader_of(SHARDS, drop_last=True), "drop_last=…"),
         (lambda: loader_of(SHARDS, num_workers=2), "num_workers=…"),
-        (lambda: loader_of(SHARDS).rows(0, 0), "rows of a stream have no indices"),
         (lambda: loader_of(Shards(range(3), iter)), "3 units for 4 micro-b"),
         (lambda: Shards("corpus.txt", open), "must be a sequence of units"),
         (lambda: Shards(["corpus.txt"], None), "read=None"),

@@ -123,8 +123,8 @@ class Numbers(UnitSource):
 
 def test_an_error_of_the_thread_is_raised_at_its_batch_and_the_window_read_again() -> None:
     source = Numbers([10] * 40, broken=17)
-    loader, done = Loader(source, Batch(8, micro=4), seed=1), list[list[int]]()
-    rows = [loader.rows(step, number) for step in range(len(loader)) for number in range(2)]
+    loader, whole = (Loader(each, Batch(8, micro=4), seed=1) for each in (source, Numbers([10] * 40)))
+    rows, done = [row.tolist() for (row,) in consume(whole)], list[list[int]]()
     bad = next(place for place, each in enumerate(rows) if any(170 <= row < 180 for row in each))
     with pytest.raises(DataError, match="unit 17 is broken"):
         done.extend(rows.tolist() for step in loader for (rows,) in step)
@@ -161,7 +161,7 @@ def test_a_sample_within_an_epoch_takes_nothing_from_it() -> None:
     for step in loader:
         rows += [row for (batch,) in step for row in batch.tolist()]
         if step.number == 25:
-            assert loader.sample()[0].tolist() == loader.rows(0, 0)
+            assert loader.sample()[0].tolist() == rows[:4]
     assert sorted(rows) == list(range(400))
 
 

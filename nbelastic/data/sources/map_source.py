@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
-from nbelastic.data.plan.dealing import Dealing, Rows, mix
+from nbelastic.data.plan.dealing import Dealing, mix
 from nbelastic.data.sources.row_source import COLLATING, DataSample, RowSource
 from nbelastic.data.sources.stream_reader import row_digest
 from nbelastic.elastic.deal import SEED_LIMIT
@@ -58,9 +58,6 @@ class MapSource(RowSource):
 
     def __len__(self) -> int:
         return len(self._dataset)
-
-    def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
-        return dealing.rows(step, number)
 
     def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
         # The ``DataLoader`` asks for items ahead, in the rank's thread.

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from torch.utils.data import IterableDataset, default_collate
 
-from nbelastic.data.plan.dealing import Dealing, Permutation, Rows, mix
+from nbelastic.data.plan.dealing import Dealing, Permutation, mix
 from nbelastic.data.plan.streams import LeaseTable
 from nbelastic.data.sources.row_source import COLLATING, RowSource, digest_of, is_count
 from nbelastic.data.sources.stream_reader import Mark, StreamReader
@@ -208,9 +208,6 @@ class StreamRows(RowSource):
 
     def __len__(self) -> int:
         return 0
-
-    def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
-        raise OptionError(f"{self.name}: rows of a stream have no indices in the source")
 
     def has_step(self, dealing: Dealing, step: int) -> bool:
         return not self._table_of(dealing).is_over

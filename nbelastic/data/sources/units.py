@@ -143,9 +143,6 @@ class WindowedRows(RowSource):
     def _streams(self, dealing: Dealing, window_rows: int) -> UnitStreams:
         return UnitStreams(self._source.sizes, dealing, window_rows)
 
-    def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
-        return self._streams(dealing, self.window_rows).rows(step, number)
-
     def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
         streams = self._streams(dealing, self.window_rows)
         self._reader = reader = self._reader or WindowReader(self._source)
