@@ -123,7 +123,9 @@ class Numbers(UnitSource):
 
 def test_an_error_of_the_thread_is_raised_at_its_batch_and_the_window_read_again() -> None:
     source = Numbers([10] * 40, broken=17)
-    loader, whole = (Loader(each, Batch(8, micro=4), seed=1) for each in (source, Numbers([10] * 40)))
+    loader, whole = (
+        Loader(each, Batch(8, micro=4), seed=1) for each in (source, Numbers([10] * 40))
+    )
     rows, done = [row.tolist() for (row,) in consume(whole)], list[list[int]]()
     bad = next(place for place, each in enumerate(rows) if any(170 <= row < 180 for row in each))
     with pytest.raises(DataError, match="unit 17 is broken"):
@@ -233,9 +235,21 @@ def made(make: Callable[[int], Any]) -> dict[str, Any]:
         ([[1.0], None], {"fill": 0.0}, "fill=0.0 cannot replace"),
         # Values of which no tensor can be made.
         ([1, 2], made(lambda n: np.ones(n, "longdouble")), "longdouble"),
-        ([1, 2], made(lambda n: np.ma.masked_array(np.ones(n), mask=[True] * n)), "MaskedArray of which no tensor can be made .its mask"),
-        ([1, 2], made(lambda n: torch.eye(n).to_sparse()), "Tensor of which no tensor can be made .*[sS]parse"),
-        ([1, 2], made(lambda n: torch.zeros(n, dtype=torch.bfloat16)), "a Tensor of which .*BFloat16"),
+        (
+            [1, 2],
+            made(lambda n: np.ma.masked_array(np.ones(n), mask=[True] * n)),
+            "its mask would be lost",
+        ),
+        (
+            [1, 2],
+            made(lambda n: torch.eye(n).to_sparse()),
+            "no tensor can be made .*[sS]parse",
+        ),
+        (
+            [1, 2],
+            made(lambda n: torch.zeros(n, dtype=torch.bfloat16)),
+            "no tensor .*BFloat16",
+        ),
         ([1, 2], made(lambda n: (each for each in range(n))), "returned a generator"),
         ([1, 2], made(lambda n: torch.zeros(3)), r"transform got 2 rows and returned \[3\]"),
         ([1, 2], made(lambda n: {}["boom"]), "row group 0: transform raised KeyError: 'boom'"),

@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -296,16 +297,13 @@ def _find(
     if any(each != filesystems[0] for each in filesystems):
         raise OptionError(f"Parquet({shown}): all files must be in one file system")
     local = isinstance(filesystems[0], fsspec.implementations.local.LocalFileSystem)
-    names: dict[str, str] = {}
-    for path in paths:
-        real = os.path.realpath(path) if local else path  # links, and paths written in two ways
-        if real in names:
-            also = "" if names[real] == path else f", also as {secrets.hide(names[real])}"
+    # A link names a file again, and so does another way to write its path.
+    for path, count in Counter(map(os.path.realpath, paths) if local else paths).items():
+        if count > 1:
             raise OptionError(
-                f"Parquet({shown}): {secrets.hide(path)} is named more than once{also}, so its "
-                "rows would be repeated; name it once"
+                f"Parquet({shown}): {secrets.hide(path)} is named more than once, so its rows "
+                "would be repeated; name it once"
             )
-        names[real] = path
     return filesystems[0], paths
 
 

@@ -315,9 +315,7 @@ class StreamRows(RowSource):
         self._marks = pickle.loads(self._packed) if self._packed else {}
 
 
-def _of_all(
-    ended: dict[int, int], made: dict[int, Mark]
-) -> tuple[dict[int, int], dict[int, Mark]]:
+def _of_all(ended: dict[int, int], made: dict[int, Mark]) -> tuple[dict[int, int], dict[int, Mark]]:
     """Return all ranks' findings. If no rank has found any, the ranks exchange one number."""
     context = current_or_none()
     if context is None or context.size == 1:
