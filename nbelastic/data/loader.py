@@ -208,7 +208,7 @@ class Loader:
         self._described = self._source.describe()
         self._units = json.dumps(self._described)  # one text: each commit is looked through
         self.balancer = Balancer(self.batch.micro_batches, by_speed=balance == "speed")
-        self._completed_in: int | None = None
+        self._completed_in: tuple[int, int, int] | None = None  # generation, rank and size
         self._told: set[str] = set()
         self._ledger = RowLedger()
         self.parts = 1
@@ -280,7 +280,7 @@ class Loader:
     @property
     def block(self) -> range:
         """Numbers of the micro-batches that this rank computes of a step."""
-        return self.balancer.present.block
+        return self.balancer.blocks.block(self.balancer.place[1])
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, unless begun. A state with ``epoch`` among its values does so itself."""
@@ -320,7 +320,7 @@ class Loader:
         if isinstance(epoch, numbers.Integral):
             epoch = int(epoch)
             self.set_epoch(epoch)
-            if self._completed_in == self.balancer.present.place[0]:
+            if self._completed_in == self.balancer.place:
                 raise RuntimeError(
                     f"the loader has no step left: epoch {epoch} is done, and state.epoch is still "
                     f"{epoch}. Use `for state.epoch in range(state.epoch, epochs)`, and "
@@ -343,8 +343,8 @@ class Loader:
         try:
             while source.has_step(dealing, number):
                 block = self.block
-                if blocks is not self.balancer.present.blocks:  # a commit has fixed other quotas
-                    blocks = self.balancer.present.blocks
+                if blocks is not self.balancer.blocks:  # a commit has fixed other quotas
+                    blocks = self.balancer.blocks
                     batches = source.fetch(dealing, number, block)
                     order = dealing.digest(*blocks.quotas)
                 counts = source.counts(dealing, number, block)
@@ -379,7 +379,7 @@ class Loader:
                 if share.others_deviate:
                     self.forgo_exactness("another rank is not exact")
                     self._report(context, block)
-            self._completed_in = self.balancer.present.place[0]
+            self._completed_in = self.balancer.place
         finally:
             self._leave(context, step)
 
