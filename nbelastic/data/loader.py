@@ -155,14 +155,12 @@ class Loader:
         balance: Literal["even", "speed"] = "even",
         **options: Any,
     ) -> None:
-        whole: Any = None if isinstance(seed, bool) else seed
-        modes = balance if isinstance(balance, str) else ""
         for name, value, is_right, must_be in (
             ("batch", batch, isinstance(batch, Batch), "a Batch, as in Batch(256, micro=32)"),
-            ("seed", seed, isinstance(whole, numbers.Integral), "a whole number"),
+            ("seed", seed, isinstance(seed, numbers.Integral), "a whole number"),
             ("steps", steps, steps is None or is_count(steps), "a whole number, at least 1"),
             ("buffers", buffers, isinstance(buffers or {}, Mapping), "a dict of functions by name"),
-            ("balance", balance, modes in ("even", "speed"), "'even' or 'speed'"),
+            ("balance", balance, balance in ("even", "speed"), "'even' or 'speed'"),
         ):
             if not is_right:
                 raise OptionError(f"Loader({name}={value!r}): must be {must_be}")

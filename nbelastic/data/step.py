@@ -165,15 +165,11 @@ class Step:
     def _weight(self, weight: Callable[[Any], Any] | None, batch: Any, by_rows: float) -> float:
         if weight is None:
             return by_rows
-        found = weight(batch)
-        try:
-            value = float(found)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
-            value = math.nan
+        value = float(weight(batch))
         if not 0.0 <= value < math.inf:
             raise ValueError(
-                f"step.weighted: the weight of a micro-batch is {found!r:.200}; it must be a "
-                "number, at least 0"
+                f"step.weighted: the weight of a micro-batch is {value}; it must be a number, at "
+                "least 0"
             )
         return value
 

@@ -208,14 +208,11 @@ REFUSED: dict[type[Exception], list[tuple[Any, str]]] = {
         (lambda: Batch(8, micro=True), "must be a whole number"),
         (lambda: Batch(8, micro=3), "must divide the global batch"),
         (lambda: Batch(8, exact=1), "must be True, False or 'auto'"),
-        (lambda: Batch(8, exact=np.ones(2)), "must be True, False or 'auto'"),
         (lambda: Loader(range(8), Batch(8)), "this job has no max_np"),
         (lambda: Loader(range(8), 8), "must be a Batch"),
         (lambda: Loader(range(7), Batch(8, micro=2), drop_last=True), "make no step of 8"),
         (lambda: loader_of(seed=None), "must be a whole number"),
-        (lambda: loader_of(seed=np.ones(2)), "must be a whole number"),
         (lambda: loader_of(balance="fast"), "must be 'even' or 'speed'"),
-        (lambda: loader_of(balance=np.ones(2)), "must be 'even' or"),
         (lambda: loader_of(buffers=["*.min_val"]), "must be a dict"),
         (lambda: loader_of(buffers={"x": 3}), "must be a function by the name"),
         (lambda: loader_of(batch_size=3), "leave it out"),
@@ -239,8 +236,6 @@ REFUSED: dict[type[Exception], list[tuple[Any, str]]] = {
         ),
         # Weights of rows.
         (lambda: loader_of(weights=[1.0] * 7), "must be 8 numbers, one for each row; got shape"),
-        (lambda: loader_of(weights=[[1.0]] * 8), "one for each row"),
-        (lambda: loader_of(weights="heavy"), "one for each row; got str"),
         (lambda: loader_of(weights=[-1.0] + [1.0] * 7), "at least 0"),
         (lambda: loader_of(weights=[math.nan] * 8), "finite"),
         (lambda: loader_of(weights=[0.0] * 8), "not all 0"),
@@ -262,7 +257,7 @@ REFUSED: dict[type[Exception], list[tuple[Any, str]]] = {
             lambda weight=weight: next(next(iter(loader_of())).weighted(lambda _: weight)),
             "weight of a micro-batch is .*; it must be a number",
         )
-        for weight in (None, "many", 10**400, torch.ones(2), math.nan, -1.0)
+        for weight in (math.nan, -1.0)
     ],
     DataError: [
         (lambda: read(SHARDS), "Shards: no unit has a row"),

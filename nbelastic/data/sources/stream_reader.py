@@ -160,7 +160,7 @@ def row_digest(row: Any) -> bytes:
     """Return a digest of the values in a row; equal rows have equal ones in all processes."""
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
-    def add(value: Any, within: frozenset[int]) -> None:
+    def add(value: Any) -> None:
         found.update(type(value).__name__.encode())
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided and not value.is_quantized:
@@ -169,15 +169,13 @@ def row_digest(row: Any) -> bytes:
         elif isinstance(value, (np.ndarray, np.generic)):
             found.update(np.asarray(value).tobytes() if value.dtype != object else b"")
         elif isinstance(value, (dict, list, tuple)):
-            if id(value) in within:  # a container within itself counts by its type alone
-                return
             if not isinstance(value, dict):
                 found.update(len(value).to_bytes(8, "little"))
             inner = (*value, *value.values()) if isinstance(value, dict) else value
             for each in reversed(inner):  # as checkpoints have it
-                add(each, within | {id(value)})
+                add(each)
         elif isinstance(value, (str, int, float, bool, bytes, type(None))):
             found.update(repr(value).encode())
 
-    add(row, frozenset())
+    add(row)
     return found.digest()
