@@ -32,7 +32,7 @@ def arrays_in(block: Block) -> list[Array]:
 
 
 def each_array(change: Callable[..., Any], *blocks: Block) -> Any:
-    """Return a block of what a function makes of the arrays in blocks of one form."""
+    """Return a block of the results of a function, called for each array of the blocks."""
     first = blocks[0]
     if isinstance(first, dict):
         return {key: change(*(block[key] for block in blocks)) for key in first}
@@ -54,7 +54,7 @@ def block_of(value: Any, rows: int, where: str) -> Block:
 
 
 def between(block: Block, start: int, stop: int) -> Block:
-    """Return rows ``start … stop - 1`` of a block, which share their memory with it."""
+    """Return rows ``start … stop - 1`` of a block, in the same memory."""
     return each_array(lambda array: array[start:stop], block)
 
 
