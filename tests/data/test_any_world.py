@@ -67,7 +67,6 @@ GENERATIONS = st.lists(
             "size": st.integers(1, 5),
             "survivors": st.integers(0, 5),
             "steps": st.integers(1, 9),
-            "as_planned": st.booleans(),
             "commit_every": st.integers(1, 3),
             "slow": st.booleans(),
         }

@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 
 from nbelastic.data import balancer
 from nbelastic.data.balancer import Stopwatch
-from nbelastic.data.plan.quotas import (
-    GAIN,
-    Pace,
-    plan,
-    predict,
-    slowness,
-)
+from nbelastic.data.plan.quotas import GAIN, Pace, plan, predict, slowness
 
 
 def splits(count: int, ranks: int) -> Iterator[tuple[int, ...]]:

@@ -223,7 +223,6 @@ TENSORS = TensorDataset(torch.arange(ROWS), torch.arange(ROWS) * 0.5)
 SOURCES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "shards": lambda: (Shards(range(len(LENGTHS)), rows_of), {"collate_fn": collated}),
     "states": lambda: (Stateful(Resumable, states_every=3), {"collate_fn": collated}),
-    "seldom": lambda: (Stateful(Resumable, states_every=1000), {"collate_fn": collated}),
     "iterator": lambda: (Stateful(StateInIterator, states_every=2), {"collate_fn": collated}),
     "plain": lambda: (Stateful(Plain, states_every=4), {"collate_fn": collated}),
     "unmarked": lambda: (Stateful(Resumable, states_every=None), {"collate_fn": collated}),
@@ -237,7 +236,7 @@ SOURCES: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "parquet": lambda: (parquet(), {}),
     "dask": lambda: (partitions(), {}),
 }
-STREAMED = ("states", "seldom", "iterator", "plain", "unmarked")
+STREAMED = ("states", "iterator", "plain", "unmarked")
 
 
 def loader_of(kind: str, seed: int = 3) -> Loader:
@@ -272,13 +271,12 @@ class World:
         *,
         steps: int = 1000,
         commit_every: int = 1,
-        as_planned: bool = False,
         slow: bool = False,
     ) -> bool:
         """Train for so many steps; return whether all is done.
 
-        Then a rank fails, and what is not committed is lost; or ranks leave `as_planned`. A `slow`
-        last rank gives micro-batches away in the first commit.
+        Then a rank fails, and what is not committed is lost. A `slow` last rank gives micro-batches
+        away in the first commit.
         """
         kept, self.loaders = self.loaders, []
 
@@ -307,8 +305,6 @@ class World:
                         share.times = (1.0,) * (size - 1) + (3.0,) if slow else ()
                         loader.balancer.committed()  # as the reduction of gradients says
                     if number == steps:
-                        if as_planned:
-                            saved = copy.deepcopy(loader.state_dict())
                         return False, saved, loader
             return True, saved, loader
 

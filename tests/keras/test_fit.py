@@ -2,7 +2,6 @@
 
 import pytest
 
-from nbelastic.errors import RankFailed
 from tests.keras.conftest import BACKEND
 from tests.keras.training import Training
 from tests.support.clusters import kinds, sizes, until
@@ -102,14 +101,6 @@ def test_all_ranks_stop_where_one_does(keras_crew, tmp_path):
     assert job.results()[0]["history"]["seen"][0] == 1001  # of the epoch before: each sample once
     assert (tmp_path / "best.keras").exists()
     assert sizes(job) == [2]
-
-
-def test_an_error_of_the_user(keras_crew, tmp_path):
-    work = Training(tmp_path, faults=tuple(Fault(rank, 1, 1, "raise") for rank in range(3)))
-    job = keras_crew.fit(work, np=3, block=False)
-    with pytest.raises(RankFailed, match="a mistake of the user's"):
-        job.results()
-    assert "restarted" not in kinds(job)
 
 
 def test_epochs_of_a_number_of_steps(keras_crew, tmp_path):
