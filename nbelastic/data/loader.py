@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import IterableDataset
 
 from nbelastic.data.balancer import Balancer
 from nbelastic.data.batch import Batch, kernel_fingerprint
@@ -573,7 +572,7 @@ def _refuse_without_rows(dataset: Any) -> None:
     has_rows = callable(getattr(dataset, "__len__", None)) and hasattr(dataset, "__getitem__")
     of_columns = type(dataset).__module__.partition(".")[0] in ("pandas", "polars", "pyarrow")
     named = of_columns or (isinstance(dataset, Mapping) and 0 not in dataset)
-    if named or not has_rows or isinstance(dataset, (str, bytes, IterableDataset)):
+    if named or not has_rows or isinstance(dataset, (str, bytes)):
         raise OptionError(
             f"Loader({type(dataset).__name__}): must be a map-style dataset, with len() and [] by "
             "number from 0. Pass the dataset of a DataLoader, with its batch as Batch(...); "

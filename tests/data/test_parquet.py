@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import re
@@ -21,6 +22,7 @@ import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from nbelastic.data import Batch, Loader, Parquet
+from nbelastic.data.sources import parquet
 from nbelastic.data.sources.columns import Block
 from nbelastic.data.sources.units import UnitSource, parse_bytes
 from nbelastic.errors import DataError, OptionError, StateMismatch
@@ -260,6 +262,13 @@ def test_values_that_make_no_batch_are_named(column: Any, options: Any, message:
         batch_of({"x": column}, **options)
 
 
+def test_units_of_differing_shapes_make_no_batch(path: Path) -> None:
+    widths = itertools.count()
+    wider = made(lambda rows: torch.zeros(rows, next(widths)))
+    with pytest.raises(DataError, match=r"rows of differing shapes .* make no batch"):
+        consume(Parquet(str(path), **wider))
+
+
 def test_an_exit_in_transform_is_raised_in_the_rank() -> None:
     with pytest.raises(SystemExit, match="3"):
         batch_of({"x": [1, 2]}, transform=lambda _: sys.exit(3))
@@ -383,15 +392,20 @@ def test_errors_and_descriptions_have_no_secrets_of_urls(path: Path) -> None:
 # -- files that are not what they were -------------------------------------------------------------
 
 
-def test_a_file_that_has_changed_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_has_changed_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changed = written(tmp_path / "a\n\tb.parquet")
-    loader = loader_of(Parquet(str(tmp_path), ["x"]))
+    loader: Any = loader_of(Parquet(str(tmp_path), ["x"]))
     written(changed, y=range(64))
-    other = loader_of(Parquet(str(tmp_path), ["x"]))
+    other: Any = loader_of(Parquet(str(tmp_path), ["x"]))
     with pytest.raises(StateMismatch, match=r"a\n\tb\.parquet has changed since"):
         other.load_state_dict(loader.state_dict())
     mine, theirs = loader.requirements(), other.requirements()
     assert [name for name in mine if mine[name] != theirs[name]] == [str(changed)]
+    monkeypatch.setattr(parquet, "_MOST_TEXTS", 0)  # of many files, all together
+    (mine,), (theirs,) = (each._source._source.describe().items() for each in (loader, other))
+    assert (mine[0], theirs[0], mine != theirs) == ("Parquet", "Parquet", True)
     with pytest.raises(DataError, match=r"b\.parquet, row group \d+ cannot be read: it has"):
         consume(loader)
     changed.unlink()

@@ -55,7 +55,7 @@ def test_a_rank_that_is_three_times_slower_gets_less() -> None:
     assert plan((4, 4, 4, 4), (1, 1, 1, 3)) == (5, 5, 5, 1)
     assert plan((5, 5, 5, 1), (1, 1, 1, 1)) == (4, 4, 4, 4)
     assert plan((1, 1, 1, 1), (1, 1, 1, 3)) == (1, 1, 1, 1)
-    assert plan((1, 1, 0), (1, 1, 3)) == (1, 1, 0)  # fewer than ranks
+    assert plan((2, 0, 0), (5, 1, 1)) == (2, 0, 0)  # fewer than ranks
     assert plan((20, 20), (1.0, 1.1)) == (20, 20)  # others would be 4.5 % shorter
     assert plan((2, 2), (0.0, 1.0)) == (2, 2)  # a time is not known
     assert slowness((1, 1, 1, 3), 3) == 3.0
