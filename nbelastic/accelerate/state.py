@@ -95,7 +95,6 @@ def _around_iteration(original: Callable[..., Iterator[Any]], loader: Any) -> It
     loader.iteration = epoch + 1
 
 
-_OWN = ("model", "optimizer", "scheduler", "scaler", "sampler", "progress", "registered")
 _NAME_IT = "Name it: AccelerateState(accelerator, loaders=[loader]). Its own sampler stays."
 _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _BEGUN = "_nbelastic_trackers"
@@ -140,12 +139,6 @@ class AccelerateState(TorchState):
         seed: int = 0,
         **values: Any,
     ) -> None:
-        taken = [name for name in _OWN if name in values]
-        if taken:
-            raise OptionError(
-                f"nbelastic.accelerate.AccelerateState({taken[0]}=…): the accelerator's own go by "
-                "that name; choose another"
-            )
         refuse_pickled(accelerator, "the Accelerator of this AccelerateState")
         if not accelerator._models and not accelerator._optimizers:
             raise OptionError(

@@ -8,9 +8,9 @@ This room knows torch the library, and nothing of :mod:`nbelastic.torch`.
 
 from .batch import Batch
 from .loader import Loader
-from .sources.parquet import Arrow, Parquet
+from .sources.parquet import Parquet
 from .sources.partitions import Dask
 from .sources.streams import Shards, Stateful
 from .step import Step
 
-__all__ = ["Arrow", "Batch", "Dask", "Loader", "Parquet", "Shards", "Stateful", "Step"]
+__all__ = ["Batch", "Dask", "Loader", "Parquet", "Shards", "Stateful", "Step"]

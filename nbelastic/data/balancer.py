@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 clock = time.perf_counter
 
 
-class _Balance(NamedTuple):
-    place: tuple[int, int, int]  # generation, rank and size
-    blocks: Blocks  # of all ranks in the next step
-
-    @property
-    def block(self) -> range:
-        """Micro-batches of this rank in the next step."""
-        return self.blocks.block(self.place[1])
-
-
 class Balancer:
     """Quotas of the present generation, even or by the speed of ranks."""
 
@@ -42,40 +32,41 @@ class Balancer:
         self._micro_batches = micro_batches
         self._by_speed = by_speed
         self._pace = Pace()
-        self._balance: _Balance | None = None
+        self._balance = ((-1, 0, 1), Blocks.even(micro_batches, 1))  # the quotas at a place
         self._straggles = False
 
     @property
-    def present(self) -> _Balance:
-        """The quotas of this generation, even at its start."""
+    def place(self) -> tuple[int, int, int]:
+        """Generation, rank and size."""
         context = current_or_none()
-        place = (0, 0, 1) if context is None else (context.generation, context.rank, context.size)
-        if self._balance is None or self._balance.place != place:
-            blocks = Blocks.even(self._micro_batches, place[2])
-            self._balance = _Balance(place, blocks)
+        return (0, 0, 1) if context is None else (context.generation, context.rank, context.size)
+
+    @property
+    def blocks(self) -> Blocks:
+        """Micro-batches of all ranks in the next step; even at the start of a generation."""
+        place = self.place
+        if self._balance[0] != place:
+            self._balance = place, Blocks.even(self._micro_batches, place[2])
             self.timed, self._straggles = None, False
-        return self._balance
+        return self._balance[1]
 
     def note(self, share: StepShare, *, full: bool) -> None:
         """Note the time of a step's micro-batches, and let it travel with the gradients."""
         seconds = self.watch.take()
-        if full:
-            if not share.expected:
-                self._pace.note_idle()
-            elif seconds is not None:
-                self._pace.note(seconds)
+        if full and seconds is not None:
+            self._pace.note(seconds)
         share.seconds = self._pace.seconds
 
-    def committed(self) -> bool:
-        """Take better quotas at a commit, the same on all ranks; return whether they differ."""
-        context, (place, blocks), share = current_or_none(), self.present, self.timed
+    def committed(self) -> None:
+        """Take better quotas at a commit. All ranks call this at the same commits."""
+        context, before, share = current_or_none(), self.blocks.quotas, self.timed
         if not self._by_speed or context is None or share is None:
-            return False
-        rank, times, before = context.rank, share.times, blocks.quotas
+            return
+        rank, times = context.rank, share.times
         found = plan(before, times) if len(times) == context.size else before
         if found == before:
-            return False
-        self._balance = _Balance(place, Blocks(found))
+            return
+        self._balance = self.place, Blocks(found)
         slow, told = slowness(times, rank), self._straggles
         self._straggles = slow >= STRAGGLER
         if self._straggles and not told:  # this rank has become slow, and others get its work
@@ -86,7 +77,6 @@ class Balancer:
                 "of": float(self._micro_batches),
             }
             note(context, "straggler", figures=figures)
-        return True
 
 
 class Stopwatch:

@@ -59,8 +59,7 @@ class Batch:
                 f"Batch({self.global_batch}, micro={self.micro}): the micro-batch must divide the "
                 "global batch"
             )
-        auto = isinstance(self.exact, str) and self.exact == "auto"
-        if not isinstance(self.exact, bool) and not auto:
+        if not isinstance(self.exact, bool) and self.exact != "auto":
             raise OptionError(f"Batch(exact={self.exact!r}): must be True, False or 'auto'")
 
     @property

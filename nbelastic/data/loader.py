@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import numbers
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from nbelastic.data.balancer import Balancer
 from nbelastic.data.batch import Batch, kernel_fingerprint
@@ -73,7 +71,7 @@ class Loader:
 
     Parameters
     ----------
-    dataset : torch.utils.data.Dataset, Parquet, Arrow, Dask, Stateful or Shards
+    dataset : torch.utils.data.Dataset, Parquet, Dask, Stateful or Shards
         A source, or a map-style dataset: anything with ``len()`` and ``[]``.
     batch : Batch
         Rows of a step, and micro-batches.
@@ -156,14 +154,12 @@ class Loader:
         balance: Literal["even", "speed"] = "even",
         **options: Any,
     ) -> None:
-        whole: Any = None if isinstance(seed, bool) else seed
-        modes = balance if isinstance(balance, str) else ""
         for name, value, is_right, must_be in (
             ("batch", batch, isinstance(batch, Batch), "a Batch, as in Batch(256, micro=32)"),
-            ("seed", seed, isinstance(whole, numbers.Integral), "a whole number"),
+            ("seed", seed, isinstance(seed, numbers.Integral), "a whole number"),
             ("steps", steps, steps is None or is_count(steps), "a whole number, at least 1"),
             ("buffers", buffers, isinstance(buffers or {}, Mapping), "a dict of functions by name"),
-            ("balance", balance, modes in ("even", "speed"), "'even' or 'speed'"),
+            ("balance", balance, balance in ("even", "speed"), "'even' or 'speed'"),
         ):
             if not is_right:
                 raise OptionError(f"Loader({name}={value!r}): must be {must_be}")
@@ -209,7 +205,7 @@ class Loader:
         self._described = self._source.describe()
         self._units = json.dumps(self._described)  # one text: each commit is looked through
         self.balancer = Balancer(self.batch.micro_batches, by_speed=balance == "speed")
-        self._completed_in: int | None = None
+        self._completed_in: tuple[int, int, int] | None = None  # generation, rank and size
         self._told: set[str] = set()
         self._ledger = RowLedger()
         self.parts = 1
@@ -237,8 +233,7 @@ class Loader:
         self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, options: dict[str, Any]
     ) -> RowSource:
         if not isinstance(dataset, (StreamSource, UnitSource)):
-            if why := _obstacle_to(dataset):
-                raise OptionError(f"Loader({type(dataset).__name__}): {why}")
+            _refuse_without_rows(dataset)
             return MapSource(dataset, collate_fn, **options)
         reads = "reads rows in the thread of the rank"
         if isinstance(dataset, UnitSource):
@@ -282,12 +277,7 @@ class Loader:
     @property
     def block(self) -> range:
         """Numbers of the micro-batches that this rank computes of a step."""
-        return self.balancer.present.block
-
-    def rows(self, step: int, number: int) -> list[int]:
-        """Return the rows of a micro-batch of this epoch, by their indices in the dataset."""
-        found: list[int] = self._source.rows(self._dealing, step, number).tolist()
-        return found
+        return self.balancer.blocks.block(self.balancer.place[1])
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, unless begun. A state with ``epoch`` among its values does so itself."""
@@ -327,7 +317,7 @@ class Loader:
         if isinstance(epoch, numbers.Integral):
             epoch = int(epoch)
             self.set_epoch(epoch)
-            if self._completed_in == self.balancer.present.place[0]:
+            if self._completed_in == self.balancer.place:
                 raise RuntimeError(
                     f"the loader has no step left: epoch {epoch} is done, and state.epoch is still "
                     f"{epoch}. Use `for state.epoch in range(state.epoch, epochs)`, and "
@@ -350,8 +340,8 @@ class Loader:
         try:
             while source.has_step(dealing, number):
                 block = self.block
-                if blocks is not self.balancer.present.blocks:  # a commit has fixed other quotas
-                    blocks = self.balancer.present.blocks
+                if blocks is not self.balancer.blocks:  # a commit has fixed other quotas
+                    blocks = self.balancer.blocks
                     batches = source.fetch(dealing, number, block)
                     order = dealing.digest(*blocks.quotas)
                 counts = source.counts(dealing, number, block)
@@ -386,7 +376,7 @@ class Loader:
                 if share.others_deviate:
                     self.forgo_exactness("another rank is not exact")
                     self._report(context, block)
-            self._completed_in = self.balancer.present.place[0]
+            self._completed_in = self.balancer.place
         finally:
             self._leave(context, step)
 
@@ -459,21 +449,6 @@ class Loader:
         return DataProgress(
             self._source.name, dealing.epoch, rows, done, seen, self._ledger.redone, lost
         )
-
-    def exchange_states(self) -> bool:
-        """Tell all ranks the states of all streams; return whether one is newer.
-
-        All ranks call this together, between two steps. A stream that another rank takes over
-        goes on from there. Sources other than ``Stateful`` need no states.
-        """
-        if self._unsettled is not None:
-            return False
-        return self._source.exchange_states(self._dealing, self.step)
-
-    def committed(self) -> None:
-        """Fix other quotas, if they are clearly better. All ranks call this at the same commits."""
-        if self.balancer.committed():
-            self.exchange_states()  # of streams that are about to change ranks
 
     def forgo_exactness(self, reason: str) -> None:
         """Record a reason against exact training; with ``exact=True``, refuse the training."""
@@ -592,35 +567,15 @@ class Loader:
             torch.set_num_threads(self._threads)
 
 
-def _obstacle_to(dataset: Any) -> str:
-    """Return why the rows of a dataset cannot be chosen, and what to pass; empty if they can."""
-    library = type(dataset).__module__.partition(".")[0]
-    if isinstance(dataset, DataLoader):
-        return (
-            "a Loader takes the place of a DataLoader; pass the dataset itself, with its batch as "
-            "Batch(...), and options such as num_workers and collate_fn"
+def _refuse_without_rows(dataset: Any) -> None:
+    """Refuse a dataset whose rows cannot be chosen by number, with what to pass instead."""
+    has_rows = callable(getattr(dataset, "__len__", None)) and hasattr(dataset, "__getitem__")
+    of_columns = type(dataset).__module__.partition(".")[0] in ("pandas", "polars", "pyarrow")
+    named = of_columns or (isinstance(dataset, Mapping) and 0 not in dataset)
+    if named or not has_rows or isinstance(dataset, (str, bytes)):
+        raise OptionError(
+            f"Loader({type(dataset).__name__}): must be a map-style dataset, with len() and [] by "
+            "number from 0. Pass the dataset of a DataLoader, with its batch as Batch(...); "
+            "TensorDataset(*tensors) for a frame or a dict; hvd.elastic.Parquet(path) for files; "
+            "hvd.elastic.Stateful(make) for an IterableDataset"
         )
-    if library in ("pandas", "polars", "pyarrow"):
-        return (
-            f"a frame of {library} has columns and no rows by number; pass its numbers, as in "
-            "TensorDataset(torch.tensor(frame[columns].to_numpy()), ...), or write it to a file "
-            "and pass hvd.elastic.Parquet(path)"
-        )
-    named = isinstance(dataset, Mapping) and 0 not in dataset
-    if named or isinstance(dataset, (str, bytes, os.PathLike)):
-        return (
-            "must be a dataset, with rows that are numbered from 0; for files pass "
-            "hvd.elastic.Parquet(path), for a dict of tensors TensorDataset(*tensors)"
-        )
-    if isinstance(dataset, IterableDataset):
-        return (
-            "an IterableDataset has no rows to choose from; pass hvd.elastic.Stateful(make), whose "
-            "make(stream, streams) returns the dataset of a stream, or a map-style dataset with "
-            "len() and []"
-        )
-    needed = "a map-style dataset with len() and [] is needed"
-    if not callable(getattr(dataset, "__len__", None)):
-        return f"the dataset has no length; {needed}, or hvd.elastic.Stateful or Shards"
-    if not hasattr(type(dataset), "__getitem__"):
-        return f"its rows cannot be chosen by number; {needed}, such as a list"
-    return ""

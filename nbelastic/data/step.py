@@ -12,7 +12,7 @@ from nbelastic.elastic.followed import seed_generators
 from nbelastic.elastic.ranks.context import current_or_none
 
 if TYPE_CHECKING:
-    from nbelastic.data.loader import Loader
+    from nbelastic.data.balancer import Balancer
     from nbelastic.elastic.ranks.step_share import StepShare
 
 # Kind of seeds: of the micro-batches that are computed, apart from those of sources.
@@ -35,6 +35,21 @@ class StepParticipant(Protocol):
         """End the micro-batches of a step. All ranks call this at the same point."""
 
 
+class StepOwner(Protocol):
+    """What a step needs of its loader."""
+
+    participants: list[StepParticipant]  # they take part in each step
+    balancer: Balancer
+    parts: int  # of each micro-batch
+    rows_under_way: int  # of the micro-batch
+
+    def check_latest(self, step: Step) -> None:
+        """Refuse to go on with a step once a newer loop has begun."""
+
+    def settle(self) -> None:
+        """Agree with other ranks on the rows of the step that has begun, if its source is open."""
+
+
 class Step:
     """A step of an epoch: an iterable over this rank's micro-batches of the step.
 
@@ -52,7 +67,7 @@ class Step:
 
     def __init__(
         self,
-        loader: Loader,
+        loader: StepOwner,
         dealing: Dealing,
         number: int,
         share: StepShare,
@@ -110,7 +125,7 @@ class Step:
         if self._begun:
             raise RuntimeError("the micro-batches of a step can be iterated over only once")
         self._begun = True
-        share, context = self.share, current_or_none()
+        share, loader, context = self.share, self._loader, current_or_none()
         if share.over and self._ended:
             raise RuntimeError(
                 "the loop over the loader has gone on from this step; iterate over each step "
@@ -121,47 +136,40 @@ class Step:
             # backward() finds this step, and is refused.
             share.outer, context.share = context.share, share
         try:
-            yield from self._micro_batches(weight)
+            for number in share.expected:
+                loader.check_latest(self)
+                self._close()
+                batch = next(self._batches)
+                loader.rows_under_way = rows_of(batch)
+                parts = list(cut(batch, loader.parts))
+                share.number, share.weights[number] = number, 0.0
+                share.taken += self.counts[number]
+                for each in loader.participants:
+                    each.before(number)
+                seed_generators(mix(self.dealing.seed, _COMPUTING, self.epoch, self.number, number))
+                self._open = True
+                loader.balancer.watch.start()
+                for position, (part, fraction) in enumerate(parts):
+                    self._end_part()
+                    share.part = position, len(parts)
+                    rows = fraction * share.row_weights[number]
+                    share.part_weight = self._weight(weight, part, rows)
+                    share.weights[number] += share.part_weight
+                    yield part
+            self._finish()
+            share.number = None  # a backward() from here on belongs to no micro-batch
         finally:
             if share.over and context is not None and context.share is share:
                 context.share = share.enclosing
 
-    def _micro_batches(self, weight: Callable[[Any], Any] | None) -> Iterator[Any]:
-        share, participants = self.share, self._loader.participants
-        for number in share.expected:
-            self._loader.check_latest(self)
-            self._close()
-            batch = next(self._batches)
-            self._loader.rows_under_way = rows_of(batch)
-            parts = list(cut(batch, self._loader.parts))
-            share.number, share.weights[number] = number, 0.0
-            share.taken += self.counts[number]
-            for each in participants:
-                each.before(number)
-            seed_generators(mix(self.dealing.seed, _COMPUTING, self.epoch, self.number, number))
-            self._open = True
-            self._loader.balancer.watch.start()
-            for position, (part, fraction) in enumerate(parts):
-                self._end_part()
-                share.part = position, len(parts)
-                share.part_weight = self._weight(weight, part, fraction * share.row_weights[number])
-                share.weights[number] += share.part_weight
-                yield part
-        self._finish()
-        share.number = None  # a backward() from here on belongs to no micro-batch
-
     def _weight(self, weight: Callable[[Any], Any] | None, batch: Any, by_rows: float) -> float:
         if weight is None:
             return by_rows
-        found = weight(batch)
-        try:
-            value = float(found)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one is torch's
-            value = math.nan
+        value = float(weight(batch))
         if not 0.0 <= value < math.inf:
             raise ValueError(
-                f"step.weighted: the weight of a micro-batch is {found!r:.200}; it must be a "
-                "number, at least 0"
+                f"step.weighted: the weight of a micro-batch is {value}; it must be a number, at "
+                "least 0"
             )
         return value
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful
+from nbelastic.data import Batch, Dask, Loader, Parquet, Shards, Stateful
 from nbelastic.elastic.state import ObjectState, State
 from nbelastic.keras.callbacks.fit_callbacks import OnRankZero
 from nbelastic.keras.feeds import ElasticDataset
@@ -16,7 +16,6 @@ from nbelastic.torch.elastic import ElasticSampler
 from nbelastic.trainers.callbacks import report_logs
 
 __all__ = [
-    "Arrow",
     "Batch",
     "CommitStateCallback",
     "Dask",

@@ -11,7 +11,6 @@ Of this package, only this module names what is private to Lightning.
 from __future__ import annotations
 
 import contextlib
-import csv
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.wrappers import _FabricDataLoader
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.call import _call_lightning_module_hook
@@ -74,9 +72,6 @@ class ElasticFit(Training, Callback):
         self._started = False  # callbacks know here that training has begun
         self._samplers: list[DealtSampler | None] = []  # of the loaders, in training
         self._found: Sequence[Any] = ()  # of samplers, in the checkpoint that training goes on from
-        # Files that ModelCheckpoint has written in a failed step. Where the step is repeated, they
-        # are written again, under the same names. Others are removed at the next commit.
-        self._taken_back: set[str] = set()
         self.callbacks = Callbacks(  # as they are before they are set up
             lambda: [e for e in trainer.callbacks if not isinstance(e, (ProgressBar, ElasticFit))],
             begins_again=lambda each: not type(each).__module__.startswith("lightning."),
@@ -146,8 +141,6 @@ class ElasticFit(Training, Callback):
             sampler=self._dealt,
         )
         loop.epoch_loop.run = self._train_batches
-        for each in self._savers:
-            vars(each)["file_exists"] = self._exists
         try:
             run(self._train)(self.state)
         except BaseException:
@@ -156,8 +149,6 @@ class ElasticFit(Training, Callback):
         finally:
             self._samplers = []
             del loop.epoch_loop.run
-            for each in self._savers:
-                vars(each).pop("file_exists", None)
 
     def _resume(self) -> None:
         """Go on where a checkpoint of the trainer's has ended, perhaps within an epoch."""
@@ -249,9 +240,6 @@ class ElasticFit(Training, Callback):
             # A validation, also the one before training, always begins with its first row.
             current().samplers.left(getattr(loader.batch_sampler, "sampler", loader.sampler))
         self.commit(trainer.current_epoch, trainer.global_step)
-        for path in self._taken_back - self._files() if self._taken_back else ():
-            trainer.strategy.remove_checkpoint(path)
-        self._taken_back = set()
 
     # -- generations -------------------------------------------------------------------------------
 
@@ -271,7 +259,7 @@ class ElasticFit(Training, Callback):
         shown = trainer.is_global_zero and self.begun
         for logger in trainer.loggers if shown else ():
             if isinstance(logger, CSVLogger):
-                _go_on_with_rows(logger, loop.epoch_loop._batches_that_stepped)
+                _go_on_with_rows(logger)
         for callback in trainer.callbacks:
             if not isinstance(callback, ProgressBar):
                 continue
@@ -324,7 +312,7 @@ class ElasticFit(Training, Callback):
 
     def take(self, found: dict[str, Any], *, own: bool) -> None:
         """Go back, or forward, to a progress."""
-        trainer, files = self.trainer, self._files()
+        trainer = self.trainer
         super().take(found, own=own)
         for part, state in zip(self._parts, found["parts"], strict=True):
             if state:
@@ -334,7 +322,6 @@ class ElasticFit(Training, Callback):
                 if isinstance(part, StochasticWeightAveraging):
                     self._follow(part, state["scheduler_state"])
         _settle(self.loop)  # an epoch under way goes on by other means
-        self._taken_back |= files - self._files()
         for logger, attributes in zip(trainer.loggers, found["loggers"], strict=True):
             vars(logger).update(attributes)
             if attributes.get("_id") and hasattr(logger, "_wandb_init"):
@@ -358,21 +345,6 @@ class ElasticFit(Training, Callback):
         modules = enumerate(self.trainer.lightning_module.modules())
         own = {number: each for number, each in modules if hasattr(each, "metric_state")}
         return {**self.loop.epoch_loop._results, **own}
-
-    @property
-    def _savers(self) -> list[ModelCheckpoint]:
-        return [e for e in self.trainer.checkpoint_callbacks if isinstance(e, ModelCheckpoint)]
-
-    def _files(self) -> set[str]:
-        found: set[str] = set()
-        for each in self._savers:
-            found.update((each.last_model_path, each.best_model_path, *each.best_k_models))
-        return found - {""}
-
-    def _exists(self, path: str, trainer: Any) -> bool:
-        known = trainer.is_global_zero and path not in self._taken_back
-        mine = known and get_filesystem(path).exists(path)
-        return bool(trainer.strategy.reduce_boolean_decision(mine, all=False))
 
     def _follow(self, averaging: Any, state: Any) -> None:
         """Give an averaging callback the schedule of the commit's rank."""
@@ -442,23 +414,11 @@ def _restore(metric: Any, state: dict[str, Any]) -> None:
         setattr(metric, name, list(value) if isinstance(value, list) else value)
 
 
-def _go_on_with_rows(logger: Any, step: int) -> None:
-    """Continue a file of metrics on rank 0, without rows of steps that a failure has taken back."""
-
-    def stays(row: Any) -> bool:
-        return not str(row["step"]).isdigit() or int(row["step"]) < step
-
+def _go_on_with_rows(logger: Any) -> None:
+    """Continue the file of metrics that an earlier main rank has written."""
     path = Path(logger.log_dir) / "metrics.csv"
-    rows: list[dict[str, Any]] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            rows = [*filter(stays, csv.DictReader(file))]
-    writer = logger.experiment  # it may remove the file
-    writer.metrics = [*filter(stays, writer.metrics)]
-    path.unlink(missing_ok=True)
+    rows = path.read_bytes() if path.exists() else b""
+    writer = logger.experiment  # the first access removes the file
     if rows:
-        writer.metrics_keys = [*rows[0]]
-        with path.open("w", newline="") as file:
-            out = csv.DictWriter(file, writer.metrics_keys)
-            out.writeheader()
-            out.writerows(rows)
+        path.write_bytes(rows)
+        writer.metrics_keys = rows.splitlines()[0].decode().split(",")

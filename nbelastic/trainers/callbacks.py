@@ -133,7 +133,7 @@ class Callbacks:
             values, start = self._plain(callback), self._start.get(key, {})
             changed = [n for n, v in values.items() if not _same(v, start.get(n, _MISSING))]
             if self._shared(callback):
-                values = _mapped(values, lambda v: _Shared(v) if isinstance(v, np.ndarray) else v)
+                values = _mapped(values, lambda v: Frozen(v) if isinstance(v, np.ndarray) else v)
             found[key] = (values, changed)
         trained = self._begun > 0 or self._received.get("trained", False)
         return {"begun": self._begun, "trained": trained, "attributes": found}
@@ -147,7 +147,7 @@ class Callbacks:
             if key not in content["attributes"]:  # added since
                 continue
             values, changed = content["attributes"][key]
-            values = _mapped(values, lambda each: each.array if isinstance(each, _Shared) else each)
+            values = _mapped(values, lambda v: v.value if isinstance(v, Frozen) else v)
             if exact:
                 self._put(callback, values)
                 continue
@@ -228,13 +228,13 @@ class Runs:
                 os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-class _Shared:
-    """An array never changed in place, only replaced, so that a copy may be the original."""
+class Frozen:
+    """A value never changed in place, only replaced, so that a copy may be the original."""
 
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self.array = array
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
-    def __deepcopy__(self, memo: Any) -> _Shared:
+    def __deepcopy__(self, memo: Any) -> Frozen:
         return self
 
 

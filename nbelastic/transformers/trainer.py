@@ -26,7 +26,7 @@ from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.torch.elastic import run
-from nbelastic.trainers.callbacks import Callbacks, Runs, Training, report_logs
+from nbelastic.trainers.callbacks import Callbacks, Frozen, Runs, Training, report_logs
 from nbelastic.trainers.sampler import not_dealt
 
 _POSITION = "nbelastic_position.json"
@@ -206,7 +206,6 @@ class TrainerLoop(Training):
         # The learning rate's schedule was built for so many steps. Its place is a share of it: from
         # step `start` on it moves from `at` by `slope`.
         self._built, self.start, self.at, self.slope = steps, 0, 0.0, 1 / max(steps, 1)
-        self._text, self._entries = "", 0
         self._runs = Runs()
         self.callbacks = Callbacks(lambda: trainer.callback_handler.callbacks)
         place = ("epoch", "begun", "evaluated", "start", "at", "slope")
@@ -421,29 +420,13 @@ class TrainerLoop(Training):
 
     def content(self) -> dict[str, Any]:
         """Return the content of a commit."""
-        control = dict(vars(self.trainer.control))
-        return {**super().content(), "history": self._history(), "control": control}
+        trainer = self.trainer
+        history, control = Frozen([*trainer.state.log_history]), dict(vars(trainer.control))
+        return {**super().content(), "history": history, "control": control}
 
     def take(self, found: dict[str, Any], *, own: bool) -> None:
         """Go back, or forward, to a progress."""
         trainer = self.trainer
-        if found["history"] != self._history():
-            trainer.state.log_history[:] = map(json.loads, found["history"].splitlines())
-            self._entries = len(trainer.state.log_history)
-            self._text = found["history"]
+        trainer.state.log_history[:] = found["history"].value
         vars(trainer.control).update(found["control"])
         super().take(found, own=own)
-
-    def _history(self) -> str:
-        """Return the logs as a growing text, because copies of a text cost nothing."""
-        history = self.trainer.state.log_history
-        if len(history) < self._entries:
-            self._text, self._entries = "", 0
-        for entry in history[self._entries :]:
-            self._text += json.dumps(entry, default=_number) + "\n"
-        self._entries = len(history)
-        return self._text
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) or hasattr(value, "item") else str(value)

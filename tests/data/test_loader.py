@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from nbelastic.data import Arrow, Batch, Loader, Shards, Stateful
+from nbelastic.data import Batch, Loader, Shards, Stateful
 from nbelastic.data.step import cut
 from nbelastic.elastic import ObjectState
 from nbelastic.elastic.ranks.context import activate, current
@@ -58,7 +57,7 @@ def test_quotas_are_even_unless_asked_for_and_end_with_their_generation() -> Non
             list(step)
             assert context.share is not None
             context.share.times = (3.0, 1.0)
-            loader.committed()
+            loader.balancer.committed()
             yield len(step)
 
     with activate(context):
@@ -67,7 +66,7 @@ def test_quotas_are_even_unless_asked_for_and_end_with_their_generation() -> Non
             assert [*lengths(loader)] == [4, *[most] * 7]
             assert context.telemetry.share[1:3] == (8 - most, 8)
         context.generation += 1
-        loader.committed()  # with times of the generation before
+        loader.balancer.committed()  # with times of the generation before
         assert next(lengths(loader)) == 4
 
 
@@ -209,14 +208,11 @@ REFUSED: dict[type[Exception], list[tuple[Any, str]]] = {
         (lambda: Batch(8, micro=True), "must be a whole number"),
         (lambda: Batch(8, micro=3), "must divide the global batch"),
         (lambda: Batch(8, exact=1), "must be True, False or 'auto'"),
-        (lambda: Batch(8, exact=np.ones(2)), "must be True, False or 'auto'"),
         (lambda: Loader(range(8), Batch(8)), "this job has no max_np"),
         (lambda: Loader(range(8), 8), "must be a Batch"),
         (lambda: Loader(range(7), Batch(8, micro=2), drop_last=True), "make no step of 8"),
         (lambda: loader_of(seed=None), "must be a whole number"),
-        (lambda: loader_of(seed=np.ones(2)), "must be a whole number"),
         (lambda: loader_of(balance="fast"), "must be 'even' or 'speed'"),
-        (lambda: loader_of(balance=np.ones(2)), "must be 'even' or"),
         (lambda: loader_of(buffers=["*.min_val"]), "must be a dict"),
         (lambda: loader_of(buffers={"x": 3}), "must be a function by the name"),
         (lambda: loader_of(batch_size=3), "leave it out"),
@@ -226,30 +222,29 @@ REFUSED: dict[type[Exception], list[tuple[Any, str]]] = {
         (lambda: loader_of(steps=0), r"Loader\(steps=.*at least 1"),
         (lambda: loader_of(steps=True), r"Loader\(steps=.*at least 1"),
         # Rows that cannot be chosen.
-        (lambda: loader_of(Plain(0, 6)), "an IterableDataset has no rows"),
-        (lambda: loader_of(iter(range(8))), "has no length"),
-        (lambda: loader_of(pd.DataFrame({"x": [1.0] * 20})), "columns and no rows by number"),
-        (lambda: loader_of(DataLoader(TensorDataset(torch.ones(20)))), "the dataset itself"),
-        (lambda: loader_of("digits.parquet"), "Parquet"),
-        (lambda: loader_of({"x": torch.ones(20)}), "TensorDataset"),
-        (lambda: loader_of(set(range(20))), "cannot be chosen by number"),
+        *(
+            (lambda dataset=each: loader_of(dataset), "must be a map-style dataset, with len")
+            for each in (
+                Plain(0, 6),
+                iter(range(8)),
+                pd.DataFrame({"x": [1.0] * 20}),
+                DataLoader(TensorDataset(torch.ones(20))),
+                "digits.parquet",
+                {"x": torch.ones(20)},
+                set(range(20)),
+            )
+        ),
         # Weights of rows.
         (lambda: loader_of(weights=[1.0] * 7), "must be 8 numbers, one for each row; got shape"),
-        (lambda: loader_of(weights=[[1.0]] * 8), "one for each row"),
-        (lambda: loader_of(weights="heavy"), "one for each row; got str"),
         (lambda: loader_of(weights=[-1.0] + [1.0] * 7), "at least 0"),
         (lambda: loader_of(weights=[math.nan] * 8), "finite"),
         (lambda: loader_of(weights=[0.0] * 8), "not all 0"),
         (lambda: loader_of(weights=[1.0] * 8, shuffle=False), "draws have no order"),
-        (
-            lambda: loader_of(Arrow(pa.table({"x": range(8)})), weights=[1.0] * 8),
-            "only rows of a map-style dataset",
-        ),
+        (lambda: loader_of(SHARDS, weights=[1.0] * 8), "only rows of a map-style dataset"),
         # Streams, whose end is not known.
         (lambda: loader_of(SHARDS, steps=3), "its epoch lasts as long as its streams"),
         (lambda: loader_of(SHARDS, drop_last=True), "drop_last=…"),
         (lambda: loader_of(SHARDS, num_workers=2), "num_workers=…"),
-        (lambda: loader_of(SHARDS).rows(0, 0), "rows of a stream have no indices"),
         (lambda: loader_of(Shards(range(3), iter)), "3 units for 4 micro-b"),
         (lambda: Shards("corpus.txt", open), "must be a sequence of units"),
         (lambda: Shards(["corpus.txt"], None), "read=None"),
@@ -262,7 +257,7 @@ REFUSED: dict[type[Exception], list[tuple[Any, str]]] = {
             lambda weight=weight: next(next(iter(loader_of())).weighted(lambda _: weight)),
             "weight of a micro-batch is .*; it must be a number",
         )
-        for weight in (None, "many", 10**400, torch.ones(2), math.nan, -1.0)
+        for weight in (math.nan, -1.0)
     ],
     DataError: [
         (lambda: read(SHARDS), "Shards: no unit has a row"),

@@ -82,7 +82,7 @@ def test_arrays_and_series_make_tensors_and_tuples() -> None:
     assert torch.equal(x[:, 0], ids * 4)
     encoded = Dask(WORDS, transform=lambda part: part["id"].to_numpy())
     assert first_of(encoded).dtype == torch.int64
-    assert Dask(HOLES, ["y"], fill=5.0).read(0).arrays[0].tolist() == [1.0, 5.0] * 20
+    assert Dask(HOLES, ["y"], fill=5.0).read(0)[0].tolist() == [1.0, 5.0] * 20
 
 
 WORDS = dd.from_pandas(frame(word=[f"w{i}" for i in range(ROWS)]), npartitions=3)

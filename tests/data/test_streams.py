@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import call, patch
 
@@ -14,11 +12,9 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic import load_checkpoint
 from nbelastic.data import Batch, Loader, Shards, Stateful
-from nbelastic.data.sources.stream_reader import StreamReader, row_digest
+from nbelastic.data.sources.stream_reader import row_digest
 from nbelastic.data.sources.streams import WITHOUT_STATES
-from nbelastic.elastic.checkpoint.manager import CheckpointManager
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import DataError
 from nbelastic.torch.state.torch_state import TorchState
@@ -33,121 +29,29 @@ from tests.data.worlds import (
     rows_of,
     training,
 )
-from tests.elastic.members import begin, make_member, written
 from tests.support.world import StaticContext, run_ranks, world_of
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps", "first", "then", "rows"),
+    ("kind", "steps", "survive", "rows"),
     [
         # Streams of 29, 17, 0, 40, 33, 12 rows; after 4 steps of 5 rows three are left.
-        ("states", 3, {}, 3, 3 * (5 + 1) + 2),  # from step 3, with the row after it
-        ("states", 4, {}, 3, 3 * (5 + 5 + 1)),
-        ("iterator", 2, {}, 3, 4 * (5 + 1) + 2),
-        ("plain", 4, {}, 3, 3 * (20 + 5 + 1)),
-        # After a planned leave the row that had been read ahead has come with the state.
-        ("states", 1, {"as_planned": True}, 3, 5 * 5),
-        ("states", 4, {"as_planned": True}, 3, 3 * 5),
-        ("states", 5, {"as_planned": True}, 3, 5 + 5 + 3),
-        ("plain", 4, {"commit_every": 3}, 0, 3),  # survivors go back by a step, and mark anew
+        ("states", 3, False, 3 * (5 + 1) + 2),  # from step 3, with the row after it
+        ("states", 4, False, 3 * (5 + 5 + 1)),
+        ("iterator", 2, False, 4 * (5 + 1) + 2),
+        ("plain", 4, False, 3 * (20 + 5 + 1)),
+        ("plain", 4, True, 0),  # survivors go back by a step, and have its rows
     ],
 )
 def test_no_more_rows_are_read_again_than_needed(
-    kind: str, steps: int, first: dict[str, Any], then: int, rows: int
+    kind: str, steps: int, survive: bool, rows: int
 ) -> None:
     world = World.of(kind)
-    world.train(2, steps=steps, **first)
-    if then:
-        world.loaders = []
+    world.train(2, steps=steps, commit_every=3 if survive else 1)
+    world.loaders = world.loaders if survive else []
     reads.clear()
-    world.train(then or 2, steps=1)
+    world.train(2 if survive else 3, steps=1)
     assert sum(reads.values()) == rows
-
-
-def test_streams_that_quotas_move_are_not_read_from_their_start() -> None:
-    counts = []
-    for slow, streams in ((False, 3), (True, 5)):
-        world = World.of("seldom")
-        reads.clear()
-        assert world.train(2, slow=slow)
-        counts.append(sum(reads.values()))
-        share = world.loaders[0].balancer.timed
-        assert share is not None
-        assert len(share.block) == streams
-    # The row after the mark of each of the two; without states 5 + 1 each.
-    assert counts[1] <= counts[0] + 2
-
-
-def test_commits_of_leaves_and_checkpoints_have_the_states_of_all_streams(tmp_path: Path) -> None:
-    def rank(context: Any) -> list[set[int]]:
-        plan = make_member(context, tmp_path, every=3)
-        model = torch.nn.Linear(1, 1)
-        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()))
-        loader = Loader(Stateful(Resumable, states_every=1000), Batch(30, micro=5), seed=3)
-        state = TorchState(model=model, optimizer=optimizer, loader=loader, epoch=0)
-        found = []
-
-        def note() -> None:
-            packed = loader.state_dict()["source"]["marks"]
-            marks = pickle.loads(packed) if packed else {}
-            found.append({mark.rows for mark in marks.values()})
-
-        with CheckpointManager(context, state, 1) as checkpoints:
-            begin(context, state, checkpoints, plan)
-            for step in loader:
-                optimizer.zero_grad()
-                for rows, _ in step:
-                    model(rows[:, None] / 1000).square().mean().backward()
-                optimizer.step()
-                state.commit()
-                note()
-                if step.number == 4:
-                    break
-            assert state._lazy.trusted  # such a commit still copies nothing
-            state.leave()
-            state.save()
-            loader.load_state_dict(loader_of("unmarked").state_dict())
-            state.restore()
-            note()
-            written(checkpoints)
-        return found
-
-    results = run_ranks(2, rank)
-    assert results == [[set(), set(), {15}, {15}, {15}, {25}]] * 2
-    (file,) = tmp_path.rglob("*.safetensors")
-    marks = pickle.loads(load_checkpoint(str(file))["loader"]["source"]["marks"])
-    assert {mark.rows for mark in marks.values()} == {15}
-
-
-class Views:
-    """Rows that are views of one large tensor."""
-
-    def __init__(self, *_: int) -> None:
-        self.rows, self.place = torch.arange(1 << 20).view(-1, 4), 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while self.place < len(self.rows):
-            self.place += 1
-            yield self.rows[self.place - 1]
-
-    def state_dict(self) -> int:
-        return self.place
-
-    def load_state_dict(self, state: int) -> None:
-        self.place = state
-
-
-def test_a_mark_has_a_row_ahead_and_not_the_tensor_around_it() -> None:
-    reader, other = (StreamReader("views", Views, seed=0) for _ in range(2))
-    reader.seek(0)
-    reader.take(3)
-    assert not reader.at_end
-    other.mark = mark = reader.make_mark()
-    assert mark is not None
-    assert (mark.rows, mark.read) == (3, 4)
-    assert len(pickle.dumps(mark)) < 2000
-    other.seek(3)
-    assert [row.tolist() for row in other.take(2)] == [[12, 13, 14, 15], [16, 17, 18, 19]]
 
 
 class Forgetful(Resumable):
@@ -270,8 +174,7 @@ def test_streams_that_are_read_again_are_told(kind: str, count: int) -> None:
 def test_equal_rows_have_equal_digests() -> None:
     def row(**other: Any) -> dict[str, Any]:
         found = {"x": torch.arange(6).view(2, 3), "y": [1, (2.0, None)], "z": np.ones(3), "w": "é"}
-        found |= {"shared": [[1, 2], [1, 2]], "self": found} | other
-        return found
+        return found | {"shared": [[1, 2], [1, 2]]} | other
 
     shared = [1, 2]
     assert row_digest(row()) == row_digest(row(shared=[shared, shared]))

@@ -16,7 +16,7 @@ SAMPLES, BATCH = 96, 8
 class Training:
     """A training, and what ranks do to themselves, once.
 
-    Before a batch a rank is killed (``kill``), raises, or waits until the membership is ``whole``,
+    Before a batch a rank is killed (``kill``), or waits until the membership is ``whole``,
     of three ranks, which it is after this batch. After the batch it may ``stop`` the training, or
     ``wait`` for a change of the membership. At the ``end`` of the epoch it is killed.
     """
@@ -81,7 +81,7 @@ def _train(work: Training) -> dict[str, Any]:
             self.epochs = [*getattr(self, "epochs", []), epoch]
 
         def on_train_batch_begin(self, batch, logs=None):
-            self.do(batch, ("kill", "raise", "whole"))
+            self.do(batch, ("kill", "whole"))
 
         def on_train_batch_end(self, batch, logs=None):
             self.batches = getattr(self, "batches", 0) + 1
@@ -97,8 +97,6 @@ def _train(work: Training) -> dict[str, Any]:
                     continue
                 if fault.kind in ("kill", "end"):
                     os.kill(os.getpid(), signal.SIGKILL)
-                if fault.kind == "raise":
-                    raise ValueError("a mistake of the user's")
                 if fault.kind == "stop":
                     self.model.stop_training = True
                     return

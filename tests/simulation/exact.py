@@ -142,9 +142,8 @@ class Storm(World):
 
     def before_update(self, actor: user.Actor, training: ExactTraining) -> None:
         """Let something happen to a rank between its gradients and its update."""
-        balance = training.loader.balancer._balance
-        quotas = () if balance is None else balance.blocks.quotas
-        self.changes += max(quotas, default=0) > min(quotas, default=0) + 1
+        quotas = training.loader.balancer._balance[1].quotas
+        self.changes += max(quotas) > min(quotas) + 1
 
     def _build_cluster(self) -> None:
         hosts = self.random.choice((1, 2, 3))

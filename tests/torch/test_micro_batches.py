@@ -99,7 +99,7 @@ def test_the_gradient_is_that_of_one_large_batch(size, micro_batches, micro, exa
             for x, y in step.weighted(weight) if by_tokens else step:
                 masked(model, x, y).backward()
             optimizer.step()
-            rows = [row for v in range(micro_batches) for row in loader.rows(step.number, v)]
+            rows = [row for v in range(micro_batches) for row in step.dealing.rows(step.number, v)]
             whole = net(torch.float64)
             masked(whole, *source[rows]).backward()
             if not by_tokens or weight(source[rows]):

@@ -87,14 +87,11 @@ class Draws:
     """Rows of an epoch, each drawn by itself: row i with a chance in proportion to its weight."""
 
     def __init__(self, weights: Any, rows: int) -> None:
-        try:
-            values = np.asarray(weights, dtype=np.float64)
-        except (TypeError, ValueError):
-            values = np.empty((0, 0))
+        values = np.asarray(weights, dtype=np.float64)
         if values.shape != (rows,):
             raise OptionError(
-                f"Loader(weights=…): must be {rows} numbers, one for each row; got "
-                f"{'shape ' + str(list(values.shape)) if values.size else type(weights).__name__}"
+                f"Loader(weights=…): must be {rows} numbers, one for each row; got shape "
+                f"{list(values.shape)}"
             )
         if not np.isfinite(values).all() or (values < 0).any() or not values.any():
             raise OptionError(

@@ -26,7 +26,6 @@ STEPS = 5
 which a machine that is shared has much."""
 
 LEAST_STEPS = 3  # steps after which a time counts as known: the first ones are slow everywhere
-PATIENCE = 64  # steps after which a rank without micro-batches is tried again; doubled each time
 STRAGGLER = 1.5  # times as long as the others, from which on a rank counts as a straggler
 
 
@@ -37,39 +36,20 @@ def predict(quotas: Sequence[int], times: Sequence[float]) -> float:
 
 def plan(quotas: tuple[int, ...], times: Sequence[float]) -> tuple[int, ...]:
     """Return the quotas to take: `quotas`, unless others make the step clearly shorter."""
-    # The next micro-batch goes to the rank that would be done with it first, and so on until all
-    # are given away. No other quotas have a shorter step. A rank whose time is not known is
-    # supposed to be as fast as the others are in the median. It gets no more than it has, or the
-    # one that `_deal` gives each rank: so its time becomes known at the least cost.
-    known = [time for time in times if time > 0.0]
-    if not known:
+    # Each rank keeps one micro-batch, by which it is timed again. Of the rest, the next goes to the
+    # rank that would be done with it first. No other quotas have a shorter step.
+    if not all(times) or sum(quotas) < len(quotas):
         return quotas
-    supposed = [time or statistics.median_low(known) for time in times]
-    limit = (1.0 - GAIN) * predict(quotas, supposed)
-    count = sum(quotas)
-    if predict(_deal(supposed, count, [count] * len(quotas)), supposed) >= limit:
-        return quotas
-    most = [count if time > 0.0 else quota for quota, time in zip(quotas, times, strict=True)]
-    found = _deal(supposed, count, most)
-    tries = any(new > 0 == old for old, new in zip(quotas, found, strict=True))
-    return found if tries or predict(found, supposed) < limit else quotas
-
-
-def _deal(times: Sequence[float], count: int, most: Sequence[int]) -> tuple[int, ...]:
-    """Give micro-batches away in turn, each to the rank that would be done first."""
-    quotas = [0] * len(times)
+    found = [1] * len(quotas)
     # Of ranks that would be done at once, the one that has less: a slow one stays in practice.
-    done = [(time, 0, rank) for rank, time in enumerate(times)]
+    done = [(2 * time, 1, rank) for rank, time in enumerate(times)]
     heapq.heapify(done)
-    for _ in range(count):
+    for _ in range(sum(quotas) - len(quotas)):
         rank = done[0][2]
-        quotas[rank] += 1
-        if quotas[rank] < most[rank]:
-            entry = ((quotas[rank] + 1) * times[rank], quotas[rank], rank)
-            heapq.heapreplace(done, entry)
-        else:
-            heapq.heappop(done)
-    return tuple(quotas)
+        found[rank] += 1
+        heapq.heapreplace(done, ((found[rank] + 1) * times[rank], found[rank], rank))
+    gains = predict(found, times) < (1.0 - GAIN) * predict(quotas, times)
+    return tuple(found) if gains else quotas
 
 
 def slowness(times: Sequence[float], rank: int) -> float:
@@ -83,8 +63,6 @@ class Pace:
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=STEPS)
-        self._patience = PATIENCE
-        self._busy = self._idle = 0
 
     @property
     def seconds(self) -> float:
@@ -94,16 +72,3 @@ class Pace:
     def note(self, seconds: float) -> None:
         """Add the time of a micro-batch in one step."""
         self._steps.append(seconds)
-        self._idle = 0
-        self._busy += 1
-        if self._busy > PATIENCE:
-            self._patience = PATIENCE
-
-    def note_idle(self) -> None:
-        """Add a step in which the rank had no micro-batch."""
-        self._busy = 0
-        self._idle += 1
-        # A rank without a time is given a micro-batch: whatever slowed it down may be over.
-        if self._steps and self._idle >= self._patience:
-            self._steps.clear()
-            self._patience *= 2

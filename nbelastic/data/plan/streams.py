@@ -18,8 +18,7 @@ a unit ends          its rank knows that with the unit's last row. At the end of
                      step ranks exchange whether any has ended, and if so, which
 a rank fails         table and step go back to the commit. The rank that takes the
                      stream over reads its unit from the last mark, up to the step
-ranks join, leave    the same from a commit at the present step, for which ranks exchange marks
-                     where they are; so nothing is read again
+ranks join, leave    the same from a commit at the present step
 another size         the table has no number of ranks in it
 uneven end           streams without a lease have weight 0, until all have ended
 ===================  =================================================================
@@ -63,9 +62,9 @@ class Window:
         """Place in the stream after its last row."""
         return self.start + self.rows
 
-    def order(self, first: int = 0, last: int | None = None) -> Rows:
+    def order(self) -> Rows:
         """Return the positions in the ranges, laid one after the other, of rows in their order."""
-        places = np.arange(first, self.rows if last is None else last)
+        places = np.arange(self.rows)
         return places if self.key is None else Permutation(self.rows, self.key).rows(places)
 
 
@@ -76,7 +75,6 @@ class UnitStreams:
         self._sizes = sizes
         self._dealing = dealing
         self._window_rows = window_rows
-        self._firsts = np.cumsum(sizes) - sizes
 
     def _key(self, *words: int) -> int:
         return mix(self._dealing.seed, self._dealing.epoch, *words)
@@ -135,17 +133,6 @@ class UnitStreams:
             first, last = max(places.start, window.start), min(places.stop, window.stop)
             yield window, first - window.start, last - window.start
             index += 1
-
-    def rows(self, step: int, stream: int) -> Rows:
-        """Return the rows of a micro-batch, numbered through all units in their own order."""
-        found = [np.zeros(0, dtype=np.int64)]
-        for window, first, last in self.pieces(step, stream):
-            rows = [
-                np.arange(rows.start, rows.stop) + self._firsts[unit]
-                for unit, rows in window.ranges
-            ]
-            found.append(np.concatenate(rows)[window.order(first, last)])
-        return np.concatenate(found)
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):

@@ -1,18 +1,16 @@
-"""Choice of columns, and their conversion to arrays."""
+"""Columns: their choice, and their conversion to blocks of arrays, and to batches."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from nbelastic.data.plan.dealing import Rows
 from nbelastic.errors import DataError, OptionError
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -22,91 +20,76 @@ NEEDS_TRANSFORM = (
     "pass transform=, which makes tensors of a table"
 )
 
-SINGLE, _TUPLE = "a tensor", "a tuple"
-Form = str | tuple[Any, ...]
+Block: TypeAlias = Any
+"""Rows of arrays of equal length: an array, or a tuple or dict of arrays. Batches have its form."""
 
 
-@dataclass(frozen=True)
-class RowBlock:
-    """Rows of arrays of equal length."""
+def arrays_in(block: Block) -> list[Array]:
+    """Return the arrays of a block."""
+    if isinstance(block, dict):
+        return [*block.values()]
+    return [*block] if isinstance(block, tuple) else [block]
 
-    arrays: tuple[Array, ...]
-    form: Form = _TUPLE  # of a batch: a tensor, a tuple, or a dict with these keys
 
-    def __len__(self) -> int:
-        return len(self.arrays[0])
+def each_array(change: Callable[..., Any], *blocks: Block) -> Any:
+    """Return a block of the results of a function, called for each array of the blocks."""
+    first = blocks[0]
+    if isinstance(first, dict):
+        return {key: change(*(block[key] for block in blocks)) for key in first}
+    return tuple(map(change, *blocks)) if isinstance(first, tuple) else change(*blocks)
 
-    @property
-    def nbytes(self) -> int:
-        """Size in memory."""
-        return sum(array.nbytes for array in self.arrays)
 
-    @classmethod
-    def of(cls, value: Any, rows: int, where: str) -> RowBlock:
-        """Return a block of a ``transform``'s result, which must have `rows` rows."""
-        form: Form
-        if isinstance(value, Mapping):
-            form, values = tuple(value), list(value.values())
-        elif isinstance(value, (tuple, list)):
-            form, values = _TUPLE, list(value)
-        else:
-            form, values = SINGLE, [value]
-        # Copies, because the function may fill the same memory for the next unit.
-        arrays = tuple(np.array(_array(each, where)) for each in values)
-        if not arrays or any(not array.ndim or len(array) != rows for array in arrays):
-            found = ", ".join(str(list(array.shape)) for array in arrays) or "nothing"
-            raise DataError(
-                f"{where}: transform got {rows} rows and returned {found}; it must return tensors "
-                "with a row for each row"
-            )
-        return cls(arrays, form)
+def block_of(value: Any, rows: int, where: str) -> Block:
+    """Return a block of a ``transform``'s result, which must have `rows` rows."""
+    form = dict(value) if isinstance(value, Mapping) else value
+    form = tuple(value) if isinstance(value, list) else form
+    block = each_array(lambda each: _array(each, where), form)
+    shapes = [list(array.shape) for array in arrays_in(block)]
+    if not shapes or any(shape[:1] != [rows] for shape in shapes):
+        raise DataError(
+            f"{where}: transform got {rows} rows and returned {str(shapes)[1:-1] or 'nothing'}; it "
+            "must return tensors with a row for each row"
+        )
+    return block
 
-    def between(self, start: int, stop: int) -> RowBlock:
-        """Return rows ``start … stop - 1``, which share their memory with this block."""
-        return RowBlock(tuple(array[start:stop] for array in self.arrays), self.form)
 
-    def taken(self, order: Rows) -> RowBlock:
-        """Return a copy of the rows in an order."""
-        return RowBlock(tuple(array.take(order, axis=0) for array in self.arrays), self.form)
+def between(block: Block, start: int, stop: int) -> Block:
+    """Return rows ``start … stop - 1`` of a block, in the same memory."""
+    return each_array(lambda array: array[start:stop], block)
 
-    @staticmethod
-    def joined(blocks: Sequence[RowBlock], where: str) -> RowBlock:
-        """Return the rows of all blocks, one block after the other."""
-        first = blocks[0]
-        if len(blocks) == 1:
-            return first
-        shapes = {(each.form, *(array.shape[1:] for array in each.arrays)) for each in blocks}
-        if len(shapes) > 1:
-            texts = " and ".join(sorted(str(shape[1:]) for shape in shapes))
-            raise DataError(f"{where}: rows of differing shapes {texts} make no batch")
-        columns = zip(*(each.arrays for each in blocks), strict=True)
-        return RowBlock(tuple(map(np.concatenate, columns)), first.form)
 
-    def batch(self) -> Any:
-        """Return the rows as tensors that share memory with nothing else."""
-        tensors = [torch.from_numpy(np.array(array, order="C")) for array in self.arrays]
-        if isinstance(self.form, tuple):
-            return dict(zip(self.form, tensors, strict=True))
-        return tensors[0] if self.form == SINGLE else tuple(tensors)
+def joined(blocks: Sequence[Block], where: str) -> Block:
+    """Return the rows of all blocks, one block after the other."""
+    if len(blocks) == 1:
+        return blocks[0]
+    shapes = {str(each_array(lambda array: array.shape[1:], block)) for block in blocks}
+    if len(shapes) > 1:
+        texts = " and ".join(sorted(shapes))
+        raise DataError(f"{where}: rows of differing shapes {texts} make no batch")
+    return each_array(lambda *arrays: np.concatenate(arrays), *blocks)
+
+
+def batch_of(block: Block) -> Any:
+    """Return the rows of a block as tensors that share memory with nothing else."""
+    return each_array(lambda array: torch.from_numpy(np.array(array, order="C")), block)
 
 
 def _array(value: Any, where: str) -> Array:
-    """Return a value as an array of which PyTorch makes a tensor."""
-    kind = f"{value.dtype} values" if hasattr(value, "dtype") else f"a {type(value).__name__}"
-    with contextlib.suppress(TypeError, RuntimeError):  # NumPy or PyTorch has no such type, layout
+    """Return a copy of a value as an array of which PyTorch makes a tensor."""
+    # A copy, because a function may fill the same memory for the next unit.
+    try:
         if isinstance(value, torch.Tensor):
-            kind = f"{kind}, {str(value.layout).removeprefix('torch.')}"
-            return value.detach().cpu().resolve_conj().resolve_neg().numpy()
+            return np.array(value.detach().cpu().numpy())
         if isinstance(value, np.ma.MaskedArray):
-            kind = "masked values, of which the masks would be lost"
-        elif isinstance(value, np.ndarray):
-            native = value.astype(value.dtype.newbyteorder("="), copy=False)
-            torch.from_numpy(native[:0].copy())
-            return native
-    raise DataError(
-        f"{where}: transform returned {kind}; it must return a tensor, or a tuple or dict of "
-        "tensors, of a type that NumPy has"
-    )
+            raise TypeError("its mask would be lost")
+        found: Array = np.array(value)
+        torch.from_numpy(found)
+        return found
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"{where}: transform returned a {type(value).__name__} of which no tensor can be made "
+            f"({error}); it must return a tensor, or a tuple or dict of tensors"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -126,13 +109,8 @@ class ColumnChoice:
     def among(cls, available: Sequence[str], columns: Any, where: str) -> ColumnChoice:
         """Find the names and patterns of `columns`, or all, among `available` columns."""
         asked = [columns] if isinstance(columns, str) else columns
-        if asked is None:
-            asked = {name: name for name in available}
-        if not isinstance(asked, (Mapping, Sequence)):
-            raise OptionError(f"{where}: columns={columns!r} must be names, or a dict of names")
-        pairs = [*asked.items()] if isinstance(asked, Mapping) else [(each, each) for each in asked]
-        if not pairs:
-            raise OptionError(f"{where}: columns={columns!r} asks for no column")
+        asked = {name: name for name in available} if asked is None else asked
+        pairs: Any = asked.items() if isinstance(asked, Mapping) else enumerate(asked)
         parts: list[tuple[Any, tuple[str, ...], bool]] = []
         for key, pattern in pairs:
             if not isinstance(pattern, str):
@@ -148,13 +126,9 @@ class ColumnChoice:
                 there = ", ".join(available[:10]) + (", …" if len(available) > 10 else "")
                 raise OptionError(f"{where} has no column {pattern!r}{hint} It has {there}")
             parts.append((key, tuple(found), stacked))
-        choice = cls(tuple(parts), isinstance(asked, Mapping))
-        for name in choice.names:
-            if list(available).count(name) > 1:
-                raise OptionError(f"{where} has several columns {name!r}; rename all but one")
-        if len({key for key, _ in pairs}) < len(pairs):
-            raise OptionError(f"{where}: columns={columns!r} asks for a column twice")
-        return choice
+        if not parts:
+            raise OptionError(f"{where}: columns={columns!r} asks for no column")
+        return cls(tuple(parts), isinstance(asked, Mapping))
 
 
 def arrow_kind(kind: Any) -> np.dtype[Any] | None:

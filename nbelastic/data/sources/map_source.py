@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import random
 import time
 import types
@@ -15,9 +14,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from nbelastic.data.plan.dealing import Dealing, Rows, mix
+from nbelastic.data.plan.dealing import Dealing, mix
 from nbelastic.data.sources.row_source import COLLATING, DataSample, RowSource
 from nbelastic.data.sources.stream_reader import row_digest
 from nbelastic.elastic.deal import SEED_LIMIT
@@ -58,9 +57,6 @@ class MapSource(RowSource):
 
     def __len__(self) -> int:
         return len(self._dataset)
-
-    def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
-        return dealing.rows(step, number)
 
     def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
         # The ``DataLoader`` asks for items ahead, in the rank's thread.
@@ -234,14 +230,12 @@ def sample_of(dataset: Any, *, fetches: bool) -> DataSample:
 
     If worker processes fetch the rows, this one must not: workers would share files it opens.
     """
-    found = {"length": str(len(dataset)).encode()}
-    in_memory, subsets = True, 0
-    for part in itertools.islice(_parts_of(dataset), ROWS * ROWS):
-        if isinstance(part, Subset):
-            said = f"the indices of its Subset differ{f' (Subset {subsets})' if subsets else ''}"
-            found[said], subsets = _digest_of(part.indices), subsets + 1
-        else:
-            in_memory &= isinstance(part, (TensorDataset, list, tuple, np.ndarray))
+    found, inner = {"length": str(len(dataset)).encode()}, dataset
+    while isinstance(inner, Subset):
+        said = "the indices of its Subset differ"
+        found[said] = found.get(said, b"") + _digest_of(inner.indices)
+        inner = inner.dataset
+    in_memory = isinstance(inner, (TensorDataset, list, tuple, np.ndarray))
     return {**found, **_rows_of(dataset)} if in_memory or fetches else found
 
 
@@ -251,14 +245,6 @@ def difference(mine: DataSample, theirs: DataSample) -> str:
         return ""  # said elsewhere
     differing = (name for name in mine if theirs.get(name, mine[name]) != mine[name])
     return next(differing, "")
-
-
-def _parts_of(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset and the datasets inside torch's own wrappers."""
-    yield dataset
-    if isinstance(dataset, (Subset, ConcatDataset)):
-        inner = [dataset.dataset] if isinstance(dataset, Subset) else dataset.datasets
-        yield from itertools.chain.from_iterable(map(_parts_of, inner))
 
 
 def _digest_of(indices: Any) -> bytes:

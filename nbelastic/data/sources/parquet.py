@@ -1,4 +1,4 @@
-"""Parquet files and Arrow tables as sources of rows."""
+"""Parquet files as sources of rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from nbelastic.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     from nbelastic.data.plan.dealing import Rows
-    from nbelastic.data.sources.columns import RowBlock
+    from nbelastic.data.sources.columns import Block
 
 _AT_ONCE = 16  # footers that are read at the same time
 
@@ -37,8 +38,7 @@ _DATA = re.compile(r"/?(?:[^._/][^/]*/)*[^._/][^/]*\.parquet")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """Most places of a local file that are looked at, evenly spread over its columns, and bytes."""
 
-_MOST_TEXTS = 100  # most files that are compared one by one; more are compared in groups
-
+_MOST_TEXTS = 100  # most files that are compared one by one; more are compared together
 
 _compared: set[tuple[str, str, str]] = set()
 """Path, mark and content of each version of a file that this process has compared."""
@@ -106,29 +106,30 @@ class Parquet(UnitSource):
     >>> loader = Loader(data, Batch(256, micro=32))  # doctest: +SKIP
     """
 
+    name = "Parquet"
+
     def __init__(
         self,
         urls: str | Sequence[str],
         columns: Sequence[str] | Mapping[Any, str] | None = None,
         *,
-        shuffle_rows: int = 100_000,
-        transform: Callable[[Any], Any] | None = None,
-        memory: int | str = "256 MB",
-        fill: Any = None,
         storage_options: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__("Parquet", columns, shuffle_rows, transform, memory, fill)
-        _require_pyarrow("Parquet")
+        super().__init__(columns, **options)
+        try:
+            import pyarrow.parquet  # noqa: F401, PLC0415
+        except ImportError as error:
+            raise OptionError("Parquet needs pyarrow: pip install 'nbelastic[parquet]'") from error
         if storage_options is not None and not isinstance(storage_options, Mapping):
             raise OptionError(
                 "Parquet(storage_options=...): must be a dict, not "
                 f"{type(storage_options).__name__}"
             )
-        options = dict(storage_options or {})
-        given = _given(urls)
-        self._secrets = Secrets(given, options)
+        given, storage = _given(urls), dict(storage_options or {})
+        self._secrets = Secrets(given, storage)
         shown = self._secrets.hide(repr(urls))
-        self._filesystem, paths = _find(given, options, shown, self._secrets)
+        self._filesystem, paths = _find(given, storage, shown, self._secrets)
         self._is_local = type(self._filesystem) is fsspec.implementations.local.LocalFileSystem
         self._found_at = time.time()
         with ThreadPoolExecutor(_AT_ONCE, "nbelastic-footers") as pool:
@@ -244,7 +245,7 @@ class Parquet(UnitSource):
                 if name in names:
                     yield group, name, column
 
-    def read(self, unit: int) -> RowBlock:
+    def read(self, unit: int) -> Block:
         import pyarrow.parquet as pq  # noqa: PLC0415 - an extra
 
         file, group = self._groups[unit]
@@ -260,74 +261,10 @@ class Parquet(UnitSource):
         return self.block(self._choice, table, where)
 
     def describe(self) -> dict[str, str]:
-        count = min(len(self._files), _MOST_TEXTS)
-        found = {}
-        for part in range(count):
-            start, stop = (each * len(self._files) // count for each in (part, part + 1))
-            first, *more = files = self._files[start:stop]
-            digest = digest_of("\n".join(f"{file.name} {file.text}" for file in files))
-            name = f"{first.name} to {files[-1].name}" if more else first.name
-            found[name] = f"{len(files)} files, {digest}" if more else first.text
-        return found
-
-
-class Arrow(UnitSource):
-    """An Arrow table in memory as the data of a :class:`~nbelastic.data.Loader`.
-
-    Record batches are units. Each rank needs the whole table.
-
-    Parameters
-    ----------
-    table : pyarrow.Table or sequence of pyarrow.RecordBatch
-        The rows.
-    columns, shuffle_rows, transform, memory, fill
-        As for :class:`Parquet`.
-
-    Raises
-    ------
-    OptionError
-        A column is missing, or a value cannot be used.
-    """
-
-    def __init__(
-        self,
-        table: Any,
-        columns: Sequence[str] | Mapping[Any, str] | None = None,
-        *,
-        shuffle_rows: int = 100_000,
-        transform: Callable[[Any], Any] | None = None,
-        memory: int | str = "256 MB",
-        fill: Any = None,
-    ) -> None:
-        super().__init__("Arrow", columns, shuffle_rows, transform, memory, fill)
-        _require_pyarrow("Arrow")
-        import pyarrow as pa  # noqa: PLC0415 - an extra
-
-        if not isinstance(table, pa.Table):
-            try:
-                table = pa.Table.from_batches(list(table))
-            except (TypeError, pa.ArrowException) as error:
-                raise OptionError(
-                    f"Arrow({type(table).__name__}): must be a pyarrow.Table, or record batches of "
-                    f"one schema ({error})"
-                ) from error
-        schema = table.schema
-        self._choice = self.choose(schema.names, schema.types, arrow_kind, "the table")
-        self._batches = table.to_batches()
-        self.sizes: Rows = np.array([each.num_rows for each in self._batches], dtype=np.int64)
-        if not len(self):
-            raise OptionError("Arrow: the table has no rows")
-        self.row_bytes = table.select(self._choice.names).nbytes / len(self)
-
-    def read(self, unit: int) -> RowBlock:
-        import pyarrow as pa  # noqa: PLC0415 - an extra
-
-        table = pa.Table.from_batches([self._batches[unit]]).select(self._choice.names)
-        return self.block(self._choice, table, f"record batch {unit}")
-
-    def describe(self) -> dict[str, str]:
-        rows = digest_of(self.sizes.tobytes())
-        return {"record batches": f"{len(self.sizes)}, their rows {rows}"}
+        texts = {file.name: file.text for file in self._files}
+        if len(texts) <= _MOST_TEXTS:
+            return texts
+        return {"Parquet": f"{len(texts)} files, {digest_of(str(texts))}"}
 
 
 def _given(urls: str | Sequence[str]) -> list[str]:
@@ -360,16 +297,13 @@ def _find(
     if any(each != filesystems[0] for each in filesystems):
         raise OptionError(f"Parquet({shown}): all files must be in one file system")
     local = isinstance(filesystems[0], fsspec.implementations.local.LocalFileSystem)
-    names: dict[str, str] = {}
-    for path in paths:
-        real = os.path.realpath(path) if local else path  # links, and paths written in two ways
-        if real in names:
-            also = "" if names[real] == path else f", also as {secrets.hide(names[real])}"
+    # A link names a file again, and so does another way to write its path.
+    for path, count in Counter(map(os.path.realpath, paths) if local else paths).items():
+        if count > 1:
             raise OptionError(
-                f"Parquet({shown}): {secrets.hide(path)} is named more than once{also}, so its "
-                "rows would be repeated; name it once"
+                f"Parquet({shown}): {secrets.hide(path)} is named more than once, so its rows "
+                "would be repeated; name it once"
             )
-        names[real] = path
     return filesystems[0], paths
 
 
@@ -379,13 +313,6 @@ def _stamp_of(info: Mapping[str, Any]) -> str:
         if info.get(name):
             return f"{'tag' if name in _TAGS else name} {info[name]}"
     return ""
-
-
-def _require_pyarrow(name: str) -> None:
-    try:
-        import pyarrow.parquet  # noqa: F401, PLC0415
-    except ImportError as error:
-        raise OptionError(f"{name} needs pyarrow: pip install 'nbelastic[parquet]'") from error
 
 
 @contextlib.contextmanager

@@ -6,13 +6,13 @@ which a context fetches a partition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbelastic.data.sources.columns import SINGLE, ColumnChoice, RowBlock, arrow_array
+from nbelastic.data.sources.columns import Block, ColumnChoice, arrays_in, arrow_array, block_of
 from nbelastic.data.sources.row_source import digest_of, named
 from nbelastic.data.sources.units import UnitSource
 from nbelastic.elastic.ranks.context import current_or_none
@@ -63,17 +63,15 @@ class Dask(UnitSource):
     >>> nbelastic.fit(train, cluster=client, args=(ddf,))  # doctest: +SKIP
     """
 
+    name = "Dask"
+
     def __init__(
         self,
         collection: Any,
         columns: Sequence[str] | Mapping[Any, str] | None = None,
-        *,
-        shuffle_rows: int = 100_000,
-        transform: Callable[[Any], Any] | None = None,
-        memory: int | str = "256 MB",
-        fill: Any = None,
+        **options: Any,
     ) -> None:
-        super().__init__("Dask", columns, shuffle_rows, transform, memory, fill)
+        super().__init__(columns, **options)
         collections = collection if isinstance(collection, (tuple, list)) else (collection,)
         for each in collections or (collection,):
             if not is_rows(each):
@@ -140,7 +138,7 @@ class Dask(UnitSource):
             )
         return {**self.__dict__, "collections": None}
 
-    def read(self, unit: int) -> RowBlock:
+    def read(self, unit: int) -> Block:
         where, context = f"partition {unit}", current_or_none()
         with named(f"{where} cannot be read:"):
             if self.collections is not None:
@@ -154,7 +152,7 @@ class Dask(UnitSource):
         blocks = [self._block_of(*each, where) for each in zip(parts, self._choices, strict=True)]
         if self._single:
             return blocks[0]
-        return RowBlock(tuple(array for block in blocks for array in block.arrays))
+        return tuple(array for block in blocks for array in arrays_in(block))
 
     def _compute(self, unit: int) -> tuple[Any, ...]:
         assert self.collections is not None
@@ -164,17 +162,16 @@ class Dask(UnitSource):
         ]
         return tuple(part.compute() for part in parts)
 
-    def _block_of(self, part: Any, choice: ColumnChoice | None, where: str) -> RowBlock:
+    def _block_of(self, part: Any, choice: ColumnChoice | None, where: str) -> Block:
         if isinstance(part, np.ndarray):
-            return RowBlock.of(part, len(part), where)
+            return block_of(part, len(part), where)
         import pyarrow as pa  # noqa: PLC0415 - Dask's dataframes need it, too
 
         frame = part.to_frame("values") if choice is None else part[choice.names]
         table = pa.Table.from_pandas(frame, preserve_index=False)
         if choice is not None:
             return self.block(choice, table, where)
-        array = arrow_array(table.column("values"), "values", self.fill, where)
-        return RowBlock((array,), SINGLE)
+        return arrow_array(table.column("values"), "values", self.fill, where)
 
     def describe(self) -> dict[str, str]:
         digest = digest_of(f"{self._keys} {self.sizes.tolist()}")

@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from nbelastic.data.plan.dealing import Dealing, Rows
+from nbelastic.data.plan.dealing import Dealing
 from nbelastic.errors import DataError, NbelasticError, summary_of
 
 COLLATING = -1  # number that takes the place of a row in the seed of ``collate_fn``
@@ -24,9 +24,6 @@ class RowSource(Protocol):
     is_open: bool = False  # the end of an epoch is not known before it has come
 
     def __len__(self) -> int: ...
-
-    def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
-        """Return the rows of a micro-batch, by their indices in the source."""
 
     def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
         """Yield a batch for each micro-batch of a block, in steps from `first` on.
@@ -55,10 +52,6 @@ class RowSource(Protocol):
         warning for the history, or nothing.
         """
         return ""
-
-    def exchange_states(self, dealing: Dealing, step: int) -> bool:
-        """Tell all ranks, between two steps, where streams resume; return whether any are new."""
-        return False
 
     def sample(self) -> DataSample | None:
         """Return digests of some rows; None where `describe` has them."""

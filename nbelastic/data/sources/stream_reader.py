@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,13 +28,7 @@ class Mark:
 
     rows: int  # before it
     state: bytes | None  # of what is iterated over, pickled; None if it has none
-    digest: bytes  # of the row that is read next from that state
-    ahead: tuple[bytes, ...] = ()  # rows between mark and state that had been read, each pickled
-
-    @property
-    def read(self) -> int:
-        """Rows before the state."""
-        return self.rows + len(self.ahead)
+    digest: bytes  # of the row that is read next
 
 
 class StreamReader:
@@ -77,7 +70,7 @@ class StreamReader:
 
     def take(self, count: int) -> list[Any]:
         """Return the next rows: `count`, or fewer where the unit ends."""
-        self._kept = self._ahead
+        self._kept = self._kept[len(self._kept) + self.position - self._read :]
         while len(self._kept) < count and self._read_row():
             pass
         rows = self._kept[:count]
@@ -85,13 +78,10 @@ class StreamReader:
         return rows
 
     def make_mark(self) -> Mark | None:
-        """Return a mark of the present position; None if rows read ahead cannot be pickled."""
-        # None at the end of the unit: the states of some iterators lead from there to the start.
-        if self._ended:
-            return None
-        try:
-            ahead = tuple(map(_packed, self._ahead))
-        except Exception:  # pickling runs code of any class
+        """Return a mark of the present position; None where it has no state to go on from."""
+        # A row that was read ahead is not in the state, as after a rollback. At the end of the
+        # unit, the states of some iterators lead to the start.
+        if self._ended or self.position != self._read:
             return None
         state = None
         if self.has_states:
@@ -99,12 +89,7 @@ class StreamReader:
                 state = pickle.dumps(self._holder.state_dict())
         if not self._read_row():
             return None
-        return Mark(self.position, state, row_digest(self._kept[-1]), ahead)
-
-    @property
-    def _ahead(self) -> list[Any]:
-        """Rows that were read and not taken."""
-        return self._kept[len(self._kept) + self.position - self._read :]
+        return Mark(self.position, state, row_digest(self._kept[-1]))
 
     @property
     def at_end(self) -> bool:
@@ -126,7 +111,7 @@ class StreamReader:
         # Closed after an error: what is left of a generator that has raised looks like its end.
         with named(f"row {self._read} of {self.name} cannot be read:", self.close):
             row = next(self._rows, _END)
-        if self.mark is not None and self.mark.read == self._read:  # a digest takes its time
+        if self.mark is not None and self.mark.rows == self._read:  # a digest takes its time
             self._check(self.mark, b"" if row is _END else row_digest(row))
         self._ended = row is _END
         if not self._ended:
@@ -147,8 +132,7 @@ class StreamReader:
             self.has_states = _keeps_state(self._holder)
             if mark and mark.rows <= position and mark.state is not None and self.has_states:
                 self._holder.load_state_dict(pickle.loads(mark.state))
-                self._kept = [*map(pickle.loads, mark.ahead)]
-                self._read = mark.read
+                self._read = mark.rows
             self._rows = self._holder if in_iterator else iter(made)
 
     def _check(self, mark: Mark, digest: bytes) -> None:
@@ -158,30 +142,14 @@ class StreamReader:
         if mark.state is not None and self.has_states:
             raise DataError(
                 f"{self.name} goes on with another row than before, from the state that it had "
-                f"after {mark.read} rows. Its state_dict() is not complete: a shuffle buffer, for "
+                f"after {mark.rows} rows. Its state_dict() is not complete: a shuffle buffer, for "
                 "one, is not in the states of Hugging Face's datasets. Pass "
                 "Stateful(..., states_every=None), so that streams are read from their start"
             )
         raise DataError(
-            f"{self.name} has another row {mark.read} than before: it is not the same each time. "
+            f"{self.name} has another row {mark.rows} than before: it is not the same each time. "
             "Draw random numbers from the global generators only, or with fixed seeds"
         )
-
-
-class _RowPickler(pickle.Pickler):
-    """Pickler of rows that may be small views of large tensors."""
-
-    def reducer_override(self, obj: object) -> Any:
-        if isinstance(obj, torch.Tensor) and obj.untyped_storage().nbytes() > obj.nbytes:
-            own: Any = obj.detach().clone()
-            return own.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
-
-
-def _packed(row: Any) -> bytes:
-    packed = io.BytesIO()
-    _RowPickler(packed, pickle.HIGHEST_PROTOCOL).dump(row)
-    return packed.getvalue()
 
 
 def _keeps_state(value: Any) -> bool:
@@ -192,7 +160,7 @@ def row_digest(row: Any) -> bytes:
     """Return a digest of the values in a row; equal rows have equal ones in all processes."""
     found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
-    def add(value: Any, within: frozenset[int]) -> None:
+    def add(value: Any) -> None:
         found.update(type(value).__name__.encode())
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided and not value.is_quantized:
@@ -201,15 +169,13 @@ def row_digest(row: Any) -> bytes:
         elif isinstance(value, (np.ndarray, np.generic)):
             found.update(np.asarray(value).tobytes() if value.dtype != object else b"")
         elif isinstance(value, (dict, list, tuple)):
-            if id(value) in within:  # a container within itself counts by its type alone
-                return
             if not isinstance(value, dict):
                 found.update(len(value).to_bytes(8, "little"))
             inner = (*value, *value.values()) if isinstance(value, dict) else value
             for each in reversed(inner):  # as checkpoints have it
-                add(each, within | {id(value)})
+                add(each)
         elif isinstance(value, (str, int, float, bool, bytes, type(None))):
             found.update(repr(value).encode())
 
-    add(row, frozenset())
+    add(row)
     return found.digest()

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 from torch.utils.data import IterableDataset, default_collate
 
-from nbelastic.data.plan.dealing import Dealing, Permutation, Rows, mix
+from nbelastic.data.plan.dealing import Dealing, Permutation, mix
 from nbelastic.data.plan.streams import LeaseTable
 from nbelastic.data.sources.row_source import COLLATING, RowSource, digest_of, is_count
 from nbelastic.data.sources.stream_reader import Mark, StreamReader
-from nbelastic.elastic.followed import generators_kept, seed_generators
+from nbelastic.elastic.followed import seed_generators
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import DataError, OptionError
@@ -26,7 +26,6 @@ from nbelastic.errors import DataError, OptionError
 _READING, _ORDER, _STEP = 21, 22, 23
 
 STEP_END = "the end of a step of a Loader, whose streams have no known length"
-STATES = "the states of the streams of a Loader"
 WITHOUT_STATES = (
     "{name}: a dataset has no state_dict and load_state_dict, so streams that change ranks are "
     "read again\n"
@@ -61,9 +60,8 @@ class Stateful(StreamSource):
     rows a step has does not depend on the number of ranks. Ranks read the streams of their
     micro-batches. Streams may have any length. Those that have ended have weight 0 until all have.
 
-    Ranks exchange states every 100 steps, at checkpoints, and when ranks join or leave as planned.
-    The rank that takes a stream over goes on from the last of them, and passes over the rows since
-    then. Datasets without states are read from their start.
+    Ranks exchange states every 100 steps. The rank that takes a stream over goes on from the last
+    of them, and passes over the rows since then. Datasets without states are read from their start.
 
     Parameters
     ----------
@@ -74,8 +72,8 @@ class Stateful(StreamSource):
         ``load_state_dict()``, of the dataset or of its iterator, lead to the place after the last
         row that was read.
     states_every : int or None, default 100
-        Steps from one regular exchange of states to the next. None for datasets of which states
-        are not complete; then streams are read from their start.
+        Steps from one exchange of states to the next. None for datasets of which states are not
+        complete; then streams are read from their start.
 
     Raises
     ------
@@ -211,9 +209,6 @@ class StreamRows(RowSource):
     def __len__(self) -> int:
         return 0
 
-    def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
-        raise OptionError(f"{self.name}: rows of a stream have no indices in the source")
-
     def has_step(self, dealing: Dealing, step: int) -> bool:
         return not self._table_of(dealing).is_over
 
@@ -289,7 +284,7 @@ class StreamRows(RowSource):
 
     def settle(self, dealing: Dealing, step: int, counts: list[int]) -> str:
         table, readers = self._table_of(dealing), self._readers.values()
-        ended, made = _of_all(STEP_END, self._ended, self._made)
+        ended, made = _of_all(self._ended, self._made)
         for number, rows in ended.items():
             counts[number] = rows
         if ended or made:
@@ -302,27 +297,6 @@ class StreamRows(RowSource):
                 raise DataError(f"{self.name}: no unit has a row")
         knows = self._source.states_every is None or all(reader.has_states for reader in readers)
         return "" if knows else WITHOUT_STATES.format(name=self.name)
-
-    def exchange_states(self, dealing: Dealing, step: int) -> bool:
-        if self._source.states_every is None:
-            return False
-        table, made = self._table_of(dealing), dict[int, Mark]()
-        with generators_kept():
-            for stream, lease in enumerate(table.leases):
-                reader = None if lease is None else self._readers.get((table.epoch, lease.unit))
-                if lease is None or reader is None or not reader.has_states:
-                    continue
-                position, known = reader.position, self._marks.get(lease.unit)
-                if position == table.position(step, stream, dealing.micro) and (
-                    known is None or known.rows != position
-                ):
-                    mark = reader.make_mark()
-                    if mark is not None:
-                        made[lease.unit] = mark
-        _, made = _of_all(STATES, {}, made)
-        if made:
-            self._keep(table, {**self._marks, **made})
-        return bool(made)
 
     def describe(self) -> dict[str, str]:
         text = "\n".join(
@@ -341,15 +315,13 @@ class StreamRows(RowSource):
         self._marks = pickle.loads(self._packed) if self._packed else {}
 
 
-def _of_all(
-    what: str, ended: dict[int, int], made: dict[int, Mark]
-) -> tuple[dict[int, int], dict[int, Mark]]:
+def _of_all(ended: dict[int, int], made: dict[int, Mark]) -> tuple[dict[int, int], dict[int, Mark]]:
     """Return all ranks' findings. If no rank has found any, the ranks exchange one number."""
     context = current_or_none()
     if context is None or context.size == 1:
         return ended, made
     communicator = context.communicator()
-    if not any(communicator.agree(what, int(bool(ended or made)))):
+    if not any(communicator.agree(STEP_END, int(bool(ended or made)))):
         return {}, {}
     every = allgather_object(communicator, (ended, made))
     return (

@@ -14,7 +14,18 @@ import numpy as np
 
 from nbelastic.data.plan.dealing import Dealing, Rows
 from nbelastic.data.plan.streams import UnitStreams, Window
-from nbelastic.data.sources.columns import NEEDS_TRANSFORM, ColumnChoice, RowBlock, arrow_array
+from nbelastic.data.sources.columns import (
+    NEEDS_TRANSFORM,
+    Block,
+    ColumnChoice,
+    arrays_in,
+    arrow_array,
+    batch_of,
+    between,
+    block_of,
+    each_array,
+    joined,
+)
 from nbelastic.data.sources.row_source import RowSource, is_count, named
 from nbelastic.errors import DataError, OptionError
 
@@ -26,35 +37,35 @@ COPIES = 3  # copies of a window that exist while it is read: as a table, joined
 class UnitSource(abc.ABC):
     """Units that are read as tables of Arrow, or given to a ``transform``."""
 
+    name: str  # what the user calls it, for errors
     sizes: Rows  # of each unit
     row_bytes: float  # in memory, about
 
     def __init__(
         self,
-        name: str,
-        columns: Any,
-        shuffle_rows: int,
-        transform: Callable[[Any], Any] | None,
-        memory: int | str,
-        fill: Any,
+        columns: Any = None,
+        *,
+        shuffle_rows: int = 100_000,
+        transform: Callable[[Any], Any] | None = None,
+        memory: int | str = "256 MB",
+        fill: Any = None,
     ) -> None:
         for option, value, is_right, must_be in (
             ("shuffle_rows", shuffle_rows, is_count(shuffle_rows), "a whole number, at least 1"),
             ("transform", transform, transform is None or callable(transform), "a function"),
         ):
             if not is_right:
-                raise OptionError(f"{name}({option}={value!r}): must be {must_be}")
-        self.name = name  # what the user calls it, for errors
+                raise OptionError(f"{self.name}({option}={value!r}): must be {must_be}")
         self.columns, self.transform, self.fill = columns, transform, fill
         self.shuffle_rows = shuffle_rows  # among which a row is shuffled, over all streams
         # Bytes that a rank's windows may take.
-        self.memory = parse_bytes(memory, f"{name}(memory={memory!r})")
+        self.memory = parse_bytes(memory, f"{self.name}(memory={memory!r})")
 
     def __len__(self) -> int:
         return int(self.sizes.sum())
 
     @abc.abstractmethod
-    def read(self, unit: int) -> RowBlock:
+    def read(self, unit: int) -> Block:
         """Return the rows of a unit, in their own order. A background thread calls this."""
 
     @abc.abstractmethod
@@ -76,14 +87,14 @@ class UnitSource(abc.ABC):
                 raise OptionError(NEEDS_TRANSFORM.format(where=where, name=name, kind=kind))
         return choice
 
-    def transformed(self, given: Any, rows: int, where: str) -> RowBlock:
+    def transformed(self, given: Any, rows: int, where: str) -> Block:
         """Return what the user's function makes of the rows of a unit; its errors name the rows."""
         assert self.transform is not None
         with named(f"{where}: transform raised"):
             found = self.transform(given)
-        return RowBlock.of(found, rows, where)
+        return block_of(found, rows, where)
 
-    def block(self, choice: ColumnChoice, table: Any, where: str) -> RowBlock:
+    def block(self, choice: ColumnChoice, table: Any, where: str) -> Block:
         """Return the chosen columns of a table as arrays, stacked where a pattern stands."""
         if self.transform is not None:
             return self.transformed(table, table.num_rows, where)
@@ -93,7 +104,7 @@ class UnitSource(abc.ABC):
             if stacked and any(array.ndim != 1 for array in found):
                 raise DataError(f"{where}: columns of lists cannot be stacked ({', '.join(names)})")
             arrays[key] = np.stack(found, axis=1) if stacked else found[0]
-        return RowBlock(tuple(arrays.values()), *([tuple(arrays)] if choice.named else []))
+        return arrays if choice.named else tuple(arrays.values())
 
 
 class WindowedRows(RowSource):
@@ -132,9 +143,6 @@ class WindowedRows(RowSource):
     def _streams(self, dealing: Dealing, window_rows: int) -> UnitStreams:
         return UnitStreams(self._source.sizes, dealing, window_rows)
 
-    def rows(self, dealing: Dealing, step: int, number: int) -> Rows:
-        return self._streams(dealing, self.window_rows).rows(step, number)
-
     def fetch(self, dealing: Dealing, first: int, block: range) -> Iterator[Any]:
         streams = self._streams(dealing, self.window_rows)
         self._reader = reader = self._reader or WindowReader(self._source)
@@ -143,11 +151,11 @@ class WindowedRows(RowSource):
             for number in block:
                 parts = []
                 for window, begin, end in streams.pieces(step, number):
-                    parts.append(reader.take(window).between(begin, end))
+                    parts.append(between(reader.take(window), begin, end))
                     if end == window.rows:
                         reader.release(window)
                 if parts:
-                    yield RowBlock.joined(parts, self._source.name).batch()
+                    yield batch_of(joined(parts, self.name))
 
     def describe(self) -> dict[str, str]:
         return {"dataset": f"{len(self)} rows", **self._source.describe()}
@@ -185,7 +193,7 @@ class WindowReader:
         self._source = source
         self._changed = threading.Condition()
         self._needed: dict[Window, None] = {}  # those that are not read yet, in their order
-        self._loaded: dict[Window, RowBlock] = {}
+        self._loaded: dict[Window, Block] = {}
         self._error: BaseException | None = None  # of a window; others would fail alike
         self._awaited: Window | None = None
         self._runs = False
@@ -198,7 +206,7 @@ class WindowReader:
             self._needed = {window: None for window in needed if window not in kept}
             self._error = self._awaited = None
 
-    def take(self, window: Window) -> RowBlock:
+    def take(self, window: Window) -> Block:
         """Return a window's rows, or raise its read error; wait if need be."""
         with self._changed:
             while window not in self._loaded:
@@ -220,7 +228,8 @@ class WindowReader:
     @property
     def held(self) -> int:
         """Bytes of all windows in memory."""
-        return sum(each.nbytes for each in self._loaded.values())
+        blocks = self._loaded.values()
+        return sum(array.nbytes for block in blocks for array in arrays_in(block))
 
     def _next(self) -> Window | None:
         """Return the window to read now: the awaited one, or the next if there is memory for it."""
@@ -231,19 +240,19 @@ class WindowReader:
             return window if need <= self._source.memory else None
         return None
 
-    def _read(self, window: Window) -> RowBlock:
+    def _read(self, window: Window) -> Block:
         blocks = []
         for unit, rows in window.ranges:
-            block = self._source.read(unit)
-            if len(block) != self._source.sizes[unit]:
+            block, before = self._source.read(unit), self._source.sizes[unit]
+            if (found := len(arrays_in(block)[0])) != before:
                 raise DataError(
-                    f"{self._source.name}: unit {unit} has {len(block)} rows, and had "
-                    f"{self._source.sizes[unit]} when the job began"
+                    f"{self._source.name}: unit {unit} has {found} rows, and had {before} when the "
+                    "job began"
                 )
-            blocks.append(block.between(rows.start, rows.stop))
-        joined = RowBlock.joined(blocks, self._source.name)
+            blocks.append(between(block, rows.start, rows.stop))
+        whole, order = joined(blocks, self._source.name), window.order()
         del blocks, block
-        return joined.taken(window.order())
+        return each_array(lambda array: array.take(order, axis=0), whole)
 
     def _start(self) -> None:
         if not self._runs and self._next() is not None:
@@ -257,7 +266,6 @@ class WindowReader:
                 if window is None:
                     self._runs = False
                     return
-            found: RowBlock | BaseException
             try:
                 found = self._read(window)
             except BaseException as error:  # a thread that ended would be waited for forever

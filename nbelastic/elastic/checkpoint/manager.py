@@ -276,7 +276,6 @@ class CheckpointManager:
 
         if self._session.version % self._spec.every == 0:
             progress = agree_on_progress(self._state._progress_at_commit(), self._session)
-            self._state._complete_commit()
             if self._session.rank == 0 and not self._writer.busy:
                 self._begin(progress)
 

@@ -429,9 +429,6 @@ class ObjectState(State):
     def align(self, behind: Sequence[int]) -> None:
         self._come_together(behind=behind, receivers=behind, resumed=True)
 
-    def _complete_commit(self) -> None:
-        """Add to the last commit what a checkpoint needs of other ranks. All ranks call this."""
-
     def leave(self) -> None:
         self._come_together(behind=(), receivers=(), resumed=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,11 +64,8 @@ class OnRankZero(keras.callbacks.Callback):  # type: ignore[misc]
     def goes_on(self, epoch: int, in_epoch: bool) -> None:
         """Go on in an epoch, on a rank that may be rank 0 by now."""
         self._epoch = epoch if in_epoch else None
-        logger = self.callback
-        if rank() == 0 and in_epoch and isinstance(logger, keras.callbacks.CSVLogger):
-            _take_back(logger, epoch)
-        if (epoch or in_epoch) and not self._begun and hasattr(logger, "append"):
-            logger.append = True  # to the file of the rank that was 0 before
+        if (epoch or in_epoch) and not self._begun and hasattr(self.callback, "append"):
+            self.callback.append = True  # to the file of the rank that was 0 before
         self._ready()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -133,20 +129,6 @@ def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
     if verbose and not any(isinstance(each, keras.callbacks.ProgbarLogger) for each in own):
         found.append(OnRankZero(keras.callbacks.ProgbarLogger()))
     return found
-
-
-def _take_back(logger: Any, epoch: int) -> None:
-    """Remove a CSVLogger's line of an epoch whose end a failure has taken back."""
-    path = logger.filename
-    is_anothers = logger.append and not epoch  # training's, perhaps
-    if is_anothers or not os.path.exists(path):
-        return
-    with open(path, "rb") as file:
-        lines = file.read().splitlines(keepends=True)
-    if lines and lines[-1].split(logger.sep.encode())[0] == str(epoch).encode():
-        os.truncate(path, sum(map(len, lines[:-1])))
-        if logger.csv_file is not None and not logger.csv_file.closed:
-            logger.csv_file.seek(0, os.SEEK_END)
 
 
 class FitProgress(TrainingProgress):

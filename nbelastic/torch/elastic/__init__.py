@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nbelastic.data import Arrow, Batch, Dask, Loader, Parquet, Shards, Stateful
+from nbelastic.data import Batch, Dask, Loader, Parquet, Shards, Stateful
 from nbelastic.elastic.loop import run
 from nbelastic.elastic.state import ObjectState, State
 from nbelastic.torch.elastic.sampler import ElasticSampler
@@ -10,7 +10,6 @@ from nbelastic.torch.rates import LRScaler
 from nbelastic.torch.state.torch_state import TorchState
 
 __all__ = [
-    "Arrow",
     "Batch",
     "Dask",
     "ElasticSampler",

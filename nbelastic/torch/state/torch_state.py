@@ -187,7 +187,7 @@ class TorchState(ObjectState):
     def commit(self) -> None:
         super().commit()
         for loader in self._loaders:
-            loader.committed()  # not if the generation ends with this commit
+            loader.balancer.committed()  # not if the generation ends with this commit
 
     def save(self) -> None:
         """Keep the present values as the last commit, in the memory of the one before.
@@ -214,11 +214,6 @@ class TorchState(ObjectState):
         if self._loaders and (context := current_or_none()) is not None:
             context.telemetry.data = tuple(loader.rows_in_commit() for loader in self._loaders)
 
-    def leave(self) -> None:
-        super().leave()
-        for loader in self._loaders:
-            loader.exchange_states()
-
     def make_room(self, error: Exception) -> bool:
         kinds = (torch.OutOfMemoryError, MemoryError)  # of a device, or of the process
         if not isinstance(error, kinds) and "can't allocate memory" not in str(error):
@@ -228,12 +223,6 @@ class TorchState(ObjectState):
             loader.device = in_words(device())
             loader.make_room()
         return bool(under_way)
-
-    def _complete_commit(self) -> None:
-        # Saved again, and not before the exchange: a commit that directly follows a step copies
-        # nothing.
-        if any([loader.exchange_states() for loader in self._loaders]):
-            self.save()
 
     def check_host_updates(self) -> None:
         """Check whether ranks are about to join or leave, without saving.
