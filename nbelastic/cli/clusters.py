@@ -16,10 +16,10 @@ from nbelastic.errors import OptionError
 
 from .hosts.cluster import HostCluster
 from .hosts.discovery import DiscoveryFailed, Hosts, Source, parse_hostfile, parse_hosts
-from .hosts.sources import named_source, script_source
+from .hosts.sources import script_source
 from .hosts.worker import is_local
 
-HOST_OPTIONS = ("hosts", "hostfile", "host_discovery_script", "hosts_from")  # one at most
+HOST_OPTIONS = ("hosts", "hostfile", "host_discovery_script")  # one at most
 NAMING = ("scheduler", "scheduler_file", "cluster", *HOST_OPTIONS)  # one at most
 
 
@@ -117,8 +117,6 @@ def _source(options: Mapping[str, Any], slots: int) -> tuple[Source, Hosts | Non
     """Return the source of hosts, and the hosts if they stay the same."""
     if script := options.get("host_discovery_script"):
         return script_source(script, slots), None
-    if name := options.get("hosts_from"):
-        return named_source(name, slots), None
     if options.get("hosts"):
         fixed = parse_hosts(options["hosts"], slots)
     else:

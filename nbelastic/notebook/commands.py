@@ -1,4 +1,4 @@
-"""Subcommands of ``%elastic``: inspect and control jobs, set defaults for cells."""
+"""Subcommands of ``%elastic``: inspect and control jobs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from nbelastic.driver import Job
 from nbelastic.driver.options import LIMITS, ROWS, Kind, count
 from nbelastic.driver.parser import LineOption, did_you_mean
 from nbelastic.errors import OptionError
-from nbelastic.render import rank_line
+from nbelastic.render import JobSnapshot, line, status_lines
 
-from .options import MagicCommand, MagicOptionError, parse_setting, split
+from .options import MagicCommand, MagicOptionError, split
 
 MAGIC = "%elastic"
 REMEMBERED = 5  # ended jobs kept although no variable holds them, with their results
@@ -26,9 +26,8 @@ OPTIONS: dict[str, list[LineOption]] = {
     "logs": [_JOB, _RANK],
     "why": [_JOB, _RANK],
     "jobs": [],
-    "config": [],
 }
-"""The options of each command. Settings of ``config`` are none."""
+"""The options of each command."""
 
 CHANGES = frozenset({"stop", "cancel", "scale"})  # a job that has ended is left alone
 
@@ -37,15 +36,9 @@ class Commands:
     """The subcommands of ``%elastic`` for one notebook."""
 
     def __init__(self, namespace: Mapping[str, Any], write: Callable[[str], object]) -> None:
-        self._settings: dict[str, tuple[str, Any]] = {}  # by option: as written, and the value
         self._namespace = namespace
         self._write = write
         self._jobs: list[Any] = []
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The options that ``config`` has set for cells."""
-        return {name: value for name, (_, value) in self._settings.items()}
 
     def remember(self, job: Any) -> None:
         """Keep a job, for commands without a variable of the job."""
@@ -53,19 +46,16 @@ class Commands:
         forgotten = {id(each) for each in ended[: -REMEMBERED + 1]}
         self._jobs = [each for each in self._jobs if id(each) not in forgotten] + [job]
 
-    def run(self, line: str) -> None:
+    def run(self, words: str) -> None:
         """Run the words after ``%elastic``."""
-        command, *words = split(line, MAGIC) or [""]
+        command, *options = split(words, MAGIC) or [""]
         if command not in OPTIONS:
             hint = did_you_mean(command, OPTIONS) or f"; there are {', '.join(OPTIONS)}"
             what = f"there is no command {command!r}" if command else "a command is missing"
             raise MagicOptionError(f"{MAGIC}: {what}{hint} (every command: {MAGIC}?)")
-        if command == "config":
-            self._config(words)
-            return
-        given = MagicCommand(f"{MAGIC} {command}", OPTIONS[command]).read(words)
+        given = MagicCommand(f"{MAGIC} {command}", OPTIONS[command]).read(options)
         if command == "jobs":
-            self._say(*[_summary(job) for job in self.jobs()] or ["no job yet"])
+            self._say(*[line(JobSnapshot.of(job)) for job in self.jobs()] or ["no job yet"])
             return
         job = self.find(given.pop("job", None))
         if command in CHANGES and job.done():
@@ -109,14 +99,7 @@ class Commands:
     # -- commands ------------------------------------------------------------------------------
 
     def _status(self, job: Any) -> None:
-        status = job.status
-        lines = [_summary(job)]
-        if status.reason:
-            lines.append(f"  {status.reason}")
-        lines += map(rank_line, status.ranks[:20])
-        if len(status.ranks) > 20:
-            lines.append(f"  + {len(status.ranks) - 20} more")
-        self._say(*lines)
+        self._say(*status_lines(JobSnapshot.of(job)))
 
     def _stop(self, job: Any) -> None:
         job.stop()
@@ -143,24 +126,5 @@ class Commands:
     def _why(self, job: Any, rank: int | None = None) -> None:
         self._say(job.why(rank))
 
-    def _config(self, words: list[str]) -> None:
-        if words == ["--reset"]:
-            self._settings.clear()
-        else:
-            for word, (name, value) in [(word, parse_setting(word)) for word in words]:
-                self._settings[name] = word.lstrip("-"), value
-        self._settings = {k: v for k, v in sorted(self._settings.items()) if v[1] is not None}
-        settings = " ".join(word for word, _ in self._settings.values())
-        self._say(settings or "no defaults set; those of nbelastic.fit hold")
-
     def _say(self, *lines: str) -> None:
         self._write("\n".join(lines) + "\n")
-
-
-def _summary(job: Any) -> str:
-    status = job.status
-    most = "all" if status.max_np is None else status.max_np
-    return (
-        f"{status.name}: {status.state}, {status.size} ranks ({status.min_np} to {most}), "
-        f"generation {status.generation}, {status.commits:,} commits, {status.resets} resets"
-    )
