@@ -98,7 +98,7 @@ class DisplayGroup:
         with contextlib.suppress(ImportError):  # without ipywidgets
             from .panel import Panel
 
-            self._panel = Panel(job)
+            self._panel = Panel(job, clock)
         name = f"nbelastic-panel-{job.name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -118,8 +118,8 @@ class DisplayGroup:
     def refresh(self) -> None:
         """Update the displays."""
         with self._lock:
-            if self._panel is not None:
-                self._panel.refresh()
+            if self._panel is not None and not self._panel.refresh():
+                return  # too soon
             state, now = self._job.status.state, self._clock()
             stale = self._panel is None or state != self._published[0]
             if stale and now - self._published[1] >= BETWEEN_PAGES:
