@@ -43,6 +43,7 @@ def test_a_shown_job_has_three_representations_and_two_when_it_is_over(stage):
     assert shown["text/plain"] == LINE and "went on" not in shown["text/html"]
     assert stage.screen.makers == [threading.main_thread()]
     until(lambda: not stage.groups())
+    assert "finished" in group._panel._parts["head"].value  # which a reloaded page shows
 
 
 def test_without_ipywidgets_there_are_two(stage, monkeypatch):
