@@ -10,11 +10,11 @@ from distributed import Client
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 import nbelastic
-from nbelastic.driver import wait_interruptibly
+from nbelastic.driver import Job, wait_interruptibly
 from nbelastic.errors import OptionError
 
 from .cell import CellFunction
-from .commands import Commands
+from .commands import run_command
 from .display_service import display, silent, write
 from .names import users_names
 from .options import MagicOptionError, options_help, split, train_command
@@ -33,7 +33,7 @@ class ElasticMagics(Magics):
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
-        self.commands = Commands(shell.user_ns, write)
+        self._latest: Any = None  # job of a cell, with its result
 
     @cell_magic
     def elastic_train(self, line: str, cell: str) -> Any:
@@ -95,7 +95,7 @@ class ElasticMagics(Magics):
         except OptionError as error:
             raise MagicOptionError(f"{MAGIC}: {error} (every option: {MAGIC}?)") from None
         display.set_options(job, stream, quiet=quiet)
-        self.commands.remember(job)
+        self._latest = job
         if verbose:
             write(job.modules.describe())
         if out is not None:
@@ -109,7 +109,7 @@ class ElasticMagics(Magics):
 
     @line_magic
     def elastic(self, line: str) -> None:
-        """Look at a job, and steer it.
+        """Look at the latest job, and steer it.
 
         %elastic status                     what it does, and its ranks
         %elastic stop                       end it at its next commit
@@ -120,13 +120,15 @@ class ElasticMagics(Magics):
         %elastic logs --rank 2              … or one of them
         %elastic why                        what was decided on it, and what was seen
         %elastic why --rank 2               … or on one of its ranks
-        %elastic jobs                       the jobs of this notebook, the latest first
 
-        All but jobs mean the latest job; --job NAME means another, by its name or by
-        the variable that holds it: %elastic stop --job resnet. A cell that waits for its job lets
-        no other cell run: start it with --noblock to use these meanwhile.
+        All mean the latest job of this notebook; any other job has them as methods: job.stop(). A
+        cell that waits for its job lets no other cell run: start it with --noblock to use these
+        meanwhile.
         """
-        self.commands.run(line)
+        jobs = [each for each in list(self.shell.user_ns.values()) if isinstance(each, Job)]
+        jobs += [self._latest] if self._latest is not None else []
+        latest = max(jobs, key=lambda job: job.started, default=None)
+        write(run_command(line, latest) + "\n")
 
     # -- building a job -------------------------------------------------------------------
 

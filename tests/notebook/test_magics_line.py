@@ -12,8 +12,9 @@ pytestmark = pytest.mark.usefixtures("no_client")
 
 @pytest.fixture
 def job(shell, fit):
+    assert "there is no job yet" in str(run(shell, "%elastic stop", fails=True))
     run(shell, "%%elastic_train --noblock --name first -o one\n1")
-    run(shell, "%%elastic_train --noblock --name second -o two\n2")
+    run(shell, "%%elastic_train --noblock --name second\n2;")
     return fit.job
 
 
@@ -28,14 +29,6 @@ def test_status_shows_the_latest_job_and_its_ranks(shell, job, capsys):
         "    0  running         10 commits  alice  tcp://10.0.0.0:40000",
         "    –  running         10 commits  tcp://10.0.0.99:40099",
     ]
-
-
-def test_a_job_is_found_by_its_name_or_its_variable(shell, job, capsys):
-    for name in ("first", "one"):
-        run(shell, f"%elastic status --job {name}")
-        assert capsys.readouterr().out.startswith("first:")
-    error = str(run(shell, "%elastic stop --job third", fails=True))
-    assert "--job third" in error and "second, first" in error and job.asked == []
 
 
 def test_stop_cancel_and_scale_reach_the_job(shell, job):
@@ -73,22 +66,6 @@ def test_logs_and_decisions_are_those_of_one_rank_or_of_all(
     assert f"%elastic {command}: rank=7: so far this job has had ranks 0 to 1" in str(error)
 
 
-def test_ended_jobs_that_no_variable_holds_are_forgotten_in_time(shell, fit, capsys):
-    run(shell, "%elastic jobs")
-    assert capsys.readouterr().out == "no job yet\n"
-    error = run(shell, "%elastic stop", fails=True)
-    assert "run a cell with %%elastic_train --noblock" in str(error)
-    capsys.readouterr()
-    run(shell, "%%elastic_train --noblock --name goes-on\n1;")
-    for number in range(8):
-        run(shell, f"%%elastic_train --noblock --name job-{number}\n1;")
-        fit.job.end()
-    capsys.readouterr()
-    run(shell, "%elastic jobs")
-    names = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert names == [*(f"job-{number}" for number in range(7, 2, -1)), "goes-on"]
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -96,7 +73,7 @@ def test_ended_jobs_that_no_variable_holds_are_forgotten_in_time(shell, fit, cap
         ("stat", "did you mean status?"),
         ("scale", "%elastic scale --min-np 2 --max-np 6"),
         ("scale --max 2", "did you mean --max-np?"),
-        ("jobs all", "'all' belongs to no option"),
+        ("stop all", "'all' belongs to no option"),
     ],
 )
 def test_a_wrong_line_is_an_error_that_says_what_to_write(shell, job, line, says):
