@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distributed import Client
@@ -11,18 +12,21 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 import nbelastic
 from nbelastic.driver import Job, wait_interruptibly
+from nbelastic.driver.options import LIMITS, ROWS, count
+from nbelastic.driver.parser import LineOption, did_you_mean
 from nbelastic.errors import OptionError
+from nbelastic.render import JobSnapshot, status_lines
 
 from .cell import CellFunction
-from .commands import run_command
 from .display_service import display, silent, write
 from .names import users_names
-from .options import MagicOptionError, options_help, split, train_command
+from .options import MagicCommand, MagicOptionError, options_help, split, train_command
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-MAGIC = "%%elastic_train"
+MAGIC, LINE_MAGIC = "%%elastic_train", "%elastic"
+CHANGES = frozenset({"stop", "cancel", "scale"})  # a job that has ended is left alone
 
 
 @magics_class
@@ -184,6 +188,77 @@ def _bring_back(job: Any, quiet: bool) -> None:
 def _tell(words: str, quiet: bool) -> None:
     if not (quiet or silent()):
         write(words + "\n")
+
+
+# -- commands of %elastic -------------------------------------------------------------------------
+
+
+def run_command(words: str, job: Any) -> str:
+    """Run the words after ``%elastic`` on a job, or on none; return the lines to show."""
+    name, *given = split(words, LINE_MAGIC) or [""]
+    if name not in COMMANDS:
+        hint = did_you_mean(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        what = f"there is no command {name!r}" if name else "a command is missing"
+        raise MagicOptionError(f"{LINE_MAGIC}: {what}{hint} (every command: {LINE_MAGIC}?)")
+    command, options = COMMANDS[name]
+    values = MagicCommand(f"{LINE_MAGIC} {name}", options).read(given)
+    if job is None:
+        raise MagicOptionError(
+            f"{LINE_MAGIC}: there is no job yet; run a cell with %%elastic_train --noblock, "
+            "or nbelastic.fit(..., block=False), first"
+        )
+    if name in CHANGES and job.done():
+        return f"{job.name} has ended already: {job.status.state}"
+    try:
+        return command(job, **values)
+    except OptionError as error:
+        raise MagicOptionError(f"{LINE_MAGIC} {name}: {error} (more: {LINE_MAGIC}?)") from None
+
+
+def _status(job: Any) -> str:
+    return "\n".join(status_lines(JobSnapshot.of(job)))
+
+
+def _stop(job: Any) -> str:
+    job.stop()
+    return f"{job.name} stops at its next commit ({LINE_MAGIC} cancel stops it at once)"
+
+
+def _cancel(job: Any) -> str:
+    job.cancel()
+    return f"{job.name} stops now"
+
+
+def _scale(job: Any, **limits: Any) -> str:
+    if not limits:
+        raise OptionError(f"a limit is missing, as in {LINE_MAGIC} scale --min-np 2 --max-np 6")
+    job.scale(**limits)
+    changes = ", ".join(f"{name}={value}" for name, value in limits.items())
+    return f"{job.name}: {changes} from its next commit on"
+
+
+def _logs(job: Any, rank: int | None = None) -> str:
+    text: str = job.logs(rank).removesuffix("\n")
+    subject = "its ranks have" if rank is None else f"rank {rank} has"
+    return text or f"{job.name}: {subject} printed nothing yet"
+
+
+def _why(job: Any, rank: int | None = None) -> str:
+    text: str = job.why(rank)
+    return text
+
+
+_RANK = LineOption(["--rank"], count(0))
+
+COMMANDS: dict[str, tuple[Callable[..., str], list[LineOption]]] = {
+    "status": (_status, []),
+    "stop": (_stop, []),
+    "cancel": (_cancel, []),
+    "scale": (_scale, [LineOption.of(ROWS[name]) for name in LIMITS]),
+    "logs": (_logs, [_RANK]),
+    "why": (_why, [_RANK]),
+}
+"""The function and the options of each command."""
 
 
 # -- the extension ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nbelastic.cli.clusters import script_source
 from nbelastic.cli.hosts.discovery import (
     DiscoveryFailed,
     delay,
@@ -17,7 +18,6 @@ from nbelastic.cli.hosts.discovery import (
     parse_hosts,
     parse_output,
 )
-from nbelastic.cli.hosts.sources import script_source
 from nbelastic.cli.hosts.worker import is_local
 from nbelastic.errors import OptionError
 from tests.support.clusters import until
