@@ -104,6 +104,8 @@ class DisplayGroup:
 
     def publish(self) -> None:
         """Make a display under the running cell. Called in the main thread."""
+        if self._thread.ident is None:
+            self._thread.start()
         with self._lock:
             self._ids.append(display_id := uuid.uuid4().hex)
             self._published = (self._job.status.state, self._clock())
@@ -112,8 +114,6 @@ class DisplayGroup:
             if self._panel is not None and WIDGET in data:
                 line = _AFTERLIFE.format(data[WIDGET]["model_id"], self._panel.afterlife)
                 self._send({"text/html": STYLE + line}, display_id + AFTER)
-        if self._thread.ident is None:
-            self._thread.start()
 
     def refresh(self) -> None:
         """Update the displays."""
@@ -230,8 +230,8 @@ class DisplayService:
     def _look_up(self, job: Any) -> _Shown:
         return self._shown.setdefault(job, _Shown())
 
-    def _open(self, job: Any) -> DisplayGroup | None:
-        """Make a display of a job; return its display group, if there is one."""
+    def _open(self, job: Any) -> Callable[[], object]:
+        """Make a display of a job; return a function that waits until displays show its end."""
         shown = self._look_up(job)
         group = shown.group
         if not job.done():
@@ -241,7 +241,7 @@ class DisplayService:
             group.publish()
         else:
             self._publish(bundle(job), uuid.uuid4().hex)
-        return group
+        return (lambda: None) if group is None else group.join
 
 
 # -- while a thread waits --------------------------------------------------------------------------
@@ -259,7 +259,7 @@ class OutputDisplay:
         streamer: Streamer,
         quiet: bool = False,  # output alone
         clock: Callable[[], float] = time.monotonic,
-        open_panel: Callable[[], DisplayGroup | None] | None = None,  # None in a terminal
+        open_panel: Callable[[], Callable[[], object]] | None = None,  # None in a terminal
     ) -> None:
         self._job = job
         self._silent = silent()
@@ -268,7 +268,7 @@ class OutputDisplay:
         self._bare = quiet or self._silent  # nothing is shown besides the output
         self._clock = clock
         self._open_panel = open_panel
-        self._group: DisplayGroup | None = None  # of a panel under the cell
+        self._join: Callable[[], object] | None = None  # of a panel under the cell
         self._began, self._resets = clock(), job.status.resets
         self._updated, self._line, self._mid_line = float("-inf"), "", False
 
@@ -280,10 +280,10 @@ class OutputDisplay:
         self._erase()
         if not self._job.done():  # the wait was interrupted or has timed out
             return
-        if self._group is None and self._open_panel is not None and not self._bare:
-            self._group = self._open_panel()
-        if self._group is not None:
-            self._group.join()
+        if self._join is None and self._open_panel is not None and not self._bare:
+            self._join = self._open_panel()
+        if self._join is not None:
+            self._join()
         if not self._quiet:
             self._write(text(JobSnapshot.of(self._job)))
 
@@ -291,12 +291,12 @@ class OutputDisplay:
         """Write new output, and update what is shown besides."""
         self._print(self._streamer.new_text(self._job))
         now = self._clock()
-        if self._bare or self._group is not None:
+        if self._bare or self._join is not None:
             return
         if self._open_panel is None:
             self._draw_line(now)
         elif now - self._began >= PANEL_DELAY or self._job.status.resets > self._resets:
-            self._group = self._open_panel()
+            self._join = self._open_panel()
 
     def say(self, words: str) -> None:
         """Write one line to the user."""

@@ -109,6 +109,8 @@ def test_a_short_wait_shows_the_end_and_one_line_and_the_cell_shows_its_job_once
         watch.tick()
         assert stage.screen.shown == []
         job.end()
+        stage.clock.now += 3.0
+        watch.tick()  # which has begun before the end
     stage.display.show(job)
     assert stage.screen.shown == [bundle(job)]
     assert capsys.readouterr().out == LINE + "\n"
