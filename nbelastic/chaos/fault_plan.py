@@ -27,8 +27,7 @@ from .report import FaultOutcome, Report, with_recovery
 
 # In seconds.
 TICK = 0.05  # between two looks at the job
-LATE = 2.0  # that word of a commit may take
-LEAST_SPAN = 2.0  # over which a pace is measured
+LATE = 2.0  # that the thread may take at the end of the job
 
 LEAST_WELL = 2  # ranks that must be well, and hold the state, before one of them is hit at random
 
@@ -57,56 +56,13 @@ class ScheduledFault:
         self.outcome = FaultOutcome(self.fault.kind, rank, worker, time.time(), problem)
 
 
-@dataclass
-class CommitRate:
-    """Counts commits before the first fault, and since."""
-
-    # Word of commits comes late, and in steps: time is measured from a change to the next.
-    _first: tuple[float, int] | None = None
-    _fault: tuple[float, int] | None = None
-    _last: tuple[float, int] | None = None
-
-    def note(self, now: float, commits: int) -> None:
-        """Take note of how many commits there are."""
-        if commits > 0 and (self._last is None or commits != self._last[1]):
-            self._last = now, commits
-            self._first = self._first or self._last
-
-    def mark(self) -> None:
-        """Take note of a fault."""
-        self._fault = self._fault or self._last
-
-    def rates(self, now: float | None) -> tuple[float, float | None, float | None]:
-        """Return seconds since the first fault, and commits per second before it and since.
-
-        `now` is None after the job's end; a rate is None if there was too little time.
-        """
-        fault, last = self._fault, self._last
-        if fault is None or last is None:
-            return 0.0, None, None
-        seconds = (last[0] if now is None else now) - fault[0]
-        if now is not None and now > last[0] + LATE:
-            last = now, last[1]  # there have been none since
-        return seconds, _rate(self._first, fault), _rate(fault, last)
-
-
-def _rate(since: tuple[float, int] | None, to: tuple[float, int]) -> float | None:
-    if since is None or to[0] < since[0] + LEAST_SPAN:
-        return None
-    return max(to[1] - since[1], 0) / (to[0] - since[0])
-
-
 class FaultPlan:
     """Faults that are being injected into a job. Made by :func:`inject`."""
 
-    def __init__(
-        self, job: Job, faults: tuple[Fault | RandomPlan, ...], pace: float | None
-    ) -> None:
+    def __init__(self, job: Job, faults: tuple[Fault | RandomPlan, ...]) -> None:
         self._job = job
         self._driver = driver_of(job)
-        self._pace = pace
         self._began = time.time()
-        self._commit_rate = CommitRate()
         self._lock = threading.Lock()
         self._scheduled = {
             next(_numbers): ScheduledFault(f) for f in faults if isinstance(f, Fault)
@@ -144,16 +100,11 @@ class FaultPlan:
             found = [each.outcome for each in self._scheduled.values() if each.outcome is not None]
             steps, samples = zip((0, 0), *self._redone.values(), strict=True)
         history = self._job.history
-        now = time.time() if self._thread.is_alive() else None
-        seconds, before, since = self._commit_rate.rates(now)
         return Report(
             injections=with_recovery(sorted(found, key=lambda each: each.time), history),
-            seconds=seconds,
             steps_redone=sum(steps),
             samples_redone=sum(samples),
             restarts=sum(event.kind == "restarted" for event in history),
-            pace=since,
-            undisturbed=before if self._pace is None else self._pace,
         )
 
     # -- in the client's event loop ----------------------------------------------------------------
@@ -172,7 +123,6 @@ class FaultPlan:
             problem = report.detail if report.what == "refused" else ""
             scheduled.end(problem, report.rank, report.worker)
             if not problem:
-                self._commit_rate.mark()
                 self._note_unwell(report.start, scheduled.fault)
 
     def _note_unwell(self, start: int, fault: Fault) -> None:
@@ -200,7 +150,6 @@ class FaultPlan:
         self._members = [rank for rank in view.ranks if rank.rank is not None]
         running = view.state == "running"
         with self._lock:
-            self._commit_rate.note(time.time(), view.commits)
             for plan in self._random if running else ():
                 next(plan)
             starts = {rank.start for rank in view.ranks}
@@ -259,7 +208,6 @@ class FaultPlan:
         if fault.kind == "pause":
             self._driver.call(lambda: self._over.wait(fault.seconds))
             scheduled.end()
-            self._commit_rate.mark()
             return set()
         target = next((rank for rank in self._members if rank.rank == fault.rank), None)
         if target is None:
@@ -268,11 +216,10 @@ class FaultPlan:
         scheduled.sent = True
         if fault.kind in MUTE:
             scheduled.end(worker=target.worker)
-        self._commit_rate.mark()
         return {target.start}
 
 
-def inject(job: Job, *faults: Fault | RandomPlan, pace: float | None = None) -> FaultPlan:
+def inject(job: Job, *faults: Fault | RandomPlan) -> FaultPlan:
     """Inject faults into a job that runs, or is about to.
 
     Parameters
@@ -281,9 +228,6 @@ def inject(job: Job, *faults: Fault | RandomPlan, pace: float | None = None) -> 
         The job; made with ``fit(..., block=False)``. It may have one plan at a time.
     *faults : Fault or RandomPlan
         What is to happen.
-    pace : float, optional
-        Commits per second of an undisturbed run with as many ranks, to compare with; without it
-        the job's own before the first fault.
 
     Returns
     -------
@@ -298,7 +242,7 @@ def inject(job: Job, *faults: Fault | RandomPlan, pace: float | None = None) -> 
     for fault in faults:
         if not isinstance(fault, (Fault, RandomPlan)):
             raise OptionError(f"{fault!r}: must be a fault, as chaos.kill(rank=1) makes one")
-    driver, plan = driver_of(job), FaultPlan(job, faults, pace)
+    driver, plan = driver_of(job), FaultPlan(job, faults)
     if driver.chaos is not None:
         raise OptionError(f"job {job.name!r} has a plan of faults already; stop() that one first")
     driver.chaos = plan._take

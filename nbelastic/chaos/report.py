@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,32 +60,18 @@ class Report:
     ----------
     injections : tuple of FaultOutcome
         One for each fault.
-    seconds : float
-        How long it has been, from the first fault on.
     steps_redone : int
         Batches of the job that were processed and then rolled back.
     samples_redone : int
         The samples in them, as far as the ranks that processed them are still there.
     restarts : int
         How often the job had to start over, because no rank was left that held its state.
-    pace, undisturbed : float or None
-        Commits per second since the first fault; and before it, or as given to ``inject``.
     """
 
     injections: tuple[FaultOutcome, ...]
-    seconds: float
     steps_redone: int
     samples_redone: int
     restarts: int
-    pace: float | None
-    undisturbed: float | None
-
-    @property
-    def goodput(self) -> float | None:
-        """The pace as a share of the undisturbed one; None if either is not known."""
-        if self.pace is None or not self.undisturbed:
-            return None
-        return self.pace / self.undisturbed
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -108,36 +93,26 @@ class Report:
         """Faults that could not be injected."""
         return tuple(outcome for outcome in self.injections if outcome.problem)
 
-    def _cells(self) -> list[tuple[str, ...]]:
+    def __str__(self) -> str:
         rows = [
-            (row.kind, str(row.injected), str(row.resets), _span(row.p50), _span(row.p99))
+            (row.kind, row.injected, row.resets, _span(row.p50), _span(row.p99))
             for row in self.rows
         ]
-        return [("fault", "injected", "resets", "p50", "p99"), *rows]
-
-    def _notes(self) -> list[str]:
-        notes = [
+        lines = [
+            "{:<10}{:>10}{:>10}{:>10}{:>10}".format(*cells)
+            for cells in (("fault", "injected", "resets", "p50", "p99"), *rows)
+        ]
+        lines += [
             f"redone: {self.steps_redone} steps, {self.samples_redone} samples",
             f"started over: {self.restarts} times",
+            *(
+                f"not done: {each.kind} of rank {each.rank}: {each.problem}"
+                for each in self.skipped
+            ),
         ]
-        if self.goodput is not None:
-            notes.append(
-                f"goodput: {self.goodput:.0%} ({self.pace:.2f} commits/s; "
-                f"undisturbed {self.undisturbed:.2f})"
-            )
-        return notes + [f"not done: {i.kind} of rank {i.rank}: {i.problem}" for i in self.skipped]
-
-    def __str__(self) -> str:
-        lines = [f"{c[0]:<10}" + "".join(f"{cell:>10}" for cell in c[1:]) for c in self._cells()]
-        return "\n".join([*lines, *self._notes()])
+        return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        rows = ""
-        for tag, cells in zip(("th", *["td"] * len(self.rows)), self._cells(), strict=True):
-            rows += f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-        return f"<table>{rows}</table><p>{'<br>'.join(map(html.escape, self._notes()))}</p>"
 
 
 def _span(seconds: float | None) -> str:

@@ -16,7 +16,7 @@ from nbelastic.driver.parser import LineCommand, LineOption
 from nbelastic.driver.status import aligned
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.messages import CANCELLED, StopRequested
-from nbelastic.render import JobSnapshot, duration, line, rank_line, sentence
+from nbelastic.render import JobSnapshot, duration, sentence, status_lines
 
 HOROVODS: dict[str, tuple[str, ...]] = {
     "np": ("-np", "--num-proc"),
@@ -54,8 +54,6 @@ TERMINAL: tuple[LineOption, ...] = (
          "the same, a line a host: 'NAME slots=N' or 'NAME:N'", type=_FILE),
     _own("--host-discovery-script", "FILE", _HOSTS,
          "a script that prints the present hosts, a line each: NAME or NAME:SLOTS"),
-    _own("--hosts-from", "NAME[:WHICH]", _HOSTS,
-         "present hosts from slurm, aws-asg:GROUP, k8s:SELECTOR, or a plugin of your own"),
     _own("--discovery-interval", "TIME", _HOSTS,
          "seconds between two looks for hosts",
          type=click.FloatRange(min=0, min_open=True), default=1.0),
@@ -206,11 +204,8 @@ def jobs(address: str) -> None:
 def status(address: str, name: str) -> None:
     """Show a job: its state, its ranks, and its history."""
     snapshot = JobSnapshot.of(driver.look(name, cluster=address))
-    click.echo(line(snapshot))
-    if snapshot.status.reason:
-        click.echo(f"  {snapshot.status.reason}")
-    for rank in snapshot.status.ranks:
-        click.echo(rank_line(rank))
+    for words in status_lines(snapshot):
+        click.echo(words)
     for words in filter(None, (sentence(snapshot, event) for event in snapshot.history)):
         click.echo(f"  {words}")
 
@@ -280,9 +275,8 @@ attach.params += [
 
 
 @_command(alone=True)
-@click.option("--json", "as_json", is_flag=True, help="A JSON object for each finding.")
-def doctor(address: str | None, as_json: bool) -> int:
-    """Check a cluster, or this machine: versions, memory, ports, clocks, GPUs."""
+def doctor(address: str | None) -> int:
+    """Check a cluster, or this machine: versions, memory, ports, GPUs."""
     from .doctor import examine, findings, report
 
-    return report(findings(*examine(address)), as_json=as_json, write=click.echo)
+    return report(findings(*examine(address)), click.echo)

@@ -8,11 +8,10 @@ share that namespace, so they read what the cell assigns.
 from __future__ import annotations
 
 import ast
-import itertools
 import linecache
 import re
-import reprlib
 import sys
+import traceback
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,9 +28,6 @@ from .names import imported_names, needed_names
 
 _RESULT = "__nbelastic_result__"
 _IPYTHONS = re.compile(r"^\s*[%!?]|^[\w\s.,\[\]]*=\s*[%!]|\?\s*$")  # for IPython alone
-LARGE = 16 * 2**20  # bytes from which the user is warned of a variable
-MOST_ITEMS = 1_000
-DEEPEST = 4
 
 
 class CellError(PreflightError):
@@ -49,19 +45,17 @@ class CellFunction:
         filename: str = "Cell",  # in tracebacks, such as ``Cell In[5]``
         above: str = "",  # the magic's lines, so that lines are numbered as in the cell
         home: dict[str, Any] | None = None,  # globals of functions defined in the notebook
-        flags: int = 0,  # of the compiler, as an earlier cell's ``from __future__`` has set them
     ) -> None:
         self.filename = self.__name__ = filename
         self._above = above.splitlines()
         self._body = body if body.endswith("\n") else body + "\n"
-        self._flags = flags
         self._home = home
         self._ran: dict[str, Any] | None = None
         self._anchor: types.FunctionType | None = None
-        self._remember_lines()
         self._compile()  # an error of syntax is raised here
-        names = needed_names(self._parse(), self._padded)
-        self.imported = set(imported_names(self._parse()))
+        tree = self._parse()
+        names = needed_names(tree, self._padded)
+        self.imported = set(imported_names(tree))
         self.captured = {name: namespace[name] for name in sorted(names) if name in namespace}
 
     def __repr__(self) -> str:
@@ -73,12 +67,11 @@ class CellFunction:
             # Functions of one namespace that are pickled together share one again on the rank.
             # This one keeps it, whether or not the cell uses another.
             state["_anchor"] = types.FunctionType((lambda: None).__code__, self._home, "cell")
-        state["_submodules"] = _submodules(self._compile(), self.captured.values())
+        state["_submodules"] = _submodules(self._parse(), self.captured.values())
         return state
 
     def __call__(self) -> Any:
         """Run the cell; return the value of its last expression on rank 0, None on others."""
-        self._remember_lines()
         namespace: dict[str, Any] = {} if self._anchor is None else self._anchor.__globals__
         namespace.update(self.captured, __name__="__main__", __doc__=None)
         self._ran = namespace
@@ -101,52 +94,41 @@ class CellFunction:
     def _padded(self) -> str:
         return "\n" * len(self._above) + self._body
 
-    def _remember_lines(self) -> None:
-        """Make the cell's lines available to tracebacks in this process."""
-        lines = [f"{line}\n" for line in (*self._above, *self._body.splitlines())]
-        linecache.cache[self.filename] = (sum(map(len, lines)), None, lines, self.filename)
-
     def _parse(self) -> ast.Module:
-        try:
-            tree: ast.Module = compile(
-                self._padded, self.filename, "exec", self._flags | ast.PyCF_ONLY_AST, True
-            )
-        except SyntaxError as error:
-            line = linecache.getline(self.filename, error.lineno or 0).rstrip()
-            if not _IPYTHONS.search(line):
-                raise
-            raise CellError(
-                f"{self.filename}, line {error.lineno}: {line.strip()!r} is for IPython, but a "
-                "rank runs plain Python; move it to a cell of its own above this one"
-            ) from None
-        if not tree.body:
-            raise CellError(f"{self.filename}: there is no code below the magic's line to run")
+        flags = ast.PyCF_ONLY_AST
+        tree: ast.Module = compile(self._padded, self.filename, "exec", flags, dont_inherit=True)
         return tree
 
     def _compile(self) -> types.CodeType:
         """Compile the cell so that the value of a last expression is kept."""
-        tree = self._parse()
-        last = tree.body[-1]
-        line = self._padded.encode().splitlines()[(last.end_lineno or 0) - 1]
-        is_hidden = line[last.end_col_offset :].lstrip().startswith(b";")
-        if isinstance(last, ast.Expr) and not is_hidden:
-            target = ast.copy_location(ast.Name(_RESULT, ast.Store()), last)
-            tree.body[-1] = ast.copy_location(ast.Assign([target], last.value), last)
+        # Its lines are made available to tracebacks in this process.
+        lines = [f"{line}\n" for line in (*self._above, *self._body.splitlines())]
+        linecache.cache[self.filename] = (sum(map(len, lines)), None, lines, self.filename)
         try:
-            code: types.CodeType = compile(tree, self.filename, "exec", self._flags, True)
-        except SyntaxError as error:  # a return or an await, found without the text
-            error.text = error.text or linecache.getline(self.filename, error.lineno or 0)
-            raise
+            tree = self._parse()
+            if not tree.body:
+                raise CellError(f"{self.filename}: there is no code below the magic's line to run")
+            last = tree.body[-1]
+            line = self._padded.encode().splitlines()[(last.end_lineno or 0) - 1]
+            is_hidden = line[last.end_col_offset :].lstrip().startswith(b";")
+            if isinstance(last, ast.Expr) and not is_hidden:
+                target = ast.copy_location(ast.Name(_RESULT, ast.Store()), last)
+                tree.body[-1] = ast.copy_location(ast.Assign([target], last.value), last)
+            code: types.CodeType = compile(tree, self.filename, "exec", dont_inherit=True)
+        except SyntaxError as error:
+            error.text = linecache.getline(self.filename, error.lineno or 0)
+            if _IPYTHONS.search(error.text):
+                hint = "is for IPython, but a rank runs plain Python; move it to a cell above"
+                where = f"{self.filename}, line {error.lineno}"
+                raise CellError(f"{where}: {error.text.strip()!r} {hint}") from None
+            raise CellError("".join(traceback.format_exception_only(error)).strip()) from None
         return code
 
 
-def _submodules(code: types.CodeType, values: Iterable[Any]) -> list[types.ModuleType]:
+def _submodules(tree: ast.Module, values: Iterable[Any]) -> list[types.ModuleType]:
     """Return modules that earlier cells imported, and the code reads from a package."""
     # They are pickled with the cell, so that a rank imports them, as cloudpickle does.
-    names, codes = set[str](), [code]
-    for each in codes:
-        names |= set(each.co_names)
-        codes += [constant for constant in each.co_consts if isinstance(constant, types.CodeType)]
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     packages = tuple(f"{each.__name__}." for each in values if isinstance(each, types.ModuleType))
     return [
         module
@@ -157,40 +139,6 @@ def _submodules(code: types.CodeType, values: Iterable[Any]) -> list[types.Modul
     ]
 
 
-# -- sizes -----------------------------------------------------------------------------------------
-
-
-def large_variables(captured: Mapping[str, Any], least: int = LARGE) -> list[tuple[str, int]]:
-    """Return the variables of at least `least` bytes with their sizes, the largest first."""
-    sizes = [(name, estimated_size(value)) for name, value in captured.items()]
-    return sorted((s for s in sizes if s[1] >= least), key=lambda s: (-s[1], s[0]))
-
-
-def estimated_size(value: Any, depth: int = DEEPEST, seen: set[int] | None = None) -> int:
-    """Return an estimate of the bytes in arrays, tensors, models and containers of them."""
-    seen = set() if seen is None else seen
-    if id(value) in seen or isinstance(value, (type, types.ModuleType)):
-        return 0
-    seen.add(id(value))
-    try:
-        if hasattr(value, "__dask_graph__"):
-            return 0  # a task graph, not data
-        if hasattr(value, "columns") and callable(getattr(value, "memory_usage", None)):
-            return int(value.memory_usage(index=True).sum())
-        if isinstance(size := getattr(value, "nbytes", None), int):
-            return size
-        parts: Any = value
-        if not isinstance(value, (dict, list, tuple, set, frozenset)):
-            parts = getattr(value, "__dict__", ())
-        items = parts.values() if isinstance(parts, dict) else parts
-        first = list(itertools.islice(items, MOST_ITEMS if depth else 0))
-        found = sum(estimated_size(each, depth - 1, seen) for each in first)
-        # Extrapolated from the first thousand.
-        return sys.getsizeof(value) + found * len(parts) // max(len(first), 1)
-    except Exception:  # attributes of any class may raise; the estimate must not
-        return 0
-
-
 # -- results ---------------------------------------------------------------------------------------
 #
 # A job that has trained for hours must not fail because its last line is an open file, or a tensor
@@ -199,31 +147,17 @@ def estimated_size(value: Any, depth: int = DEEPEST, seen: set[int] | None = Non
 LONGEST = 4_000  # maximum length of a placeholder's text
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(frozen=True)
 class UnavailableValue:
     """A placeholder for a value that could not be sent: its text, and the reason."""
 
     text: str  # its ``repr``
-    kind: str  # name of its class
     reason: str
 
     def __repr__(self) -> str:
-        return self.text
-
-    def __str__(self) -> str:
-        return f"{self.text}\n{self._why()}"
-
-    def _why(self) -> str:
-        return f"[only the text of this {self.kind} was returned: {self.reason}]"
-
-    def _repr_pretty_(self, printer: Any, _: bool) -> None:
-        printer.text(str(self))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise AttributeError(
-            f"{name!r}: {self._why()} Return a part of it, such as a number or a state_dict."
+        return (
+            f"{self.text}\n[only this text was returned: {self.reason}; return a part of it, such "
+            "as a number or a state_dict]"
         )
 
 
@@ -233,36 +167,25 @@ class RemoteValue:
 
     data: bytes
     text: str
-    kind: str
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self.data, self.text, self.kind)
+        return _open, (self.data, self.text)
 
 
 def pack(value: Any) -> RemoteValue | UnavailableValue:
     """Return the value of a cell's last expression as it is sent to the notebook."""
-    text, kind = _text(value), type(value).__name__
     try:
-        return RemoteValue(dumps(value), text, kind)
+        text = repr(value)[:LONGEST]
+    except Exception as error:  # a __repr__ is the user's
+        text = f"<{type(value).__name__}; its repr() failed: {summary_of(error)}>"
+    try:
+        return RemoteValue(dumps(value), text)
     except Exception as error:  # pickling runs code of any class
-        return UnavailableValue(text, kind, f"it cannot be pickled ({_line(error)})")
+        return UnavailableValue(text, f"it cannot be pickled ({summary_of(error)})")
 
 
-def _open(data: bytes, text: str, kind: str) -> Any:
+def _open(data: bytes, text: str) -> Any:
     try:
         return cloudpickle.loads(data)
     except Exception as error:  # unpickling runs code of any class
-        return UnavailableValue(text, kind, f"it cannot be unpickled here ({_line(error)})")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(summary_of(error).split())
-
-
-def _text(value: Any) -> str:
-    long = isinstance(value, (list, tuple, dict, set, str, bytes)) and len(value) > LONGEST
-    try:
-        text = reprlib.repr(value) if long else repr(value)
-    except Exception as error:  # a __repr__ is the user's
-        text = f"<{type(value).__name__}; its repr() failed: {_line(error)}>"
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} …"
+        return UnavailableValue(text, f"it cannot be unpickled here ({summary_of(error)})")

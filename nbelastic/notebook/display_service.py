@@ -1,9 +1,9 @@
 """Display service: shows the jobs of this process, in a notebook or in a terminal.
 
 Displays are made in the kernel's main thread: in which cell another thread's display lands differs
-between versions of ipykernel. All displays of a job are a group, which is updated together: by the
-main thread while it waits for the job, else by the thread ``nbelastic-panel-NAME``, which ends with
-the job. With ``NBELASTIC_NONINTERACTIVE=1`` one line at the end of a job is all, for a log.
+between versions of ipykernel. All displays of a job are a group, which is updated together by the
+thread ``nbelastic-panel-NAME``; it ends with the job. With ``NBELASTIC_NONINTERACTIVE=1`` one line
+at the end of a job is all, for a log.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 from weakref import WeakKeyDictionary
 
 from nbelastic.render import STYLE, JobSnapshot, Mode, Streamer, duration, line, page, text
-from nbelastic.render.text import ENDED
 
 if TYPE_CHECKING:
     from .panel import Panel
@@ -79,11 +78,7 @@ def bundle(job: Any, panel: Panel | None = None) -> dict[str, Any]:
 
 
 class DisplayGroup:
-    """All displays of one job. The first exception is logged, and the displays are off.
-
-    The lock makes each update of either thread whole, and the end happen once. Under it the job's
-    state is read, but not waited for.
-    """
+    """All displays of one job. A thread updates them until the job ends, and with the end."""
 
     def __init__(
         self,
@@ -96,94 +91,65 @@ class DisplayGroup:
         self._send = publish
         self._clock = clock
         self._on_end = on_end
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the displays; a new one gets the end, or shows it
         self._ids: list[str] = []
         self._published: tuple[str, float] = ("", float("-inf"))
         self._panel: Panel | None = None
-        self._broken = self._over = False
-        self._thread: threading.Thread | None = None
+        with contextlib.suppress(ImportError):  # without ipywidgets
+            from .panel import Panel
+
+            self._panel = Panel(job, clock)
+        name = f"nbelastic-panel-{job.name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def publish(self) -> None:
         """Make a display under the running cell. Called in the main thread."""
-        with self._guarded() as works:
-            if not works:
-                return
-            if self._panel is None and not self._job.done():
-                with contextlib.suppress(ImportError):  # without ipywidgets
-                    from .panel import Panel
-
-                    self._panel = Panel(self._job)
-            display_id, state = uuid.uuid4().hex, self._job.status.state
+        if self._thread.ident is None:
+            self._thread.start()
+        with self._lock:
+            self._ids.append(display_id := uuid.uuid4().hex)
+            self._published = (self._job.status.state, self._clock())
             data = bundle(self._job, self._panel)
             self._send(data, display_id)
             if self._panel is not None and WIDGET in data:
                 line = _AFTERLIFE.format(data[WIDGET]["model_id"], self._panel.afterlife)
                 self._send({"text/html": STYLE + line}, display_id + AFTER)
-            self._published = (state, self._clock())
-            if state not in ENDED:
-                self._ids.append(display_id)
 
     def refresh(self) -> None:
         """Update the displays."""
-        with self._guarded() as works:
-            if not works or self._over:
-                return
-            if self._panel is not None:
-                self._panel.refresh()
+        with self._lock:
+            if self._panel is not None and not self._panel.refresh():
+                return  # too soon
             state, now = self._job.status.state, self._clock()
             stale = self._panel is None or state != self._published[0]
             if stale and now - self._published[1] >= BETWEEN_PAGES:
                 self._published = (state, now)
                 self._update()
 
-    def finish(self) -> None:
-        """Show the final state in every display. Idempotent."""
-        with self._guarded() as works:
-            if self._over:
-                return
-            self._over = True
-            if works:
+    def join(self) -> None:
+        """Wait until the displays show the end of the job, for a second at most."""
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        try:
+            while not self._job.wait(POLL_INTERVAL):
+                self.refresh()
+            with self._lock:
                 if self._panel is not None:
                     # The widget stays, for a reloaded page, which gets no updates of displays.
                     self._panel.finish()
                 self._update()
-        self._on_end()
-
-    def follow(self) -> None:
-        """Start a thread that updates the displays until the job ends."""
-        with self._lock:
-            if self._over or self._thread is not None:
-                return
-            name = f"nbelastic-panel-{self._job.name}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
-
-    def join(self) -> None:
-        """Wait until the thread has ended with its job, for a second at most."""
-        if self._thread is not None:
-            self._thread.join(1.0)
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[bool]:
-        """Hold the lock, and keep exceptions from the job; the value is whether none has come."""
-        with self._lock:
-            try:
-                yield not self._broken
-            except Exception:  # any: the displays end here, and the job goes on
-                self._broken, name = True, self._job.name
-                logger.warning("the display of job %r failed and is off", name, exc_info=True)
+        except Exception:  # any: the displays end here, and the job goes on
+            logger.warning("the display of job %r failed", self._job.name, exc_info=True)
+        finally:
+            self._on_end()
 
     def _update(self) -> None:
         data = bundle(self._job, self._panel)
         for display_id in self._ids:
             self._send(data, display_id, update=True)
-            if self._over and self._panel is not None:
+            if self._panel is not None and WIDGET not in data:
                 self._send({"text/html": ""}, display_id + AFTER, update=True)
-
-    def _run(self) -> None:
-        while not (self._broken or self._job.wait(POLL_INTERVAL)):
-            self.refresh()
-        self.finish()
 
 
 @dataclass(eq=False)
@@ -227,8 +193,8 @@ class DisplayService:
         shell, shown = self._shell(), self._look_up(job)
         if not shown.quiet:
             shown.cell = getattr(shell, "execution_count", None)
-        group = None if shell is None else partial(self._group, job)
-        return OutputDisplay(job, shown.streamer, shown.quiet, self._clock, group)
+        open_panel = None if shell is None else partial(self._open, job)
+        return OutputDisplay(job, shown.streamer, shown.quiet, self._clock, open_panel)
 
     def show(self, job: Any) -> None:
         """Show a job as the value of a cell, unless the cell has just waited for its end."""
@@ -239,12 +205,8 @@ class DisplayService:
             return
         elif silent():
             self._publish({"text/plain": text(JobSnapshot.of(job))}, uuid.uuid4().hex)
-        elif job.done():
-            self._publish(bundle(job), uuid.uuid4().hex)
         else:
-            group = self._group(job)
-            group.publish()
-            group.follow()
+            self._open(job)
 
     def say(self, text: str) -> None:
         """Show a line that concerns no job, except without a reader."""
@@ -268,13 +230,18 @@ class DisplayService:
     def _look_up(self, job: Any) -> _Shown:
         return self._shown.setdefault(job, _Shown())
 
-    def _group(self, job: Any) -> DisplayGroup:
-        """Return the display group of a job; a new group for a job without an open group."""
+    def _open(self, job: Any) -> Callable[[], object]:
+        """Make a display of a job; return a function that waits until displays show its end."""
         shown = self._look_up(job)
-        if shown.group is None:
-            on_end = partial(setattr, shown, "group", None)
-            shown.group = DisplayGroup(job, self._publish, self._clock, on_end)
-        return shown.group
+        group = shown.group
+        if not job.done():
+            if group is None:
+                on_end = partial(setattr, shown, "group", None)
+                group = shown.group = DisplayGroup(job, self._publish, self._clock, on_end)
+            group.publish()
+        else:
+            self._publish(bundle(job), uuid.uuid4().hex)
+        return (lambda: None) if group is None else group.join
 
 
 # -- while a thread waits --------------------------------------------------------------------------
@@ -292,7 +259,7 @@ class OutputDisplay:
         streamer: Streamer,
         quiet: bool = False,  # output alone
         clock: Callable[[], float] = time.monotonic,
-        find_group: Callable[[], DisplayGroup] | None = None,  # None in a terminal
+        open_panel: Callable[[], Callable[[], object]] | None = None,  # None in a terminal
     ) -> None:
         self._job = job
         self._silent = silent()
@@ -300,8 +267,8 @@ class OutputDisplay:
         self._quiet = quiet
         self._bare = quiet or self._silent  # nothing is shown besides the output
         self._clock = clock
-        self._find_group = find_group
-        self._group: DisplayGroup | None = None  # while there is a panel
+        self._open_panel = open_panel
+        self._join: Callable[[], object] | None = None  # of a panel under the cell
         self._began, self._resets = clock(), job.status.resets
         self._updated, self._line, self._mid_line = float("-inf"), "", False
 
@@ -311,44 +278,34 @@ class OutputDisplay:
     def __exit__(self, *_: object) -> None:
         self._print(self._streamer.new_text(self._job) + self._streamer.flush())
         self._erase()
-        ended = self._job.done()
-        if ended and self._group is None and not self._bare:
-            self._open()
-        if self._group is not None and ended:
-            self._group.finish()
-            self._group.join()
-        elif self._group is not None:  # the wait was interrupted or has timed out
-            self._group.follow()
-        if ended and not self._quiet:
+        if not self._job.done():  # the wait was interrupted or has timed out
+            return
+        if self._join is None and self._open_panel is not None and not self._bare:
+            self._join = self._open_panel()
+        if self._join is not None:
+            self._join()
+        if not self._quiet:
             self._write(text(JobSnapshot.of(self._job)))
 
     def tick(self) -> None:
         """Write new output, and update what is shown besides."""
         self._print(self._streamer.new_text(self._job))
         now = self._clock()
-        if self._group is not None:
-            self._group.refresh()
-        elif self._bare:
+        if self._bare or self._join is not None:
             return
-        elif self._find_group is None:
+        if self._open_panel is None:
             self._draw_line(now)
         elif now - self._began >= PANEL_DELAY or self._job.status.resets > self._resets:
-            self._open()
+            self._join = self._open_panel()
 
     def say(self, words: str) -> None:
         """Write one line to the user."""
         if not self._silent:
             self._write(words.rstrip("\n"))
 
-    def _open(self) -> None:
-        """Show a panel under the cell."""
-        if self._find_group is not None:
-            self._group = self._find_group()
-            self._group.publish()
-
     def _write(self, words: str) -> None:
         self._erase()
-        write(words + "\n", sys.stderr if self._find_group is None else sys.stdout)
+        write(words + "\n", sys.stderr if self._open_panel is None else sys.stdout)
 
     def _print(self, words: str) -> None:
         if words:

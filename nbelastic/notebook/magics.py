@@ -1,42 +1,32 @@
 """Magics ``%%elastic_train`` and ``%elastic``, layers over ``fit`` and ``Job``."""
 
 from __future__ import annotations
-import __future__
 
-import difflib
-import functools
-import sys
 import threading
-import traceback
 import uuid
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distributed import Client
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
 import nbelastic
-from nbelastic.driver import wait_interruptibly
-from nbelastic.errors import OptionError, RankFailed
+from nbelastic.driver import Job, wait_interruptibly
+from nbelastic.driver.options import LIMITS, ROWS, count
+from nbelastic.driver.parser import LineOption, did_you_mean
+from nbelastic.errors import OptionError
+from nbelastic.render import JobSnapshot, status_lines
 
-from .cell import CellFunction, large_variables
-from .commands import Commands
+from .cell import CellFunction
 from .display_service import display, silent, write
 from .names import users_names
-from .options import MagicOptionError, options_help, split, train_command
+from .options import MagicCommand, MagicOptionError, options_help, split, train_command
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-MAGIC = "%%elastic_train"
-_FUTURES = __future__.annotations.compiler_flag  # may be set by an earlier cell
-
-NOTHING_HERE = (
-    "The error was raised in a rank, which has ended; %debug can only inspect the kernel.\n"
-    "To debug the function, call it in a cell without fit, or run the cell without its first line "
-    "(%%elastic_train): there it runs as a single rank. Then use %debug again."
-)
-
-_MARK = "_nbelastic_original"
+MAGIC, LINE_MAGIC = "%%elastic_train", "%elastic"
+CHANGES = frozenset({"stop", "cancel", "scale"})  # a job that has ended is left alone
 
 
 @magics_class
@@ -47,7 +37,7 @@ class ElasticMagics(Magics):
 
     def __init__(self, shell: InteractiveShell) -> None:
         super().__init__(shell)
-        self.commands = Commands(shell.user_ns, write)
+        self._latest: Any = None  # job of a cell, with its result
 
     @cell_magic
     def elastic_train(self, line: str, cell: str) -> Any:
@@ -76,7 +66,7 @@ class ElasticMagics(Magics):
                                       %%elastic_train --log-to run
           -a, --noblock           do not wait; the value of the cell is the Job
                                       %%elastic_train --noblock -o job
-          -b, --block             wait for the end (the default; %elastic config can change it)
+          -b, --block             wait for the end (the default)
                                       %%elastic_train --block
           -q, --quiet             show only the result: no panel, no output, no last line
                                       %%elastic_train --quiet
@@ -87,18 +77,16 @@ class ElasticMagics(Magics):
 
         Interrupting the cell stops the job at its next commit, interrupting it again stops it now.
         {name} and $name on the line are replaced by variables: %%elastic_train --np {ranks}
-        Defaults for later cells: %elastic config max-np=8; more in %elastic?
+        Options of your own: %alias_magic --cell train elastic_train --params "--max-np 8"
         """
-        given = train_command(MAGIC).read(split(line, MAGIC))
-        options = {**self.commands.defaults, **given}
-        try:
-            function = self._function(line, cell)
-        except SyntaxError as error:
-            setattr(error, _MARK, True)
-            frames, theirs = traceback.walk_stack(None), self.shell.user_global_ns
-            names = (each.f_code.co_filename for each, _ in frames if each.f_globals is theirs)
-            error.filename = next(names, error.filename)  # which IPython shows as a cell
-            raise error.with_traceback(None) from None
+        options = train_command(MAGIC).read(split(line, MAGIC))
+        function = CellFunction(
+            cell,
+            users_names(self.shell.user_ns, self.shell.user_ns_hidden),
+            filename=f"Cell In[{self.shell.displayhook.prompt_count}]",
+            above=f"{MAGIC} {line}".rstrip(),
+            home=self.shell.user_global_ns,
+        )
         quiet, verbose = options.pop("quiet", False), options.pop("verbose", False)
         stream = options.pop("stream", "none" if quiet else "rank0")
         out, block = options.pop("out", None), options.pop("block", True)
@@ -106,13 +94,12 @@ class ElasticMagics(Magics):
         if (run := options.pop("log_to", None)) is not None:
             options["log_to"] = self._variable("--log-to", run)
         options.setdefault("name", f"job-{uuid.uuid4().hex[:8]}")
-        large = large_variables(function.captured)
-        if sizes := ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in large):
-            advice = "load large data on the workers instead"
-            _tell(f"sent to every worker: {sizes}; {advice}", quiet)
-        job = self._start(function, options, given)
+        try:
+            job = nbelastic.fit(function, block=False, **options)
+        except OptionError as error:
+            raise MagicOptionError(f"{MAGIC}: {error} (every option: {MAGIC}?)") from None
         display.set_options(job, stream, quiet=quiet)
-        self.commands.remember(job)
+        self._latest = job
         if verbose:
             write(job.modules.describe())
         if out is not None:
@@ -126,7 +113,7 @@ class ElasticMagics(Magics):
 
     @line_magic
     def elastic(self, line: str) -> None:
-        """Look at a job, steer it, and set defaults for later cells.
+        """Look at the latest job, and steer it.
 
         %elastic status                     what it does, and its ranks
         %elastic stop                       end it at its next commit
@@ -137,36 +124,17 @@ class ElasticMagics(Magics):
         %elastic logs --rank 2              … or one of them
         %elastic why                        what was decided on it, and what was seen
         %elastic why --rank 2               … or on one of its ranks
-        %elastic jobs                       the jobs of this notebook, the latest first
-        %elastic config                     the defaults for later cells
-        %elastic config max-np=8 stream=all … set some
-        %elastic config max-np=             … no default for this one
-        %elastic config --reset             … none at all
 
-        All but jobs and config mean the latest job; --job NAME means another, by its name or by
-        the variable that holds it: %elastic stop --job resnet. A cell that waits for its job lets
-        no other cell run: start it with --noblock to use these meanwhile.
+        All mean the latest job of this notebook; any other job has them as methods: job.stop(). A
+        cell that waits for its job lets no other cell run: start it with --noblock to use these
+        meanwhile.
         """
-        self.commands.run(line)
+        jobs = [each for each in list(self.shell.user_ns.values()) if isinstance(each, Job)]
+        jobs += [self._latest] if self._latest is not None else []
+        latest = max(jobs, key=lambda job: job.started, default=None)
+        write(run_command(line, latest) + "\n")
 
     # -- building a job -------------------------------------------------------------------
-
-    def _function(self, line: str, cell: str) -> CellFunction:
-        shell = self.shell
-        return CellFunction(
-            cell,
-            users_names(shell.user_ns, shell.user_ns_hidden),
-            filename=f"Cell In[{shell.displayhook.prompt_count}]",
-            above="\n" * self._blank_lines() + f"{MAGIC} {line}".rstrip(),
-            home=shell.user_global_ns,
-            flags=shell.compile.flags & _FUTURES,
-        )
-
-    def _blank_lines(self) -> int:
-        history = self.shell.history_manager
-        raw = history.input_hist_raw[-1] if history is not None else ""
-        above, magic, _ = raw.partition(MAGIC)
-        return above.count("\n") if magic and not above.strip() else 0
 
     def _cluster(self, name: str | None) -> Any:
         """Return the value of ``--cluster``; by default the current client, if any."""
@@ -175,49 +143,20 @@ class ElasticMagics(Magics):
                 return Client.current()  # type: ignore[no-untyped-call]
             except ValueError:  # there is none
                 return None
-        variables = self.shell.user_ns
-        if name in variables:
-            return variables[name]  # fit says so if it is no cluster
-        if ":" in name:
+        if ":" in name:  # an address has a port
             return name
-        fitting = [each for each, value in list(variables.items()) if _is_cluster(value)]
-        fitting = [each for each in fitting if not each.startswith("_")]
-        close = difflib.get_close_matches(name, fitting, n=1) or fitting[:3]
-        hint = f"did you mean {' or '.join(close)}?" if close else "make one: client = Client(...)"
-        raise MagicOptionError(
-            f"{MAGIC}: --cluster {name}: no variable has this name, and an address has a port, as "
-            f"in tcp://10.0.0.5:8786; {hint}"
-        )
+        return self._variable("--cluster", name)  # fit says so if it is no cluster
 
     def _variable(self, option: str, name: str) -> Any:
         if name not in self.shell.user_ns:
             raise MagicOptionError(f"{MAGIC}: {option} {name}: no variable has this name")
         return self.shell.user_ns[name]
 
-    def _start(self, function: CellFunction, options: dict[str, Any], given: Any) -> Any:
-        try:
-            return nbelastic.fit(function, block=False, **options)
-        except OptionError as error:
-            text = str(error)
-            named = [n for n in self.commands.defaults if n not in given and f"{n}=" in text]
-            more = f"every option: {MAGIC}?"
-            if named:
-                which = ", ".join(named)
-                more = f"{which} set by %elastic config; %elastic config --reset takes it back"
-            raise MagicOptionError(f"{MAGIC}: {text} ({more})") from None
-
 
 _HELP = str(ElasticMagics.elastic_train.__doc__)
 ElasticMagics.elastic_train.__doc__ = _HELP.replace(
     "{options of fit}", options_help(MAGIC).lstrip("\n").removeprefix(" " * 8)
 )
-
-
-def _is_cluster(value: Any) -> bool:
-    """Return whether a value is a cluster by its class, without reading its attributes."""
-    if isinstance(value, type):
-        return False
-    return isinstance(value, Client) or hasattr(type(value), "scheduler_address")
 
 
 def _wait(job: Any) -> Any:
@@ -251,47 +190,88 @@ def _tell(words: str, quiet: bool) -> None:
         write(words + "\n")
 
 
+# -- commands of %elastic -------------------------------------------------------------------------
+
+
+def run_command(words: str, job: Any) -> str:
+    """Run the words after ``%elastic`` on a job, or on none; return the lines to show."""
+    name, *given = split(words, LINE_MAGIC) or [""]
+    if name not in COMMANDS:
+        hint = did_you_mean(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        what = f"there is no command {name!r}" if name else "a command is missing"
+        raise MagicOptionError(f"{LINE_MAGIC}: {what}{hint} (every command: {LINE_MAGIC}?)")
+    command, options = COMMANDS[name]
+    values = MagicCommand(f"{LINE_MAGIC} {name}", options).read(given)
+    if job is None:
+        raise MagicOptionError(
+            f"{LINE_MAGIC}: there is no job yet; run a cell with %%elastic_train --noblock, "
+            "or nbelastic.fit(..., block=False), first"
+        )
+    if name in CHANGES and job.done():
+        return f"{job.name} has ended already: {job.status.state}"
+    try:
+        return command(job, **values)
+    except OptionError as error:
+        raise MagicOptionError(f"{LINE_MAGIC} {name}: {error} (more: {LINE_MAGIC}?)") from None
+
+
+def _status(job: Any) -> str:
+    return "\n".join(status_lines(JobSnapshot.of(job)))
+
+
+def _stop(job: Any) -> str:
+    job.stop()
+    return f"{job.name} stops at its next commit ({LINE_MAGIC} cancel stops it at once)"
+
+
+def _cancel(job: Any) -> str:
+    job.cancel()
+    return f"{job.name} stops now"
+
+
+def _scale(job: Any, **limits: Any) -> str:
+    if not limits:
+        raise OptionError(f"a limit is missing, as in {LINE_MAGIC} scale --min-np 2 --max-np 6")
+    job.scale(**limits)
+    changes = ", ".join(f"{name}={value}" for name, value in limits.items())
+    return f"{job.name}: {changes} from its next commit on"
+
+
+def _logs(job: Any, rank: int | None = None) -> str:
+    text: str = job.logs(rank).removesuffix("\n")
+    subject = "its ranks have" if rank is None else f"rank {rank} has"
+    return text or f"{job.name}: {subject} printed nothing yet"
+
+
+def _why(job: Any, rank: int | None = None) -> str:
+    text: str = job.why(rank)
+    return text
+
+
+_RANK = LineOption(["--rank"], count(0))
+
+COMMANDS: dict[str, tuple[Callable[..., str], list[LineOption]]] = {
+    "status": (_status, []),
+    "stop": (_stop, []),
+    "cancel": (_cancel, []),
+    "scale": (_scale, [LineOption.of(ROWS[name]) for name in LIMITS]),
+    "logs": (_logs, [_RANK]),
+    "why": (_why, [_RANK]),
+}
+"""The function and the options of each command."""
+
+
 # -- the extension ---------------------------------------------------------------------------------
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magics, and make ``%debug`` explain itself if the last error was a rank's."""
+    """Register the magics."""
     shell.register_magics(ElasticMagics)
-    find: Any = shell.find_line_magic  # it has no annotations, and may import the magic
-    show_in_shell: Any = shell.showsyntaxerror
-    original = find("debug")
-    if original is None or hasattr(original, _MARK):
-        return
-
-    @functools.wraps(show_in_shell)
-    def show(filename: str | None = None, *args: Any, **kwargs: Any) -> None:
-        error = sys.exc_info()[1]
-        if isinstance(error, RankFailed):  # also the SyntaxError that a rank has raised
-            plain = type(type(error).__name__, (RankFailed,), {})
-            shell.showtraceback((plain, plain(str(error)), None))
-        elif hasattr(error, _MARK):
-            show_in_shell(filename)  # as if IPython had compiled the cell
-        else:
-            show_in_shell(filename, *args, **kwargs)
-
-    @functools.wraps(original)
-    def debug(line: str = "", *args: Any, **kwargs: Any) -> Any:
-        if line.strip() or not isinstance(getattr(sys, "last_value", None), RankFailed):
-            return original(line, *args, **kwargs)
-        write(NOTHING_HERE + "\n")
-        return None
-
-    setattr(debug, _MARK, original)
-    shell.magics_manager.magics["line"]["debug"] = debug
-    shell.showsyntaxerror = show  # type: ignore[method-assign]
 
 
 def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Unregister the magics, and restore ``%debug``."""
+    """Unregister the magics."""
     magics = shell.magics_manager.magics
     magics["cell"].pop("elastic_train", None)
     magics["line"].pop("elastic", None)
     shell.magics_manager.registry.pop(ElasticMagics.__name__, None)
-    if (original := getattr(magics["line"].get("debug"), _MARK, None)) is not None:
-        magics["line"]["debug"] = original
-    vars(shell).pop("showsyntaxerror", None)

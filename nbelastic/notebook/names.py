@@ -1,9 +1,9 @@
 """Names that a cell needs from the notebook, found without a run of the cell.
 
-A name is needed if the cell reads it before it certainly binds it. The body of a function counts
-as read when the function's name is. One name too many costs little; one too few is a ``NameError``
-on a worker. So after an ``if`` a name counts as bound only if every branch binds it. Bodies of
-loops and of ``with`` count as run, because what is read later is nearly always what they bind.
+A name is needed if the cell reads it before it certainly binds it, or if a function uses it that
+the cell does not certainly bind. One name too many costs little; one too few is a ``NameError`` on
+a worker. So after an ``if`` a name counts as bound only if both branches bind it. Bodies of loops
+and of ``with`` count as run, because what is read later is nearly always what they bind.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def needed_names(tree: ast.Module, source: str) -> set[str]:
     """Return the names that a cell reads without a binding of its own."""
     table = symtable.symtable(source, "cell", "exec")
     flow = _Flow(table)
-    bound = flow.run(tree.body, set()) or set()
+    bound = flow.run(tree.body, set())
     in_bodies = set(_used_in_bodies(table))
     mine = {symbol.get_name() for symbol in table.get_symbols()} | in_bodies
     return (flow.needed & mine) | (in_bodies - bound)
@@ -63,14 +63,6 @@ class _Flow:
 
     def __init__(self, table: symtable.SymbolTable) -> None:
         self.needed: set[str] = set()  # read before they had a value
-        self._uses: dict[str, Sequence[str]] = {}  # of functions and classes not read so far
-        self._bodies = {
-            (child.get_name(), child.get_lineno()): [
-                *(symbol.get_name() for symbol in child.get_symbols() if symbol.is_global()),
-                *_used_in_bodies(child),
-            ]
-            for child in table.get_children()
-        }
         # Targets of comprehensions look like assignments in the tree, but are not among these.
         self._assigned = {
             symbol.get_name()
@@ -78,29 +70,24 @@ class _Flow:
             if symbol.is_assigned() or symbol.is_imported()
         }
 
-    def run(self, nodes: Iterable[ast.AST], bound: set[str]) -> set[str] | None:
-        """Traverse a block; return the names bound at its end, or None if never reached."""
-        last: ast.AST | None = None
-        for last in nodes:
-            bound = self._statement(last, bound)
-        return None if isinstance(last, (ast.Raise, ast.Continue, ast.Break)) else bound
+    def run(self, nodes: Iterable[ast.AST], bound: set[str]) -> set[str]:
+        """Traverse a block; return the names bound at its end."""
+        for node in nodes:
+            bound = self._statement(node, bound)
+        return bound
 
     def _statement(self, node: Any, bound: set[str]) -> set[str]:
         bound = self._expressions(node, bound)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            if isinstance(node, ast.ClassDef):
-                self.run(node.body, bound)
-            self._uses[node.name] = self._bodies.get((node.name, node.lineno), [])
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return bound | {node.name}
+        if isinstance(node, ast.ClassDef):
+            self.run(node.body, bound)
             return bound | {node.name}
         branches = _branches(node)
         if branches:
             ends = [self.run(block, self._expressions(head, bound)) for head, block in branches]
-            alive = [end for end in ends if end is not None]
-            bound = set.intersection(*alive) if alive else bound
-            rest = getattr(node, "finalbody", [])
-        else:
-            rest = [*getattr(node, "body", []), *getattr(node, "orelse", [])]
-        return self.run(rest, bound) or bound
+            return self.run(getattr(node, "finalbody", []), set.intersection(*ends))
+        return self.run([*getattr(node, "body", []), *getattr(node, "orelse", [])], bound)
 
     def _expressions(self, node: ast.AST, bound: set[str]) -> set[str]:
         """Traverse a statement without its inner statements; return the names bound afterwards."""
@@ -118,17 +105,11 @@ class _Flow:
             else:  # patterns of match, and handlers, have their names as text
                 names = (getattr(part, "name", None), getattr(part, "rest", None))
                 binds.update(name for name in names if isinstance(name, str))
-        self._read(reads, bound)
+        self.needed |= reads - bound
         if isinstance(node, ast.Delete):
             return bound - reads
         is_declaration = isinstance(node, ast.AnnAssign) and node.value is None
         return bound if is_declaration else bound | (binds & self._assigned) | walrus
-
-    def _read(self, names: Iterable[str], bound: set[str]) -> None:
-        for name in names:
-            if name not in bound:
-                self.needed.add(name)
-            self._read(self._uses.pop(name, ()), bound)  # it may be called from here on
 
 
 def _branches(node: Any) -> list[tuple[ast.AST, Sequence[ast.AST]]]:
@@ -137,12 +118,9 @@ def _branches(node: Any) -> list[tuple[ast.AST, Sequence[ast.AST]]]:
     if isinstance(node, ast.If):
         return [(nothing, node.body), (nothing, node.orelse)]
     if isinstance(node, ast.Match):
-        last = node.cases[-1]
-        whole = last.guard is None and getattr(last.pattern, "pattern", last) is None
-        branches: list[tuple[ast.AST, Sequence[ast.AST]]] = [(nothing, [])] if not whole else []
-        return [*branches, *((case, case.body) for case in node.cases)]
+        return [(nothing, []), *((case, case.body) for case in node.cases)]
     if hasattr(node, "handlers"):
-        handlers = ((handler, handler.body) for handler in node.handlers)
+        handlers = [(handler, handler.body) for handler in node.handlers]
         return [(nothing, [*node.body, *node.orelse]), *handlers]
     return []
 

@@ -12,10 +12,8 @@ from typing import Any, NoReturn
 import click
 
 from nbelastic.driver.options import DEFAULTS, TABLE, Kind, OptionRow, choice, flag
-from nbelastic.driver.parser import LineCommand, LineOption, did_you_mean
+from nbelastic.driver.parser import LineCommand, LineOption
 from nbelastic.errors import Headline, OptionError
-
-PER_CELL = frozenset({"out", "name"})  # options of one cell only; no default can be set for them
 
 
 class MagicOptionError(Headline, OptionError):
@@ -101,30 +99,6 @@ def train_command(magic: str = "%%elastic_train") -> MagicCommand:
         LineOption(["--stream"], choice("rank0", "all", "none")),
     )
     return MagicCommand(magic, [*(LineOption.of(row) for row in TABLE), *mine])
-
-
-def parse_setting(text: str) -> tuple[str, Any]:
-    """Read an ``option=value`` of ``%elastic config``; no value is None, no default."""
-    command = train_command("%elastic config")
-    known = {str(param.name): param for param in command.params if param.name not in PER_CELL}
-    option, equals, value = text.partition("=")
-    name = option.lstrip("-").replace("-", "_")
-    if name in PER_CELL:
-        command.fail(f"{option} belongs to one cell and can have no default")
-    if name not in known:
-        dashed = sorted(each.replace("_", "-") for each in known)
-        hint = did_you_mean(name.replace("_", "-"), dashed) or f"; there are {', '.join(dashed)}"
-        command.fail(f"there is no option {option!r}{hint}")
-    if not equals:
-        command.fail(f"{text!r} must be OPTION=VALUE, as in max-np=8")
-    if not value:
-        return name, None
-    if isinstance(param := known[name], LineOption) and param.kind is flag:
-        if value.lower() not in ("true", "false"):
-            command.fail(f"{option}={value} must be true or false")
-        return name, value.lower() == "true"
-    words = value.split(",") if param.nargs > 1 else [value]
-    return name, command.read([param.opts[-1], *words])[name]
 
 
 def options_help(prefix: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .figures import FIGURES, rank_line
+from .figures import FIGURES, status_lines
 from .formatting import abbreviate, count, duration, number, pace, printable
 from .output import Mode, RankLines, Streamer
 from .page import OUTPUT_TITLE, PARTS, STYLE, page
@@ -26,8 +26,8 @@ __all__ = [
     "pace",
     "page",
     "printable",
-    "rank_line",
     "sentence",
+    "status_lines",
     "text",
     "timeline",
 ]

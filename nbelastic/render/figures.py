@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from nbelastic.driver.status import JobStatus, RankStatus
 
 from .formatting import abbreviate, block, count, pace, rate
+from .text import JobSnapshot, line
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,14 @@ def shown_figures(status: JobStatus) -> list[Figure]:
     return [figure for figure in FIGURES if figure.is_shown(status)]
 
 
-def rank_line(rank: RankStatus) -> str:
-    """Return a line on a rank, for the commands that show a job's status."""
-    number = "–" if rank.rank is None else str(rank.rank)
-    figure = f"{memory(rank):>8}" if rank.resident_bytes else ""
-    rest = "  ".join(filter(None, (figure, rank.name, rank.worker)))
-    return f"  {number:>3}  {rank.state:<9}  {rank.commits:>7,} commits  {rest}"
+def status_lines(snapshot: JobSnapshot) -> list[str]:
+    """Return lines on a job and its ranks, for the commands that show a job's status."""
+    lines, status = [line(snapshot)], snapshot.status
+    if status.reason:
+        lines.append(f"  {status.reason}")
+    for rank in status.ranks:
+        number = "–" if rank.rank is None else str(rank.rank)
+        figure = f"{memory(rank):>8}" if rank.resident_bytes else ""
+        rest = "  ".join(filter(None, (figure, rank.name, rank.worker)))
+        lines.append(f"  {number:>3}  {rank.state:<9}  {rank.commits:>7,} commits  {rest}")
+    return lines

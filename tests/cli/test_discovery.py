@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import signal
 import stat
 from pathlib import Path
@@ -12,16 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nbelastic.cli.hosts import sources
+from nbelastic.cli.clusters import script_source
 from nbelastic.cli.hosts.discovery import (
     DiscoveryFailed,
-    asked,
     delay,
     parse_hostfile,
     parse_hosts,
     parse_output,
 )
-from nbelastic.cli.hosts.sources import named_source, script_source
 from nbelastic.cli.hosts.worker import is_local
 from nbelastic.errors import OptionError
 from tests.support.clusters import until
@@ -39,7 +35,7 @@ from tests.support.clusters import until
     ],
 )
 def test_hosts_of_a_line(text, hosts):
-    assert parse_hosts(text, 3) == hosts == asked(lambda: hosts)
+    assert parse_hosts(text, 3) == hosts
     assert parse_output(text.replace(",", "\n"), 3) == hosts
 
 
@@ -57,9 +53,6 @@ def test_hosts_of_a_file_in_both_of_its_forms_and_of_a_script():
         (parse_hostfile, "a slots=1\nb gpus=2\n", "line 2: 'b gpus=2'"),
         (parse_output, "a:2\nerror: no such\n", "'error: no such'"),
         (parse_output, "a:4000\na:4000\n", "at most 4,096 slots"),
-        *((lambda x: asked(lambda: {"a": x}), x, "slots") for x in (-1, "2", None, 5000)),
-        (asked, lambda: 1 / 0, "ZeroDivisionError"),
-        (asked, lambda: None, "TypeError"),
     ],
 )
 def test_what_is_no_list_of_hosts_is_refused(parse, text, says):
@@ -76,8 +69,6 @@ def test_a_name_that_a_shell_or_a_terminal_could_act_on_is_no_host(host):
         with pytest.raises(error) as raised:
             parse(f"{host}:1")
         assert len(str(raised.value)) < 250 and str(raised.value).isprintable()
-    with pytest.raises(DiscoveryFailed):
-        asked(lambda: {host: 1})
 
 
 def test_delays_double_while_something_fails():
@@ -140,76 +131,3 @@ def test_a_script_that_cannot_be_run_is_refused_at_once(tmp_path):
     (tmp_path / "hosts.sh").write_text("echo a")
     with pytest.raises(OptionError, match=r"chmod \+x"):
         script_source(str(tmp_path / "hosts.sh"))
-
-
-def pod(ip: str, limits: dict[str, str], **more) -> dict:
-    status = {"podIP": ip, "conditions": [{"type": "Ready", "status": "True"}]}
-    return {"status": status, "spec": {"containers": [{"resources": {"limits": limits}}]}, **more}
-
-
-PODS = [
-    *(pod("10.1.0.0", {"nvidia.com/gpu": "2"}), pod("10.1.0.1", {})),
-    *(pod("10.1.0.2", {}, metadata={"deletionTimestamp": ""}), pod("", {}, status={"podIP": "x"})),
-]
-LIVES = {"InstanceId": "i-0", "LifecycleState": "InService", "HealthStatus": "Healthy"}
-ENDS = {"InstanceId": "i-1", "LifecycleState": "Terminating", "HealthStatus": "Healthy"}
-MACHINE = {"PrivateIpAddress": "10.0.0.7", "State": {"Name": "running"}}
-ASG = "--output json autoscaling describe-auto-scaling-groups --auto-scaling-group-names"
-PROGRAMS = {
-    "scontrol": {
-        "show job --oneliner 17": "JobId=17 NodeList=n[1-3] NtasksPerN:B:S:C=2:0:*:*",
-        "show hostnames n[1-3]": "n1\nn2\nn3",
-    },
-    "sinfo": {"--noheader --dead --Node --format=%N": "n2"},
-    "aws": {
-        f"{ASG} gpus": json.dumps({"AutoScalingGroups": [{"Instances": [LIVES, ENDS]}]}),
-        f"{ASG} cpus": '{"AutoScalingGroups": []}',
-        "--output json ec2 describe-instances --instance-ids i-0":
-            json.dumps({"Reservations": [{"Instances": [MACHINE]}]}),
-    },
-    "kubectl": {
-        "get pods --selector app=trainer --output json": json.dumps({"items": PODS}),
-        "get pods --selector app=x --output json": "nonsense",
-    },
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("source", "which", "hosts", "other", "says"),
-    [
-        ("slurm", "17", {"n1": 2, "n3": 2}, "18", "scontrol exited with code 1"),
-        ("aws_asg", "gpus", {"10.0.0.7": 4}, "cpus", "no Auto Scaling group 'cpus'"),
-        ("k8s", "app=trainer", {"10.1.0.0": 2, "10.1.0.1": 4}, "app=x", "kubectl printed no JSON"),
-    ],
-)
-def test_services_give_the_hosts_that_live(
-    tmp_path, monkeypatch, source, which, hosts, other, says
-):
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    for name, answers in PROGRAMS.items():
-        cases = [f"{shlex.quote(k)}) echo {shlex.quote(v)};;" for k, v in answers.items()]
-        program(tmp_path, name, "\n".join(['case "$*" in', *cases, "*) exit 1;; esac"]))
-    make = getattr(sources, source)
-    assert make(which, 4)() == hosts
-    with pytest.raises(DiscoveryFailed, match=says):
-        make(other, 4)()
-    with pytest.raises(OptionError, match=f"--hosts-from {source.replace('_', '-')}"):
-        make("", 4)
-    monkeypatch.setenv("PATH", str(tmp_path / "none"))
-    with pytest.raises(DiscoveryFailed, match="cannot be run"):
-        make(which, 4)()
-
-
-def test_sources_are_entry_points(monkeypatch):
-    class Entry:
-        name = "rack"
-
-        def load(self):
-            return lambda which, slots: lambda: {which: slots}
-
-    monkeypatch.setattr(sources, "entry_points", lambda group: [Entry()])
-    assert named_source("rack:7", 2)() == {"7": 2}
-    with pytest.raises(OptionError, match="no source 'rak'; did you mean rack"):
-        named_source("rak")

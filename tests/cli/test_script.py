@@ -356,22 +356,15 @@ def test_a_bundle_leaves_out_what_is_ignored_and_says_so_but_never_the_script(fo
 def test_a_file_that_cannot_travel_is_named(folder, monkeypatch):
     odd = os.fsdecode(os.path.join(os.fsencode(folder), b"caf\xe9.txt"))
     Path(odd).write_text("x")
-    with pytest.raises(OptionError, match=r"caf\\udce9.txt.*UTF-8"):
+    with pytest.raises(OptionError, match=r"caf\\udce9.txt.*utf-8"):
         bundle_of(str(folder))
     os.remove(odd)
-    write = zipfile.ZipFile.write
 
     def refuse(file, path, *rest):
-        if path.endswith("helper.py"):
-            raise FileNotFoundError(2, "gone meanwhile", path)
-        if path.endswith(".key"):
-            raise PermissionError(13, "Permission denied", path)
-        write(file, path, *rest)
+        raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(zipfile.ZipFile, "write", refuse)
-    assert " 0 files of " in bundle_of(str(folder))[1]
-    (folder / "secret.key").write_text("x")
-    with pytest.raises(OptionError, match=r"secret.key: Permission denied.*\.gitignore"):
+    with pytest.raises(OptionError, match=r"helper.py.*Permission denied.*\.gitignore"):
         bundle_of(str(folder))
 
 

@@ -10,7 +10,7 @@ import nbelastic
 from nbelastic.cli.commands import RunCommand
 from nbelastic.driver.options import OF_SCRIPTS, ROWS, TABLE, Options
 from nbelastic.errors import OptionError
-from nbelastic.notebook.options import MagicOptionError, parse_setting, split, train_command
+from nbelastic.notebook.options import MagicOptionError, split, train_command
 
 
 def parse(line):
@@ -35,8 +35,6 @@ def test_an_option_has_one_value_on_each_line_and_in_python(row):
     value = parse(row.example)[row.name]
     assert value not in (None, False)
     assert row.kind.check(row.name, value) == value
-    setting = row.example.partition(row.flag)[2].strip().replace(" ", ",") or "true"
-    assert parse_setting(f"{row.name}={setting}") == (row.name, value)
     words = row.example.replace("alice bob", "alice,bob").replace("GPU=1 MEM=2", "GPU=1,MEM=2")
     if row in OF_SCRIPTS:
         assert parse_terminal(words)[row.name] == value
@@ -85,21 +83,6 @@ def test_a_wrong_option_is_an_error_that_says_what_to_write(line, says):
     assert isinstance(caught.value, OptionError)
     with pytest.raises(MagicOptionError, match="no closing quotation"):
         parse(f"{line} --name 'resnet")
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("max-pn=8", "did you mean max-np"),
-        ("colour=red", "there are backend, blacklist-cooldown, block"),
-        ("max-np", "must be OPTION=VALUE"),
-        ("name=resnet", "belongs to one cell"),
-        ("quiet=maybe", "must be true or false"),
-    ],
-)
-def test_a_wrong_default_is_an_error_that_says_what_to_write(text, says):
-    with pytest.raises(MagicOptionError, match=says):
-        parse_setting(text)
 
 
 def test_variables_of_ranks_may_have_commas_and_are_not_shown():

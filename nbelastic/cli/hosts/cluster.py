@@ -24,7 +24,7 @@ from nbelastic.cluster import NO_PAGES, ElasticPlugin, configuration, publish
 from nbelastic.driver.attachment import LOOPBACK_HTTP
 from nbelastic.render import count
 
-from .discovery import DiscoveryFailed, Source, asked, delay
+from .discovery import DiscoveryFailed, Source, delay
 from .worker import SlotNanny, SshWorker, is_local
 
 JOIN_WITHIN_S = 2.0  # for the thread to end; a source may take longer, and is left alone
@@ -53,7 +53,7 @@ class HostCluster(SpecCluster):
         self._problem = ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="nbelastic-hosts", daemon=True)
-        self._hosts = asked(source)
+        self._hosts = source()
         security: Any = Security.temporary()
         bind: dict[str, Any] = {"security": security, "protocol": "tls://"}
         if loopback:
@@ -93,8 +93,8 @@ class HostCluster(SpecCluster):
         failures = 0
         while not self._over.wait(delay(self._interval, failures)):
             try:
-                self._hosts = asked(self._source)
-            except DiscoveryFailed as error:
+                self._hosts = self._source()
+            except (DiscoveryFailed, OSError) as error:
                 failures += 1
                 if failures == 1:
                     self._tell(f"host discovery failed, the hosts stay as they are: {error}")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
-from nbelastic.errors import NbelasticError, OptionError, summary_of
+from nbelastic.errors import NbelasticError, OptionError
 
 Hosts: TypeAlias = Mapping[str, int]  # slots by host
 
@@ -29,35 +29,11 @@ LONGEST_SHOWN = 100
 
 
 class DiscoveryFailed(NbelasticError):
-    """The present hosts are unknown: a discovery script or service has failed."""
+    """The present hosts are unknown: the discovery script has failed."""
 
 
 def _cut(text: str) -> str:
     return ascii(text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "...")
-
-
-def _problem(host: str, slots: int) -> str:
-    if not _HOST.fullmatch(host):
-        return f"{_cut(host)} must be the name or the address of a host"
-    if slots > MOST_SLOTS:
-        return f"{_cut(host)} must have at most {MOST_SLOTS:,} slots, not {slots:,}"
-    return ""
-
-
-def asked(source: Source) -> Hosts:
-    """Return the possible answer of a source; any other, and any error, is a failed discovery."""
-    try:
-        hosts = dict(source())
-    except DiscoveryFailed:
-        raise
-    except Exception as error:
-        raise DiscoveryFailed(summary_of(error)) from error
-    for host, slots in hosts.items():
-        if not isinstance(slots, int) or slots < 0:
-            raise DiscoveryFailed(f"{_cut(str(host))} must have a number of slots, not {slots!r}")
-        if problem := _problem(str(host), slots):
-            raise DiscoveryFailed(problem)
-    return hosts
 
 
 def _parsed(part: str, texts: Sequence[str], default: int) -> dict[str, int]:
@@ -71,8 +47,11 @@ def _parsed(part: str, texts: Sequence[str], default: int) -> dict[str, int]:
             raise DiscoveryFailed(f"{part} {number}: {_cut(words)} must be HOST or HOST:SLOTS")
         host = match["host"].strip("[]")
         slots = int(match["slots"] or default) + found.get(host, 0)
-        if problem := _problem(host, slots):
-            raise DiscoveryFailed(f"{part} {number}: {problem}")
+        problem = "" if _HOST.fullmatch(host) else "must be the name or the address of a host"
+        if slots > MOST_SLOTS:
+            problem = f"must have at most {MOST_SLOTS:,} slots, not {slots:,}"
+        if problem:
+            raise DiscoveryFailed(f"{part} {number}: {_cut(host)} {problem}")
         if slots:
             found[host] = slots
     return found

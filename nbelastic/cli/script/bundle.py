@@ -127,13 +127,9 @@ def bundle_of(folder: str, script: str = "") -> tuple[bytes, str]:
             name = os.path.relpath(path, folder)
             try:
                 archive.write(path, name)
-            except FileNotFoundError:  # gone meanwhile
-                continue
-            except (UnicodeEncodeError, OSError) as error:
-                shown = name.encode("utf-8", "backslashreplace").decode()
-                problem = getattr(error, "strerror", "its name is not UTF-8") or str(error)
+            except (UnicodeEncodeError, OSError) as error:  # such as a name that is not UTF-8
                 raise OptionError(
-                    f"the file {shown}: {problem}, so it cannot travel with the job; name it in a "
+                    f"the file {name!r} cannot travel with the job: {error}; name it in a "
                     ".gitignore if ranks do not need it, or use --shared-fs where all hosts see it"
                 ) from None
     number = len(archive.namelist())
