@@ -11,7 +11,7 @@ from typing import Any
 from nbelastic.messages import JobInfo
 
 
-def same_fields(kind: type, *sources: object) -> dict[str, Any]:
+def same_fields(kind: type, *sources: Any) -> dict[str, Any]:
     """Return the values that sources have under the names of a dataclass's fields, by name."""
     return {n: getattr(each, n) for each in sources for n in _shared(kind, type(each))}
 
