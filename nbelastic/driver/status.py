@@ -13,7 +13,7 @@ from nbelastic.messages import JobInfo
 
 def same_fields(kind: type, *sources: Any) -> dict[str, Any]:
     """Return the values that sources have under the names of a dataclass's fields, by name."""
-    return {n: getattr(each, n) for each in sources for n in _shared(kind, type(each))}
+    return {n: getattr(each, n) for each in sources for n in _shared(kind, each.__class__)}
 
 
 @functools.cache  # a panel asks it for each rank, four times a second
