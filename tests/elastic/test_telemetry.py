@@ -1,6 +1,7 @@
 """What a rank tells people of itself."""
 
 import gc
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -12,7 +13,12 @@ import nbelastic
 import nbelastic.torch as hvd
 from nbelastic.elastic import ObjectState
 from nbelastic.elastic.ranks.context import Context, activate, current
-from nbelastic.elastic.ranks.telemetry import Telemetry, as_numbers, user_line
+from nbelastic.elastic.ranks.telemetry import (
+    ResetTimings,
+    Telemetry,
+    as_numbers,
+    user_line,
+)
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NotInitialized, OptionError
 
@@ -48,6 +54,21 @@ def test_batches_since_the_last_commit_are_checks_without_a_sampler():
     assert telemetry.uncommitted() == (0, 0)
     telemetry.recorded(4)
     assert telemetry.uncommitted() == (1, 4)
+
+
+def test_a_reset_has_the_last_moment_of_each_phase_in_order(monkeypatch):
+    clock = itertools.count()
+    fake = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr("nbelastic.elastic.ranks.telemetry.time", fake)
+    timings = ResetTimings()
+    timings.mark("ready")
+    assert not timings.in_progress
+    for phase in ("ready", "planned", "ready"):
+        timings.begin()  # the first one counts
+        timings.mark(phase)
+    phases = {"noticed": 0.0, "planned": 2000.0, "ready": 3000.0, "stepped": 4000.0}
+    assert [*timings.end().items()] == [*phases.items()]
+    assert not timings.in_progress
 
 
 def test_memory_is_looked_at_and_cuda_is_never_initialized(monkeypatch):
