@@ -153,7 +153,7 @@ def test_a_job_whose_ranks_all_set_up_for_too_long_says_so_at_once() -> None:
     world = job("A0", "B0", np=2, min_np=1, elastic_timeout=8.0, script=Script(setup=60.0))
     world.run(seconds=600.0)
     assert world.outcome.error == "not_enough_workers" and 8.0 <= world.now < 12.0
-    assert isinstance(world.outcome.reason, ev.NotReady) and not evicted(world)
+    assert world.why.startswith("ranks are neither at the elastic loop nor") and not evicted(world)
     assert [each.start for each in world.outcome.reason.ranks] == [0, 1]
 
 
