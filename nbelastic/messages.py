@@ -422,18 +422,6 @@ class Tally(Reason, frozen=True):
         return f"{self.counted.value} {times}; the limit is {self.limit}"
 
 
-class Reset(Reason, frozen=True):
-    causes: tuple[AnyReason, ...]  # none: a planned change
-    size: int
-    count: Tally | None = None  # of the setbacks so far, the one closest to its limit
-    joined: int = 0
-
-    def __str__(self) -> str:
-        again = f" ({self.count})" if self.count is not None and self.count.times > 1 else ""
-        newcomers = f"{so_many_ranks(self.joined)} joined" if self.joined else "a planned change"
-        return f"{listed(self.causes, newcomers)} → {so_many_ranks(self.size)}{again}"
-
-
 class NoNewCommit(Reason, frozen=True):
     causes: tuple[AnyReason, ...]
     count: Tally

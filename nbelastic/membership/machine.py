@@ -724,7 +724,10 @@ class Machine:
             return False
         policy.resets += 1
         roster.reset_causes.clear()
-        self._record("reset", reason=m.Reset(causes, len(order), count, len(joined)))
+        newcomers = f"{m.so_many_ranks(len(joined))} joined" if joined else "a planned change"
+        again = f" ({count})" if count is not None and count.times > 1 else ""
+        words = f"{m.listed(causes, newcomers)} → {m.so_many_ranks(len(order))}{again}"
+        self._record("reset", reason=m.Text(words))
         return True
 
     def _count_setback(self, order: list[Rank]) -> m.Tally:

@@ -85,7 +85,7 @@ def test_A7_reset_limit(limit: int) -> None:
     if limit == 2:
         assert world.outcome.kind == "finished"
         assert world.sizes() == [1, 2, 1]
-        assert len(world.records("reset")) == 2
+        assert world.words("reset") == ["1 rank joined → 2 ranks", "a planned change → 1 rank"]
     else:
         assert world.outcome.error == "reset_limit"
         assert world.why == "reset_limit=1 is reached; next reset: a planned change"

@@ -22,13 +22,6 @@ SENTENCES = [
     (why.Exclusion("host", "A", 40.0, 3), "host A is excluded for 40.0 s, 3 times in a row"),
     (GAVE_UP, "rank 0 on tcp://A0: loss is nan"),
     (why.GenerationLeft(ONE, False), "rank 0 on tcp://A0: left its generation unasked"),
-    (why.Reset((), 3), "a planned change → 3 ranks"),
-    (why.Reset((), 3, joined=1), "1 rank joined → 3 ranks"),
-    (
-        why.Reset((GONE, GONE), 1),
-        "rank 0 on tcp://A0: its worker left the cluster → 1 rank",
-    ),
-    (why.Reset((GONE,), 2, SAME), f"{GONE} → 2 ranks ({SAME})"),
     (
         why.Notice(why.NoticeSource.AZURE, name="w3", revoked=True),
         "worker w3 stays: Azure has revoked its notice",
