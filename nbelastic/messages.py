@@ -16,7 +16,6 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
@@ -421,18 +420,6 @@ class Tally(Reason, frozen=True):
         return f"{self.counted.value} {times}; the limit is {self.limit}"
 
 
-class Reset(Reason, frozen=True):
-    causes: tuple[AnyReason, ...]  # none: a planned change
-    size: int
-    count: Tally | None = None  # of the setbacks so far, the one closest to its limit
-    joined: int = 0
-
-    def __str__(self) -> str:
-        again = f" ({self.count})" if self.count is not None and self.count.times > 1 else ""
-        newcomers = f"{so_many_ranks(self.joined)} joined" if self.joined else "a planned change"
-        return f"{listed(self.causes, newcomers)} → {so_many_ranks(self.size)}{again}"
-
-
 class NoNewCommit(Reason, frozen=True):
     causes: tuple[AnyReason, ...]
     count: Tally
@@ -469,21 +456,19 @@ class PastFirstLoop(Reason, frozen=True):
         )
 
 
-class ReturnedEarly(Reason, frozen=True):
-    ranks: tuple[RankId, ...]  # those that wait for the others
-    lines: tuple[CodeLine | None, ...] = ()  # at which they wait
+class RanksAt(Reason, frozen=True):
+    text: str  # with ``{ranks}`` in the place of the ranks
+    ranks: tuple[RankId, ...]
 
     def __str__(self) -> str:
-        return self.at([f"{line.file}, line {line.line}" if line else "" for line in self.lines])
+        return self.at({})
 
-    def at(self, places: Sequence[str]) -> str:
-        """Return the reason with each rank's line of code, where known."""
-        pairs = zip_longest(self.ranks, places)
-        ranks = [f"{rank}, at {place}" if place else f"{rank}" for rank, place in pairs]
-        return (
-            f"ranks returned while others wait to train: {'; '.join(ranks)}. All ranks must enter "
-            "the same elastic loops, and outside them call the same operations"
-        )
+    def at(self, places: Mapping[int, str]) -> str:
+        """Return the sentence with the line of code of each start, where known."""
+        known = [(rank, places.get(rank.start, "")) for rank in self.ranks]
+        words = [f"{rank}, at {place}" if place else str(rank) for rank, place in known]
+        more = f"; and {len(words) - 4} more" if len(words) > 4 else ""
+        return self.text.replace("{ranks}", "; ".join(words[:4]) + more)
 
 
 class WeightsDiffer(Reason, frozen=True):
@@ -507,27 +492,6 @@ class WeightsDiffer(Reason, frozen=True):
             "nbelastic.torch.DistributedOptimizer, so that each rank steps with its own "
             "gradients.\nWrap each optimizer before the state is made: "
             "optimizer = hvd.DistributedOptimizer(optimizer)."
-        )
-
-
-class NotReady(Reason, frozen=True):
-    ranks: tuple[RankId, ...]
-    timeout: Number
-
-    def __str__(self) -> str:
-        return self.at({})
-
-    def at(self, places: Mapping[int, str]) -> str:
-        """Return the reason with each start's line of code, where known."""
-        at = {rank: places.get(rank.start, "") for rank in self.ranks}
-        ranks = [f"{rank}{f', which is at {at[rank]}' * bool(at[rank])}" for rank in self.ranks]
-        more = f"; and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-        have = "has" if len(ranks) == 1 else "have"
-        return (
-            f"{so_many_ranks(len(ranks))} {have} not reached the elastic loop, nor an operation "
-            f"between ranks, {self.timeout:g} s after the start (elastic_timeout): "
-            f"{'; '.join(ranks[:4])}{more}. Raise elastic_timeout, or prepare what takes so long "
-            "before the job"
         )
 
 
@@ -679,7 +643,6 @@ class RankReady(RankReport, frozen=True):
     gone: tuple[int, ...] = ()
     own: bool = False  # the failure was its own, or that of all ranks: its communicator works
     part: bool = False  # its operation is of some ranks, and others need not begin any
-    line: CodeLine | None = None  # of user code, at which it waits
 
 
 class RankFormed(RankReport, frozen=True):

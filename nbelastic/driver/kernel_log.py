@@ -76,9 +76,7 @@ class KernelLog(JobLog):
 
     def in_words(self, reason: m.Reason) -> str:
         """Return a reason in words, with the lines of code last executed by its ranks, if any."""
-        if isinstance(reason, m.ReturnedEarly):
-            return reason.at([_code_place(line) for line in reason.lines])
-        if not isinstance(reason, m.NotReady):
+        if not isinstance(reason, m.RanksAt):
             return str(reason)
         return reason.at({start: _code_place(each.line) for start, each in self._latest.items()})
 

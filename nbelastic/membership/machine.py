@@ -183,7 +183,7 @@ class Machine:
         was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
         rank.since = rank.since if rank.stage == Stage.READY else self._now
         rank.stage, rank.loop, rank.store = Stage.READY, event.loop, event.store
-        rank.unreached, rank.line, rank.part = event.unreached, event.line, event.part
+        rank.unreached, rank.part = event.unreached, event.part
         if event.part:
             self._summon(*self.roster.in_stage(Stage.STARTING))
         self.roster.note_version(rank, event.version)
@@ -628,8 +628,11 @@ class Machine:
 
     def _gather_returned(self, ready: list[Rank]) -> None:
         if ready:
-            lines = tuple(rank.line for rank in ready)
-            early = m.ReturnedEarly(tuple(map(self.roster.id, ready)), lines)
+            words = (
+                "ranks returned while others wait to train: {ranks}. All ranks must enter the same "
+                "elastic loops, and outside them call the same operations"
+            )
+            early = m.RanksAt(words, tuple(map(self.roster.id, ready)))
             self._fail(m.FailureKind.RETURNED_EARLY, early)
         elif self.roster.plan is not None or not self.roster.any_in(Stage.STARTING):
             self._conclude()
@@ -713,7 +716,10 @@ class Machine:
             return False
         policy.resets += 1
         roster.reset_causes.clear()
-        self._record("reset", reason=m.Reset(causes, len(order), count, len(joined)))
+        newcomers = f"{m.so_many_ranks(len(joined))} joined" if joined else "a planned change"
+        again = f" ({count})" if count is not None and count.times > 1 else ""
+        words = f"{m.listed(causes, newcomers)} → {m.so_many_ranks(len(order))}{again}"
+        self._record("reset", reason=m.Text(words))
         return True
 
     def _count_setback(self, order: list[Rank]) -> m.Tally:
@@ -820,7 +826,12 @@ class Machine:
         too_few = rules.within_reach(roster) - len(late) < roster.limits.min_np
         if late and too_few and roster.plan is None:  # they do what takes long, and would again
             ids = tuple(map(roster.id, late))
-            self._fail(m.FailureKind.NOT_ENOUGH_WORKERS, m.NotReady(ids, limit))
+            words = (
+                "ranks are neither at the elastic loop nor in an operation between ranks, "
+                f"{limit:g} s after the start (elastic_timeout): {{ranks}}. Raise elastic_timeout, "
+                "or prepare what takes so long before the job"
+            )
+            self._fail(m.FailureKind.NOT_ENOUGH_WORKERS, m.RanksAt(words, ids))
             return
         self._evict(late, m.LossReason.NOT_READY, limit)
 

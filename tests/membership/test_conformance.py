@@ -85,7 +85,7 @@ def test_A7_reset_limit(limit: int) -> None:
     if limit == 2:
         assert world.outcome.kind == "finished"
         assert world.sizes() == [1, 2, 1]
-        assert len(world.records("reset")) == 2
+        assert world.words("reset") == ["1 rank joined → 2 ranks", "a planned change → 1 rank"]
     else:
         assert world.outcome.error == "reset_limit"
         assert world.why == "reset_limit=1 is reached; next reset: a planned change"
@@ -178,7 +178,7 @@ def test_C7_one_rank_returns_while_others_are_ready() -> None:
     world.at(5, lambda: setattr(world.ranks[1], "loop", 2))  # its function ends after one loop
     world.run()
     assert world.outcome.error == "returned_early"
-    assert world.outcome.reason == ev.ReturnedEarly((ev.RankId(0, 0, "tcp://A0"),), (None,))
+    assert world.why.startswith("ranks returned while others wait to train: rank 0 on tcp://A0. Al")
 
 
 def test_C7_success_only_if_all_returned() -> None:

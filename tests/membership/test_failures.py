@@ -9,7 +9,6 @@ from msgspec import structs
 
 from nbelastic import messages as ev
 from nbelastic.membership import Machine, Phase
-from nbelastic.membership.failure_policy import SAME_KIND
 from nbelastic.membership.ranks import Rank
 
 from .ranks import Script
@@ -85,8 +84,7 @@ def test_survivors_are_aborted_at_once_and_only_once() -> None:
     assert [effect.starts for effect in world.of(ev.Abort)] == [(0, 2, 3)]
     assert world.now - killed < 0.05
     cause = ev.Lost(ev.RankId(1, 1, "tcp://B0"), ev.LossReason.WORKER_GONE)
-    once = ev.Tally(ev.Counted.SAME_WORKER, 1, SAME_KIND, 10)
-    assert world.reasons("reset") == [ev.Reset((cause,), 3, once)]
+    assert world.words("reset") == [f"{cause} → 3 ranks"]
     assert not world.of(ev.RestartWorker)
 
 

@@ -22,13 +22,6 @@ SENTENCES = [
     (why.Exclusion("host", "A", 40.0, 3), "host A is excluded for 40.0 s, 3 times in a row"),
     (GAVE_UP, "rank 0 on tcp://A0: loss is nan"),
     (why.GenerationLeft(ONE, False), "rank 0 on tcp://A0: left its generation unasked"),
-    (why.Reset((), 3), "a planned change → 3 ranks"),
-    (why.Reset((), 3, joined=1), "1 rank joined → 3 ranks"),
-    (
-        why.Reset((GONE, GONE), 1),
-        "rank 0 on tcp://A0: its worker left the cluster → 1 rank",
-    ),
-    (why.Reset((GONE,), 2, SAME), f"{GONE} → 2 ranks ({SAME})"),
     (
         why.Notice(why.NoticeSource.AZURE, name="w3", revoked=True),
         "worker w3 stays: Azure has revoked its notice",
@@ -65,7 +58,6 @@ SENTENCES = [
 
 LONG = [
     (why.NONE_STAYS, ["no checkpoint", "Pass checkpoint="]),
-    (why.ReturnedEarly((ONE,)), ["others wait to train: rank 0 on tcp://A0. All"]),
     (why.EndOrder(why.EndReason.SCALED_DOWN), ["the job was scaled down"]),
     (why.DidNotEnd(ONE, 10.0), ["did not end within 10 s", "restarted"]),
     (why.CutOff(ONE, "it was killed"), ["rank 0 was cut off", "it was killed\n", "exit_timeout"]),
@@ -73,8 +65,7 @@ LONG = [
         why.RankError(ONE, "ValueError: x"),
         ["rank 0 raised ValueError: x\n", "whose rank raises"],
     ),
-    (why.NotReady((ONE, TWO), 8.0), ["2 ranks have not reached", "8 s", "tcp://B0. Raise elastic"]),
-    (why.NotReady((TWO,), 8.0), ["1 rank has not reached"]),
+    (why.RanksAt("late: {ranks}.", (TWO,) * 6), ["on tcp://B0; start", "B0; and 2 more."]),
     (why.CannotJoin(ONE, "StateMismatch: x"), ["rank 0 on tcp://A0", "StateMismatch: x"]),
     (why.LoopsDiffer(ONE, TWO), ["tcp://A0 has reached the end", "ElasticSampler"]),
     (why.PLACES_DIFFER, ["different places", "same order"]),
