@@ -4,8 +4,10 @@ import inspect
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import nbelastic.torch as hvd
+from nbelastic.data import Batch, Loader
 from nbelastic.errors import RanksDisagree
 from tests.collectives.worlds import SOME_KINDS
 from tests.torch.nets import bits
@@ -14,6 +16,7 @@ from tests.torch.training import (
     SGD,
     STEPS,
     assert_close,
+    batch,
     loss_of,
     make_model,
     parameters_of,
@@ -155,6 +158,10 @@ def test_an_optimizer_of_a_set(context):
     first, alone, third = hvd.allgather_object(bits(model))
     assert first == third != alone
     assert context.agreed == [], "what a set agrees on is not known to all"
+    with pytest.raises(ValueError, match="process_set= cannot be used with a Loader"):  # noqa: PT012
+        for step in Loader(TensorDataset(*batch(0)), Batch(3, micro=1)):
+            for x, _ in step:
+                model(x).sum().backward()
 
 
 @pytest.mark.parametrize("members", [[0], [0, 1]])

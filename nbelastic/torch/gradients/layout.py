@@ -1,4 +1,4 @@
-"""Buckets of an optimizer's gradients, and what the ranks agree on for them."""
+"""Buckets of an optimizer's gradients, on which its ranks agree."""
 
 from __future__ import annotations
 
