@@ -111,7 +111,7 @@ class OptimizerAdapter(Adapter):
         self._put_back(unflattener, obj, content)
         if content.custom is not None:
             load(obj, unflattener.unflatten(content.custom))
-            self._put_back(unflattener, obj, content)  # load_state_dict() may replace them
+            self._put_back(unflattener, obj, content)  # load_state_dict() casts them
         if content.settings is not None:
             content.settings.restore(obj)
 
