@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
+from nbelastic.errors import CollectiveError, RanksDisagree
 from nbelastic.torch.process_group import ElasticProcessGroup, renew
 from tests.support.world import in_time
 from tests.torch.ranks import on_ranks
@@ -267,12 +267,9 @@ def test_any_thread_aborts_and_the_group_tells_of_it(group, all_met):
 
 
 @on_ranks(1)
-def test_a_group_is_not_reconfigured_by_others_and_what_holds_it_can_be_copied_and_pickled(context):
+def test_what_holds_a_group_can_be_copied_and_pickled(context):
     group = ElasticProcessGroup(context)
     assert not group.supports_reconfigure
-    for call in (group.get_reconfigure_handle, group.reconfigure):
-        with pytest.raises(NbelasticError, match="the job, which chooses them"):
-            call()
     norm = torch.nn.SyncBatchNorm(3, process_group=group)
     assert copy.deepcopy(norm).process_group is group
     assert pickle.loads(pickle.dumps(norm)).process_group is None  # no group is initialised

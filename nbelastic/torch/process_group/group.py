@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from nbelastic.collectives import Communicator, SoloCommunicator
 from nbelastic.elastic.ranks.groups import Group
-from nbelastic.errors import CollectiveError, NbelasticError
+from nbelastic.errors import CollectiveError
 from nbelastic.torch.process_group.calls import CollectiveCalls
 
 if TYPE_CHECKING:
@@ -179,15 +179,6 @@ class ElasticProcessGroup(CollectiveCalls):
         except CollectiveError:
             return ErrorType.COMM_ERROR
         return ErrorType.SUCCESS
-
-    def reconfigure(self, opts: Any = None) -> NoReturn:
-        """Refuse ranks that the caller would choose."""
-        raise NbelasticError(
-            "reconfigure(): the ranks of this group are those of the job, which chooses them; "
-            "train in hvd.elastic.run, where the group follows each change by itself"
-        )
-
-    get_reconfigure_handle = reconfigure
 
 
 def _short(timeout: Any) -> float:
