@@ -1,6 +1,7 @@
 """What a state takes over, from another rank and from a checkpoint, and what does not fit it."""
 
 import contextlib
+import functools
 import re
 import weakref
 from itertools import chain
@@ -34,6 +35,14 @@ class Averages:
         self.shadow = state["shadow"]
 
 
+def _double(x):
+    return x * 2
+
+
+def _triple(x):
+    return x * 3
+
+
 class Block(nn.Module):
     """A module with plain attributes."""
 
@@ -44,6 +53,8 @@ class Block(nn.Module):
         self.temperature = 1.0
         self.rank = 0
         self.window = (1, 2)
+        self.act = torch.relu
+        self.score = _double
         self.cache = None
 
 
@@ -159,6 +170,13 @@ MISFITS = {
         usual,
     ),
     "extra state of model.late: expected nothing": (late("", "late", Extra()), usual),
+    "class of model.layers.1: expected ReLU, came GELU": (late("layers", "1", nn.GELU()), usual),
+    "block.score: expected _double, came _triple": (late("block", "score", _triple), usual),
+    "came <lambda> (line": (late("block", "score", lambda x: x), usual),
+    "function model.block.act: expected _VariableFunctionsClass.relu, came": (
+        late("block", "act", functools.partial(torch.clamp)),
+        usual,
+    ),
 }
 
 
@@ -199,7 +217,7 @@ def test_another_state_is_refused_by_name_and_changes_nothing(message, way, tmp_
     with pytest.raises(StateMismatch, match=re.escape(message)) as caught:
         run_ranks(2, main) if way == "newcomer" else resumed(tmp_path, build)
     assert REFUSED[way] in str(caught.value)
-    advice = "build all of it before the state is made, and freeze"
+    advice = "build all of it before the state is made, .* switch functions by a flag"
     assert bool(re.search(advice, str(caught.value))) == (theirs.__qualname__[:5] == "late.")
     state, before = kept
     assert bits(state._values()) == before
@@ -223,9 +241,12 @@ def test_a_newcomer_deals_samples_in_the_order_of_the_others(context):
 
 
 @on_ranks(2)
-def test_settings_that_ranks_have_built_differently_stay(context):
+def test_settings_and_functions_that_ranks_have_built_differently_stay(context):
     net = Net()
     net.block.rank = context.rank
+    if context.rank:
+        net.layers[1] = nn.Identity()
+        net.block.score = _triple
     state = state_of(net)
     if context.rank == 0:
         net.block.temperature = 0.5

@@ -149,6 +149,8 @@ class ModuleAdapter(Adapter):
                     names.setdefault(id(tensor), full)
                     frozen = kind == "parameter" and name not in part.trained
                     found[kind, full] = word_for(tensor) + " frozen" * frozen
+        described = content.settings.described.items()
+        found.update({(kind, _join(label, path)): text for (kind, path), text in described})
         return found
 
     def state_dict(self, content: ModuleContent, *, whole: bool = False) -> dict[str, Any]:

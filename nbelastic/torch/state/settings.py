@@ -2,15 +2,17 @@
 
 No ``state_dict`` has settings, and training may change them (``bn.eval()``, ``dropout.p = 0``). A
 commit keeps all settings of an object. To another rank, or to a checkpoint, those are sent that
-have changed since the object was captured first, so that what differs by rank stays.
+have changed since the object was captured first, so that what differs by rank stays. A module or a
+function that was replaced cannot be sent, and is described, so that such a rank can be refused.
 """
 
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -22,6 +24,8 @@ _Object = torch.nn.Module | torch.optim.Optimizer
 COMPILED = "_orig_mod"  # name of a model in the one that ``torch.compile`` returns
 
 _BASE = frozenset(vars(torch.nn.Module())) - {"training"}
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+
 # Settings of each part by name, from its first capture.
 _built: weakref.WeakKeyDictionary[_Object, Mapping[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -41,14 +45,17 @@ def uncompiled(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != COMPILED)
 
 
-class SentSettings(dict[str, dict[str, Any]]):
-    """Settings that have changed since an object was built, on the sending rank, by its parts."""
+class SentSettings(NamedTuple):
+    """Settings of an object that have changed since it was built, on the sending rank."""
+
+    changed: Mapping[str, Mapping[str, Any]]  # by paths of parts
+    described: Mapping[tuple[str, str], str]
 
     def restore(self, obj: _Object) -> None:
         """Set them on an object of this rank."""
         parts = dict(obj.named_modules()) if isinstance(obj, torch.nn.Module) else {"": obj}
         for path, part in parts.items():
-            live, new = vars(part), self.get(uncompiled(path), {})
+            live, new = vars(part), self.changed.get(uncompiled(path), {})
             if COMPILED in live.get("_modules", ()):  # the one within has what it lacks
                 new = {name: value for name, value in new.items() if name in live}
             _set(live, new)
@@ -68,6 +75,18 @@ class Settings:
         found = [(vars(part), name) for _, part, values, _ in self._parts for name in values]
         return [live for live, _ in found], [name for _, name in found]
 
+    @property
+    def described(self) -> dict[tuple[str, str], str]:
+        """Classes of modules, and functions among their attributes, by kind and path."""
+        found = {}
+        for raw, part, _ in self._parts:
+            path, kind = uncompiled(raw), type(part)
+            found["class of", path] = getattr(kind, "cls_to_become", kind).__qualname__
+            for name, value in vars(part).items():
+                if isinstance(value, _FUNCTIONS) and name not in _BASE:
+                    found["function", f"{path}.{name}".lstrip(".")] = _describe(value)
+        return found
+
     def restore(self, obj: _Object) -> None:
         """Set the settings of the same object again, and remove new settings."""
         del obj
@@ -83,7 +102,7 @@ class Settings:
             built = _built.get(part, {})
             new = {n: v for n, v in values.items() if n not in built or not _same(built[n], v)}
             changed.setdefault(uncompiled(path), {}).update(new)
-        return SentSettings, (changed,)
+        return SentSettings, (changed, self.described)
 
 
 def _settings_of(part: _Object) -> dict[str, Any]:
@@ -110,3 +129,11 @@ def _set(live: dict[str, Any], values: Mapping[str, Any]) -> None:
 def _same(first: object, value: object) -> bool:
     nan = value != value  # noqa: PLR0124
     return type(first) is type(value) and (first == value or nan)
+
+
+def _describe(function: Any) -> str:
+    """Return a text of a function that is the same on all ranks."""
+    while isinstance(function, (functools.partial, types.MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{name} (line {function.__code__.co_firstlineno})" if "<lambda>" in name else name

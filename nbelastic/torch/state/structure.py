@@ -32,6 +32,9 @@ _ON_BOTH = frozenset({"parameter", "extra state of"})
 # Kind of parts that may appear and vanish: tensors in state dicts of other objects.
 _IF_ON_BOTH = "tensor"
 
+# Kinds of parts that must be equal once training has changed them; else ranks may differ.
+_IF_CHANGED = frozenset({"class of", "function"})
+
 _LISTED = 5  # most differences that an error lists
 
 
@@ -56,7 +59,7 @@ def check_fit(expected: Structure, came: Structure, before: dict[Key, Descriptio
     late = False
     for key in dict.fromkeys([*expected, *came]):
         mine, theirs = expected.get(key), came.get(key)
-        if _fits(key[0], mine, theirs):
+        if _fits(key[0], mine, theirs) or (key[0] in _IF_CHANGED and key not in before):
             continue
         changed_since = mine == before.get(key, theirs)
         if changed_since and _can_follow(key[0], mine, theirs):
@@ -69,8 +72,8 @@ def check_fit(expected: Structure, came: Structure, before: dict[Key, Descriptio
         if late:
             text += (
                 ". This was added or changed after training began, and a rank that joins builds "
-                "its state anew: build all of it before the state is made, and freeze what is "
-                "trained later (requires_grad_(False))"
+                "its state anew: build all of it before the state is made, freeze what is "
+                "trained later (requires_grad_(False)), and switch functions by a flag"
             )
         raise StateMismatch(text)
 
@@ -83,6 +86,8 @@ def _fits(kind: str, mine: Description | None, theirs: Description | None) -> bo
 
 def _can_follow(kind: str, mine: Description | None, theirs: Description | None) -> bool:
     """Return whether this rank's freshly built state can load the sender's."""
+    if kind in _IF_CHANGED:
+        return False
     if kind in _ON_BOTH:
         return mine is not None and theirs is not None
     return _own(mine) == _own(theirs)
