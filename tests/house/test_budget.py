@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {".py", ".pyi", ".cpp", ".hpp", ".inc"}
-BUDGET = {"nbelastic": 52_208, "tests": 41_239}
+BUDGET = {"nbelastic": 52_242, "tests": 41_260}
 SLACK = 500  # lines by which a budget may be above what is there
 
 

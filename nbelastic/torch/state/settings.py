@@ -79,7 +79,7 @@ class Settings:
     def described(self) -> dict[tuple[str, str], str]:
         """Classes of modules, and functions among their attributes, by kind and path."""
         found = {}
-        for raw, part, _ in self._parts:
+        for raw, part, *_ in self._parts:
             path, kind = uncompiled(raw), type(part)
             found["class of", path] = getattr(kind, "cls_to_become", kind).__qualname__
             for name, value in vars(part).items():
