@@ -459,6 +459,7 @@ class PastFirstLoop(Reason, frozen=True):
 class RanksAt(Reason, frozen=True):
     text: str  # with ``{ranks}`` in the place of the ranks
     ranks: tuple[RankId, ...]
+    lines: tuple[CodeLine | None, ...] = ()  # at which they wait; else by their telemetry
 
     def __str__(self) -> str:
         return self.at({})
@@ -643,6 +644,7 @@ class RankReady(RankReport, frozen=True):
     gone: tuple[int, ...] = ()
     own: bool = False  # the failure was its own, or that of all ranks: its communicator works
     part: bool = False  # its operation is of some ranks, and others need not begin any
+    line: CodeLine | None = None  # of user code, at which it waits
 
 
 class RankFormed(RankReport, frozen=True):

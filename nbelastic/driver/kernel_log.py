@@ -75,10 +75,13 @@ class KernelLog(JobLog):
         return (-1, -1), 0
 
     def in_words(self, reason: m.Reason) -> str:
-        """Return a reason in words, with the lines of code last executed by its ranks, if any."""
+        """Return a reason in words, with its ranks' lines of code, if known."""
         if not isinstance(reason, m.RanksAt):
             return str(reason)
-        return reason.at({start: _code_place(each.line) for start, each in self._latest.items()})
+        at = {start: each.line for start, each in self._latest.items()}
+        pairs = zip(reason.ranks, reason.lines, strict=False)
+        at |= {rank.start: line for rank, line in pairs if line is not None}
+        return reason.at({start: _code_place(line) for start, line in at.items()})
 
     def latest_rank(self, start: int) -> int | None:
         """Return the rank that a start of the function had last."""

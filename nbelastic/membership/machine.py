@@ -183,7 +183,7 @@ class Machine:
         was_member = rank.stage in (Stage.MEMBER, Stage.DONE)
         rank.since = rank.since if rank.stage == Stage.READY else self._now
         rank.stage, rank.loop, rank.store = Stage.READY, event.loop, event.store
-        rank.unreached, rank.part = event.unreached, event.part
+        rank.unreached, rank.line, rank.part = event.unreached, event.line, event.part
         if event.part:
             self._summon(*self.roster.in_stage(Stage.STARTING))
         self.roster.note_version(rank, event.version)
@@ -632,7 +632,8 @@ class Machine:
                 "ranks returned while others wait to train: {ranks}. All ranks must enter the same "
                 "elastic loops, and outside them call the same operations"
             )
-            early = m.RanksAt(words, tuple(map(self.roster.id, ready)))
+            lines = tuple(rank.line for rank in ready)
+            early = m.RanksAt(words, tuple(map(self.roster.id, ready)), lines)
             self._fail(m.FailureKind.RETURNED_EARLY, early)
         elif self.roster.plan is not None or not self.roster.any_in(Stage.STARTING):
             self._conclude()

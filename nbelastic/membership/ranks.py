@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, cast
 
-from nbelastic.messages import FRESH, Beat, EndReason, Number, Slot
+from nbelastic.messages import FRESH, Beat, CodeLine, EndReason, Number, Slot
 
 
 class Phase(str, enum.Enum):
@@ -73,6 +73,7 @@ class Rank:
     loop: int = 0
     store: tuple[str, int] = ("", 0)
     unreached: tuple[int, ...] = ()
+    line: CodeLine | None = None  # of user code, at which it waited last
     part: bool = False  # it waits to begin an operation of some ranks
     planned: int = 0  # newest generation that it was planned into
     formed: bool = False

@@ -32,14 +32,19 @@ FINISHED = ev.Outcome("finished", starts=(0,))
 
 def test_ranks_that_set_up_for_too_long_are_named_with_their_lines():
     log, future = KernelLog(), Future()
-    line = ev.CodeLine("/x/train.py", 8, "load")
+    here, line = ev.CodeLine("/x/train.py", 9, "wait"), ev.CodeLine("/x/train.py", 8, "load")
     log.note_telemetry([ev.RankTelemetry("job", 1, line=line)])
     ranks = tuple(ev.RankId(start, None, f"tcp://{start}") for start in (0, 1))
     outcome = ev.Outcome(
-        "failed", ev.FailureKind.NOT_ENOUGH_WORKERS, ev.RanksAt("at work: {ranks}. R", ranks)
+        "failed",
+        ev.FailureKind.NOT_ENOUGH_WORKERS,
+        ev.RanksAt("at work: {ranks}. R", ranks, (here, None)),
     )
     settle(future, "job", log, outcome, None, detached=False)
-    words = "start 0 on tcp://0; start 1 on tcp://1, at /x/train.py, line 8, in load. R"
+    words = (
+        "start 0 on tcp://0, at /x/train.py, line 9, in wait; "
+        "start 1 on tcp://1, at /x/train.py, line 8, in load. R"
+    )
     assert isinstance(future.exception(), NotEnoughWorkers) and words in str(future.exception())
 
 

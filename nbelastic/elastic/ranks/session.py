@@ -26,7 +26,7 @@ from nbelastic.elastic.ranks.runtime import (
     RankSpec,
     UnreachablePeers,
 )
-from nbelastic.elastic.ranks.telemetry import ResetTimings
+from nbelastic.elastic.ranks.telemetry import ResetTimings, user_line
 from nbelastic.elastic.state.state_payload import ReceiveBuffer
 from nbelastic.errors import (
     CollectiveError,
@@ -271,6 +271,7 @@ class Session(Context):
 
     def _await_plan(self, loop: int, failure: str | None, own: bool, part: bool) -> m.Plan:
         assert self._store is not None
+        line = user_line(threading.get_ident())
         with self._changed:
             self._member = False
             reported = -1
@@ -295,6 +296,7 @@ class Session(Context):
                             gone=self._unreachable.gone,
                             own=own,
                             part=part,
+                            line=line,
                         )
                     )
                     self.timings.mark("ready")
