@@ -50,7 +50,10 @@ def run(options: dict[str, Any]) -> int:
             return fit(run_script, args=[call], cluster=cluster, name=options["name"], **given)
 
     with _ended_by_signals():
-        return exit_code(start, display)
+        try:
+            return exit_code(start, display)
+        except KeyboardInterrupt:  # the system and a shell may both say that a terminal has gone
+            return INTERRUPTED
 
 
 def exit_code(start: Callable[[], Job], display: CommandDisplay) -> int:

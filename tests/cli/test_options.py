@@ -139,6 +139,18 @@ def test_what_fit_would_refuse_is_refused_before_a_cluster_starts(tmp_path, monk
     assert not started
 
 
+def test_an_interrupt_while_an_interrupt_is_told_is_none_more(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    script = tmp_path / "train.py"
+    script.touch()
+    for place, name in ((clusters, "opened"), (running.CommandDisplay, "say")):
+        monkeypatch.setattr(place, name, interrupted)
+    monkeypatch.setattr(running, "set_display", lambda _: None)
+    assert CliRunner().invoke(elastic, ["run", "-H", "localhost:1", str(script)]).exit_code == 130
+
+
 def test_letters_that_a_terminal_lacks_are_no_error(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
