@@ -16,7 +16,8 @@ from nbelastic.cluster.worker import signals
 
 @pytest.fixture(autouse=True)
 def _handlers():
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, *signals._USER_SIGNALS)}
+    numbers = (signal.SIGINT, signal.SIGHUP, *signals._USER_SIGNALS)
+    before = {each: signal.getsignal(each) for each in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -29,6 +30,7 @@ def test_a_nannys_worker_ignores_interrupts_and_no_other_process(monkeypatch):
     monkeypatch.setattr(signals, "multiprocessing", SimpleNamespace(parent_process=object))
     signals.ignore_interrupts()
     signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGHUP)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ Interrupt, like Ctrl-C in a terminal, sends SIGINT to the kernel's whole process
 of a ``LocalCluster`` in the kernel belong to that group: each would close (dask/distributed#1925),
 whichever cell was to be interrupted. Nannies live in the kernel itself, or in a ``dask worker``
 process with a signal handler of its own; they still stop their workers, by messages. So a worker
-under a nanny has no use for SIGINT.
+under a nanny has no use for SIGINT, nor for SIGHUP of a terminal that goes.
 
 A nanny that gets SIGTERM closes its worker in good order. A ``dask worker`` without one only ends
 its event loop, and its ranks with it. So there, ranks leave before Dask's handler is called.
@@ -41,18 +41,19 @@ HANDLERS_OF_DASK = "distributed._signals"
 
 
 def ignore_interrupts() -> None:
-    """Make the process of a nanny's worker ignore SIGINT from now on; called in its main thread.
+    """Make a nanny's worker ignore SIGINT and SIGHUP from now on; called in its main thread.
 
     In any other process nothing is changed: one that was not started by ``multiprocessing`` handles
     signals itself.
     """
     if multiprocessing.parent_process() is not None and _in_main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it may be shielded
 
 
 def after_shielding(probe: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that has a nanny's worker ignore SIGINT and then returns ``probe()``.
+    """Return a function that has a nanny's worker ignore both and then returns ``probe()``.
 
     It travels to a process without nbelastic. A worker has its agent only when it has imported it,
     which can take seconds. ``client.run`` runs it in the worker's main thread.
@@ -65,7 +66,8 @@ def after_shielding(probe: Callable[[], T]) -> Callable[[], T]:
 
         in_main_thread = threading.current_thread() is threading.main_thread()
         if multiprocessing.parent_process() is not None and in_main_thread:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            for number in (signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
         return probe()
 
     return run
