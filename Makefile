@@ -42,7 +42,7 @@ test-fast: lint $(NATIVE)
 nightly: export RANDOM_EXAMPLES := 1
 nightly: test test-wheels
 	$(BIN)/python -m pytest -n $(JOBS) -m nightly -o faulthandler_timeout=1800
-	$(PYTEST) notebooks/0[3-79]*.ipynb
+	$(PYTEST) --dist loadfile notebooks/0[3-79]*.ipynb
 	$(MAKE) chaos MINUTES=20
 	$(MAKE) simulate N=200000
 	$(MAKE) sanitize ROUNDS=2000
