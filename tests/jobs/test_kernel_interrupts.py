@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import faulthandler, os, signal, sys, threading, time
+import faulthandler, os, signal, sys, threading, time, traceback
 from pathlib import Path
 from distributed import Client, LocalCluster
 import nbelastic
@@ -17,14 +17,19 @@ from nbelastic.cluster import JobClient
 from tests.support.clusters import until
 from tests.support.training import Workload
 
-def interrupt_when(condition):
-    def wait():
-        until(condition, "the time for an interrupt")
-        os.killpg(os.getpgrp(), signal.SIGINT)
-    threading.Thread(target=wait).start()
+def interrupted(call, when=None):
+    def waits():  # the main thread is in the call, not still in the start of this one
+        frame = sys._current_frames()[threading.main_thread().ident]
+        return call.__code__ in [outer.f_code for outer, _ in traceback.walk_stack(frame)] and when()
 
-def interrupted(call):
+    def interrupt():
+        until(waits, "the time for an interrupt")
+        time.sleep(0.1)
+        os.killpg(os.getpgrp(), signal.SIGINT)
+
     try:
+        if when is not None:
+            threading.Thread(target=interrupt).start()
         call()
     except KeyboardInterrupt as error:
         print(type(error).__name__, str(error).partition("; ")[2])
@@ -49,13 +54,12 @@ def main():
         ignored = client.run(lambda: signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
         print("while it is opened:", list(ignored.values()))
         job = nbelastic.fit(Workload(marks, epochs=1000), cluster=client, np=2, block=False)
-        interrupt_when(lambda: job.status.commits > 3)
-        interrupted(threading.Event().wait)  # another cell
+        other_cell = threading.Event()
+        interrupted(lambda: other_cell.wait(), lambda: job.status.commits > 3)
         seen = job.status.commits
         until(lambda: job.status.commits > seen + 10 or job.done(), "it trains on")
         print(job.status.state, {event.kind for event in job.history} & {"left", "lost", "leaving"})
-        interrupt_when(lambda: job.status.commits > seen + 30)
-        interrupted(lambda: wait_interruptibly(job))
+        interrupted(lambda: wait_interruptibly(job), lambda: job.status.commits > seen + 30)
         print("same workers:", sorted(client.run(os.getpid).values()) == before)
         print("again:", nbelastic.fit(nbelastic.size, cluster=client, np=2).results())
         print("handler kept:", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
