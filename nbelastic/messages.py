@@ -1037,15 +1037,11 @@ class RankEnded(RankMessage, frozen=True):
 
 
 class FaultReport(RankMessage, frozen=True):
-    """A fault was injected, or could not be; or steps were repeated after one."""
+    """A fault was injected, or could not be."""
 
-    what: str  # ``done``, ``refused`` or ``redone``
-    number: int = 0  # of the fault, unless it is ``redone``
-    rank: int | None = None
-    detail: str = ""  # reason of a refusal
-    generation: int = 0  # for ``redone``: in which so many steps and samples were repeated
-    steps: int = 0
-    samples: int = 0
+    number: int
+    rank: int | None
+    problem: str = ""  # why it could not be injected
     worker: str = ""  # its address; the scheduler fills it in
 
 

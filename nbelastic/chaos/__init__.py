@@ -18,13 +18,10 @@ from .faults import (
     RandomPlan,
     close,
     crash,
-    crash_server,
-    disk,
     fail,
     hang,
     kill,
     leave,
-    memory,
     notice,
     partition,
     pause,
@@ -33,7 +30,7 @@ from .faults import (
     slow,
     stop,
 )
-from .report import FaultOutcome, Report, Row
+from .report import FaultOutcome, Report
 
 __all__ = [
     "KINDS",
@@ -43,17 +40,13 @@ __all__ = [
     "InjectedFault",
     "RandomPlan",
     "Report",
-    "Row",
     "close",
     "crash",
-    "crash_server",
-    "disk",
     "fail",
     "hang",
     "inject",
     "kill",
     "leave",
-    "memory",
     "notice",
     "partition",
     "pause",

@@ -34,7 +34,7 @@ LEAST_WELL = 2  # ranks that must be well, and hold the state, before one of the
 MUTE = frozenset({"kill", "close", "leave", "restart"})
 """Kinds after which no process may be left to report that it was done."""
 
-LASTING = MUTE | {"crash", "crash_server", "stop", "fail", "memory", "hang"}
+LASTING = MUTE | {"crash", "stop", "fail", "hang"}
 """Kinds after which a rank is not well any more; unless ``stop`` is for a while only."""
 
 _numbers = itertools.count(1)
@@ -69,9 +69,7 @@ class FaultPlan:
         }
         self._random = [self._schedule_all(p) for p in faults if isinstance(p, RandomPlan)]
         self._members: list[RankView] = []  # at the last look
-        self._known: set[int] = set()
         self._unwell: dict[int, float] = {}
-        self._redone: dict[int, tuple[int, int]] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name=f"nbelastic-chaos-{job.name}", daemon=True
@@ -98,12 +96,10 @@ class FaultPlan:
             self._thread.join(LATE)  # which says what did not come to pass
         with self._lock:
             found = [each.outcome for each in self._scheduled.values() if each.outcome is not None]
-            steps, samples = zip((0, 0), *self._redone.values(), strict=True)
         history = self._job.history
         return Report(
             injections=with_recovery(sorted(found, key=lambda each: each.time), history),
-            steps_redone=sum(steps),
-            samples_redone=sum(samples),
+            steps_redone=round(sum(event.figures.get("batches", 0) for event in history)),
             restarts=sum(event.kind == "restarted" for event in history),
         )
 
@@ -112,17 +108,11 @@ class FaultPlan:
     def _take(self, report: FaultReport) -> None:
         """Take the report of a rank."""
         with self._lock:
-            if report.what == "redone":
-                steps, samples = self._redone.get(report.generation, (0, 0))
-                redone = max(steps, report.steps), samples + report.samples
-                self._redone[report.generation] = redone
-                return
             scheduled = self._scheduled.get(report.number)
             if scheduled is None or (scheduled.outcome is not None and not scheduled.sent):
                 return
-            problem = report.detail if report.what == "refused" else ""
-            scheduled.end(problem, report.rank, report.worker)
-            if not problem:
+            scheduled.end(report.problem, report.rank, report.worker)
+            if not report.problem:
                 self._note_unwell(report.start, scheduled.fault)
 
     def _note_unwell(self, start: int, fault: Fault) -> None:
@@ -153,9 +143,7 @@ class FaultPlan:
             for plan in self._random if running else ():
                 next(plan)
             starts = {rank.start for rank in view.ranks}
-            # Each rank gets an order, without a fault too: from then on it tells what it redoes.
-            orders: dict[int, list[Fault]] = {start: [] for start in starts - self._known}
-            self._known |= starts
+            orders: dict[int, list[Fault]] = {}
             for number, each in self._scheduled.items():
                 fault, chosen = each.fault, set[int]()
                 if fault.timed and each.outcome is None:  # armed on every start, also on later ones

@@ -48,7 +48,7 @@ class Fault(FaultOrder, frozen=True, kw_only=True):
         by_number = self.step is not None or self.generation is not None
         if by_number + self.forming + (self.after is not None) > 1:
             raise OptionError("step= (with generation=), forming= and after= exclude each other")
-        if self.forming and self.kind in ("fail", "hang", "slow", "memory"):
+        if self.forming and self.kind in ("fail", "hang", "slow"):
             raise OptionError(f"forming=True: {self.kind} happens in the training function")
 
 
@@ -69,14 +69,6 @@ def kill(rank: int, **when: Unpack[When]) -> Fault:
 def crash(rank: int, **when: Unpack[When]) -> Fault:
     """Kill a rank's own process (SIGKILL). Its worker starts it anew."""
     return Fault(kind="crash", rank=rank, **when)
-
-
-def crash_server(rank: int, **when: Unpack[When]) -> Fault:
-    """Kill the server of a rank, its parent (SIGKILL); the rank's process ends with it.
-
-    The worker starts both anew.
-    """
-    return Fault(kind="crash_server", rank=rank, **when)
 
 
 def stop(rank: int, seconds: float = 0.0, **when: Unpack[When]) -> Fault:
@@ -123,11 +115,6 @@ def fail(rank: int, **when: Unpack[When]) -> Fault:
     return Fault(kind="fail", rank=rank, **when)
 
 
-def memory(rank: int, **when: Unpack[When]) -> Fault:
-    """Let a rank run out of memory: an allocation in its training function fails."""
-    return Fault(kind="memory", rank=rank, **when)
-
-
 def hang(rank: int, **when: Unpack[When]) -> Fault:
     """Let a rank hang in its training function, for ever, outside any collective."""
     return Fault(kind="hang", rank=rank, **when)
@@ -136,11 +123,6 @@ def hang(rank: int, **when: Unpack[When]) -> Fault:
 def slow(rank: int, seconds: float = 0.5, steps: int = 10, **when: Unpack[When]) -> Fault:
     """Let each of a rank's next `steps` batches take `seconds` longer."""
     return Fault(kind="slow", rank=rank, seconds=seconds, steps=steps, **when)
-
-
-def disk(rank: int, seconds: float = 5.0, **when: Unpack[When]) -> Fault:
-    """Simulate a full disk for a rank's process: for `seconds`, no file can grow by its writes."""
-    return Fault(kind="disk", rank=rank, seconds=seconds, **when)
 
 
 def partition(rank: int, **when: Unpack[When]) -> Fault:
@@ -160,8 +142,7 @@ def pause(seconds: float = 5.0, *, after: float | None = None) -> Fault:
 # -- at random ------------------------------------------------------------------------------------
 
 KINDS = (
-    *("kill", "crash", "crash_server", "stop", "close", "restart", "fail", "memory", "hang"),
-    *("slow", "disk", "partition", "pause"),
+    *("kill", "crash", "stop", "close", "restart", "fail", "hang", "slow", "partition", "pause"),
 )
 """What :func:`random` chooses from. ``leave`` is not among it: it makes the cluster smaller."""
 
@@ -189,9 +170,8 @@ class RandomPlan:
                 "pause": 1.0 + 3.0 * length,
                 "stop": max(4.0 * length - 2.0, 0.0),  # half are continued, soon or late
                 "slow": 0.5 * length,
-                "disk": 1.0 + 2.0 * length,
             }.get(kind, 0.0)
-            forming = kind in ("kill", "crash", "crash_server", "close") and length < 0.25
+            forming = kind in ("kill", "crash", "close") and length < 0.25
             fault = Fault(kind=kind, forming=forming, seconds=seconds, steps=5 * (kind == "slow"))
             yield wait, where, fault
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from nbelastic.driver import HistoryEvent
 
-HARMLESS = frozenset({"slow", "disk", "pause"})  # kinds that need no recovery
+HARMLESS = frozenset({"slow", "pause"})  # kinds that need no recovery
 SLACK = 0.05  # seconds by which the loss of a rank may be known before the word that it was hit
 
 
@@ -41,17 +41,6 @@ class FaultOutcome:
     recovery: float | None = None
 
 
-@dataclass(frozen=True)
-class Row:
-    """Faults of a kind: their number, the number with a reset, and the duration of resets."""
-
-    kind: str
-    injected: int
-    resets: int
-    p50: float | None
-    p99: float | None
-
-
 @dataclass(frozen=True, repr=False)
 class Report:
     """Cost of the faults that were injected into a job.
@@ -61,32 +50,14 @@ class Report:
     injections : tuple of FaultOutcome
         One for each fault.
     steps_redone : int
-        Batches of the job that were processed and then rolled back.
-    samples_redone : int
-        The samples in them, as far as the ranks that processed them are still there.
+        Batches that rank 0 has processed again after resets.
     restarts : int
         How often the job had to start over, because no rank was left that held its state.
     """
 
     injections: tuple[FaultOutcome, ...]
     steps_redone: int
-    samples_redone: int
     restarts: int
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """A row for each kind, then a row for all faults."""
-        done = [outcome for outcome in self.injections if not outcome.problem]
-        found = []
-        for kind in (*sorted({outcome.kind for outcome in done}), "all"):
-            these = [each for each in done if kind in (each.kind, "all")]
-            spans = sorted(each.recovery for each in these if each.recovery is not None)
-            # The smallest value that is not below such a share of all.
-            p50, p99 = (
-                spans[math.ceil(share * len(spans)) - 1] if spans else None for share in (0.5, 0.99)
-            )
-            found.append(Row(kind, len(these), len(spans), p50, p99))
-        return tuple(found)
 
     @property
     def skipped(self) -> tuple[FaultOutcome, ...]:
@@ -94,31 +65,21 @@ class Report:
         return tuple(outcome for outcome in self.injections if outcome.problem)
 
     def __str__(self) -> str:
-        rows = [
-            (row.kind, row.injected, row.resets, _span(row.p50), _span(row.p99))
-            for row in self.rows
-        ]
-        lines = [
-            "{:<10}{:>10}{:>10}{:>10}{:>10}".format(*cells)
-            for cells in (("fault", "injected", "resets", "p50", "p99"), *rows)
-        ]
-        lines += [
-            f"redone: {self.steps_redone} steps, {self.samples_redone} samples",
-            f"started over: {self.restarts} times",
-            *(
-                f"not done: {each.kind} of rank {each.rank}: {each.problem}"
-                for each in self.skipped
-            ),
-        ]
+        spans: dict[str, list[float | None]] = {}
+        for each in self.injections:
+            if not each.problem:
+                spans.setdefault(each.kind, []).append(each.recovery)
+        lines = []
+        for kind, found in sorted(spans.items()):
+            resets = [span for span in found if span is not None]
+            longest = f", the longest took {max(resets):.2f} s" if resets else ""
+            lines.append(f"{kind}: {len(found)} injected, {len(resets)} resets{longest}")
+        lines.append(f"redone: {self.steps_redone} steps; started over: {self.restarts} times")
+        for each in self.skipped:
+            lines.append(f"not done: {each.kind} of rank {each.rank}: {each.problem}")
         return "\n".join(lines)
 
     __repr__ = __str__
-
-
-def _span(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def with_recovery(

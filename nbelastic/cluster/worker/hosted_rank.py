@@ -181,17 +181,13 @@ class HostedRank:
     async def _inflict(self, due: m.FaultDue) -> None:
         """Inject a due fault, and let the rank go on, if still alive."""
         worker, rank, kind, seconds = self._worker, self.process, due.fault.kind, due.fault.seconds
-        self._send(
-            m.FaultReport(due.job, due.start, "done", number=due.fault.number, rank=due.rank)
-        )
+        self._send(m.FaultReport(due.job, due.start, due.fault.number, due.rank))
         for _ in range(5):  # turns of the loop, in which the report is sent
             await asyncio.sleep(0.004)
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "crash":
             rank.send_signal(signal.SIGKILL)
-        elif kind == "crash_server" and rank.server is not None:
-            os.kill(rank.server, signal.SIGKILL)
         elif kind == "stop":
             stopped = [os.getpid()] if rank.pid is None else [rank.pid, os.getpid()]
             if seconds:  # by another process, because a stopped process cannot act

@@ -462,8 +462,6 @@ class Session(Context):
         if self.timings.in_progress:
             figures = self.timings.end()
             redone, self._redone = self._redone, (0, 0)
-            if self.telemetry.observer is not None:
-                self.telemetry.observer.redone(*redone)
             if self.rank == 0:  # one report for all members
                 figures.update(zip(("batches", "samples"), redone, strict=True))
                 self.port.report(m.RankNote(self.spec.start, "phases", "", figures))

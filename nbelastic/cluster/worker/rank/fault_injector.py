@@ -12,14 +12,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nbelastic.messages import FaultDue, FaultOrder, FaultReport, Message
 
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.session import Session
 
-IN_STEP = frozenset({"fail", "hang", "slow", "memory"})
+IN_STEP = frozenset({"fail", "hang", "slow"})
 """Kinds that happen in user code: the rank's thread does them, after its next batch."""
 
 SETTLING = 0.5
@@ -46,8 +46,9 @@ class FaultInjector:
         self._slow: tuple[int, float] = (0, 0.0)
         self._moved = -math.inf
 
-    def _tell(self, what: str, **fields: Any) -> None:
-        self._send(FaultReport(self._job, self._session.spec.start, what, **fields))
+    def _tell(self, fault: FaultOrder, problem: str = "") -> None:
+        session = self._session
+        self._send(FaultReport(self._job, session.spec.start, fault.number, session.rank, problem))
 
     # -- by the thread that reads orders -----------------------------------------------------------
 
@@ -78,7 +79,7 @@ class FaultInjector:
         """Do what is due after a batch."""
         for fault in self._due(forming=False):
             if fault.kind in IN_STEP:
-                self._tell("done", number=fault.number, rank=self._session.rank)
+                self._tell(fault)
                 self._in_step(fault)
             else:
                 done = self._done[fault.number] = threading.Event()
@@ -105,23 +106,12 @@ class FaultInjector:
             self._armed = [fault for fault in self._armed if fault not in due]
         return due
 
-    def redone(self, steps: int, samples: int) -> None:
-        """Report batches that are repeated, because a reset has rolled them back."""
-        if steps:
-            generation = self._session.generation
-            self._tell("redone", generation=generation, steps=steps, samples=samples)
-
     def _in_step(self, fault: FaultOrder) -> None:
         kind, rank = fault.kind, self._session.rank
         # In letters, because errors that differ only in digits count as equal.
         name = "".join(chr(ord("a") + int(digit)) for digit in str(fault.number))
         if kind == "fail":
             raise InjectedFault(f"rank {rank} was told to fail (fault {name})")
-        if kind == "memory":
-            try:
-                _run_out_of_memory()
-            except MemoryError:
-                raise MemoryError(f"rank {rank} has none left (fault {name})") from None
         if kind == "slow":
             self._slow = (fault.steps, fault.seconds)
         while kind == "hang":
@@ -130,43 +120,11 @@ class FaultInjector:
     # -- by either ---------------------------------------------------------------------------------
 
     def _inflict(self, fault: FaultOrder) -> None:
-        number, rank = fault.number, self._session.rank
-        if fault.kind not in ("partition", "disk"):
-            self._send(FaultDue(self._job, self._session.spec.start, fault, rank))
+        session = self._session
+        if fault.kind != "partition":
+            self._send(FaultDue(self._job, session.spec.start, fault, session.rank))
             return
-        communicator = self._session._communicator  # its own thread may replace it at any time
-        cuts = fault.kind == "partition"
-        if cuts and (communicator is None or not communicator.cut_connections()):
-            detail = "it has no connections that could be cut"
-            self._tell("refused", number=number, rank=rank, detail=detail)
-        else:
-            self._tell("done", number=number, rank=rank)
-            if fault.kind == "disk":
-                _fill_disk(fault.seconds)
-        self.done(number)
-
-
-def _fill_disk(seconds: float) -> None:
-    """Limit the size of files of this process for a while, so that none can grow."""
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if before[0] != 0:  # else it is full already
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-        timer = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, before))
-        timer.daemon = True
-        timer.start()
-
-
-def _run_out_of_memory() -> None:
-    """Ask for memory that the process is not allowed to have."""
-    import resource
-
-    before: Any = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used, before[1]))
-    try:
-        bytearray(1 << 30)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        communicator = session._communicator  # its own thread may replace it at any time
+        cut = communicator is not None and communicator.cut_connections()
+        self._tell(fault, "" if cut else "it has no connections that could be cut")
+        self.done(fault.number)
