@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import json
 import os
@@ -14,8 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-import yaml
 
 from nbelastic.errors import OptionError
 
@@ -31,7 +28,7 @@ from .hosts.discovery import (
 from .hosts.worker import is_local
 
 HOST_OPTIONS = ("hosts", "hostfile", "host_discovery_script")  # one at most
-NAMING = ("scheduler", "scheduler_file", "cluster", *HOST_OPTIONS)  # one at most
+NAMING = ("scheduler", "scheduler_file", *HOST_OPTIONS)  # one at most
 
 
 def existing(options: Mapping[str, Any]) -> str | None:
@@ -66,34 +63,9 @@ def opened(options: Mapping[str, Any], tell: Callable[[str], None]) -> Iterator[
     address = existing(options)
     if address is not None or not named:
         yield address
-    elif options.get("cluster"):
-        wanted = options.get("max_np") or options.get("np") or options.get("min_np") or 1
-        with _made(options["cluster"]) as cluster:
-            cluster.scale(int(wanted))
-            yield cluster
     else:
         with _of_hosts(options, tell) as cluster:
             yield cluster
-
-
-def _made(text: str) -> Any:
-    """Return a cluster of ``MODULE.CLASS[:FILE]``."""
-    path, _, file = text.partition(":")
-    module, _, name = path.rpartition(".")
-    hint = "must be MODULE.CLASS, as in dask_jobqueue.SLURMCluster"
-    try:
-        kind: Any = getattr(importlib.import_module(module), name)
-        if not isinstance(kind, type):
-            raise TypeError(f"{name} is no class")
-        settings: Any = {}
-        if file:
-            hint = f"{file} must be a mapping of arguments, as YAML"
-            with open(file, encoding="utf-8") as opened_file:
-                settings = yaml.safe_load(opened_file) or {}
-        hint = f"{name} cannot be made with these arguments"
-        return kind(**settings)
-    except (ImportError, AttributeError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise OptionError(f"--cluster {text!r}: {error}; {hint}") from None
 
 
 def _of_hosts(options: Mapping[str, Any], tell: Callable[[str], None]) -> HostCluster:
@@ -121,9 +93,6 @@ def _of_hosts(options: Mapping[str, Any], tell: Callable[[str], None]) -> HostCl
         raise DiscoveryFailed(f"host discovery failed at the first time: {error}") from None
 
 
-_HOSTFILE_CHARACTERS = 10_000_000
-
-
 def _source(options: Mapping[str, Any], slots: int) -> tuple[Source, Hosts | None]:
     """Return the source of hosts, and the hosts if they stay the same."""
     if script := options.get("host_discovery_script"):
@@ -132,13 +101,7 @@ def _source(options: Mapping[str, Any], slots: int) -> tuple[Source, Hosts | Non
         fixed = parse_hosts(options["hosts"], slots)
     else:
         with open(options["hostfile"], encoding="utf-8", errors="replace") as file:
-            text = file.read(_HOSTFILE_CHARACTERS + 1)
-        if len(text) > _HOSTFILE_CHARACTERS:
-            raise OptionError(
-                f"--hostfile {options['hostfile']}: is longer than {_HOSTFILE_CHARACTERS:,} "
-                "characters; must be a text with a host in each line"
-            )
-        fixed = parse_hostfile(text, slots)
+            fixed = parse_hostfile(file.read(), slots)
     return (lambda: fixed), fixed
 
 

@@ -101,13 +101,8 @@ def test_an_ignored_signal_stays_ignored():
 @pytest.mark.parametrize(
     ("option", "text", "says"),
     [
-        ("cluster", "os.path", "must be MODULE.CLASS"),
-        ("cluster", "os.sep", "must be MODULE.CLASS"),
-        ("cluster", "fractions.Fraction:{file}", "cannot be made with these arguments"),
-        ("cluster", "collections.abc.Sized", "cannot be made with these arguments"),
-        ("hostfile", "/dev/zero", "--hostfile /dev/zero: is longer than"),
         ("hostfile", "{file}", "--hostfile, line 1"),  # of other bytes
-        ("hosts", "a:1", "--cluster and --hosts: give one of them"),
+        ("hosts", "a:1", "--scheduler and --hosts: give one of them"),
         # As of a variable of a shell that is not set, which must not start ranks here.
         *(
             (name, "", f"--{name.replace('_', '-')}: its value is empty")
@@ -117,10 +112,10 @@ def test_an_ignored_signal_stays_ignored():
 )
 def test_machines_that_cannot_be_meant_are_a_line(tmp_path, option, text, says):
     file = tmp_path / "of-it"
-    file.write_bytes(b"1: caf\xe9\n" if option == "hostfile" else b"1: 2\n")
+    file.write_bytes(b"1: caf\xe9\n")
     options = {option: text.format(file=file)}
     if text == "a:1":
-        options["cluster"] = "a.B"
+        options["scheduler"] = "tcp://a:8786"
     with pytest.raises(OptionError, match=says):
         clusters.opened(options, print).__enter__()
 
