@@ -1161,7 +1161,7 @@ class JobHandover(Message, frozen=True):
 
 
 class AttachRefusal(Message, frozen=True):
-    """Answer to an attach: the job is ``unknown``, has ``ended``, or is ``taken`` by another.
+    """Answer to an attach: the job is ``unknown``, or is ``taken`` by another.
 
     Or the asking client is ``gone``: its connection was lost, as the scheduler has just noticed.
     """
@@ -1196,8 +1196,6 @@ class JobInfo:
         Slots that it has, also for ranks that are starting or leaving.
     share : int or None
         As in :class:`nbelastic.JobStatus`.
-    ended : float or None
-        Time of its end; None while it is on the cluster. The scheduler remembers the last 20 jobs.
     """
 
     name: str
@@ -1212,7 +1210,6 @@ class JobInfo:
     max_np: int | None = None
     slots: int = 0
     share: int | None = None
-    ended: float | None = None
 
 
 class JournalStep(JobMessage, frozen=True):

@@ -147,11 +147,11 @@ def run(**options: Any) -> int:
 
 
 def _command(
-    *, alone: bool = False, job: str = ""
+    *, alone: bool = False, job: bool = False
 ) -> Callable[[Callable[..., int | None]], click.Command]:
     """Make a command of a function of a scheduler's address, or of None too if `alone`.
 
-    With a `job`, ``open`` or ``ended``, the function also gets a job's name.
+    With `job`, the function also gets a job's name.
     """
 
     def make(function: Callable[..., int | None]) -> click.Command:
@@ -161,7 +161,7 @@ def _command(
             if address is None and not alone:
                 raise OptionError(_MISSING)
             if job and given["name"] is None:
-                given["name"] = _only_job(address, ended=job == "ended")
+                given["name"] = _only_job(address)
             return function(address, **given)
 
         command = click.command(name=function.__name__, cls=Command)(call)
@@ -173,16 +173,11 @@ def _command(
     return make
 
 
-def _only_job(address: str | None, *, ended: bool) -> str:
-    """Return the name of the only open job, or, where `ended` will do, of the last ended job."""
-    jobs = driver.jobs(address)
-    found = [job.name for job in jobs if job.ended is None]
-    if not found and ended:
-        found = [job.name for job in jobs][-1:]
-    if len(found) != 1:
-        there = ", ".join(found) or "none"
-        raise OptionError(f"a job's name is missing; there are: {there}")
-    return found[0]
+def _only_job(address: str | None) -> str:
+    names = [job.name for job in driver.jobs(address)]
+    if len(names) != 1:
+        raise OptionError(f"a job's name is missing; there are: {', '.join(names) or 'none'}")
+    return names[0]
 
 
 @_command()
@@ -192,13 +187,11 @@ def jobs(address: str) -> None:
     for job in driver.jobs(address):
         age = duration(time.time() - job.started)
         kernel = "" if job.attached else "without a kernel"
-        if job.ended is not None:
-            kernel = f"ended {duration(time.time() - job.ended)} ago"
         rows.append((job.name, job.state, f"{job.size:,}", f"{job.commits:,}", age, kernel))
     click.echo(aligned(rows))
 
 
-@_command(job="ended")
+@_command(job=True)
 def status(address: str, name: str) -> None:
     """Show a job: its state, its ranks, and its history."""
     snapshot = JobSnapshot.of(driver.look(name, cluster=address))
@@ -216,14 +209,14 @@ def why(address: str, name: str, rank: int | None) -> None:
     click.echo(driver.look(name, cluster=address).why(rank))
 
 
-@_command(job="ended")
+@_command(job=True)
 @click.option("--rank", type=click.IntRange(0), metavar="N", help="Only this rank's output.")
 def logs(address: str, name: str, rank: int | None) -> None:
     """Show the output of ranks, or only the newest part of a large output."""
     click.echo(driver.look(name, cluster=address).logs(rank), nl=False)
 
 
-@_command(job="open")
+@_command(job=True)
 def scale(address: str, name: str, **limits: Any) -> None:
     """Change how many ranks a job may have, and its place among others.
 
@@ -239,21 +232,21 @@ def scale(address: str, name: str, **limits: Any) -> None:
 scale.params += [LineOption.of(ROWS[name]) for name in LIMITS]
 
 
-@_command(job="open")
+@_command(job=True)
 def stop(address: str, name: str) -> None:
     """End a job at its next commit."""
     driver.ask(name, StopRequested(), cluster=address)
     click.echo(f"{name}: ends at its next commit")
 
 
-@_command(job="open")
+@_command(job=True)
 def cancel(address: str, name: str) -> None:
     """End a job now, wherever its ranks are."""
     driver.ask(name, StopRequested(now=True, reason=CANCELLED), cluster=address)
     click.echo(f"{name}: ends now")
 
 
-@_command(job="open")
+@_command(job=True)
 def attach(address: str, name: str, **how: bool) -> int:
     """Take a job over, show it, and wait for its end.
 

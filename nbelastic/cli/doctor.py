@@ -40,7 +40,9 @@ def judge(answers: Answers, *, of_cluster: bool) -> Iterator[str]:
     if not of_cluster:
         return
     yield f"{'✓' if answers else BAD} workers      {len(answers)} present"
-    cut = (f"{name} cannot connect to {others[0]}" for name, (_, others) in answers.items() if others)
+    cut = (
+        f"{name} cannot connect to {others[0]}" for name, (_, others) in answers.items() if others
+    )
     if first := next(cut, ""):
         yield f"{BAD} ports        {first} → allow connections on all ports above 1024"
     else:

@@ -286,7 +286,7 @@ def wait_interruptibly(job: Job) -> None:
 
 @with_hints
 def jobs(cluster: Any) -> JobTable:
-    """Return the jobs on a cluster, with or without a kernel, and the last ended jobs.
+    """Return the jobs on a cluster, with or without a kernel.
 
     The value is a tuple of :class:`~nbelastic.JobInfo`, which a notebook shows as a table.
 
@@ -396,11 +396,6 @@ def _name_of_job(name: str | None) -> str:
 
 
 def _unknown(name: str, refusal: AttachRefusal) -> OptionError:
-    if refusal.problem == "ended":
-        return OptionError(
-            f"name={name!r}: the job has ended; dask elastic status|why|logs {name} show what the "
-            "scheduler remembers of it"
-        )
     there = ", ".join(refusal.jobs) or "none"
     return OptionError(f"name={name!r}: no such job on this cluster; there are: {there}")
 

@@ -267,7 +267,7 @@ class JobTable(tuple[JobInfo, ...]):
                 str(job.slots),
                 "" if job.share is None else str(job.share),
                 f"{job.commits:,}",
-                ("yes" if job.attached else "no") if job.ended is None else "ended",
+                "yes" if job.attached else "no",
             )
             for job in self
         ]

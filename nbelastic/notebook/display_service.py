@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 from weakref import WeakKeyDictionary
 
-from nbelastic.render import STYLE, JobSnapshot, Mode, Streamer, duration, line, page, text
+from nbelastic.render import JobSnapshot, Mode, Streamer, duration, line, page, text
 
 if TYPE_CHECKING:
     from .panel import Panel
@@ -34,22 +34,9 @@ BETWEEN_LINES = 0.25  # minimum of seconds between two updates of the progress l
 BETWEEN_PAGES = 5.0  # minimum of seconds between two updates of the static HTML while a job runs
 POLL_INTERVAL = 0.1  # seconds between two updates by the thread
 _CLEAR = "\r\x1b[K"
-AFTER = "-after"  # end of the display id of the line that shows where a widget is not there
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 Publisher: TypeAlias = Callable[..., None]  # as `publish`, for any thread
-
-# JupyterLab draws an error in the place of a widget whose kernel is gone, and no other part of its
-# bundle. Until it knows that, or has the live widget after a reload, it says "Loading".
-_AFTERLIFE = """<style>
-:root:has(.nbe-live-{0}) :is(.nbe-after-{0},.jp-OutputArea-child:has(.nbe-after-{0})),
-:root:not(:has(.nbe-live-{0})) .jp-NotebookPanel
-.jp-OutputArea-child:has(+.jp-OutputArea-child .nbe-after-{0}){{display:none}}
-.nbe-after-{0}{{overflow-wrap:anywhere}}
-.jp-NotebookPanel .jp-OutputArea-child:not(:has(.jupyter-widgets))
-+.jp-OutputArea-child .nbe-after-{0}{{animation:nbe-after-{0} 5s}}
-@keyframes nbe-after-{0}{{0%,99%{{visibility:hidden}}}}
-</style><div class="nbe nbe-card nbe-after-{0}">{1}</div>"""
 
 
 def publish(data: dict[str, Any], display_id: str, *, update: bool = False) -> None:
@@ -109,11 +96,7 @@ class DisplayGroup:
         with self._lock:
             self._ids.append(display_id := uuid.uuid4().hex)
             self._published = (self._job.status.state, self._clock())
-            data = bundle(self._job, self._panel)
-            self._send(data, display_id)
-            if self._panel is not None and WIDGET in data:
-                line = _AFTERLIFE.format(data[WIDGET]["model_id"], self._panel.afterlife)
-                self._send({"text/html": STYLE + line}, display_id + AFTER)
+            self._send(bundle(self._job, self._panel), display_id)
 
     def refresh(self) -> None:
         """Update the displays."""
@@ -148,8 +131,6 @@ class DisplayGroup:
         data = bundle(self._job, self._panel)
         for display_id in self._ids:
             self._send(data, display_id, update=True)
-            if self._panel is not None and WIDGET not in data:
-                self._send({"text/html": ""}, display_id + AFTER, update=True)
 
 
 @dataclass(eq=False)

@@ -51,8 +51,7 @@ class Panel:
         self._seen: tuple[str, int] = ("", -1)
         self._updated = self._drawn = float("-inf")
         self._limits: tuple[int, int] | None = None  # as the job has last reported them
-        self.afterlife = afterlife(job)
-        self._stale = STALE.format(self.afterlife)
+        self._stale = STALE.format(afterlife(job))
         self._refused = 0.0
         layout = {"width": "100%", "margin": "5px 0"}
         self._parts = {name: ipywidgets.HTML(layout=layout) for name in PARTS}
@@ -74,8 +73,7 @@ class Panel:
         self._boxes = {**self._parts, "output": printed}
         head, progress, *below = self._boxes.values()
         self.widget = ipywidgets.VBox([frame, head, progress, self._controls, *below])
-        for name in ("nbe-panel", f"nbe-live-{self.widget.model_id}"):
-            self.widget.add_class(name)
+        self.widget.add_class("nbe-panel")
         self.stop.on_click(self._stop_pressed)
         for limit in (self.least, self.most):
             limit.observe(self._limit_changed, names="value")

@@ -22,23 +22,6 @@ import nbelastic
 client = Client({address!r})
 """
 
-TRAIN = """
-%%elastic_train --np 2 --noblock --name night-run
-import time
-
-import nbelastic.torch as hvd
-
-@hvd.elastic.run
-def loop(state):
-    while True:
-        hvd.barrier()
-        state.step += 1
-        state.commit()
-        time.sleep(0.02)
-
-loop(hvd.elastic.ObjectState(step=0))
-"""
-
 
 def test_the_quickstart_survives_a_kill_and_obeys_slider_and_stop(lab: Lab) -> None:
     quickstart = nbformat.read(lab.server.notebooks / "01_quickstart.ipynb", as_version=4)
@@ -60,30 +43,3 @@ def test_the_quickstart_survives_a_kill_and_obeys_slider_and_stop(lab: Lab) -> N
     lab.run_cell(len(code) - 1)
     prompt = lab.cell(len(code) - 1).locator(".jp-InputPrompt")
     expect(prompt).to_have_text(re.compile(r"\[\d+\]"))
-
-
-def test_the_panel_of_a_kernel_that_is_gone_says_how_to_attach(lab: Lab, crew: Crew) -> None:
-    attach = 'nbelastic.attach("night-run", cluster=client)'
-    setup = SETUP.format(address=crew.cluster.scheduler_address)
-    lab.write("night.ipynb", [setup.strip(), TRAIN.strip(), f"job = {attach}\njob"])
-    line = lab.output(1).locator(".nbe-card").get_by_text(attach)
-    lab.run_cell(0)
-    lab.run_cell(1)
-    for _ in range(2):  # before and after a reload
-        PanelView(lab, 1).wait_for_world(2)
-        expect(line).to_be_hidden()
-        assert lab.save()
-        lab.page.reload()
-        lab.wait_until_idle()
-    lab.restart()
-    lab.save()
-    lab.page.reload()
-    expect(line).to_be_visible()
-    expect(lab.output(1).get_by_text("model not found")).to_be_hidden()
-    lab.run_cell(0)
-    lab.run_cell(2)
-    panel = PanelView(lab, 2)
-    panel.wait_for_world(2)
-    panel.press_stop()
-    panel.wait_for_state("stopped")
-    expect(lab.output(2).locator(".nbe-card")).to_have_count(1)

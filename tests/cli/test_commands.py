@@ -102,47 +102,6 @@ def test_attach_takes_a_job_over_and_waits_for_its_end(crew, call):
     assert job.status.state == "detached"
 
 
-def test_a_job_that_has_ended_answers_still(crew, call):
-    def fail():
-        print("hello")
-        raise ArithmeticError("of the user")
-
-    with pytest.raises(RankFailed):
-        crew.fit(fail, np=1, name="failed")
-    crew.fit(train, kwargs={"seconds": 0.5}, np=1, name="good")
-    rows = [line.split() for line in call("jobs").splitlines()]
-    assert [row[:2] for row in rows[-2:]] == [["failed", "failed"], ["good", "finished"]]
-    assert "ended" in rows[-1] and rows[-1][-1] == "ago"
-    assert "finished" in call("status") and "hello from 0" in call("logs")  # of the last
-    status = call("status", "failed")
-    assert "failed" in status and "ArithmeticError: of the user" in status
-    assert call("logs", "failed").endswith("hello\n")
-    assert "ArithmeticError: of the user" in call("why", "failed")
-    for command in ("stop", "attach"):
-        assert "name='failed': the job has ended; dask elastic" in call(command, "failed", code=2)
-    assert [info.state for info in nbelastic.jobs(crew.client)][-2:] == ["failed", "finished"]
-    crew.fit(train, kwargs={"seconds": 0.5}, np=1, name="failed")  # another of this name
-    assert "ArithmeticError" not in call("status", "failed")
-
-
-def test_the_scheduler_remembers_the_last_jobs_within_a_limit(monkeypatch):
-    service = JobService.__new__(JobService)
-    service._ended = {}
-    monkeypatch.setattr(job_service, "ENDED_BYTES", 2000)
-    facts = {"steps": 1, "epoch": 1, "machine": Machine(Limits()), "client": None, "ranks": {}}
-    record = SimpleNamespace(**facts, log=JobLog(), started=0.0)
-    record.describe = lambda: AttachRefusal("x" * 10)
-    for number in range(job_service.MOST_ENDED + 3):
-        record.name = f"job-{number}"
-        service.remember(record)
-    assert list(service._ended) == [f"job-{n}" for n in range(3, job_service.MOST_ENDED + 3)]
-    for size, kept in ((1900, True), (1900, True), (2001, False)):
-        record.name, record.describe = "large", lambda size=size: AttachRefusal("x" * size)
-        service.remember(record)
-        assert ("large" in service._ended) == kept
-        assert sum(len(each) for _, each in service._ended.values()) <= 2000
-
-
 def test_a_user_cannot_send_an_event_of_a_rank(crew, job):
     message = pack(JobWish("night", RankLeft(0)))
     with pytest.raises(ValueError, match="Invalid value 'RankLeft'"):

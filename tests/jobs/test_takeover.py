@@ -54,7 +54,7 @@ class Kernel:
 
 def info(crew):
     """Return what is known of the only job on the cluster that has not ended."""
-    (found,) = (each for each in nbelastic.jobs(crew.client) if each.ended is None)
+    (found,) = nbelastic.jobs(crew.client)
     return found
 
 

@@ -13,7 +13,7 @@ import cloudpickle
 from nbelastic.cluster import Returned
 from nbelastic.driver.status import HistoryEvent, JobStatus, Output, Progress, RankStatus
 from nbelastic.errors import RankFailed
-from nbelastic.notebook.display_service import AFTER, DisplayGroup, DisplayService
+from nbelastic.notebook.display_service import DisplayGroup, DisplayService
 from nbelastic.render import JobSnapshot
 from tests.support import clusters
 
@@ -163,14 +163,9 @@ class Screen:
     def __init__(self) -> None:
         self.displays: dict[str, dict] = {}
         self.updates: list[dict] = []
-        self.after: dict[str, str] = {}  # the lines under widgets
         self.makers: list[threading.Thread] = []
 
     def publish(self, data, display_id, *, update=False):
-        if display_id.endswith(AFTER):
-            assert (display_id in self.after) == update
-            self.after[display_id] = data["text/html"]
-            return
         assert (display_id in self.displays) == update
         self.displays[display_id] = data
         if update:

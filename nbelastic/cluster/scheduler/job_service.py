@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections import deque
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_GRACE = 5.0  # seconds for ranks of a closed job to end, and for Dask to see it
-MOST_ENDED, ENDED_BYTES = 20, 64 * 2**20  # ended jobs that are remembered, and bytes of them
-
 POLL = 0.005
 
 KEEPER = "fire-and-forget"  # Dask's client that releases a task when it is done
@@ -47,7 +44,6 @@ class JobService:
             m.GiveUp: self.give_up,
         }
         self._given_up: deque[str] = deque(maxlen=100)
-        self._ended: dict[str, tuple[m.JobInfo, bytes]] = {}  # with the packed description
         for name in ("open", "attach", "drives", "close", "payload", "jobs", "look", "wish"):
             scheduler.handlers[f"nbelastic_{name}"] = getattr(self, name)
         scheduler.stream_handlers[FROM_KERNELS] = self._take
@@ -120,37 +116,18 @@ class JobService:
         tasks = map(self._scheduler.tasks.get, keys)
         return any(task is not None and task.state == "processing" for task in tasks)
 
-    def remember(self, job: ScheduledJob) -> None:
-        """Keep the history and the log of an ended job, for later questions."""
-        if not job.steps and job.epoch == 1:
-            return  # it has not begun
-        job.log.results.clear()
-        info = dataclasses.replace(_info_of(job), attached=False, slots=0, ended=time.time())
-        self._ended.pop(job.name, None)
-        self._ended[job.name] = info, m.encode(job.describe())
-        kept = sum(len(packed) for _, packed in self._ended.values())
-        while len(self._ended) > MOST_ENDED or kept > ENDED_BYTES:
-            kept -= len(self._ended.pop(next(iter(self._ended)))[1])
-
     async def jobs(self) -> dict[str, Any]:
-        """Return a summary of each job, and of the newest that have ended."""
-        there = [_info_of(job) for job in self._jobs.values()]
-        ended = [info for name, (info, _) in self._ended.items() if name not in self._jobs]
-        return in_parts(m.encode((*there, *ended)))
+        """Return a summary of each job."""
+        return in_parts(m.encode(tuple(map(_info_of, self._jobs.values()))))
 
     def _refusal(self, job: str) -> dict[str, Any]:
-        problem = "ended" if job in self._ended else "unknown"
-        return pack(m.AttachRefusal(problem, tuple(sorted(self._jobs))))
+        return pack(m.AttachRefusal("unknown", tuple(sorted(self._jobs))))
 
     # -- for users who do not drive a job --------------------------------------------------------
 
     async def look(self, job: str) -> dict[str, Any]:
-        """Return the description of a job, open or ended, without a change of driver."""
-        if job in self._jobs:
-            return pack(self._jobs[job].describe())
-        if job in self._ended:
-            return in_parts(self._ended[job][1])
-        return self._refusal(job)
+        """Return the description of a job, without a change of driver."""
+        return pack(self._jobs[job].describe()) if job in self._jobs else self._refusal(job)
 
     async def wish(self, message: Any) -> dict[str, Any] | None:
         """Pass a user's event to a job, as if its driver's user had sent it."""

@@ -112,7 +112,6 @@ class ElasticPlugin(SchedulerPlugin):
         if job is None:
             return
         job.stop()
-        self._job_service.remember(job)
         job.release()
         release_keys(self.scheduler, job.holder)
         self._job_service.forget_tasks([job.key(s) for s in range(job.machine.roster.starts)])
