@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.browser.lab import ENOUGH_S, WATCH, Lab, PanelView
-from tests.support.clusters import Crew, until
+from tests.support.clusters import until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 

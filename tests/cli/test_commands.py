@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
-import nbelastic
 from nbelastic.cli.entry import elastic
-from nbelastic.cluster.job_log import JobLog
-from nbelastic.cluster.scheduler import job_service
-from nbelastic.cluster.scheduler.job_service import JobService
 from nbelastic.cluster.wire import pack
 from nbelastic.driver import display
-from nbelastic.errors import JobStopped, RankFailed
-from nbelastic.membership import Machine
-from nbelastic.messages import AttachRefusal, JobWish, Limits, RankLeft
+from nbelastic.errors import JobStopped
+from nbelastic.messages import JobWish, RankLeft
 from tests.support.clusters import kinds, until
 
 

@@ -1,9 +1,7 @@
 """What is sent to the workers keeps the names of its files, whatever cloudpickle does to them."""
 
-import functools
 import pickle
 import re
-import sys
 import threading
 import types
 import weakref
