@@ -101,7 +101,7 @@ class Command(LineCommand):
 
 
 class RunCommand(Command):
-    """A command with all options of ``run``, help by group, and a script at the end."""
+    """A command with all options of ``run``, and a script at the end."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         jobs = (LineOption.of(row, flags_of(row)) for row in OF_SCRIPTS)
@@ -113,16 +113,6 @@ class RunCommand(Command):
             params=[*jobs, *TERMINAL, words],
             context_settings={"allow_interspersed_args": False},
         )
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options under their headings."""
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for param in self.params:
-            if record := param.get_help_record(ctx):
-                groups.setdefault(getattr(param, "group", "Other"), []).append(record)
-        for group, records in groups.items():
-            with formatter.section(group):
-                formatter.write_dl(records, col_max=34)
 
 
 _MISSING = "the cluster is missing: --scheduler ADDRESS or --scheduler-file"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import uuid
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from nbelastic.render import JobSnapshot, status_lines
 from .cell import CellFunction
 from .display_service import display, silent, write
 from .names import users_names
-from .options import MagicCommand, MagicOptionError, options_help, split, train_command
+from .options import MagicCommand, MagicOptionError, split, train_command
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -48,32 +49,7 @@ class ElasticMagics(Magics):
         expression on rank 0 is the result, shown as usual; a semicolon behind it hides it. Lines
         beginning with % or ! belong into another cell. Other cells run in the notebook as ever.
 
-        Which cluster
-          --cluster NAME          a variable with a Dask client or cluster, or an address; without
-                                  it the notebook's current client, else a LocalCluster for this job
-                                      %%elastic_train --cluster client
-                                      %%elastic_train --cluster tcp://10.0.0.5:8786
-
-        {options of fit}
-
-        The job and this cell
-          --name NAME             name of the job (made up)
-                                      %%elastic_train --name resnet
-          -o, --out NAME          keep the Job in a variable, from the start and whatever happens
-                                      %%elastic_train -o job
-          --log-to NAME           a variable with a run of wandb or MLflow, a SummaryWriter of
-                                  TensorBoard, or a function: it gets the reported metrics
-                                      %%elastic_train --log-to run
-          -a, --noblock           do not wait; the value of the cell is the Job
-                                      %%elastic_train --noblock -o job
-          -b, --block             wait for the end (the default)
-                                      %%elastic_train --block
-          -q, --quiet             show only the result: no panel, no output, no last line
-                                      %%elastic_train --quiet
-          -v, --verbose           list the modules of yours that travel with the cell
-                                      %%elastic_train --verbose
-          --stream RANKS          ranks whose output is shown: rank0 (the default), all or none
-                                      %%elastic_train --stream all
+        {options}
 
         Interrupting the cell stops the job at its next commit, interrupting it again stops it now.
         {name} and $name on the line are replaced by variables: %%elastic_train --np {ranks}
@@ -153,10 +129,8 @@ class ElasticMagics(Magics):
         return self.shell.user_ns[name]
 
 
-_HELP = str(ElasticMagics.elastic_train.__doc__)
-ElasticMagics.elastic_train.__doc__ = _HELP.replace(
-    "{options of fit}", options_help(MAGIC).lstrip("\n").removeprefix(" " * 8)
-)
+_HELP = inspect.cleandoc(str(ElasticMagics.elastic_train.__doc__))
+ElasticMagics.elastic_train.__doc__ = _HELP.replace("{options}", train_command().options_help())
 
 
 def _wait(job: Any) -> Any:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import keyword
 import shlex
-import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import click
 
-from nbelastic.driver.options import DEFAULTS, TABLE, Kind, OptionRow, choice, flag
+from nbelastic.driver.options import TABLE, Kind, choice, flag
 from nbelastic.driver.parser import LineCommand, LineOption
 from nbelastic.errors import Headline, OptionError
 
@@ -50,6 +48,12 @@ class MagicCommand(LineCommand):
         help_at = f"{self.magic.split(maxsplit=1)[0]}?"
         raise MagicOptionError(f"{self.magic}: {message} (every option: {help_at})")
 
+    def options_help(self) -> str:
+        """Return the options by group, for the help of the magic."""
+        formatter = click.HelpFormatter(width=100)
+        self.format_options(click.Context(self), formatter)
+        return formatter.getvalue().rstrip("\n")
+
     def _repeated(self, words: Iterable[str]) -> Iterator[str]:
         """Yield words with a flag before each value: ``--workers a b`` is twice ``--workers``."""
         several = {flag for param in self.params if param.multiple for flag in param.opts}
@@ -87,33 +91,22 @@ def _variable(text: str) -> str:
 
 def train_command(magic: str = "%%elastic_train") -> MagicCommand:
     """Return the options of a cell: those of ``fit``, and its own."""
-    text = Kind(str, "text", "NAME")
-    mine = (
-        LineOption(["--cluster"], text),
-        LineOption(["--name"], text),
-        LineOption(["-o", "--out"], Kind(_variable, "a name that a variable can have", "NAME")),
-        LineOption(["--log-to"], Kind(_variable, "the name of a variable", "NAME")),
-        LineOption(["-b/-a", "--block/--noblock"], flag),
-        LineOption(["-q", "--quiet"], flag),
-        LineOption(["-v", "--verbose"], flag),
-        LineOption(["--stream"], choice("rank0", "all", "none")),
-    )
-    return MagicCommand(magic, [*(LineOption.of(row) for row in TABLE), *mine])
-
-
-def options_help(prefix: str) -> str:
-    """Return the options of ``fit`` as the help of a magic lists them, by group."""
-    lines = []
-    for group, rows in itertools.groupby(TABLE, key=lambda row: row.group):
-        lines += ["", f"        {group}", *(line for row in rows for line in _help(row, prefix))]
-    return "\n".join(lines[1:])
-
-
-def _help(row: OptionRow, prefix: str) -> list[str]:
-    default = DEFAULTS[row.name]
-    meaning = row.meaning + (f" ({default})" if default not in (None, False) else "")
-    head = f"          {f'{row.flag} {row.kind.metavar}'.rstrip():<24}"
-    indent = " " * 34
-    wrapped = textwrap.wrap(meaning, 66)
-    first = [head + wrapped[0]] if len(head) < len(indent) else [head, indent + wrapped[0]]
-    return [*first, *(indent + more for more in wrapped[1:]), f"{indent}    {prefix} {row.example}"]
+    text, name = Kind(str, "text", "NAME"), Kind(_variable, "the name of a variable", "NAME")
+    mine = {
+        "--cluster": (
+            text,
+            "variable with a Dask client or cluster, or an address [current client]",
+        ),
+        "--name": (text, "name of the job; made up by default"),
+        "-o --out": (name, "keep the Job in a variable, from the start and whatever happens"),
+        "--log-to": (name, "variable with a run, SummaryWriter or function that gets the metrics"),
+        "-b/-a --block/--noblock": (flag, "wait for the end, or show the Job at once [block]"),
+        "-q --quiet": (flag, "show only the result: no panel, no output, no last line"),
+        "-v --verbose": (flag, "list the modules of yours that travel with the cell"),
+        "--stream": (choice("rank0", "all", "none"), "ranks whose output is shown [rank0]"),
+    }
+    own = [
+        LineOption(flags.split(), kind, group="This cell", help=meaning)
+        for flags, (kind, meaning) in mine.items()
+    ]
+    return MagicCommand(magic, [*own, *(LineOption.of(row) for row in TABLE)])
