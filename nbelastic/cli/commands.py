@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,9 @@ from nbelastic import driver
 from nbelastic.cli.clusters import existing
 from nbelastic.driver.options import LIMITS, OF_SCRIPTS, ROWS, OptionRow, changed_limits
 from nbelastic.driver.parser import LineCommand, LineOption
-from nbelastic.driver.status import aligned
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.messages import CANCELLED, StopRequested
-from nbelastic.render import JobSnapshot, duration, sentence, status_lines
+from nbelastic.render import JobSnapshot, sentence, status_lines
 
 HOROVODS: dict[str, tuple[str, ...]] = {
     "np": ("-np", "--num-proc"),
@@ -173,12 +171,7 @@ def _only_job(address: str | None) -> str:
 @_command()
 def jobs(address: str) -> None:
     """List the jobs of a cluster."""
-    rows = [("NAME", "STATE", "RANKS", "COMMITS", "AGE", "")]
-    for job in driver.jobs(address):
-        age = duration(time.time() - job.started)
-        kernel = "" if job.attached else "without a kernel"
-        rows.append((job.name, job.state, f"{job.size:,}", f"{job.commits:,}", age, kernel))
-    click.echo(aligned(rows))
+    click.echo(driver.jobs(address))
 
 
 @_command(job=True)

@@ -9,7 +9,6 @@ import ipaddress
 import json
 import shlex
 import socket
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +32,6 @@ CONFIG = "DASK_INTERNAL_INHERIT_CONFIG"
 # From stdin, because in a command every user of the host could read the configuration.
 READ_CONFIG = f'IFS= read -r {CONFIG} && export {CONFIG} && exec "$@"'
 RETRY_S = 0.5  # half of the delay before a worker is started again for the first time
-LINES = 5  # last lines of a worker's log that are kept for a message
 
 
 @functools.cache
@@ -97,7 +95,7 @@ class SshWorker(Process):
         self._command = shlex.join([*words, scheduler, "--spec", json.dumps(spec)])
         self._configuration = dask.config.serialize(configuration)
         self._task: asyncio.Task[None] | None = None
-        self._lines: deque[str] = deque(maxlen=LINES)
+        self._last = ""  # line of the worker's log
 
     async def start(self) -> None:
         self.status = Status.running
@@ -133,7 +131,7 @@ class SshWorker(Process):
     async def _run_once(self) -> tuple[str, bool]:
         """Run the worker to its end; return the reason, and whether it had started."""
         started = False
-        self._lines.clear()
+        self._last = ""
         try:
             await asyncio.wait_for(self._start_worker(), START_WITHIN_S)
             started = True
@@ -167,8 +165,8 @@ class SshWorker(Process):
         """Return the next line of the worker's log; empty at its end."""
         log: Any = self.proc
         line: str = await log.stderr.readline()
-        self._lines.extend(filter(None, [line.strip()]))
+        self._last = line.strip() or self._last
         return line
 
     def _last_words(self, problem: str) -> str:
-        return f"{problem}: {self._lines[-1]}" if self._lines else problem
+        return f"{problem}: {self._last}" if self._last else problem
