@@ -134,11 +134,11 @@ class DisplayGroup:
 
 
 @dataclass(eq=False)
-class _Shown:
+class Shown:
     """How a job is shown."""
 
     streamer: Streamer = field(default_factory=Streamer)  # one, so that no line is written twice
-    quiet: bool = False
+    quiet: bool = False  # output alone
     cell: object = None  # the number of the execution that has waited for it last
     group: DisplayGroup | None = None  # while displays are open
 
@@ -162,7 +162,7 @@ class DisplayService:
         self._publish = publish
         self._shell = shell
         self._clock = clock
-        self._shown: WeakKeyDictionary[Any, _Shown] = WeakKeyDictionary()
+        self._shown: WeakKeyDictionary[Any, Shown] = WeakKeyDictionary()
 
     # -- for the driver ------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class DisplayService:
         if not shown.quiet:
             shown.cell = getattr(shell, "execution_count", None)
         open_panel = None if shell is None else partial(self._open, job)
-        return OutputDisplay(job, shown.streamer, shown.quiet, self._clock, open_panel)
+        return OutputDisplay(job, shown, self._clock, open_panel)
 
     def show(self, job: Any) -> None:
         """Show a job as the value of a cell, unless the cell has just waited for its end."""
@@ -204,12 +204,12 @@ class DisplayService:
 
     def set_options(self, job: Any, stream: Mode, *, quiet: bool) -> None:
         """Set the ranks whose output is written, and whether to write nothing else."""
-        self._shown[job] = _Shown(Streamer(stream), quiet)
+        self._shown[job] = Shown(Streamer(stream), quiet)
 
     # -- one of each per job -------------------------------------------------------------------
 
-    def _look_up(self, job: Any) -> _Shown:
-        return self._shown.setdefault(job, _Shown())
+    def _look_up(self, job: Any) -> Shown:
+        return self._shown.setdefault(job, Shown())
 
     def _open(self, job: Any) -> Callable[[], object]:
         """Make a display of a job; return a function that waits until displays show its end."""
@@ -237,16 +237,14 @@ class OutputDisplay:
     def __init__(
         self,
         job: Any,
-        streamer: Streamer,
-        quiet: bool = False,  # output alone
+        shown: Shown,
         clock: Callable[[], float] = time.monotonic,
         open_panel: Callable[[], Callable[[], object]] | None = None,  # None in a terminal
     ) -> None:
         self._job = job
-        self._silent = silent()
-        self._streamer = Streamer("none") if self._silent else streamer
-        self._quiet = quiet
-        self._bare = quiet or self._silent  # nothing is shown besides the output
+        self._silent, self._quiet = silent(), shown.quiet
+        self._streamer = Streamer("none") if self._silent else shown.streamer
+        self._bare = self._quiet or self._silent  # nothing is shown besides the output
         self._clock = clock
         self._open_panel = open_panel
         self._join: Callable[[], object] | None = None  # of a panel under the cell

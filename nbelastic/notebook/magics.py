@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 import uuid
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distributed import Client
@@ -167,6 +166,19 @@ def _tell(words: str, quiet: bool) -> None:
 # -- commands of %elastic -------------------------------------------------------------------------
 
 
+_RANK = LineOption(["--rank"], count(0))
+
+COMMANDS: dict[str, list[LineOption]] = {
+    "status": [],
+    "stop": [],
+    "cancel": [],
+    "scale": [LineOption.of(ROWS[name]) for name in LIMITS],
+    "logs": [_RANK],
+    "why": [_RANK],
+}
+"""The options of each command."""
+
+
 def run_command(words: str, job: Any) -> str:
     """Run the words after ``%elastic`` on a job, or on none; return the lines to show."""
     name, *given = split(words, LINE_MAGIC) or [""]
@@ -174,8 +186,7 @@ def run_command(words: str, job: Any) -> str:
         hint = did_you_mean(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
         what = f"there is no command {name!r}" if name else "a command is missing"
         raise MagicOptionError(f"{LINE_MAGIC}: {what}{hint} (every command: {LINE_MAGIC}?)")
-    command, options = COMMANDS[name]
-    values = MagicCommand(f"{LINE_MAGIC} {name}", options).read(given)
+    values = MagicCommand(f"{LINE_MAGIC} {name}", COMMANDS[name]).read(given)
     if job is None:
         raise MagicOptionError(
             f"{LINE_MAGIC}: there is no job yet; run a cell with %%elastic_train --noblock, "
@@ -184,55 +195,27 @@ def run_command(words: str, job: Any) -> str:
     if name in CHANGES and job.done():
         return f"{job.name} has ended already: {job.status.state}"
     try:
-        return command(job, **values)
+        return _carry_out(name, job, values)
     except OptionError as error:
         raise MagicOptionError(f"{LINE_MAGIC} {name}: {error} (more: {LINE_MAGIC}?)") from None
 
 
-def _status(job: Any) -> str:
-    return "\n".join(status_lines(JobSnapshot.of(job)))
-
-
-def _stop(job: Any) -> str:
-    job.stop()
-    return f"{job.name} stops at its next commit ({LINE_MAGIC} cancel stops it at once)"
-
-
-def _cancel(job: Any) -> str:
-    job.cancel()
-    return f"{job.name} stops now"
-
-
-def _scale(job: Any, **limits: Any) -> str:
-    if not limits:
+def _carry_out(name: str, job: Any, values: dict[str, Any]) -> str:
+    if name == "status":
+        return "\n".join(status_lines(JobSnapshot.of(job)))
+    if name == "scale" and not values:
         raise OptionError(f"a limit is missing, as in {LINE_MAGIC} scale --min-np 2 --max-np 6")
-    job.scale(**limits)
-    changes = ", ".join(f"{name}={value}" for name, value in limits.items())
+    found = getattr(job, name)(**values)
+    if name == "logs":
+        return str(found).removesuffix("\n") or f"{job.name}: nothing was printed yet"
+    if name == "why":
+        return str(found)
+    if name == "cancel":
+        return f"{job.name} stops now"
+    if name == "stop":
+        return f"{job.name} stops at its next commit ({LINE_MAGIC} cancel stops it at once)"
+    changes = ", ".join(f"{name}={value}" for name, value in values.items())
     return f"{job.name}: {changes} from its next commit on"
-
-
-def _logs(job: Any, rank: int | None = None) -> str:
-    text: str = job.logs(rank).removesuffix("\n")
-    subject = "its ranks have" if rank is None else f"rank {rank} has"
-    return text or f"{job.name}: {subject} printed nothing yet"
-
-
-def _why(job: Any, rank: int | None = None) -> str:
-    text: str = job.why(rank)
-    return text
-
-
-_RANK = LineOption(["--rank"], count(0))
-
-COMMANDS: dict[str, tuple[Callable[..., str], list[LineOption]]] = {
-    "status": (_status, []),
-    "stop": (_stop, []),
-    "cancel": (_cancel, []),
-    "scale": (_scale, [LineOption.of(ROWS[name]) for name in LIMITS]),
-    "logs": (_logs, [_RANK]),
-    "why": (_why, [_RANK]),
-}
-"""The function and the options of each command."""
 
 
 # -- the extension ---------------------------------------------------------------------------------

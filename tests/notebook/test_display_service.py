@@ -11,7 +11,13 @@ import pytest
 
 from nbelastic.driver import display as drivers
 from nbelastic.notebook import display_service
-from nbelastic.notebook.display_service import WIDGET, DisplayGroup, OutputDisplay, bundle
+from nbelastic.notebook.display_service import (
+    WIDGET,
+    DisplayGroup,
+    OutputDisplay,
+    Shown,
+    bundle,
+)
 from nbelastic.render import Streamer
 from tests.support.logs import own_records
 
@@ -244,7 +250,7 @@ def err(monkeypatch):
 
 
 def watch(job: FakeJob, quiet: bool = False) -> OutputDisplay:
-    return OutputDisplay(job, Streamer(), quiet, itertools.count(1.0).__next__)
+    return OutputDisplay(job, Shown(Streamer(), quiet), itertools.count(1.0).__next__)
 
 
 def test_a_terminal_gets_one_line_that_is_rewritten(err):
