@@ -148,11 +148,12 @@ LONGEST = 4_000  # maximum length of a placeholder's text
 
 
 @dataclass(frozen=True)
-class UnavailableValue:
-    """A placeholder for a value that could not be sent: its text, and the reason."""
+class ReturnedValue:
+    """A value on its way to the notebook. Unpickling gives the value, or without it this text."""
 
-    text: str  # its ``repr``
-    reason: str
+    text: str  # the value's ``repr``
+    reason: str  # why there is only the text
+    data: bytes = b""  # the value, pickled
 
     def __repr__(self) -> str:
         return (
@@ -160,32 +161,26 @@ class UnavailableValue:
             "as a number or a state_dict]"
         )
 
-
-@dataclass(frozen=True)
-class RemoteValue:
-    """A pickled value. Unpickling it gives the value, or a placeholder."""
-
-    data: bytes
-    text: str
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self.data, self.text)
+        return _open, (self.text, self.reason, self.data)
 
 
-def pack(value: Any) -> RemoteValue | UnavailableValue:
+def pack(value: Any) -> ReturnedValue:
     """Return the value of a cell's last expression as it is sent to the notebook."""
     try:
         text = repr(value)[:LONGEST]
     except Exception as error:  # a __repr__ is the user's
         text = f"<{type(value).__name__}; its repr() failed: {summary_of(error)}>"
     try:
-        return RemoteValue(dumps(value), text)
+        return ReturnedValue(text, "", dumps(value))
     except Exception as error:  # pickling runs code of any class
-        return UnavailableValue(text, f"it cannot be pickled ({summary_of(error)})")
+        return ReturnedValue(text, f"it cannot be pickled ({summary_of(error)})")
 
 
-def _open(data: bytes, text: str) -> Any:
+def _open(text: str, reason: str, data: bytes) -> Any:
+    if not data:
+        return ReturnedValue(text, reason)
     try:
         return cloudpickle.loads(data)
     except Exception as error:  # unpickling runs code of any class
-        return UnavailableValue(text, f"it cannot be unpickled here ({summary_of(error)})")
+        return ReturnedValue(text, f"it cannot be unpickled here ({summary_of(error)})")

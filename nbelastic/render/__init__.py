@@ -7,7 +7,6 @@ from .formatting import abbreviate, count, duration, number, pace, printable
 from .output import Mode, RankLines, Streamer
 from .page import OUTPUT_TITLE, PARTS, STYLE, page
 from .text import JobSnapshot, line, sentence, text
-from .timeline import timeline
 
 __all__ = [
     "FIGURES",
@@ -29,5 +28,4 @@ __all__ = [
     "sentence",
     "status_lines",
     "text",
-    "timeline",
 ]

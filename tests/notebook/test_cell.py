@@ -16,7 +16,7 @@ from nbelastic.cluster.rank_error import pack_error, unpack_error
 from nbelastic.notebook.cell import (
     CellError,
     CellFunction,
-    UnavailableValue,
+    ReturnedValue,
     pack,
 )
 from nbelastic.notebook.names import users_names
@@ -178,7 +178,7 @@ def test_a_line_for_ipython_is_refused_with_its_number(line):
 
 def test_a_value_that_cannot_be_pickled_or_unpickled_gets_a_placeholder():
     value = sent(pack(threading.Lock()))
-    assert isinstance(value, UnavailableValue)
+    assert isinstance(value, ReturnedValue)
     assert repr(value).startswith("<unlocked _thread.lock object")
     assert "cannot be pickled" in str(value)
 

@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from nbelastic.render import JobSnapshot, timeline
-from nbelastic.render.timeline import MARKS, legend, thin
+from nbelastic.render import JobSnapshot
+from nbelastic.render.timeline import MARKS, legend, thin, timeline
 
 from .fakes import STARTED, event, job_status
 
