@@ -50,7 +50,7 @@ def judge(answers: Answers, *, of_cluster: bool) -> Iterator[str]:
 
 
 def probe(workers: Sequence[str] = ()) -> tuple[str, Sequence[str]]:
-    """Return why a process has no shared memory, and workers that it cannot connect to."""
+    """Return the reason for no shared memory, and the workers that this process cannot reach."""
     return missing_native_part(), [worker for worker in workers if not _connects(worker)]
 
 
