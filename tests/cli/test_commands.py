@@ -94,6 +94,7 @@ def test_attach_takes_a_job_over_and_waits_for_its_end(crew, call):
     until(lambda: job.status.size == 1, "one rank trains")
     assert "finished · 1 rank" in call("attach", "short", "--plain")
     assert job.status.state == "detached"
+    assert "a job's name is missing; there are: none" in call("status", code=2)
 
 
 def test_a_user_cannot_send_an_event_of_a_rank(crew, job):
