@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 PANEL_DELAY = 2.0  # seconds of waiting before a panel appears
 BETWEEN_LINES = 0.25  # minimum of seconds between two updates of the progress line
 BETWEEN_PAGES = 5.0  # minimum of seconds between two updates of the static HTML while a job runs
-POLL_INTERVAL = 0.1  # seconds between two updates by the thread
+POLL_INTERVAL = 0.25  # seconds between two updates by the thread
 _CLEAR = "\r\x1b[K"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -101,8 +101,8 @@ class DisplayGroup:
     def refresh(self) -> None:
         """Update the displays."""
         with self._lock:
-            if self._panel is not None and not self._panel.refresh():
-                return  # too soon
+            if self._panel is not None:
+                self._panel.refresh()
             state, now = self._job.status.state, self._clock()
             stale = self._panel is None or state != self._published[0]
             if stale and now - self._published[1] >= BETWEEN_PAGES:

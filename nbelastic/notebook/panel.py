@@ -1,10 +1,9 @@
 """Live panel: a job in ipywidgets, with a Stop button and fields for its limits.
 
-The display group updates it, under its lock. It reads the job at most four times a second, and at
-once after an event. Each part is a widget, rendered by the pure functions in ``render``, and is
-sent only if it has changed. Callbacks of the controls run in the kernel's thread, and ipywidgets
-shows their errors. The limits are fields, because a screen reader cannot name the handles of an
-ipywidgets slider.
+The display group updates it, under its lock. Each part is a widget, rendered by the pure functions
+in ``render``, and is sent only if it has changed. Callbacks of the controls run in the kernel's
+thread, and ipywidgets shows their errors. The limits are fields, because a screen reader cannot
+name the handles of an ipywidgets slider.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from nbelastic.errors import OptionError
 from nbelastic.render import OUTPUT_TITLE, PARTS, STYLE, JobSnapshot
 from nbelastic.render.formatting import escape
 
-BETWEEN_UPDATES = 0.25  # seconds at least between two updates without an event
 BETWEEN_DRAWINGS = 1.0  # seconds at least between drawings: a new one closes an open tooltip
 DRAWINGS = frozenset({"timeline", "curves"})
 
@@ -49,7 +47,7 @@ class Panel:
         self._job: Any = job
         self._clock = clock
         self._seen: tuple[str, int] = ("", -1)
-        self._updated = self._drawn = float("-inf")
+        self._drawn = float("-inf")
         self._limits: tuple[int, int] | None = None  # as the job has last reported them
         self._stale = STALE.format(afterlife(job))
         self._refused = 0.0
@@ -79,25 +77,17 @@ class Panel:
             limit.observe(self._limit_changed, names="value")
         self.refresh()
 
-    def refresh(self) -> bool:
-        """Update the panel; return whether the job was read."""
-        if self._job is None:
-            return False
-        status = self._job.status
-        seen = (status.state, len(self._job.history))
-        now = self._clock()
-        if seen == self._seen and now - self._updated < BETWEEN_UPDATES:
-            return False
+    def refresh(self) -> None:
+        """Update the panel."""
+        snapshot, now = JobSnapshot.of(self._job), self._clock()
+        seen = (snapshot.status.state, len(snapshot.history))
         draws = seen != self._seen or now - self._drawn >= BETWEEN_DRAWINGS
-        self._seen, self._updated = seen, now
-        self._drawn = now if draws else self._drawn
-        self._put(JobSnapshot.of(self._job, status), draws=draws)
-        return True
+        if draws:
+            self._seen, self._drawn = seen, now
+        self._put(snapshot, draws=draws)
 
     def finish(self) -> None:
         """Show the final state, and remove the controls."""
-        if self._job is None:
-            return
         self._put(JobSnapshot.of(self._job), draws=True)
         self.widget.children = tuple(c for c in self.widget.children if c is not self._controls)
         # ipywidgets keeps every widget for the life of the kernel; do not let it keep the job

@@ -50,9 +50,9 @@ class JobSnapshot:
     error: str = ""  # what the job's result raises
 
     @classmethod
-    def of(cls, job: Any, status: JobStatus | None = None) -> JobSnapshot:
-        """Return a snapshot of a job, with a status that was just taken, if any."""
-        log, status = driver_of(job).log, status or job.status
+    def of(cls, job: Any) -> JobSnapshot:
+        """Return a snapshot of a job."""
+        log, status = driver_of(job).log, job.status
         curves = log.metrics.curves(MOST_POINTS)
         error = str(job.exception()) if status.state == "failed" else ""
         pace, output = log.metrics.pace(), log.printed.last(0, MOST_OUTPUT)
