@@ -15,11 +15,12 @@ import operator
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
+
+from nbelastic.status import DataStatus, Output
 
 _MOST = sys.float_info.max
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-_MOST, le=_MOST)] | int
@@ -709,13 +710,10 @@ class WeightsSampled(RankReport, frozen=True):
     besides: bool = False  # these parameters are neither in the state nor in the broadcast
 
 
-KERNEL = -1  # stands for a start in a note of the kernel's
-
-
 class RankNote(RankReport, frozen=True):
-    """Entry for the job's history, from a rank or the kernel."""
+    """Entry for the job's history."""
 
-    about: str  # kind in the history: checkpoint, warning, phases, straggler, logged
+    about: str  # kind in the history: checkpoint, warning, phases, straggler
     detail: str  # for people
     figures: dict[str, Number] = {}
 
@@ -911,18 +909,6 @@ class CodeLine(Data, frozen=True):
     text: str = ""  # in a traceback
 
 
-class DataProgress(Data, frozen=True):
-    """Rows of a source in the steps of a commit."""
-
-    source: str  # its name
-    epoch: int
-    rows: int  # of an epoch; 0 if that is not known
-    done: int  # of the present epoch
-    seen: int  # that went into the training, over all epochs
-    redone: int  # that were handed out, rolled back, and handed out again
-    lost: int  # that should have been in steps that are done, and were not
-
-
 class MetricsReport(Data, frozen=True):
     """A report of metrics."""
 
@@ -1022,7 +1008,7 @@ class RankTelemetry(Message, frozen=True):
     first: int = 0  # the first micro-batch that it computes
     last: int = 0  # the one after its last
     why_not_exact: str = ""  # what keeps its training from being exact
-    data: tuple[DataProgress, ...] = ()  # of each loader of its state, at its last commit
+    data: tuple[DataStatus, ...] = ()  # of each loader of its state, at its last commit
     reports: tuple[MetricsReport, ...] = ()
 
 
@@ -1142,7 +1128,7 @@ class LogContents(Data, frozen=True):
     failures: dict[int, PackedError]
     history: tuple[Record, ...]
     ranks: dict[int, tuple[int, str]]  # the last rank and the worker
-    output: tuple[tuple[int, str], ...]  # the newest, each piece with its start
+    output: tuple[Output, ...]  # the newest
     telemetry: tuple[RankTelemetry, ...]  # the last of each start, with its newest reports
 
 
@@ -1172,51 +1158,6 @@ class AttachRefusal(Message, frozen=True):
 
     problem: str
     jobs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class JobInfo:
-    """A job on a cluster, from :func:`nbelastic.jobs`.
-
-    Attributes
-    ----------
-    name : str
-        The job's name, for :func:`nbelastic.attach`.
-    state : str
-        As in :class:`nbelastic.JobStatus`.
-    size : int
-        Number of ranks in training.
-    commits : int
-        Newest commit that all of these ranks hold.
-    started : float
-        Time of its start, in seconds since the epoch.
-    attached : bool
-        Whether a kernel is attached to it.
-    priority, weight : int, float
-        Its place among the jobs of the cluster.
-    min_np, max_np : int, int or None
-        Limits on the number of ranks.
-    slots : int
-        Slots that it has, also for ranks that are starting or leaving.
-    share : int or None
-        As in :class:`nbelastic.JobStatus`.
-    ended : float or None
-        Time of its end; None while it is on the cluster. The scheduler remembers the last 20 jobs.
-    """
-
-    name: str
-    state: str
-    size: int
-    commits: int
-    started: float
-    attached: bool
-    priority: int = 0
-    weight: float = 1.0
-    min_np: int = 1
-    max_np: int | None = None
-    slots: int = 0
-    share: int | None = None
-    ended: float | None = None
 
 
 class JournalStep(JobMessage, frozen=True):

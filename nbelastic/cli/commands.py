@@ -13,10 +13,10 @@ from nbelastic import driver
 from nbelastic.cli.clusters import existing
 from nbelastic.driver.options import LIMITS, OF_SCRIPTS, ROWS, OptionRow, changed_limits
 from nbelastic.driver.parser import LineCommand, LineOption
-from nbelastic.driver.status import aligned
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.messages import CANCELLED, StopRequested
 from nbelastic.render import JobSnapshot, duration, sentence, status_lines
+from nbelastic.status import aligned
 
 HOROVODS: dict[str, tuple[str, ...]] = {
     "np": ("-np", "--num-proc"),

@@ -31,8 +31,7 @@ from nbelastic.elastic.ranks.timeline import part_of
 from nbelastic.elastic.redaction import without_secrets
 from nbelastic.errors import OptionError
 from nbelastic.messages import Limits, LimitsChanged, Place
-
-from .status import JobStatus
+from nbelastic.status import JobStatus
 
 logger = logging.getLogger(__name__)
 

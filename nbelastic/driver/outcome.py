@@ -11,13 +11,18 @@ from typing import Any
 import cloudpickle
 
 from nbelastic import errors
-from nbelastic.cluster import Failure, Returned, unpack_error, why_missing
+from nbelastic.cluster import Failure, Returned, unpack_error
 from nbelastic.messages import FailureKind, Outcome, StopRequested
 
 from . import display
 from .kernel_log import KernelLog
 
 MOST_SHOWN = 4
+
+MISSING = (
+    "install it there, or, if it is yours, import it by name in the function, so that it travels; "
+    "print(job.modules.describe()) lists what has travelled, and what has not, with the reason"
+)
 
 _CAUSE: Any = BaseException.__dict__["__cause__"]
 
@@ -122,7 +127,7 @@ def _rank_failed(job: str, log: KernelLog, raised: Mapping[int, Failure]) -> Bas
         first: Any = raised[starts[0]].exception
         # isinstance() would ask the error for its class, which may raise anything.
         if issubclass(type(first), ModuleNotFoundError) and first.name:
-            parts[-1] += f"\n{why_missing(first.name, log.modules)}".rstrip()
+            parts[-1] += f"\n{first.name} is not on that worker: {MISSING}"
     if len(groups) > MOST_SHOWN:
         parts.append(f"+ {len(groups) - MOST_SHOWN} other errors")
     message = "\n\n".join(parts)

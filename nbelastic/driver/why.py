@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterable
 
 from nbelastic.collectives import missing_native_part
-from nbelastic.driver.status import HistoryEvent, aligned
+from nbelastic.status import HistoryEvent, aligned
 
 MOST = 20  # decisions that are shown, the newest
 
-_NO_DECISIONS = ("formed", "phases", "checkpoint", "alias", "logged")  # kinds in the history
+_NO_DECISIONS = ("formed", "phases", "checkpoint", "alias")  # kinds in the history
 
 PACKAGES = (
     "nbelastic torch dask distributed cloudpickle fsspec msgpack msgspec numpy tornado "

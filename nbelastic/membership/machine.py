@@ -275,7 +275,7 @@ class Machine:
 
     def _on_rank_note(self, event: m.RankNote) -> None:
         rank = self.roster.ranks.get(event.start)
-        if rank is not None or event.start == m.KERNEL:
+        if rank is not None:
             self._record(event.about, rank, m.Text(event.detail), event.figures)
 
     def _on_weights_sampled(self, event: m.WeightsSampled) -> None:

@@ -61,9 +61,8 @@ class ElasticMagics(Magics):
                                       %%elastic_train --name resnet
           -o, --out NAME          keep the Job in a variable, from the start and whatever happens
                                       %%elastic_train -o job
-          --log-to NAME           a variable with a run of wandb or MLflow, a SummaryWriter of
-                                  TensorBoard, or a function: it gets the reported metrics
-                                      %%elastic_train --log-to run
+          --log-to NAME           a function that gets each step and a dict of its metrics
+                                      %%elastic_train --log-to log
           -a, --noblock           do not wait; the value of the cell is the Job
                                       %%elastic_train --noblock -o job
           -b, --block             wait for the end (the default)

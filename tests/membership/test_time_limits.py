@@ -172,7 +172,7 @@ def returned(**limits: float) -> World:
 def test_a_job_ends_after_what_its_ranks_still_do() -> None:
     world = returned()
     assert world.outcome is None and world.view().state == "running"
-    assert "of 1 rank still run" in str(world.view().reason)
+    assert "of 1 rank still run" in world.reason()
     world.tell(ev.RankExited(0))
     assert world.outcome.kind == "finished" and not world.machine.roster.warnings
 

@@ -17,6 +17,7 @@ from nbelastic.cluster.scheduler.records import RANK_KEY
 from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
 from nbelastic.cluster.worker.agent import run_rank
 from nbelastic.errors import ClusterLost, NbelasticError, OptionError
+from nbelastic.status import JobInfo
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -216,10 +217,10 @@ class JobClient:
             future.release()
 
 
-def open_jobs(client: Client) -> tuple[m.JobInfo, ...]:
+def open_jobs(client: Client) -> tuple[JobInfo, ...]:
     """Return a summary of each job on a cluster."""
     packed = _ask(client, "its jobs were asked for", "jobs")
-    found: tuple[m.JobInfo, ...] = unpack(packed, tuple[m.JobInfo, ...])
+    found: tuple[JobInfo, ...] = unpack(packed, tuple[JobInfo, ...])
     return found
 
 

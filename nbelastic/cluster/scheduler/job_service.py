@@ -17,6 +17,7 @@ from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import hold_keys, hold_nothing_back, until
 from nbelastic.cluster.wire import FROM_KERNELS, in_parts, pack, unpack
 from nbelastic.membership import unpack_machine, view
+from nbelastic.status import JobInfo
 
 from .job import ScheduledJob
 from .records import RANK_KEY
@@ -47,7 +48,7 @@ class JobService:
             m.GiveUp: self.give_up,
         }
         self._given_up: deque[str] = deque(maxlen=100)
-        self._ended: dict[str, tuple[m.JobInfo, bytes]] = {}  # with the packed description
+        self._ended: dict[str, tuple[JobInfo, bytes]] = {}  # with the packed description
         for name in ("open", "attach", "drives", "close", "payload", "jobs", "look", "wish"):
             scheduler.handlers[f"nbelastic_{name}"] = getattr(self, name)
         scheduler.stream_handlers[FROM_KERNELS] = self._take
@@ -266,10 +267,10 @@ class JobService:
             self._scheduler.client_releases_keys(keys=known, client=client)
 
 
-def _info_of(job: ScheduledJob) -> m.JobInfo:
-    seen = view(job.machine, job.machine.roster.now)
+def _info_of(job: ScheduledJob) -> JobInfo:
+    seen = view(job.machine)
     limits = job.machine.roster.limits
-    return m.JobInfo(
+    return JobInfo(
         name=job.name,
         state=seen.state,
         size=seen.size,
