@@ -116,16 +116,6 @@ class RunCommand(Command):
             context_settings={"allow_interspersed_args": False},
         )
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options under their headings."""
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for param in self.params:
-            if record := param.get_help_record(ctx):
-                groups.setdefault(getattr(param, "group", "Other"), []).append(record)
-        for group, records in groups.items():
-            with formatter.section(group):
-                formatter.write_dl(records, col_max=34)
-
 
 _MISSING = "the cluster is missing: --scheduler ADDRESS or --scheduler-file"
 

@@ -137,7 +137,7 @@ class LineOption(click.Option):
 
 
 class LineCommand(click.Command):
-    """A command that answers an unknown option with the nearest known option."""
+    """A command with help by group, whose answer to an unknown option is the nearest known one."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse a line."""
@@ -150,3 +150,13 @@ class LineCommand(click.Command):
             names = [name for param in self.params for name in param.opts if name.startswith("--")]
             hint = did_you_mean(given.replace("_", "-"), names)
             raise click.UsageError(f"there is no option {given}{hint}", ctx) from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options under their headings."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.params:
+            if record := param.get_help_record(ctx):
+                groups.setdefault(getattr(param, "group", "Other"), []).append(record)
+        for group, records in groups.items():
+            with formatter.section(group):
+                formatter.write_dl(records, col_max=34)

@@ -48,31 +48,7 @@ class ElasticMagics(Magics):
         expression on rank 0 is the result, shown as usual; a semicolon behind it hides it. Lines
         beginning with % or ! belong into another cell. Other cells run in the notebook as ever.
 
-        Which cluster
-          --cluster NAME          a variable with a Dask client or cluster, or an address; without
-                                  it the notebook's current client, else a LocalCluster for this job
-                                      %%elastic_train --cluster client
-                                      %%elastic_train --cluster tcp://10.0.0.5:8786
-
-        {options of fit}
-
-        The job and this cell
-          --name NAME             name of the job (made up)
-                                      %%elastic_train --name resnet
-          -o, --out NAME          keep the Job in a variable, from the start and whatever happens
-                                      %%elastic_train -o job
-          --log-to NAME           a function that gets each step and a dict of its metrics
-                                      %%elastic_train --log-to log
-          -a, --noblock           do not wait; the value of the cell is the Job
-                                      %%elastic_train --noblock -o job
-          -b, --block             wait for the end (the default)
-                                      %%elastic_train --block
-          -q, --quiet             show only the result: no panel, no output, no last line
-                                      %%elastic_train --quiet
-          -v, --verbose           list the modules of yours that travel with the cell
-                                      %%elastic_train --verbose
-          --stream RANKS          ranks whose output is shown: rank0 (the default), all or none
-                                      %%elastic_train --stream all
+        {options}
 
         Interrupting the cell stops the job at its next commit, interrupting it again stops it now.
         {name} and $name on the line are replaced by variables: %%elastic_train --np {ranks}
@@ -154,7 +130,7 @@ class ElasticMagics(Magics):
 
 _HELP = str(ElasticMagics.elastic_train.__doc__)
 ElasticMagics.elastic_train.__doc__ = _HELP.replace(
-    "{options of fit}", options_help(MAGIC).lstrip("\n").removeprefix(" " * 8)
+    "{options}", options_help(train_command(MAGIC), indent=8)
 )
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import keyword
 import shlex
-import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import click
 
-from nbelastic.driver.options import DEFAULTS, TABLE, Kind, OptionRow, choice, flag
+from nbelastic.driver.options import TABLE, Kind, choice, flag
 from nbelastic.driver.parser import LineCommand, LineOption
 from nbelastic.errors import Headline, OptionError
 
@@ -89,31 +87,31 @@ def train_command(magic: str = "%%elastic_train") -> MagicCommand:
     """Return the options of a cell: those of ``fit``, and its own."""
     text = Kind(str, "text", "NAME")
     mine = (
-        LineOption(["--cluster"], text),
-        LineOption(["--name"], text),
-        LineOption(["-o", "--out"], Kind(_variable, "a name that a variable can have", "NAME")),
-        LineOption(["--log-to"], Kind(_variable, "the name of a variable", "NAME")),
-        LineOption(["-b/-a", "--block/--noblock"], flag),
-        LineOption(["-q", "--quiet"], flag),
-        LineOption(["-v", "--verbose"], flag),
-        LineOption(["--stream"], choice("rank0", "all", "none")),
-    )
-    return MagicCommand(magic, [*(LineOption.of(row) for row in TABLE), *mine])
+        _own("--cluster", text,
+             "a variable with a Dask client or cluster, or an address; without it the notebook's "
+             "current client, else a LocalCluster for this job"),
+        _own("--name", text, "name of the job; made up by default"),
+        _own("-o --out", Kind(_variable, "a name that a variable can have", "NAME"),
+             "keep the Job in a variable, from the start and whatever happens"),
+        _own("--log-to", Kind(_variable, "the name of a variable", "NAME"),
+             "a function that gets each step and a dict of its metrics"),
+        _own("-b/-a --block/--noblock", flag,
+             "wait for the end, which is the default; or do not: the value of the cell is the Job"),
+        _own("-q --quiet", flag, "show only the result: no panel, no output, no last line"),
+        _own("-v --verbose", flag, "list the modules of yours that travel with the cell"),
+        _own("--stream", choice("rank0", "all", "none"),
+             "ranks whose output is shown; by default rank0"),
+    )  # fmt: skip
+    return MagicCommand(magic, [*mine, *(LineOption.of(row) for row in TABLE)])
 
 
-def options_help(prefix: str) -> str:
-    """Return the options of ``fit`` as the help of a magic lists them, by group."""
-    lines = []
-    for group, rows in itertools.groupby(TABLE, key=lambda row: row.group):
-        lines += ["", f"        {group}", *(line for row in rows for line in _help(row, prefix))]
-    return "\n".join(lines[1:])
+def _own(flags: str, kind: Kind, meaning: str) -> LineOption:
+    return LineOption(flags.split(), kind, group="The job and this cell", help=meaning)
 
 
-def _help(row: OptionRow, prefix: str) -> list[str]:
-    default = DEFAULTS[row.name]
-    meaning = row.meaning + (f" ({default})" if default not in (None, False) else "")
-    head = f"          {f'{row.flag} {row.kind.metavar}'.rstrip():<24}"
-    indent = " " * 34
-    wrapped = textwrap.wrap(meaning, 66)
-    first = [head + wrapped[0]] if len(head) < len(indent) else [head, indent + wrapped[0]]
-    return [*first, *(indent + more for more in wrapped[1:]), f"{indent}    {prefix} {row.example}"]
+def options_help(command: MagicCommand, indent: int) -> str:
+    """Return the options as the help of a magic lists them, by group."""
+    formatter = click.HelpFormatter(width=100)
+    formatter.current_indent = indent
+    command.format_options(click.Context(command), formatter)
+    return formatter.getvalue().strip()

@@ -131,15 +131,13 @@ def test_the_manner_is_set_before_the_wait_for_a_job(shell, fit):
 # -- help and loading --------------------------------------------------------------------------
 
 
-def test_the_help_has_every_option_with_an_example_that_can_be_run(shell):
+def test_the_help_has_every_option_and_what_it_means(shell):
     text = shell.find_cell_magic("elastic_train").__doc__
-    examples = [line for line in text.splitlines() if line.strip().startswith("%%elastic")]
-    for example in examples:
-        assert train_command().read(example.replace("{ranks}", "2").split()[1:])
+    words = " ".join(text.split())
     for option in train_command().params:
         for name in (*option.opts, *option.secondary_opts):
             assert f"{name} " in text or f"{name}," in text
-        assert any(name in line for name in option.opts for line in examples)
+        assert option.help in words
 
 
 def test_the_extension_can_be_loaded_twice_unloaded_and_loaded_again(shell):
