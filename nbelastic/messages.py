@@ -885,16 +885,10 @@ class FaultOrder(Data, frozen=True, kw_only=True):
 
 
 class InjectFaults(RankEffect, frozen=True):
-    """Inject faults, and drop faults that another rank has injected."""
+    """Inject faults, and drop faults that this rank's agent, or another rank, has injected."""
 
     faults: tuple[FaultOrder, ...] = ()
     drop: tuple[int, ...] = ()
-
-
-class FaultDone(RankEffect, frozen=True):
-    """A fault that was due has been injected, or could not be; from the rank's agent."""
-
-    number: int
 
 
 # -- what ranks measure and raise ------------------------------------------------------------------
@@ -1177,8 +1171,7 @@ class InjectRequest(JobMessage, frozen=True):
 
     epoch: int
     starts: tuple[int, ...]
-    faults: tuple[FaultOrder, ...] = ()
-    drop: tuple[int, ...] = ()
+    order: InjectFaults
 
 
 class GiveUp(Message, frozen=True):

@@ -197,8 +197,8 @@ class JobClient:
         self, starts: Iterable[int], faults: Iterable[m.FaultOrder] = (), drop: Iterable[int] = ()
     ) -> None:
         """Send faults to ranks."""
-        starts = tuple(sorted(starts))
-        self._send(m.InjectRequest(self._job, self.epoch, starts, tuple(faults), tuple(drop)))
+        order = m.InjectFaults(tuple(faults), tuple(drop))
+        self._send(m.InjectRequest(self._job, self.epoch, tuple(sorted(starts)), order))
 
     def _send(self, message: m.Message) -> None:
         if self._client.status in ("running", "connecting"):

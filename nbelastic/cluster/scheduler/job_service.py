@@ -173,8 +173,7 @@ class JobService:
     def inject(self, client: str, request: m.InjectRequest) -> None:
         """Pass faults on to ranks."""
         if (record := self._driven(request.job, client, request.epoch)) is not None:
-            effect = m.InjectFaults(request.faults, request.drop)
-            self._plugin.order(record, effect, request.starts)
+            self._plugin.order(record, request.order, request.starts)
 
     async def drives(self, job: str, client: str, epoch: int) -> bool:
         """Return whether a job is still a driver's."""

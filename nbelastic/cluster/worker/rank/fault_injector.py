@@ -52,10 +52,12 @@ class FaultInjector:
     # -- by the thread that reads orders -----------------------------------------------------------
 
     def take(self, faults: Sequence[FaultOrder], drop: Sequence[int]) -> None:
-        """Arm `faults`, or inject immediate faults now; disarm the faults numbered `drop`."""
+        """Arm `faults`, or inject immediate faults now; disarm those in `drop`, which are done."""
         later = [fault for fault in faults if fault.timed or fault.kind in IN_STEP]
         with self._lock:
             self._armed = [each for each in self._armed if each.number not in {*drop}] + later
+        for number in drop:
+            self.done(number)
         for fault in faults:
             if fault not in later:
                 self._inflict(fault)
