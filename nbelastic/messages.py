@@ -301,31 +301,6 @@ class Lost(Reason, frozen=True):
         return self.reason.value.format(detail=self.detail, seconds=self.seconds)
 
 
-class EndReason(str, enum.Enum):
-    """Why a rank is ordered to end while its job goes on, or has finished."""
-
-    WORKER_LEAVING = "its worker was asked to leave"
-    WORKER_EXCLUDED = "its worker is excluded for a while"
-    SCALED_DOWN = "the job was scaled down"
-    SHARED = "another job of the cluster is to have its slot"
-    LEFT_BEHIND = "the other ranks are past the point where it could join"
-    FINISHING = "the job is finishing"
-
-
-class EndOrder(Reason, frozen=True):
-    says = "{reason.value}"
-    reason: EndReason
-
-
-class DidNotEnd(Reason, frozen=True):
-    says = (
-        "{rank} did not end within {seconds:g} s of the order to: its worker is restarted, or "
-        "closed if it has no nanny"
-    )
-    rank: RankId
-    seconds: Number
-
-
 class CutOff(Reason, frozen=True):
     says = (
         "{rank.short} was cut off after its function had returned: {how}\n"
@@ -338,14 +313,7 @@ class CutOff(Reason, frozen=True):
 
 
 class RankError(Reason, frozen=True):
-    rank: RankId  # makes no difference: the same error of several ranks is one
     error: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RankError) and other.error == self.error
-
-    def __hash__(self) -> int:
-        return hash(self.error)
 
     def __str__(self) -> str:
         return self.at("")
@@ -354,7 +322,7 @@ class RankError(Reason, frozen=True):
         """Return the warning with the line of the error."""
         where = f", at {place}" if place else ""
         return (
-            f"{self.rank.short} raised {self.error}{where}\n"
+            f"a rank raised {self.error}{where}\n"
             "The other ranks went on from their last commit. A worker whose rank raises is left "
             "out, unless others raise the same. Fix the error, or handle it in the function."
         )
@@ -370,16 +338,6 @@ class Exclusion(Reason, frozen=True):
         length = "for good" if self.seconds is None else f"for {self.seconds:.1f} s"
         again = f", {self.times} times in a row" if self.times > 1 else ""
         return f"{self.kind} {self.name} is excluded {length}{again}"
-
-
-class CannotJoin(Reason, frozen=True):
-    says = (
-        "{rank} could not join: its function builds another state than the others have\n{error}\n"
-        "The others go on without it, and its worker is tried again later. Whatever training adds "
-        "to the model or the optimizer must be there, on each rank, before the state is made."
-    )
-    rank: RankId
-    error: str
 
 
 class GenerationLeft(Reason, frozen=True):
@@ -429,17 +387,6 @@ class NoNewCommit(Reason, frozen=True):
     def __str__(self) -> str:
         death = "" if self.last_death in str(self.causes) else f"; before that, {self.last_death}"
         return f"{listed(self.causes)} ({self.count}, without progress{death})"
-
-
-class LoopsDiffer(Reason, frozen=True):
-    says = (
-        "{done} has reached the end of its elastic loop, but {waiting} waits for it in another "
-        "operation, because it has more batches or commits. Give all ranks the same number of "
-        "batches (hvd.elastic.ElasticSampler does), and commit on all of them; or end the loop "
-        "over batches by hvd.join(), with which a rank waits for those that have more"
-    )
-    done: RankId
-    waiting: RankId
 
 
 class PastFirstLoop(Reason, frozen=True):
@@ -561,6 +508,12 @@ NONE_STAYS = Text(
     "all workers with the state will go, and the job has no checkpoint: it starts over unless "
     "another worker joins before. Pass checkpoint=, or add workers"
 )
+WORKER_LEAVING = Text("its worker was asked to leave")
+WORKER_EXCLUDED = Text("its worker is excluded for a while")
+SCALED_DOWN = Text("the job was scaled down")
+SHARED = Text("another job of the cluster is to have its slot")
+LEFT_BEHIND = Text("the other ranks are past the point where it could join")
+FINISHING = Text("the job is finishing")
 STOP_PENDING = Text("stopping at the next commit")
 KERNEL_ATTACHED = Text("a kernel has attached to it")
 

@@ -31,9 +31,6 @@ _KINDS: dict[FailureKind | None, type[errors.JobError]] = {
     FailureKind.RESET_LIMIT: errors.ResetLimitExceeded,
     FailureKind.NO_PROGRESS: errors.NoProgress,
     FailureKind.CLUSTER_LOST: errors.ClusterLost,
-    FailureKind.RANK_FAILED: errors.RankFailed,
-    FailureKind.RANK_LOST: errors.RankFailed,
-    FailureKind.RETURNED_EARLY: errors.RankFailed,
 }
 
 
@@ -108,7 +105,7 @@ def _failed(job: str, log: KernelLog, outcome: Outcome) -> BaseException:
     if outcome.error == FailureKind.RANK_FAILED and starts:
         failures = {start: unpack_error(log.failures[start]) for start in starts}
         return _rank_failed(job, log, failures)
-    kind = _KINDS.get(outcome.error, errors.JobError)
+    kind = _KINDS.get(outcome.error, errors.RankFailed)
     words = "" if outcome.reason is None else log.in_words(outcome.reason)
     return kind(f"job {job!r} failed: {words}")
 

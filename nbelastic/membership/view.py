@@ -1,4 +1,4 @@
-"""The part of a job's status that follows from its machine's roster, and its reasons."""
+"""A job's status, as far as it follows from its roster, with the reasons for it."""
 
 from __future__ import annotations
 
@@ -59,12 +59,13 @@ def _state(roster: Roster) -> str:
 
 
 def _rank_status(roster: Roster, start: int, slot: m.Slot, number: int | None) -> RankStatus:
-    rank, state, version = roster.ranks.get(start), "ended", roster.version
+    rank, state, commits = roster.ranks.get(start), "ended", roster.version
     if rank is not None:
-        state, version = "leaving" if rank.leaving else rank.stage.value, max(rank.version, 0)
-        if state == Stage.MEMBER.value:
+        state, commits = rank.stage.value, math.floor(max(rank.version, 0))
+        if rank.leaving:
+            state = "leaving"
+        elif rank.stage == Stage.MEMBER:
             state = "running" if roster.phase == Phase.RUNNING else "forming"
-    commits = math.floor(version)
     return RankStatus(number, slot.worker, slot.host, state, commits, name=slot.name, start=start)
 
 

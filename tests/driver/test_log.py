@@ -121,9 +121,8 @@ LOST = HistoryEvent(
 def test_a_decision_says_what_was_seen_and_of_many_the_newest_are_shown():
     other = HistoryEvent(1.0, "left", "tcp://w1", 1, 5, "as planned", 2, "w1")
     text = str(explain("job", [LOST, other], rank=3))
-    assert "lost rank 3 on w3, in generation 4" in text
-    assert "held up the others for 60 s" in text
-    assert "seen by the clock: a limit" in text
+    assert "lost rank 3 on w3: held up the others for 60 s (generation 4)\n" in text
+    assert "\n    seen by the clock: a limit" in text
     assert "w1" not in text
     assert "as planned" in explain("job", [LOST, other])
     assert "phases" not in explain("job", [HistoryEvent(0.0, "phases", None, None, 1, "x"), LOST])

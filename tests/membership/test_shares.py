@@ -29,9 +29,9 @@ def test_a_share_takes_ranks_at_a_commit_and_nothing_is_redone() -> None:
     assert batches(world) == sorted(set(batches(world)))
     assert not world.records("lost")
     left = {(record.reason.reason, record.reason.detail) for record in world.records("left")}
-    assert left == {(ev.LossReason.LEFT, ev.EndReason.SHARED.value)}
+    assert left == {(ev.LossReason.LEFT, str(ev.SHARED))}
     orders = {effect.reason for effect in world.of(ev.EndRank)}
-    assert orders == {ev.EndOrder(ev.EndReason.SHARED)}
+    assert orders == {ev.SHARED}
 
 
 def test_a_preemptible_job_waits_with_one_rank_and_its_time_stands_still() -> None:

@@ -52,7 +52,7 @@ class FaultInjector:
     # -- by the thread that reads orders -----------------------------------------------------------
 
     def take(self, faults: Sequence[FaultOrder], drop: Sequence[int]) -> None:
-        """Arm `faults`, or inject immediate faults now; disarm those in `drop`, which are done."""
+        """Arm `faults`, or inject immediate faults now; disarm the faults numbered `drop`."""
         later = [fault for fault in faults if fault.timed or fault.kind in IN_STEP]
         with self._lock:
             self._armed = [each for each in self._armed if each.number not in {*drop}] + later
