@@ -17,7 +17,7 @@ from typing import Any
 
 import comm
 
-from nbelastic.driver.status import HistoryEvent, JobStatus, Progress, RankStatus
+from nbelastic.status import HistoryEvent, JobStatus, Progress, RankStatus
 
 RANKS = 200
 UPDATES = 120

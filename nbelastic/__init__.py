@@ -15,8 +15,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
-
     from nbelastic import elastic, errors
     from nbelastic.driver import (
         DataStatus,
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
         shutdown,
         size,
     )
+    from nbelastic.notebook.magics import load_ipython_extension, unload_ipython_extension
 
 __all__ = [
     "DataStatus",
@@ -75,9 +74,8 @@ __all__ = [
     "unload_ipython_extension",
 ]
 
-_ROOMS = ("driver", "elastic")
-"""Sub-packages with the public names, in the order in which they are searched."""
-
+_ROOMS = ("driver", "elastic", "notebook.magics")
+"""Modules with the public names, in the order in which they are searched."""
 
 _FACES = ("accelerate", "chaos", "keras", "lightning", "tensorflow", "torch", "transformers")
 """Sub-packages for a library each, and faults."""
@@ -99,17 +97,3 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """Return the public names, imported or not."""
     return sorted({*globals(), *__all__})
-
-
-def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magics: ``%load_ext nbelastic``."""
-    from nbelastic.notebook.magics import load_ipython_extension as load
-
-    load(shell)
-
-
-def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Take the magics away: ``%unload_ext nbelastic``."""
-    from nbelastic.notebook.magics import unload_ipython_extension as unload
-
-    unload(shell)

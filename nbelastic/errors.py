@@ -1,41 +1,14 @@
-"""Exceptions of nbelastic, in one tree.
+"""Exceptions of nbelastic.
 
-::
+An operation between ranks raises ``CollectiveError``, Horovod's ``HorovodInternalError``; a call of
+the kernel a ``JobError``, a ``PreflightError`` or an ``OptionError``. The notebook's magics add
+``CellError`` (a cell that cannot be a training function; a ``PreflightError``) and
+``MagicOptionError`` (an ``OptionError``).
 
-    NbelasticError
-    ├── OptionError                 an option of fit() is wrong (also a ValueError)
-    │   └── UnknownOption           there is no such option (also a TypeError)
-    ├── PreflightError              refused before anything was sent to the cluster
-    │   ├── NotPicklable            the function, or something it captures, cannot be pickled
-    │   └── VersionMismatch         kernel, scheduler and workers run different versions
-    ├── JobError                    the job ended without a result
-    │   ├── RankFailed              user code raised; also an instance of what it raised
-    │   ├── NotEnoughWorkers        fewer than min_np for elastic_timeout
-    │   ├── ResetLimitExceeded      more membership changes than reset_limit allows
-    │   ├── NoProgress              the ranks fail again and again at the same place
-    │   ├── ClusterLost             the scheduler, or the connection to it, is gone
-    │   ├── JobStopped              stopped or cancelled by its user
-    │   └── Detached                another kernel has attached to the job
-    ├── CollectiveError             an operation between ranks failed; HorovodInternalError
-    │   └── RanksDisagree           ranks called different operations, or with other types or shapes
-    ├── DataError                   rows of a dataset cannot be read, or are not what they were
-    ├── StateMismatch               a state does not fit a checkpoint or the state of another rank
-    ├── HostsUpdatedInterrupt       ranks are about to join or leave
-    ├── NotTheRank                  an operation was called in a forked process, or a second thread
-    └── NotInitialized              a rank's function was called before init()
+``RankExit`` ends a rank's function from outside; ``finally`` runs. It is not an ``Exception``, so
+that an ``except Exception`` in user code cannot stop a rank from ending.
 
-    RankExit (BaseException)        ends a rank's function from outside; ``finally`` runs
-    ├── Leaving                     the rank's worker was asked to leave
-    ├── Stopped                     the job was stopped or cancelled
-    └── Evicted                     the others go on without this rank
-
-    JobInterrupted (KeyboardInterrupt)   the call that waited for the job was interrupted
-
-The notebook's magics add ``CellError`` (a cell that cannot be a training function; a
-``PreflightError``) and ``MagicOptionError`` (an ``OptionError``).
-
-``RankExit`` is not an ``Exception``, so that an ``except Exception`` in user code cannot stop a
-rank from ending.
+``JobInterrupted`` is a ``KeyboardInterrupt``.
 """
 
 from __future__ import annotations

@@ -15,11 +15,12 @@ import operator
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
+
+from nbelastic.status import DataStatus, Output
 
 _MOST = sys.float_info.max
 Number: TypeAlias = Annotated[float, msgspec.Meta(ge=-_MOST, le=_MOST)] | int
@@ -300,31 +301,6 @@ class Lost(Reason, frozen=True):
         return self.reason.value.format(detail=self.detail, seconds=self.seconds)
 
 
-class EndReason(str, enum.Enum):
-    """Why a rank is ordered to end while its job goes on, or has finished."""
-
-    WORKER_LEAVING = "its worker was asked to leave"
-    WORKER_EXCLUDED = "its worker is excluded for a while"
-    SCALED_DOWN = "the job was scaled down"
-    SHARED = "another job of the cluster is to have its slot"
-    LEFT_BEHIND = "the other ranks are past the point where it could join"
-    FINISHING = "the job is finishing"
-
-
-class EndOrder(Reason, frozen=True):
-    says = "{reason.value}"
-    reason: EndReason
-
-
-class DidNotEnd(Reason, frozen=True):
-    says = (
-        "{rank} did not end within {seconds:g} s of the order to: its worker is restarted, or "
-        "closed if it has no nanny"
-    )
-    rank: RankId
-    seconds: Number
-
-
 class CutOff(Reason, frozen=True):
     says = (
         "{rank.short} was cut off after its function had returned: {how}\n"
@@ -337,14 +313,7 @@ class CutOff(Reason, frozen=True):
 
 
 class RankError(Reason, frozen=True):
-    rank: RankId  # makes no difference: the same error of several ranks is one
     error: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RankError) and other.error == self.error
-
-    def __hash__(self) -> int:
-        return hash(self.error)
 
     def __str__(self) -> str:
         return self.at("")
@@ -353,7 +322,7 @@ class RankError(Reason, frozen=True):
         """Return the warning with the line of the error."""
         where = f", at {place}" if place else ""
         return (
-            f"{self.rank.short} raised {self.error}{where}\n"
+            f"a rank raised {self.error}{where}\n"
             "The other ranks went on from their last commit. A worker whose rank raises is left "
             "out, unless others raise the same. Fix the error, or handle it in the function."
         )
@@ -369,16 +338,6 @@ class Exclusion(Reason, frozen=True):
         length = "for good" if self.seconds is None else f"for {self.seconds:.1f} s"
         again = f", {self.times} times in a row" if self.times > 1 else ""
         return f"{self.kind} {self.name} is excluded {length}{again}"
-
-
-class CannotJoin(Reason, frozen=True):
-    says = (
-        "{rank} could not join: its function builds another state than the others have\n{error}\n"
-        "The others go on without it, and its worker is tried again later. Whatever training adds "
-        "to the model or the optimizer must be there, on each rank, before the state is made."
-    )
-    rank: RankId
-    error: str
 
 
 class GenerationLeft(Reason, frozen=True):
@@ -428,17 +387,6 @@ class NoNewCommit(Reason, frozen=True):
     def __str__(self) -> str:
         death = "" if self.last_death in str(self.causes) else f"; before that, {self.last_death}"
         return f"{listed(self.causes)} ({self.count}, without progress{death})"
-
-
-class LoopsDiffer(Reason, frozen=True):
-    says = (
-        "{done} has reached the end of its elastic loop, but {waiting} waits for it in another "
-        "operation, because it has more batches or commits. Give all ranks the same number of "
-        "batches (hvd.elastic.ElasticSampler does), and commit on all of them; or end the loop "
-        "over batches by hvd.join(), with which a rank waits for those that have more"
-    )
-    done: RankId
-    waiting: RankId
 
 
 class PastFirstLoop(Reason, frozen=True):
@@ -560,6 +508,12 @@ NONE_STAYS = Text(
     "all workers with the state will go, and the job has no checkpoint: it starts over unless "
     "another worker joins before. Pass checkpoint=, or add workers"
 )
+WORKER_LEAVING = Text("its worker was asked to leave")
+WORKER_EXCLUDED = Text("its worker is excluded for a while")
+SCALED_DOWN = Text("the job was scaled down")
+SHARED = Text("another job of the cluster is to have its slot")
+LEFT_BEHIND = Text("the other ranks are past the point where it could join")
+FINISHING = Text("the job is finishing")
 STOP_PENDING = Text("stopping at the next commit")
 KERNEL_ATTACHED = Text("a kernel has attached to it")
 
@@ -709,13 +663,10 @@ class WeightsSampled(RankReport, frozen=True):
     besides: bool = False  # these parameters are neither in the state nor in the broadcast
 
 
-KERNEL = -1  # stands for a start in a note of the kernel's
-
-
 class RankNote(RankReport, frozen=True):
-    """Entry for the job's history, from a rank or the kernel."""
+    """Entry for the job's history."""
 
-    about: str  # kind in the history: checkpoint, warning, phases, straggler, logged
+    about: str  # kind in the history: checkpoint, warning, phases, straggler
     detail: str  # for people
     figures: dict[str, Number] = {}
 
@@ -887,16 +838,10 @@ class FaultOrder(Data, frozen=True, kw_only=True):
 
 
 class InjectFaults(RankEffect, frozen=True):
-    """Inject faults, and drop faults that another rank has injected."""
+    """Inject faults, and drop faults that this rank's agent, or another rank, has injected."""
 
     faults: tuple[FaultOrder, ...] = ()
     drop: tuple[int, ...] = ()
-
-
-class FaultDone(RankEffect, frozen=True):
-    """A fault that was due has been injected, or could not be; from the rank's agent."""
-
-    number: int
 
 
 # -- what ranks measure and raise ------------------------------------------------------------------
@@ -909,18 +854,6 @@ class CodeLine(Data, frozen=True):
     line: int
     function: str
     text: str = ""  # in a traceback
-
-
-class DataProgress(Data, frozen=True):
-    """Rows of a source in the steps of a commit."""
-
-    source: str  # its name
-    epoch: int
-    rows: int  # of an epoch; 0 if that is not known
-    done: int  # of the present epoch
-    seen: int  # that went into the training, over all epochs
-    redone: int  # that were handed out, rolled back, and handed out again
-    lost: int  # that should have been in steps that are done, and were not
 
 
 class MetricsReport(Data, frozen=True):
@@ -1022,7 +955,7 @@ class RankTelemetry(Message, frozen=True):
     first: int = 0  # the first micro-batch that it computes
     last: int = 0  # the one after its last
     why_not_exact: str = ""  # what keeps its training from being exact
-    data: tuple[DataProgress, ...] = ()  # of each loader of its state, at its last commit
+    data: tuple[DataStatus, ...] = ()  # of each loader of its state, at its last commit
     reports: tuple[MetricsReport, ...] = ()
 
 
@@ -1138,7 +1071,7 @@ class LogContents(Data, frozen=True):
     failures: dict[int, PackedError]
     history: tuple[Record, ...]
     ranks: dict[int, tuple[int, str]]  # the last rank and the worker
-    output: tuple[tuple[int, str], ...]  # the newest, each piece with its start
+    output: tuple[Output, ...]  # the newest
     telemetry: tuple[RankTelemetry, ...]  # the last of each start, with its newest reports
 
 
@@ -1170,48 +1103,6 @@ class AttachRefusal(Message, frozen=True):
     jobs: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class JobInfo:
-    """A job on a cluster, from :func:`nbelastic.jobs`.
-
-    Attributes
-    ----------
-    name : str
-        The job's name, for :func:`nbelastic.attach`.
-    state : str
-        As in :class:`nbelastic.JobStatus`.
-    size : int
-        Number of ranks in training.
-    commits : int
-        Newest commit that all of these ranks hold.
-    started : float
-        Time of its start, in seconds since the epoch.
-    attached : bool
-        Whether a kernel is attached to it.
-    priority, weight : int, float
-        Its place among the jobs of the cluster.
-    min_np, max_np : int, int or None
-        Limits on the number of ranks.
-    slots : int
-        Slots that it has, also for ranks that are starting or leaving.
-    share : int or None
-        As in :class:`nbelastic.JobStatus`.
-    """
-
-    name: str
-    state: str
-    size: int
-    commits: int
-    started: float
-    attached: bool
-    priority: int = 0
-    weight: float = 1.0
-    min_np: int = 1
-    max_np: int | None = None
-    slots: int = 0
-    share: int | None = None
-
-
 class JournalStep(JobMessage, frozen=True):
     """Step of a driver's journal: an event and the moment of its handling."""
 
@@ -1229,8 +1120,7 @@ class InjectRequest(JobMessage, frozen=True):
 
     epoch: int
     starts: tuple[int, ...]
-    faults: tuple[FaultOrder, ...] = ()
-    drop: tuple[int, ...] = ()
+    order: InjectFaults
 
 
 class GiveUp(Message, frozen=True):

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from nbelastic.driver import Job, driver_of
+from nbelastic.driver import Job, RankStatus, driver_of
 from nbelastic.errors import OptionError
-from nbelastic.membership import RankView
 from nbelastic.messages import FaultReport
 
 from .faults import Fault, RandomPlan
@@ -68,7 +67,7 @@ class FaultPlan:
             next(_numbers): ScheduledFault(f) for f in faults if isinstance(f, Fault)
         }
         self._random = [self._schedule_all(p) for p in faults if isinstance(p, RandomPlan)]
-        self._members: list[RankView] = []  # at the last look
+        self._members: list[RankStatus] = []  # at the last look
         self._unwell: dict[int, float] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(

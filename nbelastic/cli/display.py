@@ -8,13 +8,11 @@ import os
 import sys
 import time
 from collections import deque
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nbelastic.driver import HistoryEvent, Job, Output
-from nbelastic.driver.display import WaitDisplay
 from nbelastic.render import JobSnapshot, RankLines, printable, sentence, text
 
 
@@ -34,7 +32,7 @@ class CommandDisplay:
         self._options = options
         self._messages: deque[str] = deque()
 
-    def watching(self, job: Job) -> AbstractContextManager[WaitDisplay]:
+    def watching(self, job: Job) -> WaitView:
         """Return the view of a job."""
         if self._options.style == "live":
             from .live import LiveView

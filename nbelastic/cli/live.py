@@ -12,7 +12,6 @@ from rich.text import Text
 
 from nbelastic.cli.display import WaitView
 from nbelastic.driver import HistoryEvent
-from nbelastic.driver.status import RankStatus
 from nbelastic.render import (
     FIGURES,
     JobSnapshot,
@@ -24,6 +23,7 @@ from nbelastic.render import (
     printable,
     sentence,
 )
+from nbelastic.status import RankStatus
 
 BETWEEN_FRAMES_S = 0.25  # seconds between two frames
 

@@ -4,7 +4,7 @@ The sub-packages name the process: ``kernel``, ``scheduler`` and ``worker``. The
 them run in several processes; each names them.
 """
 
-from .job_log import JobLog
+from .job_log import JobLog, OutputLog
 from .kernel.client import JobClient, look_at_job, lost_while, open_jobs, send_wish
 from .kernel.preflight import HeldPartitions, check_versions, pack_function, with_sources
 from .kernel.reachability import (
@@ -15,7 +15,7 @@ from .kernel.reachability import (
     publish,
     security_of,
 )
-from .kernel.sources import GitIgnore, walk, why_missing
+from .kernel.sources import GitIgnore, walk
 from .payload import Modules
 from .pulled import LARGE, Returned, check_pulled, put, variables_of
 from .rank_error import Failure, unpack_error
@@ -34,6 +34,7 @@ __all__ = [
     "JobClient",
     "JobLog",
     "Modules",
+    "OutputLog",
     "Returned",
     "check_answers",
     "check_pulled",
@@ -52,6 +53,5 @@ __all__ = [
     "unpack_error",
     "variables_of",
     "walk",
-    "why_missing",
     "with_sources",
 ]

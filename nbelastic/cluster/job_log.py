@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import enum
 import re
+import sys
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 import msgspec
 from msgspec.structs import replace
 
 from nbelastic import messages as m
+from nbelastic.status import Output
 
-MOST_OUTPUT = 2**20  # characters printed by ranks that are kept; the oldest go first
+MOST_OUTPUT = 2**20  # bytes printed by ranks that are kept; the oldest go first
 MOST_REPORTS = 20_000  # reports of ranks that are kept; the oldest go first
 
 
@@ -28,10 +32,9 @@ class JobLog:
         self.results: dict[int, bytes] = {}  # pickled
         self.failures: dict[int, m.PackedError] = {}  # packed: unpacking runs the user's code
         self.ranks: dict[int, tuple[int, str]] = {}  # the last rank and the worker
+        self.printed = OutputLog(MOST_OUTPUT)
         self._latest: dict[int, m.RankTelemetry] = {}
         self._records: list[m.Record] = []
-        self._output: deque[tuple[int, str]] = deque()
-        self._length = 0
         self._reports: deque[tuple[int, m.MetricsReport]] = deque(maxlen=MOST_REPORTS)
 
     def note_event(self, event: m.Event, result: bytes | None, error: m.PackedError | None) -> None:
@@ -68,17 +71,15 @@ class JobLog:
         return time.time()
 
     def _add(self, record: m.Record) -> None:
-        if record.kind == "logged":  # how far a logger has come, once each
-            key = ("logged", str(record.reason))
-            self._records = [r for r in self._records if (r.kind, str(r.reason)) != key]
         self._records.append(record)
 
     def note_output(self, start: int, text: str) -> None:
         """Keep the output of a rank."""
-        self._output.append((start, text))
-        self._length += len(text)
-        while self._length > MOST_OUTPUT and len(self._output) > 1:
-            self._length -= len(self._output.popleft()[1])
+        self.printed.add(Output(start, self.latest_rank(start), text))
+
+    def latest_rank(self, start: int) -> int | None:
+        """Return the rank that a start of the function had last."""
+        return self.ranks[start][0] if start in self.ranks else None
 
     def note_telemetry(self, ranks: Iterable[m.RankTelemetry]) -> None:
         """Keep the telemetry of ranks."""
@@ -97,12 +98,57 @@ class JobLog:
             failures=self.failures,
             history=tuple(self._records),
             ranks=self.ranks,
-            output=tuple(self._output),
+            output=self.printed.since(0)[1],
             telemetry=tuple(
                 replace(latest, reports=tuple(reports[start]))
                 for start, latest in self._latest.items()
             ),
         )
+
+
+PIECE_BYTES = 200  # bytes of a piece, without its text
+
+
+class OutputLog:
+    """The newest output of a job's ranks, at most so many bytes; any thread may read it."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.dropped = 0  # pieces
+        self._lock = threading.Lock()
+        self._pieces: deque[Output] = deque()
+        self._bytes = 0
+
+    def add(self, piece: Output) -> None:
+        """Keep a piece, and drop the oldest."""
+        with self._lock:
+            self._pieces.append(piece)
+            self._bytes += _size(piece)
+            while self._bytes > self.most and self._pieces:
+                self._bytes -= _size(self._pieces.popleft())
+                self.dropped += 1
+
+    def since(self, cursor: int) -> tuple[int, tuple[Output, ...]]:
+        """Return the next cursor, and the kept pieces since the given cursor."""
+        with self._lock:
+            first = max(cursor - self.dropped, 0)
+            return self.dropped + len(self._pieces), tuple(islice(self._pieces, first, None))
+
+    def last(self, rank: int, most: int) -> str:
+        """Return the last pieces of a rank, of `most` characters or somewhat more."""
+        found: list[str] = []
+        with self._lock:
+            for piece in reversed(self._pieces):
+                if piece.rank == rank:
+                    found.append(piece.text)
+                    most -= len(piece.text)
+                if most <= 0:
+                    break
+        return "".join(reversed(found))
+
+
+def _size(piece: Output) -> int:
+    return sys.getsizeof(piece.text) + PIECE_BYTES
 
 
 def in_one_line(entry: m.Record) -> str:

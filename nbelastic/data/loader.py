@@ -23,7 +23,7 @@ from nbelastic.elastic.ranks.context import Context, current_or_none
 from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import OptionError, StateMismatch
-from nbelastic.messages import DataProgress
+from nbelastic.status import DataStatus
 
 _WORTH_A_WORD = 1.3
 _ORDER = ("epoch", "seed", "shuffle", "drop_last")  # fields of the deal that a state brings along
@@ -442,12 +442,13 @@ class Loader:
         """Take the number of the epoch from ``state.epoch``, if any."""
         self._state = weakref.ref(state)
 
-    def rows_in_commit(self) -> DataProgress:
+    def rows_in_commit(self) -> DataStatus:
         """Return the rows of all steps so far, which are in a commit."""
         dealing, (seen, lost) = self._dealing, self._ledger.totals
         rows, done = dealing.rows_of_epoch, self._source.rows_before(dealing, self.step)
-        return DataProgress(
-            self._source.name, dealing.epoch, rows, done, seen, self._ledger.redone, lost
+        left = rows - done if rows else None
+        return DataStatus(
+            self._source.name, dealing.epoch, done, left, seen, self._ledger.redone, lost
         )
 
     def forgo_exactness(self, reason: str) -> None:

@@ -1,12 +1,19 @@
 """The kernel's part of a job: ``fit``, the driver thread, and ``Job``."""
 
 from nbelastic.cluster.scheduler.plugin import SpotNotices
-from nbelastic.messages import JobInfo
+from nbelastic.status import (
+    DataStatus,
+    HistoryEvent,
+    JobInfo,
+    JobStatus,
+    Output,
+    Progress,
+    RankStatus,
+)
 
 from .display import set_display
 from .fit import ask, attach, connected, fit, jobs, look, run, wait_interruptibly
 from .job import Job, driver_of
-from .status import DataStatus, HistoryEvent, JobStatus, JobTable, Output, Progress, RankStatus
 from .why import show_versions
 
 __all__ = [
@@ -15,7 +22,6 @@ __all__ = [
     "Job",
     "JobInfo",
     "JobStatus",
-    "JobTable",
     "Output",
     "Progress",
     "RankStatus",

@@ -3,6 +3,10 @@
 The notebook's display is the default. It is named here and imported with the first job; a command
 or a test sets another one. Without one, nothing is shown. Errors of a display are logged, once, and
 never reach the job.
+
+A display has ``show(job)``, ``say(line)``, ``label(file)`` with the user's name of a source file,
+such as ``Cell In[5]``, or None, and ``watching(job)``: a context manager for the thread that waits
+for a job, with ``tick()``, called ten times a second, and ``say(line)``; or None to show nothing.
 """
 
 from __future__ import annotations
@@ -12,37 +16,10 @@ import functools
 import importlib
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 logger = logging.getLogger(__name__)
-
-
-class WaitDisplay(Protocol):
-    """Display of a job while a caller waits for its end."""
-
-    def tick(self) -> None:
-        """Update the display. The waiting thread calls it ten times a second."""
-
-    def say(self, text: str) -> None:
-        """Show one line to the user."""
-
-
-class Display(Protocol):
-    """Display of all jobs of this process; a job is a :class:`~nbelastic.Job`."""
-
-    def watching(self, job: Any) -> AbstractContextManager[WaitDisplay] | None:
-        """Return the display of a job for a waiting thread, or None to show nothing."""
-
-    def show(self, job: Any) -> None:
-        """Show a job that is the value of a cell."""
-
-    def say(self, text: str) -> None:
-        """Show a line that concerns no job. The waiting thread calls this."""
-
-    def label(self, file: str) -> str | None:
-        """Return the user's name of a source file, such as ``Cell In[5]``, or None."""
 
 
 class _NotebookDisplay:
@@ -55,7 +32,7 @@ _display: Any = _NotebookDisplay()
 _NOTHING = object()  # result of a call without a display, or of a call that has failed
 
 
-def set_display(display: Display | None) -> None:
+def set_display(display: Any) -> None:
     """Set this process's display of jobs."""
     global _display  # noqa: PLW0603 - one display per process
     _display = display

@@ -32,14 +32,14 @@ from nbelastic.cluster import (
 from nbelastic.errors import ClusterLost, JobInterrupted, OptionError
 from nbelastic.membership import Machine, pack_machine
 from nbelastic.messages import AttachRefusal, JobPayload, JobTerms, LimitsChanged, StopRequested
+from nbelastic.status import JobTable
 
 from . import display
 from .attachment import attach_client
 from .job import Job
-from .loggers import sender
+from .loggers import Send, check_logger
 from .options import Options, check_name, described, flag
 from .parser import call_arguments, with_hints
-from .status import JobTable
 from .thread import Driver
 
 Duration: TypeAlias = "float | str | datetime.timedelta"
@@ -81,7 +81,7 @@ def fit(
     timeline: str | os.PathLike[str] | None = None,
     pull: str | Iterable[str] | None = None,
     name: str | None = None,
-    log_to: Any = None,
+    log_to: Send | None = None,
     block: bool = True,
 ) -> Job:
     """Train elastically on a Dask cluster.
@@ -102,7 +102,7 @@ def fit(
         See the fields of ``nbelastic.driver.options.Options``, which stand here when it runs.
     name : str, optional
         Name of the job, unique on the cluster; made up if not given.
-    log_to : run of wandb, run of MLflow, SummaryWriter or callable, optional
+    log_to : callable, optional
         Gets the metrics that ranks report: see :meth:`Job.log_to`.
     block : bool, default True
         Wait for the end and raise what went wrong. An interrupt then stops the job at its next
@@ -141,7 +141,7 @@ def fit(
         raise OptionError(f"fn={fn!r}: must be a function")
     check_pulled(fn, options.pull)
     if log_to is not None:
-        sender(log_to)
+        check_logger(log_to)
     job_name = check_name(name)
     positional, named, sources = with_sources(fn, *call_arguments(fn, args, kwargs))
     # What cannot be sent is refused before a cluster starts, unless that has to compute first.
@@ -239,7 +239,7 @@ def terms_of(payload: JobPayload, options: Options, held: HeldPartitions | None 
     )
 
 
-def hand_out(driver: Driver, *, block: bool, log_to: Any = None) -> Job:
+def hand_out(driver: Driver, *, block: bool, log_to: Send | None = None) -> Job:
     """Return the job of a driver that has started, at once or after its end."""
     job = Job(driver)
     if log_to is not None:
@@ -287,8 +287,6 @@ def wait_interruptibly(job: Job) -> None:
 @with_hints
 def jobs(cluster: Any) -> JobTable:
     """Return the jobs on a cluster, with or without a kernel.
-
-    The value is a tuple of :class:`~nbelastic.JobInfo`, which a notebook shows as a table.
 
     Parameters
     ----------

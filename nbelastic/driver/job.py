@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import logging
@@ -15,12 +16,12 @@ from typing import Any
 from nbelastic.cluster import LARGE, Modules, put
 from nbelastic.errors import JobStopped, OptionError
 from nbelastic.messages import CANCELLED, StopRequested
+from nbelastic.status import HistoryEvent, JobStatus, Output
 
 from . import display
-from .loggers import MetricsLogger
+from .loggers import MetricsLogger, Send
 from .options import changed_limits, count
 from .parser import with_hints
-from .status import HistoryEvent, JobStatus, Output, same_fields
 from .thread import Driver
 from .why import explain
 
@@ -140,30 +141,30 @@ class Job:
         self._driver.tell(StopRequested(now=True, reason=CANCELLED))
         return True
 
-    def log_to(self, target: Any) -> None:
+    def log_to(self, send: Send) -> None:
         """Send the metrics that ranks report to an experiment logger, in this kernel.
 
         Each step is sent once, when it is committed: what a fault takes back is sent when it is
-        done again. :meth:`result` waits until all is sent, at most a minute. A logger that raises
-        or is slow does not disturb the training; ``status.warnings`` says so.
+        done again. A kernel that attaches to the job begins with its first step. :meth:`result`
+        waits until all is sent, at most a minute. A logger that raises or is slow does not disturb
+        the training; ``status.warnings`` says so.
 
         Parameters
         ----------
-        target : run of wandb, run of MLflow, SummaryWriter, or callable
-            A callable is called with the step and a dict of metrics, in another thread. A kernel
-            that attaches to the job goes on where the last one was, if it opens the same run.
+        send : callable
+            It is called with a step and a dict of its metrics, in another thread.
 
         Raises
         ------
         OptionError
-            `target` is none of these.
+            `send` is no function.
 
         Examples
         --------
-        >>> job = nbelastic.fit(train, cluster=client, block=False)  # doctest: +SKIP
-        >>> job.log_to(wandb.init(project="digits"))  # doctest: +SKIP
+        >>> run = wandb.init(project="digits")  # doctest: +SKIP
+        >>> job.log_to(lambda step, values: run.log(values, step=int(step)))  # doctest: +SKIP
         """
-        self._loggers.append(MetricsLogger(self._driver, target))
+        self._loggers.append(MetricsLogger(self._driver, send))
 
     def pull(
         self, into: MutableMapping[str, Any] | None = None, timeout: float | None = None
@@ -242,7 +243,7 @@ class Job:
         """Return the output of ranks, or only the newest part of a large output.
 
         The kernel keeps as much of it as the environment variable ``NBELASTIC_LOG_BYTES`` says, by
-        default 64 MB. With ``NBELASTIC_LOG_DIR`` set to a directory, all of it is written there.
+        default 64 MB.
 
         Parameters
         ----------
@@ -270,7 +271,7 @@ class Job:
         texts: dict[int, list[str]] = {}
         for piece in self.output()[1]:
             texts.setdefault(piece.start, []).append(piece.text)
-        dropped = self._driver.log.printed.remark()
+        dropped = self._driver.log.remark()
         parts = [f"[{dropped}]\n"] if dropped else []
         for start, pieces in sorted(texts.items()):
             latest = self._driver.log.latest_rank(start)
@@ -346,22 +347,21 @@ class Job:
         metrics = log.metrics
         members = [rank.start for rank in view.ranks if rank.rank is not None]
         micro_batches, why_not_exact = metrics.micro_batches(members)
-        words = "; ".join(map(log.in_words, filter(None, (view.reason, view.sharing))))
-        known = same_fields(JobStatus, view) | {
-            "name": self.name,
-            "state": state,
-            "size": view.size or returned,
-            "elapsed": elapsed,
-            "reason": AWAY if self._driver.away else words,
-            "ranks": tuple(map(metrics.status, view.ranks)),
-            "samples_per_s": metrics.total(members),
-            "progress": metrics.progress(elapsed, members, finished=state == "finished"),
-            "warnings": log.warnings(),
-            "micro_batches": micro_batches,
-            "why_not_exact": why_not_exact,
-            "data": metrics.data(members),
-        }
-        return JobStatus(**known)
+        return dataclasses.replace(
+            view,
+            name=self.name,
+            state=state,
+            size=view.size or returned,
+            elapsed=elapsed,
+            reason=AWAY if self._driver.away else view.reason,
+            ranks=tuple(map(metrics.status, view.ranks)),
+            samples_per_s=metrics.total(members),
+            progress=metrics.progress(elapsed, members, finished=state == "finished"),
+            warnings=log.warnings(),
+            micro_batches=micro_batches,
+            why_not_exact=why_not_exact,
+            data=metrics.data(members),
+        )
 
     @property
     def history(self) -> tuple[HistoryEvent, ...]:

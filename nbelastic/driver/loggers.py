@@ -1,4 +1,4 @@
-"""Send metrics to an experiment logger: wandb, MLflow, TensorBoard, a function.
+"""Send metrics to an experiment logger, by a function of the user's.
 
 The ranks report, and the kernel logs, so the steps of a run only grow, whichever rank is lost. A
 row that is reported may be taken back by a fault. It is sent once every rank holds a commit after
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -38,45 +37,23 @@ Key: TypeAlias = "tuple[int, int]"
 """Place of a row: the commit before it, and its number since then."""
 
 
-def sender(target: Any) -> tuple[str, Send]:
-    """Return the name of a run of a logger, equal in every kernel, and how a row is sent."""
-    info: Any = getattr(target, "info", None)
-    if getattr(info, "run_id", None) is not None:  # a run of MLflow
-        client = sys.modules["mlflow"].tracking.MlflowClient()
-        return f"MLflow run {info.run_id}", _each(
-            lambda name, value, step: client.log_metric(info.run_id, name, value, step=step)
-        )
-    if hasattr(target, "add_scalar") and hasattr(target, "flush"):  # a SummaryWriter
-        name = f"TensorBoard {getattr(target, 'log_dir', '')}"
-        return name, _each(target.add_scalar, then=target.flush)
-    if callable(getattr(target, "log", None)) and hasattr(target, "id"):  # a run of wandb
-        return f"wandb run {target.id}", lambda step, values: target.log(values, step=int(step))
-    if callable(target) and not isinstance(target, type):
-        return getattr(target, "__qualname__", type(target).__name__), target
+def check_logger(send: Any) -> Any:
+    """Return a logger's function, or raise an OptionError."""
+    if callable(send) and not isinstance(send, type):
+        return send
     raise OptionError(
-        f"log_to={type(target).__name__}: must be a run of wandb or MLflow, a SummaryWriter of "
-        "TensorBoard, or a function that is called with a step and a dict of metrics"
+        f"log_to={type(send).__name__}: must be a function that is called with a step and a dict "
+        "of metrics, such as lambda step, values: run.log(values, step=int(step)) for wandb"
     )
-
-
-def _each(
-    log: Callable[[str, float, int], object], then: Callable[[], object] = lambda: None
-) -> Send:
-    def send(step: float, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            log(name, value, int(step))
-        then()
-
-    return send
 
 
 class MetricsLogger:
     """Sends the rows of a job to one logger, in a thread."""
 
-    def __init__(self, driver: Driver, target: Any) -> None:
-        self.name, self._send = sender(target)
+    def __init__(self, driver: Driver, send: Send) -> None:
+        self._send: Send = check_logger(send)
         self._driver = driver
-        self._sent, self._rows = driver.log.logged_to(self.name)
+        self._sent, self._rows = (-1, -1), 0
         self._final, self._known, self._since = -1, -1, time.monotonic()
         self._failures = 0
         self._over = threading.Event()
@@ -104,7 +81,6 @@ class MetricsLogger:
                     self._send(self._rows if step is None else step, dict(values))
                     self._failures = 0
                     self._sent, self._rows = key, self._rows + 1
-                self._driver.note_logged(self.name, self._sent, self._rows)
             except Exception as error:  # of the logger, which may be anything
                 self._failures += 1
                 if self._failures == 1:
@@ -125,5 +101,6 @@ class MetricsLogger:
         return self._final
 
     def _complain(self, what: str) -> None:
-        remark = f"the logger {self.name} {what}\njob.metrics has all"
+        name = getattr(self._send, "__qualname__", type(self._send).__name__)
+        remark = f"the logger {name} {what}\njob.metrics has all"
         self._driver.log.note(Record("warning", detail=remark))

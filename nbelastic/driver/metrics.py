@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from nbelastic.driver.status import DataStatus, Progress, RankStatus, same_fields
-from nbelastic.membership import RankView
 from nbelastic.messages import MetricsReport, RankTelemetry
+from nbelastic.status import DataStatus, Progress, RankStatus, same_fields
 
 WINDOW = 3.0  # seconds over which speed is measured
 MOST_POINTS = 600  # of the pace; then every second one is dropped and the interval doubles
@@ -75,16 +74,17 @@ class MetricsAggregator:
         if row.generation == report.generation:
             row.add(report.values)
 
-    def status(self, rank: RankView) -> RankStatus:
+    def status(self, rank: RankStatus) -> RankStatus:
         """Return a rank with its newest telemetry."""
         with self._lock:
-            latest = self._latest.get(rank.start, RankTelemetry())
-            known = same_fields(RankStatus, latest, rank) | {
+            if (latest := self._latest.get(rank.start)) is None:
+                return rank
+            known = same_fields(RankStatus, latest) | {
                 "samples_per_s": self._speed(rank.start),
                 "steps_per_s": self._speed(rank.start, 2),
                 "micro_batches": (latest.first, latest.last) if latest.micro_batches else None,
             }
-        return RankStatus(**known)
+        return replace(rank, **known)
 
     def _speed(self, start: int, what: int = 1) -> float | None:
         """Return samples or steps per second of a rank over the window; None before the first."""
@@ -126,15 +126,9 @@ class MetricsAggregator:
             return ()
         furthest = max(present, key=lambda data: [each.seen for each in data])
         return tuple(
-            DataStatus(
-                **same_fields(DataStatus, each)
-                | {
-                    "left": each.rows - each.done if each.rows else None,
-                    # A rank that was lost since may have known of more that was rolled back.
-                    "redone": max(data[number].redone for data in every if number < len(data)),
-                }
-            )
-            for number, each in enumerate(furthest)
+            # A rank that was lost since may have known of more that was rolled back.
+            replace(each, redone=max(data[n].redone for data in every if n < len(data)))
+            for n, each in enumerate(furthest)
         )
 
     def note_pace(self, now: float, speed: float | None) -> None:

@@ -31,8 +31,7 @@ from nbelastic.elastic.ranks.timeline import part_of
 from nbelastic.elastic.redaction import without_secrets
 from nbelastic.errors import OptionError
 from nbelastic.messages import Limits, LimitsChanged, Place
-
-from .status import JobStatus
+from nbelastic.status import JobStatus
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +57,8 @@ class Kind:
     metavar: str = ""  # stands for the value in help; empty for a flag
     optional: bool = False  # whether None is a value, too
     from_words: Callable[[Any], Any] = lambda given: given  # gets one word, or the tuple of several
-    as_words: str = ""  # `expects` for the words of a line, where it differs
     words: int = 1  # of a line; -1 for one or more
     free_text: bool = False  # may have commas, and may be secret
-    choices: tuple[str, ...] = ()
 
     def check(self, name: str, value: Any) -> Any:
         """Return a value from Python as the job keeps it, or raise an OptionError."""
@@ -81,8 +78,7 @@ class Kind:
         except WRONG as error:
             if self.free_text:
                 raise OptionError(str(error)) from None
-            expected = self.as_words or self.expects
-            raise OptionError(f"{' '.join(words)!r} must be {expected}") from None
+            raise OptionError(f"{' '.join(words)!r} must be {self.expects}") from None
 
 
 def shown(value: object) -> str:
@@ -147,7 +143,6 @@ def duration(value: Any) -> float:
     "(lo, hi), two durations with 0 < lo <= hi",
     metavar="LO HI",
     optional=True,
-    as_words="LO HI, two durations with 0 < LO <= HI",
     words=2,
 )
 def span(value: Any) -> tuple[float, float]:
@@ -165,7 +160,7 @@ def choice(*choices: str, more: Callable[[], tuple[str, ...]] = tuple) -> Kind:
         _require(isinstance(value, str) and value in (*choices, *more()))
         return str(value)
 
-    return Kind(convert, f"one of {', '.join(choices)}", "NAME", choices=choices)
+    return Kind(convert, f"one of {', '.join(choices)}", "NAME")
 
 
 @_kind("True or False")
@@ -206,12 +201,11 @@ def variable_names(value: Any) -> tuple[str, ...]:
 
 
 @_kind(
-    "a dict, as in {'GPU': 1}",
+    "amounts above 0 by name, as in {'GPU': 1}, on a line GPU=1",
     metavar="NAME=N …",
     from_words=lambda words: {
         name: float(amount) for name, _, amount in (word.partition("=") for word in words)
     },
-    as_words="NAME=AMOUNT with an amount above 0, as in GPU=1",
     words=-1,
 )
 def amounts(value: Any) -> dict[str, float]:

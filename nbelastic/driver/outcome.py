@@ -11,13 +11,18 @@ from typing import Any
 import cloudpickle
 
 from nbelastic import errors
-from nbelastic.cluster import Failure, Returned, unpack_error, why_missing
+from nbelastic.cluster import Failure, Returned, unpack_error
 from nbelastic.messages import FailureKind, Outcome, StopRequested
 
 from . import display
 from .kernel_log import KernelLog
 
 MOST_SHOWN = 4
+
+MISSING = (
+    "install it there, or, if it is yours, import it by name in the function, so that it travels; "
+    "print(job.modules.describe()) lists what has travelled, and what has not, with the reason"
+)
 
 _CAUSE: Any = BaseException.__dict__["__cause__"]
 
@@ -26,9 +31,6 @@ _KINDS: dict[FailureKind | None, type[errors.JobError]] = {
     FailureKind.RESET_LIMIT: errors.ResetLimitExceeded,
     FailureKind.NO_PROGRESS: errors.NoProgress,
     FailureKind.CLUSTER_LOST: errors.ClusterLost,
-    FailureKind.RANK_FAILED: errors.RankFailed,
-    FailureKind.RANK_LOST: errors.RankFailed,
-    FailureKind.RETURNED_EARLY: errors.RankFailed,
 }
 
 
@@ -103,7 +105,7 @@ def _failed(job: str, log: KernelLog, outcome: Outcome) -> BaseException:
     if outcome.error == FailureKind.RANK_FAILED and starts:
         failures = {start: unpack_error(log.failures[start]) for start in starts}
         return _rank_failed(job, log, failures)
-    kind = _KINDS.get(outcome.error, errors.JobError)
+    kind = _KINDS.get(outcome.error, errors.RankFailed)
     words = "" if outcome.reason is None else log.in_words(outcome.reason)
     return kind(f"job {job!r} failed: {words}")
 
@@ -122,7 +124,7 @@ def _rank_failed(job: str, log: KernelLog, raised: Mapping[int, Failure]) -> Bas
         first: Any = raised[starts[0]].exception
         # isinstance() would ask the error for its class, which may raise anything.
         if issubclass(type(first), ModuleNotFoundError) and first.name:
-            parts[-1] += f"\n{why_missing(first.name, log.modules)}".rstrip()
+            parts[-1] += f"\n{first.name} is not on that worker: {MISSING}"
     if len(groups) > MOST_SHOWN:
         parts.append(f"+ {len(groups) - MOST_SHOWN} other errors")
     message = "\n\n".join(parts)

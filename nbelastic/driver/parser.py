@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import click
@@ -20,32 +20,14 @@ R = TypeVar("R")
 
 
 def did_you_mean(given: str, names: Iterable[str]) -> str:
-    """Return a hint at `names` like `given`, spelt as it is, for the end of a sentence."""
+    """Return a hint at `names` like `given`, or at all of them, for the end of a sentence."""
     names = list(names)
-    given = given.lower()
-    close = [name for name in names if given.startswith("-") and name.startswith(given)]
-    close = close or difflib.get_close_matches(given, names, n=3, cutoff=0.65)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
-def _no_such_option(
-    where: str, given: str, names: Collection[str], users: Callable[..., object] | None
-) -> UnknownOption:
-    try:
-        known: Mapping[str, Any] = {} if users is None else inspect.signature(users).parameters
-    except (TypeError, ValueError):  # it is written in C
-        known = {}
-    if given in known:
-        called = getattr(users, "__name__", "the function")
-        hint = f"; to pass it to {called}: kwargs={{{given!r}: ...}}"
-    else:
-        hint = did_you_mean(given, names) or f"; there are {', '.join(names)}"
-    return UnknownOption(f"{where}: there is no option {given}{hint}")
+    close = difflib.get_close_matches(given.lower(), names, n=3, cutoff=0.65)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(names)}"
 
 
 def with_hints(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public function: an unknown option has a hint, and its errors no inner lines."""
-    name = function.__qualname__
     known = [each for each in inspect.signature(function).parameters if each != "self"]
 
     @functools.wraps(function)
@@ -53,8 +35,10 @@ def with_hints(function: Callable[P, R]) -> Callable[P, R]:
         try:
             unknown = next((each for each in kwargs if each not in known), None)
             if unknown is not None:
-                users = args[0] if args and callable(args[0]) else None
-                raise _no_such_option(name, unknown, known, users)
+                hint = did_you_mean(unknown, known)
+                if "kwargs" in known:
+                    hint += f" Arguments of the function go into kwargs={{{unknown!r}: ...}}"
+                raise UnknownOption(f"{function.__qualname__}: there is no option {unknown}{hint}")
             return function(*args, **kwargs)
         except OptionError as error:
             raise error.with_traceback(None) from error.__cause__
@@ -70,13 +54,6 @@ def call_arguments(
         raise OptionError(f"args={shown(args)}: must be a tuple or list, as in args=(value,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise OptionError(f"kwargs={shown(kwargs)}: must be a dict, as in kwargs={{'lr': 0.1}}")
-    strange = next((key for key in kwargs or () if not isinstance(key, str)), None)
-    if strange is not None:
-        raise OptionError(f"kwargs: {shown(strange)} must be the name of a parameter")
-    yields = inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn)
-    if yields or inspect.iscoroutinefunction(fn):
-        kind = "generator" if yields else "coroutine"
-        raise OptionError(f"fn={shown(fn)}: must be a function, not a {kind} function")
     positional, named = tuple(args), dict(kwargs or {})
     # Other callables check their own arguments. What a decorator passes on is not what it takes.
     if isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
@@ -132,24 +109,11 @@ class LineOption(click.Option):
         try:
             return kind.read(words)
         except OptionError as error:
-            hint = did_you_mean(words[0], kind.choices) if kind.choices else ""
-            raise click.BadParameter(f"{error}{hint}".removeprefix(": "), ctx, self) from None
+            raise click.BadParameter(str(error).removeprefix(": "), ctx, self) from None
 
 
 class LineCommand(click.Command):
-    """A command with help by group; for an unknown option it names the nearest known option."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse a line."""
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            given = error.option_name
-            if not given.startswith("--"):  # click names the first letter alone
-                given = next((word for word in args if word.startswith(given)), given)
-            names = [name for param in self.params for name in param.opts if name.startswith("--")]
-            hint = did_you_mean(given.replace("_", "-"), names)
-            raise click.UsageError(f"there is no option {given}{hint}", ctx) from None
+    """A command with help by group."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options under their headings."""

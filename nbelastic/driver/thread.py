@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import Any
 
 from nbelastic import messages as m
@@ -23,7 +24,8 @@ from nbelastic.driver.options import Options
 from nbelastic.driver.outcome import abandon, settle
 from nbelastic.elastic.ranks.timeline import join_parts
 from nbelastic.errors import ClusterLost
-from nbelastic.membership import TICK, JobView, Machine, Phase, Stage, unpack_machine, view
+from nbelastic.membership import TICK, Machine, Phase, Stage, reasons, unpack_machine, view
+from nbelastic.status import JobStatus
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Driver:
         chance: Callable[[], float] = CHANCE,
     ) -> None:
         self.name = name
-        self.log = KernelLog(name)
+        self.log = KernelLog()
         self.ended: float | None = None
         self.future: Future[list[Any]] = Future()
         self.chaos: Callable[[m.FaultReport], None] | None = None
@@ -111,19 +113,13 @@ class Driver:
         """Call a function in the thread, between two events. For ``nbelastic.chaos``."""
         self._inbox.put(function)
 
-    def note_logged(self, name: str, sent: tuple[int, int], rows: int) -> None:
-        """Keep in the history how far a logger has come, for a kernel that takes over."""
-        if (sent, rows) != self.log.logged_to(name) and rows:
-            commit, number = map(float, sent)
-            figures = {"commit": commit, "number": number, "rows": float(rows)}
-            self._inbox.put(m.RankNote(m.KERNEL, "logged", name, figures))
-
     # -- for all threads -----------------------------------------------------------------------
 
-    def view(self) -> JobView:
-        """Return a view of the machine."""
+    def view(self) -> JobStatus:
+        """Return the job's status, as far as the machine knows it."""
         with self._lock:
-            return view(self._machine, self._now)
+            status, why = view(self._machine), reasons(self._machine, self._now)
+        return replace(status, reason="; ".join(map(self.log.in_words, why)))
 
     @property
     def away(self) -> bool:

@@ -6,15 +6,14 @@ import importlib.metadata
 import os
 import platform
 import sys
-import time
 from collections.abc import Iterable
 
 from nbelastic.collectives import missing_native_part
-from nbelastic.driver.status import HistoryEvent, aligned
+from nbelastic.status import HistoryEvent, aligned
 
 MOST = 20  # decisions that are shown, the newest
 
-_NO_DECISIONS = ("formed", "phases", "checkpoint", "alias", "logged")  # kinds in the history
+_NO_DECISIONS = ("formed", "phases", "checkpoint", "alias")  # kinds in the history
 
 PACKAGES = (
     "nbelastic torch dask distributed cloudpickle fsspec msgpack msgspec numpy tornado "
@@ -41,13 +40,8 @@ def explain(job: str, history: Iterable[HistoryEvent], rank: int | None = None) 
         return Explanation(f"{whose}: nothing was decided so far")
     lines = [f"{whose}, the newest decision last:"]
     for event in found[-MOST:]:
-        at = time.strftime("%H:%M:%S", time.localtime(event.time))
-        place = "" if event.worker is None else f" {event.name or event.worker}"
-        rank_of = "" if event.rank is None else f" rank {event.rank} on"
-        lines.append(f"{at}  {event.kind}{rank_of}{place}, in generation {event.generation}")
-        detail = event.detail.replace("\n", "\n              ")
-        facts = {"what": detail, "seen by": event.seen}
-        lines += [f"    {name:<8}{text}" for name, text in facts.items() if text]
+        seen = f"\nseen by {event.seen}" * bool(event.seen)
+        lines.append(f"{event} (generation {event.generation}){seen}".replace("\n", "\n    "))
     return Explanation("\n".join(lines))
 
 

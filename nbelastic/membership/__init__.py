@@ -4,18 +4,17 @@ from . import rules
 from .machine import TICK, Machine, pack_machine, unpack_machine
 from .placement import arrange, places_of
 from .ranks import Phase, Stage
-from .view import JobView, RankView, view
+from .view import reasons, view
 
 __all__ = [
     "TICK",
-    "JobView",
     "Machine",
     "Phase",
-    "RankView",
     "Stage",
     "arrange",
     "pack_machine",
     "places_of",
+    "reasons",
     "rules",
     "unpack_machine",
     "view",

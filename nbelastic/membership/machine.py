@@ -108,11 +108,11 @@ class Machine:
         if event.notice is not None:
             self._note_notice(event.slot, event.notice)
         for rank in self.roster.on_slot(event.slot):
-            urgent = event.soon or rank.leave_reason == m.EndReason.SHARED
+            urgent = event.soon or rank.leave_reason == m.SHARED
             asked = rank.leaving and not (urgent and not rank.leave_sent)
             stay, gone = self._time_of(event)
             if not asked and rank.stage not in (Stage.ENDING, Stage.RETURNED):
-                self._ask_to_leave(rank, m.EndReason.WORKER_LEAVING, stay=stay, gone=gone)
+                self._ask_to_leave(rank, m.WORKER_LEAVING, stay=stay, gone=gone)
             elif rank.leaving:  # it may have less time than it had
                 rank.leave_deadline = min(rank.leave_deadline, self._now + stay)
                 rank.gone_at = min(rank.gone_at, self._now + gone)
@@ -150,7 +150,7 @@ class Machine:
             if notice is not None:
                 self._record("notice", rank, replace(notice, revoked=True, seconds=0.0))
             asked = rank.leave_sent or rank.stage == Stage.ENDING
-            if rank.leaving and not asked and rank.leave_reason == m.EndReason.WORKER_LEAVING:
+            if rank.leaving and not asked and rank.leave_reason == m.WORKER_LEAVING:
                 rank.leaving = False
                 roster.find_slot(rank.slot)
 
@@ -275,7 +275,7 @@ class Machine:
 
     def _on_rank_note(self, event: m.RankNote) -> None:
         rank = self.roster.ranks.get(event.start)
-        if rank is not None or event.start == m.KERNEL:
+        if rank is not None:
             self._record(event.about, rank, m.Text(event.detail), event.figures)
 
     def _on_weights_sampled(self, event: m.WeightsSampled) -> None:
@@ -339,7 +339,13 @@ class Machine:
             kind = m.FailureKind.RANK_LOST if event.collective else m.FailureKind.RANK_FAILED
             self._fail(kind, cause)
         elif event.state_mismatch and event.version == m.FRESH and others >= roster.limits.min_np:
-            self._warn(m.CannotJoin(roster.id(rank), event.error))
+            words = (
+                f"{roster.id(rank)} could not join: its function builds another state than the "
+                f"others have\n{event.error}\nThe others go on without it, and its worker is tried "
+                "again later. Whatever training adds to the model or the optimizer must be there, "
+                "on each rank, before the state is made."
+            )
+            self._warn(m.Text(words))
             self._drop(rank, cause)
             # The worker is not at fault. It is tried again later, when another state may fit.
             self._record(
@@ -353,7 +359,7 @@ class Machine:
             if rank.planned and not event.collective:
                 self._end_if_repeated(rank, event.error)
             if not event.collective and not roster.ended:
-                self._warn(m.RankError(cause.rank, event.error), rank)
+                self._warn(m.RankError(event.error), rank)
 
     def _blame(self, cause: m.Lost) -> None:
         """Make the cause that came later the end of a job, in place of the failed operation."""
@@ -403,7 +409,7 @@ class Machine:
         if not roster.ended and not rank.evicted:
             ordered = rank.leaving or rank.stage == Stage.ENDING
             reason = m.LossReason.LEFT if ordered else m.LossReason.ENDED
-            detail = rank.leave_reason.value if ordered else ""
+            detail = str(rank.leave_reason) if ordered else ""
             self._record("left", rank, m.Lost(roster.id(rank), reason, detail))
         agreed = rank.leaving and roster.phase in (Phase.GATHERING, Phase.FINISHING)
         planned = roster.phase == Phase.RUNNING and roster.pending
@@ -450,7 +456,7 @@ class Machine:
             roster.drop_slot(reclaimed)
             for rank in roster.on_slot(reclaimed):
                 if not rank.leaving and rank.stage not in (Stage.ENDING, Stage.RETURNED):
-                    self._ask_to_leave(rank, m.EndReason.SHARED)
+                    self._ask_to_leave(rank, m.SHARED)
 
     def _on_cluster_gone(self, event: m.ClusterGone) -> None:
         for start in list(self.roster.ranks):
@@ -500,7 +506,7 @@ class Machine:
         """End the job once every member that is left has returned."""
         roster = self.roster
         for rank in roster.in_stage(Stage.STARTING, Stage.READY):
-            self._end_rank(rank, "stop", m.EndOrder(m.EndReason.FINISHING))
+            self._end_rank(rank, "stop", m.FINISHING)
         if roster.any_in(Stage.MEMBER, Stage.DONE):
             return
         if roster.any_in(Stage.RETURNED):
@@ -512,15 +518,15 @@ class Machine:
         """End newcomers that cannot join, and surplus newcomers."""
         for rank in rules.left_behind(self.roster):
             self.roster.closed = True
-            self._end_rank(rank, "stop", m.EndOrder(m.EndReason.LEFT_BEHIND))
+            self._end_rank(rank, "stop", m.LEFT_BEHIND)
         for rank in rules.surplus(self.roster):
-            self._end_rank(rank, "leave", m.EndOrder(self._why_fewer()))
+            self._end_rank(rank, "leave", self._why_fewer())
 
-    def _why_fewer(self) -> m.EndReason:
+    def _why_fewer(self) -> m.Text:
         """Return why the job may have fewer ranks than it has: its limits, or its share."""
         roster, high = self.roster, self.roster.limits.max_np
         scaled = roster.share is None or (high is not None and high <= roster.share)
-        return m.EndReason.SCALED_DOWN if scaled else m.EndReason.SHARED
+        return m.SCALED_DOWN if scaled else m.SHARED
 
     def _note_shortage(self) -> None:
         """Note since when there are too few slots; give up after the elastic timeout."""
@@ -584,7 +590,7 @@ class Machine:
         members = roster.members()
         for rank in rules.replaced(roster):
             roster.depart(rank.slot.id)
-            self._ask_to_leave(rank, m.EndReason.WORKER_LEAVING)
+            self._ask_to_leave(rank, m.WORKER_LEAVING)
         staying = [rank for rank in members if not rank.leaving]
         for rank in rules.ranks_to_release(roster, staying):
             self._ask_to_leave(rank, self._why_fewer())
@@ -657,7 +663,7 @@ class Machine:
             chosen = set(order)
             for rank in ready:
                 if rank not in chosen and (rank.version != m.FRESH or rank.planned):
-                    self._end_rank(rank, "leave", m.EndOrder(self._why_fewer()))
+                    self._end_rank(rank, "leave", self._why_fewer())
             known = set(roster.expected)
             self._publish(order)
             for rank in order:
@@ -804,7 +810,10 @@ class Machine:
             if self._now >= rank.since + limit:
                 roster.ranks.pop(rank.start)
                 roster.drop_slot(rank.slot.id)
-                reason = m.DidNotEnd(roster.id(rank), limit)
+                reason = m.Text(
+                    f"{roster.id(rank)} did not end within {limit:g} s of the order to: its worker "
+                    "is restarted, or closed if it has no nanny"
+                )
                 self._emit(m.RestartWorker(slot=rank.slot, reason=reason))
                 self._warn(reason)
 
@@ -855,7 +864,14 @@ class Machine:
         pair = rules.waits_for_finished(self.roster)
         if pair is not None:
             done, waiting = map(self.roster.id, pair)
-            self._fail(m.FailureKind.NO_PROGRESS, m.LoopsDiffer(done, waiting))
+            words = (
+                f"{done} has reached the end of its elastic loop, but {waiting} waits for it in "
+                "another operation, because it has more batches or commits. Give all ranks the "
+                "same number of batches (hvd.elastic.ElasticSampler does), and commit on all of "
+                "them; or end the loop over batches by hvd.join(), with which a rank waits for "
+                "those that have more"
+            )
+            self._fail(m.FailureKind.NO_PROGRESS, m.Text(words))
         sides = rules.different_operations(self.roster)
         if sides:
             words = "; ".join(f"{self.roster.id(rank)}: {each}" for each, rank in sides.items())
@@ -885,8 +901,7 @@ class Machine:
         """Order a rank to end. From now on it does not count."""
         if rank.stage != Stage.ENDING:
             rank.stage, rank.since = Stage.ENDING, self._now
-            if isinstance(reason, m.EndOrder):
-                rank.leave_reason = reason.reason
+            rank.leave_reason = reason
             self._send_end(rank, how, reason, save)
 
     def _send_end(self, rank: Rank, how: str, reason: m.Reason, save: float = 0.0) -> None:
@@ -895,7 +910,7 @@ class Machine:
     def _ask_to_leave(
         self,
         rank: Rank,
-        reason: m.EndReason,
+        reason: m.Reason,
         *,
         stay: float = rules.STAY,
         gone: float = rules.STAY + rules.MARGIN,
@@ -903,11 +918,11 @@ class Machine:
         """Ask a rank to leave its generation, in which a last holder may `stay` for a while."""
         rank.leaving, rank.leave_reason = True, reason
         # For other jobs the last holder of the state stays as long as it takes: they can wait.
-        stay = math.inf if reason == m.EndReason.SHARED else stay
+        stay = math.inf if reason == m.SHARED else stay
         rank.leave_deadline = self._now + stay
         rank.gone_at = self._now + gone
         if rank.stage == Stage.STARTING:
-            self._end_rank(rank, "leave", m.EndOrder(reason))
+            self._end_rank(rank, "leave", reason)
         self._end_leaving()
 
     def _end_leaving(self) -> None:
@@ -929,7 +944,7 @@ class Machine:
             if retired:  # its worker waits for it, but not for long
                 rank.gone_at = min(rank.gone_at, self._now + rules.STAY + rules.MARGIN)
             save = rules.time_to_save(roster, rank) if rank is heir else 0.0
-            order = m.EndOrder(rank.leave_reason)
+            order = rank.leave_reason
             if rank.stage == Stage.READY:
                 self._end_rank(rank, "leave", order, save)
             else:
@@ -995,7 +1010,7 @@ class Machine:
             key = policy.worker_key(slot)
             for other in list(roster.ranks.values()):
                 if policy.worker_key(other.slot) == key and not other.leaving and other is not rank:
-                    self._ask_to_leave(other, m.EndReason.WORKER_EXCLUDED)
+                    self._ask_to_leave(other, m.WORKER_EXCLUDED)
         for exclusion in policy.count_failure(slot, self._now, self._chance):
             self._record("cooldown", rank, exclusion)
 
@@ -1045,7 +1060,7 @@ class Machine:
         if roster.ended:
             return
         roster.outcome = outcome
-        reason = outcome.reason or m.EndOrder(m.EndReason.FINISHING)
+        reason = outcome.reason or m.FINISHING
         roster.enter(Phase.ENDING)
         for rank in roster.in_stage(Stage.STARTING, Stage.READY, Stage.MEMBER, Stage.DONE):
             self._end_rank(rank, how, reason)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple, cast
 
-from nbelastic.messages import FRESH, Beat, CodeLine, EndReason, Number, Slot
+from nbelastic.messages import FRESH, WORKER_LEAVING, AnyReason, Beat, CodeLine, Number, Slot
 
 
 class Phase(str, enum.Enum):
@@ -79,7 +79,7 @@ class Rank:
     formed: bool = False
     leaving: bool = False  # it was asked to leave
     leave_sent: bool = False  # the order to leave was sent
-    leave_reason: EndReason = EndReason.WORKER_LEAVING
+    leave_reason: AnyReason = WORKER_LEAVING
     leave_deadline: float = 0.0  # until then it stays, if no other rank holds the state
     gone_at: float = 0.0  # when its worker is gone
     progress: int = 0

@@ -1,17 +1,17 @@
-"""View of a machine: the part of a job's status that follows from its roster."""
+"""A job's status, as far as it follows from its roster, with the reasons for it."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from nbelastic import messages as m
+from nbelastic.status import JobStatus, RankStatus
 
 from . import rules
 from .machine import Machine
-from .ranks import Phase, Rank, Stage
+from .ranks import Phase, Stage
 from .roster import Roster
 
 MOST_NOTICES = 3  # most workers that the status names as about to go
@@ -21,57 +21,17 @@ _KNOWN = ("NOT_IN_WORKERS", "LACKS_RESOURCES", "HOST_FULL", "TOO_LATE")
 _BY_OTHERS = [reason for reason in m.UnusedReason if reason.name not in _KNOWN]
 
 
-@dataclass(frozen=True)
-class RankView:
-    """A rank; `rank` is None while it belongs to no generation."""
-
-    start: int
-    rank: int | None
-    worker: str
-    name: str
-    host: str
-    state: str
-    commits: int
-
-
-@dataclass(frozen=True)
-class JobView:
-    """A job; `state` is one of waiting, forming, running, finished, failed, stopped."""
-
-    state: str
-    generation: int
-    size: int
-    min_np: int
-    max_np: int | None
-    resets: int
-    commits: int
-    reason: m.Reason | None
-    ranks: tuple[RankView, ...]
-    backend: str
-    share: int | None = None
-    sharing: m.Reason | None = None
-    errors: int = 0
-
-
-def view(machine: Machine, now: float) -> JobView:
-    """Return the view of a machine at a time."""
+def view(machine: Machine) -> JobStatus:
+    """Return the job's status, as far as the machine knows it."""
     roster = machine.roster
     members = [] if roster.phase == Phase.GATHERING else roster.members()
-    numbers = {rank.start: number for number, rank in enumerate(members)}
-    if roster.phase == Phase.ENDED and roster.plan is not None:
-        shown = []  # the members of the last generation, also those that are gone
-        for number, member in enumerate(roster.plan.members):
-            rank, at = roster.ranks.get(member.start), member.slot
-            gone = RankView(
-                member.start, number, at.worker, at.name, at.host, "ended", roster.version
-            )
-            shown.append(gone if rank is None else _rank_view(roster, rank, number))
-    else:
-        ranks = sorted(
-            roster.ranks.values(), key=lambda r: (numbers.get(r.start, 1 << 30), r.start)
-        )
-        shown = [_rank_view(roster, rank, numbers.get(rank.start)) for rank in ranks]
-    return JobView(
+    last = roster.plan if roster.phase == Phase.ENDED else None
+    slots = {each.start: each.slot for each in (last.members if last else members)}
+    numbers = {start: number for number, start in enumerate(slots)}
+    if last is None:  # at the end, only the last members are shown, also those that are gone
+        slots |= {start: roster.ranks[start].slot for start in sorted(roster.ranks)}
+    return JobStatus(
+        name="",
         state=_state(roster),
         generation=roster.generation,
         size=len(members),
@@ -79,11 +39,11 @@ def view(machine: Machine, now: float) -> JobView:
         max_np=roster.limits.max_np,
         resets=roster.policy.resets,
         commits=roster.version,
-        reason=_reason(roster, now),
-        ranks=tuple(shown),
+        elapsed=0.0,
+        reason="",
+        ranks=tuple(_rank_status(roster, *each, numbers.get(each[0])) for each in slots.items()),
         backend=roster.backend,
         share=None if roster.ended else roster.share,
-        sharing=_sharing(roster),
         errors=sum(isinstance(each, (m.CutOff, m.RankError)) for each in roster.warnings),
     )
 
@@ -98,19 +58,21 @@ def _state(roster: Roster) -> str:
     return "running" if roster.phase in (Phase.RUNNING, Phase.FINISHING) else "waiting"
 
 
-def _rank_view(roster: Roster, rank: Rank, number: int | None) -> RankView:
-    state = "leaving" if rank.leaving else rank.stage.value
-    if state == Stage.MEMBER.value:
-        state = "running" if roster.phase == Phase.RUNNING else "forming"
-    return RankView(
-        start=rank.start,
-        rank=number,
-        worker=rank.slot.worker,
-        name=rank.slot.name,
-        host=rank.slot.host,
-        state=state,
-        commits=math.floor(max(rank.version, 0)),
-    )
+def _rank_status(roster: Roster, start: int, slot: m.Slot, number: int | None) -> RankStatus:
+    rank, state, commits = roster.ranks.get(start), "ended", roster.version
+    if rank is not None:
+        state, commits = rank.stage.value, math.floor(max(rank.version, 0))
+        if rank.leaving:
+            state = "leaving"
+        elif rank.stage == Stage.MEMBER:
+            state = "running" if roster.phase == Phase.RUNNING else "forming"
+    return RankStatus(number, slot.worker, slot.host, state, commits, name=slot.name, start=start)
+
+
+def reasons(machine: Machine, now: float) -> list[m.Reason]:
+    """Return what the job waits for, or why it ended, and its share if that limits it."""
+    roster = machine.roster
+    return [each for each in (_reason(roster, now), _sharing(roster)) if each is not None]
 
 
 def _sharing(roster: Roster) -> m.Reason | None:

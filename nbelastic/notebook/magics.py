@@ -25,6 +25,8 @@ from .options import MagicCommand, MagicOptionError, split, train_command
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+__all__ = ["load_ipython_extension", "unload_ipython_extension"]
+
 MAGIC, LINE_MAGIC = "%%elastic_train", "%elastic"
 CHANGES = frozenset({"stop", "cancel", "scale"})  # a job that has ended is left alone
 
@@ -183,7 +185,7 @@ def run_command(words: str, job: Any) -> str:
     """Run the words after ``%elastic`` on a job, or on none; return the lines to show."""
     name, *given = split(words, LINE_MAGIC) or [""]
     if name not in COMMANDS:
-        hint = did_you_mean(name, COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+        hint = did_you_mean(name, COMMANDS)
         what = f"there is no command {name!r}" if name else "a command is missing"
         raise MagicOptionError(f"{LINE_MAGIC}: {what}{hint} (every command: {LINE_MAGIC}?)")
     values = MagicCommand(f"{LINE_MAGIC} {name}", COMMANDS[name]).read(given)

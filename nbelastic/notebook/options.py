@@ -99,7 +99,7 @@ def train_command(magic: str = "%%elastic_train") -> MagicCommand:
         ),
         "--name": (text, "name of the job; made up by default"),
         "-o --out": (name, "keep the Job in a variable, from the start and whatever happens"),
-        "--log-to": (name, "variable with a run, SummaryWriter or function that gets the metrics"),
+        "--log-to": (name, "variable with a function that gets each step and its metrics"),
         "-b/-a --block/--noblock": (flag, "wait for the end, or show the Job at once [block]"),
         "-q --quiet": (flag, "show only the result: no panel, no output, no last line"),
         "-v --verbose": (flag, "list the modules of yours that travel with the cell"),

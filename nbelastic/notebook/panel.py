@@ -15,10 +15,10 @@ from typing import Any
 import ipywidgets
 
 from nbelastic.driver import driver_of
-from nbelastic.driver.status import JobStatus
 from nbelastic.errors import OptionError
 from nbelastic.render import OUTPUT_TITLE, PARTS, STYLE, JobSnapshot
 from nbelastic.render.formatting import escape
+from nbelastic.status import JobStatus
 
 BETWEEN_DRAWINGS = 1.0  # seconds at least between drawings: a new one closes an open tooltip
 DRAWINGS = frozenset({"timeline", "curves"})

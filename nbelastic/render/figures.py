@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nbelastic.driver.status import JobStatus, RankStatus
+from nbelastic.status import JobStatus, RankStatus
 
 from .formatting import abbreviate, block, count, pace, rate
 from .text import JobSnapshot, line

@@ -8,7 +8,7 @@ import re
 from markupsafe import Markup
 from markupsafe import escape as markup_escape
 
-from nbelastic.driver.status import JobStatus
+from nbelastic.status import JobStatus
 
 _UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # XML cannot hold these
 _PLURALS = {"rank lost": "ranks lost", "batch": "batches"}

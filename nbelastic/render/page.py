@@ -13,8 +13,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from nbelastic.driver.status import HistoryEvent
 from nbelastic.messages import over
+from nbelastic.status import HistoryEvent
 
 from .figures import shown_figures
 from .formatting import (

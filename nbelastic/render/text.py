@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbelastic.driver import driver_of
-from nbelastic.driver.status import DataStatus, HistoryEvent, JobStatus
 from nbelastic.messages import over
+from nbelastic.status import DataStatus, HistoryEvent, JobStatus
 
 from .formatting import abbreviate, count, duration, limits, pace, worker
 

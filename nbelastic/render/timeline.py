@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nbelastic.driver.status import HistoryEvent
+from nbelastic.status import HistoryEvent
 
 from .formatting import abbreviate, count, duration, escape, rate, worker
 from .text import JobSnapshot

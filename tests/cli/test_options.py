@@ -71,7 +71,7 @@ def test_names_of_horovodrun_are_read(line, found):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--max 8 x", "there is no option --max; did you mean --max-np"),
+        ("--max 8 x", "--max-np"),
         ("-x =1 x", "'' must be the name of a variable"),
         ("-x RANK=1 x", "['RANK']: nbelastic sets this variable itself"),
     ],

@@ -16,9 +16,9 @@ from rich.console import Console
 from nbelastic.cli.display import CommandDisplay, JsonView, ViewOptions, WaitView
 from nbelastic.cli.live import LiveView, frame
 from nbelastic.cli.run import view_options
-from nbelastic.driver.status import Progress
 from nbelastic.render import FIGURES, JobSnapshot, line, page
 from nbelastic.render.figures import Figure
+from nbelastic.status import Progress
 from tests.notebook.fakes import FakeJob, rank_status
 
 from .stage import Terminal

@@ -16,7 +16,7 @@ from nbelastic import messages as m
 from nbelastic.cluster.scheduler import leaving
 from nbelastic.cluster.scheduler.plugin import SpotNotices
 from nbelastic.cluster.wire import pack
-from nbelastic.membership import view
+from nbelastic.membership import reasons
 
 from .shared_cluster import SharedCluster
 from .test_arbiter import begin, settle
@@ -138,7 +138,7 @@ async def test_a_host_is_left_its_workers_retired_and_others_asked_for():
         cloud.report(gone)
         assert cloud.plugin.demand() == 6, "two more, from this moment on"
         cloud.step_all()
-        reason = view(cloud.plugin.jobs["one"].machine, cloud.now).reason
+        (reason,) = reasons(cloud.plugin.jobs["one"].machine, cloud.now)
         assert str(reason).count("leaves in") == 2
         cloud.hire("w4", "a")
         await settle(cloud)

@@ -137,7 +137,7 @@ def train(kind: str, context: StaticContext) -> str:
     for state, step in training(loader_of(kind)):
         model, rows = state.model, rows + step.rows
         (found,) = context.telemetry.data
-        assert (found.rows, found.done, found.seen, found.lost) == (0, rows, rows, 0)
+        assert (found.left, found.done, found.seen, found.lost) == (None, rows, rows, 0)
     assert rows == sum(LENGTHS if kind == "shards" else STREAMS)
     return "".join(each.numpy().tobytes().hex() for each in model.state_dict().values())
 

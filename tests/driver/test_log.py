@@ -1,19 +1,18 @@
-"""What ranks print, in memory and in files; versions; details and decisions in words."""
+"""What ranks print; versions; details and decisions in words."""
 
 from __future__ import annotations
 
 import pytest
 
 import nbelastic
-from nbelastic.driver import JobInfo
 from nbelastic.driver.job import Job
 from nbelastic.driver.kernel_log import KernelLog, detail_of
 from nbelastic.driver.options import Options
-from nbelastic.driver.status import HistoryEvent, JobTable
 from nbelastic.driver.thread import Driver
 from nbelastic.driver.why import MOST, explain
 from nbelastic.errors import OptionError
 from nbelastic.messages import CodeLine, LogContents, Record
+from nbelastic.status import HistoryEvent, Output
 from tests.membership.test_reasons import GONE, RAISED, STALLED
 
 LINE = "x" * 999 + "\n"
@@ -36,7 +35,7 @@ def test_the_newest_output_is_kept_and_the_rest_is_told_of(kept):
     assert 60_000 < len(text) < 100_500
     assert text.endswith(f"000499{LINE}")
     assert "only the last 100,000 bytes of what ranks printed are in memory" in text
-    assert "NBELASTIC_LOG_BYTES" in text and "NBELASTIC_LOG_DIR" in text
+    assert "NBELASTIC_LOG_BYTES" in text
     warnings = [event for event in job.history if event.kind == "warning"]
     assert len(warnings) == 1 and "in memory" in warnings[0].detail
 
@@ -58,50 +57,21 @@ def test_a_reader_gets_each_kept_piece_once(kept):
     assert log.printed.since(cursor) == (cursor + 1, ())
 
 
-def test_a_directory_gets_all_of_it_or_one_warning(kept, monkeypatch, tmp_path):
-    monkeypatch.setenv("NBELASTIC_LOG_DIR", str(tmp_path / "logs"))
-    log = KernelLog("digits")
-    print_lines(log, 300)
-    log.note_output(1, "\udc80 ü\r\n")
-    (place,) = (tmp_path / "logs").iterdir()
-    assert place.name.startswith("digits-")
-    assert (place / "start-0.log").read_text().splitlines()[299] == f"000299{LINE}"[:-1]
-    assert (place / "start-1.log").read_bytes() == "\\udc80 ü\r\n".encode()
-    assert f"all of it is in {place}" in log.printed.remark()
-    (place / "start-2.log").mkdir()
-    for _ in range(2):
-        log.note_output(2, "more\n")
-    (*_, warning) = log.warnings()
-    assert warning.startswith(f"what ranks print cannot be written to {place}: ")
-    assert len(log.warnings()) == 2
-
-
-def test_a_driver_that_is_back_does_not_write_again(monkeypatch, tmp_path):
-    monkeypatch.setenv("NBELASTIC_LOG_DIR", str(tmp_path))
-    contents = LogContents({}, {}, (), {}, ((0, "one\n"),), ())
-    first, other = KernelLog("digits"), KernelLog("other")
-    first.note_output(0, "one\n")
-    first.note(Record("joined"))
-    for log in (first, other):
-        log.adopt(0.0, contents)
-        assert log.history() == (), "it is the scheduler's"
-        log.note_output(0, "two\n")
-        assert [piece.text for piece in log.printed.since(0)[1]] == ["one\n", "two\n"]
-    texts = [path.read_text() for path in sorted(tmp_path.glob("*/start-0.log"))]
-    assert texts == ["one\ntwo\n", "one\ntwo\n"]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "says"),
-    [
-        *(("NBELASTIC_LOG_BYTES", each, "a number of bytes") for each in ("much", "-1", "1e400")),
-        ("NBELASTIC_LOG_DIR", __file__, "a directory"),
-    ],
-)
-def test_a_wrong_variable_is_refused(monkeypatch, variable, value, says):
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(OptionError, match=f"{variable}='.*': must be {says}"):
+@pytest.mark.parametrize("value", ["much", "-1", "1e400"])
+def test_a_wrong_limit_is_refused(monkeypatch, value):
+    monkeypatch.setenv("NBELASTIC_LOG_BYTES", value)
+    with pytest.raises(OptionError, match=r"NBELASTIC_LOG_BYTES='.*': must be a number of bytes"):
         KernelLog()
+
+
+def test_a_driver_that_is_back_has_the_schedulers_log():
+    log = KernelLog()
+    log.note_output(0, "one\n")
+    log.note(Record("joined"))
+    log.adopt(0.0, LogContents({}, {}, (), {}, (Output(0, None, "one\n"),), ()))
+    assert log.history() == (), "it is the scheduler's"
+    log.note_output(0, "two\n")
+    assert [piece.text for piece in log.printed.since(0)[1]] == ["one\n", "two\n"]
 
 
 def job_with(**options):
@@ -114,7 +84,7 @@ def test_the_versions_of_a_report_are_printed(capsys):
     assert f"nbelastic      {nbelastic.__version__}\n" in shown and "\nshared memory  " in shown
 
 
-# -- details and decisions in words, and the jobs of a cluster as a table --------------------------
+# -- details and decisions in words --------------------------
 
 
 PHASES = {"noticed": 0.0, "stepped": 7.5, "batches": 0.0, "samples": 0.0}
@@ -143,17 +113,6 @@ def test_the_history_names_lines_and_figures_and_no_rank(record: Record, words: 
     assert detail_of(record, FILE if record.reason is RAISED else None) == words
 
 
-def test_jobs_are_a_tuple_shown_as_a_table() -> None:
-    resnet = JobInfo("resnet", "running", 3, 1200, 0.0, True, 5, 2.0, 2, 8, 3, 3)
-    jobs = JobTable([resnet, JobInfo("<bert>", "waiting", 0, 0, 0.0, False)])
-    assert jobs[0] is resnet and repr(JobTable()) == "no jobs"
-    assert repr(jobs).splitlines() == [
-        "name    state    priority  weight  np        slots  share  commits  kernel",
-        "resnet  running  5         2       2 to 8    3      3      1,200    yes",
-        "<bert>  waiting  0         1       1 to all  0             0        no",
-    ]
-
-
 LOST = HistoryEvent(
     0.0, "lost", "tcp://w3", 3, 4, "held up the others for 60 s", 3, "w3", {}, "the clock: a limit"
 )
@@ -162,9 +121,8 @@ LOST = HistoryEvent(
 def test_a_decision_says_what_was_seen_and_of_many_the_newest_are_shown():
     other = HistoryEvent(1.0, "left", "tcp://w1", 1, 5, "as planned", 2, "w1")
     text = str(explain("job", [LOST, other], rank=3))
-    assert "lost rank 3 on w3, in generation 4" in text
-    assert "held up the others for 60 s" in text
-    assert "seen by the clock: a limit" in text
+    assert "lost rank 3 on w3: held up the others for 60 s (generation 4)\n" in text
+    assert "\n    seen by the clock: a limit" in text
     assert "w1" not in text
     assert "as planned" in explain("job", [LOST, other])
     assert "phases" not in explain("job", [HistoryEvent(0.0, "phases", None, None, 1, "x"), LOST])

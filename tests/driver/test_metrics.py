@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from concurrent.futures import Future
 from itertools import pairwise
@@ -19,7 +18,7 @@ from nbelastic.driver.metrics import MOST_POINTS, MetricsAggregator
 from nbelastic.driver.options import Options
 from nbelastic.driver.thread import Driver
 from nbelastic.errors import OptionError
-from nbelastic.membership import RankView
+from nbelastic.status import DataStatus, RankStatus
 from tests.support.clusters import until
 
 
@@ -46,7 +45,7 @@ def test_a_row_is_the_mean_over_ranks_in_the_order_of_training_and_its_newest_tr
 
 def test_speed_is_measured_over_a_window_and_added_up():
     metrics = MetricsAggregator()
-    place = RankView(0, 0, "tcp://a", "a", "a", "running", 0)
+    place = RankStatus(0, "tcp://a", "a", "running", 0)
     for second in range(-9, 0):  # setting up is no slowness
         metrics.take(second, [rank(0), rank(2)])
     assert metrics.status(place).steps_per_s is None
@@ -115,8 +114,8 @@ def test_curves_and_the_pace_are_thinned_evenly_up_to_the_newest():
 
 
 def test_rows_are_those_of_the_rank_that_is_furthest():
-    def rows(seen, *, redone=0, length=100):
-        return (ev.DataProgress("Parquet", 1, length, seen - 100, seen, redone, 0),)
+    def rows(seen, *, redone=0):
+        return (DataStatus("Parquet", 1, seen - 100, 200 - seen, seen, redone, 0),)
 
     metrics = MetricsAggregator()
     assert metrics.data([0]) == ()
@@ -126,8 +125,6 @@ def test_rows_are_those_of_the_rank_that_is_furthest():
     assert (found.source, found.epoch, found.done, found.left) == ("Parquet", 1, 80, 20)
     assert (found.seen, found.redone, found.lost) == (180, 8, 0)
     assert metrics.data([])[0].seen == 199
-    metrics.take(3.0, [rank(4, data=rows(140, length=0))])
-    assert metrics.data([4])[0].left is None
 
 
 def test_a_clock_that_is_set_back_makes_no_job_younger(monkeypatch):
@@ -171,10 +168,6 @@ class FakeDriver:
         made = ev.MetricsReport(commit, number, generation, step, {"loss": value})
         self.log.metrics.take(1.0, [ev.RankTelemetry("job", start, reports=(made,))])
 
-    def note_logged(self, name, sent, rows):
-        figures = {"commit": sent[0], "number": sent[1], "rows": rows}
-        self.log.note(ev.Record("logged", detail=name, figures=figures))
-
     def end(self, made, state="finished"):
         self.state = state
         self.future.set_result([None])
@@ -203,16 +196,6 @@ def test_steps_are_sent_when_they_are_committed_and_repeated_ones_once(driver):
     assert driver.got == [(0, 1.0), (1, 5.0), (2, 7.0)]
 
 
-def test_another_kernel_goes_on_where_the_last_one_was(driver):
-    for round in range(2):
-        driver.future = Future()
-        driver.report(2 * round, 1.0)
-        driver.report(2 * round + 1, 2.0)
-        driver.end(loggers.MetricsLogger(driver, driver.take))
-    assert driver.got == [(0, 1.0), (1, 2.0), (2, 1.0), (3, 2.0)]
-    assert sum(event.kind == "logged" for event in driver.log.history()) == 1
-
-
 def test_a_logger_that_raises_is_tried_again_and_said_once(driver, monkeypatch):
     raised = []
 
@@ -233,26 +216,7 @@ def test_a_logger_that_raises_is_tried_again_and_said_once(driver, monkeypatch):
     assert "failed 3 times in a row" in driver.log.warnings()[2]
 
 
-def test_each_kind_of_logger_gets_a_row_by_its_own_call_and_no_other_is_taken(monkeypatch):
-    got = []
-
-    def add_scalar(tag, scalar_value, global_step=None):
-        got.append((tag, scalar_value, global_step))
-
-    def log_metric(run_id, key, value, timestamp=None, step=None):
-        add_scalar(key, value, step)
-
-    tracking = SimpleNamespace(MlflowClient=lambda: SimpleNamespace(log_metric=log_metric))
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(tracking=tracking))
-    wandb = SimpleNamespace(id="w", log=lambda data, step: got.append((*data.popitem(), step)))
-    for name, target in (
-        ("MLflow run r", SimpleNamespace(info=SimpleNamespace(run_id="r"))),
-        ("TensorBoard d", SimpleNamespace(log_dir="d", add_scalar=add_scalar, flush=got.copy)),
-        ("wandb run w", wandb),
-    ):
-        found, send = loggers.sender(target)
-        send(3.0, {"loss": 0.5})
-        assert (found, got.pop()) == (name, ("loss", 0.5, 3))
-    for wrong in (None, 3, "wandb", dict):
-        with pytest.raises(OptionError, match="must be a run of wandb or MLflow"):
-            loggers.sender(wrong)
+@pytest.mark.parametrize("wrong", [None, 3, "wandb", dict])
+def test_a_logger_is_a_function(driver, wrong):
+    with pytest.raises(OptionError, match="must be a function that is called with a step and a di"):
+        loggers.MetricsLogger(driver, wrong)

@@ -37,14 +37,6 @@ def takes_rate(rate, *, steps=1):
     return model
 
 
-async def trains_later():
-    """Return a coroutine."""
-
-
-def trains_in_parts():
-    yield 1
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -69,7 +61,6 @@ def trains_in_parts():
         ({"name": "x" * 5000}, r"^name='x{80,300}…: must be text of at most 64"),
         ({"resources": {"GPU": True}}, r"resources\['GPU'\]=True"),
         ({"blacklist_cooldown": 10}, r"blacklist_cooldown=10: must be \(lo, hi\)"),
-        ({"kwargs": {1: 2}}, "kwargs: 1 must be the name of a parameter"),
         ({"args": numpy.zeros(2)}, r"args=array\(.*\): must be a tuple or list"),
         ({"cluster": LocalCluster}, r"cluster=<class .*LocalCluster'>: must be a Dask Client"),
         ({"cluster": LATER}, "cluster: this cluster is asynchronous; pass a synchronous one"),
@@ -83,8 +74,6 @@ def trains_in_parts():
         ({"fn": takes_rate}, "takes_rate: missing a required argument: 'rate'; .* args= and"),
         ({"fn": takes_rate, "kwargs": {"rate": 1, "lr": 2}}, "unexpected keyword argument 'lr'"),
         ({"fn": Path.cwd().exists, "args": (1,)}, "exists: too many positional arguments"),
-        ({"fn": trains_later}, "fn=<.*trains_later.*: must be a function, not a coroutine"),
-        ({"fn": trains_in_parts}, "fn=<.*trains_in_parts.*: .* not a generator function"),
         ({"fn": 42}, "must be a function"),
         ({"fn": takes_rate, "args": (1,), "pull": "model"}, r"takes_rate\(\) has no variable of"),
         # an option that does not exist
@@ -112,7 +101,7 @@ def test_arguments_that_a_decorator_adds_are_not_asked_for():
 
 
 def test_a_hint_names_the_way_of_the_functions_own_arguments_and_help_all_options():
-    with pytest.raises(OptionError, match=r"no option rate; to pass it to takes_rate: kwargs=\{'"):
+    with pytest.raises(OptionError, match=r"no option rate; .* go into kwargs=\{'rate': \.\.\.\}"):
         nbelastic.fit(takes_rate, rate=0.1)
     words = " ".join(nbelastic.fit.__doc__.split())
     assert all(f" {row.name} : " in words and row.more in words for row in TABLE)

@@ -130,7 +130,7 @@ def test_a_strange_error_is_the_type_or_else_the_cause_if_it_can_be_read(origina
 
 def test_a_missing_module_is_named_with_the_reason():
     error = end(FAILED, failure=ModuleNotFoundError("no module", name="torch"))
-    assert isinstance(error, ModuleNotFoundError) and "install it on the workers" in str(error)
+    assert isinstance(error, ModuleNotFoundError) and "install it there" in str(error)
 
 
 def test_the_driver_settles_whatever_ends_its_thread():

@@ -20,7 +20,8 @@ from tests.support.training import Workload
 def interrupted(call, when=None):
     def waits():  # the main thread is in the call, not still in the start of this one
         frame = sys._current_frames()[threading.main_thread().ident]
-        return call.__code__ in [outer.f_code for outer, _ in traceback.walk_stack(frame)] and when()
+        codes = [outer.f_code for outer, _ in traceback.walk_stack(frame)]
+        return call.__code__ in codes and when()
 
     def interrupt():
         until(waits, "the time for an interrupt")

@@ -130,7 +130,7 @@ def test_the_loss_of_a_rank_by_an_error_says_in_which_line(crew, monkeypatch, ca
         r"LookupError: a batch.*; raised at The cell, line \d+, in train$", lost.detail
     )
     (headline,) = job.status.headlines
-    assert re.fullmatch(r"rank 1 raised LookupError: .*, at The cell, line \d+, in train", headline)
+    assert re.fullmatch(r"a rank raised LookupError: .*, at The cell, line \d+, in train", headline)
     assert (job.status.state, job.status.errors) == ("finished", 1)
     line = render.text(render.JobSnapshot.of(job))
     assert "finished with 1 error · 1 rank" in line and f"warning: {headline[:100]}" in line

@@ -214,7 +214,7 @@ def test_an_error_that_others_have_excludes_nobody_and_is_said() -> None:
     world.run_for(3.0)
     assert sorted(workers(world.plans[-1])) == ["A0", "A1", "A2"], "it is not"
     first, second = world.machine.roster.warnings
-    assert "rank 1 raised ValueError: bad row 7\n" in str(first) and "row 8" in str(second)
+    assert "a rank raised ValueError: bad row 7\n" in str(first) and "row 8" in str(second)
     assert world.view().errors == 2
     world.rank_on("A1").raise_error("ValueError: bad row 9")
     world.run_for(1.0)

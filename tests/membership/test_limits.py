@@ -78,8 +78,8 @@ def test_scale_down() -> None:
     world = trained(job("A0", "B0", "C0", "D0", np=4, min_np=1, script=LONG), 10)
     world.tell(ev.LimitsChanged(max_np=2))
     assert [(e.start, e.how, e.reason) for e in world.of(ev.EndRank)] == [
-        (2, "leave", ev.EndOrder(ev.EndReason.SCALED_DOWN)),
-        (3, "leave", ev.EndOrder(ev.EndReason.SCALED_DOWN)),
+        (2, "leave", ev.SCALED_DOWN),
+        (3, "leave", ev.SCALED_DOWN),
     ]
     world.run_for(2.0)
     assert workers(world.plans[-1]) == ["A0", "B0"]

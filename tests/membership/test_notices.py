@@ -60,10 +60,10 @@ def test_the_status_counts_down_until_the_worker_is_gone() -> None:
     world = trained(job("A0", "B0", np=2, min_np=1, script=LONG))
     world.tell(noticed(world, "B0"))
     world.run_for(20.0)
-    assert str(world.view().reason) == "worker B0 leaves in 1:40: AWS spot (terminate)"
+    assert world.reason() == "worker B0 leaves in 1:40: AWS spot (terminate)"
     world.kill("B0")
     world.run_for(1.0)
-    assert world.view().reason is None
+    assert world.present_reasons() == []
 
 
 def test_a_rank_that_was_not_sent_away_yet_stays_when_the_notice_is_revoked() -> None:

@@ -37,7 +37,7 @@ def aborting() -> World:
     world = trained(job("A0", "B0", "C0", np=3, min_np=1, script=LONG), 10)
     world.kill("C0")
     world.run(until=lambda: bool(world.of(ev.Abort)))
-    assert str(world.view().reason) == "waiting for 2 ranks to leave generation 1"
+    assert world.reason() == "waiting for 2 ranks to leave generation 1"
     return world
 
 

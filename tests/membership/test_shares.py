@@ -29,9 +29,9 @@ def test_a_share_takes_ranks_at_a_commit_and_nothing_is_redone() -> None:
     assert batches(world) == sorted(set(batches(world)))
     assert not world.records("lost")
     left = {(record.reason.reason, record.reason.detail) for record in world.records("left")}
-    assert left == {(ev.LossReason.LEFT, ev.EndReason.SHARED.value)}
+    assert left == {(ev.LossReason.LEFT, str(ev.SHARED))}
     orders = {effect.reason for effect in world.of(ev.EndRank)}
-    assert orders == {ev.EndOrder(ev.EndReason.SHARED)}
+    assert orders == {ev.SHARED}
 
 
 def test_a_preemptible_job_waits_with_one_rank_and_its_time_stands_still() -> None:
@@ -44,7 +44,7 @@ def test_a_preemptible_job_waits_with_one_rank_and_its_time_stands_still() -> No
     assert world.outcome is None
     seen = world.view()
     assert seen.state == "waiting"
-    assert seen.sharing == ev.Sharing(1, 4, ("bert",), 1, suspended=True)
+    assert world.present_reasons()[-1] == ev.Sharing(1, 4, ("bert",), 1, suspended=True)
     commits = seen.commits
     assert commits > 0
     share(world, 3)
@@ -107,8 +107,8 @@ def test_history_and_view_have_the_share() -> None:
     share(world, 1)
     assert world.words("share") == ["all → 1: shares with bert"]
     seen = world.view()
-    assert (seen.share, seen.sharing) == (1, ev.Sharing(1, 4, ("bert",), 1))
+    assert (seen.share, world.present_reasons()) == (1, [ev.Sharing(1, 4, ("bert",), 1)])
     world.tell(ev.LimitsChanged(max_np=1))
-    assert world.view().sharing is None, "it wants no more"
+    assert world.present_reasons() == [], "it wants no more"
     world.tell(ev.ShareSet(None))
     assert world.words("share")[1] == "1 → all"

@@ -146,7 +146,7 @@ def test_a_rank_that_does_not_end_has_its_worker_restarted() -> None:
     world.run(until=lambda: bool(restarted(world)))
     assert restarted(world) == ["C0"]
     assert world.now - begun == pytest.approx(7.0, abs=0.1)
-    assert isinstance(world.of(ev.RestartWorker)[0].reason, ev.DidNotEnd)
+    assert "did not end within" in str(world.of(ev.RestartWorker)[0].reason)
 
 
 def test_a_job_whose_ranks_all_set_up_for_too_long_says_so_at_once() -> None:
@@ -172,7 +172,7 @@ def returned(**limits: float) -> World:
 def test_a_job_ends_after_what_its_ranks_still_do() -> None:
     world = returned()
     assert world.outcome is None and world.view().state == "running"
-    assert "of 1 rank still run" in str(world.view().reason)
+    assert "of 1 rank still run" in world.reason()
     world.tell(ev.RankExited(0))
     assert world.outcome.kind == "finished" and not world.machine.roster.warnings
 

@@ -18,18 +18,14 @@ REFUSED = ev.UnusedWorker("tcp://F0", ev.UnusedReason.REFUSED, "it is silent")
 SOME = "5 taken by job 'other' (tcp://D0, tcp://D1, tcp://D2 and 2 more)"
 
 
-def reason(world: World) -> str:
-    return str(world.view().reason)
-
-
 def test_each_reason_is_named_with_its_workers() -> None:
     world = job("A0", np=2, elastic_timeout=100.0)
     world.tell(ev.WorkersUnused((*TAKEN, CHOSEN)))
     there, waiting = "1 of at least 2 workers", "; waiting 0 s of 100 s for 1 more"
     unused = f"{SOME}; 1 not among workers= (tcp://E0)"
-    assert reason(world) == f"{there} (not used: {unused}){waiting}"
+    assert world.reason() == f"{there} (not used: {unused}){waiting}"
     world.tell(ev.WorkersUnused(()))
-    assert reason(world) == f"{there}{waiting}"
+    assert world.reason() == f"{there}{waiting}"
     for _ in range(2):
         world.tell(ev.WorkersUnused((REFUSED, *TAKEN)))
     (refused,) = world.records("refused")
@@ -40,15 +36,15 @@ def test_a_host_that_is_full_is_a_reason() -> None:
     world = job("A0", "A1", "A2", np=2, slots_per_host=1)
     world.run_for(0.1)
     full = "2 on a host that has slots_per_host=1 ranks already (tcp://A1, tcp://A2)"
-    assert f"(not used: {full})" in reason(world)
+    assert f"(not used: {full})" in world.reason()
 
 
 def test_a_job_that_trains_names_them_while_it_may_have_more() -> None:
     world = trained(job("A0", np=1, min_np=1, max_np=2, script=Script(batches=100)))
     world.tell(ev.WorkersUnused((TAKEN[0], CHOSEN)))
-    assert reason(world) == "not used: 1 taken by job 'other' (tcp://D0)", "the user knows of E0"
+    assert world.reason() == "not used: 1 taken by job 'other' (tcp://D0)", "the user knows of E0"
     world.tell(ev.StopRequested())
-    assert reason(world) == str(ev.STOP_PENDING)
+    assert world.reason() == str(ev.STOP_PENDING)
 
 
 # -- workers with tasks of others: the job starts without them, and does not restart them ---------
@@ -102,13 +98,13 @@ def test_the_view_of_a_job_in_its_course() -> None:
     world.run_for(10.0)
     first = world.view()
     assert (first.state, first.size, first.generation) == ("waiting", 0, 0)
-    assert str(first.reason) == "1 of at least 2 workers; waiting 10 s of 100 s for 1 more"
+    assert world.reason() == "1 of at least 2 workers; waiting 10 s of 100 s for 1 more"
     world.add("B0")
     world.run_for(0.1)
     world.tell(ev.Beats((ev.Beat(0, 0, 0, False, ev.FRESH, operation="importing torch"),)))
-    assert reason(world) == "waiting for 2 ranks to be ready: importing torch, 0 s"
+    assert world.reason() == "waiting for 2 ranks to be ready: importing torch, 0 s"
     world.tell(ev.WorkersUnused((ev.UnusedWorker("tcp://A0", ev.UnusedReason.BUSY),)))
-    assert "0 s (not used: 1 busy with other tasks of Dask, which" in reason(world)
+    assert "0 s (not used: 1 busy with other tasks of Dask, which" in world.reason()
     world.tell(ev.WorkersUnused(()))
     trained(world, 20)
     running = world.view()
@@ -123,11 +119,11 @@ def test_the_view_of_a_job_in_its_course() -> None:
     newcomer = world.view().ranks[-1]
     assert (newcomer.rank, newcomer.state) == (None, "starting")
     world.tell(ev.StopRequested())
-    assert world.view().reason == ev.STOP_PENDING
+    assert world.present_reasons() == [ev.STOP_PENDING]
     world.run()
     last = world.view()
     assert last.state == "stopped"
-    assert last.reason == ev.Text("stopped by its user at a commit")
+    assert world.present_reasons() == [ev.Text("stopped by its user at a commit")]
 
 
 # -- warnings: ranks with different parameters, and ranks that never met ---------------------------

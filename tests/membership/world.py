@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nbelastic import messages as ev
-from nbelastic.membership import TICK, JobView, Phase, places_of, view
+from nbelastic.membership import TICK, Phase, places_of, reasons, view
+from nbelastic.status import JobStatus
 
 from .invariants import Checked
 from .ranks import FakeRank, Ring, Script
@@ -308,8 +309,15 @@ class World:
         """Why the job has ended."""
         return str(self.outcome.reason)
 
-    def view(self) -> JobView:
-        return view(self.machine.machine, self.now)
+    def view(self) -> JobStatus:
+        return view(self.machine.machine)
+
+    def present_reasons(self) -> list[ev.Reason]:
+        return reasons(self.machine.machine, self.now)
+
+    def reason(self) -> str:
+        """Return what the job waits for, or why it ended, in words."""
+        return "; ".join(map(str, self.present_reasons()))
 
     def evicted(self) -> list:
         """Return the slots of ranks that were evicted."""

@@ -11,10 +11,10 @@ from typing import Any
 import cloudpickle
 
 from nbelastic.cluster import Returned
-from nbelastic.driver.status import HistoryEvent, JobStatus, Output, Progress, RankStatus
 from nbelastic.errors import RankFailed
 from nbelastic.notebook.display_service import DisplayGroup, DisplayService
 from nbelastic.render import JobSnapshot
+from nbelastic.status import HistoryEvent, JobStatus, Output, Progress, RankStatus
 from tests.support import clusters
 
 STARTED = 1_000_000.0

@@ -62,7 +62,7 @@ def test_an_interrupt_outside_the_wait_cancels_the_job(shell, fit, monkeypatch):
 @pytest.mark.parametrize(
     ("cell", "kind", "says"),
     [
-        ("%%elastic_train --max 8\n1", OptionError, "did you mean --max-np?"),
+        ("%%elastic_train --max 8\n1", OptionError, "--max-np"),
         ("%%elastic_train\n!ls", PreflightError, "'!ls' is for IPython"),
         ("%%elastic_train\nx = 1\nx = = 2", PreflightError, "line 3\n    x = = 2\n"),
         ("%%elastic_train\nreturn 3", PreflightError, "line 2\n    return 3\n"),

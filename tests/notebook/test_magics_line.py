@@ -72,7 +72,7 @@ def test_logs_and_decisions_are_those_of_one_rank_or_of_all(
         ("", "a command is missing; there are status, stop"),
         ("stat", "did you mean status?"),
         ("scale", "%elastic scale --min-np 2 --max-np 6"),
-        ("scale --max 2", "did you mean --max-np?"),
+        ("scale --max 2", "--max-np"),
         ("stop all", "'all' belongs to no option"),
     ],
 )

@@ -6,10 +6,10 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from nbelastic.driver.status import DataStatus, Progress, RankStatus
 from nbelastic.render import PARTS, STYLE, JobSnapshot, page
 from nbelastic.render.page import _COLOURS, SYMBOLS
 from nbelastic.render.text import ENDED, HAPPENED
+from nbelastic.status import DataStatus, Progress, RankStatus
 
 from .fakes import STARTED, FakeJob, event, full, job_status, rank_status
 

@@ -2,9 +2,9 @@ import dataclasses
 
 import pytest
 
-from nbelastic.driver.status import DataStatus, Progress
 from nbelastic.render import JobSnapshot, abbreviate, count, duration, line, number, text
 from nbelastic.render.formatting import limits, rate, some_lines
+from nbelastic.status import DataStatus, Progress
 
 from .fakes import STARTED, event, job_status, rank_status
 

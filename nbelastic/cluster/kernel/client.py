@@ -17,6 +17,7 @@ from nbelastic.cluster.scheduler.records import RANK_KEY
 from nbelastic.cluster.wire import FROM_KERNELS, pack, unpack
 from nbelastic.cluster.worker.agent import run_rank
 from nbelastic.errors import ClusterLost, NbelasticError, OptionError
+from nbelastic.status import JobInfo
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -196,8 +197,8 @@ class JobClient:
         self, starts: Iterable[int], faults: Iterable[m.FaultOrder] = (), drop: Iterable[int] = ()
     ) -> None:
         """Send faults to ranks."""
-        starts = tuple(sorted(starts))
-        self._send(m.InjectRequest(self._job, self.epoch, starts, tuple(faults), tuple(drop)))
+        order = m.InjectFaults(tuple(faults), tuple(drop))
+        self._send(m.InjectRequest(self._job, self.epoch, tuple(sorted(starts)), order))
 
     def _send(self, message: m.Message) -> None:
         if self._client.status in ("running", "connecting"):
@@ -216,10 +217,10 @@ class JobClient:
             future.release()
 
 
-def open_jobs(client: Client) -> tuple[m.JobInfo, ...]:
+def open_jobs(client: Client) -> tuple[JobInfo, ...]:
     """Return a summary of each job on a cluster."""
     packed = _ask(client, "its jobs were asked for", "jobs")
-    found: tuple[m.JobInfo, ...] = unpack(packed, tuple[m.JobInfo, ...])
+    found: tuple[JobInfo, ...] = unpack(packed, tuple[JobInfo, ...])
     return found
 
 

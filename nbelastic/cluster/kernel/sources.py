@@ -230,31 +230,6 @@ def _is_editable(name: str) -> bool:
         return False
 
 
-# -- what to say -------------------------------------------------------------------------------
-
-
-def why_missing(name: str, modules: Modules) -> str:
-    """Return why a worker could not import a module, with advice; empty if unknown."""
-    top = name.partition(".")[0]
-    for each in (name, top):
-        if each in modules.left_out:
-            return (
-                f"{each} did not travel to the workers: {modules.left_out[each]}; make it one that "
-                "can (docs: modules of your own), or install it on the workers"
-            )
-    if name in modules.sources:
-        return ""
-    places = _places(top)
-    if places and top not in {each.partition(".")[0] for each in modules.sources}:
-        return (
-            f"{top} lies in {os.path.dirname(places[0])} and would travel, but no import of it was "
-            f"found: write `import {top}` into the function"
-        )
-    if not places and _find(top) is not None:
-        return f"the kernel has {top} installed; install it on the workers, too"
-    return ""
-
-
 _NEVER = {"__pycache__", ".git", ".hg", ".svn", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 
 

@@ -16,6 +16,7 @@ from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import hold_keys, hold_nothing_back, until
 from nbelastic.cluster.wire import FROM_KERNELS, in_parts, pack, unpack
 from nbelastic.membership import unpack_machine, view
+from nbelastic.status import JobInfo
 
 from .job import ScheduledJob
 from .records import RANK_KEY
@@ -149,8 +150,7 @@ class JobService:
     def inject(self, client: str, request: m.InjectRequest) -> None:
         """Pass faults on to ranks."""
         if (record := self._driven(request.job, client, request.epoch)) is not None:
-            effect = m.InjectFaults(request.faults, request.drop)
-            self._plugin.order(record, effect, request.starts)
+            self._plugin.order(record, request.order, request.starts)
 
     async def drives(self, job: str, client: str, epoch: int) -> bool:
         """Return whether a job is still a driver's."""
@@ -243,10 +243,10 @@ class JobService:
             self._scheduler.client_releases_keys(keys=known, client=client)
 
 
-def _info_of(job: ScheduledJob) -> m.JobInfo:
-    seen = view(job.machine, job.machine.roster.now)
+def _info_of(job: ScheduledJob) -> JobInfo:
+    seen = view(job.machine)
     limits = job.machine.roster.limits
-    return m.JobInfo(
+    return JobInfo(
         name=job.name,
         state=seen.state,
         size=seen.size,

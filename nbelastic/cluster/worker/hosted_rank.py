@@ -203,7 +203,7 @@ class HostedRank:
             worker.loop.call_later(seconds, self._end_as_noticed)
         elif kind in ("leave", "restart"):
             worker.loop.add_callback(self._ask_scheduler, kind)
-        rank.send(m.RankOrder(due.job, due.start, m.FaultDone(due.fault.number)))
+        rank.send(m.RankOrder(due.job, due.start, m.InjectFaults(drop=(due.fault.number,))))
 
     async def _ask_scheduler(self, kind: str) -> None:
         scheduler, addresses = self._worker.scheduler, [self._worker.address]

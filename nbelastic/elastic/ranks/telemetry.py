@@ -23,7 +23,8 @@ from typing import Any
 
 import psutil
 
-from nbelastic.messages import CodeLine, DataProgress, MetricsReport, RankTelemetry
+from nbelastic.messages import CodeLine, MetricsReport, RankTelemetry
+from nbelastic.status import DataStatus
 
 _EXACT = 2**53
 
@@ -47,7 +48,7 @@ class Telemetry:
         self.memory = (0, 0)  # bytes of the state, and of copies
         self.observer: Any = None  # of each batch, commit or check; a FaultInjector of chaos
         self.share = (0, 0, 0, "")  # micro-batches, first and last, and why not exact
-        self.data: tuple[DataProgress, ...] = ()
+        self.data: tuple[DataStatus, ...] = ()
         self._recording = False
         self._at_commit = (0, 0)
         self._thread = threading.get_ident()

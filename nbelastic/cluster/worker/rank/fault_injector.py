@@ -57,6 +57,8 @@ class FaultInjector:
         later = [fault for fault in faults if fault.timed or fault.kind in IN_STEP]
         with self._lock:
             self._armed = [each for each in self._armed if each.number not in {*drop}] + later
+        for number in drop:
+            self.done(number)
         for fault in faults:
             if fault not in later:
                 self._inflict(fault)

@@ -104,8 +104,6 @@ class RankProgram:
     def _obey(self, effect: m.RankEffect) -> None:
         if isinstance(effect, m.InjectFaults):
             self._injector().take(effect.faults, effect.drop)
-        elif isinstance(effect, m.FaultDone):
-            self._injector().done(effect.number)
         elif isinstance(effect, m.Publish):
             self.session.on_plan(effect.plan)
             if self.session.telemetry.observer is not None:

@@ -1,14 +1,15 @@
-"""Status and history of a job, as frozen dataclasses for the user."""
+"""Status and history of a job, as frozen dataclasses for the user.
+
+The same objects travel between processes.
+"""
 
 from __future__ import annotations
 
+import datetime
 import functools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
-
-from nbelastic.messages import JobInfo
 
 
 def same_fields(kind: type, *sources: Any) -> dict[str, Any]:
@@ -60,6 +61,8 @@ class RankStatus:
         Memory of its process, as the system counts it; 0 while that is not known.
     gpu_bytes, gpu_total : int
         Memory that torch has allocated on its GPU, and all of that GPU; both 0 without one.
+    start : int
+        Number of its start of the function, counted over the job.
     """
 
     rank: int | None
@@ -78,6 +81,7 @@ class RankStatus:
     resident_bytes: int = 0
     gpu_bytes: int = 0
     gpu_total: int = 0
+    start: int = 0
 
     @property
     def quota(self) -> int | None:
@@ -249,6 +253,48 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
+@dataclass(frozen=True)
+class JobInfo:
+    """A job on a cluster, from :func:`nbelastic.jobs`.
+
+    Attributes
+    ----------
+    name : str
+        The job's name, for :func:`nbelastic.attach`.
+    state : str
+        As in :class:`nbelastic.JobStatus`.
+    size : int
+        Number of ranks in training.
+    commits : int
+        Newest commit that all of these ranks hold.
+    started : float
+        Time of its start, in seconds since the epoch.
+    attached : bool
+        Whether a kernel is attached to it.
+    priority, weight : int, float
+        Its place among the jobs of the cluster.
+    min_np, max_np : int, int or None
+        Limits on the number of ranks.
+    slots : int
+        Slots that it has, also for ranks that are starting or leaving.
+    share : int or None
+        As in :class:`nbelastic.JobStatus`.
+    """
+
+    name: str
+    state: str
+    size: int
+    commits: int
+    started: float
+    attached: bool
+    priority: int = 0
+    weight: float = 1.0
+    min_np: int = 1
+    max_np: int | None = None
+    slots: int = 0
+    share: int | None = None
+
+
 class JobTable(tuple[JobInfo, ...]):
     """The jobs on a cluster: a tuple, shown as a table."""
 
@@ -288,8 +334,7 @@ class HistoryEvent:
         ``checkpoint``, ``died`` (the cause of death of a rank that is lost already), ``warning``,
         ``refused``, ``waiting``, ``share``, ``notice``, ``abandoned``,
         ``attached``, ``alias`` (``import horovod`` found nbelastic), ``straggler`` (a slow rank
-        whose micro-batches others compute), ``logged`` (how far a logger has come), ``finished``,
-        ``failed`` or ``stopped``.
+        whose micro-batches others compute), ``finished``, ``failed`` or ``stopped``.
     worker : str or None
         Address of the worker concerned.
     rank : int or None
@@ -324,7 +369,7 @@ class HistoryEvent:
     seen: str = ""
 
     def __str__(self) -> str:
-        at = time.strftime("%H:%M:%S", time.localtime(self.time))
+        at = datetime.datetime.fromtimestamp(self.time).strftime("%H:%M:%S")
         who = "" if self.rank is None else f" rank {self.rank}"
         place = self.name or self.worker
         where = f" on {place}" if place else ""
