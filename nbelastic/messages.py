@@ -706,7 +706,6 @@ class WeightsSampled(RankReport, frozen=True):
     moment: int
     values: tuple[Number, ...]  # of parameters at the same places on all ranks
     plain: tuple[str, ...] = ()  # classes of its optimizers that do not average gradients
-    besides: bool = False  # these parameters are neither in the state nor in the broadcast
 
 
 KERNEL = -1  # stands for a start in a note of the kernel's

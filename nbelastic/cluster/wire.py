@@ -18,7 +18,7 @@ from msgspec import Raw
 from nbelastic import messages as m
 from nbelastic.errors import VersionMismatch
 
-PROTOCOL = 11  # number of this protocol; to be raised with each change of a message
+PROTOCOL = 12  # number of this protocol; to be raised with each change of a message
 PLUGIN = "nbelastic"  # name of the scheduler plugin, the agents, and the messages to agents
 FROM_AGENTS = "nbelastic-agent"  # name of the agents' messages to the scheduler
 FROM_KERNELS = "nbelastic-kernel"  # name of the kernels' messages to the scheduler

@@ -18,7 +18,7 @@ from .ranks.context import (
 )
 from .ranks.context import initialize as init
 from .ranks.runtime import DriverPort, RankSpec
-from .ranks.session import Session, warn
+from .ranks.session import Session
 from .ranks.telemetry import as_numbers, as_step
 from .state import ObjectState, State
 
@@ -89,4 +89,4 @@ def report(*, step: float | None = None, **values: object) -> None:
     context.telemetry.report(context.version, context.generation, numbers, as_step(step))
     for name in context.telemetry.turned(numbers):
         at = f"commit {max(context.version, 0)}" if step is None else f"step {step:g}"
-        warn(context, NOT_FINITE.format(name=name, value=numbers[name], at=at))
+        context.warn(NOT_FINITE.format(name=name, value=numbers[name], at=at))

@@ -63,27 +63,28 @@ UNASKED = (
 
 
 def _train(session: Session, state: State, call: Callable[[], object]) -> object:
-    loop = session.next_loop()
-    checks = TrainingChecks(session, state)
-    try:
-        with CheckpointManager(session, state, loop) as checkpoints:
-            state._on_commit += (checks.committed,)
-            return _train_on(session, state, call, loop, checkpoints, checks)
-    finally:
-        checks.close()
-        state._on_commit = ()
+    session.loops += 1
+    checks = session.kept(TrainingChecks)
+    with CheckpointManager(session, state, session.loops) as checkpoints:
+        state._on_commit += (checks.committed,)
+        checks.enter(state)
+        try:
+            return _train_on(session, state, call, checkpoints, checks)
+        finally:
+            checks.leave()
+            state._on_commit = ()
 
 
 def _train_on(
     session: Session,
     state: State,
     call: Callable[[], object],
-    loop: int,
     checkpoints: CheckpointManager,
     checks: TrainingChecks,
 ) -> object:
     import torch
 
+    loop = session.loops
     foreseen = (session.rank, session.size)
     failure: CollectiveError | None = None
     first = True
@@ -102,7 +103,7 @@ def _train_on(
             state.save()
             session.synchronized(plan, checkpoints.commits)
             checkpoints.begun = True
-            checks.begun(resumed=checkpoints.resumed)
+            checks.begun()
             # The function may fail in an evaluation, with gradients disabled.
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 state._run_due()

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from nbelastic.elastic.deal import Deal, Order
 from nbelastic.elastic.ranks.context import Context, current_or_none
-from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError, StateMismatch
 
@@ -207,8 +206,8 @@ class ShardSampler:
             return
         context.telemetry.recorded(samples)
         known, self._warned = self._in_state or self._warned, True
-        if not known and isinstance(context, Session) and context.loops:
-            warn(context, NOT_IN_STATE)
+        if context.loops and not known:
+            context.warn(NOT_IN_STATE)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, and how many of its samples are done."""
@@ -240,7 +239,7 @@ class ShardSampler:
     def __iter__(self) -> Iterator[int]:
         """Iterate over this rank's present share, unaffected by later changes."""
         self._resumed = False
-        if isinstance(context := current_or_none(), Session):
+        if (context := current_or_none()) is not None and context.loops:
             self._iterated = context.version
         if (self.rank, self._deal.size) != _place():
             self.reset()
@@ -258,9 +257,9 @@ class ShardSampler:
         self._in_state = True
         if self._iterated is not None and not self._records:
             context = current_or_none()
-            if isinstance(context, Session) and context.version - self._iterated >= _SILENT_COMMITS:
+            if context is not None and context.version - self._iterated >= _SILENT_COMMITS:
                 self._iterated = None
-                warn(context, NOT_RECORDED)
+                context.warn(NOT_RECORDED)
         return self._at
 
     def go_back(self, to: SamplerSnapshot) -> None:

@@ -499,13 +499,12 @@ def differ(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
 
 
 def compare(
-    seen: MutableMapping[tuple[int, bool], m.WeightsSampled], sample: m.WeightsSampled
+    seen: MutableMapping[int, m.WeightsSampled], sample: m.WeightsSampled
 ) -> m.WeightsDiffer | None:
     """Return a warning if a sample differs from the first of its moment, kept in `seen`."""
-    key = (sample.moment, sample.besides)
-    first = seen.get(key)
+    first = seen.get(sample.moment)
     if first is None or first.generation != sample.generation:
-        seen[key] = sample
+        seen[sample.moment] = sample
         return None
     if not differ(first.values, sample.values):
         return None

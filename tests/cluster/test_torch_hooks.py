@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nbelastic.cluster.worker.rank.torch_hooks import advise, hook_torch
-from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session
+from nbelastic.elastic.training_checks import TrainingChecks, sample
 from nbelastic.errors import NbelasticError
 from nbelastic.messages import Place, WeightsSampled
 
@@ -74,7 +74,7 @@ def test_what_the_latest_optimizers_have_stepped_is_sampled_at_the_end(session):
         step(optimizer)
         expected = [*expected[-2:], optimizer]
     session.generation = 1
-    session.parameters.returned()
+    session.kept(TrainingChecks).returned()
     assert session.port == [WeightsSampled(3, 1, 0, sample(expected), ("SGD",))]
 
 
@@ -91,7 +91,7 @@ def test_of_an_optimizer_that_steps_another_the_shard_within_is_not_compared(ses
     session.generation = 1
     step(outer)
     step(outer)
-    session.parameters.returned()
+    session.kept(TrainingChecks).returned()
     assert session.port == [WeightsSampled(3, 1, 0, sample([model]), ("Sharding",))]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.elastic.parameter_samples import COUNT, sample, sampler_of
+from nbelastic.elastic.training_checks import COUNT, sample
 from nbelastic.torch.elastic import TorchState
 from tests.support.world import run_ranks
 from tests.torch.training import loss_of, make_model
@@ -62,17 +62,3 @@ def test_a_state_tells_of_optimizers_that_do_not_average(wrapped):
     (first, plain), (second, _) = run_ranks(2, rank_main)
     assert plain == (() if wrapped else ("SGD",))
     assert (first == second) is wrapped
-
-
-def test_what_ranks_were_given_is_sampled_without_statistics_of_batches():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    for named in (model.state_dict().items(), model.named_parameters()):
-        values = sampler_of(list(named))
-        before = values()
-        assert len(before) == 12 + 3 * 4
-        model(torch.randn(8, 3))
-        assert values() == before
-        with torch.no_grad():
-            model[1].bias.add_(1)
-        assert values() != before
-    assert sampler_of([("count", torch.tensor(3)), ("0", torch.empty(0))])() == ()

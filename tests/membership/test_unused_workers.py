@@ -168,7 +168,6 @@ def test_moments_and_generations_are_compared_each_by_itself():
         assert compare(seen, sample) is None
     assert compare(seen, ev.WeightsSampled(2, 2, 1, VALUES, ("SGD",))) == ev.WeightsDiffer(("SGD",))
     assert compare(seen, ev.WeightsSampled(2, 2, 1, VALUES)) == ev.WeightsDiffer(())
-    assert compare(seen, ev.WeightsSampled(2, 2, 1, VALUES, besides=True)) is None, "another model"
 
 
 def test_a_job_records_it_once_and_nothing_of_former_generations():

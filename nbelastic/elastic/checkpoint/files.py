@@ -32,6 +32,7 @@ from nbelastic.elastic.checkpoint.format import (
     unstored,
 )
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
+from nbelastic.elastic.sampler import state_dict_of
 from nbelastic.errors import NbelasticError
 
 KEPT = 2  # checkpoints of a loop that are kept: the newest two
@@ -312,8 +313,6 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     >>> loaded["epoch"]  # doctest: +SKIP
     3
     """
-    from nbelastic.elastic.sampler import state_dict_of
-
     url = os.fspath(path)
     passed_over: list[str] = []
     try:

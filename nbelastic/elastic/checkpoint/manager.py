@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from nbelastic.elastic.checkpoint.files import CheckpointFiles
 from nbelastic.elastic.checkpoint.format import Checkpoint, Header, StoredTensor, stored, unstored
 from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
+from nbelastic.elastic.sampler import SamplerProgress, agree_on_progress
 from nbelastic.elastic.state import ObjectState, State
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import Leaving, NbelasticError, OptionError, StateMismatch, Stopped
@@ -30,7 +31,6 @@ from nbelastic.messages import FRESH, Plan, RankNote
 
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.session import Session
-    from nbelastic.elastic.sampler import SamplerProgress
 
 T = TypeVar("T")
 
@@ -157,19 +157,15 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not self._active:
+        if kind is None or not self._active:
             return
         session = self._session
-        try:
-            if kind is not None and issubclass(kind, Stopped):
-                if session.rank == 0 and self.left:  # for a job that resumes
-                    self._write_last(STOP_WAIT)
-            elif kind is not None and issubclass(kind, Leaving) and session.time_to_save:
-                self._leave()
-            if kind is not None:
-                self._writer.abandon()  # neither thread nor unfinished file remains
-        finally:
-            self._state._on_commit = ()
+        if issubclass(kind, Stopped):
+            if session.rank == 0 and self.left:  # for a job that resumes
+                self._write_last(STOP_WAIT)
+        elif issubclass(kind, Leaving) and session.time_to_save:
+            self._leave()
+        self._writer.abandon()  # neither thread nor unfinished file remains
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -198,13 +194,6 @@ class CheckpointManager:
             return plan.behind
         self.commits = loaded
         return [rank for rank in range(self._session.size) if rank != plan.source]
-
-    @property
-    def resumed(self) -> bool:
-        """Whether the state is from a checkpoint, or may be, as far as this rank knows."""
-        if not self._active:
-            return False
-        return self._found is not None or (self._spec.resume and not self._looked)
 
     def _load_newest(self) -> Header | None:
         spec, others = self._spec, self._spec.resume and self._loop == 1
@@ -272,8 +261,6 @@ class CheckpointManager:
 
     def committed(self) -> None:
         """Write the last commit, if it is due. All ranks call this together."""
-        from nbelastic.elastic.sampler import agree_on_progress
-
         if self._session.version % self._spec.every == 0:
             progress = agree_on_progress(self._state._progress_at_commit(), self._session)
             if self._session.rank == 0 and not self._writer.busy:

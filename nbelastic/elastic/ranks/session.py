@@ -209,11 +209,6 @@ class Session(Context):
 
     # -- generations -----------------------------------------------------------------------------
 
-    def next_loop(self) -> int:
-        """Count an elastic loop and return its number, from 1."""
-        self.loops += 1
-        return self.loops
-
     def form(
         self,
         loop: int,
@@ -386,6 +381,9 @@ class Session(Context):
 
     # -- Context ---------------------------------------------------------------------------------
 
+    def note(self, about: str, detail: str = "", figures: dict[str, float] | None = None) -> None:
+        self.port.report(m.RankNote(self.spec.start, about, detail, figures or {}))
+
     def communicator(self) -> Communicator:
         self._check_process()
         self.about_to_exchange()
@@ -466,7 +464,7 @@ class Session(Context):
                 self.telemetry.observer.redone(*redone)
             if self.rank == 0:  # one report for all members
                 figures.update(zip(("batches", "samples"), redone, strict=True))
-                self.port.report(m.RankNote(self.spec.start, "phases", "", figures))
+                self.note("phases", figures=figures)
         changed, self._agreed = self._agreed, None
         if self._ask_all() if changed is None else changed:
             self._left = self.generation
@@ -479,23 +477,3 @@ class Session(Context):
 
     def _ask_all(self) -> bool:
         return one_of_all(self, self.change_flag())
-
-
-def warn(context: Context, detail: str) -> None:
-    """Add a warning to the history of a rank's job; outside a job, do nothing.
-
-    `detail` has the problem on its first line, and on further lines the cause and what to do. The
-    history shows equal warnings of several ranks once.
-    """
-    note(context, "warning", detail)
-
-
-def note(
-    context: Context, about: str, detail: str = "", figures: dict[str, float] | None = None
-) -> None:
-    """Add an entry to the history of a rank's job; outside a job, do nothing.
-
-    `about` is its kind. The text of some kinds is made of `figures`.
-    """
-    if isinstance(context, Session):
-        context.port.report(m.RankNote(context.spec.start, about, detail, figures or {}))

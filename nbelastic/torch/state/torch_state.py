@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 from nbelastic.data import Loader
 from nbelastic.data.sources.map_source import USUAL_CAUSES, difference, sample_of
 from nbelastic.data.sources.row_source import DataSample
-from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_source
-from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 from nbelastic.elastic.state import ObjectState, check_names, naming, public
 from nbelastic.elastic.state.state_payload import StatePayload, dump, load
 from nbelastic.elastic.state.transfer import allgather_object
+from nbelastic.elastic.training_checks import sample
 from nbelastic.errors import NotInitialized, OptionError, StateMismatch
 from nbelastic.torch.environment import device, in_words
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
@@ -121,7 +120,7 @@ class TorchState(ObjectState):
         context = current_or_none()
         modules = [type(each).__module__ for each in objects]
         if context is not None and any(name.startswith("accelerate.") for name in modules):
-            warn(context, _ACCELERATES)
+            context.warn(_ACCELERATES)
         super().__init__(**values)
         if handlers:  # only from here on, because a handler's first save is its constructor
             self._handlers = handlers
