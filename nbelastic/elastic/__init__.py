@@ -43,15 +43,6 @@ __all__ = [
 ]
 
 
-NOT_FINITE = (
-    "{name} has turned {value} at {at}\n"
-    "It was a finite number before.\n"
-    "Usual causes are a learning rate that is too large, a division by zero, and float16 without a "
-    "GradScaler. To leave out a step, call optimizer.synchronize(), look at the gradients, and "
-    "call step() in `with optimizer.skip_synchronize():` on all ranks or on none."
-)
-
-
 def sync_root() -> int:
     """Return the rank with the newest state, the root of a ``sync``."""
     return current().source
@@ -87,6 +78,3 @@ def report(*, step: float | None = None, **values: object) -> None:
     context = current()
     numbers = as_numbers(values)
     context.telemetry.report(context.version, context.generation, numbers, as_step(step))
-    for name in context.telemetry.turned(numbers):
-        at = f"commit {max(context.version, 0)}" if step is None else f"step {step:g}"
-        context.warn(NOT_FINITE.format(name=name, value=numbers[name], at=at))

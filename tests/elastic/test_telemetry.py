@@ -162,13 +162,3 @@ def test_no_garbage_is_searched_for_while_frames_are_looked_up(searches, monkeyp
 def test_a_total_that_is_no_count_is_refused(bad, alone):
     with pytest.raises(OptionError, match="epoch"):
         ObjectState(epoch=0).set_total(**{"epoch": 3, **bad})
-
-
-def test_a_metric_that_is_no_longer_finite_is_named_once():
-    telemetry = Telemetry()
-    nan = math.nan
-    assert telemetry.turned({"loss": 1.0, "val": nan}) == []
-    assert telemetry.turned({"loss": nan, "val": nan}) == ["loss"]
-    assert telemetry.turned({"loss": nan, "val": 2.0}) == []
-    assert telemetry.turned({"loss": 3.0, "val": math.inf}) == ["val"]
-    assert telemetry.turned({"loss": nan, "val": nan}) == []

@@ -24,7 +24,6 @@ from nbelastic.elastic.ranks.runtime import (
     DriverPort,
     RankRuntime,
     RankSpec,
-    UnreachablePeers,
 )
 from nbelastic.elastic.ranks.telemetry import ResetTimings, user_line
 from nbelastic.elastic.state.state_payload import ReceiveBuffer
@@ -38,6 +37,8 @@ from nbelastic.errors import (
     Stopped,
 )
 from nbelastic.membership import places_of
+
+PATIENCE = 2  # plans in a row that do not form before peers are probed: a single one is chance
 
 _EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
 
@@ -81,7 +82,11 @@ class Session(Context):
         self._end: tuple[str, str] | None = None
         self._member = self._parked = self._has_formed = False
         self._agreed: bool | None = None
-        self._unreachable = UnreachablePeers(runtime.probe)
+        self._failures = 0  # plans in a row that have not formed
+        # Starts of members that did not answer then, and of those whose processes had ended when
+        # this rank left its last generation: they may be why plans do not form.
+        self._unreached: tuple[int, ...] = ()
+        self._gone: tuple[int, ...] = ()
         self.loops = self.moves = self._left = 0
         self._redone = (0, 0)
         self._first_starts: list[int] = []
@@ -238,12 +243,19 @@ class Session(Context):
                 plan = self._await_plan(loop, failure, own, part)
                 try:
                     self._connect(plan)
-                    self._unreachable.clear()
+                    self._failures, self._unreached, self._gone = 0, (), ()
                     return plan
                 except CollectiveError as error:
                     self._drop_communicator()
-                    self._unreachable.record_failure(plan, self.spec.start)
+                    self._failures += 1
+                    if self._failures >= PATIENCE:
+                        self._probe(plan)
                     failure, own = str(error), False
+
+    def _probe(self, plan: m.Plan) -> None:
+        others = [member for member in plan.members if member.start != self.spec.start]
+        silent = self._runtime.probe([member.store for member in others])
+        self._unreached = tuple(others[place].start for place in silent)
 
     def _warm_up(self, store: RendezvousServer, step_bytes: Callable[[], int]) -> None:
         """Prepare to join ranks that train, or to be joined where this one trains alone."""
@@ -287,8 +299,8 @@ class Session(Context):
                             store=self._store.address,
                             failed=failure is not None,
                             detail=failure or "",
-                            unreached=self._unreachable.unreached,
-                            gone=self._unreachable.gone,
+                            unreached=self._unreached,
+                            gone=self._gone,
                             own=own,
                             part=part,
                             line=line,
@@ -334,7 +346,9 @@ class Session(Context):
         with self._changed:
             communicator, self._communicator, self._connected = self._communicator, None, None
         if communicator is not None:
-            self._unreachable.record_exits(self.plan, communicator.dead_ranks)
+            if self.plan is not None:
+                ended = communicator.dead_ranks
+                self._gone = tuple(self.plan.members[rank].start for rank in ended)
             communicator.close()
 
     def _take_place(self, place: m.Place) -> None:

@@ -53,7 +53,6 @@ class Telemetry:
         self._thread = threading.get_ident()
         self._sent = -1
         self._lock = threading.Lock()
-        self._finite: dict[str, bool] = {}  # names of metrics that were finite, until that is said
         self._reports: list[MetricsReport] = []
         self._key = (-1, -1)
         self._number = 0
@@ -95,17 +94,6 @@ class Telemetry:
         self._number += 1
         with self._lock:
             self._reports.append(made)
-
-    def turned(self, values: dict[str, float]) -> list[str]:
-        """Return the names of values that are not finite and were before; each name once."""
-        found = []
-        for name, value in values.items():
-            if math.isfinite(value):
-                self._finite.setdefault(name, True)
-            elif self._finite.get(name):
-                self._finite[name] = False  # it was said
-                found.append(name)
-        return found
 
     def take(self, job: str = "", start: int = 0) -> RankTelemetry:
         """Return the present telemetry, with the reports that were not sent before."""
