@@ -19,7 +19,6 @@ from .ranks.context import (
 from .ranks.context import initialize as init
 from .ranks.runtime import DriverPort, RankSpec
 from .ranks.session import Session
-from .ranks.telemetry import as_numbers, as_step
 from .state import ObjectState, State
 
 __all__ = [
@@ -76,5 +75,4 @@ def report(*, step: float | None = None, **values: object) -> None:
     >>> nbelastic.report(loss=loss.item(), accuracy=0.9)  # doctest: +SKIP
     """
     context = current()
-    numbers = as_numbers(values)
-    context.telemetry.report(context.version, context.generation, numbers, as_step(step))
+    context.telemetry.report(context.version, context.generation, values, step)

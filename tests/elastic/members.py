@@ -16,13 +16,6 @@ from nbelastic.messages import FRESH, LoopDone, Member, Place, Plan, RankReady, 
 from tests.support.world import run_ranks
 
 
-class Notes(list):
-    """What ranks have told their job."""
-
-    def report(self, event):
-        self.append(event.detail)
-
-
 def make_member(
     context, url, *, run="a", every=1, resume=False, version=FRESH, notes=None, patience=60.0
 ):
@@ -37,7 +30,8 @@ def make_member(
         ),
     )
     context.moves = 0
-    context.port = Notes() if notes is None else notes
+    context.notes = [] if notes is None else notes
+    context.note = lambda _, detail: context.notes.append(detail)
     slots = [Slot(f"S{rank}", f"tcp://{rank}", str(rank), "host") for rank in range(context.size)]
     members = tuple(Member(rank, slot, ("", 0), version) for rank, slot in enumerate(slots))
     return Plan(context.generation, members, loop=1)
@@ -45,8 +39,8 @@ def make_member(
 
 def begin(context, state, checkpoints, plan):
     """Do what the elastic loop does once a generation has formed."""
-    resized = checkpoints.load(plan)
-    state.align(checkpoints.behind(plan))
+    resized, behind = checkpoints.begin(plan)
+    state.align(behind)
     state.save()
     context.version = max(plan.version, checkpoints.commits)
     checkpoints.begun = True
@@ -81,7 +75,7 @@ def job(url, build, train=None, **options):
                 state.commit()
                 written(checkpoints)
                 checkpoints.finish()
-        return state, context.port, result
+        return state, context.notes, result
 
     return run_ranks(1, rank)[0]
 

@@ -330,9 +330,9 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         if passed_over:
             raise NbelasticError(f"{missing}: {hide_secrets('; '.join(passed_over), url)}")
         raise FileNotFoundError(missing)
-    path, checkpoint = found
+    path, (_, tensors) = found
     try:
-        payload, (as_dict, progress) = unstored(checkpoint.tensors)
+        payload, (as_dict, progress) = unstored(tensors)
         values: dict[str, Any] = as_dict(payload, [state_dict_of(each) for each in progress])
     except Exception as error:  # classes of the user may be missing, or raise anything
         raise NbelasticError(

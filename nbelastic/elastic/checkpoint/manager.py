@@ -27,7 +27,7 @@ from nbelastic.elastic.sampler import SamplerProgress, agree_on_progress
 from nbelastic.elastic.state import ObjectState, State
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import Leaving, NbelasticError, OptionError, StateMismatch, Stopped
-from nbelastic.messages import FRESH, Plan, RankNote
+from nbelastic.messages import FRESH, Plan
 
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.session import Session
@@ -163,37 +163,35 @@ class CheckpointManager:
         if issubclass(kind, Stopped):
             if session.rank == 0 and self.left:  # for a job that resumes
                 self._write_last(STOP_WAIT)
-        elif issubclass(kind, Leaving) and session.time_to_save:
-            self._leave()
+        elif issubclass(kind, Leaving) and session.time_to_save and session.version > 0:
+            self._write_last(session.time_to_save)
+            if self._written == (session.generation, session.version):
+                self._report(f"commit {session.version} is written: no other rank had the state")
         self._writer.abandon()  # neither thread nor unfinished file remains
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def load(self, plan: Plan) -> bool:
+    def begin(self, plan: Plan) -> tuple[bool, Sequence[int]]:
         """Load the newest checkpoint, if this rank is the source and the loop has not begun.
 
-        Returns whether another number of ranks has made it.
+        Returns whether another number of ranks has made it, and the ranks that must receive the
+        state. All ranks call this together.
         """
-        self.left = False
-        begins = plan.version == FRESH if self._loop == 1 else not self.begun
-        if not (self._active and self._session.rank == plan.source and begins):
-            return False
-        if not self._looked:
+        session = self._session
+        self.left, self.commits = False, 0
+        if not self._active or (self._loop == 1 and plan.version != FRESH):
+            return False, plan.behind
+        if session.rank == plan.source and not (self.begun or self._looked):
             self._found = self._load_newest()
             self._looked = True
-        return self._found is not None and self._found.size != self._session.size
-
-    def behind(self, plan: Plan) -> Sequence[int]:
-        """Return the ranks that must receive the state; all ranks call this together."""
-        self.commits = 0
-        if not self._active or (self._loop == 1 and plan.version != FRESH):
-            return plan.behind
-        mine = None if self.begun or self._found is None else self._found.version
-        loaded = allgather_object(self._session.communicator(), mine)[plan.source]
+        found = None if self.begun else self._found
+        mine = None if found is None else found.version
+        loaded = allgather_object(session.communicator(), mine)[plan.source]
         if loaded is None:
-            return plan.behind
+            return False, plan.behind
         self.commits = loaded
-        return [rank for rank in range(self._session.size) if rank != plan.source]
+        receivers = [rank for rank in range(session.size) if rank != plan.source]
+        return found is not None and found.size != session.size, receivers
 
     def _load_newest(self) -> Header | None:
         spec, others = self._spec, self._spec.resume and self._loop == 1
@@ -225,14 +223,14 @@ class CheckpointManager:
             return None
         if found is None and others:
             self._report(f"nothing to resume from in {spec.url}: it starts from the beginning")
-        return None if found is None else found[1].header
+        return None if found is None else found[1][0]
 
     def _hide(self, text: str) -> str:
         return hide_secrets(text, self._spec.url)
 
     def _take_over(self, path: str, checkpoint: Checkpoint) -> None:
-        session, state, header = self._session, self._state, checkpoint.header
-        payload, (_, progress) = unstored(checkpoint.tensors)
+        session, state, (header, tensors) = self._session, self._state, checkpoint
+        payload, (_, progress) = unstored(tensors)
         samplers = state._samplers()
         # The length of an epoch that a user's own sampler draws is known when it is drawn again.
         lengths = [None if each.shuffle is None else each.length for each in progress]
@@ -270,14 +268,6 @@ class CheckpointManager:
         """Write the last commit of the loop, and wait for it."""
         if self._active and self._session.rank == 0:
             self._write_last(LAST_WAIT)
-
-    def _leave(self) -> None:
-        """Write the last commit on the last rank that has the state."""
-        version = self._session.version
-        if version > 0:
-            self._write_last(self._session.time_to_save)
-            if self._written == (self._session.generation, version):
-                self._report(f"commit {version} is written: no other rank had the state")
 
     def _write_last(self, longest: float) -> None:
         deadline = time.monotonic() + longest
@@ -327,5 +317,4 @@ class CheckpointManager:
         detail = self._hide(detail)
         if detail not in self._reported:
             self._reported.add(detail)
-            note = RankNote(self._session.spec.start, about="checkpoint", detail=detail)
-            self._session.port.report(note)
+            self._session.note("checkpoint", detail)

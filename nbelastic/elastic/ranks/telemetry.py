@@ -84,13 +84,15 @@ class Telemetry:
                 self.observer.step()
 
     def report(
-        self, version: int, generation: int, values: dict[str, float], step: float | None
+        self, version: int, generation: int, values: dict[str, Any], step: Any = None
     ) -> None:
-        """Add a report."""
+        """Add a report; TypeError if one of its values is not a single number."""
+        found = {name: _as_number(name, value) for name, value in values.items()}
+        place = _as_step(step)
         key = (max(version, 0), generation)
         if key != self._key:
             self._key, self._number = key, 0
-        made = MetricsReport(key[0], self._number, generation, step, values)
+        made = MetricsReport(key[0], self._number, generation, place, found)
         self._number += 1
         with self._lock:
             self._reports.append(made)
@@ -210,12 +212,7 @@ def memory_in_use() -> tuple[int, int, int]:
     return resident, used, cuda.get_device_properties(gpu).total_memory
 
 
-def as_numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return reported values as floats; TypeError if one is not a single number."""
-    return {name: _as_number(name, value) for name, value in values.items()}
-
-
-def as_step(step: Any) -> float | None:
+def _as_step(step: Any) -> float | None:
     """Return the position of a report on the horizontal axis; None if it is not finite."""
     if step is None or (isinstance(step, int) and abs(step) <= _EXACT):
         return step
