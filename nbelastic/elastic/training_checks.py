@@ -145,20 +145,18 @@ class TrainingChecks:
 
     def _send(self, moment: int) -> None:
         """Send a sample to the driver, unless this rank is alone."""
-        session, optimizers = self._session, self._optimizers.values()
+        session = self._session
         if session.size == 1 or session.generation == 0:
             return
         try:
-            values, plain = ((), ()) if self._state is None else self._state._sample()
-            values = values or sample(self._broadcast or optimizers)
+            values = () if self._state is None else self._state._sample()
+            values = values or sample(self._broadcast or self._optimizers.values())
         except Exception:  # parameters of users' classes raise what they like
             return
         if values:
-            unwrapped = (type(e).__name__ for e in optimizers if not hasattr(e, "_reducer"))
-            plain = plain or tuple(dict.fromkeys(unwrapped))
             finite = tuple(each if math.isfinite(each) else NOT_FINITE for each in values)
             place = (session.spec.start, session.generation, moment)
-            session.port.report(WeightsSampled(*place, finite, plain))
+            session.port.report(WeightsSampled(*place, finite))
 
 
 def watch(context: Context, named: Iterable[tuple[str, torch.Tensor]]) -> None:

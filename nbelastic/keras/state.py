@@ -215,15 +215,13 @@ class KerasState(TorchState):
         values = self._back.read(variables)
         self._back.write(variables, grouped_allreduce(values, op=Average))
 
-    def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        model, optimizer = self._keras["model"], self._keras["optimizer"]
-        reduction = self._reduction
+    def _sample(self) -> tuple[float, ...]:
+        model, reduction = self._keras["model"], self._reduction
         local = set() if reduction is None else reduction.options.is_local()
         trained = [each for each in model.trainable_variables if id(each) not in local]
         if reduction is not None and reduction.options.process_set.process_set_id:
             trained = []  # each set of ranks trains a model of its own
-        plain = [] if optimizer is None or reduction else [type(optimizer).__name__]
-        return sample(self._back.read(trained)), tuple(plain)
+        return sample(self._back.read(trained))
 
     def _take_part_in_steps(self) -> list[Loader]:
         loaders = super()._take_part_in_steps()

@@ -75,7 +75,7 @@ def test_what_the_latest_optimizers_have_stepped_is_sampled_at_the_end(session):
         expected = [*expected[-2:], optimizer]
     session.generation = 1
     session.kept(TrainingChecks).returned()
-    assert session.port == [WeightsSampled(3, 1, 0, sample(expected), ("SGD",))]
+    assert session.port == [WeightsSampled(3, 1, 0, sample(expected))]
 
 
 def test_of_an_optimizer_that_steps_another_the_shard_within_is_not_compared(session):
@@ -92,7 +92,7 @@ def test_of_an_optimizer_that_steps_another_the_shard_within_is_not_compared(ses
     step(outer)
     step(outer)
     session.kept(TrainingChecks).returned()
-    assert session.port == [WeightsSampled(3, 1, 0, sample([model]), ("Sharding",))]
+    assert session.port == [WeightsSampled(3, 1, 0, sample([model]))]
 
 
 # -- init_process_group ----------------------------------------------------------------------------

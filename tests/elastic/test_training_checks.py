@@ -45,7 +45,7 @@ class Sampled(State):
         self.values = values
 
     def _sample(self):
-        return self.values, ("SGD",)
+        return self.values
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_parameters_are_sampled_early_later_and_at_the_end_of_each_generation(se
         for _ in range(150):
             watched.committed()
     watched.ended()
-    assert session.port[0] == WeightsSampled(3, 5, 1, (1.0, 2.0), ("SGD",))
+    assert session.port[0] == WeightsSampled(3, 5, 1, (1.0, 2.0))
     sampled = [(note.generation, note.moment) for note in session.port]
     assert sampled == [(5, 1), (5, 10), (5, 100), (6, 1), (6, 10), (6, 100), (6, 0)]
 
@@ -166,7 +166,7 @@ def test_where_the_state_has_no_parameters_those_of_stepped_optimizers_are_sampl
             note_step(session, each)
         watched.committed()
     watched.leave()
-    assert [(note.values, note.plain) for note in session.port] == [((2.0, 3.0), ("SGD",))] * 2
+    assert [note.values for note in session.port] == [(2.0, 3.0)] * 2
 
 
 # -- without an elastic loop -----------------------------------------------------------------------

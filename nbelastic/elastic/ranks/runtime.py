@@ -20,7 +20,7 @@ from nbelastic.collectives.rendezvous.client import unreachable
 from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.elastic.state.transfer import spread
 from nbelastic.errors import CollectiveError
-from nbelastic.messages import Event, Place, Plan
+from nbelastic.messages import Event, Place
 
 if TYPE_CHECKING:
     from nbelastic.elastic.checkpoint.files import CheckpointSpec
@@ -160,20 +160,3 @@ class RankSpec:
     pull: tuple[str, ...] = ()  # variables of rank 0 that go back to the kernel
     # Variables that the job adds to those of the rank's worker.
     env: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
-
-    def rendezvous(self, plan: Plan, secret: bytes) -> Rendezvous:
-        """Return the rendezvous of this rank with the other members of a plan."""
-        rank = plan.rank_of(self.start)
-        assert rank is not None
-        return Rendezvous(
-            job=self.job,
-            generation=plan.generation,
-            rank=rank,
-            size=len(plan.members),
-            store=plan.members[0].store,
-            bind=self.bind,
-            backend=self.backend,
-            secret=secret,
-            timeout_s=self.operation_timeout_s,
-            forming_s=self.heartbeat_timeout_s,
-        )

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from nbelastic import messages as m
-from nbelastic.collectives import Communicator, RendezvousServer, connect
+from nbelastic.collectives import Communicator, Rendezvous, RendezvousServer, connect
 from nbelastic.elastic.ranks.context import Context, one_of_all, when_formed
 from nbelastic.elastic.ranks.runtime import (
     DEFAULT_RUNTIME,
@@ -312,7 +312,20 @@ class Session(Context):
                 self._changed.wait()
 
     def _connect(self, plan: m.Plan) -> None:
-        terms = self.spec.rendezvous(plan, self.secret)
+        spec, rank = self.spec, plan.rank_of(self.spec.start)
+        assert rank is not None
+        terms = Rendezvous(
+            job=spec.job,
+            generation=plan.generation,
+            rank=rank,
+            size=len(plan.members),
+            store=plan.members[0].store,
+            bind=spec.bind,
+            backend=spec.backend,
+            secret=self.secret,
+            timeout_s=spec.operation_timeout_s,
+            forming_s=spec.heartbeat_timeout_s,
+        )
         meet = connect if terms.size == 1 else self._runtime.connect  # a lone rank has no peers
         communicator = meet(terms)
         with self._changed:
@@ -332,7 +345,7 @@ class Session(Context):
         self._connected, self._has_formed = chosen, True
         self.timings.mark("connected")
         self._agreed = None
-        self._take_place(places_of([member.slot for member in plan.members])[terms.rank])
+        self._take_place(places_of([member.slot for member in plan.members])[rank])
         self.moves += 1
         for tell in when_formed:
             tell(chosen)

@@ -38,8 +38,6 @@ from nbelastic.pickling import failing_part
 
 _MIXED = 3  # Horovod's HostUpdateResult.mixed
 
-Sample = tuple[float, ...]
-
 Task = TypeVar("Task", bound="Callable[[], object]")
 
 
@@ -158,9 +156,9 @@ class State:
     def _run_due(self) -> None:
         """Call functions that are due at the last commit."""
 
-    def _sample(self) -> tuple[Sample, tuple[str, ...]]:
-        """Return values of trained parameters, and optimizers that do not average gradients."""
-        return (), ()
+    def _sample(self) -> tuple[float, ...]:
+        """Return values of trained parameters."""
+        return ()
 
     def _step_bytes(self) -> int:
         """Return the bytes of the host that the gradients of a step and its optimizer take."""

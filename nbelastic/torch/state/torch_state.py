@@ -329,10 +329,8 @@ class TorchState(ObjectState):
         """Return means of batches that are no buffers of modules."""
         return ()
 
-    def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        optimizers = self._objects(Optimizer)
-        plain = [type(each).__name__ for each in optimizers if not is_distributed(each)]
-        return sample(self._objects()), tuple(plain)
+    def _sample(self) -> tuple[float, ...]:
+        return sample(self._objects())
 
     # -- synchronisation -------------------------------------------------------------------------
 
