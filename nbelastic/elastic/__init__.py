@@ -17,12 +17,11 @@ from .ranks.context import (
     size,
 )
 from .ranks.context import initialize as init
-from .ranks.runtime import DriverPort, RankSpec
+from .ranks.runtime import RankSpec
 from .ranks.session import Session
 from .state import ObjectState, State
 
 __all__ = [
-    "DriverPort",
     "ObjectState",
     "RankSpec",
     "Session",

@@ -156,7 +156,7 @@ class TrainingChecks:
         if values:
             finite = tuple(each if math.isfinite(each) else NOT_FINITE for each in values)
             place = (session.spec.start, session.generation, moment)
-            session.port.report(WeightsSampled(*place, finite))
+            session.report(WeightsSampled(*place, finite))
 
 
 def watch(context: Context, named: Iterable[tuple[str, torch.Tensor]]) -> None:

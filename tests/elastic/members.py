@@ -93,21 +93,20 @@ def one_rank(function, plans=(), start=0, **spec):
     """
     told, left, numbers = [], iter(plans), itertools.count(1)
 
-    class Driver:
-        def report(self, event):
-            told.append(event)
-            if isinstance(event, RankReady):
-                version, *starts = next(left, (event.version, start))
-                members = (Member(s, Slot(f"w{s}", "", "", ""), ("", 0), version) for s in starts)
-                plan = Plan(next(numbers), tuple(members), event.loop)
-                threading.Thread(target=session.on_plan, args=[plan]).start()
-            elif isinstance(event, LoopDone):
-                session.on_release(event.generation)
+    def report(event):
+        told.append(event)
+        if isinstance(event, RankReady):
+            version, *starts = next(left, (event.version, start))
+            members = (Member(s, Slot(f"w{s}", "", "", ""), ("", 0), version) for s in starts)
+            plan = Plan(next(numbers), tuple(members), event.loop)
+            threading.Thread(target=session.on_plan, args=[plan]).start()
+        elif isinstance(event, LoopDone):
+            session.on_release(event.generation)
 
     place = Place(0, 1, 0, 1, 0, 1)
     spec = RankSpec(job="job", start=start, place=place, bind="127.0.0.1", **spec)
     solo = lambda terms: SoloCommunicator(generation=terms.generation)  # noqa: E731
-    session = Session(spec, Driver(), RankRuntime(connect=solo, on_set_up=told.append))
+    session = Session(spec, report, RankRuntime(connect=solo, on_set_up=told.append))
     with activate(session):
         function()
     session.close()

@@ -20,15 +20,12 @@ from tests.elastic.members import one_rank
 def test_all_others_are_asked_after_a_second_failure_in_a_row():
     asked, told, dead = [], [], iter([(2, 0), None, None, (), ()])
 
-    class Driver:
-        def report(self, event):
-            told.append(event)
-            if isinstance(event, RankReady):
-                members = (
-                    Member(s, Slot("", "", "", ""), (f"10.0.0.{s}", 1), 0) for s in (3, 5, 7)
-                )
-                plan = Plan(len(told), tuple(members), loop=1)
-                threading.Thread(target=session.on_plan, args=[plan]).start()
+    def report(event):
+        told.append(event)
+        if isinstance(event, RankReady):
+            members = (Member(s, Slot("", "", "", ""), (f"10.0.0.{s}", 1), 0) for s in (3, 5, 7))
+            plan = Plan(len(told), tuple(members), loop=1)
+            threading.Thread(target=session.on_plan, args=[plan]).start()
 
     def meet(_):
         if (ranks := next(dead)) is None:
@@ -42,7 +39,7 @@ def test_all_others_are_asked_after_a_second_failure_in_a_row():
         return [len(addresses) - 1]
 
     spec = RankSpec(job="job", start=5, place=Place(1, 3, 0, 1, 0, 1), bind="127.0.0.1")
-    session = Session(spec, Driver(), RankRuntime(connect=meet, probe=probe))
+    session = Session(spec, report, RankRuntime(connect=meet, probe=probe))
     session.form(1)
     session.form(1)
     ready = [(each.unreached, each.gone) for each in told if isinstance(each, RankReady)]

@@ -32,8 +32,6 @@ from tests.elastic.members import one_rank
 
 
 class Notes(list):
-    report = list.append
-
     def warnings(self):
         return [note.detail for note in self if isinstance(note, RankNote)]
 
@@ -50,7 +48,10 @@ class Sampled(State):
 
 @pytest.fixture
 def session():
-    made = Session(RankSpec(job="job", start=3, place=Place(0, 2, 0, 2, 0, 1), bind="::1"), Notes())
+    told = Notes()
+    spec = RankSpec(job="job", start=3, place=Place(0, 2, 0, 2, 0, 1), bind="::1")
+    made = Session(spec, told.append)
+    made.told = told
     made.generation = 5
     yield made
     assert made.before_exchange == ()
@@ -94,7 +95,7 @@ def train(session, steps, commit_every=0, state=None, *, joins=False):
 )
 def test_loops_without_a_commit_are_warned_of_once(session, steps, commit_every, joins, warnings):
     train(session, steps, commit_every, joins=joins)
-    assert session.port.warnings() == warnings
+    assert session.told.warnings() == warnings
 
 
 def test_a_later_loop_that_had_ended_in_its_checkpoint_need_not_commit(tmp_path):
@@ -119,7 +120,7 @@ def test_few_steps_that_take_long_are_enough(session, monkeypatch):
     times = iter([0.0, 30.0, 61.0])
     monkeypatch.setattr(training_checks, "time", SimpleNamespace(monotonic=lambda: next(times)))
     train(session, 2)
-    assert session.port.warnings() == [NO_COMMIT]
+    assert session.told.warnings() == [NO_COMMIT]
 
 
 def test_parameters_are_sampled_early_later_and_at_the_end_of_each_generation(session):
@@ -130,15 +131,15 @@ def test_parameters_are_sampled_early_later_and_at_the_end_of_each_generation(se
         for _ in range(150):
             watched.committed()
     watched.ended()
-    assert session.port[0] == WeightsSampled(3, 5, 1, (1.0, 2.0))
-    sampled = [(note.generation, note.moment) for note in session.port]
+    assert session.told[0] == WeightsSampled(3, 5, 1, (1.0, 2.0))
+    sampled = [(note.generation, note.moment) for note in session.told]
     assert sampled == [(5, 1), (5, 10), (5, 100), (6, 1), (6, 10), (6, 100), (6, 0)]
 
 
 def test_what_is_no_finite_number_can_be_sent_and_compared(session):
     train(session, 1, 1, Sampled(1.0, math.nan, -math.inf))
-    assert session.port[0].values == (1.0, training_checks.NOT_FINITE, training_checks.NOT_FINITE)
-    assert decode(encode(session.port[0]), AnyEvent) == session.port[0]
+    assert session.told[0].values == (1.0, training_checks.NOT_FINITE, training_checks.NOT_FINITE)
+    assert decode(encode(session.told[0]), AnyEvent) == session.told[0]
 
 
 def test_a_rank_alone_and_a_state_without_parameters_are_not_sampled(session):
@@ -150,7 +151,7 @@ def test_a_rank_alone_and_a_state_without_parameters_are_not_sampled(session):
     train(session, 3, 1, Odd())
     session.size = 1
     train(session, 3, 1)
-    assert session.port == []
+    assert session.told == []
 
 
 def test_where_the_state_has_no_parameters_those_of_stepped_optimizers_are_sampled(session):
@@ -166,7 +167,7 @@ def test_where_the_state_has_no_parameters_those_of_stepped_optimizers_are_sampl
             note_step(session, each)
         watched.committed()
     watched.leave()
-    assert [note.values for note in session.port] == [(2.0, 3.0)] * 2
+    assert [note.values for note in session.told] == [(2.0, 3.0)] * 2
 
 
 # -- without an elastic loop -----------------------------------------------------------------------
@@ -183,5 +184,5 @@ def test_without_a_loop_operations_are_counted_and_the_end_is_sampled(session, l
             watch(session, [("weight", torch.ones(1)), ("running_mean", torch.zeros(1))])
         session.about_to_exchange()
     session.kept(TrainingChecks).returned()
-    assert [(note.moment, note.values) for note in session.port] == [(n, (1.0,)) for n in moments]
+    assert [(note.moment, note.values) for note in session.told] == [(n, (1.0,)) for n in moments]
     session.kept(TrainingChecks).leave()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nbelastic.elastic.checkpoint.files import CheckpointFiles
 from nbelastic.elastic.checkpoint.format import Checkpoint, Header, StoredTensor, stored, unstored
-from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
+from nbelastic.elastic.redaction import Secrets
 from nbelastic.elastic.sampler import SamplerProgress, agree_on_progress
 from nbelastic.elastic.state import ObjectState, State
 from nbelastic.elastic.state.transfer import allgather_object
@@ -132,15 +132,17 @@ class CheckpointManager:
         self._active = spec is not None
         if spec is None:
             return
+        self._secrets = Secrets([spec.url])
+        option = f"checkpoint={self._secrets.hide(spec.url)!r}"
         if not isinstance(state, ObjectState):
             raise OptionError(
-                f"checkpoint={without_secrets(spec.url)!r}: a {type(state).__name__} cannot be "
+                f"{option}: a {type(state).__name__} cannot be "
                 "written to disk; derive it from ObjectState or TorchState"
             )
         unwritable = ", state.".join(state._unwritable())
         if unwritable:
             raise OptionError(
-                f"checkpoint={without_secrets(spec.url)!r}: handlers of yours keep "
+                f"{option}: handlers of yours keep "
                 f"state.{unwritable}, and a checkpoint cannot have what "
                 "they keep. Give the values state_dict() and load_state_dict() instead"
             )
@@ -210,23 +212,20 @@ class CheckpointManager:
             if found is not None:
                 self._take_over(*found)
         except NbelasticError as error:
-            if self._hide(str(error)) == str(error):
+            if self._secrets.hide(str(error)) == str(error):
                 raise
-            raise type(error)(self._hide(str(error))) from None
+            raise type(error)(self._secrets.hide(str(error))) from None
         except Exception as error:  # file systems raise what they like
             if spec.resume:
-                reason = self._hide(str(error) or repr(error))
-                shown = without_secrets(spec.url)
+                reason = self._secrets.hide(str(error) or repr(error))
+                shown = self._secrets.hide(spec.url)
                 problem = NbelasticError(f"checkpoint={shown!r} cannot be read: {reason}")
-                raise problem from Secrets([spec.url]).shown(error)
+                raise problem from self._secrets.shown(error)
             self._report(f"{spec.url} cannot be read: {error!r}")
             return None
         if found is None and others:
             self._report(f"nothing to resume from in {spec.url}: it starts from the beginning")
         return None if found is None else found[1][0]
-
-    def _hide(self, text: str) -> str:
-        return hide_secrets(text, self._spec.url)
 
     def _take_over(self, path: str, checkpoint: Checkpoint) -> None:
         session, state, (header, tensors) = self._session, self._state, checkpoint
@@ -314,7 +313,7 @@ class CheckpointManager:
 
     def _report(self, detail: str) -> None:
         """Report to the job's history, each text once and without the URL's secrets."""
-        detail = self._hide(detail)
+        detail = self._secrets.hide(detail)
         if detail not in self._reported:
             self._reported.add(detail)
             self._session.note("checkpoint", detail)

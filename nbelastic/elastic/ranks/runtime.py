@@ -1,4 +1,4 @@
-"""Interfaces of a rank to the driver, other ranks, threads and clocks.
+"""Interfaces of a rank to other ranks, threads and clocks.
 
 In a job a worker's agent implements them. A test can implement them itself, without Dask, or with
 simulated threads, stores and communicators.
@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Communicator, Rendezvous, RendezvousServer, connect
 from nbelastic.collectives.rendezvous.client import unreachable
 from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.elastic.state.transfer import spread
 from nbelastic.errors import CollectiveError
-from nbelastic.messages import Event, Place
+from nbelastic.messages import Place
 
 if TYPE_CHECKING:
     from nbelastic.elastic.checkpoint.files import CheckpointSpec
@@ -108,16 +108,6 @@ def _take_part(terms: Rendezvous) -> None:
 
 
 DEFAULT_RUNTIME = RankRuntime(probe=unreachable, form_alone=form_alone)  # real threads and sockets
-
-
-class DriverPort(Protocol):
-    """The way from a rank to the driver of its job."""
-
-    def report(self, event: Event) -> None:
-        """Send `event` to the driver, without waiting. Any thread may call it.
-
-        Events of one rank arrive in the order of the calls, or not at all.
-        """
 
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

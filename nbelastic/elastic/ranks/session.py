@@ -21,7 +21,6 @@ from nbelastic.collectives import Communicator, Rendezvous, RendezvousServer, co
 from nbelastic.elastic.ranks.context import Context, one_of_all, when_formed
 from nbelastic.elastic.ranks.runtime import (
     DEFAULT_RUNTIME,
-    DriverPort,
     RankRuntime,
     RankSpec,
 )
@@ -61,10 +60,15 @@ class Session(Context):
     """
 
     def __init__(
-        self, spec: RankSpec, port: DriverPort, runtime: RankRuntime = DEFAULT_RUNTIME
+        self,
+        spec: RankSpec,
+        report: Callable[[m.Event], None],
+        runtime: RankRuntime = DEFAULT_RUNTIME,
     ) -> None:
         self.spec = spec
-        self.port = port
+        # Sends the driver an event, without waiting; any thread may call it. Events of one rank
+        # arrive in the order of the calls, or not at all.
+        self.report = report
         self._runtime = runtime
         self.secret = b""  # the job's, which comes with the function before any of it runs
         super().__init__()
@@ -290,7 +294,7 @@ class Session(Context):
                     return plan
                 if self._known != reported:
                     reported = self._known
-                    self.port.report(
+                    self.report(
                         m.RankReady(
                             start=self.spec.start,
                             left=reported,
@@ -351,7 +355,7 @@ class Session(Context):
             tell(chosen)
         for call in self.after_forming:
             call()
-        self.port.report(
+        self.report(
             m.RankFormed(self.spec.start, plan.generation, chosen.name, chosen.fallback_reason)
         )
 
@@ -387,9 +391,7 @@ class Session(Context):
         generation = self.generation
         with self._changed:
             self._parked = True
-            self.port.report(
-                m.LoopDone(self.spec.start, generation, self.version, self._operations())
-            )
+            self.report(m.LoopDone(self.spec.start, generation, self.version, self._operations()))
             try:
                 while self._released < generation:
                     if not self._member:
@@ -409,7 +411,7 @@ class Session(Context):
     # -- Context ---------------------------------------------------------------------------------
 
     def note(self, about: str, detail: str = "", figures: dict[str, float] | None = None) -> None:
-        self.port.report(m.RankNote(self.spec.start, about, detail, figures or {}))
+        self.report(m.RankNote(self.spec.start, about, detail, figures or {}))
 
     def communicator(self) -> Communicator:
         self._check_process()

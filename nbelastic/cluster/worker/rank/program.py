@@ -66,7 +66,7 @@ class RankProgram:
         self._called: Callable[..., Any] | None = None
         self.returned = False  # the function has
         self._process = os.getpid()
-        self.session = Session(spec, self, runtime)
+        self.session = Session(spec, self.report, runtime)
         self.session.secret = payload.secret
 
     # -- messages ----------------------------------------------------------------------------------
