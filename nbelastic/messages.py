@@ -420,28 +420,17 @@ class RanksAt(Reason, frozen=True):
         return self.text.replace("{ranks}", "; ".join(words[:4]) + more)
 
 
-class WeightsDiffer(Reason, frozen=True):
-    says = (
-        "ranks train different parameters\n"
-        "They were never made equal, or something changes them on each rank by itself, or changes "
-        "gradients after they are averaged.\n"
-        "Give the model and its optimizer to the state, which makes them equal: "
-        "hvd.elastic.TorchState(model, optimizer). Without an elastic loop, call "
-        "hvd.broadcast_parameters(model.state_dict(), root_rank=0) first. A Keras model is "
-        "compiled with hvd.DistributedOptimizer(optimizer), and trained by "
-        "hvd.elastic.fit(hvd.elastic.KerasState(model), ...)."
-    )
-    optimizers: tuple[str, ...]  # classes of optimizers that are not wrapped
-
-    def __str__(self) -> str:
-        if not self.optimizers:
-            return self.says
-        return (
-            f"ranks train different parameters\n{', '.join(self.optimizers)} is not wrapped by "
-            "nbelastic.torch.DistributedOptimizer, so that each rank steps with its own "
-            "gradients.\nWrap each optimizer before the state is made: "
-            "optimizer = hvd.DistributedOptimizer(optimizer)."
-        )
+WEIGHTS_DIFFER = Text(
+    "ranks train different parameters\n"
+    "An optimizer is not wrapped, so that each rank steps with its own gradients. Or parameters "
+    "were never made equal, or something changes them on each rank by itself.\n"
+    "Wrap each optimizer before the state is made: optimizer = hvd.DistributedOptimizer(optimizer)."
+    " Give the model and its optimizers to the state, which makes them equal: "
+    "hvd.elastic.TorchState(model, optimizer). Without an elastic loop, call "
+    "hvd.broadcast_parameters(model.state_dict(), root_rank=0) first. A Keras model is compiled "
+    "with hvd.DistributedOptimizer(optimizer), and trained by "
+    "hvd.elastic.fit(hvd.elastic.KerasState(model), ...)."
+)
 
 
 class Sharing(Reason, frozen=True):
@@ -659,8 +648,6 @@ class WeightsSampled(RankReport, frozen=True):
     # Without a loop: minus the number of operations, and 0 at the end.
     moment: int
     values: tuple[Number, ...]  # of parameters at the same places on all ranks
-    plain: tuple[str, ...] = ()  # classes of its optimizers that do not average gradients
-    besides: bool = False  # these parameters are neither in the state nor in the broadcast
 
 
 class RankNote(RankReport, frozen=True):

@@ -15,7 +15,6 @@ import torch
 from nbelastic.collectives.reduction_tree import Blocks
 from nbelastic.data.plan.quotas import STRAGGLER, Pace, plan, slowness
 from nbelastic.elastic.ranks.context import current_or_none
-from nbelastic.elastic.ranks.session import note
 
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.step_share import StepShare
@@ -76,7 +75,7 @@ class Balancer:
                 "before": float(before[rank]),
                 "of": float(self._micro_batches),
             }
-            note(context, "straggler", figures=figures)
+            context.note("straggler", figures=figures)
 
 
 class Stopwatch:

@@ -20,7 +20,6 @@ from nbelastic.data.sources.streams import StreamRows, StreamSource
 from nbelastic.data.sources.units import UnitSource, WindowedRows
 from nbelastic.data.step import RowLedger, Step, StepParticipant
 from nbelastic.elastic.ranks.context import Context, current_or_none
-from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.status import DataStatus
@@ -434,7 +433,7 @@ class Loader:
         context = current_or_none()
         if context is not None and warning not in self._told:
             self._told.add(warning)
-            warn(context, warning)
+            context.warn(warning)
 
     # -- what states and models call ---------------------------------------------------------------
 

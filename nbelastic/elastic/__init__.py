@@ -17,13 +17,11 @@ from .ranks.context import (
     size,
 )
 from .ranks.context import initialize as init
-from .ranks.runtime import DriverPort, RankSpec
-from .ranks.session import Session, warn
-from .ranks.telemetry import as_numbers, as_step
+from .ranks.runtime import RankSpec
+from .ranks.session import Session
 from .state import ObjectState, State
 
 __all__ = [
-    "DriverPort",
     "ObjectState",
     "RankSpec",
     "Session",
@@ -41,15 +39,6 @@ __all__ = [
     "size",
     "sync_root",
 ]
-
-
-NOT_FINITE = (
-    "{name} has turned {value} at {at}\n"
-    "It was a finite number before.\n"
-    "Usual causes are a learning rate that is too large, a division by zero, and float16 without a "
-    "GradScaler. To leave out a step, call optimizer.synchronize(), look at the gradients, and "
-    "call step() in `with optimizer.skip_synchronize():` on all ranks or on none."
-)
 
 
 def sync_root() -> int:
@@ -85,8 +74,4 @@ def report(*, step: float | None = None, **values: object) -> None:
     >>> nbelastic.report(loss=loss.item(), accuracy=0.9)  # doctest: +SKIP
     """
     context = current()
-    numbers = as_numbers(values)
-    context.telemetry.report(context.version, context.generation, numbers, as_step(step))
-    for name in context.telemetry.turned(numbers):
-        at = f"commit {max(context.version, 0)}" if step is None else f"step {step:g}"
-        warn(context, NOT_FINITE.format(name=name, value=numbers[name], at=at))
+    context.telemetry.report(context.version, context.generation, values, step)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from nbelastic.elastic.deal import SEED_LIMIT, Deal, Order, Tail
-from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.ranks.telemetry import collector_off
 from nbelastic.errors import NbelasticError
 
@@ -139,7 +138,7 @@ class FollowedSamplers:
         """Begin an iteration, whose batches have so many rows of each rank; return its count."""
         position = self._position_for(sampler, found)
         if position is not None and position.done < 0:
-            warn(self._context, UNKNOWN.format(kind=type(sampler).__name__))
+            self._context.warn(UNKNOWN.format(kind=type(sampler).__name__))
         found.deal = self._resize(sampler, found)
         if position in self._unclaimed:
             self._unclaimed.remove(position)
@@ -255,6 +254,11 @@ class FollowedSamplers:
         sizes = (deal.size, rank, len(deal.places(rank)), deal.total)
         vars(sampler).update(zip(_SIZES, sizes, strict=True))
         return deal
+
+
+def samplers_of(context: Context) -> FollowedSamplers:
+    """Return the samplers of a rank that shard by rank."""
+    return context.kept(FollowedSamplers)
 
 
 def resumes_itself(sampler: Any) -> bool:

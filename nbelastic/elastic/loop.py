@@ -63,46 +63,45 @@ UNASKED = (
 
 
 def _train(session: Session, state: State, call: Callable[[], object]) -> object:
-    loop = session.next_loop()
-    checks = TrainingChecks(session, state)
-    try:
-        with CheckpointManager(session, state, loop) as checkpoints:
-            state._on_commit += (checks.committed,)
-            return _train_on(session, state, call, loop, checkpoints, checks)
-    finally:
-        checks.close()
-        state._on_commit = ()
+    session.loops += 1
+    checks = session.kept(TrainingChecks)
+    with CheckpointManager(session, state, session.loops) as checkpoints:
+        state._on_commit += (checks.committed,)
+        checks.enter(state)
+        try:
+            return _train_on(session, state, call, checkpoints, checks)
+        finally:
+            checks.leave()
+            state._on_commit = ()
 
 
 def _train_on(
     session: Session,
     state: State,
     call: Callable[[], object],
-    loop: int,
     checkpoints: CheckpointManager,
     checks: TrainingChecks,
 ) -> object:
     import torch
 
-    foreseen = (session.rank, session.size)
-    failure: CollectiveError | None = None
-    first = True
+    loop = session.loops
+    foreseen: tuple[int, int] | None = (session.rank, session.size)
+    failure: str | None = None  # no error, whose frames would keep the generation's buffers alive
     while True:
         with timeline.span("RESET"):
-            text = None if failure is None else str(failure)
-            plan = session.form(loop, state._step_bytes, text)
+            plan = session.form(loop, state._step_bytes, failure)
         failure = None
         try:
-            resized = checkpoints.load(plan)
-            if not first or resized or (session.rank, session.size) != foreseen:
+            resized, behind = checkpoints.begin(plan)
+            if resized or (session.rank, session.size) != foreseen:
                 state.on_reset()
-            first = False
+            foreseen = None  # later generations begin with a reset
             with timeline.span("STATE_TRANSFER"):
-                state.align(checkpoints.behind(plan))
+                state.align(behind)
             state.save()
             session.synchronized(plan, checkpoints.commits)
             checkpoints.begun = True
-            checks.begun(resumed=checkpoints.resumed)
+            checks.begun()
             # The function may fail in an evaluation, with gradients disabled.
             with torch.set_grad_enabled(torch.is_grad_enabled()):
                 state._run_due()
@@ -112,39 +111,26 @@ def _train_on(
             checkpoints.finish()
             return result
         except HostsUpdatedInterrupt:
-            _begin_reset(session)
-            failure = _leave(session, state) if session.leaves else CollectiveError(UNASKED)
-            if failure is None:
-                checkpoints.left = True
+            failure = None if session.leaves else UNASKED
         except RanksDisagree:
             raise  # on all ranks, because the program is at fault and would fail again
         except CollectiveError as error:
-            failure = error
-            _begin_reset(session)
+            failure = str(error)
         except Exception as error:
             if not state.make_room(error):
                 raise
-            failure = CollectiveError(f"out of memory: {error}")
-            _begin_reset(session)
-        if failure is not None:
-            # Without its traceback, because the frames would keep the generation's buffers alive.
-            failure = failure.with_traceback(None)
-            if session.version != FRESH:
-                state.restore()
-                session.restored()
-
-
-def _begin_reset(session: Session) -> None:
-    session.timings.begin()
-    session.timings.mark("aborted")
-
-
-def _leave(session: Session, state: State) -> CollectiveError | None:
-    """Leave a generation as planned, at a commit of all members that rolls nothing back."""
-    try:
-        state.leave()
-    except CollectiveError as error:
-        return error
-    state.save()
-    session.committed()
-    return None
+            failure = f"out of memory: {error}"
+        session.timings.begin()
+        session.timings.mark("aborted")
+        if failure is None:  # as planned, at a commit of all members that rolls nothing back
+            try:
+                state.leave()
+            except CollectiveError as error:
+                failure = str(error)
+            else:
+                state.save()
+                session.committed()
+                checkpoints.left = True
+        if failure is not None and session.version != FRESH:
+            state.restore()
+            session.restored()

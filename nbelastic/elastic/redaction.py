@@ -19,16 +19,11 @@ _SECRET = re.compile("key|secret|token|pass|pwd|sas|sig|cred|auth|user|account|c
 
 def without_secrets(url: str) -> str:
     """Return a URL without user, password and values of its query. A path stays as it is."""
-    return hide_secrets(url, url)
-
-
-def hide_secrets(text: str, url: str) -> str:
-    """Return a text without the secrets of a URL, of which file systems quote parts."""
-    return Secrets([url]).hide(text)
+    return Secrets([url]).hide(url)
 
 
 class Secrets:
-    """Secrets of URLs and of options for their file systems, as fsspec takes them.
+    """Secrets of URLs and of options for their file systems, which quote parts of them in errors.
 
     Texts of options under names such as ``token`` are secrets.
     """

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from nbelastic.elastic.deal import Deal, Order
 from nbelastic.elastic.ranks.context import Context, current_or_none
-from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError, StateMismatch
 
@@ -25,16 +24,6 @@ NOT_IN_STATE = (
     "again.\n"
     "Make it a value of the state: TorchState(model, optimizer, sampler=sampler)."
 )
-
-NOT_RECORDED = (
-    "a sampler of the state has no recorded batches\n"
-    "Several commits fell within one iteration over it, and none says which samples are done: "
-    "after a change of membership the epoch is dealt anew from its start.\n"
-    "Call sampler.record_batch(batch_idx, batch_size) before each commit."
-)
-
-_SILENT_COMMITS = 3
-"""Commits within an iteration, without a record, until that counts as an oversight."""
 
 _AT_A_TIME = 4096
 """Samples of a share that are looked up at a time: the first ones are needed at once."""
@@ -81,8 +70,6 @@ class ShardSampler:
         self._resumed = False
         self._in_state = False
         self._warned = False
-        self._records = False
-        self._iterated: float | None = None  # the commit after which the last iteration began
         self._start(self._order(0))
 
     def _order(self, epoch: int) -> Order:
@@ -201,14 +188,13 @@ class ShardSampler:
         self._at = SamplerSnapshot(deal, rank, rows, apart)
 
     def _recorded(self, samples: int) -> None:
-        self._records = True
         context = current_or_none()
         if context is None:
             return
         context.telemetry.recorded(samples)
         known, self._warned = self._in_state or self._warned, True
-        if not known and isinstance(context, Session) and context.loops:
-            warn(context, NOT_IN_STATE)
+        if context.loops and not known:
+            context.warn(NOT_IN_STATE)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, and how many of its samples are done."""
@@ -240,8 +226,6 @@ class ShardSampler:
     def __iter__(self) -> Iterator[int]:
         """Iterate over this rank's present share, unaffected by later changes."""
         self._resumed = False
-        if isinstance(context := current_or_none(), Session):
-            self._iterated = context.version
         if (self.rank, self._deal.size) != _place():
             self.reset()
         deal, rank = self._deal, self.rank
@@ -256,11 +240,6 @@ class ShardSampler:
     def snapshot(self) -> SamplerSnapshot:
         """Return a snapshot for :meth:`go_back`, at a cost that does not grow with progress."""
         self._in_state = True
-        if self._iterated is not None and not self._records:
-            context = current_or_none()
-            if isinstance(context, Session) and context.version - self._iterated >= _SILENT_COMMITS:
-                self._iterated = None
-                warn(context, NOT_RECORDED)
         return self._at
 
     def go_back(self, to: SamplerSnapshot) -> None:

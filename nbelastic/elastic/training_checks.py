@@ -1,4 +1,4 @@
-"""Checks of a running elastic loop, for commits and for agreement of the ranks.
+"""Checks of a training: its loop commits, and its ranks train the same parameters.
 
 Both cost next to nothing and change nothing. Each rank sends samples of its parameters to the
 driver, which compares the samples of one moment of one generation.
@@ -7,31 +7,27 @@ driver, which compares the samples of one moment of one generation.
 from __future__ import annotations
 
 import math
+import re
 import time
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from nbelastic.elastic.ranks.session import Session, warn
-from nbelastic.messages import FRESH, WeightsSampled
+from nbelastic.elastic.ranks.session import Session
+from nbelastic.messages import WeightsSampled
 
 if TYPE_CHECKING:
     import torch
 
     from nbelastic.elastic.ranks.context import Context
     from nbelastic.elastic.state import State
-    from nbelastic.elastic.state.state import Sample
 
 # Commits of a generation after which parameters are sampled, in addition to the loop's end. Without
 # a loop, operations since the parameters were broadcast.
 MOMENTS = (1, 10, 100)
 # Without a commit: most operations between ranks, of which each step has at least one, and seconds.
 MOST_STEPS, MOST_SECONDS = 100, 60.0
-# Fewest steps of an optimizer whose parameters are compared although the state has none of them.
-# There is one for each commit at least. A rank may train something else by itself: a copy of the
-# model for a few steps, as in meta-learning.
-REGULAR = 10
 MOST_OPTIMIZERS = 3  # of a rank that are kept to compare what they train
+COUNT = 64  # number of values of a sample, about
 NOT_FINITE = 1e300  # in the place of numbers that are not finite, which messages cannot carry
 
 NO_COMMIT = (
@@ -42,202 +38,182 @@ NO_COMMIT = (
     "Call state.commit() on all ranks after each step, which costs next to nothing, or every few "
     "steps."
 )
-EPOCH_WENT_BACK = (
-    "state.epoch went back from {before} to {now}\n"
-    "The elastic loop is called again after each change of membership, and has to go on from the "
-    "state; epochs that are done are trained again.\n"
-    "Write `for state.epoch in range(state.epoch, epochs):` instead of range(0, epochs)."
-)
+
+_OF_BATCHES = re.compile(r"running_(mean|var)$")
 
 
 class TrainingChecks:
-    """Checks of an elastic loop on a rank."""
+    """Checks of a rank, within its elastic loop and without one.
 
-    def __init__(self, session: Session, state: State) -> None:
-        self._session, self._state, self._parameters = session, state, _check_of(session)
-        self._began = time.monotonic()
-        self._exchanges = 0
-        self._commits = 0  # of the present generation
-        self._is_new = session.version == FRESH
-        self._waits = True  # until the first commit or the warning
-        self._resumed = False
-        self._epoch: int | None = None  # of the state, when the generation began
-        session.before_exchange += (self._count,)
-
-    def begun(self, *, resumed: bool = False) -> None:
-        """Record the start of a generation's training, perhaps with a checkpoint's state.
-
-        If it has, the function commits, and the loop may have ended before.
-        """
-        self._commits = 0
-        self._resumed = resumed
-        epoch = getattr(self._state, "epoch", None)
-        self._epoch = epoch if isinstance(epoch, int) else None
-        self._parameters.begin()
-        if self._is_new and self._session.version > 0:
-            self.close()  # other ranks have committed before this rank joined
-        self._is_new = False
-
-    def committed(self) -> None:
-        """Record a commit; sample the parameters at :data:`MOMENTS`."""
-        self._commits += 1
-        if self._commits == 1:
-            before, now = self._epoch, getattr(self._state, "epoch", None)
-            if before is not None and isinstance(now, int) and now < before:
-                warn(self._session, EPOCH_WENT_BACK.format(before=before, now=now))
-        if self._waits:
-            self.close()
-        if self._commits in MOMENTS:
-            self._sample(self._commits)
-
-    def ended(self) -> None:
-        """Record that the loop has ended on this rank."""
-        self._sample(0)
-        if self._waits and not self._resumed:
-            warn(self._session, NO_COMMIT)
-
-    def close(self) -> None:
-        """Stop waiting for a commit."""
-        self._waits = False
-        session = self._session
-        session.before_exchange = tuple(e for e in session.before_exchange if e != self._count)
-
-    def _count(self) -> None:
-        self._exchanges += 1
-        late = time.monotonic() - self._began > MOST_SECONDS
-        if late or self._exchanges > MOST_STEPS:
-            self.close()
-            warn(self._session, NO_COMMIT)
-
-    def _sample(self, moment: int) -> None:
-        steps = max(self._commits, REGULAR)
-        self._parameters.send(moment, self._state._sample, besides=steps)
-
-
-class ParameterCheck:
-    """Samples of a rank's parameters, which the driver compares with other ranks' samples.
-
-    It has the parameters that were broadcast in a job without an elastic loop, and the optimizers
-    that have stepped: the latest few, in the order of their first steps. That is their order in the
-    present generation, which is the same on all its ranks. They are kept until the rank ends,
-    because a function may have dropped its own when it returns.
+    What is compared are the parameters of the loop's state, or those that were broadcast in a job
+    without a loop. If there are none, it is what the latest optimizers train. They are kept until
+    the rank ends, because a function may have dropped its own when it returns.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._broadcast: Callable[[], Sample] | None = None
-        self._first = 0  # operation after the broadcast
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}
-        self._steps: dict[int, int] = {}  # in the present generation
-        self._within: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._state: State | None = None  # of the loop under way
+        self._broadcast: list[torch.Tensor] = []
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}  # in the order of their last steps
+        self._commits = 0  # of the present generation
+        self._version = 0  # at the start of the loop
+        # Where the loop was entered, or the parameters were broadcast.
+        self._operation, self._time = 0, 0.0
 
-    def begin(self) -> None:
-        """Begin a generation."""
-        self._steps.clear()
+    # -- in an elastic loop ------------------------------------------------------------------------
 
-    def watch(self, sample: Callable[[], Sample]) -> None:
-        """Sample parameters that were broadcast, also after a few operations from here on."""
-        self.close()
-        self._broadcast, self._first = sample, self._session.exchanges
-        self._session.before_exchange += (self._count,)
+    def enter(self, state: State) -> None:
+        """Enter a loop, and wait for its first commit."""
+        self._state, self._broadcast = state, []
+        self._version = max(self._session.version, 0)
+        self._count_from_here()
 
-    def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add a step of an optimizer.
+    def begun(self) -> None:
+        """Begin a generation, whose members keep other optimizers than those of the last one."""
+        self._commits = 0
+        self._optimizers.clear()
+        if self._session.version > self._version:
+            self._count_no_more()  # others have committed, or the job whose checkpoint was loaded
+
+    def committed(self) -> None:
+        """Record a commit; sample the parameters at :data:`MOMENTS`."""
+        if not self._commits:
+            self._count_no_more()
+        self._commits += 1
+        if self._commits in MOMENTS:
+            self._send(self._commits)
+
+    def ended(self) -> None:
+        """Record that the loop has ended on this rank."""
+        self._send(0)
+        if self._count in self._session.before_exchange:
+            self._warn()
+
+    def leave(self) -> None:
+        """Leave the loop."""
+        self._state = None
+        self._count_no_more()
+
+    def _warn(self) -> None:
+        self._count_no_more()
+        self._session.warn(NO_COMMIT)
+
+    # -- without one -------------------------------------------------------------------------------
+
+    def watch(self, tensors: list[torch.Tensor]) -> None:
+        """Compare tensors that were broadcast, in the place of earlier ones."""
+        if not self._session.loops:
+            self._broadcast = tensors
+            self._count_from_here()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep an optimizer that has stepped.
 
         Those in its attributes step for it, perhaps only on this rank's share of the parameters, as
         that of a ``ZeroRedundancyOptimizer`` does.
         """
-        for each in vars(optimizer).values():
-            if hasattr(each, "param_groups"):
-                self._within.add(each)
-                self._drop(id(each))
-        if optimizer in self._within:
-            return
-        key = id(optimizer)
-        steps = self._steps.get(key, 0)
-        self._steps[key] = steps + 1
-        if steps == 0:
-            self._optimizers.pop(key, None)
-            self._optimizers[key] = optimizer
-            if len(self._optimizers) > MOST_OPTIMIZERS:
-                self._drop(next(iter(self._optimizers)))
-
-    def send(
-        self, moment: int, own: Callable[[], tuple[Sample, tuple[str, ...]]], *, besides: int = 0
-    ) -> None:
-        """Send a sample, unless alone: `own` values, else the parameters of all optimizers.
-
-        Send another one of what optimizers train in `besides` steps or more of this generation that
-        do not average gradients, as far as it was made to be a model's.
-        """
-        from nbelastic.elastic.parameter_samples import sample
-
-        session, found = self._session, self._optimizers
-        if session.size == 1 or session.generation == 0:
-            return
-        plain = {key: each for key, each in found.items() if not hasattr(each, "_reducer")}
-        regular = [each for key, each in plain.items() if 0 < besides <= self._steps.get(key, 0)]
-        try:
-            values, names = own()
-            values, names = values or sample(found.values()), names or _kinds_of(plain.values())
-            others = sample(regular, models_only=True)
-        except Exception:  # parameters of users' classes raise what they like
-            return
-        place = (session.spec.start, session.generation, moment)
-        for sent, kinds, also in ((values, names, False), (others, _kinds_of(regular), True)):
-            if sent:
-                finite = tuple(each if math.isfinite(each) else NOT_FINITE for each in sent)
-                session.port.report(WeightsSampled(*place, finite, kinds, besides=also))
+        for each in (optimizer, *vars(optimizer).values()):
+            self._optimizers.pop(id(each), None)
+        self._optimizers[id(optimizer)] = optimizer
+        if len(self._optimizers) > MOST_OPTIMIZERS:
+            del self._optimizers[next(iter(self._optimizers))]
 
     def returned(self) -> None:
         """Record that the function has returned."""
         if not self._session.loops:
-            self.send(0, self._own, besides=REGULAR if self._broadcast else 0)
+            self._send(0)
 
-    def close(self) -> None:
-        """Count no more operations."""
+    # -- for both ----------------------------------------------------------------------------------
+
+    def _count_from_here(self) -> None:
+        self._count_no_more()
+        self._operation, self._time = self._session.exchanges, time.monotonic()
+        self._session.before_exchange += (self._count,)
+
+    def _count_no_more(self) -> None:
         session = self._session
         session.before_exchange = tuple(e for e in session.before_exchange if e != self._count)
 
-    def _own(self) -> tuple[Sample, tuple[str, ...]]:
-        return () if self._broadcast is None else self._broadcast(), ()
-
     def _count(self) -> None:
+        """Count an operation between ranks."""
+        operations = self._session.exchanges - self._operation
+        if self._state is None:
+            if operations in MOMENTS:
+                self._send(-self._session.exchanges)
+        elif operations > MOST_STEPS or time.monotonic() - self._time > MOST_SECONDS:
+            self._warn()
+
+    def _send(self, moment: int) -> None:
+        """Send a sample to the driver, unless this rank is alone."""
         session = self._session
-        if session.loops:
-            self.close()
-        elif session.exchanges - self._first in MOMENTS:
-            self.send(-session.exchanges, self._own)
+        if session.size == 1 or session.generation == 0:
+            return
+        try:
+            values = () if self._state is None else self._state._sample()
+            values = values or sample(self._broadcast or self._optimizers.values())
+        except Exception:  # parameters of users' classes raise what they like
+            return
+        if values:
+            finite = tuple(each if math.isfinite(each) else NOT_FINITE for each in values)
+            place = (session.spec.start, session.generation, moment)
+            session.report(WeightsSampled(*place, finite))
 
-    def _drop(self, key: int) -> None:
-        self._optimizers.pop(key, None)
-        self._steps.pop(key, None)
 
+def watch(context: Context, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Compare tensors given to all ranks, in a job without an elastic loop.
 
-def watch(context: Context, sample: Callable[[], Sample]) -> None:
-    """Compare parameters that were broadcast to all ranks, in a job without an elastic loop.
-
-    `sample` returns values of the parameters. It replaces an earlier one.
+    Statistics of batches are left out, since each rank has its own.
     """
     if isinstance(context, Session):
-        _check_of(context).watch(sample)
+        tensors = [tensor for name, tensor in named if not _OF_BATCHES.search(name)]
+        context.kept(TrainingChecks).watch(tensors)
 
 
 def note_step(context: Context, optimizer: torch.optim.Optimizer) -> None:
     """Record a step of an optimizer, whose parameters are to be compared at the end.
 
-    Outside a job, and on a rank alone, nothing is done. Parameters that were broadcast are compared
-    earlier.
+    Outside a job, and on a rank alone, nothing is done.
     """
     if context.size > 1 and isinstance(context, Session):
-        _check_of(context).add(optimizer)
+        context.kept(TrainingChecks).stepped(optimizer)
 
 
-def _check_of(session: Session) -> ParameterCheck:
-    if session.parameters is None:
-        session.parameters = ParameterCheck(session)
-    return session.parameters
+def sample(things: Iterable[object]) -> tuple[float, ...]:
+    """Return values from all over tensors, and the parameters that models and optimizers train.
+
+    It takes time that does not depend on how many there are, and changes nothing.
+    """
+    import torch
+
+    found: dict[int, torch.Tensor] = {}
+    for thing in things:
+        tensors: Iterable[torch.Tensor] = ()
+        if isinstance(thing, torch.Tensor):
+            tensors = [thing]
+        elif isinstance(thing, torch.nn.Module):
+            tensors = (each for each in thing.parameters() if each.requires_grad)
+        elif isinstance(thing, torch.optim.Optimizer):
+            parameters = (each for group in thing.param_groups for each in group["params"])
+            tensors = (each for each in parameters if each.requires_grad)
+        found.update((id(each), each) for each in tensors if _has_numbers(each))
+    chosen = list(found.values())[:: max(1, len(found) // COUNT)]
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in chosen:
+        count = min(tensor.numel(), max(1, COUNT // len(chosen)))
+        places = torch.linspace(0, tensor.numel() - 1, count, dtype=torch.float64).long()
+        values = tensor.detach().take(places.to(tensor.device)).float()
+        by_device.setdefault(tensor.device, []).append(values)
+    return tuple(value for each in by_device.values() for value in torch.cat(each).tolist())
 
 
-def _kinds_of(optimizers: Iterable[object]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(type(each).__name__ for each in optimizers))
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has numbers that can be picked out of its memory."""
+    import torch
+
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)  # others may be lazy
+        and tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and tensor.numel() > 0
+    )

@@ -11,9 +11,9 @@ import torch
 
 from nbelastic.data import Loader
 from nbelastic.elastic import loop
-from nbelastic.elastic.parameter_samples import sampler_of
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.state.state_payload import StatePayload
+from nbelastic.elastic.training_checks import sample
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.keras import backends
 from nbelastic.keras.backends.torch import rates_of, variable_step
@@ -215,16 +215,13 @@ class KerasState(TorchState):
         values = self._back.read(variables)
         self._back.write(variables, grouped_allreduce(values, op=Average))
 
-    def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        model, optimizer = self._keras["model"], self._keras["optimizer"]
-        reduction = self._reduction
+    def _sample(self) -> tuple[float, ...]:
+        model, reduction = self._keras["model"], self._reduction
         local = set() if reduction is None else reduction.options.is_local()
         trained = [each for each in model.trainable_variables if id(each) not in local]
         if reduction is not None and reduction.options.process_set.process_set_id:
             trained = []  # each set of ranks trains a model of its own
-        named = zip((each.path for each in trained), self._back.read(trained), strict=True)
-        plain = [] if optimizer is None or reduction else [type(optimizer).__name__]
-        return sampler_of(named)(), tuple(plain)
+        return sample(self._back.read(trained))
 
     def _take_part_in_steps(self) -> list[Loader]:
         loaders = super()._take_part_in_steps()

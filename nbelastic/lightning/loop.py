@@ -29,6 +29,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from nbelastic.elastic.followed import samplers_of
 from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.torch.distributed_sampler import wrap
@@ -51,7 +52,7 @@ def follow_epochs_of_fabric() -> None:
     def around(original: Callable[..., Any], loader: Any) -> Any:
         context, sampler = current_or_none(), getattr(loader.batch_sampler, "sampler", None)
         if context is not None and isinstance(sampler, DistributedSampler):
-            epoch = context.samplers.epoch_of(sampler)
+            epoch = samplers_of(context).epoch_of(sampler)
             loader._num_iter_calls = loader._num_iter_calls if epoch is None else epoch
         return original(loader)
 
@@ -238,7 +239,7 @@ class ElasticFit(Training, Callback):
         validation = self.loop.epoch_loop.val_loop._combined_loader
         for loader in () if validation is None else validation.flattened:
             # A validation, also the one before training, always begins with its first row.
-            current().samplers.left(getattr(loader.batch_sampler, "sampler", loader.sampler))
+            samplers_of(current()).left(getattr(loader.batch_sampler, "sampler", loader.sampler))
         self.commit(trainer.current_epoch, trainer.global_step)
 
     # -- generations -------------------------------------------------------------------------------

@@ -279,10 +279,10 @@ class Machine:
             self._record(event.about, rank, m.Text(event.detail), event.figures)
 
     def _on_weights_sampled(self, event: m.WeightsSampled) -> None:
-        if event.start in self.roster.ranks and event.generation == self.roster.generation:
-            differ = rules.compare(self.roster.samples, event)
-            if not any(isinstance(each, m.WeightsDiffer) for each in self.roster.warnings):
-                self._warn(differ)  # more of them would be consequences
+        roster = self.roster
+        present = event.start in roster.ranks and event.generation == roster.generation
+        if present and rules.differs(roster.samples, event):
+            self._warn(m.WEIGHTS_DIFFER)
 
     # -- events: the end of a rank -------------------------------------------------------------
 

@@ -52,8 +52,8 @@ class Roster:
     # Notices without a time, by slot: a newcomer on another worker should replace the rank.
     at_risk: dict[str, m.Notice] = field(default_factory=dict)
     isolated: list[int] = field(default_factory=list)  # starts that returned without an exchange
-    # The first sample of parameters of each moment of this generation; True: besides the state.
-    samples: dict[tuple[int, bool], m.WeightsSampled] = field(default_factory=dict)
+    # The first sample of parameters of each moment of this generation.
+    samples: dict[int, m.WeightsSampled] = field(default_factory=dict)
     warnings: list[m.AnyReason] = field(default_factory=list)
     # Starts whose processes have ended, as neighbours report; their workers report the cause later.
     dead: dict[int, m.Slot] = field(default_factory=dict)

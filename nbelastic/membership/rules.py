@@ -498,18 +498,13 @@ def differ(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
     return False
 
 
-def compare(
-    seen: MutableMapping[tuple[int, bool], m.WeightsSampled], sample: m.WeightsSampled
-) -> m.WeightsDiffer | None:
-    """Return a warning if a sample differs from the first of its moment, kept in `seen`."""
-    key = (sample.moment, sample.besides)
-    first = seen.get(key)
+def differs(seen: MutableMapping[int, m.WeightsSampled], sample: m.WeightsSampled) -> bool:
+    """Return whether a sample differs from the first of its moment, kept in `seen`."""
+    first = seen.get(sample.moment)
     if first is None or first.generation != sample.generation:
-        seen[key] = sample
-        return None
-    if not differ(first.values, sample.values):
-        return None
-    return m.WeightsDiffer(tuple(dict.fromkeys((*first.plain, *sample.plain))))
+        seen[sample.moment] = sample
+        return False
+    return differ(first.values, sample.values)
 
 
 # -- events that change nothing more ---------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from nbelastic.elastic.followed import Count, FollowedSamplers
+from nbelastic.elastic.followed import Count, FollowedSamplers, samplers_of
 from nbelastic.elastic.ranks.context import current_or_none
 
 
@@ -45,19 +45,19 @@ def _telling(tell: Callable[[FollowedSamplers, Any], None]) -> Callable[..., Non
         original(sampler, *args, **kwargs)
         context = current_or_none()
         if context is not None:
-            tell(context.samplers, sampler)
+            tell(samplers_of(context), sampler)
 
     return around
 
 
 def _around_iteration(original: Callable[..., Any], sampler: Any) -> Iterator[Any]:
     context = current_or_none()
-    found = None if context is None else context.samplers.find(sampler)
+    found = None if context is None else samplers_of(context).find(sampler)
     if context is None or found is None or found.drawing:  # `share` itself draws the whole epoch
         own: Iterator[Any] = original(sampler)
         return own
     plain = type(sampler).__iter__ is DistributedSampler.__iter__  # then seed and epoch suffice
-    return context.samplers.share(sampler, found, functools.partial(original, sampler), plain)
+    return samplers_of(context).share(sampler, found, functools.partial(original, sampler), plain)
 
 
 def _around_loader(original: Callable[..., Any], loader: Any) -> Iterator[Any]:
@@ -65,14 +65,14 @@ def _around_loader(original: Callable[..., Any], loader: Any) -> Iterator[Any]:
     sampler = getattr(batches, "sampler", loader.sampler)
     found = None
     if context is not None and isinstance(sampler, DistributedSampler):
-        found = context.samplers.find(sampler)
+        found = samplers_of(context).find(sampler)
     if context is None or found is None:
         inner: Iterator[Any] = original(loader)
         return inner
     wrap(type(sampler), "__iter__", _around_iteration)  # its class may have one of its own
     rows = 1 if batches is None else batches.batch_size if type(batches) is BatchSampler else None
-    count = context.samplers.begin(sampler, found, rows)
-    ended = functools.partial(context.samplers.ended, sampler, found)
+    count = samplers_of(context).begin(sampler, found, rows)
+    ended = functools.partial(samplers_of(context).ended, sampler, found)
     return _Counted(original(loader), count, ended)
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from nbelastic.elastic.parameter_samples import sampler_of
 from nbelastic.elastic.ranks.context import current
 from nbelastic.elastic.training_checks import watch
 from nbelastic.pickling import dumps
@@ -79,7 +78,7 @@ def broadcast_parameters(
     tensors = [tensor for _, tensor in named]
     _broadcast(communicator, tensors, root)
     if group.is_global:
-        watch(current(), sampler_of(named))
+        watch(current(), named)
 
 
 def broadcast_optimizer_state(

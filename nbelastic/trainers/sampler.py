@@ -14,9 +14,8 @@ from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.elastic.deal import Order
-from nbelastic.elastic.followed import seeded
+from nbelastic.elastic.followed import samplers_of, seeded
 from nbelastic.elastic.ranks.context import current
-from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.elastic import ElasticSampler
@@ -135,7 +134,7 @@ class DealtSampler(ElasticSampler):
         with stack, seeded(self.seed, epoch):
             for each in _within(source):
                 if isinstance(each, DistributedSampler):
-                    stack.enter_context(current().samplers.whole(each))
+                    stack.enter_context(samplers_of(current()).whole(each))
                 if callable(getattr(each, "set_epoch", None)):
                     each.set_epoch(epoch)
                 generator = getattr(each, "generator", None)
@@ -192,7 +191,7 @@ def obstacle_to(batches: Any) -> str:
 
 def not_dealt(why: str, cure: str = _CURE) -> None:
     """Warn that the samples of a loader cannot be dealt."""
-    warn(current(), NOT_DEALT.format(why=why[0].upper() + why[1:], cure=cure))
+    current().warn(NOT_DEALT.format(why=why[0].upper() + why[1:], cure=cure))
 
 
 def _within(source: Any) -> Iterator[Any]:

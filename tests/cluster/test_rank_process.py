@@ -155,7 +155,7 @@ def test_output_is_in_order_with_messages(host: Host) -> None:
         subprocess.run(["printf", "child "], check=True)
         os.write(2, b"stderr\n")
         print("in the line", end=" ")
-        current().port.report(RankNote(0, "warning", "in between"))  # type: ignore[attr-defined]
+        current().report(RankNote(0, "warning", "in between"))  # type: ignore[attr-defined]
         print("after")
 
     rank, _ = host.run(function)

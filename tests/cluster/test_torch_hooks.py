@@ -11,16 +11,12 @@ import pytest
 import torch
 
 from nbelastic.cluster.worker.rank.torch_hooks import advise, hook_torch
-from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session
+from nbelastic.elastic.training_checks import TrainingChecks, sample
 from nbelastic.errors import NbelasticError
 from nbelastic.messages import Place, WeightsSampled
-
-
-class Notes(list):
-    report = list.append
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +33,8 @@ def _hooked(monkeypatch):
 @pytest.fixture
 def session():
     place = Place(0, 2, 0, 2, 0, 1)
-    made = Session(RankSpec(job="job", start=3, place=place, bind="127.0.0.1"), Notes())
+    made = Session(RankSpec(job="job", start=3, place=place, bind="127.0.0.1"), [].append)
+    made.told = made.report.__self__
     with activate(made):
         yield made
     made.close()
@@ -74,8 +71,8 @@ def test_what_the_latest_optimizers_have_stepped_is_sampled_at_the_end(session):
         step(optimizer)
         expected = [*expected[-2:], optimizer]
     session.generation = 1
-    session.parameters.returned()
-    assert session.port == [WeightsSampled(3, 1, 0, sample(expected), ("SGD",))]
+    session.kept(TrainingChecks).returned()
+    assert session.told == [WeightsSampled(3, 1, 0, sample(expected))]
 
 
 def test_of_an_optimizer_that_steps_another_the_shard_within_is_not_compared(session):
@@ -91,8 +88,8 @@ def test_of_an_optimizer_that_steps_another_the_shard_within_is_not_compared(ses
     session.generation = 1
     step(outer)
     step(outer)
-    session.parameters.returned()
-    assert session.port == [WeightsSampled(3, 1, 0, sample([model]), ("Sharding",))]
+    session.kept(TrainingChecks).returned()
+    assert session.told == [WeightsSampled(3, 1, 0, sample([model]))]
 
 
 # -- init_process_group ----------------------------------------------------------------------------
@@ -110,7 +107,7 @@ def test_back_ends_without_an_address_are_the_jobs_own(session, name):
             assert torch.distributed.get_world_size() == session.size
         finally:
             torch.distributed.destroy_process_group()
-    remarks = [each.about for each in session.port]
+    remarks = [each.about for each in session.told]
     assert remarks == ["remark", "remark"] * (name is not None)
 
 

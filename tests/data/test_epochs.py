@@ -53,8 +53,8 @@ def state_of(fails: bool = False, **options: Any) -> TorchState:
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     found: list[str] = []
-    monkeypatch.setattr("nbelastic.data.loader.warn", lambda _, text: found.append(text))
-    with activate(world_of(0, 1)):
+    with activate(context := world_of(0, 1)):
+        monkeypatch.setattr(context, "warn", found.append)
         yield found
 
 

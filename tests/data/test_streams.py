@@ -166,9 +166,9 @@ def test_a_commit_before_ranks_have_agreed_on_a_step_is_refused() -> None:
 
 @pytest.mark.parametrize(("kind", "count"), [("plain", 1), ("states", 0)])
 def test_streams_that_are_read_again_are_told(kind: str, count: int) -> None:
-    with activate(context := world_of(0, 1)), patch("nbelastic.data.loader.warn") as warn:
+    with activate(context := world_of(0, 1)), patch.object(context, "warn") as warn:
         list(loader_of(kind))
-    assert warn.call_args_list == [call(context, WITHOUT_STATES.format(name="Stateful"))] * count
+    assert warn.call_args_list == [call(WITHOUT_STATES.format(name="Stateful"))] * count
 
 
 def test_equal_rows_have_equal_digests() -> None:

@@ -16,13 +16,6 @@ from nbelastic.messages import FRESH, LoopDone, Member, Place, Plan, RankReady, 
 from tests.support.world import run_ranks
 
 
-class Notes(list):
-    """What ranks have told their job."""
-
-    def report(self, event):
-        self.append(event.detail)
-
-
 def make_member(
     context, url, *, run="a", every=1, resume=False, version=FRESH, notes=None, patience=60.0
 ):
@@ -37,7 +30,8 @@ def make_member(
         ),
     )
     context.moves = 0
-    context.port = Notes() if notes is None else notes
+    context.notes = [] if notes is None else notes
+    context.note = lambda _, detail: context.notes.append(detail)
     slots = [Slot(f"S{rank}", f"tcp://{rank}", str(rank), "host") for rank in range(context.size)]
     members = tuple(Member(rank, slot, ("", 0), version) for rank, slot in enumerate(slots))
     return Plan(context.generation, members, loop=1)
@@ -45,8 +39,8 @@ def make_member(
 
 def begin(context, state, checkpoints, plan):
     """Do what the elastic loop does once a generation has formed."""
-    resized = checkpoints.load(plan)
-    state.align(checkpoints.behind(plan))
+    resized, behind = checkpoints.begin(plan)
+    state.align(behind)
     state.save()
     context.version = max(plan.version, checkpoints.commits)
     checkpoints.begun = True
@@ -81,7 +75,7 @@ def job(url, build, train=None, **options):
                 state.commit()
                 written(checkpoints)
                 checkpoints.finish()
-        return state, context.port, result
+        return state, context.notes, result
 
     return run_ranks(1, rank)[0]
 
@@ -99,21 +93,20 @@ def one_rank(function, plans=(), start=0, **spec):
     """
     told, left, numbers = [], iter(plans), itertools.count(1)
 
-    class Driver:
-        def report(self, event):
-            told.append(event)
-            if isinstance(event, RankReady):
-                version, *starts = next(left, (event.version, start))
-                members = (Member(s, Slot(f"w{s}", "", "", ""), ("", 0), version) for s in starts)
-                plan = Plan(next(numbers), tuple(members), event.loop)
-                threading.Thread(target=session.on_plan, args=[plan]).start()
-            elif isinstance(event, LoopDone):
-                session.on_release(event.generation)
+    def report(event):
+        told.append(event)
+        if isinstance(event, RankReady):
+            version, *starts = next(left, (event.version, start))
+            members = (Member(s, Slot(f"w{s}", "", "", ""), ("", 0), version) for s in starts)
+            plan = Plan(next(numbers), tuple(members), event.loop)
+            threading.Thread(target=session.on_plan, args=[plan]).start()
+        elif isinstance(event, LoopDone):
+            session.on_release(event.generation)
 
     place = Place(0, 1, 0, 1, 0, 1)
     spec = RankSpec(job="job", start=start, place=place, bind="127.0.0.1", **spec)
     solo = lambda terms: SoloCommunicator(generation=terms.generation)  # noqa: E731
-    session = Session(spec, Driver(), RankRuntime(connect=solo, on_set_up=told.append))
+    session = Session(spec, report, RankRuntime(connect=solo, on_set_up=told.append))
     with activate(session):
         function()
     session.close()

@@ -22,7 +22,6 @@ from nbelastic.torch.state.handlers import (
 )
 from nbelastic.torch.state.torch_state import TorchState
 from tests.elastic.members import (
-    Notes,
     begin,
     files_in,
     job,
@@ -111,7 +110,7 @@ def test_every_nth_commit_and_the_last_one_are_written(tmp_path):
             state.count = -1  # not committed: not what a job should go on from
             state.sampler.set_epoch(1)
             checkpoints.finish()
-        return listing, context.port
+        return listing, context.notes
 
     (listing, notes), (_, nothing) = run_ranks(2, rank)
     generation = listing[2][0][3:9]
@@ -181,7 +180,7 @@ def test_who_ends_with_a_state_that_others_lack_writes_its_last_commit(
     """And leaves neither a thread nor a torn file."""
     if order is Evicted or "given up" in note:
         Gate(monkeypatch)
-    notes = Notes()
+    notes = []
 
     def rank(context):
         state = ObjectState(count=0)
@@ -218,7 +217,7 @@ def test_what_goes_wrong_is_told_once_and_training_goes_on(tmp_path):
                     place.unlink()
                 state.commit()
                 written(checkpoints)
-        return context.port
+        return context.notes
 
     (notes,) = run_ranks(1, rank)
     assert len([note for note in notes if "cannot be written" in note]) == 1

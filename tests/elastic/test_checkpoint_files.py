@@ -33,7 +33,7 @@ def newest(files, loop=1, *, others=True):
     for entry in files.candidates(loop, others=others):
         found = files.read(entry.path)
         if found is not None:
-            return found.header.generation, found.header.version
+            return found[0].generation, found[0].version
     return None
 
 

@@ -15,7 +15,7 @@ from nbelastic.driver.options import Options
 from nbelastic.elastic import ObjectState, load_checkpoint
 from nbelastic.elastic.checkpoint import files as checkpoint_files
 from nbelastic.elastic.checkpoint.files import CheckpointFiles, CheckpointSpec
-from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
+from nbelastic.elastic.redaction import Secrets, without_secrets
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.messages import Place
 from tests.elastic.members import job
@@ -148,11 +148,11 @@ def test_a_url_is_shown_without_its_secrets(url, shown):
 
 def test_parts_of_a_secret_are_hidden_in_texts():
     url = "ftp://user:hun%40ter2@host/x"
-    assert hide_secrets("login as user with hun@ter2 refused", url) == (
+    assert Secrets([url]).hide("login as user with hun@ter2 refused") == (
         "login as user with *** refused"
     )
     url = "ftp://user:hun/ter2@host/x"
-    assert hide_secrets("no port: 'hun'; a hundred", url) == "no port: '***'; a hundred"
+    assert Secrets([url]).hide("no port: 'hun'; a hundred") == "no port: '***'; a hundred"
 
 
 @pytest.mark.parametrize("secret", ["hun'ter\"2", "hun\\\\ter2", "hün ter2", "hunter+2%"])

@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-import nbelastic.torch as hvd
-from nbelastic.elastic.parameter_samples import COUNT, sample, sampler_of
-from nbelastic.torch.elastic import TorchState
-from tests.support.world import run_ranks
-from tests.torch.training import loss_of, make_model
+from nbelastic.elastic.training_checks import COUNT, sample
+from tests.torch.training import make_model
 
 MODELS = {
     "small": make_model,
@@ -45,34 +42,3 @@ def test_what_is_not_trained_is_not_sampled():
     meta = torch.nn.Linear(2, 2, device="meta")
     complex_ = torch.nn.Linear(2, 2, dtype=torch.complex64)
     assert sample([frozen, lazy, empty, meta, complex_, object(), 5]) == ()
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_state_tells_of_optimizers_that_do_not_average(wrapped):
-    def rank_main(context):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        if wrapped:
-            optimizer = hvd.DistributedOptimizer(optimizer)
-        state = TorchState(model, optimizer)
-        loss_of(model, 0, context.rank, context.size).backward()
-        optimizer.step()
-        return state._sample()
-
-    (first, plain), (second, _) = run_ranks(2, rank_main)
-    assert plain == (() if wrapped else ("SGD",))
-    assert (first == second) is wrapped
-
-
-def test_what_ranks_were_given_is_sampled_without_statistics_of_batches():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    for named in (model.state_dict().items(), model.named_parameters()):
-        values = sampler_of(list(named))
-        before = values()
-        assert len(before) == 12 + 3 * 4
-        model(torch.randn(8, 3))
-        assert values() == before
-        with torch.no_grad():
-            model[1].bias.add_(1)
-        assert values() != before
-    assert sampler_of([("count", torch.tensor(3)), ("0", torch.empty(0))])() == ()

@@ -9,33 +9,45 @@ import torch
 from nbelastic.collectives import RendezvousServer
 from nbelastic.elastic import run
 from nbelastic.elastic.ranks import runtime
-from nbelastic.elastic.ranks.runtime import RankSpec, UnreachablePeers
+from nbelastic.elastic.ranks.runtime import RankRuntime, RankSpec
+from nbelastic.elastic.ranks.session import Session
+from nbelastic.errors import CollectiveError
 from nbelastic.messages import Member, Place, Plan, RankReady, Slot
 from nbelastic.torch.state.torch_state import TorchState
 from tests.elastic.members import one_rank
 
 
-def plan(*starts):
-    members = (Member(s, Slot(f"w{s}", "", "", ""), (f"10.0.0.{s}", 1), 0) for s in starts)
-    return Plan(generation=1, members=tuple(members), loop=1)
-
-
 def test_all_others_are_asked_after_a_second_failure_in_a_row():
-    asked = []
+    asked, told, dead = [], [], iter([(2, 0), None, None, (), ()])
+
+    def report(event):
+        told.append(event)
+        if isinstance(event, RankReady):
+            members = (Member(s, Slot("", "", "", ""), (f"10.0.0.{s}", 1), 0) for s in (3, 5, 7))
+            plan = Plan(len(told), tuple(members), loop=1)
+            threading.Thread(target=session.on_plan, args=[plan]).start()
+
+    def meet(_):
+        if (ranks := next(dead)) is None:
+            raise CollectiveError("no peer")
+        found = Mock(dead_ranks=ranks)
+        found.connect.return_value = found
+        return found
 
     def probe(addresses):
         asked.append([host for host, _ in addresses])
         return [len(addresses) - 1]
 
-    peers, met = UnreachablePeers(probe), plan(3, 5, 7)
-    for _ in range(2):
-        peers.record_exits(met, (2, 0))
-        peers.record_failure(met, 5)
-        assert (asked, peers.unreached, peers.gone) == ([], (), (7, 3)), "one is bad luck"
-        peers.record_failure(met, 5)
-        assert (asked.pop(), peers.unreached) == (["10.0.0.3", "10.0.0.7"], (7,))
-        peers.clear()
-        assert (peers.unreached, peers.gone) == ((), ()), "a plan has formed"
+    spec = RankSpec(job="job", start=5, place=Place(1, 3, 0, 1, 0, 1), bind="127.0.0.1")
+    session = Session(spec, report, RankRuntime(connect=meet, probe=probe))
+    session.form(1)
+    session.form(1)
+    ready = [(each.unreached, each.gone) for each in told if isinstance(each, RankReady)]
+    assert ready == [((), ()), ((), (7, 3)), ((), (7, 3)), ((7,), (7, 3))], "one is bad luck"
+    assert asked == [["10.0.0.3", "10.0.0.7"]]
+    session.form(1)
+    assert (told[-2].unreached, told[-2].gone) == ((), ()), "a plan has formed"
+    session.close()
 
 
 # -- warm-up of a rank: a generation that it forms alone ------------------------------------------

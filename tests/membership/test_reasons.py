@@ -67,8 +67,7 @@ LONG = [
     (why.PLACES_DIFFER, ["different places", "same order"]),
     (why.PastFirstLoop(2), ["no rank can join any more", "elastic loop 2", "into one"]),
     (why.PastFirstLoop(2, 1, 3), ["1 of at least 3 ranks are left, and none can join"]),
-    (why.WeightsDiffer(("SGD",)), ["different parameters\n", "SGD is not wrapped"]),
-    (why.WeightsDiffer(()), ["different parameters\n", "by itself", "hvd.elastic.KerasState("]),
+    (why.WEIGHTS_DIFFER, ["different parameters\n", "not wrapped", "hvd.elastic.KerasState("]),
 ]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from nbelastic.elastic.followed import samplers_of
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import NbelasticError
 from nbelastic.torch import distributed_sampler
@@ -87,7 +88,7 @@ def train(sizes, steps, make, rows, batch):
             each.form(number, size)
         for each in newcomers:
             with activate(each.context):
-                each.context.samplers.go_back(ranks[0].context.samplers.saved)
+                samplers_of(each.context).go_back(samplers_of(ranks[0].context).saved)
         while epoch < 3:
             for each in ranks:
                 each.begin(epoch)
@@ -99,7 +100,7 @@ def train(sizes, steps, make, rows, batch):
                 epochs[epoch].extend(itertools.chain(*found))
                 left -= 1
                 for each in ranks:
-                    each.context.samplers.save()
+                    samplers_of(each.context).save()
             if not left:  # a batch in flight is lost with the generation
                 for each in ranks:
                     each.step()
@@ -152,7 +153,7 @@ def test_a_sampler_has_the_sizes_of_the_present_ranks(make, each):
 def test_an_iteration_that_was_over_begins_again_and_one_under_way_goes_on():
     """An evaluation is whole each time; so is an epoch that the function does not name."""
     rank = Rank(0, 1, DistributedSampler, 6, 2)
-    samplers = rank.context.samplers
+    samplers = samplers_of(rank.context)
     rank.form(0, 1)
     with activate(rank.context):
         assert len(list(rank.loader)) == 3
@@ -185,10 +186,10 @@ def test_one_made_in_each_generation_goes_on_with_the_epoch_once(alone):
             if number == stop:
                 return
             seen.extend(batch.tolist())
-            alone.samplers.save()
+            samplers_of(alone).save()
 
     run(2)
-    alone.samplers.formed()
+    samplers_of(alone).formed()
     run(9)
     run(9)
     assert sorted(seen) == sorted([*range(9)] * 2)
@@ -200,7 +201,7 @@ def test_a_sampler_for_other_ranks_than_the_jobs_is_left_alone_until_they_change
     loader = DataLoader(range(8), 1, sampler=sampler)
     assert [int(row) for row in loader] == [1, 3, 5, 7]
     alone.rank, alone.size = 1, 2
-    alone.samplers.formed()
+    samplers_of(alone).formed()
     alone.size = 3
     with pytest.raises(NbelasticError, match="was made for rank 1 of 2, the job had 4 ranks"):
         list(loader)
@@ -212,15 +213,15 @@ class Batches(BatchSampler):
 
 def test_rows_that_cannot_be_counted_are_told_of(monkeypatch, alone):
     told = []
-    monkeypatch.setattr("nbelastic.elastic.followed.warn", lambda _, text: told.append(text))
+    monkeypatch.setattr(alone, "warn", told.append)
     batches = Batches(DistributedSampler(range(8), 1, 0), 2, False)
     loader = DataLoader(range(8), batch_sampler=batches)
     for _ in loader:
-        alone.samplers.save()
+        samplers_of(alone).save()
         break
     rest = iter(loader)
     next(rest)
-    alone.samplers.save()
-    alone.samplers.formed()
+    samplers_of(alone).save()
+    samplers_of(alone).formed()
     assert len(list(loader)) == 4
     assert len(told) == 1

@@ -22,7 +22,6 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from nbelastic.elastic.ranks.context import current
-from nbelastic.elastic.ranks.session import note
 from nbelastic.errors import NbelasticError
 
 FOLDER = str(Path(__file__).parents[1] / "alias")  # the folder with a package `horovod`
@@ -122,4 +121,4 @@ def answer_as(package: str) -> None:
     alias.__spec__ = sys.modules[package].__spec__
     sys.modules[package] = alias
     with contextlib.suppress(NbelasticError):  # outside a rank there is no history
-        note(current(), "alias", NOTE)
+        current().note("alias", NOTE)

@@ -31,7 +31,8 @@ from nbelastic.elastic.checkpoint.format import (
     encode,
     unstored,
 )
-from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
+from nbelastic.elastic.redaction import Secrets
+from nbelastic.elastic.sampler import state_dict_of
 from nbelastic.errors import NbelasticError
 
 KEPT = 2  # checkpoints of a loop that are kept: the newest two
@@ -312,32 +313,30 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     >>> loaded["epoch"]  # doctest: +SKIP
     3
     """
-    from nbelastic.elastic.sampler import state_dict_of
-
     url = os.fspath(path)
-    passed_over: list[str] = []
+    secrets, passed_over = Secrets([url]), list[str]()
+    shown = secrets.hide(url)
     try:
         files = CheckpointFiles(url, run="")
         found = files.first_readable(files.paths(), passed_over.append)
     except NbelasticError:
         raise
     except Exception as error:  # file systems raise any type, and quote the URL
-        if isinstance(error, OSError) and Secrets([url]).shown(error):
+        if isinstance(error, OSError) and secrets.shown(error):
             raise
-        shown = hide_secrets(repr(error), url)
-        raise NbelasticError(f"{without_secrets(url)} cannot be read: {shown}") from None
+        raise NbelasticError(f"{shown} cannot be read: {secrets.hide(repr(error))}") from None
     if found is None:
-        missing = f"no checkpoint in {without_secrets(url)}"
+        missing = f"no checkpoint in {shown}"
         if passed_over:
-            raise NbelasticError(f"{missing}: {hide_secrets('; '.join(passed_over), url)}")
+            raise NbelasticError(f"{missing}: {secrets.hide('; '.join(passed_over))}")
         raise FileNotFoundError(missing)
-    path, checkpoint = found
+    path, (_, tensors) = found
     try:
-        payload, (as_dict, progress) = unstored(checkpoint.tensors)
+        payload, (as_dict, progress) = unstored(tensors)
         values: dict[str, Any] = as_dict(payload, [state_dict_of(each) for each in progress])
     except Exception as error:  # classes of the user may be missing, or raise anything
         raise NbelasticError(
-            f"{hide_secrets(path, url)}: its values cannot be unpickled: {error!r}. Import the "
+            f"{secrets.hide(path)}: its values cannot be unpickled: {error!r}. Import the "
             "modules that define their classes; to read only the tensors, use safetensors"
         ) from error
     return {name: value for name, value in values.items() if not name.startswith("_")}

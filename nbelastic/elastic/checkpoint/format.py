@@ -75,12 +75,8 @@ class StoredTensor:
     data: memoryview
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Contents of a file; `tensors` has all but the checksum, by name."""
-
-    header: Header
-    tensors: dict[str, StoredTensor]
+Checkpoint = tuple[Header, dict[str, StoredTensor]]
+"""Contents of a file: the commit, and all tensors but the checksum, by name."""
 
 
 def _printable(text: str) -> str:
@@ -138,13 +134,11 @@ def decode(file: Any, size: int, on_progress: Callable[[], None]) -> Checkpoint 
             f"it has format {fields[_FORMAT_KEY]}; this version of nbelastic reads {FORMAT}"
         )
     del index[CHECKSUM]
-    return Checkpoint(
-        Header(job=fields["job"], **{name: int(fields[name]) for name in _NUMBERS}),
-        {
-            name: StoredTensor(each["dtype"], each["shape"], data[slice(*each["data_offsets"])])
-            for name, each in index.items()
-        },
-    )
+    tensors = {
+        name: StoredTensor(each["dtype"], each["shape"], data[slice(*each["data_offsets"])])
+        for name, each in index.items()
+    }
+    return Header(fields["job"], **{name: int(fields[name]) for name in _NUMBERS}), tensors
 
 
 def _take(

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nbelastic.elastic.checkpoint.files import CheckpointFiles
 from nbelastic.elastic.checkpoint.format import Checkpoint, Header, StoredTensor, stored, unstored
-from nbelastic.elastic.redaction import Secrets, hide_secrets, without_secrets
+from nbelastic.elastic.redaction import Secrets
+from nbelastic.elastic.sampler import SamplerProgress, agree_on_progress
 from nbelastic.elastic.state import ObjectState, State
 from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.errors import Leaving, NbelasticError, OptionError, StateMismatch, Stopped
-from nbelastic.messages import FRESH, Plan, RankNote
+from nbelastic.messages import FRESH, Plan
 
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.session import Session
-    from nbelastic.elastic.sampler import SamplerProgress
 
 T = TypeVar("T")
 
@@ -132,15 +132,17 @@ class CheckpointManager:
         self._active = spec is not None
         if spec is None:
             return
+        self._secrets = Secrets([spec.url])
+        option = f"checkpoint={self._secrets.hide(spec.url)!r}"
         if not isinstance(state, ObjectState):
             raise OptionError(
-                f"checkpoint={without_secrets(spec.url)!r}: a {type(state).__name__} cannot be "
+                f"{option}: a {type(state).__name__} cannot be "
                 "written to disk; derive it from ObjectState or TorchState"
             )
         unwritable = ", state.".join(state._unwritable())
         if unwritable:
             raise OptionError(
-                f"checkpoint={without_secrets(spec.url)!r}: handlers of yours keep "
+                f"{option}: handlers of yours keep "
                 f"state.{unwritable}, and a checkpoint cannot have what "
                 "they keep. Give the values state_dict() and load_state_dict() instead"
             )
@@ -157,54 +159,41 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not self._active:
+        if kind is None or not self._active:
             return
         session = self._session
-        try:
-            if kind is not None and issubclass(kind, Stopped):
-                if session.rank == 0 and self.left:  # for a job that resumes
-                    self._write_last(STOP_WAIT)
-            elif kind is not None and issubclass(kind, Leaving) and session.time_to_save:
-                self._leave()
-            if kind is not None:
-                self._writer.abandon()  # neither thread nor unfinished file remains
-        finally:
-            self._state._on_commit = ()
+        if issubclass(kind, Stopped):
+            if session.rank == 0 and self.left:  # for a job that resumes
+                self._write_last(STOP_WAIT)
+        elif issubclass(kind, Leaving) and session.time_to_save and session.version > 0:
+            self._write_last(session.time_to_save)
+            if self._written == (session.generation, session.version):
+                self._report(f"commit {session.version} is written: no other rank had the state")
+        self._writer.abandon()  # neither thread nor unfinished file remains
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def load(self, plan: Plan) -> bool:
+    def begin(self, plan: Plan) -> tuple[bool, Sequence[int]]:
         """Load the newest checkpoint, if this rank is the source and the loop has not begun.
 
-        Returns whether another number of ranks has made it.
+        Returns whether another number of ranks has made it, and the ranks that must receive the
+        state. All ranks call this together.
         """
-        self.left = False
-        begins = plan.version == FRESH if self._loop == 1 else not self.begun
-        if not (self._active and self._session.rank == plan.source and begins):
-            return False
-        if not self._looked:
+        session = self._session
+        self.left, self.commits = False, 0
+        if not self._active or (self._loop == 1 and plan.version != FRESH):
+            return False, plan.behind
+        if session.rank == plan.source and not (self.begun or self._looked):
             self._found = self._load_newest()
             self._looked = True
-        return self._found is not None and self._found.size != self._session.size
-
-    def behind(self, plan: Plan) -> Sequence[int]:
-        """Return the ranks that must receive the state; all ranks call this together."""
-        self.commits = 0
-        if not self._active or (self._loop == 1 and plan.version != FRESH):
-            return plan.behind
-        mine = None if self.begun or self._found is None else self._found.version
-        loaded = allgather_object(self._session.communicator(), mine)[plan.source]
+        found = None if self.begun else self._found
+        mine = None if found is None else found.version
+        loaded = allgather_object(session.communicator(), mine)[plan.source]
         if loaded is None:
-            return plan.behind
+            return False, plan.behind
         self.commits = loaded
-        return [rank for rank in range(self._session.size) if rank != plan.source]
-
-    @property
-    def resumed(self) -> bool:
-        """Whether the state is from a checkpoint, or may be, as far as this rank knows."""
-        if not self._active:
-            return False
-        return self._found is not None or (self._spec.resume and not self._looked)
+        receivers = [rank for rank in range(session.size) if rank != plan.source]
+        return found is not None and found.size != session.size, receivers
 
     def _load_newest(self) -> Header | None:
         spec, others = self._spec, self._spec.resume and self._loop == 1
@@ -223,27 +212,24 @@ class CheckpointManager:
             if found is not None:
                 self._take_over(*found)
         except NbelasticError as error:
-            if self._hide(str(error)) == str(error):
+            if self._secrets.hide(str(error)) == str(error):
                 raise
-            raise type(error)(self._hide(str(error))) from None
+            raise type(error)(self._secrets.hide(str(error))) from None
         except Exception as error:  # file systems raise what they like
             if spec.resume:
-                reason = self._hide(str(error) or repr(error))
-                shown = without_secrets(spec.url)
+                reason = self._secrets.hide(str(error) or repr(error))
+                shown = self._secrets.hide(spec.url)
                 problem = NbelasticError(f"checkpoint={shown!r} cannot be read: {reason}")
-                raise problem from Secrets([spec.url]).shown(error)
+                raise problem from self._secrets.shown(error)
             self._report(f"{spec.url} cannot be read: {error!r}")
             return None
         if found is None and others:
             self._report(f"nothing to resume from in {spec.url}: it starts from the beginning")
-        return None if found is None else found[1].header
-
-    def _hide(self, text: str) -> str:
-        return hide_secrets(text, self._spec.url)
+        return None if found is None else found[1][0]
 
     def _take_over(self, path: str, checkpoint: Checkpoint) -> None:
-        session, state, header = self._session, self._state, checkpoint.header
-        payload, (_, progress) = unstored(checkpoint.tensors)
+        session, state, (header, tensors) = self._session, self._state, checkpoint
+        payload, (_, progress) = unstored(tensors)
         samplers = state._samplers()
         # The length of an epoch that a user's own sampler draws is known when it is drawn again.
         lengths = [None if each.shuffle is None else each.length for each in progress]
@@ -272,8 +258,6 @@ class CheckpointManager:
 
     def committed(self) -> None:
         """Write the last commit, if it is due. All ranks call this together."""
-        from nbelastic.elastic.sampler import agree_on_progress
-
         if self._session.version % self._spec.every == 0:
             progress = agree_on_progress(self._state._progress_at_commit(), self._session)
             if self._session.rank == 0 and not self._writer.busy:
@@ -283,14 +267,6 @@ class CheckpointManager:
         """Write the last commit of the loop, and wait for it."""
         if self._active and self._session.rank == 0:
             self._write_last(LAST_WAIT)
-
-    def _leave(self) -> None:
-        """Write the last commit on the last rank that has the state."""
-        version = self._session.version
-        if version > 0:
-            self._write_last(self._session.time_to_save)
-            if self._written == (self._session.generation, version):
-                self._report(f"commit {version} is written: no other rank had the state")
 
     def _write_last(self, longest: float) -> None:
         deadline = time.monotonic() + longest
@@ -337,8 +313,7 @@ class CheckpointManager:
 
     def _report(self, detail: str) -> None:
         """Report to the job's history, each text once and without the URL's secrets."""
-        detail = self._hide(detail)
+        detail = self._secrets.hide(detail)
         if detail not in self._reported:
             self._reported.add(detail)
-            note = RankNote(self._session.spec.start, about="checkpoint", detail=detail)
-            self._session.port.report(note)
+            self._session.note("checkpoint", detail)

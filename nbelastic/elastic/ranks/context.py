@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nbelastic.collectives import Communicator, SoloCommunicator
 from nbelastic.elastic.ranks.telemetry import Telemetry
 from nbelastic.errors import NotInitialized, NotTheRank
 
 if TYPE_CHECKING:
-    from nbelastic.elastic.followed import FollowedSamplers
     from nbelastic.elastic.ranks.step_share import StepShare
     from nbelastic.elastic.state.state_payload import ReceiveBuffer
-    from nbelastic.elastic.training_checks import ParameterCheck
+
+T = TypeVar("T")
 
 # Ranks leave a generation at the same step, without a collective of their own. Each rank learns of
 # a coming change at its own moment (`change_flag`). The flag rides on a reduction that takes place
@@ -55,7 +54,6 @@ class Context:
     defers = False  # whether the operation that begins may wait behind others of process groups
     # Called as each generation has formed, before the state is synchronised.
     after_forming: tuple[Callable[[], None], ...] = ()
-    parameters: ParameterCheck | None = None  # what this rank trains, once it is known
     # Whether there is a process group of torch.distributed with other ranks; None without a group.
     in_torch_group: bool | None = None
     receive_buffer: ReceiveBuffer | None = None
@@ -80,13 +78,28 @@ class Context:
         self.groups_made: dict[str, int] = {}
         # Threads to which operations of groups of some ranks belong, by the groups' keys.
         self.owners: dict[str, threading.Thread] = {}
+        self._kept: dict[object, Any] = {}
 
-    @functools.cached_property
-    def samplers(self) -> FollowedSamplers:
-        """Samplers that shard by rank, like torch's ``DistributedSampler``."""
-        from nbelastic.elastic.followed import FollowedSamplers
+    def kept(self, kind: Callable[[Any], T]) -> T:
+        """Return this rank's only object of a class, made for its context at the first call."""
+        if kind not in self._kept:
+            self._kept[kind] = kind(self)
+        found: T = self._kept[kind]
+        return found
 
-        return FollowedSamplers(self)
+    def warn(self, detail: str) -> None:
+        """Add a warning to the history of the job.
+
+        `detail` has the problem on its first line, and on further lines the cause and what to do.
+        The history shows equal warnings of several ranks once.
+        """
+        self.note("warning", detail)
+
+    def note(self, about: str, detail: str = "", figures: dict[str, float] | None = None) -> None:
+        """Add an entry to the history of the job; outside a job, do nothing.
+
+        `about` is its kind. The text of some kinds is made of `figures`.
+        """
 
     def is_ranks_thread(self) -> bool:
         """Return whether operations of all ranks belong to the calling thread, or would."""

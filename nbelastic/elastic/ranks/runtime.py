@@ -1,4 +1,4 @@
-"""Interfaces of a rank to the driver, other ranks, threads and clocks.
+"""Interfaces of a rank to other ranks, threads and clocks.
 
 In a job a worker's agent implements them. A test can implement them itself, without Dask, or with
 simulated threads, stores and communicators.
@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nbelastic.collectives import Communicator, Rendezvous, RendezvousServer, connect
 from nbelastic.collectives.rendezvous.client import unreachable
 from nbelastic.elastic.state.state_payload import StatePayload
 from nbelastic.elastic.state.transfer import spread
 from nbelastic.errors import CollectiveError
-from nbelastic.messages import Event, Place, Plan
+from nbelastic.messages import Place
 
 if TYPE_CHECKING:
     from nbelastic.elastic.checkpoint.files import CheckpointSpec
@@ -110,46 +110,6 @@ def _take_part(terms: Rendezvous) -> None:
 DEFAULT_RUNTIME = RankRuntime(probe=unreachable, form_alone=form_alone)  # real threads and sockets
 
 
-PATIENCE = 2  # plans in a row that do not form before peers are probed: a single one is chance
-
-
-class UnreachablePeers:
-    """Peers to name in the next ready report, because they may be why plans do not form."""
-
-    def __init__(self, probe: Callable[[Sequence[tuple[str, int]]], list[int]]) -> None:
-        self._probe = probe  # returns the positions of addresses that do not answer
-        self._failures = 0
-        self.unreached: tuple[int, ...] = ()  # starts of members that did not answer
-        # Starts of members whose processes had ended when this rank left its last generation.
-        self.gone: tuple[int, ...] = ()
-
-    def clear(self) -> None:
-        """Record that a plan has formed."""
-        self._failures, self.unreached, self.gone = 0, (), ()
-
-    def record_exits(self, plan: Plan | None, ranks: Sequence[int]) -> None:
-        """Record ranks of a plan whose processes have ended."""
-        self.gone = tuple(plan.members[rank].start for rank in ranks) if plan else ()
-
-    def record_failure(self, plan: Plan, start: int) -> None:
-        """Record that a plan has not formed for a start; probe its peers."""
-        self._failures += 1
-        if self._failures >= PATIENCE:
-            others = [member for member in plan.members if member.start != start]
-            silent = self._probe([member.store for member in others])
-            self.unreached = tuple(others[place].start for place in silent)
-
-
-class DriverPort(Protocol):
-    """The way from a rank to the driver of its job."""
-
-    def report(self, event: Event) -> None:
-        """Send `event` to the driver, without waiting. Any thread may call it.
-
-        Events of one rank arrive in the order of the calls, or not at all.
-        """
-
-
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 OWN_VARIABLES = (
@@ -190,20 +150,3 @@ class RankSpec:
     pull: tuple[str, ...] = ()  # variables of rank 0 that go back to the kernel
     # Variables that the job adds to those of the rank's worker.
     env: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
-
-    def rendezvous(self, plan: Plan, secret: bytes) -> Rendezvous:
-        """Return the rendezvous of this rank with the other members of a plan."""
-        rank = plan.rank_of(self.start)
-        assert rank is not None
-        return Rendezvous(
-            job=self.job,
-            generation=plan.generation,
-            rank=rank,
-            size=len(plan.members),
-            store=plan.members[0].store,
-            bind=self.bind,
-            backend=self.backend,
-            secret=secret,
-            timeout_s=self.operation_timeout_s,
-            forming_s=self.heartbeat_timeout_s,
-        )

@@ -17,14 +17,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from nbelastic import messages as m
-from nbelastic.collectives import Communicator, RendezvousServer, connect
+from nbelastic.collectives import Communicator, Rendezvous, RendezvousServer, connect
 from nbelastic.elastic.ranks.context import Context, one_of_all, when_formed
 from nbelastic.elastic.ranks.runtime import (
     DEFAULT_RUNTIME,
-    DriverPort,
     RankRuntime,
     RankSpec,
-    UnreachablePeers,
 )
 from nbelastic.elastic.ranks.telemetry import ResetTimings, user_line
 from nbelastic.elastic.state.state_payload import ReceiveBuffer
@@ -38,6 +36,8 @@ from nbelastic.errors import (
     Stopped,
 )
 from nbelastic.membership import places_of
+
+PATIENCE = 2  # plans in a row that do not form before peers are probed: a single one is chance
 
 _EXITS: dict[str, type[RankExit]] = {"leave": Leaving, "evict": Evicted}
 
@@ -60,10 +60,15 @@ class Session(Context):
     """
 
     def __init__(
-        self, spec: RankSpec, port: DriverPort, runtime: RankRuntime = DEFAULT_RUNTIME
+        self,
+        spec: RankSpec,
+        report: Callable[[m.Event], None],
+        runtime: RankRuntime = DEFAULT_RUNTIME,
     ) -> None:
         self.spec = spec
-        self.port = port
+        # Sends the driver an event, without waiting; any thread may call it. Events of one rank
+        # arrive in the order of the calls, or not at all.
+        self.report = report
         self._runtime = runtime
         self.secret = b""  # the job's, which comes with the function before any of it runs
         super().__init__()
@@ -81,7 +86,11 @@ class Session(Context):
         self._end: tuple[str, str] | None = None
         self._member = self._parked = self._has_formed = False
         self._agreed: bool | None = None
-        self._unreachable = UnreachablePeers(runtime.probe)
+        self._failures = 0  # plans in a row that have not formed
+        # Starts of members that did not answer then, and of those whose processes had ended when
+        # this rank left its last generation: they may be why plans do not form.
+        self._unreached: tuple[int, ...] = ()
+        self._gone: tuple[int, ...] = ()
         self.loops = self.moves = self._left = 0
         self._redone = (0, 0)
         self._first_starts: list[int] = []
@@ -209,11 +218,6 @@ class Session(Context):
 
     # -- generations -----------------------------------------------------------------------------
 
-    def next_loop(self) -> int:
-        """Count an elastic loop and return its number, from 1."""
-        self.loops += 1
-        return self.loops
-
     def form(
         self,
         loop: int,
@@ -243,12 +247,19 @@ class Session(Context):
                 plan = self._await_plan(loop, failure, own, part)
                 try:
                     self._connect(plan)
-                    self._unreachable.clear()
+                    self._failures, self._unreached, self._gone = 0, (), ()
                     return plan
                 except CollectiveError as error:
                     self._drop_communicator()
-                    self._unreachable.record_failure(plan, self.spec.start)
+                    self._failures += 1
+                    if self._failures >= PATIENCE:
+                        self._probe(plan)
                     failure, own = str(error), False
+
+    def _probe(self, plan: m.Plan) -> None:
+        others = [member for member in plan.members if member.start != self.spec.start]
+        silent = self._runtime.probe([member.store for member in others])
+        self._unreached = tuple(others[place].start for place in silent)
 
     def _warm_up(self, store: RendezvousServer, step_bytes: Callable[[], int]) -> None:
         """Prepare to join ranks that train, or to be joined where this one trains alone."""
@@ -283,7 +294,7 @@ class Session(Context):
                     return plan
                 if self._known != reported:
                     reported = self._known
-                    self.port.report(
+                    self.report(
                         m.RankReady(
                             start=self.spec.start,
                             left=reported,
@@ -292,8 +303,8 @@ class Session(Context):
                             store=self._store.address,
                             failed=failure is not None,
                             detail=failure or "",
-                            unreached=self._unreachable.unreached,
-                            gone=self._unreachable.gone,
+                            unreached=self._unreached,
+                            gone=self._gone,
                             own=own,
                             part=part,
                             line=line,
@@ -305,7 +316,20 @@ class Session(Context):
                 self._changed.wait()
 
     def _connect(self, plan: m.Plan) -> None:
-        terms = self.spec.rendezvous(plan, self.secret)
+        spec, rank = self.spec, plan.rank_of(self.spec.start)
+        assert rank is not None
+        terms = Rendezvous(
+            job=spec.job,
+            generation=plan.generation,
+            rank=rank,
+            size=len(plan.members),
+            store=plan.members[0].store,
+            bind=spec.bind,
+            backend=spec.backend,
+            secret=self.secret,
+            timeout_s=spec.operation_timeout_s,
+            forming_s=spec.heartbeat_timeout_s,
+        )
         meet = connect if terms.size == 1 else self._runtime.connect  # a lone rank has no peers
         communicator = meet(terms)
         with self._changed:
@@ -325,13 +349,13 @@ class Session(Context):
         self._connected, self._has_formed = chosen, True
         self.timings.mark("connected")
         self._agreed = None
-        self._take_place(places_of([member.slot for member in plan.members])[terms.rank])
+        self._take_place(places_of([member.slot for member in plan.members])[rank])
         self.moves += 1
         for tell in when_formed:
             tell(chosen)
         for call in self.after_forming:
             call()
-        self.port.report(
+        self.report(
             m.RankFormed(self.spec.start, plan.generation, chosen.name, chosen.fallback_reason)
         )
 
@@ -339,7 +363,9 @@ class Session(Context):
         with self._changed:
             communicator, self._communicator, self._connected = self._communicator, None, None
         if communicator is not None:
-            self._unreachable.record_exits(self.plan, communicator.dead_ranks)
+            if self.plan is not None:
+                ended = communicator.dead_ranks
+                self._gone = tuple(self.plan.members[rank].start for rank in ended)
             communicator.close()
 
     def _take_place(self, place: m.Place) -> None:
@@ -365,9 +391,7 @@ class Session(Context):
         generation = self.generation
         with self._changed:
             self._parked = True
-            self.port.report(
-                m.LoopDone(self.spec.start, generation, self.version, self._operations())
-            )
+            self.report(m.LoopDone(self.spec.start, generation, self.version, self._operations()))
             try:
                 while self._released < generation:
                     if not self._member:
@@ -385,6 +409,9 @@ class Session(Context):
             self._store = None
 
     # -- Context ---------------------------------------------------------------------------------
+
+    def note(self, about: str, detail: str = "", figures: dict[str, float] | None = None) -> None:
+        self.report(m.RankNote(self.spec.start, about, detail, figures or {}))
 
     def communicator(self) -> Communicator:
         self._check_process()
@@ -464,7 +491,7 @@ class Session(Context):
             redone, self._redone = self._redone, (0, 0)
             if self.rank == 0:  # one report for all members
                 figures.update(zip(("batches", "samples"), redone, strict=True))
-                self.port.report(m.RankNote(self.spec.start, "phases", "", figures))
+                self.note("phases", figures=figures)
         changed, self._agreed = self._agreed, None
         if self._ask_all() if changed is None else changed:
             self._left = self.generation
@@ -477,23 +504,3 @@ class Session(Context):
 
     def _ask_all(self) -> bool:
         return one_of_all(self, self.change_flag())
-
-
-def warn(context: Context, detail: str) -> None:
-    """Add a warning to the history of a rank's job; outside a job, do nothing.
-
-    `detail` has the problem on its first line, and on further lines the cause and what to do. The
-    history shows equal warnings of several ranks once.
-    """
-    note(context, "warning", detail)
-
-
-def note(
-    context: Context, about: str, detail: str = "", figures: dict[str, float] | None = None
-) -> None:
-    """Add an entry to the history of a rank's job; outside a job, do nothing.
-
-    `about` is its kind. The text of some kinds is made of `figures`.
-    """
-    if isinstance(context, Session):
-        context.port.report(m.RankNote(context.spec.start, about, detail, figures or {}))

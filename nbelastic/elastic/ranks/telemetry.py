@@ -54,7 +54,6 @@ class Telemetry:
         self._thread = threading.get_ident()
         self._sent = -1
         self._lock = threading.Lock()
-        self._finite: dict[str, bool] = {}  # names of metrics that were finite, until that is said
         self._reports: list[MetricsReport] = []
         self._key = (-1, -1)
         self._number = 0
@@ -86,27 +85,18 @@ class Telemetry:
                 self.observer.step()
 
     def report(
-        self, version: int, generation: int, values: dict[str, float], step: float | None
+        self, version: int, generation: int, values: dict[str, Any], step: Any = None
     ) -> None:
-        """Add a report."""
+        """Add a report; TypeError if one of its values is not a single number."""
+        found = {name: _as_number(name, value) for name, value in values.items()}
+        place = _as_step(step)
         key = (max(version, 0), generation)
         if key != self._key:
             self._key, self._number = key, 0
-        made = MetricsReport(key[0], self._number, generation, step, values)
+        made = MetricsReport(key[0], self._number, generation, place, found)
         self._number += 1
         with self._lock:
             self._reports.append(made)
-
-    def turned(self, values: dict[str, float]) -> list[str]:
-        """Return the names of values that are not finite and were before; each name once."""
-        found = []
-        for name, value in values.items():
-            if math.isfinite(value):
-                self._finite.setdefault(name, True)
-            elif self._finite.get(name):
-                self._finite[name] = False  # it was said
-                found.append(name)
-        return found
 
     def take(self, job: str = "", start: int = 0) -> RankTelemetry:
         """Return the present telemetry, with the reports that were not sent before."""
@@ -223,12 +213,7 @@ def memory_in_use() -> tuple[int, int, int]:
     return resident, used, cuda.get_device_properties(gpu).total_memory
 
 
-def as_numbers(values: dict[str, Any]) -> dict[str, float]:
-    """Return reported values as floats; TypeError if one is not a single number."""
-    return {name: _as_number(name, value) for name, value in values.items()}
-
-
-def as_step(step: Any) -> float | None:
+def _as_step(step: Any) -> float | None:
     """Return the position of a report on the horizontal axis; None if it is not finite."""
     if step is None or (isinstance(step, int) and abs(step) <= _EXACT):
         return step

@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nbelastic.elastic.followed import Position, samplers_of
 from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_source
 from nbelastic.elastic.ranks.timeline import timeline
+from nbelastic.elastic.sampler import SamplerProgress, ShardSampler, agree_on_progress
 from nbelastic.elastic.state.in_place import Originals, adopt
 from nbelastic.elastic.state.state_payload import StatePayload, dump, load
 from nbelastic.elastic.state.transfer import allgather_object, spread_everywhere
@@ -34,13 +36,7 @@ from nbelastic.errors import (
 )
 from nbelastic.pickling import failing_part
 
-if TYPE_CHECKING:
-    from nbelastic.elastic.followed import Position
-    from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
-
 _MIXED = 3  # Horovod's HostUpdateResult.mixed
-
-Sample = tuple[float, ...]
 
 Task = TypeVar("Task", bound="Callable[[], object]")
 
@@ -100,7 +96,7 @@ class State:
         """
         with timeline.span("COMMIT"):
             self.save()
-        current().samplers.save()
+        samplers_of(current()).save()
         current().committed()
         for call in self._on_commit:
             call()
@@ -149,7 +145,7 @@ class State:
         try:
             context.check_membership()
         except HostsUpdatedInterrupt:
-            context.samplers.save()  # now, before the iterations of the loop are left
+            samplers_of(context).save()  # now, before the iterations of the loop are left
             self.on_hosts_updated(time.time(), _MIXED)
             raise
 
@@ -160,9 +156,9 @@ class State:
     def _run_due(self) -> None:
         """Call functions that are due at the last commit."""
 
-    def _sample(self) -> tuple[Sample, tuple[str, ...]]:
-        """Return values of trained parameters, and optimizers that do not average gradients."""
-        return (), ()
+    def _sample(self) -> tuple[float, ...]:
+        """Return values of trained parameters."""
+        return ()
 
     def _step_bytes(self) -> int:
         """Return the bytes of the host that the gradients of a step and its optimizer take."""
@@ -183,8 +179,8 @@ class State:
             self.sync()
         context = current_or_none()
         if context is not None:
-            everyones = allgather_object(context.communicator(), context.samplers.saved)
-            context.samplers.go_back(everyones[context.source])
+            everyones = allgather_object(context.communicator(), samplers_of(context).saved)
+            samplers_of(context).go_back(everyones[context.source])
 
     def leave(self) -> None:
         """Exchange values that must not be lost with leaving ranks, in the old generation."""
@@ -344,8 +340,6 @@ class ObjectState(State):
 
     def _samplers(self) -> list[ShardSampler]:
         """Return the samplers among the values, in an order that is the same on all ranks."""
-        from nbelastic.elastic.sampler import ShardSampler
-
         return [value for value in self._values().values() if isinstance(value, ShardSampler)]
 
     def _pack(self) -> StatePayload:
@@ -361,7 +355,7 @@ class ObjectState(State):
         first = self._first
         held = [n for n in self._names if n in first and getattr(self, n) is first[n]]
         context = current_or_none()
-        return held, () if context is None else context.samplers.saved
+        return held, () if context is None else samplers_of(context).saved
 
     def _pack_commit(self) -> StatePayload:
         """Return all values but samplers, as of the last commit."""
@@ -384,7 +378,7 @@ class ObjectState(State):
     def _take(self, values: dict[str, Any], owned: dict[int, Any], more: Any) -> None:
         """Take over values of another rank, except values owned by objects."""
         held, positions = more
-        current().samplers.go_back(positions)
+        samplers_of(current()).go_back(positions)
         known = dict(owned)
         for name in held:
             if name in values:
@@ -436,8 +430,6 @@ class ObjectState(State):
         self, *, behind: Sequence[int], receivers: Sequence[int], resumed: bool
     ) -> None:
         """Exchange everything, then take it over."""
-        from nbelastic.elastic.sampler import agree_on_progress
-
         context = current()
         samplers = self._samplers()
         agreed = agree_on_progress([each.progress() for each in samplers], context, behind)

@@ -13,7 +13,6 @@ import torch
 from torch._C import _to_dlpack as to_dlpack
 
 from nbelastic.elastic.ranks.context import current, current_or_none
-from nbelastic.elastic.ranks.session import warn
 from nbelastic.errors import RanksDisagree
 from nbelastic.keras.backends import Backend, KerasOptions, Operation, called_back
 
@@ -88,7 +87,7 @@ class TensorFlowBackend(Backend):
         if getattr(model, "compiled", False) and model.jit_compile:
             model.jit_compile = False
             if (context := current_or_none()) is not None:
-                warn(context, NO_XLA)
+                context.warn(NO_XLA)
 
     def dense(self, gradients: Sequence[Any], options: KerasOptions) -> list[Any]:
         found = densified(gradients)

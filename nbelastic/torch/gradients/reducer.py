@@ -17,7 +17,6 @@ import torch
 
 from nbelastic.collectives import Communicator, Op, SoloCommunicator
 from nbelastic.elastic.ranks.context import Context, current, current_or_none
-from nbelastic.elastic.ranks.session import Session, warn
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout import Layout
@@ -186,15 +185,13 @@ class Reducer:
         self, context: Context, parameters: list[torch.Tensor], share: StepShare
     ) -> None:
         """Warn, once, of mistakes with a loader that raise no error."""
-        if not isinstance(context, Session):
-            return
         if context.loops and not share.in_state:
-            warn(context, NOT_IN_STATE)
+            context.warn(NOT_IN_STATE)
         for parameter in parameters:
             _, own = self._hooks.get(id(parameter), (None, None))
             hooks = list(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
             if own is not None and own.id in hooks and hooks[-1] != own.id:
-                warn(context, HOOK_IS_LATE.format(name=self.arrived.name(parameter)))
+                context.warn(HOOK_IS_LATE.format(name=self.arrived.name(parameter)))
                 return
 
     def communicator(self, context: Context) -> Communicator:

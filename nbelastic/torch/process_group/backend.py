@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from nbelastic.elastic.ranks.context import Context, current, current_or_none, initialize
 from nbelastic.elastic.ranks.groups import Group
-from nbelastic.elastic.ranks.session import Session, note
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import NbelasticError
 from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.process_group import ddp
@@ -80,7 +80,7 @@ def answer(
     _refresh()
     if not ours and names != {""}:
         named = ",".join(sorted(names))
-        note(context, "remark", f"torch.distributed's back end {named!r} is the job's own here")
+        context.note("remark", f"torch.distributed's back end {named!r} is the job's own here")
 
 
 def _check_place(context: Context, rank: int, size: int) -> None:

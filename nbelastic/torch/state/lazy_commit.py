@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import Context
+from nbelastic.elastic.training_checks import sample
 from nbelastic.torch.gradients.arrived import same
 from nbelastic.torch.rates import WhileAlive
 from nbelastic.torch.state.adapters import wrapped_in

@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 from nbelastic.data import Loader
 from nbelastic.data.sources.map_source import USUAL_CAUSES, difference, sample_of
 from nbelastic.data.sources.row_source import DataSample
-from nbelastic.elastic.parameter_samples import sample
 from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_source
-from nbelastic.elastic.ranks.session import warn
 from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 from nbelastic.elastic.state import ObjectState, check_names, naming, public
 from nbelastic.elastic.state.state_payload import StatePayload, dump, load
 from nbelastic.elastic.state.transfer import allgather_object
+from nbelastic.elastic.training_checks import sample
 from nbelastic.errors import NotInitialized, OptionError, StateMismatch
 from nbelastic.torch.environment import device, in_words
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
@@ -121,7 +120,7 @@ class TorchState(ObjectState):
         context = current_or_none()
         modules = [type(each).__module__ for each in objects]
         if context is not None and any(name.startswith("accelerate.") for name in modules):
-            warn(context, _ACCELERATES)
+            context.warn(_ACCELERATES)
         super().__init__(**values)
         if handlers:  # only from here on, because a handler's first save is its constructor
             self._handlers = handlers
@@ -330,10 +329,8 @@ class TorchState(ObjectState):
         """Return means of batches that are no buffers of modules."""
         return ()
 
-    def _sample(self) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        optimizers = self._objects(Optimizer)
-        plain = [type(each).__name__ for each in optimizers if not is_distributed(each)]
-        return sample(self._objects()), tuple(plain)
+    def _sample(self) -> tuple[float, ...]:
+        return sample(self._objects())
 
     # -- synchronisation -------------------------------------------------------------------------
 

@@ -24,8 +24,9 @@ from nbelastic.cluster.pulled import Pulled, Returned, pack_variables, trained_m
 from nbelastic.cluster.rank_error import pack_error
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.ranks.runtime import DEFAULT_RUNTIME, RankRuntime, RankSpec
-from nbelastic.elastic.ranks.session import Session, warn
+from nbelastic.elastic.ranks.session import Session
 from nbelastic.elastic.ranks.timeline import timeline
+from nbelastic.elastic.training_checks import TrainingChecks
 from nbelastic.errors import (
     CollectiveError,
     RankExit,
@@ -65,7 +66,7 @@ class RankProgram:
         self._called: Callable[..., Any] | None = None
         self.returned = False  # the function has
         self._process = os.getpid()
-        self.session = Session(spec, self, runtime)
+        self.session = Session(spec, self.report, runtime)
         self.session.secret = payload.secret
 
     # -- messages ----------------------------------------------------------------------------------
@@ -174,8 +175,7 @@ class RankProgram:
         except BaseException as error:  # the user's, whatever it is: it goes to the kernel
             self._report_error(error)
         else:
-            if session.parameters is not None:
-                session.parameters.returned()
+            session.kept(TrainingChecks).returned()
             self.returned = True
             isolated = not (session.generation or session.in_torch_group)
             self._finish(m.RankReturned(start, isolated=isolated), result=result)
@@ -190,7 +190,7 @@ class RankProgram:
             cycles = os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "").lower() in ("1", "true")
             timeline.record(part, self.session.rank, marks_cycles=cycles)
         except OSError as error:
-            warn(self.session, f"a rank is not in the timeline: it cannot write its part\n{error}")
+            self.session.warn(f"a rank is not in the timeline: it cannot write its part\n{error}")
 
     def _function(self) -> bytes:
         """Unpickle and call the user's function; return its pickled result."""
