@@ -80,15 +80,7 @@ def test_a_wrong_loop_is_warned_of_while_it_trains(crew, tmp_path, commits, wrap
 
 def over_a_loader(kind):
     model = torch.nn.Linear(2, 1)
-
-    def hook():
-        model.bias.register_post_accumulate_grad_hook(lambda p: None)
-
-    if kind == "early hook":
-        hook()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01))
-    if kind == "late hook":
-        hook()
     rows, batch = TensorDataset(torch.ones(16, 2)), hvd.elastic.Batch(8, micro=2)
     loader, held_out = (hvd.elastic.Loader(rows, batch) for _ in range(2))
     values = {} if kind == "in no state" else {"loader": loader}
@@ -137,11 +129,9 @@ def over_a_sampler(kind):
 
 OVERSIGHTS = [
     (over_a_loader, "right", ""),
-    (over_a_loader, "early hook", ""),
     (over_a_sampler, "recorded", ""),
     (over_a_sampler, "whole epochs", ""),
     (over_a_loader, "in no state", "the Loader that trains is in no state"),
-    (over_a_loader, "late hook", "a hook finds no gradient: parameter "),
     (over_a_loader, "not finite", "loss has turned nan at commit "),
     (over_a_sampler, "sampler in no state", "a sampler that records batches is in no state"),
     (over_a_sampler, "not recorded", "a sampler of the state has no recorded batches"),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from nbelastic.collectives import Communicator
+from nbelastic.collectives import Communicator, SoloCommunicator
+from nbelastic.elastic.ranks.context import Context
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients, same
 from nbelastic.torch.gradients.groups import Bucket
 from nbelastic.torch.gradients.options import ReduceOptions
+from nbelastic.torch.ops.coordination.process_sets import group_in
 from nbelastic.torch.ops.operation.tensor_operations import kind_of
 
 BUCKET_BYTES = 25 << 20
@@ -88,20 +90,29 @@ def plan_buckets(
 class Layout:
     """Buckets of an optimizer's gradients, on which the ranks of a generation have agreed."""
 
-    def __init__(self, kind: str, options: ReduceOptions, arrived: ArrivedGradients) -> None:
+    def __init__(self, kind: str, options: ReduceOptions, names: Mapping[int, str]) -> None:
+        self.options = options
+        self.arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
         # In the order of their launch. They have memory, so there are none when it is not used.
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}  # by the id of a parameter
         self.manifest = Manifest([], after_backward=False)
         self._after_backward = False
         self._kind = kind  # of the optimizer, in messages
-        self._options = options
-        self._arrived = arrived
         self._number = 0  # of this optimizer in the generation, in the order of first steps
         self._parameters: list[torch.Tensor] = []
         self._generation: int | None = None  # that has agreed
         self._numbered_in: int | None = None
         self._failed: int | None = None
+
+    def communicator(self, context: Context) -> Communicator:
+        """Return the communicator of the process set's ranks; a rank that is not in it is alone."""
+        if self.options.of_all:
+            return context.communicator()
+        group = group_in(context, self.options.process_set)
+        if context.rank in group.ranks or not group.ranks:  # a set without members raises there
+            return group.communicator()
+        return SoloCommunicator(context.generation)
 
     def holds(self, communicator: Communicator, parameters: list[torch.Tensor]) -> bool:
         """Return whether the ranks have agreed on a layout of these parameters."""
@@ -127,13 +138,13 @@ class Layout:
             bucket.begin()
 
     def _make_buckets(self, communicator: Communicator, parameters: list[torch.Tensor]) -> None:
-        options, manifest = self._options, self.manifest
+        options, manifest = self.options, self.manifest
         asked_for = groups_of(parameters, manifest.order, options.groups)
         plan = plan_buckets(parameters, manifest, options.wire_dtype, asked_for)
         for indices in plan:
             members = [parameters[index] for index in indices]
             trailer = 1 + len(parameters) if indices is plan[-1] else 0
-            bucket = Bucket(communicator, members, options, self._arrived, trailer)
+            bucket = Bucket(communicator, members, options, self.arrived, trailer)
             self.buckets.append(bucket)
             self.bucket_of.update((id(parameter), bucket) for parameter in members)
         # Sums of gradients that come from an accelerator would wait for it in a hook.
@@ -174,17 +185,17 @@ class Layout:
 
     def description(self, communicator: Communicator, parameters: list[torch.Tensor]) -> str:
         """Return what ranks compare before a step; empty if its sums can be for nothing else."""
-        if _optimizers.get(communicator, 0) <= 1 and not self._options.apart:
+        if _optimizers.get(communicator, 0) <= 1 and not self.options.apart:
             return ""
         what = self._kind
         if parameters:
-            first = self._arrived.name(parameters[0])
+            first = self.arrived.name(parameters[0])
             what += f" of {len(parameters)} tensors, of which the first is {first}"
         return f"step() of distributed optimizer {self._number} ({what})"
 
     def _exchange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Manifest:
         """Compare parameters and options; return the manifest of a generation, rank 0's."""
-        options, by = self._options, self._options.compression
+        options, by = self.options, self.options.compression
         groups = groups_of(parameters, range(len(parameters)), options.groups)
         lines = [
             "the first step of a DistributedOptimizer, which needs the same model and options on "
@@ -195,13 +206,13 @@ class Layout:
             f"it trains {len(parameters)} tensors",
         ]
         for p in parameters:
-            lines.append(f"{self._arrived.name(p)} is {kind_of(p.dtype, p.shape)}")
+            lines.append(f"{self.arrived.name(p)} is {kind_of(p.dtype, p.shape)}")
         communicator.agree("\n".join(lines))
         self._number = number = self.number_in(communicator)
         self._numbered_in = communicator.generation
         _optimizers[communicator] = max(number, _optimizers.get(communicator, 0))
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        first = [index_of[key] for key in self._arrived.noted if key in index_of]
+        first = [index_of[key] for key in self.arrived.noted if key in index_of]
         # Without a gradient in this step, as if backward met them last.
         missing = sorted(set(range(len(parameters))).difference(first), reverse=True)
         late = not communicator.capabilities.overlaps
