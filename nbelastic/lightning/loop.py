@@ -13,12 +13,11 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.wrappers import _FabricDataLoader
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
@@ -31,7 +30,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.elastic.ranks.session import Session
-from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.elastic import run
 from nbelastic.torch.functions import broadcast_parameters
 from nbelastic.trainers.callbacks import Callbacks, Training
@@ -43,19 +41,6 @@ _OF_LOGGERS = (
     *("_id", "_run_id", "_experiment_id"),  # of the runs that all ranks go on with
 )
 _OF_METRICS = ("has_reset", "_update_count", "_forward_cache")
-
-
-def follow_epochs_of_fabric() -> None:
-    """Let loaders of Fabric's, which count their epochs, go on with the epoch of a sampler."""
-
-    def around(original: Callable[..., Any], loader: Any) -> Any:
-        context, sampler = current_or_none(), getattr(loader.batch_sampler, "sampler", None)
-        if context is not None and isinstance(sampler, DistributedSampler):
-            epoch = context.samplers.epoch_of(sampler)
-            loader._num_iter_calls = loader._num_iter_calls if epoch is None else epoch
-        return original(loader)
-
-    wrap(_FabricDataLoader, "__iter__", around)
 
 
 class ElasticFit(Training, Callback):

@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
 
 TRAINERS = ["ddp", "accelerate", "transformers", "lightning"]
 
-IN_FLIGHT = {"ddp": 1, "fabric": 1}
+IN_FLIGHT = {"ddp": 1}
 """Batches of a rank from one commit to the next; the others accumulate the gradients of two."""
 
 
@@ -64,7 +64,7 @@ def check_logs(directory, last):
         assert len(set((directory / "ids").read_text().split())) == 1
 
 
-@pytest.mark.parametrize("trainer", [*TRAINERS, "lora", "fabric"])
+@pytest.mark.parametrize("trainer", [*TRAINERS, "lora"])
 def test_a_kill_repeats_the_batch_in_flight_and_another_joins(crew, tmp_path, trainer):
     """The main rank is killed; callbacks begin on the next."""
     job = train(crew, trainer, tmp_path, "kill", np=2, min_np=1, max_np=2)
