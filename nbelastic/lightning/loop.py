@@ -36,10 +36,7 @@ from nbelastic.trainers.callbacks import Callbacks, Training
 from nbelastic.trainers.sampler import DealtSampler, not_dealt, obstacle_to, source_of
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-_OF_LOGGERS = (
-    *("_version", "_name", "_save_dir", "_root_dir"),
-    *("_id", "_run_id", "_experiment_id"),  # of the runs that all ranks go on with
-)
+_OF_LOGGERS = ("_version", "_name", "_save_dir", "_root_dir")
 _OF_METRICS = ("has_reset", "_update_count", "_forward_cache")
 
 
@@ -290,7 +287,10 @@ class ElasticFit(Training, Callback):
         return {
             **super().content(),
             "parts": [_state_of(each) for each in self._parts],
-            "loggers": [_settings_of(each) for each in self.trainer.loggers],
+            "loggers": [
+                {name: vars(each)[name] for name in _OF_LOGGERS if name in vars(each)}
+                for each in self.trainer.loggers
+            ],
             "rank": self._rank,
             "metrics": {name: _metric_state(each) for name, each in self._metrics.items()},
         }
@@ -309,8 +309,6 @@ class ElasticFit(Training, Callback):
         _settle(self.loop)  # an epoch under way goes on by other means
         for logger, attributes in zip(trainer.loggers, found["loggers"], strict=True):
             vars(logger).update(attributes)
-            if attributes.get("_id") and hasattr(logger, "_wandb_init"):
-                logger._wandb_init["id"] = attributes["_id"]
         trainer.lightning_module._current_fx_name = None  # of a hook that has failed
         self.loop.epoch_loop.val_loop._results.clear()  # a validation begins again
         # What another rank has counted is in its own metric: all are added up at the end.
@@ -369,13 +367,6 @@ def _settle(loop: Any) -> None:
     for each in vars(loop).values():
         if isinstance(each, _Loop):
             _settle(each)
-
-
-def _settings_of(logger: Any) -> dict[str, Any]:
-    found = {name: vars(logger)[name] for name in _OF_LOGGERS if name in vars(logger)}
-    if hasattr(logger, "_wandb_init"):
-        found["_id"] = logger.version
-    return found
 
 
 def _state_of(part: Any) -> dict[str, Any]:

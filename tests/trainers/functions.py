@@ -183,31 +183,20 @@ def with_ddp(how, flag, directory):
 
 
 def with_accelerate(how, flag, directory):
-    import sys
-    import types
-
     from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker, on_main_process
 
     from nbelastic.accelerate import AccelerateState
 
-    library = sys.modules["wandb"] = types.ModuleType("wandb")
-
     class Tracker(GeneralTracker):
-        """In the shape of WandBTracker; the library goes on with the run that a variable names."""
-
         name = "tracker"
         requires_logging_directory = False
         tracker = None
 
         @on_main_process
         def start(self):
-            run = os.environ.get("WANDB_RUN_ID", f"of-{os.getpid()}")
-            library.run = types.SimpleNamespace(id=run)
             self.run = Log(directory)
             self.run.open()
-            with (Path(directory) / "ids").open("a") as file:
-                print(run, file=file)
 
         @on_main_process
         def log(self, values, step=None, **_):
