@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 import torch
@@ -65,8 +64,6 @@ class ElasticStrategy(DDPStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         initialize()
-        os.environ.setdefault("MASTER_ADDR", "nbelastic.invalid")  # asked for, and used by none
-        os.environ.setdefault("MASTER_PORT", "29500")
         kwargs["cluster_environment"] = Environment()
         kwargs["process_group_backend"] = NAME
         super().__init__(*args, **kwargs)

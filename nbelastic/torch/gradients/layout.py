@@ -6,7 +6,6 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -22,14 +21,6 @@ from nbelastic.torch.ops.operation.tensor_operations import kind_of
 BUCKET_BYTES = 25 << 20
 # The first of several is small, so that the network has something to do early.
 FIRST_BUCKET_BYTES = 1 << 20
-
-
-class Manifest(NamedTuple):
-    """All that decides on a layout, in addition to the parameters: equal on all ranks."""
-
-    order: list[int]  # indices of the parameters, as their gradients are expected
-    after_backward: bool  # sums do not run while a rank computes
-    bucket_bytes: int = BUCKET_BYTES  # from which a bucket is full, as rank 0 has it
 
 
 def groups_of(
@@ -54,12 +45,15 @@ def fusion_threshold() -> int:
 
 def plan_buckets(
     parameters: Sequence[torch.Tensor],
-    manifest: Manifest,
+    order: Sequence[int],
+    full: int,
     wire_dtype: Callable[[torch.dtype], torch.dtype],
     groups: Iterable[Sequence[int]] = (),
 ) -> list[list[int]]:
-    """Distribute parameters over buckets, because each operation has a price of its own."""
-    order, full = manifest.order, manifest.bucket_bytes
+    """Distribute parameters over buckets, because each operation has a price of its own.
+
+    `order` has their indices as their gradients are expected; a bucket of `full` bytes is full.
+    """
     expected = {index: place for place, index in enumerate(order)}
     group_of = {index: number for number, group in enumerate(groups) for index in group}
 
@@ -96,7 +90,9 @@ class Layout:
         # In the order of their launch. They have memory, so there are none when it is not used.
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}  # by the id of a parameter
-        self.manifest = Manifest([], after_backward=False)
+        # What the ranks have agreed on: whether sums wait for the end of backward, the bytes of a
+        # full bucket, and the parameters' indices in the order in which gradients are expected.
+        self.manifest: list[int] = []
         self._after_backward = False
         self._kind = kind  # of the optimizer, in messages
         self._number = 0  # of this optimizer in the generation, in the order of first steps
@@ -138,9 +134,10 @@ class Layout:
             bucket.begin()
 
     def _make_buckets(self, communicator: Communicator, parameters: list[torch.Tensor]) -> None:
-        options, manifest = self.options, self.manifest
-        asked_for = groups_of(parameters, manifest.order, options.groups)
-        plan = plan_buckets(parameters, manifest, options.wire_dtype, asked_for)
+        options = self.options
+        after_backward, full, *order = self.manifest
+        asked_for = groups_of(parameters, order, options.groups)
+        plan = plan_buckets(parameters, order, full, options.wire_dtype, asked_for)
         for indices in plan:
             members = [parameters[index] for index in indices]
             trailer = 1 + len(parameters) if indices is plan[-1] else 0
@@ -148,7 +145,7 @@ class Layout:
             self.buckets.append(bucket)
             self.bucket_of.update((id(parameter), bucket) for parameter in members)
         # Sums of gradients that come from an accelerator would wait for it in a hook.
-        self._after_backward = manifest.after_backward or any(b.is_staged for b in self.buckets)
+        self._after_backward = bool(after_backward) or any(b.is_staged for b in self.buckets)
 
     def is_late(self, communicator: Communicator) -> bool:
         """Return whether no sum begins before backward has ended."""
@@ -193,7 +190,7 @@ class Layout:
             what += f" of {len(parameters)} tensors, of which the first is {first}"
         return f"step() of distributed optimizer {self._number} ({what})"
 
-    def _exchange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Manifest:
+    def _exchange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> list[int]:
         """Compare parameters and options; return the manifest of a generation, rank 0's."""
         options, by = self.options, self.options.compression
         groups = groups_of(parameters, range(len(parameters)), options.groups)
@@ -218,8 +215,7 @@ class Layout:
         late = not communicator.capabilities.overlaps
         its = torch.tensor([late, fusion_threshold(), *first, *missing], dtype=torch.int64)
         communicator.broadcast(its, 0)  # each rank's gradients arrive in an order of its own
-        after_backward, bucket_bytes, *order = its.tolist()
-        return Manifest(order, bool(after_backward), bucket_bytes)
+        return its.tolist()
 
 
 # How many optimizers the ranks of a communicator have stepped.

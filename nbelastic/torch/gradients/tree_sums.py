@@ -89,48 +89,37 @@ def sum_over_ranks(
         nodes = cover(block.start, block.stop, share.micro_batches)
     elif block:
         nodes = (Node(block.start, block.stop),)
-    columns, totals = [each.finish(nodes) for each in sums], [*like]
-    by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index, tensor in enumerate(like):
-        by_type.setdefault((tensor.dtype, tensor.device), []).append(index)
-    for indices in by_type.values():
-        these = [columns[index] for index in indices], [like[index] for index in indices]
-        exchanged = _exchange(communicator, share, *these)
-        for index, total in zip(indices, exchanged, strict=True):
-            totals[index] = total
-    return totals
-
-
-def _exchange(
-    communicator: Communicator,
-    share: StepShare,
-    columns: Sequence[Sequence[torch.Tensor | None]],
-    like: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
-    """Return the sums over all ranks of tensors of one type, on one device."""
+    columns = [each.finish(nodes) for each in sums]
     if communicator.size == 1:
         pairs = zip(columns, like, strict=True)
         return [
             torch.full_like(each, IDENTITY, requires_grad=False) if own is None else own
             for (own, *_), each in pairs
         ]
-    rows = [
-        [_absent(each) if value is None else value.contiguous() for value, each in pairs]
-        for pairs in (zip(of_node, like, strict=True) for of_node in zip(*columns, strict=True))
-    ]
-    # A rank without micro-batches has room for the sums, and nothing to add.
-    outputs = rows[0] if rows else [*map(_absent, like)]
-    if share.exact:
-        blocks = share.blocks_of(communicator.size)
-        # By default the sums replace the first row, which is `outputs`.
-        room = None if rows else _numbers(outputs)
-        communicator.allreduce_tree([*map(_numbers, rows)], blocks, room)
-    else:
-        communicator.allreduce_coalesced(_numbers(outputs))
-    return [
-        total if each.is_contiguous() else torch.empty_like(each, requires_grad=False).copy_(total)
-        for total, each in zip(outputs, like, strict=True)
-    ]
+    totals = [*like]
+    by_type: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(like):
+        by_type.setdefault((tensor.dtype, tensor.device), []).append(index)
+    for indices in by_type.values():
+        rows = [
+            [_value(columns[index][node], like[index]) for index in indices]
+            for node in range(len(nodes))
+        ]
+        # A rank without micro-batches has room for the sums, and nothing to add.
+        outputs = rows[0] if rows else [_value(None, like[index]) for index in indices]
+        if share.exact:
+            # By default the sums replace the first row, which is `outputs`.
+            room = None if rows else _numbers(outputs)
+            blocks = share.blocks_of(communicator.size)
+            communicator.allreduce_tree([*map(_numbers, rows)], blocks, room)
+        else:
+            communicator.allreduce_coalesced(_numbers(outputs))
+        for index, total in zip(indices, outputs, strict=True):
+            if like[index].is_contiguous():
+                totals[index] = total
+            else:
+                totals[index] = torch.empty_like(like[index], requires_grad=False).copy_(total)
+    return totals
 
 
 def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -138,6 +127,8 @@ def _numbers(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.view_as_real(t).data if t.is_complex() else t.data for t in tensors]
 
 
-def _absent(like: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor of absent values."""
+def _value(value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Return a value in contiguous memory, or a tensor of absent values."""
+    if value is not None:
+        return value.contiguous()
     return torch.full(like.shape, IDENTITY, dtype=like.dtype, device=like.device)
