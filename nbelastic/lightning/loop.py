@@ -324,7 +324,7 @@ class ElasticFit(Training, Callback):
 
     @property
     def _metrics(self) -> dict[Any, Any]:
-        """Metrics of an epoch: first what is logged, which resets the module's own."""
+        """Metrics of an epoch, the logged ones first, because they reset the module's own."""
         modules = enumerate(self.trainer.lightning_module.modules())
         own = {number: each for number, each in modules if hasattr(each, "metric_state")}
         return {**self.loop.epoch_loop._results, **own}

@@ -96,6 +96,20 @@ def test_sparse_gradients_have_the_same_bits_on_any_number_of_ranks(how):
         assert run_ranks(size, lambda _: train(**how)) == [expected] * size
 
 
+@on_ranks(1)
+def test_a_gradient_of_rows_is_not_added_to_that_of_the_step_before(context):
+    model = Net()
+    optimizer = hvd.DistributedOptimizer(adam(model)[0])
+    steps = iter(Loader(data(), Batch(10, micro=2)))
+    for words, rare in next(steps):
+        model(words, rare).backward()
+    optimizer.step()
+    assert model.table.weight.grad.is_sparse
+    words, rare = next(iter(next(steps)))
+    with pytest.raises(RuntimeError, match="added to that of the step before"):
+        model(words, rare).backward()
+
+
 def plain(model):
     return [torch.optim.SGD(model.parameters(), lr=0.3)]
 

@@ -133,8 +133,8 @@ class ArrivedGradients:
                 )
 
     def deliver(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Record the reduced gradients of a step over a loader."""
-        # Weakly, as zero_grad() frees gradients.
+        """Record the reduced gradients of a step over a loader, to which no other may be added."""
+        # Weakly, because zero_grad() frees gradients.
         self._delivered = {id(p): weakref.ref(p.grad) for p in parameters if p.grad is not None}
 
     def is_delivered(self, parameter: torch.Tensor) -> bool:

@@ -145,7 +145,7 @@ class Layout:
             self.buckets.append(bucket)
             self.bucket_of.update((id(parameter), bucket) for parameter in members)
         # Sums of gradients that come from an accelerator would wait for it in a hook.
-        self._after_backward = bool(after_backward) or any(b.is_staged for b in self.buckets)
+        self._after_backward = bool(after_backward) or any(b.staging for b in self.buckets)
 
     def is_late(self, communicator: Communicator) -> bool:
         """Return whether no sum begins before backward has ended."""

@@ -85,19 +85,12 @@ class MicroBatchReduction(GradientStep):
                 "parameter.requires_grad_(False)"
             )
         self._passes_left[id(parameter)] = left
-        self._take(parameter, total, number, last=left == 0)
-
-    def _take(
-        self, parameter: torch.Tensor, total: MicroBatchSum, number: int, *, last: bool
-    ) -> None:
-        """Add the gradient of a pass, the `last` of its micro-batch or not."""
-        gradient = parameter.grad
-        assert gradient is not None
         if not total and self._arrived.is_delivered(parameter):
             raise RuntimeError(
                 f"the gradient of {self._arrived.name(parameter)} was added to that of the "
                 "step before; call optimizer.zero_grad() before the loop over the step"
             )
+        gradient = parameter.grad
         if gradient.requires_grad:  # create_graph=True
             gradient = gradient.detach().clone()
         if gradient.layout is not torch.strided:
@@ -108,8 +101,8 @@ class MicroBatchReduction(GradientStep):
             return  # whatever its gradient: a mean over nothing is not a number
         if weight != 1.0:
             gradient.mul_(weight)
-        gradient = total.add(number, gradient, whole=self.share.is_whole and last)
-        if self.share.is_last and last:
+        gradient = total.add(number, gradient, whole=self.share.is_whole and left == 0)
+        if self.share.is_last and left == 0:
             parameter.grad = gradient
             self._arrived.note(parameter, gradient)
             if self._arrived.sampled is None:
@@ -153,7 +146,6 @@ class MicroBatchReduction(GradientStep):
             torch._foreach_div_(totals, weight)
         for parameter, total in zip(present, totals, strict=True):
             parameter.grad = total
-        self._arrived.deliver(present)
         self.concerns_peers = False
 
     def _exchange_trailer(self) -> tuple[Sequence[float], float]:

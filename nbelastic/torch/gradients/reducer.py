@@ -102,6 +102,8 @@ class Reducer:
                 step = self._present_step()
                 step.finish(self.trained())
                 self._reduce_apart(step)
+                if step.share is not None:
+                    self.arrived.deliver(step.parameters)
             except BaseException:
                 self._fail()
                 raise

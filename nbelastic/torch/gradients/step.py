@@ -245,8 +245,9 @@ def gather_sparse(group: Group, parameters: Sequence[torch.Tensor], op: Op) -> N
         gradient = parameter.grad
         if gradient is None:  # all ranks take part, this one without rows
             values = parameter.detach().new_empty(0, *parameter.shape[1:])
-            rows = torch.empty(1, 0, dtype=torch.int64, device=values.device)
-            gradient = torch.sparse_coo_tensor(rows, values, parameter.shape, is_coalesced=True)
+            rows = torch.empty(1, 0, dtype=torch.int64)
+            sizes = parameter.shape
+            gradient = torch.sparse_coo_tensor(rows, values, sizes, check_invariants=False)
         elif gradient.layout is torch.strided:
             gradient = gradient.to_sparse(1)
         gradients.append(gradient)
