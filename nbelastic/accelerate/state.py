@@ -24,7 +24,7 @@ from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import OptionError
 from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.elastic import TorchState
-from nbelastic.trainers.callbacks import Runs, TrainingProgress, by_itself
+from nbelastic.trainers.callbacks import TrainingProgress, by_itself
 from nbelastic.trainers.sampler import DealtSampler, not_dealt, obstacle_to, source_of
 
 
@@ -151,7 +151,6 @@ class AccelerateState(TorchState):
         samplers = [deal(each, seed) for each in self._to_deal(loaders)]
         optimizers = [each.optimizer for each in accelerator._optimizers]
         schedulers = [each.scheduler for each in accelerator._schedulers]
-        self._runs = Runs()
         counted = [(each, ["iteration"]) for each in self._prepared if hasattr(each, "iteration")]
         super().__init__(
             model=list(accelerator._models),
@@ -159,7 +158,7 @@ class AccelerateState(TorchState):
             scheduler=schedulers,
             scaler=accelerator.scaler,
             sampler=samplers,
-            progress=TrainingProgress((accelerator, ["step"]), (self._runs, ["ids"]), *counted),
+            progress=TrainingProgress((accelerator, ["step"]), *counted),
             registered=list(accelerator._custom_objects),
             **values,
         )
@@ -193,13 +192,11 @@ class AccelerateState(TorchState):
         for loader in self._prepared:
             share_anew(loader, context.rank, context.size)
         super().align(behind)
-        accelerator, runs = self._accelerator, self._runs
+        accelerator = self._accelerator
         begun = vars(accelerator).get(_BEGUN)
         if context.rank == 0 and not accelerator.trackers and begun is not None:
-            with by_itself(), runs.go_on():  # those of the main rank before
+            with by_itself():
                 accelerator.init_trackers(*begun[0], **begun[1])
-        if accelerator.log_with:
-            runs.share()
 
 
 def _around_trackers(original: Callable[..., Any], accelerator: Any, *args: Any, **kw: Any) -> Any:

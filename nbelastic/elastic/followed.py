@@ -223,13 +223,6 @@ class FollowedSamplers:
         """Follow the ranks of a generation that has formed."""
         self.go_back(self.saved)
 
-    def epoch_of(self, sampler: Any) -> int | None:
-        """Return the epoch that a sampler goes on with after a reset, or begins; None before."""
-        found = self._all.get(sampler)
-        if found is None or found.resume is None:
-            return None
-        return found.resume.epoch + (not found.resume.under_way and found.resume.done > 0)
-
     # -- inside ------------------------------------------------------------------------------------
 
     def _position_for(self, sampler: Any, found: _Followed) -> Position | None:

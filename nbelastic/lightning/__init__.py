@@ -1,6 +1,6 @@
 """Elastic training with Lightning: ``Trainer(strategy="nbelastic")``.
 
-Importing this package registers the strategy, for Lightning's Trainer and for Fabric::
+Importing this package registers the strategy, for Lightning's Trainer::
 
     import lightning as L
     import nbelastic.lightning
@@ -9,8 +9,6 @@ Importing this package registers the strategy, for Lightning's Trainer and for F
     nbelastic.lightning.fit(trainer, module, datamodule=data)
 """
 
-from nbelastic.lightning.fit import ElasticFabricStrategy, ElasticStrategy, fit, register
+from nbelastic.lightning.fit import ElasticStrategy, fit
 
-register()
-
-__all__ = ["ElasticFabricStrategy", "ElasticStrategy", "fit"]
+__all__ = ["ElasticStrategy", "fit"]

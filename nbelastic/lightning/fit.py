@@ -1,21 +1,19 @@
-"""Strategies of Lightning over the ranks of a job."""
+"""Strategy of Lightning's Trainer over the ranks of a job."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
-import lightning.fabric.strategies as fabric_strategies
-import lightning.pytorch.strategies as trainer_strategies
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from nbelastic.elastic.ranks.context import current, initialize
 from nbelastic.errors import OptionError
-from nbelastic.lightning.loop import ElasticFit, follow_epochs_of_fabric
+from nbelastic.lightning.loop import ElasticFit
 from nbelastic.torch.environment import device
 from nbelastic.torch.process_group import NAME, default_group
 from nbelastic.trainers.callbacks import by_itself
@@ -56,15 +54,16 @@ class Environment(TorchElasticEnvironment):
         """Accept all: the job decides."""
 
 
-class _Elastic:
-    """What both kinds of strategy have in common; the first base of each."""
+class ElasticStrategy(DDPStrategy):
+    """Strategy of ``lightning.Trainer``: DistributedDataParallel over ranks that change.
 
-    parallel_devices: list[torch.device] | None
+    Parameters are those of Lightning's ``DDPStrategy``.
+    """
+
+    strategy_name = NAME
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         initialize()
-        os.environ.setdefault("MASTER_ADDR", "nbelastic.invalid")  # asked for, and used by none
-        os.environ.setdefault("MASTER_PORT", "29500")
         kwargs["cluster_environment"] = Environment()
         kwargs["process_group_backend"] = NAME
         super().__init__(*args, **kwargs)
@@ -88,17 +87,6 @@ class _Elastic:
         """Tell Lightning's helpers which rank this is now."""
         rank = Environment().global_rank()
         rank_zero_only.rank = fabric_rank_zero_only.rank = rank
-
-    _set_world_ranks = set_world_ranks  # as Fabric calls it
-
-
-class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
-    """Strategy of ``lightning.Trainer``: DistributedDataParallel over ranks that change.
-
-    Parameters are those of Lightning's ``DDPStrategy``.
-    """
-
-    strategy_name = NAME
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -127,16 +115,4 @@ class ElasticStrategy(_Elastic, trainer_strategies.DDPStrategy):
         super().teardown()
 
 
-class ElasticFabricStrategy(_Elastic, fabric_strategies.DDPStrategy):
-    """Strategy of ``lightning.Fabric``; the loop is the user's own elastic loop."""
-
-
-def register() -> None:
-    """Register both strategies by the name "nbelastic"; idempotent."""
-    follow_epochs_of_fabric()
-    for registry, kind in (
-        (trainer_strategies.StrategyRegistry, ElasticStrategy),
-        (fabric_strategies.STRATEGY_REGISTRY, ElasticFabricStrategy),
-    ):
-        if NAME not in registry:
-            registry.register(NAME, kind, description="the ranks of an nbelastic job")
+StrategyRegistry.register(NAME, ElasticStrategy, "the ranks of an nbelastic job", override=True)

@@ -13,12 +13,11 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.wrappers import _FabricDataLoader
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ProgressBar, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
@@ -32,31 +31,14 @@ from torch.utils.data.distributed import DistributedSampler
 from nbelastic.elastic.followed import samplers_of
 from nbelastic.elastic.ranks.context import current, current_or_none
 from nbelastic.elastic.ranks.session import Session
-from nbelastic.torch.distributed_sampler import wrap
 from nbelastic.torch.elastic import run
 from nbelastic.torch.functions import broadcast_parameters
 from nbelastic.trainers.callbacks import Callbacks, Training
 from nbelastic.trainers.sampler import DealtSampler, not_dealt, obstacle_to, source_of
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-_OF_LOGGERS = (
-    *("_version", "_name", "_save_dir", "_root_dir"),
-    *("_id", "_run_id", "_experiment_id"),  # of the runs that all ranks go on with
-)
+_OF_LOGGERS = ("_version", "_name", "_save_dir", "_root_dir")
 _OF_METRICS = ("has_reset", "_update_count", "_forward_cache")
-
-
-def follow_epochs_of_fabric() -> None:
-    """Let loaders of Fabric's, which count their epochs, go on with the epoch of a sampler."""
-
-    def around(original: Callable[..., Any], loader: Any) -> Any:
-        context, sampler = current_or_none(), getattr(loader.batch_sampler, "sampler", None)
-        if context is not None and isinstance(sampler, DistributedSampler):
-            epoch = samplers_of(context).epoch_of(sampler)
-            loader._num_iter_calls = loader._num_iter_calls if epoch is None else epoch
-        return original(loader)
-
-    wrap(_FabricDataLoader, "__iter__", around)
 
 
 class ElasticFit(Training, Callback):
@@ -306,7 +288,10 @@ class ElasticFit(Training, Callback):
         return {
             **super().content(),
             "parts": [_state_of(each) for each in self._parts],
-            "loggers": [_settings_of(each) for each in self.trainer.loggers],
+            "loggers": [
+                {name: vars(each)[name] for name in _OF_LOGGERS if name in vars(each)}
+                for each in self.trainer.loggers
+            ],
             "rank": self._rank,
             "metrics": {name: _metric_state(each) for name, each in self._metrics.items()},
         }
@@ -325,8 +310,6 @@ class ElasticFit(Training, Callback):
         _settle(self.loop)  # an epoch under way goes on by other means
         for logger, attributes in zip(trainer.loggers, found["loggers"], strict=True):
             vars(logger).update(attributes)
-            if attributes.get("_id") and hasattr(logger, "_wandb_init"):
-                logger._wandb_init["id"] = attributes["_id"]
         trainer.lightning_module._current_fx_name = None  # of a hook that has failed
         self.loop.epoch_loop.val_loop._results.clear()  # a validation begins again
         # What another rank has counted is in its own metric: all are added up at the end.
@@ -342,7 +325,7 @@ class ElasticFit(Training, Callback):
 
     @property
     def _metrics(self) -> dict[Any, Any]:
-        """Metrics of an epoch: first what is logged, which resets the module's own."""
+        """Metrics of an epoch, the logged ones first, because they reset the module's own."""
         modules = enumerate(self.trainer.lightning_module.modules())
         own = {number: each for number, each in modules if hasattr(each, "metric_state")}
         return {**self.loop.epoch_loop._results, **own}
@@ -385,13 +368,6 @@ def _settle(loop: Any) -> None:
     for each in vars(loop).values():
         if isinstance(each, _Loop):
             _settle(each)
-
-
-def _settings_of(logger: Any) -> dict[str, Any]:
-    found = {name: vars(logger)[name] for name in _OF_LOGGERS if name in vars(logger)}
-    if hasattr(logger, "_wandb_init"):
-        found["_id"] = logger.version
-    return found
 
 
 def _state_of(part: Any) -> dict[str, Any]:

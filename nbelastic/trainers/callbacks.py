@@ -1,4 +1,4 @@
-"""Callbacks of a trainer: their attributes in commits, their beginnings and runs.
+"""Callbacks of a trainer: their attributes in commits, and their beginnings.
 
 A callback is told of the beginning on every rank, before or in its first generation there. A rank
 that becomes the main one begins its callbacks again, as those of the main rank: only then do they
@@ -8,10 +8,8 @@ open files and runs.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from nbelastic.elastic import report
 from nbelastic.torch.elastic import TorchState
-from nbelastic.torch.functions import broadcast_object
 from nbelastic.torch.process_group import default_group
 from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
 
@@ -192,40 +189,6 @@ def by_itself() -> contextlib.AbstractContextManager[Any]:
     """Reduce the process group to this rank, while this rank alone calls a user's functions."""
     group = default_group()
     return contextlib.nullcontext() if group is None else group.alone()
-
-
-# Variables by which a library goes on with a run, and what names the run that a process is in.
-_RUNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "wandb": ("WANDB_RUN_ID", lambda wandb: wandb.run.id),
-    "mlflow": ("MLFLOW_RUN_ID", lambda mlflow: mlflow.active_run().info.run_id),
-}
-
-
-class Runs:
-    """Runs of tracking libraries, to be resumed by a rank that becomes the main rank."""
-
-    def __init__(self) -> None:
-        self.ids: dict[str, str] = {}
-
-    def share(self, **more: str) -> None:
-        """Tell all ranks the runs of the main one. All ranks call this in each generation."""
-        found = {**self.ids, **more}
-        for library, (variable, run) in _RUNS.items():
-            with contextlib.suppress(Exception):  # it is not imported, or has no run
-                found[variable] = run(sys.modules[library])
-        self.ids = broadcast_object(found, 0)
-
-    @contextlib.contextmanager
-    def go_on(self) -> Iterator[None]:
-        """Begin runs under the ids of the earlier main rank's runs, for the length of a block."""
-        given = {**self.ids, "WANDB_RESUME": "allow"} if self.ids else {}
-        before = {name: os.environ.get(name) for name in given}
-        os.environ.update(given)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 class Frozen:

@@ -8,11 +8,9 @@ committed together with the epoch's end, so that the end is never half done.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,10 +24,10 @@ from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import Session
 from nbelastic.errors import NbelasticError, OptionError
 from nbelastic.torch.elastic import run
-from nbelastic.trainers.callbacks import Callbacks, Frozen, Runs, Training, report_logs
+from nbelastic.trainers.callbacks import Callbacks, Frozen, Training, report_logs
 from nbelastic.trainers.sampler import not_dealt
 
-_POSITION = "nbelastic_position.json"
+_POSITION = "nbelastic"  # in the TrainerState of a checkpoint, among the states of callbacks
 _COUNTS = (
     "_tr_loss",
     "_total_loss_scalar",
@@ -46,7 +44,6 @@ _NOT_KEPT = {  # fields of a TrainerState
     "stateful_callbacks",
     "trial_params",
 }
-_FOLDER = "TENSORBOARD_LOGGING_DIR"
 
 
 def elastic(trainer: type[Any]) -> type[Any]:
@@ -136,11 +133,11 @@ class _ElasticTrainer:
         training.trial, training.ignored_keys = trial, ignore_keys_for_eval
         if resume_from_checkpoint is not None:
             training.resume(resume_from_checkpoint)
-        self.callback_handler.callbacks.insert(0, _EpochFollower(training))
+        self.callback_handler.callbacks.insert(0, training)
         try:
             return run(lambda _: training.train())(training.state)
         finally:
-            self.pop_callback(_EpochFollower)
+            self.pop_callback(training)
 
     def _training_loader(self) -> Any:
         """Return the loader of the Trainer; a user's own loader is prepared like the Trainer's."""
@@ -150,11 +147,8 @@ class _ElasticTrainer:
         return loader
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self._elastic is not None and self.args.should_save:  # before the Trainer's own state
-            name = f"checkpoint-{self.state.global_step}"
-            place = Path(self._get_output_dir(trial=trial), name)
-            place.mkdir(parents=True, exist_ok=True)
-            (place / _POSITION).write_text(json.dumps(self._elastic.position()))
+        if self._elastic is not None:
+            self.state.stateful_callbacks[_POSITION] = self._elastic.position()
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
@@ -170,21 +164,11 @@ class _ElasticTrainer:
             report_logs(numbers, self.state.global_step)
 
 
-class _EpochFollower(TrainerCallback):
-    """The first callback, to correct the epoch of a training resumed within an epoch."""
+class TrainerLoop(Training, TrainerCallback):
+    """Training of a Trainer, from the first generation to the last.
 
-    def __init__(self, training: TrainerLoop) -> None:
-        self._training = training
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        training = self._training
-        training.in_step = True
-        within = state.epoch - training.epoch
-        state.epoch = training.epoch + training.before + (1 - training.before) * within
-
-
-class TrainerLoop(Training):
-    """Training of a Trainer, from the first generation to the last."""
+    It is the Trainer's first callback, which corrects the epoch of a training resumed within one.
+    """
 
     trial: Any = None
     ignored_keys: Sequence[str] | None = None
@@ -206,13 +190,11 @@ class TrainerLoop(Training):
         # The learning rate's schedule was built for so many steps. Its place is a share of it: from
         # step `start` on it moves from `at` by `slope`.
         self._built, self.start, self.at, self.slope = steps, 0, 0.0, 1 / max(steps, 1)
-        self._runs = Runs()
-        self.callbacks = Callbacks(lambda: trainer.callback_handler.callbacks)
+        handler = trainer.callback_handler
+        self.callbacks = Callbacks(lambda: [e for e in handler.callbacks if e is not self])
         place = ("epoch", "begun", "evaluated", "start", "at", "slope")
         kept = {each.name for each in dataclasses.fields(trainer.state)} - _NOT_KEPT
-        super().__init__(
-            (self, place), (self._runs, ["ids"]), (trainer, _COUNTS), (trainer.state, sorted(kept))
-        )
+        super().__init__((self, place), (trainer, _COUNTS), (trainer.state, sorted(kept)))
         scheduler, args = trainer.lr_scheduler, trainer.args
         if trainer._created_lr_scheduler and hasattr(scheduler, "lr_lambdas"):
             scheduler.lr_lambdas = [self._stretched(each) for each in scheduler.lr_lambdas]
@@ -221,7 +203,7 @@ class TrainerLoop(Training):
         seed = args.seed if args.data_seed is None else args.data_seed
         self.sampler = None if why else deal(loader, seed)
         self.make_state(
-            trainer.callback_handler.callbacks,
+            handler.callbacks,
             0,
             model=model,
             optimizer=getattr(trainer.optimizer, "optimizer", trainer.optimizer),
@@ -250,12 +232,15 @@ class TrainerLoop(Training):
         share = self._share(self.trainer.state.global_step)
         return {"epoch": self.epoch, "schedule": share, **rows}
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.in_step = True
+        state.epoch = self.epoch + self.before + (1 - self.before) * (state.epoch - self.epoch)
+
     def resume(self, checkpoint: str) -> None:
         """Go on with the rows that are left of the epoch of a checkpoint."""
         trainer = self.trainer
         sampler = None if trainer.args.ignore_data_skip else self.sampler
-        path = Path(checkpoint, _POSITION)
-        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        found: dict[str, Any] = trainer.state.stateful_callbacks.get(_POSITION, {})
         within, epoch = math.modf(round(trainer.state.epoch or 0.0, 6))
         self.epoch = found.get("epoch", int(epoch))
         if "schedule" in found:
@@ -265,8 +250,8 @@ class TrainerLoop(Training):
         if sampler is not None and done is None and within:
             raise NbelasticError(
                 f"resume_from_checkpoint={checkpoint!r}: it was saved within epoch {int(epoch)}, "
-                f"and has no {_POSITION}, which says which of its rows are trained. Resume from "
-                "the end of an epoch, or pass ignore_data_skip=True to begin it again"
+                "and not by an elastic Trainer, so it is not known which of its rows are trained. "
+                "Resume from the end of an epoch, or pass ignore_data_skip=True to begin it again"
             )
         if sampler is not None and done:
             sampler.go_on(self.epoch, done)
@@ -392,12 +377,9 @@ class TrainerLoop(Training):
 
     def _begin_callbacks(self) -> None:
         """Tell callbacks of the beginning where they have not begun, or not as the main rank's."""
-        state, callbacks = self.trainer.state, self.trainer.callback_handler.callbacks
+        state = self.trainer.state
         self.callbacks.begin(state.is_world_process_zero, self._begin)
-        writers = [each for each in callbacks if hasattr(each, "tb_writer")]
-        folders = [each.logging_dir for each in writers if getattr(each, "logging_dir", None)]
-        self._runs.share(**({_FOLDER: folders[0]} if folders else {}))
-        for callback in callbacks:
+        for callback in self.trainer.callback_handler.callbacks:
             for name in ("training_bar", "training_tracker"):
                 bar: Any = getattr(callback, name, None)
                 if getattr(bar, "total", None) is not None:
@@ -405,14 +387,10 @@ class TrainerLoop(Training):
                 if hasattr(bar, "n"):
                     bar.n = state.global_step
 
-    def _begin(self, again: bool, goes_on: bool) -> None:
+    def _begin(self, _: bool, goes_on: bool) -> None:
         trainer = self.trainer
         control = dict(vars(trainer.control))
-        for each in trainer.callback_handler.callbacks if again else ():
-            if hasattr(each, "logging_dir") and _FOLDER in self._runs.ids:
-                each.logging_dir = self._runs.ids[_FOLDER]
-        with self._runs.go_on():
-            self._tell("on_train_begin")
+        self._tell("on_train_begin")
         if goes_on:
             vars(trainer.control).update(control)
 

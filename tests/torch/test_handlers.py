@@ -95,15 +95,18 @@ def test_the_handlers_of_horovod_save_restore_and_synchronise(context):
     optimizer = torch.optim.SGD(net.parameters(), lr=context.rank + 1.0, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, context.rank + 1)
     sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
-    handlers = [registry._get_handler(value) for value in (net, optimizer, schedule, sampler)]
+    handlers = [
+        next(
+            handler for kind, handler in registry.get_handler_registry() if isinstance(value, kind)
+        )(value)
+        for value in (net, optimizer, schedule, sampler)
+    ]
     assert [type(handler) for handler in handlers] == [
         registry.ModelStateHandler,
         registry.OptimizerStateHandler,
         registry.LRSchedulerStateHandler,
         registry.SamplerStateHandler,
     ]
-    assert registry._get_handler(3) is None
-
     sampler.record_batch(0, 2 + context.rank)
     for handler in handlers:
         handler.save()

@@ -439,9 +439,6 @@ def test_validation_and_gradients_passed_on_by_backward_change_no_bit(how):
 def test_what_does_not_go_with_a_loader_is_refused():
     model, optimizer = trainee()
     loader = Loader(data(), Batch(8, micro=2))
-    _state = TorchState(nn.Sequential(model, nn.LazyBatchNorm1d()), optimizer, loader=loader)
-    with pytest.raises(RuntimeError, match=r"the buffer 1\.running_mean .* not initialised"):
-        next(iter(next(iter(loader))))
     with pytest.raises(OptionError, match=r"wrap the SGD by hvd\.DistributedOptimizer"):
         TorchState(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=loader)
     hvd.elastic.LRScaler(optimizer)

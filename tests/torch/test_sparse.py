@@ -7,9 +7,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import nbelastic.torch as hvd
-from nbelastic.collectives.reduction_tree import IDENTITY
 from nbelastic.data import Batch, Loader
-from nbelastic.torch.gradients.tree_sums import add_rows, as_dense
 from tests.support.world import run_ranks
 from tests.torch.nets import bits
 from tests.torch.ranks import on_ranks
@@ -61,12 +59,9 @@ def adam(model):
 
 
 def train(optimizers_of, *, micro=2, sparse=True, odd=None, **options):
-    """Return the parameters, and how many rows of each table had a gradient in each step.
-
-    With `odd` the table is a line, too, for micro-batches whose words are so.
-    """
+    """Return the parameters; with `odd` the table is a line, too, where a batch's words are so."""
     tied = odd is not None
-    model, found = Net(sparse=sparse, tied=tied), []
+    model = Net(sparse=sparse, tied=tied)
     optimizers = [hvd.DistributedOptimizer(each, **options) for each in optimizers_of(model)]
     loader = Loader(data(), Batch(10, micro=micro, exact=True), seed=1)
     for _ in range(2):
@@ -79,15 +74,8 @@ def train(optimizers_of, *, micro=2, sparse=True, odd=None, **options):
                 else:
                     model(words, rare).backward()
             for optimizer in optimizers:
-                optimizer.synchronize()
-            tables = [each.weight.grad for each in (model.table, model.rare)]
-            if sparse and not options and not tied:
-                assert all(each is None or each.is_coalesced() for each in tables)
-                found.append([0 if each is None else each._nnz() for each in tables])
-            for optimizer in optimizers:
-                with optimizer.skip_synchronize():
-                    optimizer.step()
-    return bits([*model.parameters()]), found
+                optimizer.step()
+    return bits([*model.parameters()])
 
 
 @pytest.mark.parametrize(
@@ -102,15 +90,24 @@ def train(optimizers_of, *, micro=2, sparse=True, odd=None, **options):
     ids=["one by one", "two large", "adam", "even", "odd"],
 )
 def test_sparse_gradients_have_the_same_bits_on_any_number_of_ranks(how):
-    """They have the rows that were used; where dense ones meet them all are dense.
-
-    Of 4 ranks and 2 micro-batches, two have none, and know nothing of any gradient.
-    """
-    ((expected, rows),) = run_ranks(1, lambda _: train(**how))
-    assert "odd" in how or {rare for _, rare in rows} in ({0, 1}, {0, 2})
-    assert all(0 < used < WORDS for used, _ in rows)
+    """Of 4 ranks and 2 micro-batches, two have none, and know nothing of any gradient."""
+    (expected,) = run_ranks(1, lambda _: train(**how))
     for size in (2, 3, 4):
-        assert run_ranks(size, lambda _: train(**how)) == [(expected, rows)] * size
+        assert run_ranks(size, lambda _: train(**how)) == [expected] * size
+
+
+@on_ranks(1)
+def test_a_gradient_of_rows_is_not_added_to_that_of_the_step_before(context):
+    model = Net()
+    optimizer = hvd.DistributedOptimizer(adam(model)[0])
+    steps = iter(Loader(data(), Batch(10, micro=2)))
+    for words, rare in next(steps):
+        model(words, rare).backward()
+    optimizer.step()
+    assert model.table.weight.grad.is_sparse
+    words, rare = next(iter(next(steps)))
+    with pytest.raises(RuntimeError, match="added to that of the step before"):
+        model(words, rare).backward()
 
 
 def plain(model):
@@ -119,18 +116,4 @@ def plain(model):
 
 @on_ranks(1, 3)
 def test_the_sums_are_those_of_dense_gradients(context):
-    dense, _ = train(plain, sparse=False)
-    assert train(plain, sparse_as_dense=True)[0] == dense
-    assert train(plain)[0] == dense
-
-
-def test_absent_rows_change_no_bit():
-    """Zeros keep their sign, where torch's own sum of sparse tensors starts from 0."""
-
-    def table(rows, *values):
-        values = torch.tensor(values).view(-1, 1)
-        return torch.sparse_coo_tensor([rows], values, (6, 1), check_invariants=True).coalesce()
-
-    total = add_rows(table([1, 4], -0.0, 2.0), table([0, 4, 5], 1.0, 3.0, IDENTITY))
-    assert str(total._values().flatten().tolist()) == "[1.0, -0.0, 5.0, -0.0]"
-    assert str(as_dense(total).flatten().tolist()) == "[1.0, -0.0, -0.0, -0.0, 5.0, -0.0]"
+    assert train(plain) == train(plain, sparse_as_dense=True) == train(plain, sparse=False)

@@ -13,7 +13,7 @@ from torch import nn
 from nbelastic.data import Batch, Loader
 from nbelastic.elastic import ObjectState
 from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.errors import CollectiveError, StateMismatch
+from nbelastic.errors import CollectiveError, OptionError, StateMismatch
 from nbelastic.torch import allgather_object
 from nbelastic.torch.state.torch_state import TorchState
 from tests.elastic.members import job, nothing, resumed
@@ -277,23 +277,12 @@ def test_what_is_no_setting_is_left_alone():
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-@on_ranks(2)
-def test_a_lazy_module_that_is_made_by_its_first_batch(context):
-    net = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
-    state = TorchState(net)
-    if context.rank == 0:
-        net(torch.ones(3, 4))
-        state.restore()  # as it was then, it had no parameters
-        net[1].momentum = 0.5
-    state.align([1])
-    state.save()
-    before = bits(net)
-    net(torch.ones(3, 4))
-    net[0].weight.data.zero_()
-    state.restore()
-    assert bits(net) == before
-    assert (net[0].in_features, net[1].momentum) == (4, 0.5)
-    return bits(net.eval()(torch.ones(1, 4)))
+def test_a_lazy_module_without_its_tensors_is_refused():
+    net = nn.Sequential(nn.LazyBatchNorm1d())
+    net[0].weight = net[0].bias = None
+    for model in (nn.LazyLinear(2), net):
+        with pytest.raises(OptionError, match="of a lazy module is not initialised; call the"):
+            TorchState(model)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -149,36 +149,12 @@ def await_change(size):
 
 def with_ddp(how, flag, directory):
     """Keep torch's own sampler, which is in no state, and has no batches recorded."""
-
-    def load(data):
-        sampler = torch.utils.data.distributed.DistributedSampler(data)
-        return DataLoader(data, BATCH, sampler=sampler), sampler.set_epoch
-
-    return train_in_a_loop(how, flag, load)
-
-
-def with_fabric(how, flag, directory):
-    from lightning import Fabric
-
-    from nbelastic.lightning import ElasticFabricStrategy
-
-    fabric = Fabric(strategy=ElasticFabricStrategy(), accelerator="cpu", devices=1)
-
-    def load(data):
-        fabric.launch()
-        weights = [1.0] * ROWS
-        sampler = torch.utils.data.WeightedRandomSampler(weights, ROWS, replacement=False)
-        loader = fabric.setup_dataloaders(DataLoader(data, BATCH, sampler=sampler))
-        return loader, lambda epoch: None
-
-    return train_in_a_loop(how, flag, load)
-
-
-def train_in_a_loop(how, flag, load):
     dist.init_process_group("gloo")
     model = DistributedDataParallel(network())
     optimizer, scheduler = optimizers_of(model)
-    loader, set_epoch = load(numbered(ROWS))
+    data = numbered(ROWS)
+    sampler = torch.utils.data.distributed.DistributedSampler(data)
+    loader = DataLoader(data, BATCH, sampler=sampler)
     state = hvd.elastic.TorchState(
         model, optimizer, scheduler=scheduler, epoch=0, step=0, seen=[], ends=0
     )
@@ -187,7 +163,7 @@ def train_in_a_loop(how, flag, load):
     @hvd.elastic.run
     def train(state):
         for state.epoch in range(state.epoch, EPOCHS):
-            set_epoch(state.epoch)
+            sampler.set_epoch(state.epoch)
             for (rows,) in loader:
                 trial.begin(state.epoch, state.step)
                 optimizer.zero_grad()
@@ -207,31 +183,20 @@ def train_in_a_loop(how, flag, load):
 
 
 def with_accelerate(how, flag, directory):
-    import sys
-    import types
-
     from accelerate import Accelerator
     from accelerate.tracking import GeneralTracker, on_main_process
 
     from nbelastic.accelerate import AccelerateState
 
-    library = sys.modules["wandb"] = types.ModuleType("wandb")
-
     class Tracker(GeneralTracker):
-        """In the shape of WandBTracker; the library goes on with the run that a variable names."""
-
         name = "tracker"
         requires_logging_directory = False
         tracker = None
 
         @on_main_process
         def start(self):
-            run = os.environ.get("WANDB_RUN_ID", f"of-{os.getpid()}")
-            library.run = types.SimpleNamespace(id=run)
             self.run = Log(directory)
             self.run.open()
-            with (Path(directory) / "ids").open("a") as file:
-                print(run, file=file)
 
         @on_main_process
         def log(self, values, step=None, **_):

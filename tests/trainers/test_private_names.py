@@ -18,8 +18,8 @@ FILES = {
 }
 """The file of each room, and the packages whose modules have what it names."""
 
-OVERRIDDEN = {"_configure_launcher", "_set_world_ranks"}
-"""Methods of Lightning's strategies, which a strategy can override only in its own class."""
+OVERRIDDEN = {"_configure_launcher"}
+"""Methods of Lightning's strategy, which ours overrides in its own class."""
 
 
 def named_in(path):

@@ -7,13 +7,10 @@ from nbelastic.torch.state.handlers import (
     OptimizerStateHandler,
     SamplerStateHandler,
     StateHandler,
-    get_handler,
     get_handler_registry,
     set_handler_registry,
 )
 from nbelastic.torch.state.torch_state import TorchState
-
-_get_handler = get_handler  # Horovod's name
 
 __all__ = [
     "LRSchedulerStateHandler",

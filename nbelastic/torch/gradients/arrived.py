@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,9 @@ class ArrivedGradients:
         self.streams = Streams()  # on which gradients of accelerators were computed
         self._names = names
         self.sparse_as_dense = sparse_as_dense
+        # Of steps over loaders: the gradients of the last one, by the ids of their parameters.
+        self._delivered: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._counted = (-1, 0)  # a generation, and its steps
 
     def note(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Record `gradient`, in its present version, as the result of backward."""
@@ -127,6 +131,23 @@ class ArrivedGradients:
                     f"{self.name(parameter)} was added or unfrozen between a backward() and its "
                     "step(); do it after step()"
                 )
+
+    def deliver(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Record the reduced gradients of a step over a loader, to which no other may be added."""
+        # Weakly, because zero_grad() frees gradients.
+        self._delivered = {id(p): weakref.ref(p.grad) for p in parameters if p.grad is not None}
+
+    def is_delivered(self, parameter: torch.Tensor) -> bool:
+        """Return whether a parameter still has the gradient of the step before."""
+        before = self._delivered.get(id(parameter))
+        return before is not None and before() is parameter.grad
+
+    def steps_before(self, generation: int) -> int:
+        """Count a step over a loader; return how many came before it in its generation."""
+        known, steps = self._counted
+        steps = steps if known == generation else 0
+        self._counted = generation, steps + 1
+        return steps
 
     def check_sample(self) -> None:
         """Raise if the sampled gradient was changed; this waits for an accelerator."""

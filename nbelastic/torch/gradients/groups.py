@@ -101,14 +101,14 @@ class Bucket:
         # No transport is asked to reduce nothing.
         tail = width * (trailer or int(starts[-1] == 0))
         count = width * starts[-1]
-        self._staging: Staging | None = None
+        self.staging: Staging | None = None  # of gradients that come to the host
         self._in_place = False
         if is_accelerator(self.device):
             wire = torch.empty(count, dtype=real, device=self.device)
             self._wires = [wire, communicator.empty(tail, real)] if tail else [wire]
             if self.device.type not in communicator.capabilities.devices:
-                self._staging = Staging(wire)
-                self._wires[0] = self._staging.host
+                self.staging = Staging(wire)
+                self._wires[0] = self.staging.host
             self._tail = self._shaped(self._wires[-1])[: tail // width]
         else:
             is_small = count * real.itemsize <= MOST_SHARED_BYTES
@@ -180,14 +180,14 @@ class Bucket:
         for parameter, part, fits in self._places:
             if fits and id(parameter) in noted:
                 self._arrived.replace(parameter, part.data)  # views would share one version
-        if self._staging is not None:
-            self._staging.fetch()
+        if self.staging is not None:
+            self.staging.fetch()
 
     def launch(self, communicator: Communicator, trailer: Sequence[float] = ()) -> None:
         """Complete the bucket, and begin the reduction of gradients and `trailer`."""
         self.complete()
-        if self._staging is not None:
-            self._staging.wait_fetched()
+        if self.staging is not None:
+            self.staging.wait_fetched()
         if trailer:
             self._tail.copy_(torch.tensor([*map(float, trailer)], dtype=self.dtype))
         if self._in_place:
@@ -201,13 +201,8 @@ class Bucket:
         for handle in self._handles:
             handle.wait()
         self._handles = []
-        if self._staging is not None:
-            self._staging.send_back()
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether gradients come from an accelerator to the host."""
-        return self._staging is not None
+        if self.staging is not None:
+            self.staging.send_back()
 
     @property
     def sums(self) -> list[complex]:

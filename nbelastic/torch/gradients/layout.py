@@ -5,29 +5,22 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from nbelastic.collectives import Communicator
+from nbelastic.collectives import Communicator, SoloCommunicator
+from nbelastic.elastic.ranks.context import Context
 from nbelastic.errors import CollectiveError
 from nbelastic.torch.gradients.arrived import ArrivedGradients, same
 from nbelastic.torch.gradients.groups import Bucket
 from nbelastic.torch.gradients.options import ReduceOptions
+from nbelastic.torch.ops.coordination.process_sets import group_in
 from nbelastic.torch.ops.operation.tensor_operations import kind_of
 
 BUCKET_BYTES = 25 << 20
 # The first of several is small, so that the network has something to do early.
 FIRST_BUCKET_BYTES = 1 << 20
-
-
-class Manifest(NamedTuple):
-    """All that decides on a layout, in addition to the parameters: equal on all ranks."""
-
-    order: list[int]  # indices of the parameters, as their gradients are expected
-    after_backward: bool  # sums do not run while a rank computes
-    bucket_bytes: int = BUCKET_BYTES  # from which a bucket is full, as rank 0 has it
 
 
 def groups_of(
@@ -52,12 +45,15 @@ def fusion_threshold() -> int:
 
 def plan_buckets(
     parameters: Sequence[torch.Tensor],
-    manifest: Manifest,
+    order: Sequence[int],
+    full: int,
     wire_dtype: Callable[[torch.dtype], torch.dtype],
     groups: Iterable[Sequence[int]] = (),
 ) -> list[list[int]]:
-    """Distribute parameters over buckets, because each operation has a price of its own."""
-    order, full = manifest.order, manifest.bucket_bytes
+    """Distribute parameters over buckets, because each operation has a price of its own.
+
+    `order` has their indices as their gradients are expected; a bucket of `full` bytes is full.
+    """
     expected = {index: place for place, index in enumerate(order)}
     group_of = {index: number for number, group in enumerate(groups) for index in group}
 
@@ -88,20 +84,31 @@ def plan_buckets(
 class Layout:
     """Buckets of an optimizer's gradients, on which the ranks of a generation have agreed."""
 
-    def __init__(self, kind: str, options: ReduceOptions, arrived: ArrivedGradients) -> None:
+    def __init__(self, kind: str, options: ReduceOptions, names: Mapping[int, str]) -> None:
+        self.options = options
+        self.arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
         # In the order of their launch. They have memory, so there are none when it is not used.
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[int, Bucket] = {}  # by the id of a parameter
-        self.manifest = Manifest([], after_backward=False)
+        # What the ranks have agreed on: whether sums wait for the end of backward, the bytes of a
+        # full bucket, and the parameters' indices in the order in which gradients are expected.
+        self.manifest: list[int] = []
         self._after_backward = False
         self._kind = kind  # of the optimizer, in messages
-        self._options = options
-        self._arrived = arrived
         self._number = 0  # of this optimizer in the generation, in the order of first steps
         self._parameters: list[torch.Tensor] = []
         self._generation: int | None = None  # that has agreed
         self._numbered_in: int | None = None
         self._failed: int | None = None
+
+    def communicator(self, context: Context) -> Communicator:
+        """Return the communicator of the process set's ranks; a rank that is not in it is alone."""
+        if self.options.of_all:
+            return context.communicator()
+        group = group_in(context, self.options.process_set)
+        if context.rank in group.ranks or not group.ranks:  # a set without members raises there
+            return group.communicator()
+        return SoloCommunicator(context.generation)
 
     def holds(self, communicator: Communicator, parameters: list[torch.Tensor]) -> bool:
         """Return whether the ranks have agreed on a layout of these parameters."""
@@ -127,17 +134,18 @@ class Layout:
             bucket.begin()
 
     def _make_buckets(self, communicator: Communicator, parameters: list[torch.Tensor]) -> None:
-        options, manifest = self._options, self.manifest
-        asked_for = groups_of(parameters, manifest.order, options.groups)
-        plan = plan_buckets(parameters, manifest, options.wire_dtype, asked_for)
+        options = self.options
+        after_backward, full, *order = self.manifest
+        asked_for = groups_of(parameters, order, options.groups)
+        plan = plan_buckets(parameters, order, full, options.wire_dtype, asked_for)
         for indices in plan:
             members = [parameters[index] for index in indices]
             trailer = 1 + len(parameters) if indices is plan[-1] else 0
-            bucket = Bucket(communicator, members, options, self._arrived, trailer)
+            bucket = Bucket(communicator, members, options, self.arrived, trailer)
             self.buckets.append(bucket)
             self.bucket_of.update((id(parameter), bucket) for parameter in members)
         # Sums of gradients that come from an accelerator would wait for it in a hook.
-        self._after_backward = manifest.after_backward or any(b.is_staged for b in self.buckets)
+        self._after_backward = bool(after_backward) or any(b.staging for b in self.buckets)
 
     def is_late(self, communicator: Communicator) -> bool:
         """Return whether no sum begins before backward has ended."""
@@ -174,17 +182,17 @@ class Layout:
 
     def description(self, communicator: Communicator, parameters: list[torch.Tensor]) -> str:
         """Return what ranks compare before a step; empty if its sums can be for nothing else."""
-        if _optimizers.get(communicator, 0) <= 1 and not self._options.apart:
+        if _optimizers.get(communicator, 0) <= 1 and not self.options.apart:
             return ""
         what = self._kind
         if parameters:
-            first = self._arrived.name(parameters[0])
+            first = self.arrived.name(parameters[0])
             what += f" of {len(parameters)} tensors, of which the first is {first}"
         return f"step() of distributed optimizer {self._number} ({what})"
 
-    def _exchange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> Manifest:
+    def _exchange(self, communicator: Communicator, parameters: list[torch.Tensor]) -> list[int]:
         """Compare parameters and options; return the manifest of a generation, rank 0's."""
-        options, by = self._options, self._options.compression
+        options, by = self.options, self.options.compression
         groups = groups_of(parameters, range(len(parameters)), options.groups)
         lines = [
             "the first step of a DistributedOptimizer, which needs the same model and options on "
@@ -195,20 +203,19 @@ class Layout:
             f"it trains {len(parameters)} tensors",
         ]
         for p in parameters:
-            lines.append(f"{self._arrived.name(p)} is {kind_of(p.dtype, p.shape)}")
+            lines.append(f"{self.arrived.name(p)} is {kind_of(p.dtype, p.shape)}")
         communicator.agree("\n".join(lines))
         self._number = number = self.number_in(communicator)
         self._numbered_in = communicator.generation
         _optimizers[communicator] = max(number, _optimizers.get(communicator, 0))
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        first = [index_of[key] for key in self._arrived.noted if key in index_of]
+        first = [index_of[key] for key in self.arrived.noted if key in index_of]
         # Without a gradient in this step, as if backward met them last.
         missing = sorted(set(range(len(parameters))).difference(first), reverse=True)
         late = not communicator.capabilities.overlaps
         its = torch.tensor([late, fusion_threshold(), *first, *missing], dtype=torch.int64)
         communicator.broadcast(its, 0)  # each rank's gradients arrive in an order of its own
-        after_backward, bucket_bytes, *order = its.tolist()
-        return Manifest(order, bool(after_backward), bucket_bytes)
+        return its.tolist()
 
 
 # How many optimizers the ranks of a communicator have stepped.

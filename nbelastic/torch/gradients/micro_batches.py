@@ -12,9 +12,7 @@ import collections
 import dataclasses
 import itertools
 import math
-import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,36 +21,15 @@ from nbelastic.elastic.ranks.context import Context
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import CollectiveError, NbelasticError, RanksDisagree
 from nbelastic.torch.compression import Compression
+from nbelastic.torch.gradients.layout import Layout
 from nbelastic.torch.gradients.step import GradientStep, agree, change_of
 from nbelastic.torch.gradients.tree_sums import MicroBatchSum, sum_over_ranks
 from nbelastic.torch.ops.coordination.coordination import announce
-
-if TYPE_CHECKING:
-    from nbelastic.torch.gradients.reducer import Reducer
 
 # Steps of a generation from one comparison of parameters to the next. The first is compared.
 WITNESS_EVERY = 100
 
 _DIGEST_LIMIT = 1 << 52  # exact as a float64, as which digests travel
-
-SPARSE = 1 << 30  # presence of a sparse gradient: more than that of dense ones on all ranks
-
-
-class PreviousSteps:
-    """Record of the steps of an optimizer before the present one."""
-
-    def __init__(self) -> None:
-        # Gradients of the last step, by the ids of their parameters.
-        self.delivered: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._generation = -1
-        self._steps = 0
-
-    def compare_now(self, generation: int) -> bool:
-        """Count a step; return whether ranks compare parameters in it, the same on all."""
-        if generation != self._generation:
-            self._generation, self._steps = generation, 0
-        self._steps += 1
-        return (self._steps - 1) % WITNESS_EVERY == 0
 
 
 class MicroBatchReduction(GradientStep):
@@ -64,20 +41,19 @@ class MicroBatchReduction(GradientStep):
 
     share: StepShare
 
-    def __init__(self, reducer: Reducer, context: Context) -> None:
-        options, share = reducer.options, context.share
+    def __init__(self, layout: Layout, context: Context, parameters: list[torch.Tensor]) -> None:
+        options, share = layout.options, context.share
         assert share is not None
         plain = options.op is Op.AVERAGE and options.compression is Compression.none
-        if not plain or options.predivide != 1.0 or not reducer.of_all:
+        if not plain or options.predivide != 1.0 or not options.of_all:
             raise ValueError(
                 "an optimizer with op=, compression=, gradient_predivide_factor= or process_set= "
                 "cannot be used with a Loader: the gradient of a step is the weighted mean of its "
                 "micro-batches on all ranks. Leave these out, or use an ElasticSampler"
             )
-        super().__init__(reducer, context)
+        super().__init__(layout, context, parameters)
         announce(self.communicator, "a step over a Loader")
         self.share = share
-        self._previous = reducer.previous
         self._sums = {id(parameter): MicroBatchSum(share) for parameter in self.parameters}
         self._place: tuple[int, tuple[int, int]] | None = None  # micro-batch, and part of it
 
@@ -109,50 +85,35 @@ class MicroBatchReduction(GradientStep):
                 "parameter.requires_grad_(False)"
             )
         self._passes_left[id(parameter)] = left
-        self._take(parameter, total, number, last=left == 0)
-
-    def _take(
-        self, parameter: torch.Tensor, total: MicroBatchSum, number: int, *, last: bool
-    ) -> None:
-        """Add the gradient of a pass, the `last` of its micro-batch or not."""
+        if not total and self._arrived.is_delivered(parameter):
+            raise RuntimeError(
+                f"the gradient of {self._arrived.name(parameter)} was added to that of the "
+                "step before; call optimizer.zero_grad() before the loop over the step"
+            )
         gradient = parameter.grad
-        assert gradient is not None
-        if not total:
-            before = self._previous.delivered.get(id(parameter))
-            if before is not None and before() is gradient:
-                raise RuntimeError(
-                    f"the gradient of {self._arrived.name(parameter)} was added to that of the "
-                    "step before; call optimizer.zero_grad() before the loop over the step"
-                )
         if gradient.requires_grad:  # create_graph=True
             gradient = gradient.detach().clone()
         if gradient.layout is not torch.strided:
-            # Of rows, as the gradient of an embedding is.
-            has_rows = gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 1
-            stays = has_rows and not self._arrived.sparse_as_dense
-            gradient = gradient.coalesce() if stays else gradient.to_dense()
+            gradient = gradient.to_dense()
         parameter.grad = None  # the next micro-batch must not add to it
         weight = self.share.part_weight
         if weight == 0.0:
             return  # whatever its gradient: a mean over nothing is not a number
         if weight != 1.0:
             gradient.mul_(weight)
-        gradient = total.add(number, gradient, whole=self.share.is_whole and last)
-        if self.share.is_last and last:
+        gradient = total.add(number, gradient, whole=self.share.is_whole and left == 0)
+        if self.share.is_last and left == 0:
             parameter.grad = gradient
             self._arrived.note(parameter, gradient)
-            if self._arrived.sampled is None and gradient.layout is torch.strided:
+            if self._arrived.sampled is None:
                 self._arrived.take_sample(parameter, gradient)
 
     def _check_seen(self) -> None:
         """Refuse assigned gradients, which no hook sees, so that the sum would lack them."""
-        noted, delivered = self._arrived.noted, self._previous.delivered
         for parameter in self.parameters:
-            gradient = parameter.grad
-            if gradient is None or id(parameter) in noted:
+            if parameter.grad is None or id(parameter) in self._arrived.noted:
                 continue  # `ArrivedGradients` compares what it has noted
-            before = delivered.get(id(parameter))
-            if before is not None and before() is gradient:
+            if self._arrived.is_delivered(parameter):
                 continue  # of the step before, without zero_grad()
             raise RuntimeError(
                 f"{self._arrived.name(parameter)} has a gradient that was assigned and not "
@@ -176,41 +137,29 @@ class MicroBatchReduction(GradientStep):
         self._arrived.check_trained(trained, self.parameters)
         self.concerns_peers = self.communicator.size > 1  # from here on they wait for this rank
         counts, weight = self._exchange_trailer()
-        present: list[torch.Tensor] = []
-        sparse: list[int] = []  # which of these
-        for parameter, count in zip(self.parameters, counts, strict=True):
+        for parameter in self.parameters:
             parameter.grad = None
-            if not count:
-                continue
-            if count % SPARSE:
-                self._sums[id(parameter)].densify()  # it is dense on another rank
-            else:
-                sparse.append(len(present))
-            present.append(parameter)
+        present = [p for p, count in zip(self.parameters, counts, strict=True) if count]
         sums = [self._sums[id(parameter)] for parameter in present]
-        totals = sum_over_ranks(self.communicator, self.share, sums, present, sparse)
+        totals = sum_over_ranks(self.communicator, self.share, sums, present)
         if totals and weight != 1.0:
-            strided = [t if t.layout is torch.strided else t._values() for t in totals]
-            torch._foreach_div_(strided, weight)
-        delivered = self._previous.delivered = {}
+            torch._foreach_div_(totals, weight)
         for parameter, total in zip(present, totals, strict=True):
             parameter.grad = total
-            delivered[id(parameter)] = weakref.ref(total)  # weak: zero_grad() frees gradients
         self.concerns_peers = False
 
-    def _exchange_trailer(self) -> tuple[list[int], float]:
+    def _exchange_trailer(self) -> tuple[Sequence[float], float]:
         """Return on how many ranks each gradient is, and the sum of all weights."""
         share, size, rank = self.share, self.communicator.size, self.communicator.rank
         change = change_of(self.context)
         weights = [share.weights.get(number, 0.0) for number in range(share.micro_batches)]
-        sums = [self._sums[id(parameter)] for parameter in self.parameters]
-        # A sparse one counts SPARSE times.
-        there = [SPARSE if each.is_sparse else int(bool(each)) for each in sums]
+        there = [bool(self._sums[id(parameter)]) for parameter in self.parameters]
         if size == 1:
             agree(self.context, change)
             share.seen = share.taken
             return there, math.fsum(weights)
-        compares = share.exact and self._previous.compare_now(self.generation)
+        steps = self._arrived.steps_before(self.generation)
+        compares = share.exact and steps % WITNESS_EVERY == 0
         own = Trailer(
             change=[change],
             deviating=[share.deviates],
@@ -231,7 +180,7 @@ class MicroBatchReduction(GradientStep):
         if compares and not deviating:
             check_witness(of_all.digests, rank)
         share.times = tuple(of_all.times)
-        return [*map(int, of_all.there)], math.fsum(of_all.weights)  # exact, in any order
+        return of_all.there, math.fsum(of_all.weights)  # exact, in any order
 
 
 @dataclasses.dataclass
@@ -242,7 +191,7 @@ class Trailer:
     deviating: Sequence[float]  # whether the rank cannot promise the same bits
     rows: Sequence[float]  # taken so far, for the ledger
     weights: Sequence[float]  # of all micro-batches
-    there: Sequence[float]  # for each parameter whether it has a gradient; SPARSE for a sparse one
+    there: Sequence[float]  # for each parameter whether it has a gradient
     places: Sequence[float]  # of each rank three numbers: see check_places
     times: Sequence[float]  # seconds that each rank takes for a micro-batch
     digests: Sequence[float]  # of each rank's parameters, in some steps; else none

@@ -18,7 +18,7 @@ from nbelastic.elastic.ranks.context import current
 from nbelastic.torch.compression import AnyCompressor, Compression
 from nbelastic.torch.gradients.options import ReduceOptions, check_groups, names_of
 from nbelastic.torch.gradients.reducer import Reducer
-from nbelastic.torch.ops.coordination.process_sets import ProcessSet, added_set
+from nbelastic.torch.ops.coordination.process_sets import added_set
 from nbelastic.torch.ops.operation.reduction import GradientOp
 from nbelastic.torch.ops.reductions import allreduce
 
@@ -106,8 +106,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
         How many groups to reduce gradients in, or which parameters go together; 0 or None: groups
         of about 25 MB in the order in which gradients arrive.
     sparse_as_dense : bool, default False
-        Whether sparse gradients travel as dense ones. Else ranks gather their indices and values;
-        over a :class:`~nbelastic.torch.elastic.Loader`, they sum the rows that any has used.
+        Whether sparse gradients travel as dense ones, as over a
+        :class:`~nbelastic.torch.elastic.Loader` they do anyway. Else ranks gather their indices
+        and values.
     process_set : ProcessSet, optional
         The ranks whose gradients are reduced; by default all. Other ranks step by themselves.
 
@@ -130,7 +131,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
     """
     if isinstance(optimizer, _Distributed):
         raise ValueError("the optimizer is a DistributedOptimizer already")
-    chosen = added_set(process_set)
     names = names_of(optimizer, named_parameters)
     options = ReduceOptions(
         op=op,
@@ -139,18 +139,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name: it was a class once
         passes=backward_passes_per_step,
         groups=check_groups(optimizer, groups, num_groups),
         sparse_as_dense=sparse_as_dense,
+        process_set=added_set(process_set),
     )
-    return _wrap(optimizer, names, options, chosen)
+    return _wrap(optimizer, names, options)
 
 
 def _wrap(
-    optimizer: AnyOptimizer,
-    names: Mapping[int, str],
-    options: ReduceOptions,
-    process_set: ProcessSet,
+    optimizer: AnyOptimizer, names: Mapping[int, str], options: ReduceOptions
 ) -> AnyOptimizer:
-    reducer = Reducer(optimizer, names, options, process_set)
-    optimizer._reducer = reducer  # type: ignore[attr-defined]
+    optimizer._reducer = Reducer(optimizer, names, options)  # type: ignore[attr-defined]
     current().telemetry.device = next((str(p.device) for p in _parameters(optimizer)), "cpu")
     vars(optimizer).pop("step", None)  # that a scheduler, made before, has set to note a call
     optimizer.__class__ = _distributed(type(optimizer))  # type: ignore[arg-type]
@@ -177,12 +174,6 @@ class _Distributed(Base):
 
     _reducer: Reducer
     _skips = False
-
-    @property
-    def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """Names of parameters, as Horovod's optimizer has them."""
-        names = self._reducer.names
-        return {each: names[id(each)] for each in _parameters(self) if id(each) in names}
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; afterwards ``step()`` does not.
@@ -272,7 +263,7 @@ class _Distributed(Base):
             raise RuntimeError(
                 "backward_passes_per_step can only change between step() and backward()"
             )
-        reducer.options = dataclasses.replace(reducer.options, passes=passes)
+        reducer.layout.options = dataclasses.replace(reducer.layout.options, passes=passes)
 
     def reset(self) -> None:
         """Drop gradients, and reductions under way, before a state is restored."""
@@ -290,9 +281,9 @@ class _Distributed(Base):
         pairs = zip(_parameters(self), _parameters(made), strict=True)
         names = self._reducer.names
         named = {id(copied): names[id(mine)] for mine, copied in pairs if id(mine) in names}
-        options = self._reducer.options
+        options = self._reducer.layout.options
         options = dataclasses.replace(options, groups=copy.deepcopy(options.groups, memo))
-        return cast("_Distributed", _wrap(made, named, options, self._reducer.process_set))
+        return cast("_Distributed", _wrap(made, named, options))
 
 
 def with_methods_of(first: type, base: type, **more: Any) -> type:
@@ -318,10 +309,10 @@ def _reduced(optimizer: _Distributed, closure: Callable[[], Any]) -> Any:
     optimizer.synchronize()
     if loss is None:
         return None
-    op, process_set = optimizer._reducer.options.op, optimizer._reducer.process_set
-    if not process_set.included():
+    options = optimizer._reducer.layout.options
+    if not options.process_set.included():
         return loss
     value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss)
-    op = op if isinstance(op, Op) else Op.AVERAGE
-    reduced = allreduce(value, op=op, process_set=process_set)
+    op = options.op if isinstance(options.op, Op) else Op.AVERAGE
+    reduced = allreduce(value, op=op, process_set=options.process_set)
     return reduced if isinstance(loss, torch.Tensor) else reduced.item()

@@ -11,6 +11,7 @@ import torch
 
 from nbelastic.collectives import Op
 from nbelastic.torch.compression import AnyCompressor, Compressor
+from nbelastic.torch.ops.coordination.process_sets import ProcessSet, global_process_set
 from nbelastic.torch.ops.operation.reduction import Adasum, GradientOp
 
 
@@ -25,6 +26,7 @@ class ReduceOptions:
     # How many groups to form, 0 for none; or the groups. One operation reduces a group.
     groups: int | tuple[tuple[torch.Tensor, ...], ...]
     sparse_as_dense: bool  # else sparse gradients are reduced apart
+    process_set: ProcessSet  # the ranks that reduce; others step by themselves
 
     def __post_init__(self) -> None:
         if self.op not in (Op.AVERAGE, Op.SUM, Adasum):
@@ -51,6 +53,11 @@ class ReduceOptions:
     def changes_types_only(self) -> bool:
         """Whether compressed gradients add up as they are on the wire."""
         return isinstance(self.compression, type) and issubclass(self.compression, Compressor)
+
+    @property
+    def of_all(self) -> bool:
+        """Whether all ranks reduce."""
+        return self.process_set is global_process_set
 
     @property
     def apart(self) -> bool:

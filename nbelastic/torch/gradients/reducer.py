@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from nbelastic.collectives import Communicator, Op, SoloCommunicator
+from nbelastic.collectives import Op
 from nbelastic.elastic.ranks.context import Context, current, current_or_none
 from nbelastic.elastic.ranks.step_share import StepShare
-from nbelastic.torch.gradients.arrived import ArrivedGradients
 from nbelastic.torch.gradients.layout import Layout
-from nbelastic.torch.gradients.micro_batches import MicroBatchReduction, PreviousSteps
+from nbelastic.torch.gradients.micro_batches import MicroBatchReduction
 from nbelastic.torch.gradients.options import ReduceOptions
 from nbelastic.torch.gradients.step import (
     GradientStep,
@@ -29,21 +28,13 @@ from nbelastic.torch.gradients.step import (
     reduce_apart,
 )
 from nbelastic.torch.ops.coordination.joined_rank import SERVICES, at_end
-from nbelastic.torch.ops.coordination.process_sets import ProcessSet, global_process_set, group_in
+from nbelastic.torch.ops.coordination.process_sets import group_in
 
 NOT_IN_STATE = (
     "the Loader that trains is in no state\n"
     "A commit does not say which of its steps are done: after a change of membership its epoch "
     "begins anew.\n"
     "Make it a value of the state: TorchState(model, optimizer, loader=loader)."
-)
-
-HOOK_IS_LATE = (
-    "a hook finds no gradient: {name} has a post-accumulate-grad hook\n"
-    "Over a Loader the optimizer takes each gradient as it arrives, so that `.grad` is None in "
-    "hooks that were registered after hvd.DistributedOptimizer.\n"
-    "Register the hook before the optimizer is wrapped; or read gradients after "
-    "optimizer.synchronize()."
 )
 
 
@@ -55,21 +46,15 @@ class Reducer:
         optimizer: torch.optim.Optimizer,
         names: Mapping[int, str],
         options: ReduceOptions,
-        process_set: ProcessSet,
     ) -> None:
-        self.process_set = process_set
-        self.of_all = process_set is global_process_set
         self._deferred = False
         self._optimizer = weakref.ref(optimizer)
         self.names = names  # of parameters by their ids, for messages
-        self.options = options
         self._context = current()
-        self.arrived = ArrivedGradients(names, sparse_as_dense=options.sparse_as_dense)
         self._sparse: list[torch.Tensor] = []  # with sparse gradients, as far as all ranks know
-        kind = type(optimizer).__name__
-        self.layout = Layout(kind, options, self.arrived)
+        self.layout = Layout(type(optimizer).__name__, options, names)
+        self.arrived = self.layout.arrived
         self.step: GradientStep | None = None
-        self.previous = PreviousSteps()
         self._failed_share: StepShare | None = None
         self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
         self._yielded: set[int] = set()  # parameters that a newer optimizer has
@@ -116,6 +101,8 @@ class Reducer:
                 step = self._present_step()
                 step.finish(self.trained())
                 self._reduce_apart(step)
+                if step.share is not None:
+                    self.arrived.deliver(step.parameters)
             except BaseException:
                 self._fail()
                 raise
@@ -151,14 +138,15 @@ class Reducer:
         self._check_share(step, context)
         self._abandon()
         kind = ReductionStep if context.share is None else MicroBatchReduction
-        step = self.step = kind(self, context)
+        step = self.step = kind(self.layout, context, self.trained())
         step.communicator.current_operation = "the reduction of gradients by a DistributedOptimizer"
         self._hook(step.parameters)
         if step.share is not None or step.communicator.size == 1:
             self.layout.release()  # neither uses buckets, whose memory is as large as the model
         if step.share is not None and not self._checked:
             self._checked = True
-            self._warn_of_oversights(context, step.parameters, step.share)
+            if context.loops and not step.share.in_state:
+                context.warn(NOT_IN_STATE)
         return step
 
     def _check_share(self, before: GradientStep | None, context: Context) -> None:
@@ -181,28 +169,6 @@ class Reducer:
                 "optimizer.zero_grad(). For larger batches make Batch(global_batch=…) larger"
             )
 
-    def _warn_of_oversights(
-        self, context: Context, parameters: list[torch.Tensor], share: StepShare
-    ) -> None:
-        """Warn, once, of mistakes with a loader that raise no error."""
-        if context.loops and not share.in_state:
-            context.warn(NOT_IN_STATE)
-        for parameter in parameters:
-            _, own = self._hooks.get(id(parameter), (None, None))
-            hooks = list(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-            if own is not None and own.id in hooks and hooks[-1] != own.id:
-                context.warn(HOOK_IS_LATE.format(name=self.arrived.name(parameter)))
-                return
-
-    def communicator(self, context: Context) -> Communicator:
-        """Return the communicator of the process set's ranks; a rank that is not in it is alone."""
-        if self.process_set is global_process_set:
-            return context.communicator()
-        group = group_in(context, self.process_set)
-        if context.rank in group.ranks or not group.ranks:  # a set without members raises there
-            return group.communicator()
-        return SoloCommunicator(context.generation)
-
     @torch.no_grad()
     def step_with_nothing(self) -> None:
         """Take part in the other ranks' step, as a joined rank."""
@@ -211,7 +177,7 @@ class Reducer:
         for parameter in self.trained(apart=True):
             parameter.grad = None  # one kept from an earlier step would be added
         with self._lock:
-            apart = self._sparse or self.options.apart
+            apart = self._sparse or self.layout.options.apart
             # Sums of a backward are not waited for: others may need this rank before they end.
             later = not apart and self._present_step().launch_all()
         self._deferred = True
@@ -231,7 +197,8 @@ class Reducer:
         """Reduce the gradients outside the layout: sparse and compressed gradients."""
         if step.share is None and step.communicator.size > 1:
             self._sparse += step.found_sparse  # no bucket has them from the next step on
-            group, op = group_in(step.context, self.process_set), self.options.op
+            options = self.layout.options
+            group, op = group_in(step.context, options.process_set), options.op
             keys, trained = set(map(id, self._sparse)), self.trained(apart=True)
             sparse = [parameter for parameter in trained if id(parameter) in keys]
             if sparse:
@@ -241,9 +208,9 @@ class Reducer:
                         "needs dense ones; pass sparse_as_dense=True"
                     )
                 gather_sparse(group, sparse, op)
-            if self.options.apart:
+            if options.apart:
                 dense = [each for each in trained if id(each) not in keys]
-                reduce_apart(group, dense, self.options)
+                reduce_apart(group, dense, options)
         if isinstance(self._optimizer(), torch.optim.SparseAdam):  # takes no other gradients
             for parameter in self.trained(apart=True):
                 if parameter.grad is not None and parameter.grad.layout is torch.strided:
@@ -286,7 +253,7 @@ class Reducer:
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         if apart or self.in_micro_batches:
             return trained
-        if self.options.apart:
+        if self.layout.options.apart:
             return []
         keys = set(map(id, self._sparse))
         return [each for each in trained if id(each) not in keys] if keys else trained
@@ -327,13 +294,13 @@ def _of_all_ranks(context: Context) -> list[Reducer]:
     """Return the reducers of a rank that reduce over all ranks, in the order of their making."""
     with _alive_lock:
         alive = [*_alive]
-    return [each for each in alive if each._context is context and each.of_all]
+    return [each for each in alive if each._context is context and each.layout.options.of_all]
 
 
 def _step_of_joined(context: Context, what: dict[str, Any]) -> None:
     """Take part in a step of an optimizer, as a rank that has joined."""
     for reducer in _of_all_ranks(context):
-        if reducer.layout.number_in(reducer.communicator(context)) == what["number"]:
+        if reducer.layout.number_in(reducer.layout.communicator(context)) == what["number"]:
             reducer.step_with_nothing()
             return
 

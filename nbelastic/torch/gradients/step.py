@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,15 +12,12 @@ from nbelastic.elastic.ranks.groups import Group
 from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.elastic.ranks.timeline import timeline
 from nbelastic.errors import CollectiveError
+from nbelastic.torch.gradients.layout import Layout
 from nbelastic.torch.gradients.options import ReduceOptions
-from nbelastic.torch.gradients.tree_sums import of_rows
 from nbelastic.torch.ops.coordination.comparison import begin
 from nbelastic.torch.ops.coordination.coordination import announce, is_joined
 from nbelastic.torch.ops.operation.reduction import as_real
 from nbelastic.torch.ops.operation.tensor_operations import Allreduce, SparseAllreduce
-
-if TYPE_CHECKING:
-    from nbelastic.torch.gradients.reducer import Reducer
 
 # Gradients of so many elements are cheap to copy.
 SMALL_GRADIENT = 1 << 16
@@ -57,16 +53,15 @@ class GradientStep:
     share: StepShare | None = None  # this rank's micro-batches, if the step consists of them
     found_sparse: Sequence[torch.Tensor] = ()  # parameters to be reduced apart from now on
 
-    def __init__(self, reducer: Reducer, context: Context) -> None:
-        # The reducer is not kept, because it has to end with its optimizer.
+    def __init__(self, layout: Layout, context: Context, parameters: list[torch.Tensor]) -> None:
         self.context = context
-        self.communicator = reducer.communicator(context)
+        self.communicator = layout.communicator(context)
         self.generation = context.generation
-        self.parameters = reducer.trained()
+        self.parameters = parameters
         self.has_gradients = False  # at least one has arrived
         self.concerns_peers = False  # others may be waiting for this rank's part of the step
-        self._arrived = reducer.arrived
-        self._passes = reducer.options.passes
+        self._layout, self._arrived = layout, layout.arrived
+        self._passes = layout.options.passes
         self._passes_left: dict[int, int] = {}  # of each parameter, by its id
 
     @property
@@ -93,14 +88,15 @@ class GradientStep:
 class ReductionStep(GradientStep):
     """Progress of one step: passes counted, buckets launched."""
 
-    def __init__(self, reducer: Reducer, context: Context) -> None:
-        super().__init__(reducer, context)
-        self._layout = reducer.layout
+    def __init__(self, layout: Layout, context: Context, parameters: list[torch.Tensor]) -> None:
+        super().__init__(layout, context, parameters)
         self._arranged = False  # stays so in a world of one
         self._passes_left = dict.fromkeys(map(id, self.parameters), self._passes)
         self._last_pass: dict[int, tuple[int, int]] = {}  # addresses of gradients, their versions
         self._launched = 0
-        self._of_all = reducer.of_all  # else it concerns no joined rank, and carries no flags
+        self._of_all = (
+            layout.options.of_all
+        )  # else it concerns no joined rank, and carries no flags
         self._announced = False
         if self._layout.holds(self.communicator, self.parameters):
             self._prepare()
@@ -249,7 +245,9 @@ def gather_sparse(group: Group, parameters: Sequence[torch.Tensor], op: Op) -> N
         gradient = parameter.grad
         if gradient is None:  # all ranks take part, this one without rows
             values = parameter.detach().new_empty(0, *parameter.shape[1:])
-            gradient = of_rows(torch.empty(0, dtype=torch.int64), values, parameter.shape)
+            rows = torch.empty(1, 0, dtype=torch.int64)
+            sizes = parameter.shape
+            gradient = torch.sparse_coo_tensor(rows, values, sizes, check_invariants=False)
         elif gradient.layout is torch.strided:
             gradient = gradient.to_sparse(1)
         gradients.append(gradient)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.utils.data.distributed import DistributedSampler
 
 from nbelastic.data import Loader
@@ -39,7 +38,7 @@ from nbelastic.torch.state.optimizer_adapter import (
     within,
 )
 from nbelastic.torch.state.settings import SentSettings, Settings, uncompiled
-from nbelastic.torch.state.structure import LAZY, Structure, word_for
+from nbelastic.torch.state.structure import Structure, word_for
 
 _all_of = itertools.chain.from_iterable
 _dicts_in = operator.attrgetter("_modules", "_parameters", "_buffers")
@@ -50,7 +49,7 @@ _TORCHS = ("torch.nn.", "torch.jit.", "torch._dynamo.")
 
 
 class ModulePart(NamedTuple):
-    """Tensors of a module, by name; LAZY stands for a tensor still to be made."""
+    """Tensors of a module, by name."""
 
     path: str
     parameters: dict[str, Any]
@@ -73,7 +72,7 @@ class ModuleAdapter(Adapter):
 
     def capture(self, flattener: Flattener, obj: torch.nn.Module) -> ModuleContent:
         def captured(tensors: Mapping[str, Any]) -> dict[str, Any]:
-            return {n: LAZY if is_lazy(t) else flattener.flatten(t) for n, t in tensors.items()}
+            return {name: flattener.flatten(tensor) for name, tensor in tensors.items()}
 
         parts, extras = {}, []
         modules = dict(obj.named_modules())
@@ -127,7 +126,7 @@ class ModuleAdapter(Adapter):
             _fill(unflattener, module._parameters, part.parameters, torch.nn.Parameter)
             _fill(unflattener, module._buffers, part.buffers, torch.Tensor)
             for name, parameter in module._parameters.items():
-                if parameter is not None and not is_lazy(parameter):
+                if parameter is not None:
                     parameter.requires_grad_(name in part.trained)
                     parameter.grad = None
         content.settings.restore(obj)
@@ -143,8 +142,8 @@ class ModuleAdapter(Adapter):
             for kind, tensors in (("parameter", part.parameters), ("buffer", part.buffers)):
                 for name, tensor in tensors.items():
                     full = _join(label, path, name)
-                    if isinstance(tensor, str | None):
-                        found[kind, full] = str(tensor)
+                    if tensor is None:
+                        found[kind, full] = "None"
                         continue
                     names.setdefault(id(tensor), full)
                     frozen = kind == "parameter" and name not in part.trained
@@ -159,7 +158,7 @@ class ModuleAdapter(Adapter):
             _join(part.path, name): tensor
             for part in content.parts.values()
             for name, tensor in (*part.parameters.items(), *part.buffers.items())
-            if not isinstance(tensor, str | None)
+            if tensor is not None
             and (whole or not (name in part.transient or _is_in(part.path, own)))
         }
         found.update((_join(path, "_extra_state"), extra) for path, extra in content.extras)
@@ -207,13 +206,9 @@ def _fill(
         del live[name]
     for name, tensor in captured.items():
         mine = live.get(name)
-        if isinstance(tensor, str):
-            continue
         if tensor is None or not is_dense(tensor):
             live[name] = unflattener.unflatten(tensor)
             continue
-        if mine is not None and is_lazy(mine):
-            mine.materialize(tensor.shape)
         found = unflattener.tensor(tensor, mine)
         if not isinstance(found, kind):
             found = kind(found)

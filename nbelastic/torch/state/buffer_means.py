@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
 
 from nbelastic.collectives import Communicator, Op
 from nbelastic.elastic.ranks.context import current
@@ -163,11 +162,6 @@ class BufferMeans:
         means: list[torch.Tensor] = []
         self._counts, self._given, self._others = [], [], {}
         for buffer, (name, module) in named.items():
-            if is_lazy(buffer):
-                raise RuntimeError(
-                    f"the buffer {name} of a model is not initialised; call the model on a batch "
-                    "before the first step of a loader"
-                )
             if self._pattern_of(name) and module.training:
                 self._given.append((name, buffer))
             elif not isinstance(module, _NormBase):

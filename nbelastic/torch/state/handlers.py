@@ -9,12 +9,7 @@ from typing import Any
 import torch
 
 from nbelastic.elastic.sampler import ShardSampler
-from nbelastic.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from nbelastic.torch.functions import allgather_object, broadcast_object
 
 
 class StateHandler:
@@ -70,15 +65,9 @@ class _StateDictHandler(StateHandler):
 class ModelStateHandler(_StateDictHandler):
     """Handler of a model by its state dict."""
 
-    def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
-
 
 class OptimizerStateHandler(_StateDictHandler):
     """Handler of an optimizer by its state dict."""
-
-    def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
 
 
 class LRSchedulerStateHandler(_StateDictHandler):
@@ -99,12 +88,12 @@ _BUILT_IN: list[tuple[type, Callable[[Any], StateHandler]]] = [
     (torch.optim.lr_scheduler.LRScheduler, LRSchedulerStateHandler),
     (ShardSampler, SamplerStateHandler),
 ]
-_registries = [list(_BUILT_IN)]  # the last one counts
+_registry = list(_BUILT_IN)
 
 
 def get_handler_registry() -> list[tuple[type, Callable[[Any], StateHandler]]]:
     """Return the pairs of types and handlers; the first that fits a value is used."""
-    return _registries[-1]
+    return _registry
 
 
 def set_handler_registry(registry: list[tuple[type, Callable[[Any], StateHandler]]]) -> None:
@@ -122,18 +111,10 @@ def set_handler_registry(registry: list[tuple[type, Callable[[Any], StateHandler
     >>> mine = [(Ledger, LedgerHandler)]  # doctest: +SKIP
     >>> state.set_handler_registry(mine + state.get_handler_registry())  # doctest: +SKIP
     """
-    _registries[:] = [registry]
-
-
-def get_handler(value: Any) -> StateHandler | None:
-    """Return a new handler of a value by the registry, or None."""
-    for kind, handler in _registries[-1]:
-        if isinstance(value, kind):
-            return handler(value)
-    return None
+    _registry[:] = registry
 
 
 def own_handler(value: Any) -> StateHandler | None:
     """Return a new handler of a value, if the user has registered one."""
-    fits = next((handler for kind, handler in _registries[-1] if isinstance(value, kind)), None)
+    fits = next((handler for kind, handler in _registry if isinstance(value, kind)), None)
     return None if fits is None or fits in dict(_BUILT_IN).values() else fits(value)

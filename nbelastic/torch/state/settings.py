@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from nbelastic.torch.state.flatten import ATOMS
 
@@ -80,8 +79,8 @@ class Settings:
         """Classes of modules, and functions among their attributes, by kind and path."""
         found = {}
         for raw, part, *_ in self._parts:
-            path, kind = uncompiled(raw), type(part)
-            found["class of", path] = getattr(kind, "cls_to_become", kind).__qualname__
+            path = uncompiled(raw)
+            found["class of", path] = type(part).__qualname__
             for name, value in vars(part).items():
                 if isinstance(value, _FUNCTIONS) and name not in _BASE:
                     found["function", f"{path}.{name}".lstrip(".")] = _describe(value)
@@ -106,8 +105,6 @@ class Settings:
 
 
 def _settings_of(part: _Object) -> dict[str, Any]:
-    if isinstance(part, LazyModuleMixin):  # it sets some of them together with its parameters
-        return {}
     base = _BASE if isinstance(part, torch.nn.Module) else attributes_of_optimizers()
     return {n: v for n, v in vars(part).items() if n not in base and is_plain(v)}
 

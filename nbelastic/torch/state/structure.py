@@ -14,9 +14,6 @@ import torch
 
 from nbelastic.errors import StateMismatch
 
-# Description of a tensor that a lazy module has not made yet; fits any other.
-LAZY = "of no shape yet"
-
 OWN = "a tensor in no model: "  # prefix of a group's parameter that is in no model of the state
 
 # Text that describes a part, or a text for each parameter of a group.
@@ -81,7 +78,7 @@ def check_fit(expected: Structure, came: Structure, before: dict[Key, Descriptio
 def _fits(kind: str, mine: Description | None, theirs: Description | None) -> bool:
     if mine is None or theirs is None:
         return kind == _IF_ON_BOTH
-    return mine == theirs or LAZY in (mine, theirs)
+    return mine == theirs
 
 
 def _can_follow(kind: str, mine: Description | None, theirs: Description | None) -> bool:

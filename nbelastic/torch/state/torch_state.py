@@ -116,7 +116,7 @@ class TorchState(ObjectState):
         self._check_free(handlers)
         self.__dict__.update((name, values.pop(name)) for name in handlers)
         objects = objects_in(values).values()
-        _refuse_shards(objects)
+        _check_models(objects)
         context = current_or_none()
         modules = [type(each).__module__ for each in objects]
         if context is not None and any(name.startswith("accelerate.") for name in modules):
@@ -316,7 +316,7 @@ class TorchState(ObjectState):
             for part in parts
             if not getattr(part, "sparse", False)  # an embedding's gradient may be much smaller
             for parameter in part.parameters(recurse=False)
-            if parameter.requires_grad and parameter.is_cpu and not is_lazy(parameter)
+            if parameter.requires_grad and parameter.is_cpu
         }
         sizes = sorted(each.numel() * each.element_size() for each in parameters)
         # Adam and its like need two temporary tensors for each parameter in turn.
@@ -413,18 +413,24 @@ class TorchState(ObjectState):
                     payload.buffer.give_back(tensor)
 
 
-def _refuse_shards(objects: Iterable[object]) -> None:
-    """Refuse models that are sharded over the ranks, as by FSDP2."""
+def _check_models(objects: Iterable[object]) -> None:
+    """Refuse models that lazy modules have not made yet, or FSDP2 has sharded over the ranks."""
     for model in objects:
         if not isinstance(model, Module):
             continue
-        for name, parameter in model.named_parameters():
+        kind = type(model).__name__
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if is_lazy(parameter):
+                raise OptionError(
+                    f"TorchState({kind}): {name!r} of a lazy module is not initialised; call the "
+                    "model on a batch before the state is made, as for DistributedDataParallel"
+                )
             if hasattr(parameter, "placements"):  # a DTensor
                 raise OptionError(
-                    f"TorchState({type(model).__name__}): parameter {name!r} is sharded over the "
-                    "ranks, as by fully_shard(), and a rank that fails would take its part along. "
-                    "In an elastic loop use DistributedDataParallel; without one, in a job of a "
-                    "fixed size, FSDP2 works"
+                    f"TorchState({kind}): parameter {name!r} is sharded over the ranks, as by "
+                    "fully_shard(), and a rank that fails would take its part along. In an elastic "
+                    "loop use DistributedDataParallel; without one, in a job of a fixed size, "
+                    "FSDP2 works"
                 )
 
 
