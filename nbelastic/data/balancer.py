@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.collectives.reduction_tree import Blocks
-from nbelastic.data.plan.quotas import STRAGGLER, Pace, plan, slowness
+from nbelastic.data.plan.quotas import STEPS, STRAGGLER, pace, plan, slowness
 from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.session import note
 
@@ -31,7 +31,7 @@ class Balancer:
         self.watch = Stopwatch()  # of the micro-batch that this rank computes
         self._micro_batches = micro_batches
         self._by_speed = by_speed
-        self._pace = Pace()
+        self._latest: deque[float] = deque(maxlen=STEPS)  # times of this rank; outlive generations
         self._balance = ((-1, 0, 1), Blocks.even(micro_batches, 1))  # the quotas at a place
         self._straggles = False
 
@@ -54,8 +54,8 @@ class Balancer:
         """Note the time of a step's micro-batches, and let it travel with the gradients."""
         seconds = self.watch.take()
         if full and seconds is not None:
-            self._pace.note(seconds)
-        share.seconds = self._pace.seconds
+            self._latest.append(seconds)
+        share.seconds = pace(self._latest)
 
     def committed(self) -> None:
         """Take better quotas at a commit. All ranks call this at the same commits."""

@@ -25,15 +25,8 @@ from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.messages import DataProgress
 
-_WORTH_A_WORD = 1.3
 _ORDER = ("epoch", "seed", "shuffle", "drop_last")  # fields of the deal that a state brings along
 
-UNEVEN = (
-    "{micro_batches} micro-batches on {size} ranks: a step takes {cost:.2f} times as long as with "
-    "equal blocks\n"
-    "Some ranks have {most} micro-batches, others {least}, and all wait for the slowest.\n"
-    "Choose a number of micro-batches with many divisors (12, 24), or other numbers of ranks."
-)
 NOT_EXACT = (
     "the training is not exact: {reason}\n"
     "Parameters may differ in their last bits from those of a run with other ranks. The rows of "
@@ -332,7 +325,6 @@ class Loader:
         self._leave(context, self._begun)
         outer = None if context is None else context.share
         step: Step | None = None
-        self._warn_if_uneven(context)
         epochs, known = (0, 0) if context is None else context.telemetry.total
         if context is not None and epochs and not known:
             context.telemetry.total = (epochs, dealing.steps)
@@ -408,26 +400,14 @@ class Loader:
         step = self._unsettled
         if step is None:
             return
-        warning = self._source.settle(step.dealing, step.number, step.counts)
+        self._source.settle(step.dealing, step.number, step.counts)
         step.share.row_weights[:] = [count / step.dealing.micro for count in step.counts]
         self._unsettled = None
-        if warning:
-            self._say(warning)
 
     def _report(self, context: Context | None, block: range) -> None:
         if context is not None:
             why = self.why_not_exact
             context.telemetry.share = (self.batch.micro_batches, block.start, block.stop, why)
-
-    def _warn_if_uneven(self, context: Context | None) -> None:
-        if context is None or context.rank != 0:
-            return
-        count, size = self.batch.micro_batches, context.size
-        least, most = count // size, -(-count // size)
-        cost = most * size / count  # the time of a step, relative to a step of equal blocks
-        if cost > _WORTH_A_WORD:
-            blocks = {"least": least, "most": most}
-            self._say(UNEVEN.format(micro_batches=count, size=size, cost=cost, **blocks))
 
     def _say(self, warning: str) -> None:
         """Add a warning to the job's history, once."""

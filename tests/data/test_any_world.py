@@ -12,12 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.worlds import EPOCHS, LENGTHS, ROWS, SOURCES, STREAMED, STREAMS, WEIGHTS, World
+from tests.data.worlds import (
+    EPOCHS,
+    LENGTHS,
+    ROWS,
+    SOURCES,
+    STREAMED,
+    STREAMS,
+    WEIGHTS,
+    World,
+    fetching,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def in_this_process() -> Iterator[None]:
-    with dask.config.set(scheduler="synchronous"):
+    with dask.config.set(scheduler="synchronous"), fetching():
         yield
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import heapq
 import statistics
-from collections import deque
 from collections.abc import Sequence
 
 GAIN = 0.05  # part of a step by which other quotas must shorten it to be taken
@@ -58,17 +57,6 @@ def slowness(times: Sequence[float], rank: int) -> float:
     return times[rank] / statistics.median_low(others) if others else 0.0
 
 
-class Pace:
-    """Time of a rank for a micro-batch. It outlives generations."""
-
-    def __init__(self) -> None:
-        self._steps: deque[float] = deque(maxlen=STEPS)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds for a micro-batch; 0 while that is not known."""
-        return sorted(self._steps)[1] if len(self._steps) >= LEAST_STEPS else 0.0
-
-    def note(self, seconds: float) -> None:
-        """Add the time of a micro-batch in one step."""
-        self._steps.append(seconds)
+def pace(latest: Sequence[float]) -> float:
+    """Return a rank's time for a micro-batch, by those of its latest steps; 0 if not yet known."""
+    return sorted(latest)[1] if len(latest) >= LEAST_STEPS else 0.0

@@ -15,7 +15,7 @@ from nbelastic.elastic.ranks.context import rank, size
 from nbelastic.keras.backends import backend
 from nbelastic.keras.callbacks.fit_callbacks import RankZeroModel
 from nbelastic.keras.ops import broadcast_variables
-from nbelastic.keras.optimizer import settle_scaling
+from nbelastic.keras.optimizer import distribution_of
 from nbelastic.torch.ops.reductions import Average, allreduce
 
 __all__ = [
@@ -54,7 +54,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        settle_scaling(model)
+        distribution_of(model.optimizer)  # refuses a scaling of each rank's own
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.broadcast_done:
