@@ -715,7 +715,7 @@ KERNEL = -1  # stands for a start in a note of the kernel's
 class RankNote(RankReport, frozen=True):
     """Entry for the job's history, from a rank or the kernel."""
 
-    about: str  # kind in the history: checkpoint, warning, phases, straggler, logged
+    about: str  # kind in the history: checkpoint, warning, phases, logged
     detail: str  # for people
     figures: dict[str, Number] = {}
 
@@ -842,7 +842,7 @@ class Record(Effect, frozen=True, omit_defaults=True):
     """Entry of the job's history: the machine's decision, and the log's additions."""
 
     # joined, lost, died, left, formed, reset, cooldown, restarted, backend, checkpoint, warning,
-    # phases, straggler, waiting, share, notice, finished, failed, or stopped.
+    # phases, waiting, share, notice, finished, failed, or stopped.
     kind: str
     generation: int = 0  # at that time
     worker: str | None = None  # address

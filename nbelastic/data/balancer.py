@@ -1,7 +1,6 @@
 """Balancer of micro-batches between ranks, by the times that they take.
 
-:mod:`.plan.quotas` decides; this module measures, keeps the quotas of the present generation, and
-tells of stragglers.
+:mod:`.plan.quotas` decides; this module measures, and keeps the quotas of the present generation.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nbelastic.collectives.reduction_tree import Blocks
-from nbelastic.data.plan.quotas import STEPS, STRAGGLER, pace, plan, slowness
+from nbelastic.data.plan.quotas import STEPS, pace, plan
 from nbelastic.elastic.ranks.context import current_or_none
-from nbelastic.elastic.ranks.session import note
 
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.step_share import StepShare
@@ -33,7 +31,6 @@ class Balancer:
         self._by_speed = by_speed
         self._latest: deque[float] = deque(maxlen=STEPS)  # times of this rank; outlive generations
         self._balance = ((-1, 0, 1), Blocks.even(micro_batches, 1))  # the quotas at a place
-        self._straggles = False
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -47,7 +44,7 @@ class Balancer:
         place = self.place
         if self._balance[0] != place:
             self._balance = place, Blocks.even(self._micro_batches, place[2])
-            self.timed, self._straggles = None, False
+            self.timed = None
         return self._balance[1]
 
     def note(self, share: StepShare, *, full: bool) -> None:
@@ -62,21 +59,10 @@ class Balancer:
         context, before, share = current_or_none(), self.blocks.quotas, self.timed
         if not self._by_speed or context is None or share is None:
             return
-        rank, times = context.rank, share.times
-        found = plan(before, times) if len(times) == context.size else before
-        if found == before:
-            return
-        self._balance = self.place, Blocks(found)
-        slow, told = slowness(times, rank), self._straggles
-        self._straggles = slow >= STRAGGLER
-        if self._straggles and not told:  # this rank has become slow, and others get its work
-            figures = {
-                "times": slow,
-                "micro_batches": float(found[rank]),
-                "before": float(before[rank]),
-                "of": float(self._micro_batches),
-            }
-            note(context, "straggler", figures=figures)
+        if len(share.times) == context.size:
+            found = plan(before, share.times)
+            if found != before:
+                self._balance = self.place, Blocks(found)
 
 
 class Stopwatch:
@@ -86,29 +72,29 @@ class Stopwatch:
     # the stream, of which only those that are over are read: nothing waits for the device.
 
     def __init__(self) -> None:
-        self._began = 0.0
         self._opened: Any = None
-        self._spans: deque[tuple[Any, Any]] = deque()
-        self._seconds: list[float] = []
+        self._spans: deque[tuple[Any, Any]] = deque()  # pairs of times or of events
 
     def start(self) -> None:
         """Begin a micro-batch."""
-        self._opened = _event() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        self._began = clock()
+        self._opened = _event() if torch.cuda.is_initialized() else clock()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """End it."""
-        if self._opened is None:
-            self._seconds.append(clock() - self._began)
-        else:
-            self._spans.append((self._opened, _event()))
+        self._spans.append((self._opened, clock() if type(self._opened) is float else _event()))
 
     def take(self) -> float | None:
         """Return the mean time of those whose end is known and was not taken; None without any."""
-        while self._spans and self._spans[0][1].query():
-            first, last = self._spans.popleft()
-            self._seconds.append(first.elapsed_time(last) / 1e3)
-        seconds, self._seconds = self._seconds, []
+        seconds = []
+        while self._spans:
+            first, last = self._spans[0]
+            if type(last) is float:
+                seconds.append(last - first)
+            elif last.query():
+                seconds.append(first.elapsed_time(last) / 1e3)
+            else:
+                break
+            self._spans.popleft()
         return sum(seconds) / len(seconds) if seconds else None
 
 

@@ -258,16 +258,6 @@ class Loader:
         return self._dealing.epoch
 
     @property
-    def seed(self) -> int:
-        """Seed of the order."""
-        return self._dealing.seed
-
-    @property
-    def exact(self) -> bool:
-        """Whether parameters have the same bits for every number of ranks, as far as is known."""
-        return not self.why_not_exact
-
-    @property
     def block(self) -> range:
         """Numbers of the micro-batches that this rank computes of a step."""
         return self.balancer.blocks.block(self.balancer.place[1])
@@ -345,7 +335,7 @@ class Loader:
                     exact=bool(self.batch.exact),
                     place=(dealing.epoch % DIGESTS, number, order),
                     outer=outer,
-                    deviates=bool(self.batch.exact) and not self.exact,
+                    deviates=bool(self.batch.exact and self.why_not_exact),
                     blocks=blocks,
                     in_state=bool(self.participants),
                 )

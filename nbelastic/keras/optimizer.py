@@ -193,7 +193,8 @@ class _ReducingOptimizer(_Base):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
         more = {} if custom_objects is None else {"custom_objects": custom_objects}
-        return _wrap(cls.__bases__[1].from_config(config, **more), cls._options)
+        plain: Any = cls.__bases__[1]
+        return _wrap(plain.from_config(config, **more), cls._options)
 
 
 def load_model(

@@ -171,7 +171,7 @@ def test_other_kernels_are_told_and_the_number_of_threads_is_that_of_the_state()
         assert torch.get_num_threads() == loader.state_dict()["threads"] == before + 1
     finally:
         torch.set_num_threads(before)
-    assert (loader.step, loader.exact) == (1, False)
+    assert loader.step == 1
     assert "computes other bits" in loader.why_not_exact
 
 
@@ -295,7 +295,7 @@ def test_without_micro_there_is_one_micro_batch_for_each_of_max_np_ranks() -> No
     context.max_np = 4
     with activate(context):
         assert Loader(range(8), Batch(8)).batch == Batch(8, micro=2)
-        with pytest.raises(OptionError, match="does not divide by max_np=4; pass micro="):
+        with pytest.raises(OptionError, match="pass micro=.*max_np=4, which does not divide"):
             Loader(range(8), Batch(6))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nbelastic.data import balancer
 from nbelastic.data.balancer import Stopwatch
-from nbelastic.data.plan.quotas import GAIN, STEPS, pace, plan, predict, slowness
+from nbelastic.data.plan.quotas import GAIN, STEPS, pace, plan, predict
 
 
 def splits(count: int, ranks: int) -> Iterator[tuple[int, ...]]:
@@ -58,8 +58,6 @@ def test_a_rank_that_is_three_times_slower_gets_less() -> None:
     assert plan((2, 0, 0), (5, 1, 1)) == (2, 0, 0)  # fewer than ranks
     assert plan((20, 20), (1.0, 1.1)) == (20, 20)  # others would be 4.5 % shorter
     assert plan((2, 2), (0.0, 1.0)) == (2, 2)  # a time is not known
-    assert slowness((1, 1, 1, 3), 3) == 3.0
-    assert slowness((0, 2.0), 1) == 0.0  # not known
 
 
 def test_a_time_is_known_after_some_steps_and_pauses_do_not_count() -> None:

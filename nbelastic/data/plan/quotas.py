@@ -15,7 +15,6 @@ generation ends, and its quotas with it.
 from __future__ import annotations
 
 import heapq
-import statistics
 from collections.abc import Sequence
 
 GAIN = 0.05  # part of a step by which other quotas must shorten it to be taken
@@ -25,7 +24,6 @@ STEPS = 5
 which a machine that is shared has much."""
 
 LEAST_STEPS = 3  # steps after which a time counts as known: the first ones are slow everywhere
-STRAGGLER = 1.5  # times as long as the others, from which on a rank counts as a straggler
 
 
 def predict(quotas: Sequence[int], times: Sequence[float]) -> float:
@@ -49,12 +47,6 @@ def plan(quotas: tuple[int, ...], times: Sequence[float]) -> tuple[int, ...]:
         heapq.heapreplace(done, ((found[rank] + 1) * times[rank], found[rank], rank))
     gains = predict(found, times) < (1.0 - GAIN) * predict(quotas, times)
     return tuple(found) if gains else quotas
-
-
-def slowness(times: Sequence[float], rank: int) -> float:
-    """Return a rank's time relative to the other ranks' median; 0 if unknown."""
-    others = [time for each, time in enumerate(times) if each != rank and time > 0.0]
-    return times[rank] / statistics.median_low(others) if others else 0.0
 
 
 def pace(latest: Sequence[float]) -> float:

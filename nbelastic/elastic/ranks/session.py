@@ -490,12 +490,7 @@ def warn(context: Context, detail: str) -> None:
     note(context, "warning", detail)
 
 
-def note(
-    context: Context, about: str, detail: str = "", figures: dict[str, float] | None = None
-) -> None:
-    """Add an entry to the history of a rank's job; outside a job, do nothing.
-
-    `about` is its kind. The text of some kinds is made of `figures`.
-    """
+def note(context: Context, about: str, detail: str) -> None:
+    """Add an entry of the kind `about` to the history of a rank's job; outside, do nothing."""
     if isinstance(context, Session):
-        context.port.report(m.RankNote(context.spec.start, about, detail, figures or {}))
+        context.port.report(m.RankNote(context.spec.start, about, detail))

@@ -222,16 +222,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """``keras.callbacks.ModelCheckpoint`` that keeps the best model, written by rank 0."""
 
-    def __init__(
-        self,
-        filepath: Any,
-        monitor: str = "val_loss",
-        verbose: int = 0,
-        mode: str = "auto",
-        save_freq: str | int = "epoch",
-    ) -> None:
-        how = {"monitor": monitor, "verbose": verbose, "mode": mode, "save_freq": save_freq}
-        super().__init__(filepath, save_best_only=True, **how)
+    def __init__(self, filepath: Any, monitor: str = "val_loss", **options: Any) -> None:
+        super().__init__(filepath, monitor, save_best_only=True, **options)
 
     def set_model(self, model: Any) -> None:
         super().set_model(model if isinstance(model, RankZeroModel) else RankZeroModel(model))
