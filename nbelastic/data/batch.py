@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from nbelastic.data.sources.row_source import is_count
 from nbelastic.errors import OptionError
 
 
@@ -52,7 +53,7 @@ class Batch:
         for name, value in (("global_batch", self.global_batch), ("micro", self.micro)):
             if name == "micro" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_count(value):
                 raise OptionError(f"Batch({name}={value!r}): must be a whole number, at least 1")
         if self.micro is not None and self.global_batch % self.micro:
             raise OptionError(

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.data import balancer
-from nbelastic.data.balancer import Stopwatch
-from nbelastic.data.plan.quotas import GAIN, STEPS, pace, plan, predict
+from nbelastic.data.balancer import GAIN, STEPS, Stopwatch, pace, plan, predict
 
 
 def splits(count: int, ranks: int) -> Iterator[tuple[int, ...]]:

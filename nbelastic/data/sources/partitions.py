@@ -159,8 +159,6 @@ def _aligned(collections: tuple[Any, ...]) -> tuple[Any, ...]:
     whole = []
     for each in collections:
         if hasattr(each, "chunks"):
-            if not each.ndim:
-                raise OptionError("Dask: an array without dimensions has no rows")
             each = each.rechunk({axis: -1 for axis in range(1, each.ndim)})  # noqa: PLW2901
         whole.append(each)
     counts = {each.npartitions for each in whole}

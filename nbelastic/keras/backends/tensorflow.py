@@ -11,18 +11,11 @@ import tensorflow as tf
 import torch
 from torch._C import _to_dlpack as to_dlpack
 
-from nbelastic.elastic.ranks.context import current, current_or_none
-from nbelastic.elastic.ranks.session import warn
+from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import RanksDisagree
 from nbelastic.keras.backends import Backend, Operation, called_back
 
 _UNSIGNED = (tf.uint16, tf.uint32, tf.uint64)
-
-NO_XLA = (
-    "jit_compile was turned off\n"
-    "XLA compiles functions that cannot call back into Python, where gradients are reduced.\n"
-    "Pass jit_compile=False to compile()."
-)
 
 
 # TensorFlow's class comes first: raised in a py_function, the other order ends the process.
@@ -78,10 +71,8 @@ class TensorFlowBackend(Backend):
         return made if dtype is None else tf.cast(made, dtype)
 
     def settle(self, model: Any) -> None:
-        if getattr(model, "compiled", False) and model.jit_compile:
-            model.jit_compile = False
-            if (context := current_or_none()) is not None:
-                warn(context, NO_XLA)
+        if getattr(model, "compiled", False):
+            model.jit_compile = False  # what XLA compiles cannot call back into Python
 
     def call_back(
         self, tensors: Sequence[Any], operation: Operation, results: Sequence[tuple[Any, Any]]

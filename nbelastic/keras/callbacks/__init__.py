@@ -119,8 +119,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        if initial_lr is None:
-            raise ValueError("initial_lr: must be given")
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
