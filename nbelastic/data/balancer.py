@@ -127,14 +127,14 @@ class Stopwatch:
 
     def stop(self) -> None:
         """End it."""
-        self._spans.append((self._opened, clock() if type(self._opened) is float else _event()))
+        self._spans.append((self._opened, clock() if isinstance(self._opened, float) else _event()))
 
     def take(self) -> float | None:
         """Return the mean time of those whose end is known and was not taken; None without any."""
         seconds = []
         while self._spans:
             first, last = self._spans[0]
-            if type(last) is float:
+            if isinstance(last, float):
                 seconds.append(last - first)
             elif last.query():
                 seconds.append(first.elapsed_time(last) / 1e3)

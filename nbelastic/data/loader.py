@@ -220,8 +220,9 @@ class Loader:
         if not isinstance(dataset, (StreamSource, UnitSource)):
             _refuse_without_rows(dataset)
             return MapSource(dataset, collate_fn, **options)
-        is_units = isinstance(dataset, UnitSource)
-        for name in [*options, *(["collate_fn"] if is_units and collate_fn is not None else [])]:
+        if isinstance(dataset, UnitSource) and collate_fn is not None:
+            options["collate_fn"] = collate_fn
+        for name in options:
             raise OptionError(
                 f"Loader({dataset.name}, {name}=…): {dataset.name} does not take it; leave it out"
             )

@@ -36,9 +36,9 @@ NOT_DISTRIBUTED = (
 )
 
 SEVERAL = (
-    "elastic.fit: the model has optimizers of its own ({names}), and elastic.fit trains by that of "
-    "model.compile() alone. Write the loop yourself, under hvd.elastic.run; in TensorFlow with "
-    "hvd.DistributedGradientTape and a TensorFlowState of all variables"
+    "elastic.fit: the model has optimizers of its own (model.{name}), and elastic.fit trains by "
+    "that of model.compile() alone. Write the loop yourself, under hvd.elastic.run; in TensorFlow "
+    "with hvd.DistributedGradientTape and a TensorFlowState of all variables"
 )
 
 
@@ -163,14 +163,10 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         model = state.model
         if not getattr(model, "compiled", False):
             raise OptionError("elastic.fit: the model is not compiled; call model.compile() before")
-        others = [
-            f"model.{name}"
-            for name, value in vars(model).items()
-            for each in (value if isinstance(value, (list, tuple)) else [value])
-            if isinstance(each, keras.optimizers.Optimizer) and each is not model.optimizer
-        ]
-        if others:
-            raise OptionError(SEVERAL.format(names=", ".join(dict.fromkeys(others))))
+        for name, value in vars(model).items():
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(each, keras.optimizers.Optimizer) and each is not model.optimizer:
+                    raise OptionError(SEVERAL.format(name=name))
         self._reduction: Any = distribution_of(model.optimizer)
         if self._reduction is None:
             raise OptionError(NOT_DISTRIBUTED.format(kind=type(model.optimizer).__name__))

@@ -122,10 +122,6 @@ class KerasOptions(ReduceOptions):
         layers = self.local if several else [] if self.local is None else [self.local]
         object.__setattr__(self, "local", tuple(layers))
         object.__setattr__(self, "process_set", added_set(self.process_set))
-        if not isinstance(self.groups, int) and not all(
-            isinstance(each, Sequence) for each in self.groups
-        ):
-            raise ValueError("groups must be a number, or lists of variables")
 
     def is_local(self) -> set[int]:
         """Return the identities of variables whose gradients stay on their rank."""
