@@ -653,7 +653,7 @@ class WeightsSampled(RankReport, frozen=True):
 class RankNote(RankReport, frozen=True):
     """Entry for the job's history."""
 
-    about: str  # kind in the history: checkpoint, warning, phases, straggler
+    about: str  # kind in the history: checkpoint, warning, phases
     detail: str  # for people
     figures: dict[str, Number] = {}
 
@@ -780,7 +780,7 @@ class Record(Effect, frozen=True, omit_defaults=True):
     """Entry of the job's history: the machine's decision, and the log's additions."""
 
     # joined, lost, died, left, formed, reset, cooldown, restarted, backend, checkpoint, warning,
-    # phases, straggler, waiting, share, notice, finished, failed, or stopped.
+    # phases, waiting, share, notice, finished, failed, or stopped.
     kind: str
     generation: int = 0  # at that time
     worker: str | None = None  # address

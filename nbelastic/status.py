@@ -333,8 +333,8 @@ class HistoryEvent:
         of a reset, on the rank that became 0), ``cooldown``, ``restarted``, ``backend``,
         ``checkpoint``, ``died`` (the cause of death of a rank that is lost already), ``warning``,
         ``refused``, ``waiting``, ``share``, ``notice``, ``abandoned``,
-        ``attached``, ``alias`` (``import horovod`` found nbelastic), ``straggler`` (a slow rank
-        whose micro-batches others compute), ``finished``, ``failed`` or ``stopped``.
+        ``attached``, ``alias`` (``import horovod`` found nbelastic), ``finished``, ``failed`` or
+        ``stopped``.
     worker : str or None
         Address of the worker concerned.
     rank : int or None
@@ -350,9 +350,8 @@ class HistoryEvent:
     figures : dict of str to float
         Numbers that belong to it. For ``phases`` these are the milliseconds after which each phase
         ended, and the ``batches`` and ``samples`` that rank 0 did again because they followed the
-        last commit. For ``straggler`` these are how many ``times`` as long as the others the rank
-        takes, its ``micro_batches``, those ``before``, and those ``of`` all ranks. For a rank that
-        held up the others these are ``seconds_since_heartbeat`` and ``seconds_since_progress``.
+        last commit. For a rank that held up the others these are ``seconds_since_heartbeat`` and
+        ``seconds_since_progress``.
     seen : str
         What led to it, and which process reported that; empty where nothing had to be seen.
     """

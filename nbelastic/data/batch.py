@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from nbelastic.data.sources.row_source import is_count
 from nbelastic.errors import OptionError
 
 
@@ -52,7 +53,7 @@ class Batch:
         for name, value in (("global_batch", self.global_batch), ("micro", self.micro)):
             if name == "micro" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_count(value):
                 raise OptionError(f"Batch({name}={value!r}): must be a whole number, at least 1")
         if self.micro is not None and self.global_batch % self.micro:
             raise OptionError(
@@ -65,12 +66,7 @@ class Batch:
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches of a step; known if `micro` is."""
-        if self.micro is None:
-            raise OptionError(
-                f"Batch({self.global_batch}): the number of micro-batches is not known. Pass "
-                "micro=, or give the job a max_np"
-            )
-        return self.global_batch // self.micro
+        return self.global_batch // (self.divided_by(None).micro or 1)
 
     def divided_by(self, max_np: int | None) -> Batch:
         """Return this batch with `micro` given: by default for `max_np` micro-batches.
@@ -82,16 +78,11 @@ class Batch:
         """
         if self.micro is not None:
             return self
-        if max_np is None:
+        if max_np is None or self.global_batch % max_np:
+            known = "no max_np" if max_np is None else f"max_np={max_np}, which does not divide it"
             raise OptionError(
                 f"Batch({self.global_batch}): pass micro=, the rows of a micro-batch. Without it "
-                "there would be one micro-batch for each of max_np ranks, and this job has no "
-                "max_np"
-            )
-        if self.global_batch % max_np:
-            raise OptionError(
-                f"Batch({self.global_batch}): does not divide by max_np={max_np}; pass micro=, "
-                "the rows of a micro-batch"
+                f"there is one micro-batch for each of max_np ranks, and this job has {known}"
             )
         return Batch(self.global_batch, self.global_batch // max_np, self.exact)
 

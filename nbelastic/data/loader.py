@@ -24,15 +24,8 @@ from nbelastic.elastic.ranks.step_share import StepShare
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.status import DataStatus
 
-_WORTH_A_WORD = 1.3
 _ORDER = ("epoch", "seed", "shuffle", "drop_last")  # fields of the deal that a state brings along
 
-UNEVEN = (
-    "{micro_batches} micro-batches on {size} ranks: a step takes {cost:.2f} times as long as with "
-    "equal blocks\n"
-    "Some ranks have {most} micro-batches, others {least}, and all wait for the slowest.\n"
-    "Choose a number of micro-batches with many divisors (12, 24), or other numbers of ranks."
-)
 NOT_EXACT = (
     "the training is not exact: {reason}\n"
     "Parameters may differ in their last bits from those of a run with other ranks. The rows of "
@@ -157,18 +150,12 @@ class Loader:
             ("batch", batch, isinstance(batch, Batch), "a Batch, as in Batch(256, micro=32)"),
             ("seed", seed, isinstance(seed, numbers.Integral), "a whole number"),
             ("steps", steps, steps is None or is_count(steps), "a whole number, at least 1"),
-            ("buffers", buffers, isinstance(buffers or {}, Mapping), "a dict of functions by name"),
+            ("buffers", buffers, _are_functions(buffers or {}), "a dict of functions by name"),
             ("balance", balance, balance in ("even", "speed"), "'even' or 'speed'"),
         ):
             if not is_right:
                 raise OptionError(f"Loader({name}={value!r}): must be {must_be}")
         self.buffers = dict(buffers or {})
-        for name, function in self.buffers.items():
-            if not isinstance(name, str) or not name or not callable(function):
-                raise OptionError(
-                    f"Loader(buffers={{{name!r}: {function!r}}}): must be a function by the name "
-                    "of a buffer"
-                )
         context = current_or_none()
         self.batch = batch.divided_by(None if context is None else context.max_np)
         self._source = self._source_of(dataset, collate_fn, options)
@@ -208,8 +195,6 @@ class Loader:
         self._told: set[str] = set()
         self._ledger = RowLedger()
         self.parts = 1
-        self.device = "cpu"
-        self.parts_by_device: dict[str, int] = {}  # of ranks that ran out of memory
         self.rows_under_way = 0  # of the micro-batch
 
     def _draws_of(self, weights: Any, shuffle: bool) -> Draws:
@@ -234,13 +219,11 @@ class Loader:
         if not isinstance(dataset, (StreamSource, UnitSource)):
             _refuse_without_rows(dataset)
             return MapSource(dataset, collate_fn, **options)
-        reads = "reads rows in the thread of the rank"
-        if isinstance(dataset, UnitSource):
-            reads = "reads ahead by itself, and makes batches of whole columns"
-            options |= {} if collate_fn is None else {"collate_fn": collate_fn}
+        if isinstance(dataset, UnitSource) and collate_fn is not None:
+            options["collate_fn"] = collate_fn
         for name in options:
             raise OptionError(
-                f"Loader({dataset.name}, {name}=…): {dataset.name} {reads}; leave it out"
+                f"Loader({dataset.name}, {name}=…): {dataset.name} does not take it; leave it out"
             )
         if isinstance(dataset, UnitSource):
             return WindowedRows(dataset, self.batch.micro_batches)
@@ -262,16 +245,6 @@ class Loader:
     def epoch(self) -> int:
         """Number of the epoch."""
         return self._dealing.epoch
-
-    @property
-    def seed(self) -> int:
-        """Seed of the order."""
-        return self._dealing.seed
-
-    @property
-    def exact(self) -> bool:
-        """Whether parameters have the same bits for every number of ranks, as far as is known."""
-        return not self.why_not_exact
 
     @property
     def block(self) -> range:
@@ -331,7 +304,6 @@ class Loader:
         self._leave(context, self._begun)
         outer = None if context is None else context.share
         step: Step | None = None
-        self._warn_if_uneven(context)
         epochs, known = (0, 0) if context is None else context.telemetry.total
         if context is not None and epochs and not known:
             context.telemetry.total = (epochs, dealing.steps)
@@ -352,7 +324,7 @@ class Loader:
                     exact=bool(self.batch.exact),
                     place=(dealing.epoch % DIGESTS, number, order),
                     outer=outer,
-                    deviates=bool(self.batch.exact) and not self.exact,
+                    deviates=bool(self.batch.exact and self.why_not_exact),
                     blocks=blocks,
                     in_state=bool(self.participants),
                 )
@@ -407,26 +379,14 @@ class Loader:
         step = self._unsettled
         if step is None:
             return
-        warning = self._source.settle(step.dealing, step.number, step.counts)
+        self._source.settle(step.dealing, step.number, step.counts)
         step.share.row_weights[:] = [count / step.dealing.micro for count in step.counts]
         self._unsettled = None
-        if warning:
-            self._say(warning)
 
     def _report(self, context: Context | None, block: range) -> None:
         if context is not None:
             why = self.why_not_exact
             context.telemetry.share = (self.batch.micro_batches, block.start, block.stop, why)
-
-    def _warn_if_uneven(self, context: Context | None) -> None:
-        if context is None or context.rank != 0:
-            return
-        count, size = self.batch.micro_batches, context.size
-        least, most = count // size, -(-count // size)
-        cost = most * size / count  # the time of a step, relative to a step of equal blocks
-        if cost > _WORTH_A_WORD:
-            blocks = {"least": least, "most": most}
-            self._say(UNEVEN.format(micro_batches=count, size=size, cost=cost, **blocks))
 
     def _say(self, warning: str) -> None:
         """Add a warning to the job's history, once."""
@@ -464,8 +424,8 @@ class Loader:
         computes = self._begun is not None and self._begun.share.number is not None
         return computes and self.parts < self.rows_under_way
 
-    def make_room(self) -> None:
-        """Compute micro-batches in twice as many parts.
+    def make_room(self, device: str) -> None:
+        """Compute micro-batches in twice as many parts, because `device` has no memory left.
 
         Raises
         ------
@@ -477,14 +437,8 @@ class Loader:
         self.forgo_exactness(
             f"a rank ran out of memory, and computes micro-batches in {self.parts} parts"
         )
-        self.learn_parts({self.device: self.parts})
         words = {"rows": -(-rows // before), "parts": self.parts, "fits": -(-rows // self.parts)}
-        self._say(NO_MEMORY.format(device=self.device, **words))
-
-    def learn_parts(self, found: Mapping[str, int]) -> None:
-        """Note in how many parts ranks compute, by devices."""
-        known = self.parts_by_device
-        known.update((each, max(count, known.get(each, 1))) for each, count in found.items())
+        self._say(NO_MEMORY.format(device=device, **words))
 
     def data_sample(self) -> DataSample | None:
         """Return digests of some rows of the dataset, to be compared with those of other ranks."""
@@ -520,7 +474,6 @@ class Loader:
             "units": self._units,
             "source": self._source.state_dict(),
             "ledger": self._ledger.state_dict(),
-            "parts": dict(self.parts_by_device),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -554,10 +507,6 @@ class Loader:
             self.forgo_exactness(reason)
         self._source.load_state_dict(state_dict.get("source", {}))
         self._ledger.load_state_dict(state_dict.get("ledger", {}))
-        self.learn_parts(state_dict.get("parts", {}))
-        if self._begun is None and self.device in self.parts_by_device:  # a newcomer
-            self.parts = self.parts_by_device[self.device]
-            self.forgo_exactness(f"a rank on such a device needs {self.parts} parts")
         self._completed_in = self._unsettled = None
         order = {name: state_dict[name] for name in _ORDER}
         self._dealing = dataclasses.replace(self._dealing, **order)
@@ -565,6 +514,10 @@ class Loader:
         self._threads = int(state_dict["threads"])
         if self.batch.exact and self._threads != torch.get_num_threads():
             torch.set_num_threads(self._threads)
+
+
+def _are_functions(buffers: Any) -> bool:
+    return isinstance(buffers, Mapping) and all(map(callable, buffers.values()))
 
 
 def _refuse_without_rows(dataset: Any) -> None:

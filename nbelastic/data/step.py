@@ -12,7 +12,7 @@ from nbelastic.elastic.followed import seed_generators
 from nbelastic.elastic.ranks.context import current_or_none
 
 if TYPE_CHECKING:
-    from nbelastic.data.balancer import Balancer
+    from nbelastic.data.loader import Loader
     from nbelastic.elastic.ranks.step_share import StepShare
 
 # Kind of seeds: of the micro-batches that are computed, apart from those of sources.
@@ -35,21 +35,6 @@ class StepParticipant(Protocol):
         """End the micro-batches of a step. All ranks call this at the same point."""
 
 
-class StepOwner(Protocol):
-    """What a step needs of its loader."""
-
-    participants: list[StepParticipant]  # they take part in each step
-    balancer: Balancer
-    parts: int  # of each micro-batch
-    rows_under_way: int  # of the micro-batch
-
-    def check_latest(self, step: Step) -> None:
-        """Refuse to go on with a step once a newer loop has begun."""
-
-    def settle(self) -> None:
-        """Agree with other ranks on the rows of the step that has begun, if its source is open."""
-
-
 class Step:
     """A step of an epoch: an iterable over this rank's micro-batches of the step.
 
@@ -67,7 +52,7 @@ class Step:
 
     def __init__(
         self,
-        loader: StepOwner,
+        loader: Loader,
         dealing: Dealing,
         number: int,
         share: StepShare,

@@ -150,12 +150,6 @@ def detail_of(record: m.Record, raised: m.CodeLine | None = None) -> str:
         again = f"; {batches:,} {'batch' if batches == 1 else 'batches'}"
         again += f"{f' of {samples:,} samples' if samples else ''} redone"
         return f"{', '.join(phases)} ms{again if batches else ''}"
-    if record.kind == "straggler" and figures:
-        after, before, of = (int(figures[name]) for name in ("micro_batches", "before", "of"))
-        return (
-            f"takes {figures['times']:.1f} times as long for a micro-batch as the others; "
-            f"computes {after} of {of} now, {before} before"
-        )
     if isinstance(reason, m.RankError):
         return reason.at(place)
     if not isinstance(reason, m.Lost):

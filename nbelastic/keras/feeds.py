@@ -120,7 +120,7 @@ class ElasticDataset(keras.utils.PyDataset):  # type: ignore[misc]
 def check_counts(call: str, **counts: Any) -> None:
     """Refuse arguments of a call that are no whole numbers from 1 on."""
     for name, value in counts.items():
-        if not is_count(value):
+        if value is not None and not is_count(value):
             raise OptionError(f"{call}({name}={value!r}): must be a whole number, at least 1")
 
 
@@ -141,12 +141,15 @@ def length_of(arrays: Any) -> int:
 
 
 class Feed:
-    """Data of a training in the order of a sampler, which deals the rest of an epoch again."""
+    """Data of a training in the order of a sampler, which deals the rest of an epoch again.
 
-    def __init__(self, source: Any, part: Any, batch_size: int = 1) -> None:
+    Or in that of a loader. Its steps of micro-batches are batches to Keras.
+    """
+
+    def __init__(self, source: Any, part: Any, batch_size: int = 0) -> None:
         self.source = source  # what Keras iterates over: the batches that are left
         self.part = part  # what of the data belongs to the state
-        self._batch_size = batch_size
+        self._batch_size = batch_size  # 0 of a loader, which counts its steps itself
 
     def deal(self, epoch: int | None) -> int | None:
         """Deal an epoch, unless already present; for None the rest of the data, or all again.
@@ -165,35 +168,23 @@ class Feed:
 
     def record(self, numbers: range) -> None:
         """Record that batches are done, by their numbers since the beginning of the iteration."""
-        for number in numbers:
+        for number in numbers if self._batch_size else ():
             self.part.record_batch(number, self._batch_size)
 
     def close(self) -> None:
         """End the iteration, which an error's frames may keep alive."""
+        if isinstance(self.source, _Batches):
+            self.source.close()
 
     def sample(self) -> Any:
         """Return a batch like the training's, without a change of the dealt data."""
+        if isinstance(self.part, Loader):
+            return self.part.sample()
         data, numbers = self.source, range(min(self._batch_size, len(self.part.dataset)))
         if isinstance(data, ElasticDataset):
             return data.batch_of(numbers)
         batch = data.collate_fn([data.dataset[n] for n in numbers])
         return keras.tree.map_structure(keras.ops.convert_to_tensor, batch)
-
-
-class LoaderFeed(Feed):
-    """Steps of micro-batches, each a batch to Keras."""
-
-    def __init__(self, loader: Loader) -> None:
-        super().__init__(_Batches(loader.__iter__, lambda: len(loader) - loader.step), loader)
-
-    def record(self, numbers: range) -> None:
-        """Do nothing: the loader counts its steps."""
-
-    def close(self) -> None:
-        self.source.close()
-
-    def sample(self) -> Any:
-        return self.part.sample()
 
 
 class _Batches(DataLoader[Any]):
@@ -231,7 +222,7 @@ def feed_of(
     if isinstance(data, _WITH_TARGETS) and y is not None:
         raise OptionError(f"elastic.fit({kind}, y=…): the {kind} has the targets; leave y out")
     if isinstance(data, Loader):
-        return LoaderFeed(data)
+        return Feed(_Batches(data.__iter__, lambda: len(data) - data.step), data)
     if isinstance(data, DataLoader):
         sampler: Any = data.sampler
         if not isinstance(sampler, ShardSampler) or not data.batch_size:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from nbelastic.collectives import Op
+from nbelastic.data import Loader
 from nbelastic.elastic.ranks.context import current, rank
 from nbelastic.errors import OptionError
 from nbelastic.keras.backends import backend
@@ -23,7 +24,7 @@ from nbelastic.keras.callbacks.fit_callbacks import (
     is_keras,
     make_callbacks,
 )
-from nbelastic.keras.feeds import Feed, LoaderFeed, check_counts, feed_of, shard_of, split_off
+from nbelastic.keras.feeds import Feed, check_counts, feed_of, shard_of, split_off
 from nbelastic.keras.optimizer import distribution_of
 from nbelastic.keras.state import KerasState, run
 from nbelastic.trainers.callbacks import report_logs
@@ -35,9 +36,9 @@ NOT_DISTRIBUTED = (
 )
 
 SEVERAL = (
-    "elastic.fit: the model has optimizers of its own ({names}), and elastic.fit trains by that of "
-    "model.compile() alone. Write the loop yourself, under hvd.elastic.run; in TensorFlow with "
-    "hvd.DistributedGradientTape and a TensorFlowState of all variables"
+    "elastic.fit: the model has optimizers of its own (model.{name}), and elastic.fit trains by "
+    "that of model.compile() alone. Write the loop yourself, under hvd.elastic.run; in TensorFlow "
+    "with hvd.DistributedGradientTape and a TensorFlowState of all variables"
 )
 
 
@@ -122,11 +123,14 @@ def fit(
         data, y, sample_weight, rest = split_off(validation_split, data, y, sample_weight)
         validation_data = rest if validation_data is None else validation_data
     feed = feed_of(data, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed)
-    numbers = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
-    given = {name: each for name, each in numbers.items() if each is not None}
-    if isinstance(validation_freq, int):
-        given["validation_freq"] = validation_freq
-    check_counts("elastic.fit", epochs=epochs, batches_per_commit=batches_per_commit, **given)
+    check_counts(
+        "elastic.fit",
+        epochs=epochs,
+        batches_per_commit=batches_per_commit,
+        steps_per_epoch=steps_per_epoch,
+        validation_steps=validation_steps,
+        validation_freq=validation_freq if isinstance(validation_freq, int) else None,
+    )
     options = SimpleNamespace(
         epochs=epochs,
         initial_epoch=initial_epoch,
@@ -159,20 +163,16 @@ class _Training(keras.callbacks.CallbackList):  # type: ignore[misc]
         model = state.model
         if not getattr(model, "compiled", False):
             raise OptionError("elastic.fit: the model is not compiled; call model.compile() before")
-        others = [
-            f"model.{name}"
-            for name, value in vars(model).items()
-            for each in (value if isinstance(value, (list, tuple)) else [value])
-            if isinstance(each, keras.optimizers.Optimizer) and each is not model.optimizer
-        ]
-        if others:
-            raise OptionError(SEVERAL.format(names=", ".join(dict.fromkeys(others))))
+        for name, value in vars(model).items():
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(each, keras.optimizers.Optimizer) and each is not model.optimizer:
+                    raise OptionError(SEVERAL.format(name=name))
         self._reduction: Any = distribution_of(model.optimizer)
         if self._reduction is None:
             raise OptionError(NOT_DISTRIBUTED.format(kind=type(model.optimizer).__name__))
         if options.class_weight is not None and not isinstance(feed.source, keras.utils.PyDataset):
             raise OptionError("elastic.fit(class_weight=…): only for arrays and ElasticDataset")
-        self._by_loader = isinstance(feed, LoaderFeed)
+        self._by_loader = isinstance(feed.part, Loader)
         if options.steps is not None and self._by_loader:
             raise OptionError(
                 "elastic.fit(Loader, steps_per_epoch=…): an epoch of a Loader has all rows once; "

@@ -72,13 +72,10 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     ``hvd.broadcast_variables([*model.variables, *optimizer.variables])``
     """
     back = backend()
-    values = back.read(variables)
-    if not back.in_place:
-        values = [each.clone() for each in values]
+    values = [each.clone() for each in back.read(variables)]
     named = [(f"variable {number}", each) for number, each in enumerate(values)]
     broadcasts.broadcast_parameters(named, root_rank)
-    if not back.in_place:
-        back.write(variables, values)
+    back.write(variables, values)
 
 
 def broadcast_global_variables(root_rank: int) -> None:

@@ -17,6 +17,12 @@ from nbelastic.torch.ops.reductions import Average
 
 Optimizer = TypeVar("Optimizer", bound=Any)
 
+SCALED_OUTSIDE = (
+    "a LossScaleOptimizer is around a DistributedOptimizer, as compile() puts one with "
+    "mixed_float16: each rank would skip other steps. Write "
+    "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(…))"
+)
+
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: Optimizer,
@@ -33,6 +39,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: object = None,
     scale_local_gradients: bool = True,
+    *,
+    local_layers: Any = None,
 ) -> Optimizer:
     """Make a Keras optimizer apply gradients reduced over all ranks.
 
@@ -44,9 +52,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     own does with gradients between ``backward()`` and ``optimizer.apply()`` needs
     ``optimizer.synchronize()`` before.
 
-    With mixed precision, wrap the ``LossScaleOptimizer``. Where ``compile`` has put one around a
-    distributed optimizer, a :class:`KerasState` or a broadcast callback exchanges the two, so that
-    all ranks see the same infinities.
+    With mixed precision, wrap the ``LossScaleOptimizer``, so that all ranks see the same
+    infinities. On the JAX back end there is none; use ``mixed_bfloat16``.
 
     Parameters
     ----------
@@ -59,8 +66,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     compression, gradient_predivide_factor, op
         As for :func:`nbelastic.torch.DistributedOptimizer`.
     sparse_as_dense : bool, default False
-        Whether to make sparse gradients dense (``IndexedSlices`` of TensorFlow). Else they are
-        refused in the first step.
+        Whether to make sparse gradients of PyTorch dense. ``IndexedSlices`` of TensorFlow always
+        become dense.
     backward_passes_per_step : int, default 1
         Batches whose gradients add up on this rank before they are reduced and applied.
         ``optimizer.iterations`` counts updates.
@@ -74,7 +81,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set : ProcessSet, optional
         The ranks that reduce their gradients together; by default all. Other ranks apply their own.
     scale_local_gradients : bool, default True
-        For :func:`PartialDistributedOptimizer`.
+        Whether gradients of `local_layers` are divided by the number of ranks.
+    local_layers : keras.Layer or list of keras.Layer, optional
+        Layers whose gradients stay on their rank. A rank that joins begins with those of the rank
+        that holds the newest state.
 
     Returns
     -------
@@ -93,47 +103,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if num_groups:
         warnings.warn("num_groups is now called groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    first = (name, device_dense, device_sparse, compression, sparse_as_dense)
-    more = (gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients)
-    options = (*first, *more, groups, process_set, None, scale_local_gradients)
-    return PartialDistributedOptimizer(optimizer, *options)
-
-
-def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: Optimizer,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: Op | GradientOp = Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: object = None,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-) -> Optimizer:
-    """Make a Keras optimizer reduce the gradients of all layers but some.
-
-    Parameters
-    ----------
-    optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, \
-gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients, groups, \
-process_set
-        As for :func:`DistributedOptimizer`.
-    local_layers : keras.Layer or list of keras.Layer
-        Layers whose gradients stay on their rank. A rank that joins begins with those of the rank
-        that holds the newest state.
-    scale_local_gradients : bool, default True
-        Whether their gradients are divided by the number of ranks.
-
-    Returns
-    -------
-    keras.optimizers.Optimizer
-        `optimizer`.
-    """
     options = KerasOptions(
         op=op,
         compression=compression,
@@ -155,14 +124,25 @@ process_set
         )
     if distribution_of(optimizer) is not None:
         raise ValueError("the optimizer is a DistributedOptimizer already")
-    if distribution_of(getattr(optimizer, "inner_optimizer", None)) is not None:
+    if hasattr(optimizer, "inner_optimizer") and keras.config.backend() == "jax":
         raise ValueError(
-            "the LossScaleOptimizer has a DistributedOptimizer in it already; wrap only one of them"
+            "a LossScaleOptimizer cannot be distributed on the JAX back end, where it looks for "
+            "infinities before gradients are reduced; use the policy mixed_bfloat16"
         )
     _wrap(optimizer, options)
     if name is not None:
         optimizer.name = name
     return optimizer
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Optimizer, name: str | None = None, *, local_layers: Any = None, **options: Any
+) -> Optimizer:
+    """Make a Keras optimizer reduce the gradients of all layers but `local_layers`.
+
+    `options` are those of :func:`DistributedOptimizer`, by their names.
+    """
+    return DistributedOptimizer(optimizer, name, local_layers=local_layers, **options)
 
 
 def _wrap(optimizer: Any, options: KerasOptions) -> Any:
@@ -176,20 +156,9 @@ def _wrap(optimizer: Any, options: KerasOptions) -> Any:
 
 def distribution_of(optimizer: object) -> Reduction | None:
     """Return the reduction of a distributed optimizer; None for others."""
+    if isinstance(getattr(optimizer, "inner_optimizer", None), _ReducingOptimizer):
+        raise ValueError(SCALED_OUTSIDE)
     return optimizer._reduction if isinstance(optimizer, _ReducingOptimizer) else None
-
-
-def settle_scaling(model: Any) -> None:
-    """Put the reduction of gradients before the search for infinities in them."""
-    # ``compile`` puts a LossScaleOptimizer around a distributed optimizer. Ranks would then skip
-    # different steps.
-    outer = getattr(model, "optimizer", None)
-    inner = getattr(outer, "inner_optimizer", None)
-    if isinstance(inner, _ReducingOptimizer) and distribution_of(outer) is None:
-        options = inner._reduction.options
-        inner.__class__ = _plain(type(inner))
-        object.__delattr__(inner, "_reduction")
-        _wrap(outer, options)
 
 
 _Base: Any = object  # in place of Keras' optimizer, which comes behind
@@ -213,15 +182,6 @@ class _ReducingOptimizer(_Base):  # type: ignore[misc]
         trained = self._trainable_variables if trainable_variables is None else trainable_variables
         self._reduction.apply(self, list(grads), list(trained), super().apply)
 
-    def stateless_apply(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> Any:
-        if getattr(self, "inner_optimizer", None) is None:
-            return super().stateless_apply(optimizer_variables, grads, trainable_variables)
-        # It looks for infinities before it calls apply() of the optimizer in it.
-        reduced = self._reduction.stateless(grads)
-        return super().stateless_apply(optimizer_variables, reduced, trainable_variables)
-
     def scale_loss(self, loss: Any) -> Any:
         self._reduction.before_backward()  # which follows
         return super().scale_loss(loss)
@@ -233,12 +193,8 @@ class _ReducingOptimizer(_Base):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
         more = {} if custom_objects is None else {"custom_objects": custom_objects}
-        return _wrap(_plain(cls).from_config(config, **more), cls._options)
-
-
-def _plain(kind: type[Any]) -> type[Any]:
-    plain: type[Any] = kind.__bases__[1]
-    return plain
+        plain: Any = cls.__bases__[1]
+        return _wrap(plain.from_config(config, **more), cls._options)
 
 
 def load_model(

@@ -17,7 +17,7 @@ from nbelastic.elastic.training_checks import sample
 from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.keras import backends
 from nbelastic.keras.backends.torch import rates_of, variable_step
-from nbelastic.keras.optimizer import distribution_of, settle_scaling
+from nbelastic.keras.optimizer import distribution_of
 from nbelastic.torch.ops.reductions import Average, grouped_allreduce
 from nbelastic.torch.state.flatten import Adapter, Flattener, Unflattener
 from nbelastic.torch.state.structure import Structure, word_for
@@ -116,7 +116,6 @@ class KerasState(TorchState):
             )
         back = self._back = backends.backend()
         back.settle(model)
-        settle_scaling(model)
         optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)

@@ -30,7 +30,6 @@ HAPPENED = {
     "abandoned": "Without a kernel",
     "attached": "Taken over",
     "alias": "Alias",
-    "straggler": "Straggler",
 }
 """Kinds of event that are changes by themselves, and how a sentence on one begins."""
 
@@ -194,8 +193,6 @@ def sentence(snapshot: JobSnapshot, event: HistoryEvent) -> str:
 
 
 def _happened(event: HistoryEvent, most: int = 1_000) -> str:
-    if event.kind == "straggler":
-        return f"{_rank(event)} {abbreviate(event.detail, 160)}"
     which = f" ({worker(event.name, event.worker)})" if event.kind == "refused" else ""
     detail = f": {abbreviate(event.detail, most)}" if event.detail else ""
     return f"{HAPPENED[event.kind]}{which if event.worker else ''}{detail}"

@@ -38,23 +38,13 @@ from nbelastic.tensorflow.ops import (
     size_op,
 )
 from nbelastic.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from nbelastic.torch import (
-    ProcessSet,
-    add_process_set,
-    is_homogeneous,
-    remove_process_set,
-    start_timeline,
-    stop_timeline,
-)
 
 __all__ = [
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "PartialDistributedGradientTape",
-    "ProcessSet",
     "SyncBatchNormalization",
-    "add_process_set",
     "allgather",
     "allreduce",
     "alltoall",
@@ -66,7 +56,6 @@ __all__ = [
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
-    "is_homogeneous",
     "join",
     "keras",
     "local_rank_op",
@@ -74,9 +63,6 @@ __all__ = [
     "process_set_included_op",
     "rank_op",
     "reducescatter",
-    "remove_process_set",
     "size_op",
-    "start_timeline",
-    "stop_timeline",
 ]
 __all__ += _names.__all__

@@ -20,17 +20,13 @@ __all__ += elastic.__all__
 class TensorFlowState(TorchState):
     """State of training with variables of TensorFlow: what is trained, and the optimizer's.
 
-    Further `values` are attributes. `session` is for Horovod's signature. An OptionError
-    says that there are no variables, or a session.
+    Further `values` are attributes. `session` is ignored; it is for Horovod's signature. An
+    OptionError says that there are no variables.
     """
 
     def __init__(
         self, variables: Sequence[Any] | None = None, session: Any = None, **values: Any
     ) -> None:
-        if session is not None:
-            raise OptionError(
-                "TensorFlowState(session=…): leave it out; TensorFlow 2 has no sessions"
-            )
         if not variables:
             raise OptionError(
                 "TensorFlowState(variables=…): TensorFlow 2 keeps no list of all variables; pass "

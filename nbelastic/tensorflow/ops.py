@@ -184,16 +184,15 @@ def grouped_allgather(
     tensors = [tf.convert_to_tensor(each) for each in tensors]
     tensors = [tf.reshape(each, [1]) if each.shape.rank == 0 else each for each in tensors]
 
-    def starts(lengths: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return where this rank's rows begin in each result."""
+    def place() -> int:
         group = process_sets.group_of(process_set)
-        gathered = functions.allgather(lengths[0], None, process_set)
-        return [gathered[: group.ranks.index(group.context.rank)].sum(0, dtype=torch.int32)]
+        return group.ranks.index(group.context.rank)
 
     def gradient(_: list[Any], grads: list[Any]) -> list[Any]:
         means = grouped_allreduce(grads, op=Average, process_set=process_set)
         lengths = tf.stack([tf.shape(each)[0] for each in tensors])
-        (first,) = call_back([lengths[None]], starts, [(tf.int32, [len(tensors)])])
+        before = allgather(lengths[None], process_set=process_set)[: _number(place)]
+        first = tf.reduce_sum(before, 0)  # this rank's rows begin here
         last = first + lengths
         return [mean[first[number] : last[number]] for number, mean in enumerate(means)]
 

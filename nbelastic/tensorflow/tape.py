@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from nbelastic.collectives import Op
 from nbelastic.keras.backends import KerasOptions, Reduction
-from nbelastic.keras.backends.tensorflow import ADAPTER, densified, native
-from nbelastic.tensorflow.ops import Compression, allreduce, size_op
+from nbelastic.keras.backends.tensorflow import ADAPTER, native
+from nbelastic.tensorflow.ops import Compression, allreduce
 from nbelastic.torch.compression import Compressor
 from nbelastic.torch.gradients.optimizer import with_methods_of
 from nbelastic.torch.ops.operation import GradientOp
@@ -28,6 +28,8 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     groups: Any = None,
     process_set: object = None,
     scale_local_gradients: bool = True,
+    *,
+    local_layers: Any = None,
 ) -> tf.GradientTape:
     """Make ``gradient()`` of a tape return gradients reduced over all ranks.
 
@@ -35,30 +37,6 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     ``jit_compile=True``. Options are those of :func:`nbelastic.keras.DistributedOptimizer`;
     `device_dense`, `device_sparse`, `num_groups` and `groups` are ignored, because all gradients
     travel together.
-    """
-    first = (device_dense, device_sparse, compression, sparse_as_dense, op)
-    last = (num_groups, groups, process_set, None, scale_local_gradients)
-    return PartialDistributedGradientTape(gradtape, *first, gradient_predivide_factor, *last)
-
-
-def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = Compression.none,
-    sparse_as_dense: bool = False,
-    op: Op | GradientOp = Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: object = None,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-) -> tf.GradientTape:
-    """Make ``gradient()`` of a tape reduce the gradients of all layers but `local_layers`.
-
-    The gradients of these, one layer or several, stay on their rank. The rest is as for
-    :func:`DistributedGradientTape`.
     """
     options = KerasOptions(
         op=op,
@@ -74,9 +52,21 @@ def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
     tape: Any = gradtape
     tape.__class__ = with_methods_of(_ReducingTape, type(tape))
     tape._reduction = Reduction(options, ADAPTER)
-    variables = [each for layer in options.local for each in layer.trainable_variables]
-    tape._local = {id(native(each)) for each in variables}
+    tape._local = {
+        id(native(each)) for layer in options.local for each in layer.trainable_variables
+    }
     return gradtape
+
+
+def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: tf.GradientTape, *, local_layers: Any = None, **options: Any
+) -> tf.GradientTape:
+    """Make ``gradient()`` of a tape reduce the gradients of all layers but `local_layers`.
+
+    The gradients of these, one layer or several, stay on their rank. `options` are those of
+    :func:`DistributedGradientTape`, by their names.
+    """
+    return DistributedGradientTape(gradtape, local_layers=local_layers, **options)
 
 
 class _ReducingTape:
@@ -99,28 +89,22 @@ class _ReducingTape:
             found[id(native(source)) not in self._local].append((source, gradient))
         return found
 
-    def _gathered(self, slices: tf.IndexedSlices, stays: bool) -> tf.IndexedSlices:
-        options = self._reduction.options
-        if not stays:
-            return allreduce(slices, op=options.op, process_set=options.process_set)
-        if not options.scale_local:
-            return slices
-        size = tf.cast(size_op(options.process_set.process_set_id), slices.dtype)
-        values = slices.values / size
-        return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
-
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the gradients, reduced over all ranks."""
         tape: Any = super()
         gradients = tape.gradient(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(gradients, expand_composites=False)
-        if self._reduction.options.sparse_as_dense:
-            flat = densified(flat)
         variables = [native(each) for each in tf.nest.flatten(sources)]
-        sparse = {n: each for n, each in enumerate(flat) if isinstance(each, tf.IndexedSlices)}
+        options, sparse = self._reduction.options, {}
+        if not options.sparse_as_dense:  # what stays on its rank becomes dense as well
+            sparse = {
+                number: allreduce(each, op=options.op, process_set=options.process_set)
+                for number, each in enumerate(flat)
+                if isinstance(each, tf.IndexedSlices) and id(variables[number]) not in self._local
+            }
         flat = [None if number in sparse else each for number, each in enumerate(flat)]
         if any(each is not None for each in flat):
             _, flat = self._reduction.reduce(flat, variables, self._local)
         for number, slices in sparse.items():
-            flat[number] = self._gathered(slices, id(variables[number]) in self._local)
+            flat[number] = slices
         return tf.nest.pack_sequence_as(gradients, flat)

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data import worlds
 from tests.data.worlds import EPOCHS, LENGTHS, ROWS, SOURCES, STREAMED, STREAMS, WEIGHTS, World
 
 
 @pytest.fixture(scope="module", autouse=True)
 def in_this_process() -> Iterator[None]:
-    with dask.config.set(scheduler="synchronous"):
+    with dask.config.set(scheduler="synchronous"), worlds.fetching():
         yield
 
 

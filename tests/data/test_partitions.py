@@ -1,8 +1,7 @@
-"""Dask collections as sources: without a job in this process, in a job through a hook."""
+"""Dask collections as sources: what a job holds, and a rank fetches by its key."""
 
 from __future__ import annotations
 
-import json
 import pickle
 from typing import Any
 
@@ -19,6 +18,7 @@ from nbelastic.cluster import with_sources
 from nbelastic.data import Batch, Dask, Loader
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import DataError, OptionError
+from tests.data.worlds import PARTITIONS, fetching, held
 from tests.support.world import world_of
 
 ROWS = 120
@@ -40,22 +40,14 @@ def loader_of(source: Any) -> Loader:
 
 
 def first_of(source: Any) -> Any:
-    return next(iter(next(iter(loader_of(source)))))
-
-
-def received() -> tuple[Dask, dict[str, Any]]:
-    """Return a source as a rank has it, and its partitions by their keys."""
-    source = Dask(dd.from_pandas(frame(), npartitions=5), ["id", "x*"])
-    (collection,) = source.collections or ()
-    parts = {json.dumps(["part", n]): collection.partitions[n].compute() for n in range(5)}
-    source.hold([(key,) for key in parts], [(len(part),) for part in parts.values()], 24 * ROWS)
-    found: Dask = pickle.loads(pickle.dumps(source))
-    assert found.collections is None
-    return found, parts
+    with fetching():
+        return next(iter(next(iter(loader_of(held(source))))))
 
 
 def test_a_rank_fetches_partitions_by_their_keys_and_names_those_that_are_not_there() -> None:
-    source, parts = received()
+    source = pickle.loads(pickle.dumps(held(Dask(dd.from_pandas(frame(), 5), ["id", "x*"]))))
+    assert source.collections is None
+    parts = {key: PARTITIONS[key] for (key,) in source._keys}
 
     def rows() -> list[int]:
         return [int(row) for step in loader_of(source) for ids, _ in step for row in ids]
@@ -82,10 +74,12 @@ def test_arrays_and_series_make_tensors_and_tuples() -> None:
     assert torch.equal(x[:, 0], ids * 4)
     encoded = Dask(WORDS, transform=lambda part: part["id"].to_numpy())
     assert first_of(encoded).dtype == torch.int64
-    assert Dask(HOLES, ["y"], fill=5.0).read(0)[0].tolist() == [1.0, 5.0] * 20
+    with fetching():
+        assert held(Dask(HOLES, ["y"], fill=5.0)).read(0)[0].tolist() == [1.0, 5.0] * 20
 
 
 WORDS = dd.from_pandas(frame(word=[f"w{i}" for i in range(ROWS)]), npartitions=3)
+UNEVEN = da.ones(6, chunks=(2, 4))
 HOLES = dd.from_pandas(frame(y=[1.0, np.nan] * (ROWS // 2)), npartitions=3)
 
 
@@ -98,7 +92,8 @@ HOLES = dd.from_pandas(frame(y=[1.0, np.nan] * (ROWS // 2)), npartitions=3)
         (lambda: Dask(dask.delayed(abs)(1)), "must be a dask"),
         (lambda: Dask(dask.bag.from_sequence([1])), "must be a dask"),
         (lambda: Dask((da.ones(12, chunks=4), da.ones(12, chunks=6))), "have 2 and 3 partitions"),
-        (lambda: Dask((da.ones(6, chunks=(2, 4)), da.ones(6, chunks=3))).sizes, "has 2 and 3 rows"),
+        (lambda: held(Dask((UNEVEN, da.ones(6, chunks=3)))), "has 2 and 3 rows"),
+        (lambda: loader_of(Dask(da.ones(12, chunks=4))), "not held by the cluster yet"),
         (lambda: Dask(da.ones(12, chunks=4), ["x"]), "the collection has no columns"),
         (lambda: pickle.dumps(Dask(da.ones(12, chunks=4))), "not held by the cluster yet"),
         (
@@ -113,11 +108,13 @@ def test_what_cannot_be_used_is_refused_before_the_start(make: Any, message: str
 
 
 def test_values_without_tensors_are_named() -> None:
-    with pytest.raises(DataError, match="partition 0: column 'y' has 20 nulls"):
-        Dask(HOLES, ["y"]).read(0)
-    times = dd.from_pandas(pd.Series(pd.to_datetime([0] * 4)), npartitions=1)
-    with pytest.raises(DataError, match="partition 0: column 'values' has type timestamp"):
-        Dask(times).read(0)
+    times = Dask(dd.from_pandas(pd.Series(pd.to_datetime([0] * 4)), npartitions=1))
+    for source, message in (
+        (Dask(HOLES, ["y"]), "partition 0: column 'y' has 20 nulls"),
+        (times, "partition 0: column 'values' has type timestamp"),
+    ):
+        with fetching(), pytest.raises(DataError, match=message):
+            held(source).read(0)
 
 
 def test_collections_among_arguments_become_sources() -> None:

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nbelastic.data import balancer
-from nbelastic.data.balancer import Stopwatch
-from nbelastic.data.plan.quotas import GAIN, Pace, plan, predict, slowness
+from nbelastic.data.balancer import GAIN, STEPS, Stopwatch, pace, plan, predict
 
 
 def splits(count: int, ranks: int) -> Iterator[tuple[int, ...]]:
@@ -58,20 +57,13 @@ def test_a_rank_that_is_three_times_slower_gets_less() -> None:
     assert plan((2, 0, 0), (5, 1, 1)) == (2, 0, 0)  # fewer than ranks
     assert plan((20, 20), (1.0, 1.1)) == (20, 20)  # others would be 4.5 % shorter
     assert plan((2, 2), (0.0, 1.0)) == (2, 2)  # a time is not known
-    assert slowness((1, 1, 1, 3), 3) == 3.0
-    assert slowness((0, 2.0), 1) == 0.0  # not known
 
 
 def test_a_time_is_known_after_some_steps_and_pauses_do_not_count() -> None:
-    pace = Pace()
-    found = []
-    for time in (50.0, 1.0, 1.0, 1.0, 80.0, 1.0, 90.0, 1.0):
-        pace.note(time)
-        found.append(pace.seconds)
-    assert found == [0.0, 0.0, *[1.0] * 6]
-    for _ in range(3):
-        pace.note(3.0)
-    assert pace.seconds == 3.0
+    times = (50.0, 1.0, 1.0, 1.0, 80.0, 1.0, 90.0, 1.0)
+    latest = [times[max(end - STEPS, 0) : end] for end in range(1, len(times) + 1)]
+    assert [*map(pace, latest)] == [0.0, 0.0, *[1.0] * 6]
+    assert pace((90.0, 1.0, 3.0, 3.0, 3.0)) == 3.0
 
 
 def test_a_stopwatch_times_what_is_between_start_and_stop_and_waits_for_no_device(

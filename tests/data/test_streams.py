@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import call, patch
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ import torch
 import nbelastic.torch as hvd
 from nbelastic.data import Batch, Loader, Shards, Stateful
 from nbelastic.data.sources.stream_reader import row_digest
-from nbelastic.data.sources.streams import WITHOUT_STATES
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.errors import DataError
 from nbelastic.torch.state.torch_state import TorchState
@@ -162,13 +160,6 @@ def test_a_commit_before_ranks_have_agreed_on_a_step_is_refused() -> None:
             with pytest.raises(RuntimeError, match=r"commit\(\) was called in a step of the"):
                 state.commit()
             break
-
-
-@pytest.mark.parametrize(("kind", "count"), [("plain", 1), ("states", 0)])
-def test_streams_that_are_read_again_are_told(kind: str, count: int) -> None:
-    with activate(context := world_of(0, 1)), patch.object(context, "warn") as warn:
-        list(loader_of(kind))
-    assert warn.call_args_list == [call(WITHOUT_STATES.format(name="Stateful"))] * count
 
 
 def test_equal_rows_have_equal_digests() -> None:

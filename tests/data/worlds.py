@@ -13,7 +13,9 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import dask.dataframe as dd
 import fsspec
@@ -205,9 +207,33 @@ def table() -> pa.Table:
     return pa.table({"id": np.arange(ROWS), "y": np.arange(ROWS) * 0.5})
 
 
+PARTITIONS: dict[str, Any] = {}
+"""The partitions that :func:`fetching` fetches, by their keys."""
+
+
+def held(source: Dask) -> Dask:
+    """Return a source as a job holds it."""
+    collections = source.collections or ()
+    views = [each.blocks if hasattr(each, "chunks") else each.partitions for each in collections]
+    units = [[view[n].compute() for view in views] for n in range(collections[0].npartitions)]
+    first = len(PARTITIONS)
+    keys = [[f"{first} {n} {place}" for place in range(len(views))] for n in range(len(units))]
+    for names, parts in zip(keys, units, strict=True):
+        PARTITIONS.update(zip(names, parts, strict=True))
+    rows = [[*map(len, parts)] for parts in units]
+    source.hold(keys, rows, 24 * sum(counts[0] for counts in rows))
+    return source
+
+
+def fetching() -> Any:
+    """Let readers of all threads fetch partitions, as the one rank of a process does."""
+    fake = SimpleNamespace(fetch_partition=PARTITIONS.__getitem__)
+    return patch("nbelastic.data.sources.partitions.current_or_none", lambda: fake)
+
+
 @functools.cache
 def partitions() -> Dask:
-    return Dask(dd.from_pandas(table().to_pandas(), 9), ["id", "y"])
+    return held(Dask(dd.from_pandas(table().to_pandas(), 9), ["id", "y"]))
 
 
 @functools.cache

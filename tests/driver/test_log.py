@@ -88,7 +88,6 @@ def test_the_versions_of_a_report_are_printed(capsys):
 
 
 PHASES = {"noticed": 0.0, "stepped": 7.5, "batches": 0.0, "samples": 0.0}
-SLOW = {"times": 3.04, "micro_batches": 1.0, "before": 4.0, "of": 16.0}
 CELL, FILE = CodeLine("In [3]", 4, "f"), CodeLine("a.py", 9, "g")
 
 
@@ -104,8 +103,6 @@ CELL, FILE = CodeLine("In [3]", 4, "f"), CodeLine("a.py", 9, "g")
          "stepped 7.5 ms; 1 batch redone"),
         (Record("phases", figures={"stepped": 7.5, "batches": 3.0, "samples": 1200.0}),
          "stepped 7.5 ms; 3 batches of 1,200 samples redone"),
-        (Record("straggler", figures=SLOW), "takes 3.0 times as long for a micro-batch as the "
-         "others; computes 1 of 16 now, 4 before"),
         (Record("joined", detail="soon"), "soon"),
     ],
 )  # fmt: skip

@@ -63,7 +63,8 @@ def on_ranks():
     compare("Keras accumulates", lambda: sgd(0.1, gradient_accumulation_steps=2), steps=4)
     compare("eagerly", lambda: sgd(0.1), run_eagerly=True)
     scaled = keras.optimizers.LossScaleOptimizer
-    compare("scaled loss", lambda: scaled(sgd(0.1), initial_scale=64.0))
+    if keras.config.backend() != "jax":
+        compare("scaled loss", lambda: scaled(sgd(0.1), initial_scale=64.0))
     compare("predivided", lambda: sgd(0.1), how={"gradient_predivide_factor": 2.0})
     compare("compressed", lambda: sgd(0.1), how={"compression": hvd.Compression.bf16})
 
@@ -101,15 +102,14 @@ def on_ranks():
         gathered[0][1] == gathered[1][1],
     )
 
-    # An infinity on one rank has all ranks skip the step, whoever has put the scaling around.
-    model = model_of(hvd.DistributedOptimizer(sgd(0.1)))
-    model.optimizer = scaled(model.optimizer, initial_scale=2.0)
-    hvd.elastic.KerasState(model)
-    before = [each.copy() for each in model.get_weights()]
-    x, y = data(1)
-    model.train_on_batch(x * (np.inf if rank == 1 else 1.0), y)
-    same = all(map(np.array_equal, model.get_weights(), before))
-    found["infinity"] = (same, float(ops.convert_to_numpy(model.optimizer.dynamic_scale)))
+    # An infinity on one rank has all ranks skip the step.
+    if keras.config.backend() != "jax":
+        model = model_of(hvd.DistributedOptimizer(scaled(sgd(0.1), initial_scale=2.0)))
+        before = [each.copy() for each in model.get_weights()]
+        x, y = data(1)
+        model.train_on_batch(x * (np.inf if rank == 1 else 1.0), y)
+        same = all(map(np.array_equal, model.get_weights(), before))
+        found["infinity"] = (same, float(ops.convert_to_numpy(model.optimizer.dynamic_scale)))
 
     # Values of all kinds.
     found["allreduce"] = (
@@ -134,7 +134,7 @@ def test_it_is_as_one_rank_with_all_batches(keras_crew):
         assert found["iterations, averaged: False"] == 1
         assert found["given"] == [-2.0, -2.0]
         assert found["local differs, the rest does not"] == (True, True)
-        assert found["infinity"] == (True, 1.0)
+        assert found.get("infinity", (True, 1.0)) == (True, 1.0)
         assert found["allreduce"] == (0.5, [1.0, 2.0], [0.5, 0.5])
         assert found["allgather"] == [0, 1, 1]
         assert found["broadcast"] == [1.0, 1.0]
@@ -200,6 +200,12 @@ def test_what_cannot_be_is_refused(one_rank):
     refuses("process_set", wrap, plain, process_set=1)
     refuses("must be a layer", wrap, plain, local_layers=["dense"])
     refuses("already", wrap, hvd.DistributedOptimizer(sgd()))
+    scaled = keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(sgd()))
+    refuses("each rank would skip other steps", state, model, scaled)
+    if keras.config.backend() == "jax":
+        refuses(
+            "cannot be distributed on the JAX", wrap, keras.optimizers.LossScaleOptimizer(sgd())
+        )
     assert "Reducing" not in str(type(plain).__mro__)
     refuses("not built", state, keras.Sequential([dense(1)]))
     refuses("whose gradients are not averaged", fit, rows, rows[:, :1])

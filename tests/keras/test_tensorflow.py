@@ -65,8 +65,12 @@ def on_ranks():
     variables = [tf.Variable(rank + 1.0), tf.Variable([rank == 1, True])]
     broadcasts()
     found["broadcast"] = [each.numpy().tolist() for each in variables]
-    slices = tf.IndexedSlices(tf.ones((1, 2)) * (rank + 1), [rank], [3, 2])
+    shape = tf.constant([3, 2])
+    slices = tf.IndexedSlices(tf.ones((1, 2)) * (rank + 1), tf.constant([rank]), shape)
     found["slices"] = tf.convert_to_tensor(hvd.allreduce(slices)).numpy().tolist()
+    weight = keras.Variable(tf.zeros((3, 2)))
+    hvd.DistributedOptimizer(keras.optimizers.SGD(1.0)).apply([slices], [weight])
+    found["sparse"] = (-weight.numpy()).tolist()
 
     # A tape whose embedding is sparse, and another variable that stays on its rank.
     table, local = tf.Variable(tf.ones((3, 1))), tf.Variable(1.0)
@@ -149,7 +153,7 @@ def test_operations_and_their_gradients_are_horovods(keras_crew):
         assert found["operations"] == {name: each[rank] for name, each in EXPECTED.items()}
         assert found["numbers"] == [rank, 2, rank, 2, 1 - rank]
         assert found["broadcast"] == [2.0, [True, True]]
-        assert found["slices"] == [[0.5, 0.5], [1.0, 1.0], [0.0, 0.0]]
+        assert found["slices"] == found["sparse"] == [[0.5, 0.5], [1.0, 1.0], [0.0, 0.0]]
         assert found["tape"] == ((rank + 1) / 2, [0.5, 1.0, 0.0])
         assert found["batch norm"] < 1e-6
         assert [type(each) for each in found["errors"]] == [

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 import nbelastic.torch as hvd
-from nbelastic.data.plan.quotas import Pace
+from nbelastic.data.balancer import LEAST_STEPS
 from nbelastic.driver.options import Options
 from tests.support.exact_training import (
     EPOCHS,
@@ -57,7 +58,7 @@ def train() -> tuple[int, str]:
     actor = user.Actor(world)
     actor.compute(actor.script.setup)
     training = ExactTraining(world.rows, balance="speed" if world.uneven else "even")
-    training.loader.balancer._pace = Uneven(world, actor.session.spec.start)
+    training.loader.balancer._latest = Uneven(world, actor.session.spec.start)
     _loop(training.state, training, actor)
     return training.state.steps, training.digest()
 
@@ -82,20 +83,19 @@ def _loop(state: Any, training: ExactTraining, actor: user.Actor) -> None:
 alone = functools.cache(train_alone)
 
 
-class Uneven(Pace):
-    """Pace of ranks of differing speeds, which change at times, and quotas with them."""
+class Uneven(deque[float]):
+    """Times of ranks of differing speeds, which change at times, and quotas with them."""
 
     def __init__(self, world: Storm, start: int) -> None:
         super().__init__()
         self._dice, self._steps_left = random.Random(f"{world.seed} {start}"), 0
 
-    @property
-    def seconds(self) -> float:
+    def append(self, measured: float) -> None:
         if not self._steps_left:
             self._steps_left = self._dice.randint(1, 4)
-            self._speed = self._dice.choice((1.0, 1.0, 2.5, 7.0))
+            self.clear()
+            self.extend([self._dice.choice((1.0, 1.0, 2.5, 7.0))] * LEAST_STEPS)
         self._steps_left -= 1
-        return self._speed
 
 
 # -- the storm -------------------------------------------------------------------------------------

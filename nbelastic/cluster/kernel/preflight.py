@@ -209,18 +209,14 @@ def with_sources(
 
 def _source_of(value: Any) -> Any:
     several = isinstance(value, (tuple, list)) and len(value) > 0
-    if not all(map(_has_rows, value)) if several else not _has_rows(value):
+    parts = value if several else (value,)
+    if not all(map(is_dask_collection, parts)):
         return value
-    from nbelastic.data.sources.partitions import Dask
+    from nbelastic.data.sources.partitions import Dask, is_rows
 
+    if not all(map(is_rows, parts)):
+        return value
     return Dask(tuple(value) if several else value)
-
-
-def _has_rows(value: Any) -> bool:
-    """Return whether a value is a dataframe, a series or an array of Dask's."""
-    if not is_dask_collection(value) or not isinstance(getattr(value, "npartitions", None), int):
-        return False  # a Delayed has any attribute, of its own type
-    return hasattr(value, "chunks") or hasattr(value, "_meta")
 
 
 def _measure(part: Any) -> tuple[int, int]:

@@ -80,15 +80,8 @@ class MapSource(RowSource):
         return {"dataset": f"{len(self)} rows"}
 
 
-_DECIDED = {
-    "batch_size",
-    "sampler",
-    "batch_sampler",
-    "drop_last",
-    "generator",
-    "shuffle",
-    "in_order",  # batches are known by their order
-}
+# What the loader decides on; batches are known by their order.
+_DECIDED = {"batch_size", "sampler", "batch_sampler", "generator", "in_order"}
 
 
 class _Items:

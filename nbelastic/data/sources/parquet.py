@@ -121,11 +121,6 @@ class Parquet(UnitSource):
             import pyarrow.parquet  # noqa: F401, PLC0415
         except ImportError as error:
             raise OptionError("Parquet needs pyarrow: pip install 'nbelastic[parquet]'") from error
-        if storage_options is not None and not isinstance(storage_options, Mapping):
-            raise OptionError(
-                "Parquet(storage_options=...): must be a dict, not "
-                f"{type(storage_options).__name__}"
-            )
         given, storage = _given(urls), dict(storage_options or {})
         self._secrets = Secrets(given, storage)
         shown = self._secrets.hide(repr(urls))

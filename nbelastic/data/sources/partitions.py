@@ -7,7 +7,6 @@ which a context fetches a partition.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +39,7 @@ class Dask(UnitSource):
     connections. If a worker fails, Dask computes its partitions again. They must have the same
     rows then.
 
-    Partitions are units, as row groups of :class:`Parquet` are.
+    Partitions are units, as row groups of :class:`Parquet` are. They are read in the job alone.
 
     Parameters
     ----------
@@ -99,68 +98,45 @@ class Dask(UnitSource):
             names, [*collection.dtypes], lambda kind: kind.kind in "biuf", "the dataframe"
         )
 
-    @cached_property
-    def sizes(self) -> Rows:  # type: ignore[override]
-        """Rows of each partition; without a job they are counted, by reading all partitions."""
-        assert self.collections is not None
-        rows, nbytes = [], 0
-        for unit in range(self.collections[0].npartitions):
-            parts = self._compute(unit)
-            rows.append(tuple(map(len, parts)))
-            nbytes += sum(map(_bytes_of, parts))
-        return self._measured(rows, nbytes)
-
     def hold(self, keys: Sequence[Sequence[str]], rows: Sequence[Sequence[int]], size: int) -> None:
         """Take each partition's key and rows by collection, and the bytes of all; from ``fit``."""
-        self.sizes = self._measured(rows, size)
-        self._keys = [tuple(each) for each in keys]
-
-    def _measured(self, rows: Sequence[Sequence[int]], size: int) -> Rows:
-        """Return the rows of each partition, and keep the bytes of a row."""
         for unit, counts in enumerate(rows):
             if len(set(counts)) > 1:
                 raise OptionError(
                     f"Dask: partition {unit} has {' and '.join(map(str, counts))} rows in the "
                     "collections of the tuple; repartition them alike"
                 )
-        sizes = np.array([counts[0] for counts in rows], dtype=np.int64)
-        if not sizes.sum():
+        self.sizes: Rows = np.array([counts[0] for counts in rows], dtype=np.int64)
+        if not self.sizes.sum():
             raise OptionError("Dask: the collection has no rows")
-        self.row_bytes = size / int(sizes.sum())
-        return sizes
+        self.row_bytes = size / int(self.sizes.sum())
+        self._keys = [tuple(each) for each in keys]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return all but the collections, which ranks read by their keys."""
+    def __len__(self) -> int:
         if not self._keys:
             raise OptionError(
                 "a Dask source is not held by the cluster yet: pass it to the job in args=, or as "
                 "a variable of the training function"
             )
+        return super().__len__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but the collections, which ranks read by their keys."""
+        len(self)  # refuses what is not held
         return {**self.__dict__, "collections": None}
 
     def read(self, unit: int) -> Block:
         where, context = f"partition {unit}", current_or_none()
         with named(f"{where} cannot be read:"):
-            if self.collections is not None:
-                parts = self._compute(unit)
-            elif context is not None and context.fetch_partition is not None:
-                parts = tuple(map(context.fetch_partition, self._keys[unit]))
-            else:
+            if context is None or context.fetch_partition is None:
                 raise DataError(f"{where} cannot be read outside of its job")
+            parts = tuple(map(context.fetch_partition, self._keys[unit]))
         if self.transform is not None:
             return self.transformed(parts[0] if self._single else parts, len(parts[0]), where)
         blocks = [self._block_of(*each, where) for each in zip(parts, self._choices, strict=True)]
         if self._single:
             return blocks[0]
         return tuple(array for block in blocks for array in arrays_in(block))
-
-    def _compute(self, unit: int) -> tuple[Any, ...]:
-        assert self.collections is not None
-        parts = [
-            each.blocks[unit] if hasattr(each, "chunks") else each.partitions[unit]
-            for each in self.collections
-        ]
-        return tuple(part.compute() for part in parts)
 
     def _block_of(self, part: Any, choice: ColumnChoice | None, where: str) -> Block:
         if isinstance(part, np.ndarray):
@@ -183,8 +159,6 @@ def _aligned(collections: tuple[Any, ...]) -> tuple[Any, ...]:
     whole = []
     for each in collections:
         if hasattr(each, "chunks"):
-            if not each.ndim:
-                raise OptionError("Dask: an array without dimensions has no rows")
             each = each.rechunk({axis: -1 for axis in range(1, each.ndim)})  # noqa: PLW2901
         whole.append(each)
     counts = {each.npartitions for each in whole}
@@ -194,9 +168,3 @@ def _aligned(collections: tuple[Any, ...]) -> tuple[Any, ...]:
             "partitions; repartition them alike"
         )
     return tuple(whole)
-
-
-def _bytes_of(part: Any) -> int:
-    if isinstance(part, np.ndarray):
-        return part.nbytes
-    return int(np.sum(part.memory_usage(index=False)))

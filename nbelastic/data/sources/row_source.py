@@ -45,13 +45,12 @@ class RowSource(Protocol):
         """Return the rows of each micro-batch of a step, of other blocks as far as is known."""
         return dealing.weights(step)
 
-    def settle(self, dealing: Dealing, step: int, counts: list[int]) -> str:
+    def settle(self, dealing: Dealing, step: int, counts: list[int]) -> None:
         """Agree with other ranks on the rows of a step whose micro-batches are done.
 
-        All ranks call this together, if the source is open. It completes `counts`, and returns a
-        warning for the history, or nothing.
+        All ranks call this together, if the source is open. It completes `counts`.
         """
-        return ""
+        return
 
     def sample(self) -> DataSample | None:
         """Return digests of some rows; None where `describe` has them."""

@@ -26,14 +26,6 @@ from nbelastic.errors import DataError, OptionError
 _READING, _ORDER, _STEP = 21, 22, 23
 
 STEP_END = "the end of a step of a Loader, whose streams have no known length"
-WITHOUT_STATES = (
-    "{name}: a dataset has no state_dict and load_state_dict, so streams that change ranks are "
-    "read again\n"
-    "After a fault or a change of ranks, the rank that takes a stream over reads it from its "
-    "start and passes over the rows that are done. Other ranks wait for it.\n"
-    "Give the dataset state_dict() and load_state_dict(), or use more and smaller units: "
-    "hvd.elastic.Shards(units, read)."
-)
 
 
 class StreamSource(abc.ABC):
@@ -282,8 +274,8 @@ class StreamRows(RowSource):
         reader.mark = self._marks.get(place)
         return reader
 
-    def settle(self, dealing: Dealing, step: int, counts: list[int]) -> str:
-        table, readers = self._table_of(dealing), self._readers.values()
+    def settle(self, dealing: Dealing, step: int, counts: list[int]) -> None:
+        table = self._table_of(dealing)
         ended, made = _of_all(self._ended, self._made)
         for number, rows in ended.items():
             counts[number] = rows
@@ -291,12 +283,10 @@ class StreamRows(RowSource):
             table = table.after(step, ended, dealing.micro)
             self._keep(table, {**self._marks, **made})
         if table.is_over:
-            for reader in readers:
+            for reader in self._readers.values():
                 reader.close()
             if not table.finished:
                 raise DataError(f"{self.name}: no unit has a row")
-        knows = self._source.states_every is None or all(reader.has_states for reader in readers)
-        return "" if knows else WITHOUT_STATES.format(name=self.name)
 
     def describe(self) -> dict[str, str]:
         text = "\n".join(

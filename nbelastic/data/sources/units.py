@@ -8,6 +8,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -183,64 +184,73 @@ def _megabytes(count: int) -> str:
 
 
 class WindowReader:
-    """Reader of windows, in the order in which they are needed, by a thread."""
+    """Reader of windows ahead, in the order in which they are needed."""
 
-    # The thread runs only while there is a window to read and memory for it. `take` starts it
-    # again. So a reader that is given up without a word leaves no thread that waits for ever. One
-    # lock guards all fields.
+    # The rank's thread alone uses these fields. A thread that it starts reads one window, and ends:
+    # so a reader that is given up without a word leaves no thread that waits for ever.
 
     def __init__(self, source: UnitSource) -> None:
         self._source = source
-        self._changed = threading.Condition()
-        self._needed: dict[Window, None] = {}  # those that are not read yet, in their order
-        self._loaded: dict[Window, Block] = {}
-        self._error: BaseException | None = None  # of a window; others would fail alike
-        self._awaited: Window | None = None
-        self._runs = False
+        self._needed: dict[Window, None] = {}  # those whose reading has not begun, in their order
+        self._windows: dict[Window, Future[Block]] = {}  # those in memory, or being read
+        self._latest: Future[Block] | None = None  # what the latest thread reads
+        self._is_full = False  # there is no memory for the next window
 
     def begin(self, needed: Sequence[Window]) -> None:
         """Read other windows from now on; windows in memory are kept if they are needed."""
-        with self._changed:
-            kept = self._loaded
-            self._loaded = {window: kept[window] for window in needed if window in kept}
-            self._needed = {window: None for window in needed if window not in kept}
-            self._error = self._awaited = None
+        kept = {w: f for w, f in self._windows.items() if not (f.done() and f.exception())}
+        self._windows = {window: kept[window] for window in needed if window in kept}
+        self._needed = dict.fromkeys(window for window in needed if window not in kept)
+        self._is_full = False
 
     def take(self, window: Window) -> Block:
         """Return a window's rows, or raise its read error; wait if need be."""
-        with self._changed:
-            while window not in self._loaded:
-                if self._error is not None:
-                    raise self._error  # again, if it is asked for again
-                self._awaited = window
-                self._needed.setdefault(window)  # others may have begun since, as by sample()
-                self._start()
-                self._changed.wait(0.1)  # so that the rank can be interrupted
-            self._awaited = None
-            return self._loaded[window]
+        while True:
+            self._read_ahead(window)
+            found = self._windows.get(window)
+            if found is not None and found.done():
+                return found.result()
+            pending = found or self._latest
+            assert pending is not None
+            wait([pending], 0.1)  # so that the rank can be interrupted
 
     def release(self, window: Window) -> None:
         """Give back the memory of a window."""
-        with self._changed:
-            del self._loaded[window]
-            self._start()
+        del self._windows[window]
+        self._is_full = False
+        self._read_ahead()
 
     @property
     def held(self) -> int:
         """Bytes of all windows in memory."""
-        blocks = self._loaded.values()
+        blocks = [f.result() for f in self._windows.values() if f.done() and not f.exception()]
         return sum(array.nbytes for block in blocks for array in arrays_in(block))
 
-    def _next(self) -> Window | None:
-        """Return the window to read now: the awaited one, or the next if there is memory for it."""
-        if self._awaited in self._needed:
-            return self._awaited
-        for window in self._needed:
+    def _read_ahead(self, awaited: Window | None = None) -> None:
+        """Start a thread on the awaited window, or on the next if there is memory for it."""
+        if self._latest is not None and not self._latest.done():
+            return
+        self._latest, window = None, awaited
+        if window is None or window in self._windows:
+            window = None if self._is_full else next(iter(self._needed), None)
+            if window is None:
+                return
             need = self.held + COPIES * int(window.rows * self._source.row_bytes)
-            return window if need <= self._source.memory else None
-        return None
+            self._is_full = need > self._source.memory
+            if self._is_full:
+                return
+        self._needed.pop(window, None)  # other ones may be needed by now, as by sample()
+        self._latest = self._windows[window] = Future()
+        work = (window, self._latest)
+        threading.Thread(target=self._read, args=work, name="nbelastic-reader", daemon=True).start()
 
-    def _read(self, window: Window) -> Block:
+    def _read(self, window: Window, found: Future[Block]) -> None:
+        try:
+            found.set_result(self._rows_of(window))
+        except BaseException as error:  # it would be waited for forever
+            found.set_exception(error)
+
+    def _rows_of(self, window: Window) -> Block:
         blocks = []
         for unit, rows in window.ranges:
             block, before = self._source.read(unit), self._source.sizes[unit]
@@ -253,29 +263,3 @@ class WindowReader:
         whole, order = joined(blocks, self._source.name), window.order()
         del blocks, block
         return each_array(lambda array: array.take(order, axis=0), whole)
-
-    def _start(self) -> None:
-        if not self._runs and self._next() is not None:
-            self._runs = True
-            threading.Thread(target=self._run, name="nbelastic-reader", daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                window = self._next()
-                if window is None:
-                    self._runs = False
-                    return
-            try:
-                found = self._read(window)
-            except BaseException as error:  # a thread that ended would be waited for forever
-                found = error
-            with self._changed:
-                if window in self._needed:  # and not given up meanwhile
-                    del self._needed[window]
-                    if isinstance(found, BaseException):
-                        self._error, self._needed = found, {}
-                    else:
-                        self._loaded[window] = found
-                self._changed.notify_all()
-            del found

@@ -71,7 +71,7 @@ class Backend(Protocol):
     ) -> list[Any]:
         """Call a function on tensors of PyTorch, from a compiled function or not.
 
-        `results` are the types and shapes that come out.
+        `results` are the types and shapes that come out. Sparse tensors are made dense.
         """
         return list(operation(list(tensors)))
 
@@ -79,10 +79,6 @@ class Backend(Protocol):
         """Make an update if `ready`, known to a compiled function only when it runs."""
         if ready:
             update()
-
-    def dense(self, gradients: Sequence[Any], options: KerasOptions) -> Sequence[Any]:
-        """Return gradients without sparse ones."""
-        return gradients
 
     def reduction(self, options: KerasOptions) -> Reduction:
         """Return a new reduction of gradients."""
@@ -115,7 +111,7 @@ class KerasOptions(ReduceOptions):
     passes: int = 1  # batches whose gradients add up on a rank before they are reduced
     average_passes: bool = False  # their sum is divided by their number
     groups: Any = 0  # how many, 0 for any; or lists of variables
-    sparse_as_dense: bool = False  # sparse gradients are made dense, not refused
+    sparse_as_dense: bool = False  # sparse gradients are made dense
     local: Any = ()  # layers whose gradients stay on their rank, or one
     scale_local: bool = True  # these are divided by the number of ranks
     process_set: Any = None  # ranks that reduce among them, or all; others keep their gradients
@@ -126,10 +122,6 @@ class KerasOptions(ReduceOptions):
         layers = self.local if several else [] if self.local is None else [self.local]
         object.__setattr__(self, "local", tuple(layers))
         object.__setattr__(self, "process_set", added_set(self.process_set))
-        if not isinstance(self.groups, int) and not all(
-            isinstance(each, Sequence) for each in self.groups
-        ):
-            raise ValueError("groups must be a number, or lists of variables")
 
     def is_local(self) -> set[int]:
         """Return the identities of variables whose gradients stay on their rank."""
@@ -172,7 +164,6 @@ class Reduction:
         self, optimizer: Any, gradients: list[Any], trained: list[Any], apply: Callable[..., None]
     ) -> None:
         """Reduce gradients and apply them, unless passes of the step are to come."""
-        gradients = list(self._back.dense(gradients, self.options))
         ready, reduced = self.reduce(gradients, trained, self.options.is_local())
         if self.options.passes == 1:
             apply(reduced, trained)
@@ -180,22 +171,8 @@ class Reduction:
             changed = [*trained, *optimizer.variables]
             self._back.apply_if(ready, lambda: apply(reduced, trained), changed)
 
-    def stateless(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Return reduced gradients, where Keras has no variables at hand: on JAX only."""
-        if keras.config.backend() != "jax":
-            raise RuntimeError(
-                "stateless_apply() does not reduce gradients on the "
-                f"{keras.config.backend()} back end"
-            )
-        if self.options.passes > 1 or self.options.local:
-            raise ValueError(
-                "backward_passes_per_step and local layers cannot be used with a "
-                "LossScaleOptimizer on the JAX back end"
-            )
-        return self.reduce(gradients, gradients)[1]
-
     def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int] = ()
+        self, gradients: Sequence[Any], variables: Sequence[Any], local: Collection[int]
     ) -> tuple[Any, list[Any]]:
         """Reduce gradients over all ranks, except gradients of `local` variables, by their ids.
 

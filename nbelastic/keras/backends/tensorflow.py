@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,17 +11,11 @@ import tensorflow as tf
 import torch
 from torch._C import _to_dlpack as to_dlpack
 
-from nbelastic.elastic.ranks.context import current, current_or_none
+from nbelastic.elastic.ranks.context import current
 from nbelastic.errors import RanksDisagree
-from nbelastic.keras.backends import Backend, KerasOptions, Operation, called_back
+from nbelastic.keras.backends import Backend, Operation, called_back
 
 _UNSIGNED = (tf.uint16, tf.uint32, tf.uint64)
-
-NO_XLA = (
-    "jit_compile was turned off\n"
-    "XLA compiles functions that cannot call back into Python, where gradients are reduced.\n"
-    "Pass jit_compile=False to compile()."
-)
 
 
 # TensorFlow's class comes first: raised in a py_function, the other order ends the process.
@@ -59,12 +52,6 @@ def native(variable: Any) -> Any:
     return value if isinstance(value, tf.Variable) else variable
 
 
-def densified(gradients: Sequence[Any]) -> list[Any]:
-    """Return gradients, with dense ones in the place of sparse ones."""
-    sparse = tf.IndexedSlices
-    return [tf.convert_to_tensor(g) if isinstance(g, sparse) else g for g in gradients]
-
-
 class TensorFlowBackend(Backend):
     """Adapter of the back end TensorFlow."""
 
@@ -84,25 +71,15 @@ class TensorFlowBackend(Backend):
         return made if dtype is None else tf.cast(made, dtype)
 
     def settle(self, model: Any) -> None:
-        if getattr(model, "compiled", False) and model.jit_compile:
-            model.jit_compile = False
-            if (context := current_or_none()) is not None:
-                context.warn(NO_XLA)
-
-    def dense(self, gradients: Sequence[Any], options: KerasOptions) -> list[Any]:
-        found = densified(gradients)
-        if not options.sparse_as_dense and any(map(operator.is_not, found, gradients)):
-            raise ValueError(
-                "a gradient is sparse (IndexedSlices, as of an Embedding); pass "
-                "sparse_as_dense=True"
-            )
-        return found
+        if getattr(model, "compiled", False):
+            model.jit_compile = False  # what XLA compiles cannot call back into Python
 
     def call_back(
         self, tensors: Sequence[Any], operation: Operation, results: Sequence[tuple[Any, Any]]
     ) -> list[Any]:
         context = current()
         types = [dtype for dtype, _ in results]
+        tensors = [tf.convert_to_tensor(each) for each in tensors]
 
         def call(*given: Any) -> list[Any]:
             values = [self.to_torch(each) for each in given]
@@ -111,7 +88,7 @@ class TensorFlowBackend(Backend):
 
         if tf.executing_eagerly():
             return call(*tensors)
-        found = tf.py_function(call, list(tensors), types)
+        found = tf.py_function(call, tensors, types)
         for one, (_, shape) in zip(found, results, strict=True):
             one.set_shape(shape)
         return list(found)

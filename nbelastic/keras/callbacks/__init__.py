@@ -15,7 +15,7 @@ from nbelastic.elastic.ranks.context import rank, size
 from nbelastic.keras.backends import backend
 from nbelastic.keras.callbacks.fit_callbacks import RankZeroModel
 from nbelastic.keras.ops import broadcast_variables
-from nbelastic.keras.optimizer import settle_scaling
+from nbelastic.keras.optimizer import distribution_of
 from nbelastic.torch.ops.reductions import Average, allreduce
 
 __all__ = [
@@ -54,7 +54,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        settle_scaling(model)
+        distribution_of(model.optimizer)  # refuses a scaling of each rank's own
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.broadcast_done:
@@ -119,8 +119,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
-        if initial_lr is None:
-            raise ValueError("initial_lr: must be given")
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -222,16 +220,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """``keras.callbacks.ModelCheckpoint`` that keeps the best model, written by rank 0."""
 
-    def __init__(
-        self,
-        filepath: Any,
-        monitor: str = "val_loss",
-        verbose: int = 0,
-        mode: str = "auto",
-        save_freq: str | int = "epoch",
-    ) -> None:
-        how = {"monitor": monitor, "verbose": verbose, "mode": mode, "save_freq": save_freq}
-        super().__init__(filepath, save_best_only=True, **how)
+    def __init__(self, filepath: Any, monitor: str = "val_loss", **options: Any) -> None:
+        super().__init__(filepath, monitor, save_best_only=True, **options)
 
     def set_model(self, model: Any) -> None:
         super().set_model(model if isinstance(model, RankZeroModel) else RankZeroModel(model))

@@ -114,8 +114,6 @@ def is_keras(callback: Any) -> bool:
 
 def make_callbacks(callbacks: Any, verbose: Any) -> list[Any]:
     """Return the callbacks of a training, with Keras' progress bar."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        raise OptionError("elastic.fit(callbacks=…): pass a list of callbacks, not a CallbackList")
     given = keras.tree.flatten(callbacks) if callbacks else []
     for each in given:
         if isinstance(each, keras.callbacks.BackupAndRestore):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,13 +17,12 @@ from torch.optim import Optimizer
 from nbelastic.data import Loader
 from nbelastic.data.sources.map_source import USUAL_CAUSES, difference, sample_of
 from nbelastic.data.sources.row_source import DataSample
-from nbelastic.elastic.ranks.context import current, current_or_none, zero_is_source
+from nbelastic.elastic.ranks.context import current_or_none, zero_is_source
 from nbelastic.elastic.sampler import SamplerProgress, ShardSampler
 from nbelastic.elastic.state import ObjectState, check_names, naming, public
 from nbelastic.elastic.state.state_payload import StatePayload, dump, load
-from nbelastic.elastic.state.transfer import allgather_object
 from nbelastic.elastic.training_checks import sample
-from nbelastic.errors import NotInitialized, OptionError, StateMismatch
+from nbelastic.errors import OptionError, StateMismatch
 from nbelastic.torch.environment import device, in_words
 from nbelastic.torch.gradients.optimizer import accumulates, is_distributed, is_pending
 from nbelastic.torch.rates import WhileAlive, adjusts_to_size
@@ -146,8 +144,6 @@ class TorchState(ObjectState):
         for loader in loaders:
             if any(loader is each for each in self._loaders):
                 continue
-            with contextlib.suppress(NotInitialized):  # before init()
-                loader.device = in_words(device())
             if "epoch" in self._names:
                 loader.follow(self)
             loader.participants.append(
@@ -219,8 +215,7 @@ class TorchState(ObjectState):
             return False
         under_way = [loader for loader in self._loaders if loader.can_make_room]
         for loader in under_way:
-            loader.device = in_words(device())
-            loader.make_room()
+            loader.make_room(in_words(device()))
         return bool(under_way)
 
     def check_host_updates(self) -> None:
@@ -271,12 +266,6 @@ class TorchState(ObjectState):
         self, *, behind: Sequence[int], receivers: Sequence[int], resumed: bool
     ) -> None:
         super()._come_together(behind=behind, receivers=receivers, resumed=resumed)
-        context = current()
-        if self._loaders and context.size > 1:
-            mine = [loader.parts_by_device for loader in self._loaders]
-            for everyones in allgather_object(context.communicator(), mine):
-                for loader, found in zip(self._loaders, everyones, strict=True):
-                    loader.learn_parts(found)
         if receivers and self._handlers:
             with zero_is_source():  # handlers of Horovod's send from rank 0
                 for name, handler in self._handlers.items():
