@@ -26,7 +26,7 @@ from nbelastic.torch.ops.operation.tensor_operations import (
     SparseAllreduce,
     kinds,
 )
-from nbelastic.torch.process_group.messages import PointToPoint, monitored_barrier
+from nbelastic.torch.process_group.messages import PointToPoint
 from nbelastic.torch.process_group.work import OperationQueue, OperationWork
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class CollectiveCalls(Base):
         return self._begin(Barrier(foreseen=True), (), options)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        monitored_barrier(self.here().communicator(), timeout, wait_all_ranks)
+        self.barrier().wait()  # Lightning asks any group for it
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> OperationWork:
         (tensor,) = _listed(tensors)

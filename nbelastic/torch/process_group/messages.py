@@ -12,8 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("<qq")
 _POLL_S = 0.0002
-_BARRIER_TAG = 2**62  # of the messages of a monitored barrier
 
 
 class Mailbox:
@@ -159,38 +157,3 @@ class PointToPoint(TensorOperation[None]):
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Transfer]:
         return [self._post(mailbox_of(communicator))]
-
-
-def monitored_barrier(communicator: Communicator, timeout: Any, wait_all_ranks: bool) -> None:
-    """Wait for all ranks; rank 0 raises torch's error, with the missing ranks."""
-    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout or 0.0)
-    mailbox, rank = mailbox_of(communicator), communicator.rank
-    if timeout is not None and limit_s == 0.0:
-        raise RuntimeError(f"Rank {rank} timed out in monitoredBarrier after 0 ms")
-    token = torch.zeros(1, dtype=torch.uint8)
-    if rank != 0:
-        try:
-            mailbox.send(token, 0, _BARRIER_TAG).wait(limit_s)
-            mailbox.receive(token, 0, _BARRIER_TAG).wait(limit_s)
-        except CollectiveError as error:
-            communicator.check()  # the end of a generation is no timeout
-            raise RuntimeError(
-                f"Rank 0 timed out in monitoredBarrier after {limit_s * 1000:.0f} ms"
-            ) from error
-        return
-    others = range(1, communicator.size)
-    waiting = {other: mailbox.receive(token, other, _BARRIER_TAG) for other in others}
-    end, late = time.monotonic() + limit_s, []
-    for other, receive in waiting.items():
-        try:
-            receive.wait(max(end - time.monotonic(), 1e-3) if limit_s else 0.0)  # 0 means no limit
-        except CollectiveError:
-            communicator.check()
-            late.append(other)
-            if not wait_all_ranks:
-                break
-    if late:
-        names = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
-        raise RuntimeError(f"{names} failed to pass monitoredBarrier in {limit_s * 1000:.0f} ms")
-    for sent in [mailbox.send(token, other, _BARRIER_TAG) for other in waiting]:
-        sent.wait()
