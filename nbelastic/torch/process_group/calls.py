@@ -6,6 +6,7 @@ the methods have both. Its options say whether a call waits.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +71,6 @@ class CollectiveCalls(Base):
         self.context = context
         self.queue = OperationQueue(timeout_s)
         self._collected: list[OperationWork] | None = None  # between start and end of coalescing
-        self._sequence = 0  # of operations begun
 
     # -- reductions --------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class CollectiveCalls(Base):
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
     ) -> OperationWork:
-        return self._reduce_scatter(_listed(outputs)[:1], [_inner(inputs)], _inner(inputs), opts)
+        return self._reduce_scatter(_listed(outputs)[:1], [_inner(inputs)], opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, whole: torch.Tensor, opts: Any = None
@@ -114,15 +114,13 @@ class CollectiveCalls(Base):
         self, outputs: Tensors, wholes: Tensors, opts: Any = None
     ) -> OperationWork:
         lists = [self._parts(w, o.shape) for o, w in zip(outputs, wholes, strict=True)]
-        return self._reduce_scatter(outputs, lists, wholes, opts)
+        return self._reduce_scatter(outputs, lists, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def _reduce_scatter(
-        self, outputs: Tensors, lists: list[Tensors], described: Tensors, opts: Any
-    ) -> OperationWork:
+    def _reduce_scatter(self, outputs: Tensors, lists: list[Tensors], opts: Any) -> OperationWork:
         op, factor, word = _reduction(opts, outputs)
-        pattern = f"reduce_scatter ({word})", kinds(described)
+        pattern = f"reduce_scatter ({word})", kinds([*itertools.chain(*lists)])
         return self._begin(ReducescatterInto(outputs, lists, op, factor, pattern), outputs, opts)
 
     # -- copies ------------------------------------------------------------------------------------
@@ -230,12 +228,6 @@ class CollectiveCalls(Base):
         works, here._collected = here._collected or [], None
         return OperationWork.of_several(here.queue, works)
 
-    def _set_sequence_number_for_group(self) -> None:
-        self._sequence = 0
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._sequence
-
     # -- from call to communicator -----------------------------------------------------------------
 
     def _begin(
@@ -263,7 +255,6 @@ class CollectiveCalls(Base):
 
     def _compare(self, work: OperationWork, waits: bool) -> bool:
         """Compare an operation before its launch; False if that is deferred."""
-        self._sequence += 1
         context, queue, pattern = self.context, self.queue, work.operation.pattern
         if not context.is_ranks_thread():
             waits = True  # only the rank's thread launches what is deferred

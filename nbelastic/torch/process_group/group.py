@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import ErrorType
 from torch.distributed.constants import default_pg_timeout
 
 from nbelastic.collectives import Communicator, SoloCommunicator
 from nbelastic.elastic.ranks.groups import Group
-from nbelastic.errors import CollectiveError
 from nbelastic.torch.process_group.calls import CollectiveCalls
 
 if TYPE_CHECKING:
@@ -92,7 +90,6 @@ class ElasticProcessGroup(CollectiveCalls):
         pg_options: Any = None,
         group_name: str = "",
         group_desc: str | None = None,
-        **_: Any,  # as split_group() names its options
     ) -> ElasticProcessGroup | None:
         """Return a group of some ranks; None if this rank is none of them."""
         # On all ranks, because they count their groups.
@@ -105,8 +102,6 @@ class ElasticProcessGroup(CollectiveCalls):
         group.setGroupName(group_name)
         group.setGroupDesc(group_desc or "undefined")
         return group
-
-    split_group = splitGroup = new_group  # noqa: N815
 
     # -- names -------------------------------------------------------------------------------------
 
@@ -153,9 +148,6 @@ class ElasticProcessGroup(CollectiveCalls):
 
     _set_default_timeout = set_timeout
 
-    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        pass  # the ranks are connected as a generation forms
-
     def _has_hooks(self) -> bool:
         return False
 
@@ -170,15 +162,6 @@ class ElasticProcessGroup(CollectiveCalls):
         """End all operations under way on this rank, and with them the generation; any thread."""
         if self._latest is not None and self._latest.generation == self.generation:
             self._latest.abort("the process group was aborted")
-
-    def get_error(self) -> Any:
-        """Return whether the group works, in torch's words; any thread may ask."""
-        try:
-            if self._latest is not None and self._latest.generation == self.generation:
-                self._latest.check()
-        except CollectiveError:
-            return ErrorType.COMM_ERROR
-        return ErrorType.SUCCESS
 
 
 def _short(timeout: Any) -> float:
