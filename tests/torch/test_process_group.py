@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import (
     AllreduceOptions,
     BarrierOptions,
     BroadcastOptions,
-    ErrorType,
     GatherOptions,
     ReduceScatterOptions,
 )
@@ -251,9 +250,8 @@ def test_a_group_is_broken_by_a_wait_that_has_timed_out(group, met):
 
 
 @over(2)
-def test_any_thread_aborts_and_the_group_tells_of_it(group, all_met):
+def test_any_thread_aborts(group, all_met):
     group.barrier().wait()
-    assert group.get_error() == ErrorType.SUCCESS
     work = None if group.rank() else group.allreduce([torch.ones(3)])  # the other takes no part
     all_met.wait()  # an abort would overtake its end of the barrier
     if work is not None:
@@ -262,7 +260,6 @@ def test_any_thread_aborts_and_the_group_tells_of_it(group, all_met):
         with pytest.raises(CollectiveError):
             work.wait()
         thread.join()
-        assert group.get_error() == ErrorType.COMM_ERROR
     all_met.wait()
 
 

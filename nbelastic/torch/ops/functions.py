@@ -18,10 +18,9 @@ import torch
 from nbelastic.collectives import Op
 from nbelastic.torch.ops import autograd
 from nbelastic.torch.ops.coordination.comparison import begin
-from nbelastic.torch.ops.coordination.coordination import coordination_of
 from nbelastic.torch.ops.coordination.process_sets import group_of
 from nbelastic.torch.ops.operation import tensor_operations as operations
-from nbelastic.torch.ops.operation.tensor_operations import Pending, only
+from nbelastic.torch.ops.operation.tensor_operations import Pending, awaited, only, single
 
 T = TypeVar("T")
 
@@ -70,13 +69,6 @@ def allgather(
     return gathered
 
 
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: object = None
-) -> Pending[torch.Tensor]:
-    """Begin what :func:`allgather` does, without gradients; for :func:`synchronize`."""
-    return only(grouped_allgather_async([tensor], name, process_set))
-
-
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = None
 ) -> list[torch.Tensor]:
@@ -99,6 +91,9 @@ def grouped_allgather_async(
 ) -> Pending[list[torch.Tensor]]:
     """Begin what :func:`grouped_allgather` does, without gradients."""
     return begin(group_of(process_set), operations.Allgather(tensors, name), name)
+
+
+allgather_async = single(grouped_allgather_async)
 
 
 def broadcast(
@@ -132,17 +127,13 @@ def broadcast_async(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
 ) -> Pending[torch.Tensor]:
-    """Begin a :func:`broadcast_`; `tensor` changes in :func:`synchronize`, not before."""
+    """Begin a :func:`broadcast` in place; tensors change in :func:`synchronize`, not before."""
     group, tensors = group_of(process_set), [tensor]
     copies = operations.Broadcast(tensors, tensors, root_rank, group.ranks, name)
     return only(begin(group, copies, name))
 
 
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = None
-) -> torch.Tensor:
-    """Copy `tensor` of rank `root_rank` to all ranks, in place; a failure leaves it unchanged."""
-    return broadcast_async_(tensor, root_rank, name, process_set).wait()
+broadcast_ = awaited(broadcast_async_)
 
 
 def alltoall(
@@ -199,17 +190,8 @@ def alltoall_async(
 
 
 def barrier(process_set: object = None) -> None:
-    """Wait until all ranks have arrived.
-
-    Named operations that all ranks have begun before are over then.
-    """
-    group = group_of(process_set)
-    coordination = coordination_of(group.parent()) if group.size > 1 else None
-    if coordination is not None:
-        coordination.flush()  # so this rank's offers reach the matching before it arrives
-    begin(group, operations.Barrier()).wait()
-    if coordination is not None:
-        coordination.flush()  # by now it has the offers of all ranks, and has decided
+    """Wait until all ranks have arrived. Operations by name may still be under way."""
+    begin(group_of(process_set), operations.Barrier()).wait()
 
 
 def splits_of(

@@ -17,7 +17,7 @@ from nbelastic.torch.ops.coordination.comparison import begin
 from nbelastic.torch.ops.coordination.process_sets import group_of
 from nbelastic.torch.ops.operation import tensor_operations as operations
 from nbelastic.torch.ops.operation.reduction import GradientOp
-from nbelastic.torch.ops.operation.tensor_operations import Pending, only
+from nbelastic.torch.ops.operation.tensor_operations import Pending, awaited, only, single
 
 Average = Op.AVERAGE
 Sum = Op.SUM
@@ -102,55 +102,6 @@ def grouped_allreduce(
     ]
 
 
-def allreduce_async(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | GradientOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: object = None,
-) -> Pending[torch.Tensor]:
-    """Begin what :func:`allreduce` does, without gradients; for :func:`synchronize`."""
-    return only(
-        grouped_allreduce_async(
-            [tensor], average, name, op, prescale_factor, postscale_factor, process_set
-        )
-    )
-
-
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | GradientOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: object = None,
-) -> Pending[torch.Tensor]:
-    """Begin an :func:`allreduce_`; `tensor` changes in :func:`synchronize`, not before."""
-    return only(
-        grouped_allreduce_async_(
-            [tensor], average, name, op, prescale_factor, postscale_factor, process_set
-        )
-    )
-
-
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | GradientOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: object = None,
-) -> torch.Tensor:
-    """Reduce `tensor` over all ranks in place; a failure leaves it unchanged."""
-    return allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
-
-
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -177,26 +128,17 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: object = None,
 ) -> Pending[list[torch.Tensor]]:
-    """Begin a :func:`grouped_allreduce_`; tensors change in :func:`synchronize`, not before."""
+    """Begin a :func:`grouped_allreduce` in place; :func:`synchronize` stores the results."""
     reduction = operations.Allreduce(
         tensors, tensors, _op(op, average), prescale_factor, postscale_factor, name
     )
     return begin(group_of(process_set), reduction, name)
 
 
-def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Op | GradientOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: object = None,
-) -> list[torch.Tensor]:
-    """Reduce several tensors in place, in as few operations as possible."""
-    return grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    ).wait()
+allreduce_async = single(grouped_allreduce_async)
+allreduce_async_ = single(grouped_allreduce_async_)
+allreduce_ = awaited(allreduce_async_)
+grouped_allreduce_ = awaited(grouped_allreduce_async_)
 
 
 def reducescatter(
@@ -251,22 +193,6 @@ def grouped_reducescatter(
     ]
 
 
-def reducescatter_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: Op = Average,
-    process_set: object = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Pending[torch.Tensor]:
-    """Begin what :func:`reducescatter` does, without gradients; for :func:`synchronize`."""
-    return only(
-        grouped_reducescatter_async(
-            [tensor], name, op, process_set, prescale_factor, postscale_factor
-        )
-    )
-
-
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -279,6 +205,9 @@ def grouped_reducescatter_async(
     how = _op_of_rows(op, tensors)
     scatter = operations.Reducescatter(tensors, how, prescale_factor, postscale_factor, name)
     return begin(group_of(process_set), scatter, name)
+
+
+reducescatter_async = single(grouped_reducescatter_async)
 
 
 def sparse_allreduce_async(

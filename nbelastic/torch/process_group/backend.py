@@ -33,12 +33,8 @@ def install() -> None:
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     ddp.install()
-    for name, around in (
-        ("init_process_group", answer),
-        ("monitored_barrier", _monitored_barrier),
-    ):
-        wrap(c10d, name, around)
-        setattr(dist, name, getattr(c10d, name))  # `dist` has names of its own for them
+    wrap(c10d, "init_process_group", answer)
+    dist.init_process_group = c10d.init_process_group  # `dist` has a name of its own for it
 
 
 def default_group() -> ElasticProcessGroup | None:
@@ -119,20 +115,6 @@ def _create(options: Any, _: Any = None) -> ElasticProcessGroup:
     context, ranks = current(), list(options.global_ranks_in_group)  # none for the default group
     its = Group.of_ranks(context, ranks, str(options.group_id)) if ranks else None
     return ElasticProcessGroup(context, options.timeout, its)
-
-
-def _monitored_barrier(
-    original: Callable[..., Any],
-    group: Any = None,
-    timeout: Any = None,
-    wait_all_ranks: bool = False,
-) -> None:
-    """Answer ``monitored_barrier``, which asks for the back end by its name."""
-    chosen = group or default_group()
-    if isinstance(chosen, ElasticProcessGroup):
-        chosen.monitored_barrier(timeout, wait_all_ranks)
-    else:
-        original(group, timeout, wait_all_ranks)
 
 
 with contextlib.suppress(RuntimeError):  # a build of torch without distributed

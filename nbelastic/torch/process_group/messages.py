@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import struct
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("<qq")
 _POLL_S = 0.0002
-_BARRIER_TAG = 2**62  # of the messages of a monitored barrier
 
 
 class Mailbox:
@@ -33,7 +30,8 @@ class Mailbox:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self._sources: dict[int, _Source] = defaultdict(_Source)
+        self._waiting: list[Transfer] = []  # receives, in the order of their calls
+        self._readers: dict[int, Iterator[None]] = {}  # by rank, from the first receive on
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
         """Begin to send `tensor` to rank `to`."""
@@ -41,74 +39,47 @@ class Mailbox:
         header = torch.frombuffer(bytearray(_HEADER.pack(tag, data.numel())), dtype=torch.uint8)
         parts = [header, data] if data.numel() else [header]
         handles = [self.communicator.send_async(part, to) for part in parts]
-        return Transfer(self, tag, None, handles)
+        return Transfer(self, tag, handles=handles)
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> Transfer:
         """Begin to receive into `tensor`, from rank `source` or from any."""
         others = [rank for rank in range(self.communicator.size) if rank != self.communicator.rank]
-        receiving = Transfer(self, tag, tensor)
-        for each in others if source is None else [source]:
-            self._sources[each].waiting.append(receiving)
+        receiving = Transfer(self, tag, tensor, others if source is None else [source])
+        self._waiting.append(receiving)
+        for rank in receiving.sources:
+            self._readers.setdefault(rank, self._read(rank))
         self.advance()
         return receiving
 
     def advance(self) -> None:
         """Take messages that have arrived, and post the next receives."""
-        for rank, source in [*self._sources.items()]:
-            while source.advance(self.communicator, rank):
-                pass
+        for reader in [*self._readers.values()]:
+            next(reader, None)  # after an error it reads no more: the communicator is broken
 
+    def _read(self, rank: int) -> Iterator[None]:
+        """Read messages of a rank as long as receives wait for them; yield instead of waiting."""
+        kept: list[tuple[int, torch.Tensor]] = []
 
-def mailbox_of(communicator: Communicator) -> Mailbox:
-    """Return the mailbox of a communicator, with the same lifetime."""
-    # A receive from any rank leaves receives of headers posted, for later groups to use.
-    found: Mailbox = vars(communicator).setdefault("_mailbox", Mailbox(communicator))
-    return found
+        def take(length: int) -> Generator[None, None, torch.Tensor]:
+            buffer = torch.empty(length, dtype=torch.uint8)
+            handle = self.communicator.receive_async(buffer, rank)
+            while not handle.done():
+                yield
+            handle.wait()
+            return buffer
 
-
-@dataclass
-class _Source:
-    """Messages from one rank."""
-
-    waiting: list[Transfer] = field(default_factory=list)
-    kept: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    handle: Handle | None = None
-    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    tag: int | None = None  # of the message under way, once its header is here
-
-    def advance(self, communicator: Communicator, rank: int) -> bool:
-        """Advance by one message or header of this `rank`; return whether more may follow."""
-        # A receive from any rank waits at all sources, and another may have served it.
-        self.waiting = [each for each in self.waiting if each.message is None]
-        for index, (tag, data) in enumerate(self.kept):
-            for each in self.waiting:
-                if each.tag == tag:
-                    each.message, each.source = data, rank
-                    del self.kept[index]
-                    return True
-        if self.handle is None:
-            if not self.waiting:
-                return False
-            self.tag = None
-            self._post(communicator, rank, _HEADER.size)
-        assert self.handle is not None
-        if not self.handle.done():
-            return False
-        self.handle.wait()
-        self.handle, message = None, self.buffer
-        if self.tag is None:
-            self.tag, length = _HEADER.unpack(bytes(message.tolist()))
-            if length:
-                self._post(communicator, rank, length)
-                return True
-            message = message[:0]
-        self.kept.append((self.tag, message))
-        return True
-
-    def _post(self, communicator: Communicator, rank: int, length: int) -> None:
-        """Begin to receive so many bytes."""
-        self.buffer = torch.empty(length, dtype=torch.uint8)
-        self.handle = communicator.receive_async(self.buffer, rank)
+        while True:
+            for each in [each for each in self._waiting if rank in each.sources]:
+                places = (place for place, (tag, _) in enumerate(kept) if tag == each.tag)
+                if (place := next(places, None)) is not None:
+                    each.message, each.source = kept.pop(place)[1], rank
+                    self._waiting.remove(each)
+            if any(rank in each.sources for each in self._waiting):
+                header = yield from take(_HEADER.size)
+                tag, length = _HEADER.unpack(bytes(header.tolist()))
+                kept.append((tag, (yield from take(length)) if length else header[:0]))
+            else:
+                yield
 
 
 @dataclass(eq=False)
@@ -117,7 +88,8 @@ class Transfer:
 
     mailbox: Mailbox
     tag: int
-    into: torch.Tensor | None  # of a receive, until it has ended
+    into: torch.Tensor | None = None  # of a receive, until it has ended
+    sources: Sequence[int] = ()  # ranks that a receive may be from
     handles: list[Handle] = field(default_factory=list)  # of a send
     message: torch.Tensor | None = None  # that has been received
     source = -1  # of a receive, known at its end
@@ -128,13 +100,11 @@ class Transfer:
         received = self.into is None or self.message is not None
         return received and all(handle.done() for handle in self.handles)
 
-    def wait(self, timeout_s: float = 0.0) -> None:
-        """Wait for its end, within a time if it is not 0."""
-        begun, pause = time.monotonic(), 0.0
+    def wait(self) -> None:
+        """Wait for its end."""
+        pause = 0.0
         while not self.done():
             self.mailbox.communicator.check()  # `done` alone may not see that a peer is gone
-            if 0.0 < timeout_s < time.monotonic() - begun:
-                raise CollectiveError(f"a message did not end within {timeout_s:g} s")
             time.sleep(pause)
             pause = min(pause + _POLL_S / 8, _POLL_S)  # short at first, as most messages are near
         while self.handles:
@@ -158,39 +128,5 @@ class PointToPoint(TensorOperation[None]):
         self._post = post
 
     def launch(self, communicator: Communicator, _numbers: object) -> Sequence[Transfer]:
-        return [self._post(mailbox_of(communicator))]
-
-
-def monitored_barrier(communicator: Communicator, timeout: Any, wait_all_ranks: bool) -> None:
-    """Wait for all ranks; rank 0 raises torch's error, with the missing ranks."""
-    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout or 0.0)
-    mailbox, rank = mailbox_of(communicator), communicator.rank
-    if timeout is not None and limit_s == 0.0:
-        raise RuntimeError(f"Rank {rank} timed out in monitoredBarrier after 0 ms")
-    token = torch.zeros(1, dtype=torch.uint8)
-    if rank != 0:
-        try:
-            mailbox.send(token, 0, _BARRIER_TAG).wait(limit_s)
-            mailbox.receive(token, 0, _BARRIER_TAG).wait(limit_s)
-        except CollectiveError as error:
-            communicator.check()  # the end of a generation is no timeout
-            raise RuntimeError(
-                f"Rank 0 timed out in monitoredBarrier after {limit_s * 1000:.0f} ms"
-            ) from error
-        return
-    others = range(1, communicator.size)
-    waiting = {other: mailbox.receive(token, other, _BARRIER_TAG) for other in others}
-    end, late = time.monotonic() + limit_s, []
-    for other, receive in waiting.items():
-        try:
-            receive.wait(max(end - time.monotonic(), 1e-3) if limit_s else 0.0)  # 0 means no limit
-        except CollectiveError:
-            communicator.check()
-            late.append(other)
-            if not wait_all_ranks:
-                break
-    if late:
-        names = f"Rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
-        raise RuntimeError(f"{names} failed to pass monitoredBarrier in {limit_s * 1000:.0f} ms")
-    for sent in [mailbox.send(token, other, _BARRIER_TAG) for other in waiting]:
-        sent.wait()
+        # A receive from any rank leaves receives of headers posted, for later groups to use.
+        return [self._post(vars(communicator).setdefault("_mailbox", Mailbox(communicator)))]

@@ -51,17 +51,14 @@ Message = dict[str, Any]
 # What a rank that has joined says it is about to do, in an operation that it cannot take part in.
 JOINED = "join()"
 
-# What a rank announces before ranks compare whether a change of members is due.
-CHECK: Message = {"kind": "check"}
-
 MOST_PENDING = 10_000  # named operations of a rank that can wait for other ranks at a time
 
 # Numbered operations that a rank can tell of later. None ends before all ranks take part.
 KEPT = 64
 
 _POLL_S = 0.0005
-_TELL_AFTER_S = 1.0
-_TELL_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.5
+_TELL_AFTER_S = 10.0  # until the driver counts a wait for a name; decisions are never so late
 
 
 @dataclass(eq=False)
@@ -69,6 +66,7 @@ class Comparison:
     """What this rank compares, until all ranks have said theirs, or the matching has ended."""
 
     members: Sequence[int]
+    text: str  # its headline
     ended: threading.Event = field(default_factory=threading.Event)
     decision: Message | None = None
 
@@ -112,12 +110,8 @@ class Coordination:
         self.number = 0  # of numbered operations that this rank has begun
         self._history: deque[tuple[int, Any]] = deque(maxlen=KEPT)
         self._tells = False
-        self._comparing = ""  # what the rank's thread waits for in a comparison
         self._pending: dict[tuple[str, str], _Named] = {}
-        # Apart, because a second thread that asks who is missing must not take a pong.
-        self._answers: dict[str, SimpleQueue[Message | None]] = {
-            kind: SimpleQueue() for kind in ("event", "missing", "pong")
-        }
+        self._events: SimpleQueue[Message | None] = SimpleQueue()  # for a joined rank; None at end
         self._reason: str | None = None
         self._gone: set[int] = set()
         self._parts: dict[str, weakref.ref[Communicator]] = {"": self._communicator}
@@ -155,8 +149,9 @@ class Coordination:
 
     def next_event(self) -> Message:
         """Wait for an operation of the others, or for the end of joining."""
-        event = self._wait(lambda: self._next("event"))
+        event = self._wait(self._events.get)
         if event is None:
+            self._events.put(None)  # the end stays the end
             if (communicator := self._communicator()) is not None:
                 communicator.check()  # raises the abort's own reason, if there is one
             raise CollectiveError(self._reason or "the generation is over")
@@ -186,17 +181,15 @@ class Coordination:
             if foresee and place[1] not in history.asked and history.foresees(pattern):
                 history.add(pattern)
                 return None
-            comparison = self._comparisons[place] = Comparison(members)
+            text = in_words(pattern)
+            headline = communicator.current_operation = text.partition("\n")[0]
+            comparison = self._comparisons[place] = Comparison(members, headline)
             if for_good:  # the rank begins more before this is decided
                 history.add(pattern)
-        text = in_words(pattern)
-        communicator.current_operation = text.partition("\n")[0]
         if self._reason is not None:
             comparison.ended.set()
         elif gone := self._gone.intersection(members):  # it says nothing any more
-            communicator.abort(
-                f"rank {min(gone)} has left without {communicator.current_operation}"
-            )
+            communicator.abort(f"rank {min(gone)} has left without {headline}")
         else:
             self._say(place, members, text, number, begun=for_good)
         return comparison
@@ -217,19 +210,15 @@ class Coordination:
         limit_s = limit_s or self.timeout_s
         end = time.monotonic() + limit_s
         communicator.waits_apart = True
-        if is_ranks_thread():
-            self._comparing = communicator.current_operation
         try:
             # Other ranks may need this one's deferred operations before they can compare.
             while not comparison.ended.wait(_POLL_S if self.deferred else limit_s):
                 self.launch_deferred()
                 if time.monotonic() > end:
-                    what = communicator.current_operation or "an operation"
+                    what = comparison.text
                     communicator.abort(f"not all ranks have begun {what} within {limit_s:g} s")
         finally:
             communicator.waits_apart = False
-            if is_ranks_thread():
-                self._comparing = ""
         decision = comparison.decision
         communicator.check()
         if decision is None:  # the rank with the matching has returned; those left do without
@@ -319,35 +308,23 @@ class Coordination:
         self._client.send({"do": "offer", **its, "text": text, "spec": operation.spec})
         return Pending([named], operation.store)
 
-    def flush(self) -> None:
-        """Wait until all decisions on what was offered before have been carried out here."""
-        if self._pending and self._reason is None:
-            self._client.send({"do": "ping", "number": 0})  # its pong is behind all decisions
-            self._wait(lambda: self._next("pong"))
-
     def await_named(self, named: _Named) -> None:
         """Wait for a named operation."""
-        communicator = self._communicator()
-        begun = time.monotonic()
+        communicator, is_ranks = self._communicator(), is_ranks_thread()
+        begun, text = time.monotonic(), in_words(named.operation.pattern).partition("\n")[0]
 
         def wait() -> None:
-            interval = _TELL_AFTER_S
-            while not named.ended.wait(interval):
-                interval = _TELL_EVERY_S
-                if not named.launched:
-                    its = {"set": named.key, "name": named.name, "begun": self.number}
-                    self._client.send({"do": "blocked", **its})
-                text = in_words(named.operation.pattern)
+            while not named.ended.wait(_LOOK_EVERY_S):
+                waited = time.monotonic() - begun
+                if named.launched or communicator is None:
+                    continue
                 if gone := self._gone.intersection(named.members):
                     self.over(f"rank {min(gone)} has left without {text}")
-                if time.monotonic() - begun > self.timeout_s and not named.launched:
-                    self._client.send({"do": "missing", "set": named.key, "name": named.name})
-                    ranks = (self._next("missing") or {}).get("ranks")
-                    if communicator is not None and ranks:  # none, if they have begun it meanwhile
-                        communicator.abort(
-                            f"{text.partition(chr(10))[0]} was not begun by ranks {ranks} "
-                            f"within {self.timeout_s:g} s"
-                        )
+                elif waited > self.timeout_s:
+                    limit = f"within {self.timeout_s:g} s"
+                    communicator.abort(f"{text} was not begun by all ranks {limit}")
+                elif waited > _TELL_AFTER_S and is_ranks:
+                    communicator.current_operation = text  # so the driver sees if all differ
 
         if not named.ended.is_set():
             self._wait(wait)
@@ -362,7 +339,7 @@ class Coordination:
         try:
             return wait()
         finally:
-            communicator.waits_apart = False
+            communicator.current_operation, communicator.waits_apart = "", False
 
     # -- in the listening thread -----------------------------------------------------------------
 
@@ -376,26 +353,21 @@ class Coordination:
         elif kind == "join":
             self._tell(message["done"])
         elif kind == "step":
-            self._answers["event"].put(message)
+            self._events.put(message)
         elif kind == "together":
             with self._lock:
                 self._tells = False
                 was_joined, self.joined = self.joined, False
             if was_joined:
-                self._answers["event"].put(message)
+                self._events.put(message)
         elif kind == "gone":
-            self._gone.add(message["rank"])  # first: `expect` adds its comparison, then reads this
-            if any(message["rank"] in each.members for each in [*self._comparisons.values()]):
-                what = self._comparing or "an operation"
-                self.over(f"rank {message['rank']} has left without {what}")
+            rank = message["rank"]
+            self._gone.add(rank)  # first: `expect` adds its comparison, then reads this
+            vain = [each for each in [*self._comparisons.values()] if rank in each.members]
+            if vain:
+                self.over(f"rank {rank} has left without {vain[0].text}")
             elif self.joined:
-                self.over(f"rank {message['rank']} has left while this rank had joined")
-        elif kind in ("pong", "missing"):
-            self._answers[kind].put(message)
-        elif kind == "stuck":
-            self._end_stuck(message)
-        elif kind == "ask":
-            self._client.send({"do": "waits", **self._position()})
+                self.over(f"rank {rank} has left while this rank had joined")
 
     def launch_all(self, decisions: Sequence[Message]) -> None:
         """Launch operations begun by all ranks, in order, and wait for them."""
@@ -439,25 +411,6 @@ class Coordination:
             named.error = error
             named.ended.set()
 
-    def _end_stuck(self, message: Message) -> None:
-        sides: dict[str, list[int]] = {}
-        for rank, text in message["sides"]:
-            sides.setdefault(JOINED if text is None else text.partition("\n")[0], []).append(rank)
-        error = RanksDisagree(f"ranks wait for different operations: {listed(sides)}")
-        self._end(self._pending.get((message["set"], message["name"])), error)
-
-    def _position(self) -> Message:
-        """Return this rank's unnamed operation under way, and its count of operations."""
-        communicator = self._communicator()
-        with self._lock:
-            begun, what = self._history[-1] if self._history else (0, None)
-        comparing = self._comparing
-        idle = communicator is None or communicator.waits_apart or not communicator.waiting
-        if communicator is None or (idle and not comparing):
-            return {"text": "", "begun": begun, "completed": 0}
-        text = "state.commit()" if what == CHECK else comparing or communicator.current_operation
-        return {"text": text or "an operation", "begun": begun, "completed": communicator.completed}
-
     def _tell(self, done: int) -> None:
         with self._lock:
             self._tells = True
@@ -489,15 +442,7 @@ class Coordination:
             self._end(named, CollectiveError(reason))
         for comparison in [*self._comparisons.values()]:
             comparison.ended.set()
-        for queue in self._answers.values():
-            queue.put(None)
-
-    def _next(self, kind: str) -> Message | None:
-        """Wait for an answer; return None at the end, to each thread."""
-        found = self._answers[kind].get()
-        if found is None:
-            self._answers[kind].put(None)
-        return found
+        self._events.put(None)
 
 
 def _listen(alive: weakref.ref[Coordination], client: RendezvousClient) -> None:
@@ -517,7 +462,7 @@ def _listen(alive: weakref.ref[Coordination], client: RendezvousClient) -> None:
                 if message["do"] == "go":
                     decisions.append(message)
                     continue
-                coordination.launch_all(decisions)  # before a pong, which says that they are over
+                coordination.launch_all(decisions)
                 decisions = []
                 coordination.handle(message)
             coordination.launch_all(decisions)

@@ -13,9 +13,10 @@ failed operation leaves the caller's tensors as they were, unless the operation 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -34,6 +35,8 @@ from nbelastic.torch.ops.operation.reduction import (
 )
 
 T = TypeVar("T")
+P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., Any])
 Tensors = Sequence[torch.Tensor]
 Numbers = Sequence[Sequence[int]]  # of each rank
 
@@ -82,6 +85,41 @@ class Pending(Generic[T]):
 def only(pending: Pending[list[T]]) -> Pending[T]:
     """Return the first and only result in place of a list of one."""
     return Pending([pending], lambda: pending.wait()[0])
+
+
+def single(
+    grouped: Callable[Concatenate[Tensors, P], Pending[list[torch.Tensor]]],
+) -> Callable[Concatenate[torch.Tensor, P], Pending[torch.Tensor]]:
+    """Return the form for one tensor of a function that begins an operation on several."""
+
+    def begin(tensor: torch.Tensor, *args: P.args, **options: P.kwargs) -> Pending[torch.Tensor]:
+        return only(grouped([tensor], *args, **options))
+
+    doc = (grouped.__doc__ or "").replace("grouped_", "")
+    name = grouped.__name__.removeprefix("grouped_")
+    return _form(begin, grouped, name, doc)  # type: ignore[return-value]  # `tensor=` may be named
+
+
+def awaited(begin: Callable[P, Pending[T]]) -> Callable[P, T]:
+    """Return the form of a function that waits for the operation."""
+
+    def operation(*args: P.args, **options: P.kwargs) -> T:
+        return begin(*args, **options).wait()
+
+    doc = f"Wait for what :func:`{begin.__name__}` begins; a failure leaves tensors as they were."
+    return _form(operation, begin, begin.__name__.replace("_async", ""), doc)
+
+
+def _form(form: F, origin: Callable[..., Any], name: str, doc: str) -> F:
+    """Return a function with a name, and the parameters of its origin, but for the first."""
+    own, its, made = inspect.signature(form), inspect.signature(origin), cast(Any, form)
+    first = [each for each in own.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    parameters = [*first, *[*its.parameters.values()][len(first) :]]
+    returns = own.return_annotation if first else str(its.return_annotation)[len("Pending[") : -1]
+    made.__signature__ = its.replace(parameters=parameters, return_annotation=returns)
+    made.__name__ = made.__qualname__ = name
+    made.__module__, made.__doc__ = origin.__module__, doc
+    return form
 
 
 class TensorOperation(Generic[T]):
