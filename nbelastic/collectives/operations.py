@@ -234,9 +234,7 @@ class OrderedExecutor:
         self._tasks.put(None)
 
 
-def _perform(
-    tasks: SimpleQueue[tuple[Task, QueuedOperation] | None], timeout: timedelta
-) -> None:
+def _perform(tasks: SimpleQueue[tuple[Task, QueuedOperation] | None], timeout: timedelta) -> None:
     while (queued := tasks.get()) is not None:
         task, operation = queued
         try:

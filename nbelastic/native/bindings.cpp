@@ -288,7 +288,6 @@ NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // whoever exits in the middle of a job has groups left
     m.attr("TYPES") = codes(kTypeNames);
     m.attr("OPS") = codes(kOpNames);
-    m.attr("ISA") = kernels().name;
     m.def("create", &Segment::create);
     m.def("copy", &copy, NoGil());
     nb::class_<Tree>(m, "Tree")
