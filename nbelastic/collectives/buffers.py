@@ -7,7 +7,7 @@ an operation that has failed may still write to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from nbelastic.collectives.transport import Op
@@ -39,7 +39,7 @@ def delivered(handle: Handle, tensors: Tensors, buffers: Tensors) -> Handle:
     """Return a handle that copies `buffers` back to their tensors, where they are not the same."""
     for tensor, buffer in zip(tensors, buffers, strict=True):
         if tensor.data_ptr() != buffer.data_ptr():
-            return Delivered(handle, copying_back(tensors, buffers))
+            return Delivered(handle, lambda: copy_back(buffers, tensors))
     return handle
 
 
@@ -62,16 +62,16 @@ class Delivered:
             self._deliver = None  # a second wait must not overwrite the tensors
 
 
-def copying_back(tensors: Tensors, buffers: Tensors) -> Callable[[], None]:
-    """Return a function that copies each of `buffers` back to its tensor."""
+def copy_back(buffers: torch.Tensor | Tensors, tensors: Tensors) -> None:
+    """Copy buffers, or one vector for all, to `tensors`, but for those whose memory it is."""
+    import torch
 
-    def deliver() -> None:
-        for tensor, buffer in zip(tensors, buffers, strict=True):
-            if not is_on_host(tensor):
-                # The allocator of pinned memory keeps it until the stream has passed the copy.
-                tensor.detach().copy_(buffer, non_blocking=True)
-
-    return deliver
+    if isinstance(buffers, torch.Tensor):
+        buffers = torch.split(buffers, [tensor.numel() for tensor in tensors])
+    for buffer, tensor in zip(buffers, tensors, strict=True):
+        if tensor.data_ptr() != buffer.data_ptr():
+            # The allocator of pinned memory keeps it until the stream has passed the copy.
+            tensor.detach().view(-1).copy_(buffer.view(-1), non_blocking=True)
 
 
 def slice_bounds(count: int, slices: int, line: int) -> list[int]:
@@ -101,24 +101,9 @@ def as_number(dtype: torch.dtype, op: Op) -> tuple[torch.dtype, Op]:
 
 def copy_parts(tensors: Tensors, vector: torch.Tensor) -> None:
     """Copy `tensors` to a vector, one after the other."""
-    for tensor, part in _with_parts(tensors, vector):
-        part.copy_(tensor)
-
-
-def copy_back(vector: torch.Tensor, tensors: Tensors) -> None:
-    """Copy a vector to `tensors`, one after the other, but for those whose memory it is."""
-    for tensor, part in _with_parts(tensors, vector):
-        if tensor.data_ptr() != part.data_ptr():
-            tensor.copy_(part)
-
-
-def _with_parts(
-    tensors: Tensors, vector: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     import torch
 
-    parts = torch.split(vector, [tensor.numel() for tensor in tensors])
-    return zip([tensor.detach().view(-1) for tensor in tensors], parts, strict=True)
+    torch.cat([tensor.detach().view(-1) for tensor in tensors], out=vector)
 
 
 def concatenate(tensors: Tensors) -> torch.Tensor:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from nbelastic.collectives import buffers
-from nbelastic.collectives.buffers import delivered, on_host
+from nbelastic.collectives.buffers import Delivered, copy_back, delivered, on_host
 from nbelastic.collectives.consistency import NUMBERS, RECORD, History, described, disagreement
 from nbelastic.collectives.rendezvous.client import MATCHING, Rendezvous, RendezvousClient
 from nbelastic.collectives.transport import Handle, Op, TensorTransport
@@ -177,9 +177,12 @@ class Communicator(TensorTransport):
         """Reduce `tensors`, one or more of the same type, over all ranks, in place."""
         check_together(tensors, "tensors")
         check_op(tensors[0], op)
+        import torch
+
         if self.capabilities.coalesces:
             return self._allreduce(tensors, op)
-        return _Handles([self.allreduce_async(tensor, op) for tensor in tensors])
+        vector = torch.cat([tensor.detach().view(-1) for tensor in tensors])
+        return Delivered(self.allreduce_async(vector, op), lambda: copy_back(vector, tensors))
 
     def _allreduce(self, tensors: Tensors, op: Op) -> Handle:
         if not any(tensor.numel() for tensor in tensors):
@@ -355,17 +358,29 @@ class Communicator(TensorTransport):
         does this one. :meth:`close` of it alone leaves this one as it is. A `name` stands for the
         same ranks in the whole generation: a second call with it returns the same communicator.
         """
-        known = self._subgroups.get(name)
-        if known is not None:
-            return known
+        if name in self._subgroups:
+            return self._subgroups[name]
         self.check()
-        made = connectors[0](self._rendezvous.part(name, ranks))
-        self._subgroups[name] = made
+        made = self._subgroups[name] = connectors[0](self._rendezvous.part(name, ranks))
+        # Weak references, because each signal keeps its callbacks as long as it lives.
+        whole, part = weakref.ref(self._abort_signal), weakref.ref(made._abort_signal)
+
+        def end_part(reason: str, _orderly: bool) -> None:
+            if (signal := part()) is not None:
+                signal.abort(reason)
+
+        def end_whole(reason: str, orderly: bool) -> None:
+            if not orderly and (signal := whole()) is not None:
+                signal.abort(reason)
+
+        self.on_abort(end_part)  # first: an abort must reach a part that connects, too
         try:
-            connected = connect_part(self, made)
+            connected = made.connect()
         except BaseException:
             del self._subgroups[name]
+            made.close()
             raise
+        connected.on_abort(end_whole)
         connected.part_of = weakref.ref(self), name, list(ranks)  # weak: the whole keeps it
         self._subgroups[name] = connected
         return connected
@@ -400,48 +415,6 @@ class Communicator(TensorTransport):
 
         Returns at once. Operations stuck in a transport are freed in the background.
         """
-
-
-def connect_part(whole: Communicator, made: Communicator) -> Communicator:
-    """Connect a communicator of a part of `whole`; an end or a failure of either ends both.
-
-    Closed in an orderly way, it leaves `whole` as it is.
-    """
-    # Weak references, because each signal keeps its callbacks as long as it lives.
-    parent, child = weakref.ref(whole), weakref.ref(made)
-
-    def end_child(reason: str, _orderly: bool) -> None:
-        if (alive := child()) is not None:
-            alive.abort(reason)
-
-    def end_parent(reason: str, orderly: bool) -> None:
-        if not orderly and (alive := parent()) is not None:
-            alive.abort(reason)
-
-    whole.on_abort(end_child)  # first: an abort must reach a part that connects, too
-    try:
-        connected = made.connect()
-    except BaseException:
-        made.close()
-        raise
-    if connected is not made:
-        child = weakref.ref(connected)  # `made` has only negotiated it
-    connected.on_abort(end_parent)
-    return connected
-
-
-class _Handles:
-    """A handle on several operations."""
-
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
-
-    def done(self) -> bool:
-        return all(handle.done() for handle in self._handles)
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
 
 
 # -- checks of arguments, before anything is sent: a wrong one leaves the communicator usable ------

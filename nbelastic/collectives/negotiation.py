@@ -55,23 +55,16 @@ ON_GPUS = {"auto": ("nccl", "cuda_ipc"), "nccl": ("nccl",), "cuda_ipc": ("cuda_i
 class NegotiatingCommunicator(AsyncCommunicator):
     """Negotiates a communicator, and stands in for the communicator until it is connected.
 
-    The chosen one has the same abort signal. `host` is the host that the rank claims to be on, if
-    not its own. `device` and `library` return the GPU of this process, and its NCCL.
+    The chosen one has the same abort signal.
     """
 
     name = "auto"
+    host: Callable[[], str] = staticmethod(sharing_host)  # that the rank claims to be on
+    device: Callable[[], Device | None] = staticmethod(present_device)
+    library: Callable[[], NcclLibrary] = staticmethod(present_library)
 
-    def __init__(
-        self,
-        rendezvous: Rendezvous,
-        host: str | None = None,
-        device: Callable[[], Device | None] = present_device,
-        library: Callable[[], NcclLibrary] = present_library,
-    ) -> None:
+    def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__(rendezvous, AbortSignal())
-        self._host = host
-        self._own_device = device
-        self._own_library = library
         self._device: Device | None = None
         self._library: NcclLibrary | None = None
         self._tries = ON_GPUS.get(rendezvous.backend, ())
@@ -97,8 +90,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
     def _choose(self) -> Communicator:
         with contextlib.ExitStack() as until_shared:
             obstacle, segment = self._own_segment(until_shared)
-            host = self._host or sharing_host()
-            own = RankCapabilities(obstacle, host, segment, *self._own_gpu())
+            own = RankCapabilities(obstacle, self.host(), segment, *self._own_gpu())
             values = self._exchange("capabilities", msgspec.json.encode(own))
             its = [msgspec.json.decode(value, type=RankCapabilities) for value in values]
             chosen = self._choose_host(its)
@@ -106,11 +98,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
             return chosen
         if self._rendezvous.backend == "auto" and not any(each.gpu for each in its):
             return chosen  # nothing is missing on ranks without GPUs
-        try:
-            return self._with_devices(chosen, its)
-        except BaseException:
-            chosen.close()
-            raise
+        return self._with_devices(chosen, its)
 
     def _own_segment(self, until_shared: contextlib.ExitStack) -> tuple[str, str]:
         """Return why this rank cannot share memory, and else the segment that it offers."""
@@ -135,19 +123,16 @@ class NegotiatingCommunicator(AsyncCommunicator):
         from nbelastic.collectives.shm.segment import join_segment
 
         group, failure, ranks = None, "", topology.local_ranks(self.rank)
-        with contextlib.ExitStack() as failed:
-            if len(ranks) > 1:
-                offer, place = capabilities[ranks[0]].segment, ranks.index(self.rank)
-                try:
-                    group = join_segment(offer, place, len(ranks), self._rendezvous.timeout_s)
-                    failed.callback(group.close)
-                except (OSError, ValueError) as error:
-                    failure = f"it cannot open the memory of rank {ranks[0]}: {error}"
-            # A rank that dies before it has a group is missing here; later, its group breaks.
-            results = [each.decode() for each in self._exchange("results", failure.encode())]
-            if not any(results):
-                failed.pop_all()  # the communicator owns it from here on
-                return self._over_segments(topology, group)
+        if len(ranks) > 1:
+            offer, place = capabilities[ranks[0]].segment, ranks.index(self.rank)
+            try:
+                group = join_segment(offer, place, len(ranks), self._rendezvous.timeout_s)
+            except (OSError, ValueError) as error:
+                failure = f"it cannot open the memory of rank {ranks[0]}: {error}"
+        # A rank that dies before it has a group is missing here; later, its group breaks.
+        results = [each.decode() for each in self._exchange("results", failure.encode())]
+        if not any(results):
+            return self._over_segments(topology, group)
         rank, reason = next((rank, each) for rank, each in enumerate(results) if each)
         return self._fall_back(f"rank {rank}: {reason}")  # no rank uses one if one cannot
 
@@ -158,17 +143,13 @@ class NegotiatingCommunicator(AsyncCommunicator):
 
             return SharedMemoryCommunicator(self._on_host, group, self._abort_signal)
         chosen = HierarchicalCommunicator(self._on_host, topology, group, self._abort_signal)
-        try:
-            return chosen.connect()
-        except BaseException:
-            chosen.close()
-            raise
+        return chosen.connect()
 
     # -- GPUs ------------------------------------------------------------------------------------
 
     def _own_gpu(self) -> tuple[str, str, str, str]:
         """Return the GPU's part of this rank's capabilities, unless the job does without GPUs."""
-        self._device = device = self._own_device() if self._tries else None
+        self._device = device = self.device() if self._tries else None
         if device is None:
             return "", "", "", ""
         if "nccl" not in self._tries:
@@ -176,7 +157,7 @@ class NegotiatingCommunicator(AsyncCommunicator):
         from nbelastic.collectives.nccl.group import obstacle
 
         try:
-            self._library = library = self._own_library()
+            self._library = library = self.library()
         except DeviceError as error:
             return device.kind, "", str(error), ""
         version = ".".join(map(str, library.version))

@@ -9,9 +9,9 @@ disagree on what has happened, depending on the operation that each waited for f
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nbelastic.collectives.abort_signal import AbortSignal, Wakeup
@@ -191,20 +191,16 @@ class OrderedExecutor:
     block in them. Messages of one direction between two ranks complete in order, hence one executor
     a direction serves them all.
 
-    It treats subnormal numbers as the thread that submits the task, which is the one whose sums it
-    adds: ``torch.set_flush_denormal`` holds for a thread and those that it starts.
-
-    The thread ends when no task is left, and a new one starts with the next task. The lock guards
-    that decision; it is held for a few instructions only. When a group's connections are cut, the
-    task under way fails, and so do all behind it: the group's owner joins the executors before it
-    drops the group. The limit of a task counts from the end of the task before it.
+    The thread starts with the first task, and ends once it is joined or the executor is dropped.
+    When a group's connections are cut, the task under way fails, and so do all behind it: the
+    group's owner joins the executors before it drops the group. The limit of a task counts from the
+    end of the task before it.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name = name
         self._timeout = timedelta(seconds=timeout_s)
-        self._lock = threading.Lock()
-        self._queue: deque[tuple[Task, QueuedOperation, bool]] = deque()
+        self._tasks: SimpleQueue[tuple[Task, QueuedOperation] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: QueuedOperation | None = None
 
@@ -216,16 +212,17 @@ class OrderedExecutor:
     def submit(self, task: Task) -> QueuedOperation:
         """Queue a task."""
         self._last = operation = QueuedOperation()
-        # Under the lock, else a thread that has just found no task would end with one in the queue.
-        with self._lock:
-            self._queue.append((task, operation, _flushes_subnormals()))
-            if self._thread is None:  # or the last one has decided to end, under this lock
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+        self._tasks.put((task, operation))
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_perform, args=(self._tasks, self._timeout), name=self._name, daemon=True
+            )
+            self._thread.start()
         return operation
 
     def join(self, limit_s: float | None = None) -> bool:
-        """Wait until no task is left, but no longer than the limit; return whether none is."""
+        """End the thread after the last task, within the limit; return whether it has ended."""
+        self._tasks.put(None)
         thread = self._thread
         # A task may drop the last reference, whose destructor then joins here.
         if thread is not None and thread is not threading.current_thread():
@@ -233,34 +230,22 @@ class OrderedExecutor:
             return not thread.is_alive()
         return True
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._queue:
-                    self._thread = None
-                    return
-                task, operation, flushes = self._queue.popleft()
-            if flushes != _flushes_subnormals():
-                import torch
-
-                torch.set_flush_denormal(flushes)
-            try:
-                task(self._timeout)  # Gloo's own limit is the one for connecting
-            except RuntimeError as error:
-                operation.end(first_sentence(error))
-            except Exception as error:  # a bug; the waiting rank must not hang because of it
-                operation.end(repr(error))
-            else:
-                operation.end(None)
-            del task, operation
+    def __del__(self) -> None:
+        self._tasks.put(None)
 
 
-_SUBNORMAL = 5e-324
-
-
-def _flushes_subnormals() -> bool:
-    """Return whether the calling thread takes subnormal numbers for zero."""
-    return _SUBNORMAL == 0.0  # equal where the processor flushes its operands
+def _perform(tasks: SimpleQueue[tuple[Task, QueuedOperation] | None], timeout: timedelta) -> None:
+    while (queued := tasks.get()) is not None:
+        task, operation = queued
+        try:
+            task(timeout)  # Gloo's own limit is the one for connecting
+        except RuntimeError as error:
+            operation.end(first_sentence(error))
+        except Exception as error:  # a bug; the waiting rank must not hang because of it
+            operation.end(repr(error))
+        else:
+            operation.end(None)
+        del queued, task, operation  # what they lend must not wait for the next task
 
 
 def first_sentence(error: BaseException) -> str:

@@ -95,7 +95,7 @@ def sum_shares(
         handle.wait()
         # This chunk of the nodes has reached all ranks when its sums arrive, which may replace it.
         totals = [output[part] for part in chunk]
-        _add_received(received, blocks, rank, totals[rank])
+        _add_received(received, blocks, totals[rank])
         sent = [totals[rank]] * blocks.ranks
         totals[rank] = sent[rank] = nothing
         sums.append(exchange(totals, sent))
@@ -109,36 +109,32 @@ def _joined(vectors: Tensors, nothing: torch.Tensor) -> torch.Tensor:
     return vectors[0] if len(vectors) == 1 else torch.cat([*vectors, nothing])
 
 
-def _add_received(received: Tensors, blocks: Blocks, rank: int, total: torch.Tensor) -> None:
+def _add_received(received: Tensors, blocks: Blocks, total: torch.Tensor) -> None:
     """Add a chunk of all ranks' nodes to `total`, which may be one of this rank's own."""
-    values: list[torch.Tensor] = []
-    kept = range(0)
-    for other, (nodes, cover) in enumerate(zip(received, blocks.covers, strict=True)):
-        if other == rank:
-            kept = range(len(values), len(values) + len(cover))
-        values += nodes.view(len(cover), total.numel())
+    values = [
+        value
+        for nodes, cover in zip(received, blocks.covers, strict=True)
+        for value in nodes.view(len(cover), total.numel())
+    ]
     for begin in range(0, total.numel(), _SERIAL):
-        end = begin + _SERIAL
-        parts = [value[begin:end] for value in values]
-        own = {id(parts[index]) for index in kept}
-        _sum_parts(parts, own, blocks.order, total[begin:end])
+        place = slice(begin, begin + _SERIAL)
+        added = add_along([value[place] for value in values], blocks.order, total[place])
+        copy_back([added], [total[place]])  # a single value is no sum
 
 
-def _sum_parts(
-    parts: list[torch.Tensor], own: set[int], order: Sequence[int], output: torch.Tensor
-) -> None:
+def add_along(
+    values: Tensors, order: Sequence[int], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Add values in an order of ``reduction_tree.additions``, the last two to `out`."""
     left_to_do = sum(order)
 
     def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         nonlocal left_to_do
         left_to_do -= 1
-        # What has arrived, and sums of it, may be overwritten; this rank's own nodes may not.
-        target = left if id(left) not in own else right if id(right) not in own else None
-        return torch.add(left, right, out=target if left_to_do else output)
+        return torch.add(left, right, out=None if left_to_do else out)
 
-    (total,) = fold(parts, order, add)
-    if total.data_ptr() != output.data_ptr():
-        output.copy_(total)
+    (total,) = fold(values, order, add)
+    return total
 
 
 def chunk_length(blocks: Blocks, itemsize: int) -> int:

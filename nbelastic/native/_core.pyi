@@ -9,7 +9,6 @@ from typing import Any
 
 TYPES: dict[str, int]  # codes of types that can be reduced, by torch's names
 OPS: dict[str, int]  # of reductions: ``sum``, ``average``, ``min``, ``max``, ``product``
-ISA: str  # of the loops in use: ``baseline``, ``avx2``, ``avx512`` or ``neon``
 
 class Broken(Exception):
     """The segment is broken: by an abort, a dead peer, or ranks that disagree."""

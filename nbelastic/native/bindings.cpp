@@ -210,9 +210,8 @@ private:
         if (type >= kTypes || op >= kOps || kernels().of[type][op] == nullptr) {
             throw std::invalid_argument("no such reduction for this type");
         }
-        const FloatMode mode = tree ? FloatMode::of_this_thread() : FloatMode{};
         return {.kind = kind, .type = static_cast<Type>(type), .op = static_cast<Op>(op),
-                .tree = std::move(tree), .mode = mode};
+                .tree = std::move(tree)};
     }
 
     static Operation summing(std::span<const Part> parts, std::uint32_t type, std::uint32_t op) {
@@ -289,11 +288,10 @@ NB_MODULE(_core, m) {
     nb::set_leak_warnings(false);  // whoever exits in the middle of a job has groups left
     m.attr("TYPES") = codes(kTypeNames);
     m.attr("OPS") = codes(kOpNames);
-    m.attr("ISA") = kernels().name;
     m.def("create", &Segment::create);
     m.def("copy", &copy, NoGil());
     nb::class_<Tree>(m, "Tree")
-        .def(nb::init<std::vector<std::uint32_t>, const std::vector<std::uint32_t>&,
+        .def(nb::init<const std::vector<std::uint32_t>&, const std::vector<std::uint32_t>&,
                       std::vector<std::uint8_t>>());
     nb::class_<Group>(m, "Group")
         .def(nb::init<int, std::uint32_t, std::uint32_t, double>())

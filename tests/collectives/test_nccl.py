@@ -191,7 +191,7 @@ def test_ranks_on_several_hosts_reduce_over_nccl_too(kind):
     def make(rendezvous):
         its = worlds.dataclasses.replace(rendezvous, backend="nccl")
         made = worlds.Faked(its, "nccl", fake_library)
-        made._host = f"host {its.rank if kind == 'gloo' else its.rank // 2}"
+        made.host = lambda: f"host {its.rank if kind == 'gloo' else its.rank // 2}"
         return made
 
     with World(make, 3) as ranks:

@@ -31,8 +31,9 @@ def on(hosts, backend="auto"):
     """Make communicators of ranks that say they are on hosts, named by letters."""
 
     def make(rendezvous):
-        its = dataclasses.replace(rendezvous, backend=backend)
-        return NegotiatingCommunicator(its, host=hosts[rendezvous.rank])
+        made = NegotiatingCommunicator(dataclasses.replace(rendezvous, backend=backend))
+        made.host = lambda: hosts[rendezvous.rank]
+        return made
 
     return make
 

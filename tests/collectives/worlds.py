@@ -55,13 +55,14 @@ class Faked(NegotiatingCommunicator):
         *,
         apart: bool = False,
     ) -> None:
-        first = rendezvous.rank < rendezvous.size // 2
-        super().__init__(
-            rendezvous,
-            ("one" if first else "other") if apart else None,
-            *([lambda: DEVICES[device](rendezvous.rank)] if device else []),
-            *([library] if library else []),
-        )
+        super().__init__(rendezvous)
+        if apart:
+            name = "one" if rendezvous.rank < rendezvous.size // 2 else "other"
+            self.host = lambda: name
+        if device:
+            self.device = lambda: DEVICES[device](rendezvous.rank)
+        if library:
+            self.library = library
         self._apart = apart
 
     def _over_gloo(self) -> Any:

@@ -150,7 +150,6 @@ private:
         const std::uint32_t first = std::accumulate(leaves.begin(), leaves.begin() + me(), 0u);
         Operation its{.kind = Kind::allreduce, .type = Type::f32, .op = Op::sum, .count = count};
         its.tree = std::make_shared<const Tree>(leaves, leaves, order);
-        its.mode = FloatMode::of_this_thread();
         Random own(random_() + me());  // in one piece or two, as each rank likes
         const std::size_t cut = count > 1 && draw(own, 1) == 0 ? 1 + draw(own, count - 2) : count;
         const auto add = [&](float* vector, std::vector<Piece>& to) {

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nbelastic.collectives.reduction_tree import fold
 from nbelastic.collectives.transport import Op
+from nbelastic.collectives.tree_exchange import add_along
 
 if TYPE_CHECKING:
     from nbelastic.collectives.transport import Tensors
@@ -34,19 +34,7 @@ def reducing(op: Op) -> Combine:
 
 def adding_along(order: Sequence[int]) -> Combine:
     """Return what adds nodes in an order of ``reduction_tree.additions``."""
-
-    def combine(vectors: Tensors, out: torch.Tensor | None) -> torch.Tensor:
-        remaining = sum(order)
-
-        def add(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-            nonlocal remaining
-            remaining -= 1
-            return torch.add(first, second, out=out if remaining == 0 else None)
-
-        (total,) = fold(vectors, order, add)
-        return total
-
-    return combine
+    return lambda vectors, out: add_along(vectors, order, out)
 
 
 def rounds(tensors: Tensors, capacity: int) -> Iterator[list[RoundPart]]:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nbelastic.collectives.buffers import copying_back, on_host
+from nbelastic.collectives.buffers import copy_back, on_host
 from nbelastic.collectives.communicator import check_op, check_together
 from nbelastic.collectives.operations import (
     AsyncCommunicator,
@@ -84,7 +84,8 @@ class DeviceCommunicator(AsyncCommunicator):
     def begin_allreduce_tree(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> Handle:
         staged, sums = [list(map(on_host, node)) for node in nodes], _empty_on_host(outputs)
         return self._submit(
-            lambda: self._host.allreduce_tree(staged, blocks, sums), copying_back(outputs, sums)
+            lambda: self._host.allreduce_tree(staged, blocks, sums),
+            lambda: copy_back(sums, outputs),
         )
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
@@ -107,7 +108,7 @@ class DeviceCommunicator(AsyncCommunicator):
     ) -> Handle:
         """Perform an operation of the host on copies of tensors in its memory."""
         sources, places = list(map(on_host, inputs)), _empty_on_host(outputs)
-        return self._submit(lambda: perform(places, sources), copying_back(outputs, places))
+        return self._submit(lambda: perform(places, sources), lambda: copy_back(places, outputs))
 
     def begin_send(self, parts: Tensors, to: int) -> Handle:
         return self._message(self._host.begin_send(parts, to))

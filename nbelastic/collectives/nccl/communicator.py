@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nbelastic.collectives.buffers import copy_back
 from nbelastic.collectives.gpu.communicator import DeviceCommunicator
 from nbelastic.collectives.gpu.device import Device, DeviceError, as_reducible
 from nbelastic.collectives.transport import Handle, Op
@@ -132,12 +133,7 @@ class NcclCommunicator(DeviceCommunicator):
                 raise DeviceError(str(error)) from None
             self._group.begin(calls, used)
 
-        def deliver() -> None:
-            for output, each in zip(outputs, results, strict=True):
-                if each.data_ptr() != output.data_ptr():
-                    output.detach().view(-1).copy_(each.view(output.dtype))
-
-        return self._on_device(used, perform, deliver)
+        return self._on_device(used, perform, lambda: copy_back(results, outputs))
 
     def _reached(self, end: Any) -> None:
         def reached() -> bool:

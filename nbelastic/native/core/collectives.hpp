@@ -12,7 +12,6 @@
 #pragma once
 
 #include <numeric>
-#include <optional>
 #include <span>
 
 #include "copy.hpp"
@@ -53,7 +52,6 @@ struct Operation {
     std::span<std::string> records{};  // of a share: one for each rank, to be filled
     // Of a sum along a tree: pieces of `outputs`, and as long ones of each node in `inputs`.
     std::shared_ptr<const Tree> tree{};
-    FloatMode mode{};
 
     // How many nodes a rank has: values for each of the outcome. In an order, `first` is its first.
     std::uint32_t nodes(std::uint32_t rank) const { return tree ? tree->nodes(rank) : 1; }
@@ -120,12 +118,6 @@ public:
     void perform(const Operation& operation, Patience patience) {
         patience_ = patience;
         parity_ ^= 1;
-        std::optional<InFloatMode> mode;
-        if (operation.tree != nullptr) {
-            mode.emplace(operation.mode);
-            const std::vector<std::uint32_t>& leaves = operation.tree->leaves();
-            std::copy(leaves.begin(), leaves.end(), segment_.letters(parity_, team_.rank()));
-        }
         switch (operation.kind) {
             case Kind::allreduce: return allreduce(operation);
             case Kind::reduce_scatter: return reduce_scatter(operation);
@@ -181,13 +173,7 @@ private:
         if (reduces && its.type < kTypes && its.op < kOps) {
             text += std::string(" (") + kOpNames[its.op] + ") of " + std::to_string(its.count) + " " +
                     kTypeNames[its.type] + " values";
-            if (its.tree == 0) return text;
-            text += " of blocks of ";
-            for (std::uint32_t each = 0; each < team_.size(); ++each) {
-                if (each > 0) text += ", ";
-                text += std::to_string(segment_.letters(parity_, rank)[each]);
-            }
-            return text + " leaves";
+            return its.tree == 0 ? text : text + " along tree " + std::to_string(its.tree % 100000);
         }
         if (its.root != 0) text += " from rank " + std::to_string(its.root);
         return its.count == 0 ? text : text + " of " + std::to_string(its.count) + " bytes";

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cfenv>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -19,10 +18,10 @@ class Tree {
 public:
     // `leaves` and `nodes` of each rank; for each node of all ranks, in `order`, how many additions
     // follow it. Throws std::invalid_argument if they do not fit together.
-    Tree(std::vector<std::uint32_t> leaves, const std::vector<std::uint32_t>& nodes,
+    Tree(const std::vector<std::uint32_t>& leaves, const std::vector<std::uint32_t>& nodes,
          std::vector<std::uint8_t> order)
-        : leaves_(std::move(leaves)), first_{0}, order_(std::move(order)) {
-        require(nodes.size() == leaves_.size(), "not as many nodes as leaves");
+        : first_{0}, order_(std::move(order)) {
+        require(nodes.size() == leaves.size(), "not as many nodes as leaves");
         for (const std::uint32_t each : nodes) {
             first_.push_back(first_.back() + each);
             most_ = std::max(most_, each);
@@ -35,18 +34,15 @@ public:
             results_ -= additions;
         }
         require(deepest_ <= kDeepest && most_ <= 2 * kDeepest, "the tree is too deep");
-        std::vector<std::uint64_t> all(leaves_.begin(), leaves_.end());
-        all.insert(all.end(), first_.begin(), first_.end());
-        all.insert(all.end(), order_.begin(), order_.end());
-        for (const std::uint64_t number : all) {  // FNV-1a
-            for (int byte = 0; byte < 8; ++byte) {
-                digest_ = (digest_ ^ ((number >> 8 * byte) & 0xff)) * 0x100000001b3;
-            }
-        }
+        const auto digest = [this](const auto& numbers) {  // as FNV-1a, of whole numbers
+            for (const std::uint64_t each : numbers) digest_ = (digest_ ^ each) * 0x100000001b3;
+        };
+        digest(leaves);
+        digest(first_);
+        digest(order_);
     }
 
-    std::size_t ranks() const noexcept { return leaves_.size(); }
-    const std::vector<std::uint32_t>& leaves() const noexcept { return leaves_; }
+    std::size_t ranks() const noexcept { return first_.size() - 1; }
     const std::vector<std::uint8_t>& order() const noexcept { return order_; }
     std::uint32_t nodes(std::uint32_t rank) const noexcept { return first_[rank + 1] - first_[rank]; }
     std::uint32_t first(std::uint32_t rank) const noexcept { return first_[rank]; }
@@ -60,40 +56,12 @@ private:
         if (!holds) throw std::invalid_argument(otherwise);
     }
 
-    std::vector<std::uint32_t> leaves_;
     std::vector<std::uint32_t> first_;  // of each rank's nodes; in the end, the number of all
     std::vector<std::uint8_t> order_;
     std::uint32_t most_ = 0;
     std::uint32_t deepest_ = 0;
     std::uint32_t results_ = 0;
     std::uint64_t digest_ = 0xcbf29ce484222325;
-};
-
-// How a thread treats subnormal numbers, which its user may have changed. A thread that adds for
-// another one must do it as that one would.
-class FloatMode {
-public:
-    static FloatMode of_this_thread() noexcept {
-        FloatMode mode;
-        std::fegetenv(&mode.environment_);
-        return mode;
-    }
-    void set() const noexcept { std::fesetenv(&environment_); }
-
-private:
-    std::fenv_t environment_{};
-};
-
-// This thread has the mode of another, as long as it lives.
-class InFloatMode {
-public:
-    explicit InFloatMode(const FloatMode& mode) noexcept { mode.set(); }
-    ~InFloatMode() { own_.set(); }
-    InFloatMode(const InFloatMode&) = delete;
-    InFloatMode& operator=(const InFloatMode&) = delete;
-
-private:
-    FloatMode own_ = FloatMode::of_this_thread();
 };
 
 }  // namespace nbelastic
