@@ -337,15 +337,14 @@ def test_an_agent_reports_all_that_it_knows_of_its_host(monkeypatch):
 
 def test_a_signal_is_a_notice_of_this_worker(monkeypatch):
     """It is in time for the end of its batch job."""
-    sent, shielded, now = [], [], 1700000000.0
+    sent, now = [], 1700000000.0
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    watcher = watch.NoticeWatcher(a_loop(), sent.append, shielded.append)
+    watcher = watch.NoticeWatcher(a_loop(), sent.append)
     watcher.apply(WatchOrder(on=True))
     os.kill(os.getpid(), signal.SIGUSR1)
     until(lambda: sent, "the report")
     watcher.close()
     assert sent == [Notice(NoticeSource.SIGNAL, "SIGUSR1", 60.0)]
-    assert shielded == [True, False]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     monkeypatch.setattr(watch, "time", SimpleNamespace(time=lambda: now))
     for end in (now + 30, now + 3600, now - 10):

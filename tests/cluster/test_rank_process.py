@@ -60,7 +60,7 @@ def open_files(pid: int | str = "self") -> set[str]:
 
 
 def test_nothing_of_the_worker_is_in_it(host: Host) -> None:
-    """It has its standard streams, its channel and its crash file; what it starts, the first."""
+    """It has its standard streams, its channel; what it starts, the first."""
 
     def function() -> tuple[set[str], list[str], int, bool]:
         words = ["sh", "-c", "ls -l /proc/$$/fd"]
@@ -93,7 +93,6 @@ def test_how_a_process_has_ended_is_said(host: Host, end: Any, words: str) -> No
     rank, exit_ = host.run(end)
     assert rank.last is None
     assert words in str(exit_)
-    assert not exit_.crash
 
 
 def crash() -> None:
@@ -109,11 +108,10 @@ def test_a_fatal_signal_is_explained_with_the_line_of_the_user(host: Host, in_th
             thread.join()
         crash()
 
-    _, exit_ = host.run(function)
-    line = crash.__code__.co_firstlineno + 1
-    place = f"at {__file__}, line {line}, in crash"
-    assert str(exit_) == f"its process was killed by signal 11 (SIGSEGV), {place}"
-    assert exit_.crash.startswith("Fatal Python error: Segmentation fault\n")
+    rank, exit_ = host.run(function)
+    assert str(exit_) == "its process was killed by signal 11 (SIGSEGV)"
+    assert rank.output.startswith("Fatal Python error: Segmentation fault\n")
+    assert f'File "{__file__}", line {crash.__code__.co_firstlineno + 1} in crash' in rank.output
 
 
 def test_signals_of_a_batch_system_are_the_workers_and_sys_exit_an_error(host: Host) -> None:

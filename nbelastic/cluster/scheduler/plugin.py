@@ -28,7 +28,6 @@ from nbelastic.cluster.dask_compat import (
 )
 from nbelastic.cluster.wire import FROM_AGENTS, PLUGIN, pack, pack_for_ranks, unpack
 from nbelastic.cluster.worker.agent import Agent
-from nbelastic.cluster.worker.signals import start_processes_shielded
 from nbelastic.errors import VersionMismatch
 from nbelastic.membership import Stage
 
@@ -54,7 +53,6 @@ class ElasticPlugin(SchedulerPlugin):
 
     async def start(self, scheduler: Scheduler) -> None:
         """Take up work on a scheduler."""
-        start_processes_shielded()  # nannies of a LocalCluster share this thread
         self.scheduler = scheduler
         self.jobs: dict[str, ScheduledJob] = {}
         self.workers: dict[str, WorkerRecord] = {}  # by address

@@ -354,17 +354,11 @@ def _watch(stopping: threading.Event, tell: Callable[[Notice, Notice], None]) ->
 
 
 class NoticeWatcher:
-    """Watches as the scheduler orders; `shield` makes the worker's nanny survive signals."""
+    """Watches as the scheduler orders."""
 
-    def __init__(
-        self,
-        loop: IOLoop,
-        send: Callable[[Notice], None],
-        shield: Callable[[bool], object] = bool,
-    ) -> None:
+    def __init__(self, loop: IOLoop, send: Callable[[Notice], None]) -> None:
         self._loop = loop
         self._send = send
-        self._shield = shield
         self._stopping: threading.Event | None = None  # of the thread
         self._handling: ExitStack | None = None  # of signals, and of the end of a batch job
         self._closed = False
@@ -385,8 +379,6 @@ class NoticeWatcher:
             tell = partial(self._loop.add_callback, self._report_signal)
             self._handling = ExitStack()
             self._handling.callback(leave_on_user_signals(tell))
-            self._shield(True)
-            self._handling.callback(self._shield, False)
             end = batch_job_end(os.environ, _started())
             if end is not None and end[1] > time.time():  # else of an earlier job's environment
                 delay = max(end[1] - time.time() - BATCH_SECONDS, 0.0)

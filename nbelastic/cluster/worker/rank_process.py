@@ -14,27 +14,20 @@ import fcntl
 import json
 import os
 import pickle
-import re
 import signal
 import socket
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import psutil
 
 from nbelastic.cluster.process_state import ProcessState, read_state
-from nbelastic.elastic.ranks.telemetry import NOT_THE_USERS
 from nbelastic.messages import AnyMessage, Message, RankEvent, decode, encode
 from nbelastic.rank_template import KIND, receive, send
 from nbelastic.system import LINUX
 
 from .rank.channel import HEADER, RankSetup, frame
 from .rank.children import GROUP_LIMIT_S, signal_group
-
-_LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
-_STACK_BYTES = 1 << 16
 
 # Limits, in seconds.
 END_OF_CHANNEL_S = None if LINUX else 1.0  # to read what an ended process had sent
@@ -52,7 +45,6 @@ class ProcessExit:
     status: int | None = None  # as ``wait(2)`` returns it; None if it is not known
     reason: str = ""  # why the worker has ended it, or why its status is not known
     out_of_memory: bool = False  # the system ended a process of this cgroup while the rank ran
-    stack: str = ""  # of its Python threads at a fatal signal
 
     def __str__(self) -> str:
         if self.reason or self.status is None:
@@ -64,19 +56,7 @@ class ProcessExit:
             return "its process was killed by the system: out of memory"
         with contextlib.suppress(ValueError):  # a real-time signal
             name = f" ({signal.Signals(number).name})"
-        places = [
-            f", at {file}, line {line}, in {function}"
-            for file, line, function in _LINE.findall(self.crash)
-            if not file.startswith(NOT_THE_USERS)
-        ]
-        return f"its process was killed by signal {number}{name}{''.join(places[:1])}"
-
-    @property
-    def crash(self) -> str:
-        """Python's report of a fatal signal, on the receiving thread alone."""
-        what, *blocks = self.stack.split("\n\n")
-        current = [each for each in blocks if each.startswith("Current thread")]
-        return "\n".join([what, *current, ""]) if current else ""
+        return f"its process was killed by signal {number}{name}"
 
 
 def out_of_memory_kills() -> int:
@@ -173,8 +153,7 @@ class RankProcess:
         self._channel, theirs = socket.socketpair()
         source, prints = os.pipe()
         self._output = OutputPipe(source, output, crowded)
-        self._crash: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - until it has ended
-        self._theirs = [theirs.detach(), prints, os.dup(self._crash.fileno())]
+        self._theirs = [theirs.detach(), prints]
         self.control: socket.socket | None = None
         self.gone: asyncio.Future[None] = self._loop.create_future()  # the server, too
         self._kills = out_of_memory_kills()
@@ -314,8 +293,5 @@ class RankProcess:
         self._serving.cancel()
         if self._writer is not None:
             self._writer.close()
-        with self._crash:
-            self._crash.seek(0)
-            stack = self._crash.read(_STACK_BYTES).decode(errors="replace")
         killed = out_of_memory_kills() > self._kills
-        self._exit.set_result(ProcessExit(status, reason or self._reason, killed, stack))
+        self._exit.set_result(ProcessExit(status, reason or self._reason, killed))

@@ -43,11 +43,10 @@ if TYPE_CHECKING:
     from nbelastic.elastic.ranks.context import Context
 
 
-def main(channel_fd: int, crash_fd: int) -> None:
+def main(channel_fd: int) -> None:
     """Run as a rank until its function is over."""
-    for descriptor in (channel_fd, crash_fd):  # no program that it starts has them
-        os.set_inheritable(descriptor, False)
-    faulthandler.enable(crash_fd, all_threads=True)
+    os.set_inheritable(channel_fd, False)  # no program that it starts has it
+    faulthandler.enable(2, all_threads=False)
     # Output goes line by line. The rank server's streams know whether its own descriptors could
     # seek, which a pipe cannot.
     sys.stdout = sys.__stdout__ = _lines(1)  # type: ignore[misc]
