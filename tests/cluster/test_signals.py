@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_a_nannys_worker_ignores_interrupts_and_no_other_process(monkeypatch):
     shielded = signals.after_shielding(lambda: "asked")
     assert shielded() == "asked"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    monkeypatch.setitem(sys.modules, "multiprocessing", SimpleNamespace(parent_process=object))
     assert shielded() == "asked"
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGHUP)

@@ -331,7 +331,7 @@ def _set_share(world: World, share: int | None) -> None:
         if record is not None and not record.opening:
             sharing = None if share is None else Sharing(share, MOST_SHARED, ("other",), 1)
             record.take_in(ShareSet(sharing))
-            plugin.announce(record, plugin.workers.values())
+            plugin.arbiter.announce(record, plugin.workers.values())
 
     world.hub.say("SHARE", f"{share}")
     world.scheduler.loop.call_soon(send)
