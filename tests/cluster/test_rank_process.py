@@ -213,11 +213,21 @@ def with_child() -> None:
 
 
 @pytest.mark.slow
-def test_where_forking_is_not_safe_a_rank_is_a_new_interpreter(monkeypatch):
-    monkeypatch.setattr(rank_launcher, "METHOD", "spawn")
-    with Host.alone() as host:
+@pytest.mark.parametrize("why", ["another system", "threads"])
+def test_where_forking_is_not_safe_a_rank_imports_torch_itself(monkeypatch, tmp_path, why):
+    if why == "threads":
+        code = "import _thread, os, time; begin = _thread.start_new_thread\n"
+        code += "os.register_at_fork(after_in_child=lambda: begin(time.sleep, (300,)))\n"
+        (tmp_path / "sitecustomize.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        monkeypatch.setenv("NBELASTIC_PORTABLE", "1")
+        monkeypatch.setattr(rank_launcher, "LINUX", False)
+    with Host.alone("bare") as host:
         rank, exit_ = host.run(lambda: (print("printed"), os.getpid())[1])
         assert (rank.result, rank.output, exit_.status) == (rank.process.pid, "printed\n", 0)
+        with open(f"/proc/{host.launcher.template}/maps") as maps:
+            assert "libtorch" not in maps.read()
         for reason in ("its rank server has ended", "its worker was closed"):
             rank = host.launch(with_child)
             host.do(rank.printed(" end"))

@@ -22,6 +22,7 @@ from typing import Any
 import dask.config
 from dask.utils import parse_timedelta
 from distributed import Scheduler
+from distributed.scheduler import WorkerState
 
 from nbelastic import messages as m
 from nbelastic.errors import OptionError
@@ -260,7 +261,6 @@ class Arbiter:
             for start, slot in _staying(job).items()
         }
         hosts_matter = any(job.machine.roster.limits.slots_per_host for job in jobs.values())
-        alike = _alike(jobs)
         everyone = frozenset(jobs)
         found = []
         for address, worker in self.workers.items():
@@ -270,13 +270,7 @@ class Arbiter:
             gone = worker.holder is not None and worker.holder[0] not in self.jobs
             if state is None or worker.leaving or worker.frozen or gone:
                 continue
-            able = {
-                name
-                for first, names in alike
-                if first.misfit(state) is None and not first.differing(worker)
-                for name in names
-                if _usable(jobs[name], worker)
-            }
+            able = {name for name, job in jobs.items() if _usable(job, worker, state)}
             able |= set() if holder is None else {holder}
             if able:
                 host = worker.slot.host if hosts_matter else ""
@@ -325,18 +319,8 @@ def _staying(job: ScheduledJob) -> dict[int, str]:
     }
 
 
-def _alike(jobs: dict[str, ScheduledJob]) -> list[tuple[ScheduledJob, list[str]]]:
-    """Group jobs by their requirements of workers; return each group with one of its jobs."""
-    groups: dict[Any, tuple[ScheduledJob, list[str]]] = {}
-    for name, job in jobs.items():
-        terms = job.terms.resources, job.terms.versions
-        asked = job.workers, *(frozenset(each.items()) for each in terms)
-        groups.setdefault(asked, (job, []))[1].append(name)
-    return list(groups.values())
-
-
-def _usable(job: ScheduledJob, worker: WorkerRecord) -> bool:
-    """Return whether a job has not given a worker up, for a while or for good."""
+def _usable(job: ScheduledJob, worker: WorkerRecord, state: WorkerState) -> bool:
+    """Return whether a job can use a worker, and has not given it up."""
     roster, slot = job.machine.roster, worker.slot
-    excluded = roster.policy.excludes_any and roster.excluded(slot)
-    return slot.id not in roster.departing and not excluded
+    given_up = slot.id in roster.departing or roster.excluded(slot)
+    return not given_up and job.misfit(state) is None and not job.differing(worker)

@@ -120,18 +120,13 @@ class JobService:
         record.send(m.JobClosed())
         self.drop(job)
 
-    def _busy(self, job: ScheduledJob) -> bool:
-        keys = [job.key(n) for n in range(job.machine.roster.starts) if n not in job.never]
-        tasks = map(self._scheduler.tasks.get, keys)
-        return any(task is not None and task.state == "processing" for task in tasks)
-
     def drop(self, name: str) -> None:
         """Forget a job."""
         job = self._jobs.pop(name, None)
         if job is None:
             return
         job.stop()
-        self._remember(job)
+        self.remember(job)
         job.release()
         release_keys(self._scheduler, job.holder)
         self.forget_tasks([job.key(start) for start in range(job.machine.roster.starts)])
@@ -139,7 +134,12 @@ class JobService:
             tell_agent(self._scheduler, host, pack(m.ForgetOrder(name)))
         self._arbiter.schedule()
 
-    def _remember(self, job: ScheduledJob) -> None:
+    def _busy(self, job: ScheduledJob) -> bool:
+        keys = [job.key(n) for n in range(job.machine.roster.starts) if n not in job.never]
+        tasks = map(self._scheduler.tasks.get, keys)
+        return any(task is not None and task.state == "processing" for task in tasks)
+
+    def remember(self, job: ScheduledJob) -> None:
         """Keep the history and the log of an ended job, for later questions."""
         if not job.steps and job.epoch == 1:
             return  # it has not begun

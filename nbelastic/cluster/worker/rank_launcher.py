@@ -11,9 +11,8 @@ ready         a request is sent at once, and answered by the rank's server
 closed        the template has ended: another one is found or started at once. Ranks live on
 ============  ====================================================================================
 
-A template that is asked and does nothing (it is stopped, or stuck) is left after a time, and so is
-an address at which a process of other rights listens: the worker starts one for itself alone. So it
-does where the system has no abstract sockets, and where forking is not safe.
+Where a process of other rights listens at the address, the worker starts a template for itself
+alone. So it does where the system has no abstract sockets.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 
 from nbelastic import rank_template
 from nbelastic.elastic.ranks.runtime import THREAD_VARIABLES
@@ -36,10 +34,6 @@ from .rank.children import GROUP_LIMIT_S, signal_group
 from .rank_process import RankProcess
 
 logger = logging.getLogger(__name__)
-
-METHOD = "fork" if LINUX else "spawn"  # how ranks begin. Frameworks of macOS do not work in a fork
-STUCK_S = 15.0  # that a template may take to fork a server for a rank
-IMPORT_S = 300.0  # that it may take to import torch, from a slow disk
 
 TRIES = 4
 """Templates that may end before they are ready until the worker starts one for itself alone.
@@ -54,7 +48,7 @@ class RankLauncher:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._name = ""
-        self._alone = METHOD != "fork"
+        self._alone = not LINUX
         self._line: socket.socket | None = None
         self._starter: subprocess.Popen[bytes] | None = None
         self.template = 0  # its process, while there is one
@@ -71,9 +65,6 @@ class RankLauncher:
         self._line = line = line or self._start_template()
         line.setblocking(False)
         self._loop.add_reader(line, self._hear)
-        self._loop.call_later(
-            IMPORT_S, self._leave_if, lambda: self._line is line and not self._ready
-        )
 
     def launch(self, rank: RankProcess) -> None:
         """Start the process of a rank."""
@@ -129,7 +120,7 @@ class RankLauncher:
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # has torch look for GPUs without CUDA
             "PYTHONPATH": os.pathsep.join(rank_template.search_path()),
         }
-        words = [sys.executable, "-m", rank_template.__name__, str(theirs.fileno()), METHOD]
+        words = [sys.executable, "-m", rank_template.__name__, str(theirs.fileno())]
         with theirs, contextlib.ExitStack() as failed:
             failed.callback(ours.close)
             self._starter = subprocess.Popen(
@@ -191,21 +182,3 @@ class RankLauncher:
             for rank in filter(lambda each: each.waits, self._ranks):
                 with contextlib.suppress(OSError):  # it has ended, which is heard next
                     rank.ask(self._line)
-                    self._loop.call_later(STUCK_S, self._leave_if, lambda rank=rank: rank.asked)
-
-    # -- a template that does nothing --------------------------------------------------------------
-
-    def _leave_if(self, waits: Callable[[], bool]) -> None:
-        """Leave a template that is stopped or stuck, if something still waits for it."""
-        if self._line is None or not waits():
-            return
-        for rank in self._ranks:
-            if rank.asked:
-                rank.withdraw()
-        if self._alone:
-            os.kill(self.template, signal.SIGKILL)  # no other worker has it
-        process = f"the rank template of this host (process {self.template})"
-        self._leave_others(f"{process} does not answer")
-        self._close_line()
-        with contextlib.suppress(OSError):
-            self.start()

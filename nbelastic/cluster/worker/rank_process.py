@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from nbelastic.cluster.dask_compat import until
 from nbelastic.cluster.process_state import ProcessState, read_state
 from nbelastic.messages import AnyMessage, Message, RankEvent, decode, encode
 from nbelastic.rank_template import KIND, receive, send
@@ -88,46 +89,40 @@ class OutputPipe:
         self, source: int, output: Callable[[bytes], None], crowded: Callable[[], bool]
     ) -> None:
         self._source, self._output, self._crowded = source, output, crowded
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._ended = False  # all have closed it
         os.set_blocking(source, False)
         if LINUX:
             with contextlib.suppress(OSError):  # the user has too many such pipes
                 fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, OUTPUT_BYTES)
-        self._loop.add_reader(source, self._wait)
+        self._serving = asyncio.get_running_loop().create_task(self._serve())
 
-    def _wait(self) -> None:
-        self._loop.remove_reader(self._source)
-        end = self._loop.time() + PATIENCE_S
-        self._timer = self._loop.call_later(OUTPUT_INTERVAL_S, self._read_if_free, end)
-
-    def _read_if_free(self, end: float) -> None:
-        if self._crowded() and self._loop.time() < end:
-            self._timer = self._loop.call_later(PAUSE_S, self._read_if_free, end)
-        else:
+    async def _serve(self) -> None:
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        while not self._ended:
+            ready.clear()
+            loop.add_reader(self._source, ready.set)
+            await ready.wait()
+            loop.remove_reader(self._source)
+            await asyncio.sleep(OUTPUT_INTERVAL_S)
+            await until(lambda: not self._crowded(), PATIENCE_S, PAUSE_S)
             self.read()
 
     def read(self) -> None:
         """Pass on what is in the pipe now."""
-        if self._timer is not None:
-            self._timer.cancel()
-        data, ended = bytearray(), False
+        data = bytearray()
         with contextlib.suppress(BlockingIOError):
-            while len(data) < OUTPUT_BYTES and not ended:
+            while len(data) < OUTPUT_BYTES and not self._ended:
                 part = os.read(self._source, 1 << 16)
                 data += part
-                ended = not part
-        if ended:  # all have closed it, so that it is always ready
-            self._loop.remove_reader(self._source)
-        else:
-            self._loop.add_reader(self._source, self._wait)
+                self._ended = not part
         if data:
             self._output(bytes(data))
 
     def close(self) -> None:
         """Pass on the rest, and close the pipe."""
+        self._serving.cancel()
         self.read()
-        self._loop.remove_reader(self._source)
+        asyncio.get_running_loop().remove_reader(self._source)
         os.close(self._source)
 
 
@@ -214,11 +209,6 @@ class RankProcess:
     def waits(self) -> bool:
         """Whether no server was asked for so far."""
         return self.control is None and self.pid is None and self._finishing is None
-
-    @property
-    def asked(self) -> bool:
-        """Whether a server was asked for, and has not answered so far."""
-        return self.control is not None and self.pid is None and self._finishing is None
 
     def ask(self, line: socket.socket) -> None:
         """Ask a template for a server, which gets the descriptors."""
