@@ -114,10 +114,9 @@ def test_a_fatal_signal_is_explained_with_the_line_of_the_user(host: Host, in_th
     assert f'File "{__file__}", line {crash.__code__.co_firstlineno + 1} in crash' in rank.output
 
 
-def test_signals_of_a_batch_system_are_the_workers_and_sys_exit_an_error(host: Host) -> None:
+def test_sigterm_of_a_batch_system_is_the_workers_and_sys_exit_an_error(host: Host) -> None:
     def function() -> None:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
         sys.exit(3)
 
     rank, exit_ = host.run(function)

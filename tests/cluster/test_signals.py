@@ -1,11 +1,9 @@
-"""Signals in workers' processes: interrupts, and those of batch systems."""
+"""Signals in workers' processes: interrupts."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,7 @@ from nbelastic.cluster.worker import signals
 
 @pytest.fixture(autouse=True)
 def _handlers():
-    numbers = (signal.SIGINT, signal.SIGHUP, *signals._USER_SIGNALS)
+    numbers = (signal.SIGINT, signal.SIGHUP)
     before = {each: signal.getsignal(each) for each in numbers}
     yield
     for number, handler in before.items():
@@ -31,31 +29,3 @@ def test_a_nannys_worker_ignores_interrupts_and_no_other_process(monkeypatch):
     assert shielded() == "asked"
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGHUP)
-
-
-# -- SIGUSR1 and SIGUSR2 ---------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_signals_of_batch_systems_are_handled_until_that_is_undone():
-    """In the main thread only, and in no fork. A handler of the user's stays, also a later one."""
-    heard = []
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(signals.leave_on_user_signals, heard.append).result()
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    undo = signals.leave_on_user_signals(heard.append)
-    signal.raise_signal(signal.SIGUSR2)
-    signal.raise_signal(signal.SIGUSR1)
-    if not (fork := os.fork()):  # is no worker
-        signal.raise_signal(signal.SIGUSR1)
-        os._exit(len(heard))
-    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 2
-    own = []
-    signal.signal(signal.SIGUSR2, lambda *_: own.append("later"))
-    undo()
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    signal.raise_signal(signal.SIGUSR2)
-    undo = signals.leave_on_user_signals(heard.append)
-    signal.raise_signal(signal.SIGUSR2)
-    undo()
-    assert (heard, own) == (["SIGUSR2", "SIGUSR1"], ["later", "later"])

@@ -1,7 +1,7 @@
 """Let ranks leave before their workers: after a notice, and when retired.
 
-One agent of each host watches for notices of the host, and each agent for signals and the end of
-its own batch job, while there is a job that wants it, or :class:`~.plugin.SpotNotices` is
+One agent of each host watches for notices of the host, and each agent for the end of its own batch
+job, while there is a job that wants it, or :class:`~.plugin.SpotNotices` is
 registered.
 
 Dask removes a retired worker although a task still runs on it, and sizes an adaptive cluster by

@@ -339,8 +339,7 @@ class SpotNotices(SchedulerPlugin):
     """Scheduler plugin that retires workers before their machines go; no job is needed.
 
     While it is registered, one worker of each host watches for notices: those of AWS, Google and
-    Azure. Each worker watches for the end of its own SLURM or PBS job, SIGUSR1 and SIGUSR2. On a
-    notice, the workers of the host are retired at once: Dask moves their data to other workers,
+    Azure. Each worker watches for the end of its own SLURM or PBS job. On a notice, the workers of the host are retired at once: Dask moves their data to other workers,
     and runs their tasks there. If the data has nowhere to go, that is tried again, after
     5 s and then each 10 s.
 

@@ -97,27 +97,24 @@ def _take_environment(setup: RankSetup) -> None:
 
 
 def _handle_signals(program: RankProgram) -> None:
-    """Leave a batch system's signals to the worker, until its order to end.
+    """Leave a batch system's SIGTERM to the worker, until its order to end.
 
-    It sends them to all processes of a job, and the worker acts on them for its rank.
+    It goes to all processes of a job, and the worker acts on it for its rank.
     """
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
     process = os.getpid()
 
     def handle(number: int, _: object) -> None:
-        if number == signal.SIGTERM and program.session.ordered_to_end:
+        if program.session.ordered_to_end:
             sys.exit(128 + number)
 
-    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    ours = [each for each in signals if signal.getsignal(each) is signal.SIG_DFL]
-
     def give_back() -> None:
-        """Have a fork end by them as any process does."""
-        for number in ours if os.getppid() == process else ():
-            if signal.getsignal(number) is handle:
-                signal.signal(number, signal.SIG_DFL)
+        """Have a fork end by it as any process does."""
+        if os.getppid() == process and signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    for number in ours:
-        signal.signal(number, handle)
+    signal.signal(signal.SIGTERM, handle)
     os.register_at_fork(after_in_child=give_back)
 
 
