@@ -2,7 +2,7 @@
 
 It imports what every rank needs, has one thread, so that forking is safe, and never initialises
 CUDA, so that its forks can. Workers of the same standing (:func:`address`) share one by an abstract
-Unix socket (:mod:`nbelastic.cluster.worker.rank_launcher` is their side). For each rank that a
+Unix socket (:mod:`nbelastic.cluster.worker.rank_process` is their side). For each rank that a
 worker asks for it forks a rank server (:mod:`nbelastic.cluster.worker.rank.server`), the parent of
 that rank alone. It has nothing of any worker's, and does nothing but fork and reap.
 

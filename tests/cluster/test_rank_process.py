@@ -18,7 +18,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from nbelastic.cluster.worker import rank_launcher
+from nbelastic.cluster.worker import rank_process
 from nbelastic.messages import RankEvent, RankRaised, RankTelemetry
 from tests.support.rank_processes import Host, is_there, until
 
@@ -221,7 +221,7 @@ def test_where_forking_is_not_safe_a_rank_imports_torch_itself(monkeypatch, tmp_
         monkeypatch.syspath_prepend(tmp_path)
     else:
         monkeypatch.setenv("NBELASTIC_PORTABLE", "1")
-        monkeypatch.setattr(rank_launcher, "LINUX", False)
+        monkeypatch.setattr(rank_process, "LINUX", False)
     with Host.alone("bare") as host:
         rank, exit_ = host.run(lambda: (print("printed"), os.getpid())[1])
         assert (rank.result, rank.output, exit_.status) == (rank.process.pid, "printed\n", 0)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nbelastic.cluster.worker import signals
+from nbelastic.cluster.dask_compat import after_shielding
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _handlers():
 
 def test_a_nannys_worker_ignores_interrupts_and_no_other_process(monkeypatch):
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    shielded = signals.after_shielding(lambda: "asked")
+    shielded = after_shielding(lambda: "asked")
     assert shielded() == "asked"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setitem(sys.modules, "multiprocessing", SimpleNamespace(parent_process=object))

@@ -18,8 +18,9 @@ from nbelastic.cluster.dask_compat import hold_keys, hold_nothing_back, release_
 from nbelastic.cluster.wire import FROM_KERNELS, in_parts, pack, unpack
 from nbelastic.membership import unpack_machine, view
 
+from .arbiter import Arbiter
 from .job import ScheduledJob, say
-from .leaving import ScalingHooks
+from .leaving import Departures
 from .records import RANK_KEY, tell_agent
 
 logger = logging.getLogger(__name__)
@@ -37,12 +38,13 @@ class JobService:
 
     def __init__(
         self,
-        scaling: ScalingHooks,
+        arbiter: Arbiter,
+        departures: Departures,
         spawn: Callable[[Coroutine[Any, Any, object]], None],
         prepare: Callable[[ScheduledJob], Awaitable[None]],
     ) -> None:
-        self._scaling, self._spawn, self._prepare = scaling, spawn, prepare
-        self._arbiter = arbiter = scaling.arbiter
+        self._arbiter, self._departures = arbiter, departures
+        self._spawn, self._prepare = spawn, prepare
         self._scheduler = scheduler = arbiter.scheduler
         self._jobs = arbiter.jobs
         self._handlers: dict[type, Callable[[str, Any], None]] = {
@@ -208,7 +210,7 @@ class JobService:
             elif isinstance(effect, m.EndRank):
                 job.order(effect, [effect.start])
             elif isinstance(effect, m.RestartWorker):
-                self._spawn(self._scaling.restart(effect.slot, str(effect.reason)))
+                self._spawn(self._departures.restart(effect.slot, str(effect.reason)))
 
     async def drives(self, job: str, client: str, epoch: int) -> bool:
         """Return whether a job is still a driver's."""

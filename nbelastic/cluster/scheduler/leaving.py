@@ -1,8 +1,7 @@
 """Let ranks leave before their workers: after a notice, and when retired.
 
 One agent of each host watches for notices of the host, and each agent for the end of its own batch
-job, while there is a job that wants it, or :class:`~.plugin.SpotNotices` is
-registered.
+job, while there is a job that wants it, or :class:`~.plugin.SpotNotices` is registered.
 
 Dask removes a retired worker although a task still runs on it, and sizes an adaptive cluster by
 expected durations. There are no hooks, so two methods of the scheduler are wrapped: as handlers of
@@ -40,17 +39,21 @@ LONGEST_RETIREMENT = rules.LONGEST_STAY + rules.MARGIN  # in all
 RETIRE_POLL = 0.01
 
 
-class NoticeController:
-    """Takes notices from agents, and appoints the agents that watch for notices."""
+class Departures:
+    """Takes notices, and wraps the scheduler's ``retire_workers`` and ``adaptive_target``."""
 
     def __init__(
-        self, scaling: ScalingHooks, spawn: Callable[[Coroutine[Any, Any, object]], None]
+        self, arbiter: Arbiter, spawn: Callable[[Coroutine[Any, Any, object]], None]
     ) -> None:
-        self._scaling, self._spawn = scaling, spawn
-        arbiter = scaling.arbiter
-        self._scheduler, self._jobs = arbiter.scheduler, arbiter.jobs
-        self._workers = arbiter.workers
+        self._arbiter, self._spawn = arbiter, spawn
+        self._scheduler = scheduler = arbiter.scheduler
+        self._jobs, self._workers = arbiter.jobs, arbiter.workers
         self._under_way: set[str] = set()
+        self._retire: Callable[..., Awaitable[Any]] = scheduler.handlers["retire_workers"]
+        self._target: Callable[..., int] = scheduler.handlers["adaptive_target"]
+        for name in ("retire_workers", "adaptive_target"):
+            scheduler.handlers[name] = getattr(self, name)
+            setattr(scheduler, name, getattr(self, name))
 
     @property
     def standing(self) -> bool:
@@ -128,7 +131,7 @@ class NoticeController:
                 self._spawn(self._retire_when_empty(worker.slot.host))
         if not worker.retiring:  # else it goes in any case
             if not worker.ends and before is not None:
-                self._scaling.mark_staying(worker)
+                self.mark_staying(worker)
             self._tell(worker)
 
     def _tell(self, worker: WorkerRecord) -> None:
@@ -137,7 +140,7 @@ class NoticeController:
         if notice is not None:
             left = max(notice.seconds - self._now, 0.0)
             told = replace(notice, name=worker.slot.name, seconds=left)
-            self._scaling.mark_leaving(worker.address, notice=told)
+            self.mark_leaving(worker.address, notice=told)
 
     async def _retire_when_empty(self, host: str) -> None:
         """Retire the workers of a host when their ranks have left, or when it is time."""
@@ -148,7 +151,7 @@ class NoticeController:
                 late = [worker for worker in going if self._now >= worker.retire_at]
                 due = [worker for worker in going if worker.holder is None or worker in late]
                 if late or len(due) == len(going):
-                    await self._retire(due)
+                    await self._retire_now(due)
                     await asyncio.sleep(wait)
                     wait = 2 * RETRY
                 else:
@@ -156,7 +159,7 @@ class NoticeController:
         finally:
             self._under_way.discard(host)
 
-    async def _retire(self, workers: list[WorkerRecord]) -> None:
+    async def _retire_now(self, workers: list[WorkerRecord]) -> None:
         """Retire workers; offer workers again that Dask has kept for their data, if revoked."""
         there = [worker for worker in workers if worker.address in self._scheduler.workers]
         for worker in there:
@@ -164,7 +167,9 @@ class NoticeController:
             worker.retiring = True  # a notice that is revoked from now on is revoked too late
         try:
             if there:
-                await self._scaling.retire([worker.address for worker in there])
+                # As an adaptive cluster does; their ranks were asked to leave.
+                addresses = [worker.address for worker in there]
+                await self._retire(workers=addresses, close_workers=True, remove=True)
         except Exception:  # it is tried again
             logger.exception("workers whose machine will go cannot be retired")
         for worker in there:
@@ -172,26 +177,14 @@ class NoticeController:
             if getattr(state, "status", None) in (Status.running, Status.paused):
                 worker.retiring = False
                 if not worker.ends:
-                    self._scaling.mark_staying(worker)
+                    self.mark_staying(worker)
                     self._tell(worker)
 
     @property
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-
-class ScalingHooks:
-    """Wraps the scheduler's ``retire_workers`` and ``adaptive_target``; tells jobs who leaves."""
-
-    def __init__(self, arbiter: Arbiter) -> None:
-        self.arbiter = arbiter
-        self._scheduler = scheduler = arbiter.scheduler
-        self._jobs, self._workers = arbiter.jobs, arbiter.workers
-        self._retire: Callable[..., Awaitable[Any]] = scheduler.handlers["retire_workers"]
-        self._target: Callable[..., int] = scheduler.handlers["adaptive_target"]
-        for name in ("retire_workers", "adaptive_target"):
-            scheduler.handlers[name] = getattr(self, name)
-            setattr(scheduler, name, getattr(self, name))
+    # -- retirement, and sizes of clusters ---------------------------------------------------------
 
     async def retire_workers(
         self, workers: list[str] | None = None, names: list[Any] | None = None, **kwargs: Any
@@ -225,10 +218,6 @@ class ScalingHooks:
         by_name = [each for each, name in others if {name, re.sub(r"-\d+$", "", name)} & given]
         return meant + by_name if len(by_name) < len(states) else meant
 
-    async def retire(self, addresses: list[str]) -> None:
-        """Retire workers at once, as an adaptive cluster does; their ranks were asked to leave."""
-        await self._retire(workers=addresses, close_workers=True, remove=True)
-
     def adaptive_target(self, target_duration: float | None = None) -> int:
         """Return the target of an adaptive cluster, at least the demand of all jobs."""
         return max(self._target(target_duration=target_duration), self.demand())
@@ -242,7 +231,7 @@ class ScalingHooks:
     async def restart(self, slot: Slot, reason: str) -> None:
         """Restart a worker through its nanny; remove a worker without a nanny."""
         address = slot.worker
-        if self.arbiter.at(slot) is None:
+        if self._arbiter.at(slot) is None:
             return
         logger.info("worker %s is restarted, or removed if it has no nanny: %s", address, reason)
         await self._scheduler.restart_workers(
@@ -266,15 +255,15 @@ class ScalingHooks:
         host.retiring |= notice is None
         for job in self._jobs.values():
             job.take_in(SlotLeaving(host.slot.id, soon, notice))
-        self.arbiter.schedule()
+        self._arbiter.schedule()
         return [] if host.holder is None else [host.holder]
 
     def mark_staying(self, host: WorkerRecord) -> None:
         """Revoke a worker's request to leave, and offer its slot again."""
         for job in self._jobs.values():
             job.take_in(SlotStays(host.slot.id))
-            self.arbiter.announce(job, [host])
-        self.arbiter.schedule()
+            self._arbiter.announce(job, [host])
+        self._arbiter.schedule()
 
     def _was_told(self, rank: tuple[str, int]) -> bool | None:
         """Whether a rank was told to end; None for a rank without its slot."""

@@ -27,7 +27,7 @@ from .arbiter import Arbiter
 from .heartbeats import HeartbeatMonitor
 from .job import ScheduledJob
 from .job_service import JobService
-from .leaving import STANDING, NoticeController, ScalingHooks
+from .leaving import STANDING, Departures
 from .records import RANK_KEY, WorkerRecord, tell_agent
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._installing: dict[str, asyncio.Event] = {}  # until the hello, by address
         self._heartbeats = HeartbeatMonitor(scheduler, self.jobs, self.workers)
         self.arbiter = Arbiter(scheduler, self.jobs, self.workers)
-        self.scaling = ScalingHooks(self.arbiter)
-        self._notices = NoticeController(self.scaling, self._spawn)
+        self.departures = Departures(self.arbiter, self._spawn)
         self._handlers: dict[type[m.Message], Callable[[str, Any], object]] = {
             m.Hello: self._hello,
             m.RankEvent: self._report,
@@ -63,11 +62,11 @@ class ElasticPlugin(SchedulerPlugin):
             m.RankTelemetry: self._heartbeats.take_telemetry,
             m.FaultReport: self._fault,
             m.RankEnded: self._ended,
-            m.RankLeaving: lambda worker, _: self.scaling.mark_leaving(worker, soon=True),
+            m.RankLeaving: lambda worker, _: self.departures.mark_leaving(worker, soon=True),
             m.NoticeReport: self._take_notice,
         }
         scheduler.stream_handlers[FROM_AGENTS] = self._take
-        self.service = JobService(self.scaling, self._spawn, self._prepare)
+        self.service = JobService(self.arbiter, self.departures, self._spawn, self._prepare)
 
     async def before_close(self) -> None:
         """Stop watching: the scheduler is closing."""
@@ -91,7 +90,7 @@ class ElasticPlugin(SchedulerPlugin):
         if self.jobs.get(job.name) is job:
             job.opening = False
             self.arbiter.decide()
-            self._notices.announce_risks()
+            self.departures.announce_risks()
             self.arbiter.announce(job, self.workers.values())
             self._review_job(job)
 
@@ -112,7 +111,7 @@ class ElasticPlugin(SchedulerPlugin):
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Put an agent on a new worker if any job, or the watch for notices, wants it."""
-        state, standing = scheduler.workers[worker], self._notices.standing
+        state, standing = scheduler.workers[worker], self.departures.standing
         if worker in self.workers or worker in self._refused or worker in self._installing:
             return
         wanted = any(job.misfit(state) is None for job in self.jobs.values())
@@ -159,7 +158,7 @@ class ElasticPlugin(SchedulerPlugin):
         self._refused.pop(worker, None)
         self._installed(worker)
         hold_nothing_back(self.scheduler.stream_comms.get(worker))
-        self._notices.arrived(host)
+        self.departures.arrived(host)
         for job in self.jobs.values():
             self.arbiter.announce(job, [host])
         self.arbiter.schedule()
@@ -167,11 +166,11 @@ class ElasticPlugin(SchedulerPlugin):
     def _review_all(self) -> None:
         for job in [each for each in self.jobs.values() if each.over]:
             self.service.drop(job.name)
-        self._notices.review()
+        self.departures.review()
         if not self.jobs:
             self._heartbeats.stop()
             self.arbiter.stop()
-            if not self._notices.standing:
+            if not self.departures.standing:
                 self.review.stop()
         for address in self.scheduler.workers:  # Dask does not say that it resumes a paused one
             self.add_worker(self.scheduler, address)
@@ -308,7 +307,7 @@ class ElasticPlugin(SchedulerPlugin):
 
     def _take_notice(self, worker: str, message: m.NoticeReport) -> None:
         if (host := self.workers.get(worker)) is not None:
-            self._notices.take(host, message.notice)
+            self.departures.take(host, message.notice)
 
     def _ended(self, worker: str, message: m.RankEnded) -> None:
         if message.never and message.job in self.jobs:
@@ -339,9 +338,9 @@ class SpotNotices(SchedulerPlugin):
     """Scheduler plugin that retires workers before their machines go; no job is needed.
 
     While it is registered, one worker of each host watches for notices: those of AWS, Google and
-    Azure. Each worker watches for the end of its own SLURM or PBS job. On a notice, the workers of the host are retired at once: Dask moves their data to other workers,
-    and runs their tasks there. If the data has nowhere to go, that is tried again, after
-    5 s and then each 10 s.
+    Azure. Each worker watches for the end of its own SLURM or PBS job. On a notice, the workers of
+    the host are retired at once: Dask moves their data to other workers, and runs their tasks
+    there. If the data has nowhere to go, that is tried again, after 5 s and then each 10 s.
 
     A job of :func:`nbelastic.fit` needs no such plugin. With both, ranks leave at a commit first.
 

@@ -30,7 +30,9 @@ from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import (
     LIMIT_S,
     PeriodicCall,
+    after_shielding,
     hold_nothing_back,
+    leave_on_termination,
     memory_limit,
     unacknowledged_s,
     until,
@@ -49,8 +51,7 @@ from nbelastic.elastic.ranks.runtime import DASK_CUDA, RankSpec
 from .hosted_rank import HostedRank, Key
 from .notices import NoticeWatcher
 from .rank.channel import RankSetup
-from .rank_launcher import RankLauncher
-from .signals import after_shielding, leave_on_termination
+from .rank_process import RankLauncher
 
 logger = logging.getLogger(__name__)
 

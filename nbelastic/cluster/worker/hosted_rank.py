@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
     from .rank.channel import RankSetup
-    from .rank_launcher import RankLauncher
+    from .rank_process import RankLauncher
 
 Key = tuple[str, int]
 
