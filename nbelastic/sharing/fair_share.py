@@ -1,4 +1,4 @@
-"""Divide the slots of a cluster among its jobs: how many each has, from when, and which.
+"""Divide the slots of a cluster among its jobs: how many, when, and which.
 
 Slots are matched with jobs: a job that could use others makes way for one that cannot (augmenting
 paths in a flow network).
