@@ -463,7 +463,6 @@ class NoticeSource(str, enum.Enum):
     AZURE = "Azure"
     SLURM = "SLURM's time limit"
     PBS = "PBS's time limit"
-    SIGNAL = "signal"
     CHAOS = "nbelastic.chaos"
 
 
@@ -979,7 +978,7 @@ class ForgetOrder(JobMessage, frozen=True):
 
 
 class WatchOrder(Message, frozen=True):
-    """Watch for signals and the end of the own batch job, and for notices of the `host`.
+    """Watch for the end of the own batch job, and for notices of the `host`.
 
     Not `on`: stop all that.
     """

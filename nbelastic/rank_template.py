@@ -2,7 +2,7 @@
 
 It imports what every rank needs, has one thread, so that forking is safe, and never initialises
 CUDA, so that its forks can. Workers of the same standing (:func:`address`) share one by an abstract
-Unix socket (:mod:`nbelastic.cluster.worker.rank_launcher` is their side). For each rank that a
+Unix socket (:mod:`nbelastic.cluster.worker.rank_process` is their side). For each rank that a
 worker asks for it forks a rank server (:mod:`nbelastic.cluster.worker.rank.server`), the parent of
 that rank alone. It has nothing of any worker's, and does nothing but fork and reap.
 
@@ -255,8 +255,11 @@ def receive(line: socket.socket) -> list[dict[str, Any]]:
     return []
 
 
-def main(descriptor: str, method: str, name: str = "") -> None:
-    """Serve as the template with a name, or become a rank server and then a rank."""
+def main(descriptor: str, name: str = "", bare: str = "") -> None:
+    """Serve as the template with a name, or become a rank server and then a rank.
+
+    A `bare` template imports nothing: its ranks do, which takes seconds.
+    """
     line, listener = socket.socket(fileno=int(descriptor)), None
     os.set_inheritable(line.fileno(), False)
     if name:
@@ -278,17 +281,19 @@ def main(descriptor: str, method: str, name: str = "") -> None:
     atexit.register(children.skip_teardown)  # first, so that it is called last
     children.set_option(children.NAME, b"rank template")  # for ``ps -e``
     family = children.Children()
-    if method == "fork":
+    if LINUX and not bare:  # frameworks of macOS do not work in a fork
         for each in PRELOAD:
             with contextlib.suppress(Exception):  # a rank that needs it raises the error again
                 importlib.import_module(each)
         gc.collect()
         gc.freeze()  # a search for garbage would copy the pages of all that ranks share
-        if len(os.listdir("/proc/self/task")) > 1:
-            method = "spawn"
+        if len(os.listdir("/proc/self/task")) > 1:  # a fork might wait for what they hold
+            os.set_inheritable(line.fileno(), True)
+            words = ["-m", "nbelastic.rank_template", descriptor, name, "bare"]
+            os.execv(sys.executable, [sys.executable, *words])
     if (asked := _Template(listener, line).serve(family)) is None:
         os._exit(0)
-    server.main(asked[0]["worker"], asked[1], method)
+    server.main(asked[0]["worker"], asked[1])
 
 
 if __name__ == "__main__":

@@ -397,9 +397,8 @@ class Options:
     notices: str = _option(_WRONG, choice("auto", "off"), "--notices off",
         "auto: ranks leave machines that say they will go (spot machines, end of a batch job)",
         "The agent of one worker of each host asks the cloud's metadata service for a notice, and "
-        "each agent knows when its SLURM or PBS job ends. It takes SIGUSR1 and SIGUSR2 as notices "
-        "where its process has no handlers of its own. Ranks leave such workers at their next "
-        "commit or ``check_host_updates()``. ``off``: no agent asks, nor handles these signals.")
+        "each agent knows when its SLURM or PBS job ends. Ranks leave such workers at their next "
+        "commit or ``check_host_updates()``. ``off``: no agent asks.")
     checkpoint: str | None = _option(_WRONG, location, "--checkpoint s3://bucket/run",
         "where commits are also written to disk: a path that all workers see, or a URL that "
         "fsspec knows",

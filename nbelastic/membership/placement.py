@@ -8,41 +8,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeVar
 
 from nbelastic.messages import Place, Slot
 
-
-class Located(Protocol):
-    """Anything that runs on a slot."""
-
-    @property
-    def slot(self) -> Slot:
-        """The member's slot."""
+from .ranks import Rank
 
 
-T = TypeVar("T", bound=Located)
-
-
-def arrange(survivors: Sequence[T], newcomers: Sequence[T]) -> list[T]:
+def arrange(survivors: Sequence[Rank], newcomers: Sequence[Rank]) -> list[Rank]:
     """Put members in the order of their ranks.
 
     Survivors come in the order of their old ranks, newcomers in that of their start. Ranks on one
     host are contiguous. Hosts stand in the order of their first survivor, then of their first
     newcomer; on a host, newcomers follow survivors. So survivors keep their relative order.
     """
-    hosts: dict[str, list[T]] = {}
+    hosts: dict[str, list[Rank]] = {}
     for member in (*survivors, *newcomers):
         hosts.setdefault(member.slot.host, []).append(member)
     return [member for group in hosts.values() for member in group]
 
 
 def choose(
-    candidates: Sequence[T], *, most: int | None = None, per_host: int | None = None
-) -> list[T]:
+    candidates: Sequence[Rank], *, most: int | None = None, per_host: int | None = None
+) -> list[Rank]:
     """Return the first of `candidates` that fit within both limits, in their order."""
     counts: Counter[str] = Counter()
-    chosen: list[T] = []
+    chosen: list[Rank] = []
     for candidate in candidates:
         host = candidate.slot.host
         if (most is None or len(chosen) < most) and (per_host is None or counts[host] < per_host):
@@ -51,12 +41,14 @@ def choose(
     return chosen
 
 
-def choose_released(members: Sequence[T], number: int, *, keep: T | None = None) -> list[T]:
+def choose_released(
+    members: Sequence[Rank], number: int, *, keep: Rank | None = None
+) -> list[Rank]:
     """Return the `number` members to leave, given oldest first; `keep` is the last of them."""
     # Small hosts are left as a whole, so that the others stay together; else the youngest leave.
-    left, released = list(members), list(members[:0])
+    left, released = list(members), list[Rank]()
     while left and len(released) < number:
-        hosts: dict[str, list[T]] = {}
+        hosts: dict[str, list[Rank]] = {}
         for member in reversed(left):
             hosts.setdefault(member.slot.host, []).append(member)
         room = number - len(released)

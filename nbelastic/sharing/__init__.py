@@ -5,8 +5,16 @@ slots each job should have, :class:`SharePolicy` when that takes effect, and :fu
 job each slot is for.
 """
 
-from .fair_share import Assignment, SharedSlot, SlotGroup, Want, assign, shares
-from .policy import SharePolicy, SharingRules
+from .fair_share import (
+    Assignment,
+    SharedSlot,
+    SharePolicy,
+    SharingRules,
+    SlotGroup,
+    Want,
+    assign,
+    shares,
+)
 
 __all__ = [
     "Assignment",

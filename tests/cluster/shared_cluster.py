@@ -61,7 +61,6 @@ class SharedCluster(FakeScheduler):
 
     async def start(self) -> SharedCluster:
         await self.plugin.start(self)  # type: ignore[arg-type]
-        self.plugin.chance = lambda: 0.5  # type: ignore[misc, method-assign]
         return self
 
     # -- the scheduler's face --------------------------------------------------------------------

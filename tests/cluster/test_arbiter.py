@@ -164,7 +164,7 @@ async def test_a_rank_that_outlives_its_job_keeps_its_slot_from_nobodys_floor():
         await begin(cluster, "gone", max_np=1)
         cluster.ranks.clear()  # it never ends
         cluster.jobs.pop("gone")
-        cluster.plugin.drop("gone")
+        cluster.plugin.service.drop("gone")
         await begin(cluster, "wide")
         await begin(cluster, "late", min_np=2)
         assert cluster.sizes() == {"wide": 1, "late": 2}
@@ -207,9 +207,9 @@ async def test_all_jobs_together_are_asked_for_of_an_adaptive_cluster():
         await cluster.open("one", min_np=1, max_np=2)
         await cluster.open("two", min_np=2, np=2, max_np=4)
         await begin(cluster, "open end", min_np=1)
-        assert cluster.plugin.demand() == 2 + 4 + 1
+        assert cluster.plugin.departures.demand() == 2 + 4 + 1
         cluster.kill_kernel("two")
-        assert cluster.plugin.demand() == 2 + cluster.held()["two"] + 1
+        assert cluster.plugin.departures.demand() == 2 + cluster.held()["two"] + 1
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ async def something_happens(cluster, number):
         change = chance.choice(({"priority": 2}, {"priority": 0}, {"max_np": 2, "min_np": 1}))
         cluster.tell(chance.choice(live), m.LimitsChanged(**change))
     elif kind == "retire" and len(cluster.workers) > 3:
-        cluster.plugin.mark_leaving(chance.choice(sorted(cluster.workers)))
+        cluster.plugin.departures.mark_leaving(chance.choice(sorted(cluster.workers)))
 
 
 def check_slots(cluster):

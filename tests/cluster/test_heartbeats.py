@@ -39,7 +39,7 @@ class Scheduler:
         self.delay = 0.0
         self.jobs = {"job": a_record()}
         self.jobs["job"].take_in = self.tell
-        self.monitor = HeartbeatMonitor(self)
+        self.monitor = HeartbeatMonitor(self.scheduler, self.jobs, self.workers)
 
     def add(self, name: str, *, nanny: bool) -> None:
         number = len(self.workers)

@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import os
-import signal
 import threading
 from email.utils import formatdate
 from types import SimpleNamespace
@@ -333,22 +331,3 @@ def test_an_agent_reports_all_that_it_knows_of_its_host(monkeypatch):
     assert found == [(True, True), (False, True), (True, True), (False, False)]
     assert 0 < sent[3].seconds <= 120
     until(lambda: "nbelastic-notices" not in [t.name for t in threading.enumerate()], "its end")
-
-
-def test_a_signal_is_a_notice_of_this_worker(monkeypatch):
-    """It is in time for the end of its batch job."""
-    sent, shielded, now = [], [], 1700000000.0
-    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    watcher = watch.NoticeWatcher(a_loop(), sent.append, shielded.append)
-    watcher.apply(WatchOrder(on=True))
-    os.kill(os.getpid(), signal.SIGUSR1)
-    until(lambda: sent, "the report")
-    watcher.close()
-    assert sent == [Notice(NoticeSource.SIGNAL, "SIGUSR1", 60.0)]
-    assert shielded == [True, False]
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    monkeypatch.setattr(watch, "time", SimpleNamespace(time=lambda: now))
-    for end in (now + 30, now + 3600, now - 10):
-        monkeypatch.setenv("SLURM_JOB_END_TIME", str(end))
-        watcher._report_signal("SIGUSR2")
-    assert [each.seconds for each in sent[1:]] == [30.0, 60.0, 60.0]

@@ -123,7 +123,8 @@ async def test_one_agent_a_host_watches_while_there_is_a_job():
         cloud.watching.pop(first)
         await settle(cloud)
         assert cloud.watchers() == {"a0"}
-        cloud.plugin.drop("one")
+        cloud.plugin.service.drop("one")
+        cloud.plugin._review_all()
         assert not any(order.on for order in cloud.watching.values())
         await cloud.open("two")
         record = cloud.plugin.jobs["two"]
@@ -136,7 +137,7 @@ async def test_a_host_is_left_its_workers_retired_and_others_asked_for():
     async with a_cloud("aabb", np=4, min_np=1, max_np=4) as (cloud, gone):
         assert cloud.sizes() == {"one": 4}
         cloud.report(gone)
-        assert cloud.plugin.demand() == 6, "two more, from this moment on"
+        assert cloud.plugin.departures.demand() == 6, "two more, from this moment on"
         cloud.step_all()
         (reason,) = reasons(cloud.plugin.jobs["one"].machine, cloud.now)
         assert str(reason).count("leaves in") == 2
@@ -147,7 +148,7 @@ async def test_a_host_is_left_its_workers_retired_and_others_asked_for():
         assert cloud.retired == [["w0", "w1", "w4"]]
         await settle(cloud)
         assert cloud.sizes() == {"one": 2}
-        assert cloud.plugin.demand() == 4
+        assert cloud.plugin.departures.demand() == 4
         assert not cloud.roster("one").notices
 
 
@@ -207,7 +208,7 @@ async def test_one_notice_revoked_leaves_the_other_in_force():
         cloud.report(first, m.NoticeSource.SLURM, host=False, revoked=True)
         assert not records[first].leaving
         cloud.report(first)
-        cloud.plugin.mark_leaving(first)
+        cloud.plugin.departures.mark_leaving(first)
         cloud.report(first, revoked=True)
         assert records[first].leaving and not records[second].leaving
 
@@ -232,7 +233,7 @@ async def test_a_notice_that_comes_nearer_counts_and_one_that_goes_away_does_not
 async def test_a_worker_at_risk_stays_until_another_has_its_place():
     async with a_cloud("ab", np=2, min_np=1, max_np=2) as (cloud, risky):
         cloud.report(risky, action="rebalance", seconds=0.0, soft=True)
-        assert cloud.plugin.demand() == 3, "one more, from this moment on"
+        assert cloud.plugin.departures.demand() == 3, "one more, from this moment on"
         await settle(cloud)
         assert cloud.sizes() == {"one": 2}
         assert cloud.retired == []
@@ -241,7 +242,7 @@ async def test_a_worker_at_risk_stays_until_another_has_its_place():
         assert cloud.places() == {"w1", "w2"}
         await retired(cloud)
         assert cloud.retired == [["w0"]]
-        assert cloud.plugin.demand() == 2
+        assert cloud.plugin.departures.demand() == 2
         assert kinds(cloud).count("notice") == 1
         assert "lost" not in kinds(cloud)
 
@@ -296,7 +297,7 @@ async def test_workers_are_watched_and_retired_without_a_job():
         await settle(cloud)
         assert cloud.installed == ["w3"], "it had no agent"
         await cloud.open("one")
-        cloud.plugin.drop("one")
+        cloud.plugin.service.drop("one")
         assert cloud.watchers() == {"w0", "w2"}
         cloud.report(gone)
         await retired(cloud)
@@ -372,9 +373,9 @@ def test_a_retired_worker_waits_for_the_last_holder_of_the_state(monkeypatch, to
         return now
 
     async def scene(cluster):
-        address, plugin = cluster.hire("0"), cluster.plugin
-        monkeypatch.setattr(plugin, "mark_leaving", lambda address: [("job", 0)])
-        monkeypatch.setattr(plugin, "was_told", lambda _: now >= told if now < left else None)
+        address, departures = cluster.hire("0"), cluster.plugin.departures
+        monkeypatch.setattr(departures, "mark_leaving", lambda address: [("job", 0)])
+        monkeypatch.setattr(departures, "_was_told", lambda _: now >= told if now < left else None)
         monkeypatch.setattr(leaving, "asyncio", SimpleNamespace(sleep=sleep))
         return await cluster.handlers["retire_workers"](workers=[address])
 

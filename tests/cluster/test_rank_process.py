@@ -18,7 +18,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from nbelastic.cluster.worker import rank_launcher
+from nbelastic.cluster.worker import rank_process
 from nbelastic.messages import RankEvent, RankRaised, RankTelemetry
 from tests.support.rank_processes import Host, is_there, until
 
@@ -60,7 +60,7 @@ def open_files(pid: int | str = "self") -> set[str]:
 
 
 def test_nothing_of_the_worker_is_in_it(host: Host) -> None:
-    """It has its standard streams, its channel and its crash file; what it starts, the first."""
+    """It has its standard streams, its channel; what it starts, the first."""
 
     def function() -> tuple[set[str], list[str], int, bool]:
         words = ["sh", "-c", "ls -l /proc/$$/fd"]
@@ -93,7 +93,6 @@ def test_how_a_process_has_ended_is_said(host: Host, end: Any, words: str) -> No
     rank, exit_ = host.run(end)
     assert rank.last is None
     assert words in str(exit_)
-    assert not exit_.crash
 
 
 def crash() -> None:
@@ -109,17 +108,15 @@ def test_a_fatal_signal_is_explained_with_the_line_of_the_user(host: Host, in_th
             thread.join()
         crash()
 
-    _, exit_ = host.run(function)
-    line = crash.__code__.co_firstlineno + 1
-    place = f"at {__file__}, line {line}, in crash"
-    assert str(exit_) == f"its process was killed by signal 11 (SIGSEGV), {place}"
-    assert exit_.crash.startswith("Fatal Python error: Segmentation fault\n")
+    rank, exit_ = host.run(function)
+    assert str(exit_) == "its process was killed by signal 11 (SIGSEGV)"
+    assert rank.output.startswith("Fatal Python error: Segmentation fault\n")
+    assert f'File "{__file__}", line {crash.__code__.co_firstlineno + 1} in crash' in rank.output
 
 
-def test_signals_of_a_batch_system_are_the_workers_and_sys_exit_an_error(host: Host) -> None:
+def test_sigterm_of_a_batch_system_is_the_workers_and_sys_exit_an_error(host: Host) -> None:
     def function() -> None:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
         sys.exit(3)
 
     rank, exit_ = host.run(function)
@@ -215,11 +212,21 @@ def with_child() -> None:
 
 
 @pytest.mark.slow
-def test_where_forking_is_not_safe_a_rank_is_a_new_interpreter(monkeypatch):
-    monkeypatch.setattr(rank_launcher, "METHOD", "spawn")
-    with Host.alone() as host:
+@pytest.mark.parametrize("why", ["another system", "threads"])
+def test_where_forking_is_not_safe_a_rank_imports_torch_itself(monkeypatch, tmp_path, why):
+    if why == "threads":
+        code = "import _thread, os, time; begin = _thread.start_new_thread\n"
+        code += "os.register_at_fork(after_in_child=lambda: begin(time.sleep, (300,)))\n"
+        (tmp_path / "sitecustomize.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        monkeypatch.setenv("NBELASTIC_PORTABLE", "1")
+        monkeypatch.setattr(rank_process, "LINUX", False)
+    with Host.alone("bare") as host:
         rank, exit_ = host.run(lambda: (print("printed"), os.getpid())[1])
         assert (rank.result, rank.output, exit_.status) == (rank.process.pid, "printed\n", 0)
+        with open(f"/proc/{host.launcher.template}/maps") as maps:
+            assert "libtorch" not in maps.read()
         for reason in ("its rank server has ended", "its worker was closed"):
             rank = host.launch(with_child)
             host.do(rank.printed(" end"))

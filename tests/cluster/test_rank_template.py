@@ -25,7 +25,6 @@ import psutil
 import pytest
 
 from nbelastic import rank_template
-from nbelastic.cluster.worker import rank_launcher
 from tests.support.rank_processes import Host, is_there, until
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # ranks need not import the tests
@@ -122,7 +121,7 @@ def test_a_template_ends_some_time_after_its_last_worker_and_leaves_nothing():
     name = f"nbelastic-test-{os.getpid()}"
     code = "import sys; from nbelastic import rank_template as t; t.IDLE_S = 0; "
     code += "t.main(*sys.argv[1:])"
-    words = [sys.executable, "-c", code, str(theirs.fileno()), "spawn", name]
+    words = [sys.executable, "-c", code, str(theirs.fileno()), name, "bare"]
     with line:
         with theirs:
             subprocess.run(words, pass_fds=[theirs.fileno()], check=True)
@@ -177,23 +176,14 @@ def test_another_user_cannot_speak_to_it(host):
     ("user", "listens", "words"),
     [
         pytest.param(OTHER_USER, True, "has other rights than this one", marks=needs_root),
-        (0, True, "(process {}) does not answer"),
         (0, False, "or its address is bound"),
     ],
 )
-def test_one_of_another_user_or_that_does_nothing_is_left(
+def test_one_of_another_user_or_that_does_not_listen_is_left(
     monkeypatch, caplog, user, listens, words
 ):
     name = f"taken-{os.getpid()}-{user}-{listens}"
     monkeypatch.setattr(rank_template, "address", lambda path: name)
-    monkeypatch.setattr(rank_launcher, "IMPORT_S", 1.0)
-    leave = rank_launcher.RankLauncher._leave_others
-
-    def leave_and_wait(launcher, why):
-        monkeypatch.setattr(rank_launcher, "IMPORT_S", 300.0)  # for its own, which imports torch
-        leave(launcher, why)
-
-    monkeypatch.setattr(rank_launcher.RankLauncher, "_leave_others", leave_and_wait)
     ours, theirs = multiprocessing.Pipe()
 
     def squat() -> None:
@@ -208,8 +198,7 @@ def test_one_of_another_user_or_that_does_nothing_is_left(
     assert ours.recv() == "bound"
     with Host.alone() as made:
         assert made.run(lambda: 5)[0].result == 5
-    said = words.format(process.pid)
-    assert f"{said}. This worker starts one for itself" in caplog.text
+    assert f"{words}. This worker starts one for itself" in caplog.text
     process.kill()
     process.join()
 
@@ -286,30 +275,6 @@ def test_one_that_has_ended_counts_as_none_though_it_is_still_bound():
             os.waitpid(pid, 0)
             with pytest.raises(ConnectionRefusedError, match=f"process {pid} has ended"):
                 rank_template.peer(line)
-
-
-def test_one_that_is_stopped_is_left_and_forks_nothing_late(host, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(rank_launcher, "STUCK_S", 1.0)
-
-    def function() -> None:
-        with (tmp_path / "begun").open("a") as file:
-            file.write("once\n")
-
-    with Host.alone() as made:
-        made.run(lambda: None)
-        template = made.launcher.template
-        assert template == host.launcher.template
-        os.kill(template, signal.SIGSTOP)
-        try:
-            _, exit_ = made.run(function)
-        finally:
-            os.kill(template, signal.SIGCONT)
-        assert exit_.status == 0
-        words = f"(process {template}) does not answer. This worker starts one for itself"
-        assert words in caplog.text
-        assert host.run(lambda: 5)[0].result == 5  # after the request that was left in its line
-        assert made.launcher.template != template
-    assert (tmp_path / "begun").read_text() == "once\n"
 
 
 def test_a_rank_that_is_to_end_before_its_template_is_ready_ends_at_once():

@@ -12,7 +12,7 @@ from distributed.core import Status
 
 from nbelastic.cluster.dask_compat import unsent_bytes
 from nbelastic.cluster.scheduler.job import FEW, MOST_WAITING
-from nbelastic.cluster.scheduler.records import WorkerRecord, fits, is_busy, obstacle
+from nbelastic.cluster.scheduler.records import WorkerRecord
 from nbelastic.cluster.worker.agent import own_interface
 from nbelastic.messages import RankOutput, UnusedWorker
 from nbelastic.messages import UnusedReason as Reason
@@ -50,7 +50,7 @@ def a_worker(**changes):
     ],
 )
 def test_every_obstacle_has_its_reason(job, worker, host, reason, detail):
-    found = obstacle(a_job(**job), a_worker(**worker), a_host(**host))
+    found = a_job(**job).obstacle(a_worker(**worker), a_host(**host))
     assert found == UnusedWorker("tcp://10.0.0.1:5", reason, detail)
 
 
@@ -78,12 +78,12 @@ def test_a_rank_waits_for_other_tasks_of_its_worker(tasks, long_running, job, bu
         processing=made.values(),
         long_running=[made[key] for key in long_running],
     )
-    assert is_busy(a_job(**job), worker) is busy
+    assert a_job(**job).is_busy(worker) is busy
 
 
 @pytest.mark.parametrize("name", ["tcp://10.0.0.1:5", "w", "10.0.0.1"])
 def test_a_worker_is_meant_by_address_name_or_host(name):
-    assert fits(a_job(workers={name}), a_worker())
+    assert a_job(workers={name}).misfit(a_worker()) is None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from nbelastic.cluster.worker.rank.torch_hooks import advise, hook_torch
+from nbelastic.cluster.worker.rank.main import hook_torch
+from nbelastic.cluster.worker.rank.program import advise
 from nbelastic.elastic.ranks.context import activate
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.elastic.ranks.session import Session

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status
 
+from nbelastic.cluster.scheduler import job
+
 from .loop import Process
 from .network import Pipe, may_come_twice
 
@@ -171,7 +173,7 @@ class SimScheduler(FakeScheduler):
     async def register_plugin(self, plugin: Any) -> None:
         if plugin.name not in self.plugins:
             self.plugins[plugin.name] = plugin
-            plugin.chance = self.world.random.random
+            job.draw_chance = self.world.random.random
             await plugin.start(self)
 
     # -- workers ------------------------------------------------------------------------------

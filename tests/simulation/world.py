@@ -17,7 +17,7 @@ import pytest
 
 from nbelastic.cluster.kernel import preflight
 from nbelastic.cluster.payload import Modules
-from nbelastic.cluster.scheduler import job_service, plugin
+from nbelastic.cluster.scheduler import job_service
 from nbelastic.cluster.worker import agent, hosted_rank
 from nbelastic.driver.options import Options
 from nbelastic.elastic.ranks import telemetry
@@ -60,7 +60,7 @@ def _machine(data: str) -> Any:
 
 REPLACED: list[tuple[Any, str, Any]] = [  # what only a real process has
     (agent, "host_identity", lambda: _process().host),
-    (agent, "ignore_interrupts", lambda: None),
+    (agent, "after_shielding", lambda probe: probe),
     (agent, "versions", lambda: VERSIONS),
     (agent, "own_interface", lambda hosts: next(iter(hosts))),
     (agent, "getpid", _pid),
@@ -73,7 +73,6 @@ REPLACED: list[tuple[Any, str, Any]] = [  # what only a real process has
     (agent, "NoticeWatcher", lambda *_: Mock()),  # a real one asks the machine that simulates
     (agent, "RankLauncher", SimLauncher),
     (hosted_rank, "RankProcess", SimRank),
-    (plugin, "start_processes_shielded", lambda: None),
     (telemetry, "user_line", lambda thread: None),
     (telemetry, "memory_in_use", lambda: (0, 0, 0)),
 ]
@@ -332,7 +331,7 @@ def _set_share(world: World, share: int | None) -> None:
         if record is not None and not record.opening:
             sharing = None if share is None else Sharing(share, MOST_SHARED, ("other",), 1)
             record.take_in(ShareSet(sharing))
-            plugin.announce(record, plugin.workers.values())
+            plugin.arbiter.announce(record, plugin.workers.values())
 
     world.hub.say("SHARE", f"{share}")
     world.scheduler.loop.call_soon(send)

@@ -17,8 +17,7 @@ import pytest
 
 from nbelastic.cluster.payload import Modules
 from nbelastic.cluster.worker.rank.channel import RankSetup
-from nbelastic.cluster.worker.rank_launcher import RankLauncher
-from nbelastic.cluster.worker.rank_process import ProcessExit, RankProcess
+from nbelastic.cluster.worker.rank_process import ProcessExit, RankLauncher, RankProcess
 from nbelastic.elastic.ranks.runtime import RankSpec
 from nbelastic.messages import (
     JobPayload,

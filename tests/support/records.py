@@ -24,12 +24,18 @@ def some_terms(**changes: Any) -> JobTerms:
     return JobTerms(**found | changes)
 
 
-def a_record(machine: Machine | None = None, plugin: Any = None, **changes: Any) -> ScheduledJob:
+def a_record(
+    machine: Machine | None = None,
+    scheduler: Any = None,
+    carry_out: Any = None,
+    **changes: Any,
+) -> ScheduledJob:
     """Return the record of a job, with changes of its terms."""
     terms = some_terms(**changes)
     return ScheduledJob(
         "job",
-        plugin,
+        scheduler,
+        carry_out,
         uid="uid",
         terms=terms,
         workers=None if terms.workers is None else frozenset(terms.workers),

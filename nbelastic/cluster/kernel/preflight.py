@@ -18,9 +18,9 @@ from dask.base import is_dask_collection
 from dask.sizeof import sizeof
 from distributed import Client, Future, futures_of
 
+from nbelastic.cluster.dask_compat import after_shielding
 from nbelastic.cluster.payload import Modules, keras_settings, torch_settings
 from nbelastic.cluster.wire import MUST_MATCH, versions, versions_reader
-from nbelastic.cluster.worker.signals import after_shielding
 from nbelastic.errors import NotPicklable, VersionMismatch
 from nbelastic.messages import JobPayload
 from nbelastic.pickling import dumps, failing_part

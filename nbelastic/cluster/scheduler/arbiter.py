@@ -15,15 +15,18 @@ import asyncio
 import logging
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask.config
 from dask.utils import parse_timedelta
+from distributed import Scheduler
+from distributed.scheduler import WorkerState
 
+from nbelastic import messages as m
 from nbelastic.errors import OptionError
 from nbelastic.membership import Phase, Stage, rules
-from nbelastic.messages import ShareSet, Sharing
 from nbelastic.sharing import (
     Assignment,
     SharedSlot,
@@ -35,10 +38,7 @@ from nbelastic.sharing import (
 )
 
 from .job import ScheduledJob
-from .records import WorkerRecord, differing, fits
-
-if TYPE_CHECKING:
-    from .plugin import ElasticPlugin
+from .records import WorkerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -76,16 +76,20 @@ class _Entry:
     driver: tuple[int, int] = (0, 0)  # its epoch and newest step, seen at `stepped_at`
     admitted: bool = False
     waiting_since: float | None = None
-    sent: ShareSet = field(default_factory=lambda: ShareSet(None))
+    sent: m.ShareSet = field(default_factory=lambda: m.ShareSet(None))
     offered: set[str] = field(default_factory=set)
 
 
 class Arbiter:
-    """Decides how many slots each job may have, and which."""
+    """Decides how many slots each job may have, and which; gives them, and takes them back."""
 
-    def __init__(self, plugin: ElasticPlugin) -> None:
-        self._plugin = plugin
-        self._jobs, self._workers = plugin.jobs, plugin.workers
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        jobs: dict[str, ScheduledJob],
+        workers: dict[str, WorkerRecord],
+    ) -> None:
+        self.scheduler, self.jobs, self.workers = scheduler, jobs, workers  # by name, by address
         self._policy: SharePolicy | None = None
         self._entries: dict[str, _Entry] = {}
         self.reserved: dict[str, str] = {}  # jobs by slot
@@ -93,7 +97,7 @@ class Arbiter:
 
     def open(self) -> None:
         """Read the rules, before the first job; raise the errors of :func:`read_rules`."""
-        if not self._jobs or self._policy is None:
+        if not self.jobs or self._policy is None:
             self._policy = SharePolicy(read_rules())
             self._entries.clear()
             self.reserved.clear()
@@ -120,17 +124,61 @@ class Arbiter:
         share = self._share(job)
         return share is not None and len(_staying(job)) >= share
 
-    def claim(self, job: ScheduledJob, worker: WorkerRecord) -> bool:
-        """Return whether a job may have a slot now, by its newest share."""
-        share, slot = self._share(job), worker.slot.id
-        if share is None:
-            return True
-        if self.reserved.get(slot, job.name) == job.name and len(_staying(job)) < share:
+    def announce(self, job: ScheduledJob, hosts: Iterable[WorkerRecord]) -> None:
+        """Announce usable free slots to a job's driver."""
+        if job.client is None or job.opening:
+            return
+        there = self.scheduler.workers
+        offered = (each for each in hosts if self.offers(job, each))
+        known = ((each, there.get(each.address)) for each in offered)
+        found = [each.slot for each, at in known if at and job.obstacle(at, each) is None]
+        if found:
+            job.take_in(m.SlotsFound(tuple(found)))
+
+    def claim(self, job: ScheduledJob, effect: m.StartRank) -> m.Event | None:
+        """Claim a slot for a rank; return the event of its refusal, or None."""
+        slot, host = effect.slot.id, self.at(effect.slot)
+        if host is None:
+            return m.SlotGone(slot)
+        if host.holder is not None or host.leaving or job.client is None:
+            return m.SlotBusy(slot)  # only a kernel can start a rank on it
+        share = self._share(job)
+        if share is not None:
+            if self.reserved.get(slot, job.name) != job.name or len(_staying(job)) >= share:
+                logger.info("job %r: %s is beyond its share by now", job.name, host.address)
+                self._entries[job.name].offered.discard(slot)
+                self.schedule()
+                return m.SlotBusy(slot)
             self.reserved.pop(slot, None)
-            return True
-        self._entries[job.name].offered.discard(slot)
+        host.holder, host.has_beaten, host.silence = (job.name, effect.start), False, 0.0
+        job.ranks[effect.start] = host
+        job.places[effect.start] = effect.place
+        self.grant(job, effect.start)
+        return None
+
+    def at(self, slot: m.Slot) -> WorkerRecord | None:
+        """Return the worker of a slot, if still there."""
+        host = self.workers.get(slot.worker)
+        return host if host is not None and host.slot.id == slot.id else None
+
+    def grant(self, job: ScheduledJob, start: int) -> None:
+        """Make the driver start a rank on a granted slot."""
+        job.send(m.SlotGranted(start, job.ranks[start].slot, job.places[start]))
+
+    def free(self, name: str, start: int, host: WorkerRecord | None) -> None:
+        """Take a slot back from a rank, and offer it to the job of its reservation, or to all."""
+        job = self.jobs.get(name)
+        if job is not None:
+            job.ranks.pop(start, None)
+            job.beats.pop(start, None)
+            job.places.pop(start, None)
+        if host is not None:
+            if host.holder == (name, start):
+                logger.info("job %r: start %d holds %s no more", name, start, host.address)
+                host.holder, host.frozen = None, False  # if it falls silent again, that is news
+            for each in self.jobs.values():
+                self.announce(each, [host])
         self.schedule()
-        return False
 
     def _share(self, job: ScheduledJob) -> int | None:
         entry = self._entries.get(job.name)
@@ -147,7 +195,7 @@ class Arbiter:
             return
         jobs = {
             name: record
-            for name, record in self._jobs.items()
+            for name, record in self.jobs.items()
             if not (record.opening or record.closing or record.machine.roster.ended)
         }
         now = asyncio.get_running_loop().time()
@@ -168,7 +216,7 @@ class Arbiter:
                 others = [each.job for each in wants if each.job != name]
                 usable = sum(slot.jobs is None or name in slot.jobs for slot in slots)
                 names = tuple(others[:MOST_NAMES])
-                sharing = Sharing(shares[name], usable - kept, names, len(others))
+                sharing = m.Sharing(shares[name], usable - kept, names, len(others))
             kept += want.kept if want.preemptible and want.has < want.least else 0
             self._tell(job, sharing, tuple(found.reclaimed.get(name, ())))
             if sharing is not None:
@@ -213,23 +261,16 @@ class Arbiter:
             for start, slot in _staying(job).items()
         }
         hosts_matter = any(job.machine.roster.limits.slots_per_host for job in jobs.values())
-        alike = _alike(jobs)
         everyone = frozenset(jobs)
         found = []
-        for address, worker in self._workers.items():
-            slot, state = worker.slot.id, self._plugin.scheduler.workers.get(address)
+        for address, worker in self.workers.items():
+            slot, state = worker.slot.id, self.scheduler.workers.get(address)
             start, holder = staying.get(slot, (0, None))
             # A slot is lost whose worker is frozen, or whose rank has outlived its job.
-            gone = worker.holder is not None and worker.holder[0] not in self._jobs
+            gone = worker.holder is not None and worker.holder[0] not in self.jobs
             if state is None or worker.leaving or worker.frozen or gone:
                 continue
-            able = {
-                name
-                for first, names in alike
-                if fits(first, state) and not differing(first, worker)
-                for name in names
-                if _usable(jobs[name], worker)
-            }
+            able = {name for name, job in jobs.items() if _usable(job, worker, state)}
             able |= set() if holder is None else {holder}
             if able:
                 host = worker.slot.host if hosts_matter else ""
@@ -239,17 +280,19 @@ class Arbiter:
         found.sort(key=lambda each: each[:2])
         return [slot for _, _, slot in found]
 
-    def _tell(self, job: ScheduledJob, sharing: Sharing | None, reclaimed: tuple[str, ...]) -> None:
+    def _tell(
+        self, job: ScheduledJob, sharing: m.Sharing | None, reclaimed: tuple[str, ...]
+    ) -> None:
         """Send a job its share, if new to the job."""
         entry, name = self._entries[job.name], job.name
         if entry.sent.sharing == sharing and set(reclaimed) <= set(entry.sent.reclaimed):
             return
-        entry.sent = ShareSet(sharing, reclaimed)
+        entry.sent = m.ShareSet(sharing, reclaimed)
         entry.offered.clear()
         job.take_in(entry.sent)
         if sharing is None:
             logger.info("job %r: no bound any more, the cluster is its own", name)
-            self._plugin.announce(job, self._workers.values())
+            self.announce(job, self.workers.values())
             return
         logger.info(
             "job %r: share %d of %d slots with %d other jobs; it holds %d and gives %d back",
@@ -263,8 +306,7 @@ class Arbiter:
         new = mine - entry.offered
         entry.offered = mine
         if new:
-            hosts = [each for each in self._workers.values() if each.slot.id in new]
-            self._plugin.announce(job, hosts)
+            self.announce(job, [each for each in self.workers.values() if each.slot.id in new])
 
 
 def _staying(job: ScheduledJob) -> dict[int, str]:
@@ -277,18 +319,8 @@ def _staying(job: ScheduledJob) -> dict[int, str]:
     }
 
 
-def _alike(jobs: dict[str, ScheduledJob]) -> list[tuple[ScheduledJob, list[str]]]:
-    """Group jobs by their requirements of workers; return each group with one of its jobs."""
-    groups: dict[Any, tuple[ScheduledJob, list[str]]] = {}
-    for name, job in jobs.items():
-        terms = job.terms.resources, job.terms.versions
-        asked = job.workers, *(frozenset(each.items()) for each in terms)
-        groups.setdefault(asked, (job, []))[1].append(name)
-    return list(groups.values())
-
-
-def _usable(job: ScheduledJob, worker: WorkerRecord) -> bool:
-    """Return whether a job has not given a worker up, for a while or for good."""
+def _usable(job: ScheduledJob, worker: WorkerRecord, state: WorkerState) -> bool:
+    """Return whether a job can use a worker, and has not given it up."""
     roster, slot = job.machine.roster, worker.slot
-    excluded = roster.policy.excludes_any and roster.excluded(slot)
-    return slot.id not in roster.departing and not excluded
+    given_up = slot.id in roster.departing or roster.excluded(slot)
+    return not given_up and job.misfit(state) is None and not job.differing(worker)

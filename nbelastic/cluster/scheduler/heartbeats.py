@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
+from distributed import Scheduler
 from distributed.protocol.pickle import dumps
 from distributed.protocol.serialize import Serialize, Serialized, deserialize
 from msgspec.structs import replace
@@ -22,10 +24,8 @@ from nbelastic.cluster.dask_compat import PeriodicCall
 from nbelastic.cluster.process_state import ProbeHistory, ProcessState, read_state
 from nbelastic.cluster.wire import HEARTBEAT_INTERVAL_S
 
-if TYPE_CHECKING:
-    from .job import ScheduledJob
-    from .plugin import ElasticPlugin
-    from .records import WorkerRecord
+from .job import ScheduledJob
+from .records import WorkerRecord
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,13 @@ ANSWER_LIMIT = 1.0  # seconds for a nanny to read a process
 class HeartbeatMonitor:
     """Monitor of the heartbeats of all ranks."""
 
-    def __init__(self, plugin: ElasticPlugin) -> None:
-        self._scheduler, self._jobs, self._workers = plugin.scheduler, plugin.jobs, plugin.workers
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        jobs: Mapping[str, ScheduledJob],
+        workers: Mapping[str, WorkerRecord],
+    ) -> None:
+        self._scheduler, self._jobs, self._workers = scheduler, jobs, workers
         self._counted_at = 0.0
         self._relay = PeriodicCall(HEARTBEAT_INTERVAL_S, self._pass_on)
         self._listen = PeriodicCall(LISTEN_INTERVAL, self._count_silence)

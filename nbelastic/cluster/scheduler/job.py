@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from distributed import Scheduler
+from distributed.comm.addressing import get_address_host
+from distributed.core import Status
+from distributed.scheduler import WorkerState
 from msgspec.structs import replace
 
 from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import PeriodicCall
 from nbelastic.cluster.job_log import JobLog, in_one_line
+from nbelastic.cluster.wire import MUST_MATCH, pack, pack_for_ranks
 from nbelastic.membership import Machine, Phase, pack_machine
 
-from .records import RANK_KEY, WorkerRecord
-
-if TYPE_CHECKING:
-    from .plugin import ElasticPlugin
+from .records import RANK_KEY, WorkerRecord, tell_agent
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +35,14 @@ MOST_BEHIND = 200  # events that wait for a driver; above, it gets no heartbeats
 MOST_WAITING = 64_000_000  # bytes that may wait for a kernel, about as many as it keeps
 FEW = MOST_WAITING // 4  # bytes at which output is sent again
 
+draw_chance = random.Random().random  # users' own random numbers are left alone
+
+_STATUS = {Status.paused: m.UnusedReason.PAUSED, Status.closing_gracefully: m.UnusedReason.LEAVING}
+
 
 @dataclass(eq=False)
 class ScheduledJob:
-    """An open job, with the `terms` of its opening.
+    """An open job, with the `terms` of its opening; `carry_out` gets what its machine decides.
 
     ==========  ===============================================================================
     a job is    then
@@ -50,7 +57,8 @@ class ScheduledJob:
     """
 
     name: str
-    plugin: ElasticPlugin
+    scheduler: Scheduler
+    carry_out: Callable[[ScheduledJob, list[m.Effect]], None]
     uid: str  # part of its tasks' keys, so that another job of this name has others
     terms: m.JobTerms
     workers: frozenset[str] | None  # those of its terms, with the scheduler's addresses for them
@@ -105,7 +113,14 @@ class ScheduledJob:
     def send(self, message: m.Message) -> None:
         """Send a message to the driver, if any."""
         if self.client is not None:
-            self.plugin.say(self.client, self.topic, self.epoch, message)
+            say(self.scheduler, self.client, self.topic, self.epoch, message)
+
+    def order(self, effect: m.RankEffect, starts: Iterable[int]) -> None:
+        """Order ranks to obey an effect; it is packed once for all."""
+        packed = pack_for_ranks(self.name, effect)
+        for start in list(starts):
+            if start in self.ranks:
+                tell_agent(self.scheduler, self.ranks[start], packed(start))
 
     def send_output(self, message: m.RankOutput, waiting: int) -> None:
         """Send output, or once the mark of a gap, while too many bytes are `waiting`.
@@ -118,6 +133,53 @@ class ScheduledJob:
             self.send(message)
         elif not was_muted:
             self.send(replace(message, text="", gap=True))
+
+    # -- workers -----------------------------------------------------------------------------------
+
+    def misfit(self, worker: WorkerState) -> m.UnusedWorker | None:
+        """Return why the job may not use a worker; names and resources are as in Dask."""
+        if worker.status not in (Status.init, Status.running):
+            reason = _STATUS.get(worker.status, m.UnusedReason.CLOSING)
+            return m.UnusedWorker(worker.address, reason)
+        if self.workers is not None:
+            names = {worker.address, str(worker.name), get_address_host(worker.address)}
+            if not names & self.workers:
+                return m.UnusedWorker(worker.address, m.UnusedReason.NOT_IN_WORKERS)
+        needs = self.terms.resources.items()
+        has = {key: worker.resources.get(key, 0) for key, _ in needs}
+        lacking = ", ".join(f"{k} {has[k]:g} of {need:g}" for k, need in needs if has[k] < need)
+        reason = m.UnusedReason.LACKS_RESOURCES
+        return m.UnusedWorker(worker.address, reason, lacking) if lacking else None
+
+    def obstacle(self, worker: WorkerState, record: WorkerRecord) -> m.UnusedWorker | None:
+        """Return why a worker with an agent and without a rank of the job is not offered to it."""
+        if problem := self.misfit(worker):
+            return problem
+        if record.holder is not None:
+            return m.UnusedWorker(worker.address, m.UnusedReason.TAKEN, record.holder[0])
+        if record.leaving:
+            return m.UnusedWorker(worker.address, m.UnusedReason.LEAVING)
+        if versions := self.differing(record):
+            return m.UnusedWorker(worker.address, m.UnusedReason.OTHER_VERSIONS, versions)
+        return None
+
+    def is_busy(self, worker: WorkerState) -> bool:
+        """Whether other tasks have the threads or resources that a rank's task waits for."""
+        others = [task for task in worker.processing if not str(task.key).startswith(RANK_KEY)]
+        in_pool = [task for task in others if task not in worker.long_running]
+        return len(in_pool) >= worker.nthreads or any(
+            worker.resources.get(name, 0) - need
+            < sum((task.resource_restrictions or {}).get(name, 0) for task in others)
+            for name, need in self.terms.resources.items()
+        )
+
+    def differing(self, record: WorkerRecord) -> str:
+        """Return the versions of a worker that differ from the kernel's."""
+        return ", ".join(
+            f"{name} {record.versions.get(name)} (kernel: {self.terms.versions.get(name)})"
+            for name in MUST_MATCH
+            if record.versions.get(name) != self.terms.versions.get(name)
+        )
 
     # -- driven ----------------------------------------------------------------------------------
 
@@ -148,27 +210,12 @@ class ScheduledJob:
     def _apply(self, event: m.Event, now: float, chance: float) -> None:
         machine = self.machine
         effects = machine.handle(event, now, chance)
-        if effects or isinstance(event, m.LimitsChanged):
-            self.plugin.arbiter.schedule()
         for effect in effects:
             entry = self.log.note_effect(effect, machine.roster.size, event)
             if entry is not None:
                 logger.info("job %r: %s", self.name, in_one_line(entry))
-            self._carry_out(effect)
-
-    def _carry_out(self, effect: m.Effect) -> None:
-        if isinstance(effect, m.StartRank):
-            problem = self.plugin.claim(self, effect)
-            if problem is not None:
-                self.take_in(problem)
-        elif isinstance(effect, m.Publish):
-            self.plugin.order(self, effect, [each.start for each in effect.plan.members])
-        elif isinstance(effect, m.Abort | m.Notify | m.Release):
-            self.plugin.order(self, replace(effect, starts=()), effect.starts)
-        elif isinstance(effect, m.EndRank):
-            self.plugin.order(self, effect, [effect.start])
-        elif isinstance(effect, m.RestartWorker):
-            self.plugin.spawn(self.plugin.restart_worker(effect.slot, str(effect.reason)))
+        if effects or isinstance(event, m.LimitsChanged):
+            self.carry_out(self, effects)
 
     # -- abandoned -------------------------------------------------------------------------------
 
@@ -196,21 +243,26 @@ class ScheduledJob:
         """Decide without a driver; a pause of the scheduler is no time."""
         last_tick, self._last_tick = self._last_tick, asyncio.get_running_loop().time()
         passed = min(self._last_tick - last_tick, 4 * CARETAKER_INTERVAL)
-        self._apply(event, self.machine.roster.now + passed, self.plugin.chance())
+        self._apply(event, self.machine.roster.now + passed, draw_chance())
 
     def _look_after(self) -> None:
         """Advance the machine's time, and end the job with its lease."""
         self._drain()
-        roster = self.machine.roster
-        expired = asyncio.get_running_loop().time() >= self._abandoned + self.terms.lease
-        if roster.phase == Phase.ENDED:
-            if expired:
-                self.plugin.drop(self.name)
-        elif expired and not roster.ended:
+        if self._expired and not self.machine.roster.ended:
             why = f"ended, because no kernel attached to it within {self.terms.lease:g} s"
             self._decide(m.StopRequested(now=True, reason=why))
         else:
             self._decide(m.Tick())
+
+    @property
+    def _expired(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._abandoned + self.terms.lease
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended without a kernel, and its lease is over: it can be dropped."""
+        ended = self.machine.roster.phase == Phase.ENDED
+        return ended and self.client is None and self._expired
 
     def stop(self) -> None:
         """Stop the caretaker."""
@@ -238,3 +290,9 @@ class ScheduledJob:
             started=self.started,
             log=self.log.contents(),
         )
+
+
+def say(scheduler: Scheduler, client: str, topic: str, epoch: int, message: m.Message) -> None:
+    """Send a message to a kernel, as an event of its topic; a logged one would stay here."""
+    packed = pack(m.ToDriver(epoch, message))
+    scheduler.client_send(client, {"op": "event", "topic": topic, "event": (0.0, packed)})

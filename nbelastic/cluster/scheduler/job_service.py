@@ -7,22 +7,21 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from msgspec.structs import replace
 
 from nbelastic import messages as m
-from nbelastic.cluster.dask_compat import hold_keys, hold_nothing_back, until
+from nbelastic.cluster.dask_compat import hold_keys, hold_nothing_back, release_keys, until
 from nbelastic.cluster.wire import FROM_KERNELS, in_parts, pack, unpack
 from nbelastic.membership import unpack_machine, view
 from nbelastic.status import JobInfo
 
-from .job import ScheduledJob
-from .records import RANK_KEY
-
-if TYPE_CHECKING:
-    from .plugin import ElasticPlugin
+from .arbiter import Arbiter
+from .job import ScheduledJob, say
+from .leaving import Departures
+from .records import RANK_KEY, tell_agent
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +32,19 @@ KEEPER = "fire-and-forget"  # Dask's client that releases a task when it is done
 
 
 class JobService:
-    """Opens, hands over and closes jobs."""
+    """Opens, hands over and closes jobs; `prepare` puts agents on the workers of one."""
 
-    def __init__(self, plugin: ElasticPlugin) -> None:
-        self._plugin = plugin
-        self._scheduler = scheduler = plugin.scheduler
-        self._jobs = plugin.jobs
+    def __init__(
+        self,
+        arbiter: Arbiter,
+        departures: Departures,
+        spawn: Callable[[Coroutine[Any, Any, object]], None],
+        prepare: Callable[[ScheduledJob], Awaitable[None]],
+    ) -> None:
+        self._arbiter, self._departures = arbiter, departures
+        self._spawn, self._prepare = spawn, prepare
+        self._scheduler = scheduler = arbiter.scheduler
+        self._jobs = arbiter.jobs
         self._handlers: dict[type, Callable[[str, Any], None]] = {
             m.JournalStep: self.step,
             m.InjectRequest: self.inject,
@@ -67,10 +73,11 @@ class JobService:
             return "gone"  # this came later, on a connection of its own
         if asked.job in self._jobs:
             return "taken"
-        self._plugin.arbiter.open()
+        self._arbiter.open()
         job = self._jobs[asked.job] = ScheduledJob(
             asked.job,
-            self._plugin,
+            scheduler=self._scheduler,
+            carry_out=self._carry_out,
             uid=asked.uid,
             terms=replace(terms, machine=b""),
             workers=None if terms.workers is None else self._resolved(terms.workers),
@@ -82,7 +89,7 @@ class JobService:
         if terms.partitions:
             hold_keys(self._scheduler, job.holder, terms.partitions)
         hold_nothing_back(self._scheduler.client_comms.get(asked.client))
-        await self._plugin.prepare(job)
+        await self._prepare(job)
         return ""
 
     def _resolved(self, workers: tuple[str, ...]) -> frozenset[str]:
@@ -103,14 +110,28 @@ class JobService:
         if record is None or (record.uid, record.epoch) != (uid, epoch):
             return
         record.closing = True
-        self._plugin.arbiter.schedule()
+        self._arbiter.schedule()
         # They take another way, and may come later.
         await until(lambda: record.steps >= steps, CLOSE_GRACE, POLL)
         over = m.EndRank(0, "evict", m.Text("the job has ended"))
-        self._plugin.order(record, over, record.ranks)
+        record.order(over, record.ranks)
         await until(lambda: not record.ranks and not self._busy(record), CLOSE_GRACE, POLL)
         record.send(m.JobClosed())
-        self._plugin.drop(job)
+        self.drop(job)
+
+    def drop(self, name: str) -> None:
+        """Forget a job."""
+        job = self._jobs.pop(name, None)
+        if job is None:
+            return
+        job.stop()
+        self.remember(job)
+        job.release()
+        release_keys(self._scheduler, job.holder)
+        self.forget_tasks([job.key(start) for start in range(job.machine.roster.starts)])
+        for host in self._arbiter.workers.values():
+            tell_agent(self._scheduler, host, pack(m.ForgetOrder(name)))
+        self._arbiter.schedule()
 
     def _busy(self, job: ScheduledJob) -> bool:
         keys = [job.key(n) for n in range(job.machine.roster.starts) if n not in job.never]
@@ -145,12 +166,29 @@ class JobService:
         """Take a step of a driver's journal, or tell the driver of its replacement."""
         record = self._driven(step.job, client, step.epoch)
         if record is None or not record.step(step):
-            self._plugin.say(client, step.topic, step.epoch, m.DriverReplaced())
+            say(self._scheduler, client, step.topic, step.epoch, m.DriverReplaced())
 
     def inject(self, client: str, request: m.InjectRequest) -> None:
         """Pass faults on to ranks."""
         if (record := self._driven(request.job, client, request.epoch)) is not None:
-            self._plugin.order(record, request.order, request.starts)
+            record.order(request.order, request.starts)
+
+    def _carry_out(self, job: ScheduledJob, effects: list[m.Effect]) -> None:
+        """Carry out what a job's machine has decided."""
+        self._arbiter.schedule()
+        for effect in effects:
+            if isinstance(effect, m.StartRank):
+                problem = self._arbiter.claim(job, effect)
+                if problem is not None:
+                    job.take_in(problem)
+            elif isinstance(effect, m.Publish):
+                job.order(effect, [each.start for each in effect.plan.members])
+            elif isinstance(effect, m.Abort | m.Notify | m.Release):
+                job.order(replace(effect, starts=()), effect.starts)
+            elif isinstance(effect, m.EndRank):
+                job.order(effect, [effect.start])
+            elif isinstance(effect, m.RestartWorker):
+                self._spawn(self._departures.restart(effect.slot, str(effect.reason)))
 
     async def drives(self, job: str, client: str, epoch: int) -> bool:
         """Return whether a job is still a driver's."""
@@ -175,7 +213,7 @@ class JobService:
         if asked.again and record.topic != asked.topic:
             return pack(m.AttachRefusal("taken"))
         if record.client is not None and record.topic != asked.topic:
-            self._plugin.say(record.client, record.topic, record.epoch, m.DriverReplaced())
+            record.send(m.DriverReplaced())
         hold_nothing_back(self._scheduler.client_comms.get(asked.client))
         handover = pack(record.take_over(asked.client, asked.topic))
         asyncio.get_running_loop().call_soon(self._resume, asked.job, record.epoch)
@@ -190,9 +228,9 @@ class JobService:
             record.send(event)
         for start in record.ranks:
             if record.key(start) not in self._scheduler.tasks:
-                self._plugin.grant(record, start)
-        self._plugin.arbiter.decide()
-        self._plugin.announce(record, self._plugin.workers.values())
+                self._arbiter.grant(record, start)
+        self._arbiter.decide()
+        self._arbiter.announce(record, self._arbiter.workers.values())
 
     def leave(self, client: str) -> None:
         """Abandon the jobs of a kernel that is gone."""
@@ -205,7 +243,7 @@ class JobService:
         self._given_up.append(message.topic)
         for job in list(self._jobs.values()):
             if job.topic == message.topic and message.over:
-                self._plugin.spawn(self.close(job.name, job.uid, job.epoch, job.steps))
+                self._spawn(self.close(job.name, job.uid, job.epoch, job.steps))
             elif job.topic == message.topic and job.client == client:
                 self._abandon(job)
 
@@ -214,16 +252,16 @@ class JobService:
 
     def _abandon(self, job: ScheduledJob) -> None:
         if job.epoch == 1 and not job.steps:
-            self._plugin.drop(job.name)  # it has not begun
+            self.drop(job.name)  # it has not begun
             return
         # Slots for which the kernel has not submitted a task are taken back: no other will.
         for start, host in list(job.ranks.items()):
             if job.key(start) not in self._scheduler.tasks:
                 logger.info("job %r: start %d has no task: its slot is taken back", job.name, start)
-                self._plugin.free(job.name, start, host)
+                self._arbiter.free(job.name, start, host)
                 job.take_in(m.SlotBusy(host.slot.id))
         job.abandon()
-        self._plugin.arbiter.schedule()
+        self._arbiter.schedule()
 
     # -- tasks -----------------------------------------------------------------------------------
 

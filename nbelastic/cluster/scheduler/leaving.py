@@ -1,8 +1,7 @@
 """Let ranks leave before their workers: after a notice, and when retired.
 
-One agent of each host watches for notices of the host, and each agent for signals and the end of
-its own batch job, while there is a job that wants it, or :class:`~.plugin.SpotNotices` is
-registered.
+One agent of each host watches for notices of the host, and each agent for the end of its own batch
+job, while there is a job that wants it, or :class:`~.plugin.SpotNotices` is registered.
 
 Dask removes a retired worker although a task still runs on it, and sizes an adaptive cluster by
 expected durations. There are no hooks, so two methods of the scheduler are wrapped: as handlers of
@@ -14,19 +13,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any
 
 from distributed.core import Status
 from msgspec.structs import replace
 
 from nbelastic.cluster.wire import pack
-from nbelastic.membership import rules
-from nbelastic.messages import Notice, WatchOrder
+from nbelastic.membership import Stage, rules
+from nbelastic.messages import Notice, Slot, SlotLeaving, SlotStays, WatchOrder
 
-if TYPE_CHECKING:
-    from .plugin import ElasticPlugin
-    from .records import WorkerRecord
+from .arbiter import Arbiter
+from .records import WorkerRecord, tell_agent
 
 logger = logging.getLogger(__name__)
 
@@ -40,30 +39,32 @@ LONGEST_RETIREMENT = rules.LONGEST_STAY + rules.MARGIN  # in all
 RETIRE_POLL = 0.01
 
 
-class NoticeController:
-    """Takes notices from agents, and appoints the agents that watch for notices."""
+class Departures:
+    """Takes notices, and wraps the scheduler's ``retire_workers`` and ``adaptive_target``."""
 
-    def __init__(self, plugin: ElasticPlugin) -> None:
-        self._plugin = plugin
-        self._scheduler, self._workers = plugin.scheduler, plugin.workers
+    def __init__(
+        self, arbiter: Arbiter, spawn: Callable[[Coroutine[Any, Any, object]], None]
+    ) -> None:
+        self._arbiter, self._spawn = arbiter, spawn
+        self._scheduler = scheduler = arbiter.scheduler
+        self._jobs, self._workers = arbiter.jobs, arbiter.workers
         self._under_way: set[str] = set()
+        self._retire: Callable[..., Awaitable[Any]] = scheduler.handlers["retire_workers"]
+        self._target: Callable[..., int] = scheduler.handlers["adaptive_target"]
+        for name in ("retire_workers", "adaptive_target"):
+            scheduler.handlers[name] = getattr(self, name)
+            setattr(scheduler, name, getattr(self, name))
 
     @property
     def standing(self) -> bool:
         """Whether notices are watched for without a job."""
         return STANDING in getattr(self._scheduler, "plugins", ())
 
-    @property
-    def going(self) -> int:
-        """How many workers are to be replaced, because of a notice."""
-        workers = self._workers.values()
-        return sum(w.ends or (w.at_risk and w.holder is not None) for w in workers)
-
     # -- watchers ----------------------------------------------------------------------------------
 
     def review(self) -> None:
         """Appoint one agent of each host to watch for notices; retire replaced workers."""
-        jobs = self._plugin.jobs.values()
+        jobs = self._jobs.values()
         on = self.standing or any(job.terms.notices for job in jobs)
         fittest_first = sorted(
             self._workers.values(),
@@ -74,7 +75,7 @@ class NoticeController:
             order = WatchOrder(on, on and hosts[worker.slot.host] is worker)
             if order != worker.watch:
                 worker.watch = order
-                self._plugin.tell_agent(worker, pack(order))
+                tell_agent(self._scheduler, worker, pack(order))
         # Workers at risk that a job has left go, because others have taken their place.
         for worker in list(self._workers.values()):
             left = any(worker.slot.id in job.machine.roster.departing for job in jobs)
@@ -127,10 +128,10 @@ class NoticeController:
             worker.retire_at = max(first.seconds - rules.MARGIN, self._now + rules.SOON)
             if worker.slot.host not in self._under_way:
                 self._under_way.add(worker.slot.host)
-                self._plugin.spawn(self._retire_when_empty(worker.slot.host))
+                self._spawn(self._retire_when_empty(worker.slot.host))
         if not worker.retiring:  # else it goes in any case
             if not worker.ends and before is not None:
-                self._plugin.mark_staying(worker)
+                self.mark_staying(worker)
             self._tell(worker)
 
     def _tell(self, worker: WorkerRecord) -> None:
@@ -139,7 +140,7 @@ class NoticeController:
         if notice is not None:
             left = max(notice.seconds - self._now, 0.0)
             told = replace(notice, name=worker.slot.name, seconds=left)
-            self._plugin.mark_leaving(worker.address, notice=told)
+            self.mark_leaving(worker.address, notice=told)
 
     async def _retire_when_empty(self, host: str) -> None:
         """Retire the workers of a host when their ranks have left, or when it is time."""
@@ -150,7 +151,7 @@ class NoticeController:
                 late = [worker for worker in going if self._now >= worker.retire_at]
                 due = [worker for worker in going if worker.holder is None or worker in late]
                 if late or len(due) == len(going):
-                    await self._retire(due)
+                    await self._retire_now(due)
                     await asyncio.sleep(wait)
                     wait = 2 * RETRY
                 else:
@@ -158,7 +159,7 @@ class NoticeController:
         finally:
             self._under_way.discard(host)
 
-    async def _retire(self, workers: list[WorkerRecord]) -> None:
+    async def _retire_now(self, workers: list[WorkerRecord]) -> None:
         """Retire workers; offer workers again that Dask has kept for their data, if revoked."""
         there = [worker for worker in workers if worker.address in self._scheduler.workers]
         for worker in there:
@@ -166,7 +167,9 @@ class NoticeController:
             worker.retiring = True  # a notice that is revoked from now on is revoked too late
         try:
             if there:
-                await self._plugin.scaling.retire([worker.address for worker in there])
+                # As an adaptive cluster does; their ranks were asked to leave.
+                addresses = [worker.address for worker in there]
+                await self._retire(workers=addresses, close_workers=True, remove=True)
         except Exception:  # it is tried again
             logger.exception("workers whose machine will go cannot be retired")
         for worker in there:
@@ -174,25 +177,14 @@ class NoticeController:
             if getattr(state, "status", None) in (Status.running, Status.paused):
                 worker.retiring = False
                 if not worker.ends:
-                    self._plugin.mark_staying(worker)
+                    self.mark_staying(worker)
                     self._tell(worker)
 
     @property
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-
-class ScalingHooks:
-    """Wraps the scheduler's ``retire_workers`` and ``adaptive_target``."""
-
-    def __init__(self, plugin: ElasticPlugin) -> None:
-        self._plugin = plugin
-        self._scheduler = scheduler = plugin.scheduler
-        self._retire: Callable[..., Awaitable[Any]] = scheduler.handlers["retire_workers"]
-        self._target: Callable[..., int] = scheduler.handlers["adaptive_target"]
-        for name in ("retire_workers", "adaptive_target"):
-            scheduler.handlers[name] = getattr(self, name)
-            setattr(scheduler, name, getattr(self, name))
+    # -- retirement, and sizes of clusters ---------------------------------------------------------
 
     async def retire_workers(
         self, workers: list[str] | None = None, names: list[Any] | None = None, **kwargs: Any
@@ -203,13 +195,13 @@ class ScalingHooks:
             terms = kwargs.keys() & {"memory_ratio", "n", "key", "minimum", "target"}
             workers = self._scheduler.workers_to_close(**{each: kwargs.pop(each) for each in terms})
         addresses = self._addresses(workers or (), names or ())
-        ranks = [rank for address in addresses for rank in self._plugin.mark_leaving(address)]
+        ranks = [rank for address in addresses for rank in self.mark_leaving(address)]
         waited = since_told = 0.0
         while ranks and waited < LONGEST_RETIREMENT and since_told < RETIRE_GRACE:
             await asyncio.sleep(RETIRE_POLL)
-            ranks = [rank for rank in ranks if self._plugin.was_told(rank) is not None]
+            ranks = [rank for rank in ranks if self._was_told(rank) is not None]
             waited += RETIRE_POLL
-            since_told += RETIRE_POLL if all(map(self._plugin.was_told, ranks)) else 0.0
+            since_told += RETIRE_POLL if all(map(self._was_told, ranks)) else 0.0
         given = {"workers": workers} if names is None else {"names": names}
         return await self._retire(**kwargs, **given)
 
@@ -226,10 +218,57 @@ class ScalingHooks:
         by_name = [each for each, name in others if {name, re.sub(r"-\d+$", "", name)} & given]
         return meant + by_name if len(by_name) < len(states) else meant
 
-    async def retire(self, addresses: list[str]) -> None:
-        """Retire workers at once, as an adaptive cluster does; their ranks were asked to leave."""
-        await self._retire(workers=addresses, close_workers=True, remove=True)
-
     def adaptive_target(self, target_duration: float | None = None) -> int:
         """Return the target of an adaptive cluster, at least the demand of all jobs."""
-        return max(self._target(target_duration=target_duration), self._plugin.demand())
+        return max(self._target(target_duration=target_duration), self.demand())
+
+    def demand(self) -> int:
+        """Return how many workers all jobs want, and as many more as will soon go."""
+        wanted = sum(job.demand for job in self._jobs.values())
+        going = (w.ends or (w.at_risk and w.holder is not None) for w in self._workers.values())
+        return wanted + sum(going) if wanted else 0
+
+    async def restart(self, slot: Slot, reason: str) -> None:
+        """Restart a worker through its nanny; remove a worker without a nanny."""
+        address = slot.worker
+        if self._arbiter.at(slot) is None:
+            return
+        logger.info("worker %s is restarted, or removed if it has no nanny: %s", address, reason)
+        await self._scheduler.restart_workers(
+            workers=[address],
+            wait_for_workers=False,
+            on_error="return",
+            stimulus_id=f"nbelastic-restart-{time.time()}",
+        )
+        if address in self._scheduler.workers and address in self._workers:
+            await self._scheduler.remove_worker(address, stimulus_id=f"nbelastic: {reason}")
+
+    # -- what jobs are told ------------------------------------------------------------------------
+
+    def mark_leaving(
+        self, address: str, *, soon: bool = False, notice: Notice | None = None
+    ) -> list[tuple[str, int]]:
+        """Note that a worker was asked to leave, or is at risk; return its ranks."""
+        host = self._workers.get(address)
+        if host is None:
+            return []
+        host.retiring |= notice is None
+        for job in self._jobs.values():
+            job.take_in(SlotLeaving(host.slot.id, soon, notice))
+        self._arbiter.schedule()
+        return [] if host.holder is None else [host.holder]
+
+    def mark_staying(self, host: WorkerRecord) -> None:
+        """Revoke a worker's request to leave, and offer its slot again."""
+        for job in self._jobs.values():
+            job.take_in(SlotStays(host.slot.id))
+            self._arbiter.announce(job, [host])
+        self._arbiter.schedule()
+
+    def _was_told(self, rank: tuple[str, int]) -> bool | None:
+        """Whether a rank was told to end; None for a rank without its slot."""
+        job = self._jobs.get(rank[0])
+        if job is None or rank[1] not in job.ranks:
+            return None
+        found = job.machine.roster.ranks.get(rank[1])
+        return found is None or found.leave_sent or found.stage == Stage.ENDING

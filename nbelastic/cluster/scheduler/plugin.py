@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-import random
-import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from distributed import Scheduler
@@ -20,24 +18,17 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from msgspec.structs import replace
 
 from nbelastic import messages as m
-from nbelastic.cluster.dask_compat import (
-    PeriodicCall,
-    hold_nothing_back,
-    release_keys,
-    unsent_bytes,
-)
-from nbelastic.cluster.wire import FROM_AGENTS, PLUGIN, pack, pack_for_ranks, unpack
+from nbelastic.cluster.dask_compat import PeriodicCall, hold_nothing_back, unsent_bytes
+from nbelastic.cluster.wire import FROM_AGENTS, PLUGIN, pack, unpack
 from nbelastic.cluster.worker.agent import Agent
-from nbelastic.cluster.worker.signals import start_processes_shielded
 from nbelastic.errors import VersionMismatch
-from nbelastic.membership import Stage
 
 from .arbiter import Arbiter
 from .heartbeats import HeartbeatMonitor
 from .job import ScheduledJob
 from .job_service import JobService
-from .leaving import STANDING, NoticeController, ScalingHooks
-from .records import RANK_KEY, WorkerRecord, fits, is_busy, misfit, obstacle
+from .leaving import STANDING, Departures
+from .records import RANK_KEY, WorkerRecord, tell_agent
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +41,9 @@ class ElasticPlugin(SchedulerPlugin):
 
     name = PLUGIN
     idempotent = True
-    chance = staticmethod(random.Random().random)  # users' own random numbers are left alone
 
     async def start(self, scheduler: Scheduler) -> None:
         """Take up work on a scheduler."""
-        start_processes_shielded()  # nannies of a LocalCluster share this thread
         self.scheduler = scheduler
         self.jobs: dict[str, ScheduledJob] = {}
         self.workers: dict[str, WorkerRecord] = {}  # by address
@@ -62,10 +51,9 @@ class ElasticPlugin(SchedulerPlugin):
         self._tasks: set[asyncio.Task[object]] = set()
         self.review = PeriodicCall(REVIEW_INTERVAL, self._review_all)
         self._installing: dict[str, asyncio.Event] = {}  # until the hello, by address
-        self._heartbeats = HeartbeatMonitor(self)
-        self.scaling = ScalingHooks(self)
-        self._notices = NoticeController(self)
-        self.arbiter = Arbiter(self)
+        self._heartbeats = HeartbeatMonitor(scheduler, self.jobs, self.workers)
+        self.arbiter = Arbiter(scheduler, self.jobs, self.workers)
+        self.departures = Departures(self.arbiter, self._spawn)
         self._handlers: dict[type[m.Message], Callable[[str, Any], object]] = {
             m.Hello: self._hello,
             m.RankEvent: self._report,
@@ -74,11 +62,11 @@ class ElasticPlugin(SchedulerPlugin):
             m.RankTelemetry: self._heartbeats.take_telemetry,
             m.FaultReport: self._fault,
             m.RankEnded: self._ended,
-            m.RankLeaving: lambda worker, _: self.mark_leaving(worker, soon=True),
+            m.RankLeaving: lambda worker, _: self.departures.mark_leaving(worker, soon=True),
             m.NoticeReport: self._take_notice,
         }
         scheduler.stream_handlers[FROM_AGENTS] = self._take
-        self._job_service = JobService(self)
+        self.service = JobService(self.arbiter, self.departures, self._spawn, self._prepare)
 
     async def before_close(self) -> None:
         """Stop watching: the scheduler is closing."""
@@ -92,37 +80,23 @@ class ElasticPlugin(SchedulerPlugin):
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    async def prepare(self, job: ScheduledJob) -> None:
+    async def _prepare(self, job: ScheduledJob) -> None:
         """Put agents on the workers that a job may use, and tell its driver of all together."""
         self._heartbeats.start()
         self.review.start()
         there = self.scheduler.workers.items()
-        without = [a for a, state in there if a not in self.workers and fits(job, state)]
+        without = [a for a, state in there if a not in self.workers and not job.misfit(state)]
         await asyncio.gather(*map(self._install_agent, without))
         if self.jobs.get(job.name) is job:
             job.opening = False
             self.arbiter.decide()
-            self._notices.announce_risks()
-            self.announce(job, self.workers.values())
+            self.departures.announce_risks()
+            self.arbiter.announce(job, self.workers.values())
             self._review_job(job)
-
-    def drop(self, name: str) -> None:
-        """Forget a job."""
-        job = self.jobs.pop(name, None)
-        if job is None:
-            return
-        job.stop()
-        job.release()
-        release_keys(self.scheduler, job.holder)
-        self._job_service.forget_tasks([job.key(s) for s in range(job.machine.roster.starts)])
-        for host in self.workers.values():
-            self.tell_agent(host, pack(m.ForgetOrder(name)))
-        self.arbiter.schedule()
-        self._settle()
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Carry on a lost kernel's jobs, until another kernel attaches."""
-        self._job_service.leave(client)
+        self.service.leave(client)
 
     # One that comes again may have been away unnoticed: messages to it in between are lost.
     add_client = remove_client
@@ -131,26 +105,18 @@ class ElasticPlugin(SchedulerPlugin):
         self, scheduler: Scheduler, *, client: str, keys: Any = (), **kwargs: Any
     ) -> None:
         """Keep ranks' tasks after the loss of the submitting kernel."""
-        self._job_service.keep_tasks(keys, client)
-
-    def _settle(self) -> None:
-        self._notices.review()
-        if not self.jobs:
-            self._heartbeats.stop()
-            self.arbiter.stop()
-            if not self._notices.standing:
-                self.review.stop()
+        self.service.keep_tasks(keys, client)
 
     # -- workers -----------------------------------------------------------------------------------
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         """Put an agent on a new worker if any job, or the watch for notices, wants it."""
-        state, standing = scheduler.workers[worker], self._notices.standing
+        state, standing = scheduler.workers[worker], self.departures.standing
         if worker in self.workers or worker in self._refused or worker in self._installing:
             return
-        wanted = any(fits(job, state) for job in self.jobs.values())
+        wanted = any(job.misfit(state) is None for job in self.jobs.values())
         if wanted or (standing and state.status is Status.running):
-            self.spawn(self._install_agent(worker))
+            self._spawn(self._install_agent(worker))
 
     def _installed(self, address: str) -> None:
         if address in self._installing:
@@ -192,13 +158,20 @@ class ElasticPlugin(SchedulerPlugin):
         self._refused.pop(worker, None)
         self._installed(worker)
         hold_nothing_back(self.scheduler.stream_comms.get(worker))
-        self._notices.arrived(host)
+        self.departures.arrived(host)
         for job in self.jobs.values():
-            self.announce(job, [host])
+            self.arbiter.announce(job, [host])
         self.arbiter.schedule()
 
     def _review_all(self) -> None:
-        self._settle()  # the plugin may be gone for which machines were watched
+        for job in [each for each in self.jobs.values() if each.over]:
+            self.service.drop(job.name)
+        self.departures.review()
+        if not self.jobs:
+            self._heartbeats.stop()
+            self.arbiter.stop()
+            if not self.departures.standing:
+                self.review.stop()
         for address in self.scheduler.workers:  # Dask does not say that it resumes a paused one
             self.add_worker(self.scheduler, address)
         if self.jobs:
@@ -222,14 +195,14 @@ class ElasticPlugin(SchedulerPlugin):
             job.take_in(m.WorkersUnused(tuple(unused)))
         if not full:
             free = before - {each.worker for each in unused} & self.workers.keys()
-            self.announce(job, [self.workers[address] for address in free])
+            self.arbiter.announce(job, [self.workers[address] for address in free])
 
     def _unused(self, job: ScheduledJob, address: str) -> m.UnusedWorker | None:
         """Return why a job is not offered a worker; None if offered, or in use by its rank."""
         state = self.scheduler.workers[address]
         host = self.workers.get(address)
         if host is not None and host not in job.ranks.values():
-            problem = obstacle(job, state, host)
+            problem = job.obstacle(state, host)
             if problem is not None or self.arbiter.offers(job, host):
                 return problem
             if other := self.arbiter.reserved.get(host.slot.id):
@@ -239,22 +212,11 @@ class ElasticPlugin(SchedulerPlugin):
                 return m.UnusedWorker(address, m.UnusedReason.BEYOND_SHARE)
             return None
         if host is not None:  # of one that has its rank, if that cannot begin
-            waits = not host.has_beaten and is_busy(job, state)
+            waits = not host.has_beaten and job.is_busy(state)
             return m.UnusedWorker(address, m.UnusedReason.BUSY) if waits else None
         refusal = self._refused.get(address, "")
         reason = m.UnusedReason.REFUSED if refusal else m.UnusedReason.BEING_PREPARED
-        return misfit(job, state) or m.UnusedWorker(address, reason, refusal)
-
-    def announce(self, job: ScheduledJob, hosts: Iterable[WorkerRecord]) -> None:
-        """Announce usable free slots to a job's driver."""
-        if job.client is None or job.opening:
-            return
-        there = self.scheduler.workers
-        offered = (each for each in hosts if self.arbiter.offers(job, each))
-        known = ((each, there.get(each.address)) for each in offered)
-        found = [each.slot for each, at in known if at and obstacle(job, at, each) is None]
-        if found:
-            job.take_in(m.SlotsFound(tuple(found)))
+        return job.misfit(state) or m.UnusedWorker(address, reason, refusal)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         """Tell drivers that a worker is gone."""
@@ -267,43 +229,10 @@ class ElasticPlugin(SchedulerPlugin):
             lost = [start for start, at in job.ranks.items() if at is host]
             for start in lost:
                 job.ranks.pop(start)
-            self._job_service.forget_tasks([job.key(start) for start in lost])
+            self.service.forget_tasks([job.key(start) for start in lost])
             self._heartbeats.send_beats(job)  # the last ones tell how far a lost rank had come
             job.take_in(m.SlotGone(host.slot.id))
         self.arbiter.schedule()
-
-    def mark_leaving(
-        self, address: str, *, soon: bool = False, notice: m.Notice | None = None
-    ) -> list[tuple[str, int]]:
-        """Note that a worker was asked to leave, or is at risk; return its ranks."""
-        host = self.workers.get(address)
-        if host is None:
-            return []
-        host.retiring |= notice is None
-        for job in self.jobs.values():
-            job.take_in(m.SlotLeaving(host.slot.id, soon, notice))
-        self.arbiter.schedule()
-        return [] if host.holder is None else [host.holder]
-
-    def mark_staying(self, host: WorkerRecord) -> None:
-        """Revoke a worker's request to leave, and offer its slot again."""
-        for job in self.jobs.values():
-            job.take_in(m.SlotStays(host.slot.id))
-            self.announce(job, [host])
-        self.arbiter.schedule()
-
-    def was_told(self, rank: tuple[str, int]) -> bool | None:
-        """Return whether a rank was told to end; None for a rank without its slot."""
-        job = self.jobs.get(rank[0])
-        if job is None or rank[1] not in job.ranks:
-            return None
-        found = job.machine.roster.ranks.get(rank[1])
-        return found is None or found.leave_sent or found.stage == Stage.ENDING
-
-    def demand(self) -> int:
-        """Return how many workers all jobs want, and as many more as will soon go."""
-        wanted = sum(job.demand for job in self.jobs.values())
-        return wanted + self._notices.going if wanted else 0
 
     def valid_workers_downscaling(self, scheduler: Scheduler, workers: list[Any]) -> list[Any]:
         """Return workers for Dask to close, also workers whose long-running task is a rank."""
@@ -315,63 +244,6 @@ class ElasticPlugin(SchedulerPlugin):
             for state in filter(None, held)
             if all(str(task.key).startswith(RANK_KEY) for task in state.long_running)
         ]
-
-    # -- for job controllers -----------------------------------------------------------------------
-
-    def _at(self, slot: m.Slot) -> WorkerRecord | None:
-        """Return the worker of a slot, if still there."""
-        host = self.workers.get(slot.worker)
-        return host if host is not None and host.slot.id == slot.id else None
-
-    def claim(self, job: ScheduledJob, effect: m.StartRank) -> m.Event | None:
-        """Claim a slot for a rank; return the event of its refusal, or None."""
-        slot, host = effect.slot.id, self._at(effect.slot)
-        if host is None:
-            return m.SlotGone(slot)
-        if host.holder is not None or host.leaving or job.client is None:
-            return m.SlotBusy(slot)  # only a kernel can start a rank on it
-        if not self.arbiter.claim(job, host):
-            logger.info("job %r: %s is beyond its share by now", job.name, host.address)
-            return m.SlotBusy(slot)
-        host.holder, host.has_beaten, host.silence = (job.name, effect.start), False, 0.0
-        job.ranks[effect.start] = host
-        job.places[effect.start] = effect.place
-        self.grant(job, effect.start)
-        return None
-
-    def free(self, name: str, start: int, host: WorkerRecord | None) -> None:
-        """Take a slot back from a rank, and offer it to the job of its reservation, or to all."""
-        job = self.jobs.get(name)
-        if job is not None:
-            job.ranks.pop(start, None)
-            job.beats.pop(start, None)
-            job.places.pop(start, None)
-        if host is not None:
-            if host.holder == (name, start):
-                logger.info("job %r: start %d holds %s no more", name, start, host.address)
-                host.holder, host.frozen = None, False  # if it falls silent again, that is news
-            for each in self.jobs.values():
-                self.announce(each, [host])
-        self.arbiter.schedule()
-
-    def grant(self, job: ScheduledJob, start: int) -> None:
-        """Make the driver start a rank on a granted slot."""
-        job.send(m.SlotGranted(start, job.ranks[start].slot, job.places[start]))
-
-    async def restart_worker(self, slot: m.Slot, reason: str) -> None:
-        """Restart a worker through its nanny; remove a worker without a nanny."""
-        address = slot.worker
-        if self._at(slot) is None:
-            return
-        logger.info("worker %s is restarted, or removed if it has no nanny: %s", address, reason)
-        await self.scheduler.restart_workers(
-            workers=[address],
-            wait_for_workers=False,
-            on_error="return",
-            stimulus_id=f"nbelastic-restart-{time.time()}",
-        )
-        if address in self.scheduler.workers and address in self.workers:
-            await self.scheduler.remove_worker(address, stimulus_id=f"nbelastic: {reason}")
 
     def transition(
         self, key: Any, start: str, finish: str, *args: Any, exception_text: str = "", **kwargs: Any
@@ -387,7 +259,7 @@ class ElasticPlugin(SchedulerPlugin):
         for job in list(self.jobs.values()):
             if job.uid == uid and start in job.ranks:
                 job.take_in(m.RankRaised(start, detail))
-                self.free(job.name, start, job.ranks.get(start))
+                self.arbiter.free(job.name, start, job.ranks.get(start))
 
     # -- from the agents ---------------------------------------------------------------------------
 
@@ -414,7 +286,7 @@ class ElasticPlugin(SchedulerPlugin):
 
     def _evict(self, host: WorkerRecord, job: str, start: int, reason: str) -> None:
         order = m.RankOrder(job, start, m.EndRank(start, "evict", m.Text(reason)))
-        self.tell_agent(host, pack(order))
+        tell_agent(self.scheduler, host, pack(order))
 
     def _report(self, worker: str, message: m.RankEvent) -> None:
         if isinstance(message.event, m.RankReturned) and message.result is None:
@@ -435,12 +307,12 @@ class ElasticPlugin(SchedulerPlugin):
 
     def _take_notice(self, worker: str, message: m.NoticeReport) -> None:
         if (host := self.workers.get(worker)) is not None:
-            self._notices.take(host, message.notice)
+            self.departures.take(host, message.notice)
 
     def _ended(self, worker: str, message: m.RankEnded) -> None:
         if message.never and message.job in self.jobs:
             self.jobs[message.job].never.add(message.start)
-        self.free(message.job, message.start, self.workers.get(worker))
+        self.arbiter.free(message.job, message.start, self.workers.get(worker))
 
     def _take_beats(self, worker: str, message: m.Heartbeats) -> None:
         host = self.workers.get(worker)
@@ -450,26 +322,7 @@ class ElasticPlugin(SchedulerPlugin):
             if host is not None and not known:
                 self._evict(host, job, beat.start, "the job goes on without this rank")
 
-    # -- sending -----------------------------------------------------------------------------------
-
-    def order(self, job: ScheduledJob, effect: m.RankEffect, starts: Iterable[int]) -> None:
-        """Order ranks of a job to obey an effect; it is packed once for all."""
-        packed = pack_for_ranks(job.name, effect)
-        for start in list(starts):
-            if start in job.ranks:
-                self.tell_agent(job.ranks[start], packed(start))
-
-    def tell_agent(self, worker: WorkerRecord, message: dict[str, Any]) -> None:
-        """Send a packed message to a worker's agent."""
-        if worker.address in self.scheduler.stream_comms:
-            self.scheduler.worker_send(worker.address, {"op": PLUGIN, "message": message})
-
-    def say(self, client: str, topic: str, epoch: int, message: m.Message) -> None:
-        """Send a message to a kernel, as an event of its topic; a logged one would stay here."""
-        packed = pack(m.ToDriver(epoch, message))
-        self.scheduler.client_send(client, {"op": "event", "topic": topic, "event": (0.0, packed)})
-
-    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Run a coroutine in the background."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
@@ -485,10 +338,9 @@ class SpotNotices(SchedulerPlugin):
     """Scheduler plugin that retires workers before their machines go; no job is needed.
 
     While it is registered, one worker of each host watches for notices: those of AWS, Google and
-    Azure. Each worker watches for the end of its own SLURM or PBS job, SIGUSR1 and SIGUSR2. On a
-    notice, the workers of the host are retired at once: Dask moves their data to other workers,
-    and runs their tasks there. If the data has nowhere to go, that is tried again, after
-    5 s and then each 10 s.
+    Azure. Each worker watches for the end of its own SLURM or PBS job. On a notice, the workers of
+    the host are retired at once: Dask moves their data to other workers, and runs their tasks
+    there. If the data has nowhere to go, that is tried again, after 5 s and then each 10 s.
 
     A job of :func:`nbelastic.fit` needs no such plugin. With both, ranks leave at a commit first.
 

@@ -1,20 +1,14 @@
-"""Keep records of workers, and say why a job does not use one."""
+"""Keep records of workers, and send messages to their agents."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
-from distributed.comm.addressing import get_address_host
-from distributed.core import Status
+from distributed import Scheduler
 
 from nbelastic import messages as m
-from nbelastic.cluster.wire import MUST_MATCH
-
-if TYPE_CHECKING:
-    from distributed.scheduler import WorkerState
-
-    from .job import ScheduledJob
+from nbelastic.cluster.wire import PLUGIN
 
 RANK_KEY = "nbelastic-rank-"  # how the keys of ranks' tasks begin
 
@@ -65,57 +59,7 @@ class WorkerRecord:
         return self.slot.worker
 
 
-def fits(job: ScheduledJob, worker: WorkerState) -> bool:
-    """Return whether a job may use a worker."""
-    return misfit(job, worker) is None
-
-
-def misfit(job: ScheduledJob, worker: WorkerState) -> m.UnusedWorker | None:
-    """Return why a job may not use a worker; names and resources mean what they mean in Dask."""
-    if worker.status not in (Status.init, Status.running):
-        return m.UnusedWorker(worker.address, _STATUS.get(worker.status, m.UnusedReason.CLOSING))
-    if job.workers is not None:
-        names = {worker.address, str(worker.name), get_address_host(worker.address)}
-        if not names & job.workers:
-            return m.UnusedWorker(worker.address, m.UnusedReason.NOT_IN_WORKERS)
-    needs = job.terms.resources.items()
-    has = {key: worker.resources.get(key, 0) for key, _ in needs}
-    lacking = ", ".join(f"{k} {has[k]:g} of {need:g}" for k, need in needs if has[k] < need)
-    reason = m.UnusedReason.LACKS_RESOURCES
-    return m.UnusedWorker(worker.address, reason, lacking) if lacking else None
-
-
-_STATUS = {Status.paused: m.UnusedReason.PAUSED, Status.closing_gracefully: m.UnusedReason.LEAVING}
-
-
-def obstacle(job: ScheduledJob, worker: WorkerState, record: WorkerRecord) -> m.UnusedWorker | None:
-    """Return why a worker with an agent and without a rank of a job is not offered to it."""
-    if problem := misfit(job, worker):
-        return problem
-    if record.holder is not None:
-        return m.UnusedWorker(worker.address, m.UnusedReason.TAKEN, record.holder[0])
-    if record.leaving:
-        return m.UnusedWorker(worker.address, m.UnusedReason.LEAVING)
-    if versions := differing(job, record):
-        return m.UnusedWorker(worker.address, m.UnusedReason.OTHER_VERSIONS, versions)
-    return None
-
-
-def is_busy(job: ScheduledJob, worker: WorkerState) -> bool:
-    """Return whether other tasks have the threads or resources that a rank's task waits for."""
-    others = [task for task in worker.processing if not str(task.key).startswith(RANK_KEY)]
-    in_pool = [task for task in others if task not in worker.long_running]
-    return len(in_pool) >= worker.nthreads or any(
-        worker.resources.get(name, 0) - need
-        < sum((task.resource_restrictions or {}).get(name, 0) for task in others)
-        for name, need in job.terms.resources.items()
-    )
-
-
-def differing(job: ScheduledJob, record: WorkerRecord) -> str:
-    """Return the versions of a worker that differ from the kernel's."""
-    return ", ".join(
-        f"{name} {record.versions.get(name)} (kernel: {job.terms.versions.get(name)})"
-        for name in MUST_MATCH
-        if record.versions.get(name) != job.terms.versions.get(name)
-    )
+def tell_agent(scheduler: Scheduler, worker: WorkerRecord, message: dict[str, Any]) -> None:
+    """Send a packed message to a worker's agent."""
+    if worker.address in scheduler.stream_comms:
+        scheduler.worker_send(worker.address, {"op": PLUGIN, "message": message})

@@ -23,7 +23,6 @@ import dask.config
 import psutil
 from distributed import Worker, get_worker, secede
 from distributed.comm.addressing import get_address_host
-from distributed.core import Status
 from distributed.diagnostics.plugin import WorkerPlugin
 from distributed.utils import sync
 
@@ -31,7 +30,9 @@ from nbelastic import messages as m
 from nbelastic.cluster.dask_compat import (
     LIMIT_S,
     PeriodicCall,
+    after_shielding,
     hold_nothing_back,
+    leave_on_termination,
     memory_limit,
     unacknowledged_s,
     until,
@@ -50,8 +51,7 @@ from nbelastic.elastic.ranks.runtime import DASK_CUDA, RankSpec
 from .hosted_rank import HostedRank, Key
 from .notices import NoticeWatcher
 from .rank.channel import RankSetup
-from .rank_launcher import RankLauncher
-from .signals import ignore_interrupts, leave_on_termination, pass_on_user_signals
+from .rank_process import RankLauncher
 
 logger = logging.getLogger(__name__)
 
@@ -75,16 +75,14 @@ class Agent(WorkerPlugin):
     def setup(self, worker: Worker) -> None:
         """Take up work: listen to the scheduler and say hello."""
         self._worker = worker
-        ignore_interrupts()
+        after_shielding(bool)()
         self._undo_termination = leave_on_termination(self._terminate)
         self._ranks: dict[Key, HostedRank] = {}
         self._early: dict[Key, list[m.RankOrder]] = {}  # that came before Dask's task of the rank
         self._payloads: dict[str, m.JobPayload] = {}
         self._unheard = False  # what it had sent was not acknowledged at the last heartbeat
         self._beats = PeriodicCall(HEARTBEAT_INTERVAL_S, self._send_beats)
-        self._notices = NoticeWatcher(
-            worker.loop, lambda each: self._send(m.NoticeReport(each)), self._shield_nanny
-        )
+        self._notices = NoticeWatcher(worker.loop, lambda each: self._send(m.NoticeReport(each)))
         worker.stream_handlers[PLUGIN] = self._handle
         hold_nothing_back(worker.batched_stream)
         slot = m.Slot(worker.id, worker.address, str(worker.name), host_identity())
@@ -103,18 +101,6 @@ class Agent(WorkerPlugin):
             rank.end("its worker is closing", ENDING_GRACE)
         await until(lambda: not self._ranks, LEAVE_GRACE, POLL)
         await self._launcher.close()
-
-    def _shield_nanny(self, on: bool) -> None:
-        """Make the nanny pass on the user signals in place of ending, or stop doing so."""
-        nanny: Any = self._worker.nanny  # its address, whatever Dask declares
-
-        async def tell() -> None:
-            function, values = pickle.dumps(pass_on_user_signals), pickle.dumps({"on": on})
-            with contextlib.suppress(OSError):  # it is gone, and the worker with it
-                await self._worker.rpc(nanny).run(function=function, kwargs=values)
-
-        if nanny is not None and self._worker.status is not Status.closing:
-            self._worker.loop.add_callback(tell)
 
     def _terminate(self, go_on: Callable[[], None]) -> None:
         """Make ranks leave before the process ends; called in a signal handler."""

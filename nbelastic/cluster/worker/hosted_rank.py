@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from distributed import Worker
 
     from .rank.channel import RankSetup
-    from .rank_launcher import RankLauncher
+    from .rank_process import RankLauncher
 
 Key = tuple[str, int]
 
@@ -84,7 +84,6 @@ class HostedRank:
         found = await self.process.wait()
         for timer in self._limits:
             timer.cancel()
-        self._print(found.crash.encode())
         job, start = self._key
         if self._last is None:
             self._send(m.RankEvent(job, m.RankDied(start, str(found), self._beat.version)))

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -35,8 +35,6 @@ import psutil
 from msgspec.structs import replace
 
 from nbelastic.messages import Notice, NoticeSource, WatchOrder
-
-from .signals import leave_on_user_signals
 
 if TYPE_CHECKING:
     from tornado.ioloop import IOLoop
@@ -256,7 +254,6 @@ REQUEST_LIMIT_S = 2.0  # that the service may be silent within a request
 POLL_INTERVAL = 5.0  # from the answer of a service to the next request
 SAME = 2.0  # by which a deadline must come nearer to be news
 BATCH_SECONDS = 120.0  # before the end of a batch job's time, when its workers are left
-SIGNAL_SECONDS = 60.0  # to the end: what SLURM's ``--signal`` and SGE's ``-notify`` give
 
 
 def find_service() -> str | None:
@@ -354,19 +351,13 @@ def _watch(stopping: threading.Event, tell: Callable[[Notice, Notice], None]) ->
 
 
 class NoticeWatcher:
-    """Watches as the scheduler orders; `shield` makes the worker's nanny survive signals."""
+    """Watches as the scheduler orders."""
 
-    def __init__(
-        self,
-        loop: IOLoop,
-        send: Callable[[Notice], None],
-        shield: Callable[[bool], object] = bool,
-    ) -> None:
+    def __init__(self, loop: IOLoop, send: Callable[[Notice], None]) -> None:
         self._loop = loop
         self._send = send
-        self._shield = shield
         self._stopping: threading.Event | None = None  # of the thread
-        self._handling: ExitStack | None = None  # of signals, and of the end of a batch job
+        self._batch_end: object = None  # the timer for the end of a batch job
         self._closed = False
 
     def apply(self, order: WatchOrder) -> None:
@@ -381,20 +372,14 @@ class NoticeWatcher:
         elif not order.host and self._stopping is not None:
             self._stopping.set()
             self._stopping = None
-        if order.on and self._handling is None:
-            tell = partial(self._loop.add_callback, self._report_signal)
-            self._handling = ExitStack()
-            self._handling.callback(leave_on_user_signals(tell))
-            self._shield(True)
-            self._handling.callback(self._shield, False)
+        if order.on and self._batch_end is None:
             end = batch_job_end(os.environ, _started())
             if end is not None and end[1] > time.time():  # else of an earlier job's environment
                 delay = max(end[1] - time.time() - BATCH_SECONDS, 0.0)
-                timer = self._loop.call_later(delay, self._end_batch_job, *end)
-                self._handling.callback(self._loop.remove_timeout, timer)
-        elif not order.on and self._handling is not None:
-            self._handling.close()
-            self._handling = None
+                self._batch_end = self._loop.call_later(delay, self._end_batch_job, *end)
+        elif not order.on and self._batch_end is not None:
+            self._loop.remove_timeout(self._batch_end)
+            self._batch_end = None
 
     def close(self) -> None:
         """Watch for nothing any more."""
@@ -407,12 +392,6 @@ class NoticeWatcher:
 
     def _end_batch_job(self, source: NoticeSource, end: float) -> None:
         self._send(Notice(source, "end", max(end - time.time(), 0.0)))
-
-    def _report_signal(self, name: str) -> None:
-        end = batch_job_end(os.environ, _started())
-        left = 0.0 if end is None else end[1] - time.time()
-        seconds = min(left, SIGNAL_SECONDS) if left > 0 else SIGNAL_SECONDS
-        self._send(Notice(NoticeSource.SIGNAL, name, seconds))
 
 
 def _started() -> float:

@@ -1,9 +1,23 @@
-"""The process of a worker's rank, from the request to its end.
+"""Launch the processes of a worker's ranks, by the rank template of their host.
 
-Requested, its descriptors wait until the host's template is ready and its server has them. Running,
+Requested, a rank's descriptors wait until the template is ready and its server has them. Running,
 it has a rank server (:mod:`.rank.server`), its parent, to which the control socket leads: by it the
 worker sends signals, and learns of the end. The server ends what the rank has started, and then
 itself, which closes the socket. Ended, its exit is known and its output complete.
+
+The line to the template (:mod:`nbelastic.rank_template`) is kept while the worker has its agent:
+
+============  ====================================================================================
+the line is   then
+============  ====================================================================================
+starting      a template was started. Where another was first, that is connected to
+joined        the template imports torch. Requests wait in the worker
+ready         a request is sent at once, and answered by the rank's server
+closed        the template has ended: another one is found or started at once. Ranks live on
+============  ====================================================================================
+
+Where a process of other rights listens at the address, the worker starts a template for itself
+alone. So it does where the system has no abstract sockets.
 """
 
 from __future__ import annotations
@@ -12,20 +26,22 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import pickle
-import re
 import signal
 import socket
-import tempfile
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import psutil
 
+from nbelastic import rank_template
+from nbelastic.cluster.dask_compat import until
 from nbelastic.cluster.process_state import ProcessState, read_state
-from nbelastic.elastic.ranks.telemetry import NOT_THE_USERS
+from nbelastic.elastic.ranks.runtime import THREAD_VARIABLES
 from nbelastic.messages import AnyMessage, Message, RankEvent, decode, encode
 from nbelastic.rank_template import KIND, receive, send
 from nbelastic.system import LINUX
@@ -33,8 +49,7 @@ from nbelastic.system import LINUX
 from .rank.channel import HEADER, RankSetup, frame
 from .rank.children import GROUP_LIMIT_S, signal_group
 
-_LINE = re.compile(r'File "(.*)", line (\d+) in (\S+)')
-_STACK_BYTES = 1 << 16
+logger = logging.getLogger(__name__)
 
 # Limits, in seconds.
 END_OF_CHANNEL_S = None if LINUX else 1.0  # to read what an ended process had sent
@@ -44,6 +59,12 @@ PAUSE_S = 0.02  # after which a crowded connection is checked again
 
 OUTPUT_BYTES = 2**20  # that are read at once at most, and that a rank can print meanwhile
 
+TRIES = 4
+"""Templates that may end before they are ready until the worker starts one for itself alone.
+
+After as many again, ranks that wait are given up.
+"""
+
 
 @dataclass(frozen=True)
 class ProcessExit:
@@ -52,7 +73,6 @@ class ProcessExit:
     status: int | None = None  # as ``wait(2)`` returns it; None if it is not known
     reason: str = ""  # why the worker has ended it, or why its status is not known
     out_of_memory: bool = False  # the system ended a process of this cgroup while the rank ran
-    stack: str = ""  # of its Python threads at a fatal signal
 
     def __str__(self) -> str:
         if self.reason or self.status is None:
@@ -64,19 +84,7 @@ class ProcessExit:
             return "its process was killed by the system: out of memory"
         with contextlib.suppress(ValueError):  # a real-time signal
             name = f" ({signal.Signals(number).name})"
-        places = [
-            f", at {file}, line {line}, in {function}"
-            for file, line, function in _LINE.findall(self.crash)
-            if not file.startswith(NOT_THE_USERS)
-        ]
-        return f"its process was killed by signal {number}{name}{''.join(places[:1])}"
-
-    @property
-    def crash(self) -> str:
-        """Python's report of a fatal signal, on the receiving thread alone."""
-        what, *blocks = self.stack.split("\n\n")
-        current = [each for each in blocks if each.startswith("Current thread")]
-        return "\n".join([what, *current, ""]) if current else ""
+        return f"its process was killed by signal {number}{name}"
 
 
 def out_of_memory_kills() -> int:
@@ -108,51 +116,45 @@ class OutputPipe:
         self, source: int, output: Callable[[bytes], None], crowded: Callable[[], bool]
     ) -> None:
         self._source, self._output, self._crowded = source, output, crowded
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._ended = False  # all have closed it
         os.set_blocking(source, False)
         if LINUX:
             with contextlib.suppress(OSError):  # the user has too many such pipes
                 fcntl.fcntl(source, fcntl.F_SETPIPE_SZ, OUTPUT_BYTES)
-        self._loop.add_reader(source, self._wait)
+        self._serving = asyncio.get_running_loop().create_task(self._serve())
 
-    def _wait(self) -> None:
-        self._loop.remove_reader(self._source)
-        end = self._loop.time() + PATIENCE_S
-        self._timer = self._loop.call_later(OUTPUT_INTERVAL_S, self._read_if_free, end)
-
-    def _read_if_free(self, end: float) -> None:
-        if self._crowded() and self._loop.time() < end:
-            self._timer = self._loop.call_later(PAUSE_S, self._read_if_free, end)
-        else:
+    async def _serve(self) -> None:
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        while not self._ended:
+            ready.clear()
+            loop.add_reader(self._source, ready.set)
+            await ready.wait()
+            loop.remove_reader(self._source)
+            await asyncio.sleep(OUTPUT_INTERVAL_S)
+            await until(lambda: not self._crowded(), PATIENCE_S, PAUSE_S)
             self.read()
 
     def read(self) -> None:
         """Pass on what is in the pipe now."""
-        if self._timer is not None:
-            self._timer.cancel()
-        data, ended = bytearray(), False
+        data = bytearray()
         with contextlib.suppress(BlockingIOError):
-            while len(data) < OUTPUT_BYTES and not ended:
+            while len(data) < OUTPUT_BYTES and not self._ended:
                 part = os.read(self._source, 1 << 16)
                 data += part
-                ended = not part
-        if ended:  # all have closed it, so that it is always ready
-            self._loop.remove_reader(self._source)
-        else:
-            self._loop.add_reader(self._source, self._wait)
+                self._ended = not part
         if data:
             self._output(bytes(data))
 
     def close(self) -> None:
         """Pass on the rest, and close the pipe."""
+        self._serving.cancel()
         self.read()
-        self._loop.remove_reader(self._source)
+        asyncio.get_running_loop().remove_reader(self._source)
         os.close(self._source)
 
 
 class RankProcess:
-    """Process of one rank, launched by :class:`~.rank_launcher.RankLauncher`; `setup` comes first.
+    """Process of one rank, launched by :class:`RankLauncher`; `setup` comes first.
 
     `output` gets what it prints, which waits while `crowded()`, and `take` each message, an event
     after all that was printed before.
@@ -173,8 +175,7 @@ class RankProcess:
         self._channel, theirs = socket.socketpair()
         source, prints = os.pipe()
         self._output = OutputPipe(source, output, crowded)
-        self._crash: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115 - until it has ended
-        self._theirs = [theirs.detach(), prints, os.dup(self._crash.fileno())]
+        self._theirs = [theirs.detach(), prints]
         self.control: socket.socket | None = None
         self.gone: asyncio.Future[None] = self._loop.create_future()  # the server, too
         self._kills = out_of_memory_kills()
@@ -235,11 +236,6 @@ class RankProcess:
     def waits(self) -> bool:
         """Whether no server was asked for so far."""
         return self.control is None and self.pid is None and self._finishing is None
-
-    @property
-    def asked(self) -> bool:
-        """Whether a server was asked for, and has not answered so far."""
-        return self.control is not None and self.pid is None and self._finishing is None
 
     def ask(self, line: socket.socket) -> None:
         """Ask a template for a server, which gets the descriptors."""
@@ -314,8 +310,147 @@ class RankProcess:
         self._serving.cancel()
         if self._writer is not None:
             self._writer.close()
-        with self._crash:
-            self._crash.seek(0)
-            stack = self._crash.read(_STACK_BYTES).decode(errors="replace")
         killed = out_of_memory_kills() > self._kills
-        self._exit.set_result(ProcessExit(status, reason or self._reason, killed, stack))
+        self._exit.set_result(ProcessExit(status, reason or self._reason, killed))
+
+
+class RankLauncher:
+    """Launches the ranks of a worker."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._name = ""
+        self._alone = not LINUX
+        self._line: socket.socket | None = None
+        self._starter: subprocess.Popen[bytes] | None = None
+        self.template = 0  # its process, while there is one
+        self._ready = False
+        self._tries = 0
+        self._ranks: set[RankProcess] = set()
+
+    def start(self) -> None:
+        """Find or start a template if there is none; return at once."""
+        if self._line is not None:
+            return
+        self._ready = False
+        line = None if self._alone else self._connect()
+        self._line = line = line or self._start_template()
+        line.setblocking(False)
+        self._loop.add_reader(line, self._hear)
+
+    def launch(self, rank: RankProcess) -> None:
+        """Start the process of a rank."""
+        self._ranks.add(rank)
+        rank.gone.add_done_callback(lambda _: self._ranks.discard(rank))
+        try:
+            self.start()
+        except OSError as error:
+            rank.finish(reason=f"the system refused to start its process: {error}")
+        self._ask()
+
+    async def close(self) -> None:
+        """End the remaining ranks and their processes; leave the template."""
+        for rank in self._ranks:
+            rank.send_signal(signal.SIGKILL, "its worker was closed")
+        if ends := [rank.gone for rank in self._ranks]:
+            await asyncio.wait(ends, timeout=2 * GROUP_LIMIT_S)
+        for rank in list(self._ranks):
+            if rank.server is not None:
+                signal_group(rank.server, signal.SIGKILL)
+            rank.withdraw()
+            rank.finish(reason="its worker was closed")
+        self._ranks.clear()
+        self._close_line()
+
+    # -- the template ------------------------------------------------------------------------------
+
+    def _connect(self) -> socket.socket | None:
+        """Return a line to the host's template; None if there is none."""
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._name = rank_template.address(rank_template.search_path())
+            line.setblocking(False)
+            line.connect(f"\0{self._name}")
+            self.template = rank_template.peer(line)
+        except (OSError, ValueError) as error:
+            line.close()
+            if not isinstance(error, ConnectionRefusedError):
+                self._leave_others(f"the rank template of this host cannot be used: {error}")
+            return None
+        return line
+
+    def _leave_others(self, why: str) -> None:
+        self._alone = True
+        logger.warning("%s. This worker starts one for itself", why)
+
+    def _start_template(self) -> socket.socket:
+        """Start a template, of which this process is the first to have a line."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, KIND)
+        variables = {
+            **os.environ,
+            **dict.fromkeys(THREAD_VARIABLES, "1"),  # one thread, or it could not fork
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # has torch look for GPUs without CUDA
+            "PYTHONPATH": os.pathsep.join(rank_template.search_path()),
+        }
+        words = [sys.executable, "-m", rank_template.__name__, str(theirs.fileno())]
+        with theirs, contextlib.ExitStack() as failed:
+            failed.callback(ours.close)
+            self._starter = subprocess.Popen(
+                words if self._alone else [*words, self._name],
+                env=variables,
+                cwd="/",
+                stdin=subprocess.DEVNULL,  # no worker's streams: it may be there for longer
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+            failed.pop_all()
+        self.template = self._starter.pid
+        return ours
+
+    def _hear(self) -> None:
+        assert self._line is not None
+        found = receive(self._line)
+        for message in found:
+            if message["op"] == "bound":
+                self.template = message["pid"]
+                if self._starter is not None:  # it has forked the template, and ends
+                    self._starter.wait()
+                    self._starter = None
+            elif message["op"] == "ready":
+                self._ready, self._tries = True, 0
+                self._ask()
+        if not found:
+            self._lose_line()
+
+    def _close_line(self) -> None:
+        if self._line is not None:
+            self._loop.remove_reader(self._line)
+            self._line.close()
+            self._line = None
+        self.template = 0
+        if self._starter is not None:
+            self._starter.kill()
+            self._starter.wait()
+            self._starter = None
+
+    def _lose_line(self) -> None:
+        """Find another template, because the last has ended, or was not the host's first."""
+        self._close_line()
+        self._tries += 1
+        if self._tries == TRIES and not self._alone:
+            self._leave_others("the rank template of this host ends, or its address is bound")
+        if self._tries < 2 * TRIES:
+            with contextlib.suppress(OSError):
+                self.start()
+                return
+        self._tries = 0
+        for rank in self._ranks:
+            if rank.waits:
+                rank.finish(reason="its rank template has ended before it was ready")
+
+    def _ask(self) -> None:
+        if self._ready and self._line is not None:
+            for rank in filter(lambda each: each.waits, self._ranks):
+                with contextlib.suppress(OSError):  # it has ended, which is heard next
+                    rank.ask(self._line)

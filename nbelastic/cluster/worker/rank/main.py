@@ -1,4 +1,4 @@
-"""The main program of a rank's process, after its fork or at its start.
+"""The main program of a rank's process, after its fork.
 
 Its threads: the main one runs the function; the channel's two read orders and send messages. They
 share the session, whose methods say which thread may call them.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
+import importlib
 import io
 import mmap
 import os
@@ -18,36 +20,43 @@ import sys
 import threading
 import types
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import dask.config
+import distributed
 import torch
+import torch.distributed
+from distributed import Client
+from torch.distributed import distributed_c10d
+from torch.optim import optimizer
 
 from nbelastic import collectives
+from nbelastic.cluster.dask_compat import key_of, value_of
 from nbelastic.cluster.worker.rank import children
 from nbelastic.cluster.worker.rank.channel import RankChannel, RankSetup
-from nbelastic.cluster.worker.rank.dask_client import RankClient
 from nbelastic.cluster.worker.rank.program import RankProgram
-from nbelastic.cluster.worker.rank.torch_hooks import hook_torch
 from nbelastic.elastic.ranks import session
+from nbelastic.elastic.ranks.context import current_or_none
 from nbelastic.elastic.ranks.runtime import (
     DEFAULT_RUNTIME,
     THREAD_VARIABLES,
     Interrupt,
     own_gpu_first,
 )
+from nbelastic.elastic.training_checks import note_step
 
 if TYPE_CHECKING:
     from nbelastic.elastic.ranks.context import Context
 
 
-def main(channel_fd: int, crash_fd: int) -> None:
+def main(channel_fd: int) -> None:
     """Run as a rank until its function is over."""
-    for descriptor in (channel_fd, crash_fd):  # no program that it starts has them
-        os.set_inheritable(descriptor, False)
-    faulthandler.enable(crash_fd, all_threads=True)
+    os.set_inheritable(channel_fd, False)  # no program that it starts has it
+    faulthandler.enable(2, all_threads=False)
     # Output goes line by line. The rank server's streams know whether its own descriptors could
     # seek, which a pipe cannot.
     sys.stdout = sys.__stdout__ = _lines(1)  # type: ignore[misc]
@@ -98,27 +107,24 @@ def _take_environment(setup: RankSetup) -> None:
 
 
 def _handle_signals(program: RankProgram) -> None:
-    """Leave a batch system's signals to the worker, until its order to end.
+    """Leave a batch system's SIGTERM to the worker, until its order to end.
 
-    It sends them to all processes of a job, and the worker acts on them for its rank.
+    It goes to all processes of a job, and the worker acts on it for its rank.
     """
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
     process = os.getpid()
 
     def handle(number: int, _: object) -> None:
-        if number == signal.SIGTERM and program.session.ordered_to_end:
+        if program.session.ordered_to_end:
             sys.exit(128 + number)
 
-    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    ours = [each for each in signals if signal.getsignal(each) is signal.SIG_DFL]
-
     def give_back() -> None:
-        """Have a fork end by them as any process does."""
-        for number in ours if os.getppid() == process else ():
-            if signal.getsignal(number) is handle:
-                signal.signal(number, signal.SIG_DFL)
+        """Have a fork end by it as any process does."""
+        if os.getppid() == process and signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    for number in ours:
-        signal.signal(number, handle)
+    signal.signal(signal.SIGTERM, handle)
     os.register_at_fork(after_in_child=give_back)
 
 
@@ -163,6 +169,110 @@ def keep_variables(context: Context) -> None:
         # accelerate and Transformers take the GPU of LOCAL_RANK, which is another worker's.
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "cuda:0")
 
+
+# -- a rank that trains without nbelastic ----------------------------------------------------------
+#
+# Ranks often run code that was written for ``torch.distributed``, which ``init_process_group``
+# shows. Steps of optimizers show what is trained, which should be the same on all ranks.
+
+
+def hook_torch() -> None:
+    """Hook torch in this process."""
+    modules: tuple[Any, ...] = (distributed_c10d, torch.distributed)
+    original: Callable[..., None] = distributed_c10d.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        context = current_or_none()
+        if context is None:
+            original(*args, **kwargs)
+            return
+        # By name, because the room of torch is no part of the cluster's.
+        groups = importlib.import_module("nbelastic.torch.process_group")
+        groups.answer(original, *args, **kwargs)
+        if groups.default_group() is None:
+            context.in_torch_group = distributed_c10d.get_world_size() > 1
+
+    for module in modules:
+        module.init_process_group = init_process_group
+    optimizer.register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(stepped: Any, *_: object) -> None:
+    context = current_or_none()
+    if context is not None:
+        note_step(context, stepped)
+
+
+# -- Dask's functions for tasks --------------------------------------------------------------------
+
+
+class RankClient:
+    """The client of a rank, made when it is first asked for.
+
+    It gives code in a rank what a task gets from its worker: a rank's process has none in it.
+    """
+
+    def __init__(self, setup: RankSetup) -> None:
+        self._setup = setup
+        self._lock = threading.Lock()
+        self._client: Client | None = None
+
+    def install(self) -> None:
+        """Make Dask's functions for tasks use this client, wherever they are imported."""
+        if self._setup.dask_config:
+            with contextlib.suppress(Exception):  # a class that this process lacks
+                dask.config.update(dask.config.config, pickle.loads(self._setup.dask_config))
+        for name in ("get_client", "secede", "rejoin", "worker_client"):
+            original = getattr(distributed, name)
+            for module_name, module in list(sys.modules.items()):
+                theirs = module_name.partition(".")[0] in ("dask", "distributed")
+                if theirs and vars(module).get(name) is original:
+                    setattr(module, name, getattr(self, name))
+
+    def close(self) -> None:
+        """Close the client, if any."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def fetch_partition(self, text: str) -> Any:
+        """Return the partition of a Dask collection by its key in JSON. Any thread."""
+        return value_of(self.get_client(), key_of(text))
+
+    # In place of Dask's:
+
+    def get_client(
+        self, address: str | None = None, timeout: Any = None, resolve_address: bool = True
+    ) -> Client:
+        """Return the client of this rank; that of another cluster if its `address` is given."""
+        setup, timeout = self._setup, timeout or "30s"
+        if address not in (None, setup.scheduler):
+            return distributed.Client(address, timeout=timeout)
+        with self._lock:
+            if self._client is None:
+                self._client = distributed.Client(
+                    setup.scheduler,
+                    timeout=timeout,
+                    security=setup.security,
+                    name="nbelastic-rank",
+                    direct_to_workers=True,  # as a task's client: values don't pass the scheduler
+                )
+            return self._client
+
+    def secede(self) -> None:
+        """Do nothing: a rank is in no pool of threads."""
+
+    rejoin = secede
+
+    @contextlib.contextmanager
+    def worker_client(self, timeout: Any = None, separate_thread: bool = True) -> Iterator[Client]:
+        """Return the client of this rank for a ``with`` block."""
+        yield self.get_client(timeout=timeout)
+
+
+# -- memory ----------------------------------------------------------------------------------------
 
 # Parameters of mallopt(3) and madvise(2).
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
@@ -213,6 +323,8 @@ def keep_freed_memory(nbytes: int = 0) -> None:
         ctypes.memset(block, 0, size)
         libc.free(block)
 
+
+# -- interrupts ------------------------------------------------------------------------------------
 
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """One that neither users nor batch systems are likely to use."""

@@ -38,7 +38,6 @@ from nbelastic.errors import (
 from nbelastic.pickling import dumps
 
 from .fault_injector import FaultInjector
-from .torch_hooks import advise
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +46,13 @@ NO_CONSOLE = (
     "breakpoint(), pdb and input() need a console, and a rank has none. To debug the function, "
     "call it in the notebook without fit: outside a job it runs there, as a world of one rank"
 )
+GROUP_ADVICE = (
+    'Call torch.distributed.init_process_group("nbelastic") first: in a rank it needs neither '
+    "address nor rank nor size. Or use nbelastic.torch (DistributedOptimizer, allreduce), which "
+    "needs no process group."
+)
+
+_NO_GROUP = "process group has not been initialized"
 
 
 class RankProgram:
@@ -253,3 +259,17 @@ class RankProgram:
             state_mismatch=issubclass(kind, StateMismatch),
         )
         self._finish(event, error=packed)
+
+
+def advise(error: BaseException) -> None:
+    """Add advice to an error about a missing process group or a missing Horovod."""
+    if issubclass(type(error), ModuleNotFoundError) and "'horovod" in summary_of(error):
+        advice = "Horovod's functions are in nbelastic: import nbelastic.torch as hvd"
+    elif issubclass(type(error), (ValueError, RuntimeError)) and _NO_GROUP in summary_of(error):
+        advice = GROUP_ADVICE
+    else:
+        return
+    if hasattr(error, "add_note"):
+        error.add_note(advice)
+    elif len(error.args) == 1:  # Python 3.10
+        error.args = (f"{error.args[0]}\n{advice}",)

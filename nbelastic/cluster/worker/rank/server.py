@@ -17,8 +17,6 @@ cleans up     the rank is reaped, and the worker told. What it has started gets 
               SIGKILL, until none is left, and the server ends
 is killed     the kernel kills the rank. What that has started falls to the template, which ends it
 ============  ====================================================================================
-
-Where forking is not safe, the rank begins as a new interpreter (``spawn``), which takes seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ import os
 import resource
 import signal
 import socket
-import sys
 import time
 import traceback
 
@@ -41,13 +38,13 @@ CLEANING_S = 5.0
 """Seconds after which a server ends although the kernel has not ended what its rank has left."""
 
 
-def main(worker: int, descriptors: list[int], method: str) -> None:
+def main(worker: int, descriptors: list[int]) -> None:
     """Serve until the rank has ended, or become the rank.
 
-    Descriptors: control socket, the rank's channel, output and crash file, and the worker's
-    process, where the system has such.
+    Descriptors: control socket, the rank's channel and output, and the worker's process, where the
+    system has such.
     """
-    control, channel, output, crash, *process = descriptors
+    control, channel, output, *process = descriptors
     with contextlib.suppress(PermissionError):
         os.setsid()  # a scheduler of the kernel that groups by session gives each rank its share
     set_option(NAME, b"server %d" % worker)  # for ``ps -e``, 15 characters
@@ -56,13 +53,13 @@ def main(worker: int, descriptors: list[int], method: str) -> None:
     os.close(output)
     with contextlib.suppress(OSError, ValueError):
         _take_over(worker)
-    if not _serve(socket.socket(fileno=control), [*process], (channel, crash), method):
+    if not _serve(socket.socket(fileno=control), process, channel):
         os._exit(0)
     set_option(NAME, b"rank of %d" % worker)
     from nbelastic.cluster.worker.rank.main import main as run_rank
 
     try:
-        run_rank(channel, crash)
+        run_rank(channel)
     except Exception:
         traceback.print_exc()
         os._exit(1)
@@ -84,9 +81,7 @@ def _take_over(worker: int) -> None:
         own.write(theirs.read())
 
 
-def _serve(
-    control: socket.socket, process: list[int], for_rank: tuple[int, int], method: str
-) -> bool:
+def _serve(control: socket.socket, process: list[int], channel: int) -> bool:
     """Fork the rank, and end it and its descendants; return True in the rank's process."""
     children = Children()
     watched = [control.fileno(), *process]
@@ -105,13 +100,10 @@ def _serve(
         control.close()
         for each in process:
             os.close(each)
-        if method == "spawn":
-            _begin_anew(*for_rank)
         return True
     with contextlib.suppress(OSError):
         os.setpgid(rank, rank)  # both do it, so that a signal sent now finds the group
-    for each in for_rank:
-        os.close(each)
+    os.close(channel)
     send(control, op="forked", pid=rank, server=server)
     status: int | None = None
     while status is None or (status == RETURNED << 8 and watched and _has_group(rank)):
@@ -149,13 +141,3 @@ def _has_group(rank: int) -> bool:
         os.killpg(rank, 0)
         return LINUX
     return False
-
-
-def _begin_anew(channel: int, crash: int) -> None:
-    for each in (channel, crash):
-        os.set_inheritable(each, True)
-    code = "import atexit, sys; from nbelastic.cluster.worker.rank.children import skip_teardown; "
-    code += "atexit.register(skip_teardown); from nbelastic.cluster.worker.rank.main import main; "
-    code += "main(*map(int, sys.argv[1:]))"
-    numbers = map(str, (channel, crash))
-    os.execv(sys.executable, [sys.executable, "-c", code, *numbers])
