@@ -125,7 +125,6 @@ class JobService:
         if job is None:
             return
         job.stop()
-        self.remember(job)
         job.release()
         release_keys(self._scheduler, job.holder)
         self.forget_tasks([job.key(start) for start in range(job.machine.roster.starts)])
