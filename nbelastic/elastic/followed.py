@@ -237,7 +237,7 @@ class FollowedSamplers:
         return position if position.under_way or (found.named and position.trains) else None
 
     def _resize(self, sampler: Any, found: _Followed) -> Deal | None:
-        """Write the ranks and sizes of an iteration that begins now to where torch has them."""
+        """Write the ranks and sizes of a new iteration into the fields of torch."""
         if not found.follows:
             return None
         position, rank = self._position_for(sampler, found), self._context.rank
