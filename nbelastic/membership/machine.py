@@ -860,7 +860,7 @@ class Machine:
             self._break(m.Text(f"not connected after {limit:g} s: {names}"))
 
     def _end_if_apart(self) -> None:
-        """End the job if ranks wait in operations that the others will not take part in."""
+        """End the job if ranks wait in operations without the other ranks."""
         pair = rules.waits_for_finished(self.roster)
         if pair is not None:
             done, waiting = map(self.roster.id, pair)

@@ -257,7 +257,7 @@ def not_used(roster: Roster, reasons: Collection[m.UnusedReason] = tuple(m.Unuse
 
 
 def first_start(roster: Roster) -> bool:
-    """Return whether ranks still start that were started together, without others."""
+    """Return whether ranks of one common start still start, without others."""
     starting = roster.counted.stages[Stage.STARTING]  # in the order of their starts
     return next(iter(starting), roster.first_starts) < roster.first_starts
 
@@ -404,7 +404,7 @@ def silent(roster: Roster, ranks: list[Rank], quiet: float = QUIET) -> list[Rank
 
 
 def waits_for_finished(roster: Roster) -> tuple[Rank, Rank] | None:
-    """Return a member past its loop, and a member that waits for it in vain."""
+    """Return a member past its loop, and a member waiting for it in vain."""
     # All members in the loop have sent a heartbeat since: what the one waits for is not late.
     done = min(roster.in_stage(Stage.DONE), key=attrgetter("operations"), default=None)
     if done is None or roster.phase != Phase.RUNNING:

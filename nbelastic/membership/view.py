@@ -70,7 +70,7 @@ def _rank_status(roster: Roster, start: int, slot: m.Slot, number: int | None) -
 
 
 def reasons(machine: Machine, now: float) -> list[m.Reason]:
-    """Return what the job waits for, or why it ended, and its share if that limits it."""
+    """Return the cause of the job's wait or end, and its share if the share limits it."""
     roster = machine.roster
     return [each for each in (_reason(roster, now), _sharing(roster)) if each is not None]
 
