@@ -122,15 +122,20 @@ def _train_on(
             failure = f"out of memory: {error}"
         session.timings.begin()
         session.timings.mark("aborted")
-        if failure is None:  # as planned, at a commit of all members that rolls nothing back
-            try:
-                state.leave()
-            except CollectiveError as error:
-                failure = str(error)
-            else:
-                state.save()
-                session.committed()
-                checkpoints.left = True
+        if failure is None:
+            failure = _leave(session, state)
+            checkpoints.left = failure is None
         if failure is not None and session.version != FRESH:
             state.restore()
             session.restored()
+
+
+def _leave(session: Session, state: State) -> str | None:
+    """Leave a generation as planned, at a commit of all members that rolls nothing back."""
+    try:
+        state.leave()
+    except CollectiveError as error:
+        return str(error)
+    state.save()
+    session.committed()
+    return None

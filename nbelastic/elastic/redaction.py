@@ -23,7 +23,7 @@ def without_secrets(url: str) -> str:
 
 
 class Secrets:
-    """Secrets of URLs and of options for their file systems, as errors quote them.
+    """Secrets of URLs and of options for file systems, whose errors quote both.
 
     Texts of options under names such as ``token`` are secrets.
     """

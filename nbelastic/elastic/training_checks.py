@@ -69,7 +69,7 @@ class TrainingChecks:
         self._count_from_here()
 
     def begun(self) -> None:
-        """Begin a generation, whose members keep other optimizers than those of the last one."""
+        """Begin a generation, in which newcomers know no earlier optimizers."""
         self._commits = 0
         self._optimizers.clear()
         if self._session.version > self._version:
