@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nbelastic.collectives import Capabilities, Communicator, Op
-from nbelastic.collectives.buffers import Delivered, copy_back
+from nbelastic.collectives.buffers import Delivered
 from nbelastic.elastic.ranks.context import Context
 from nbelastic.torch.gradients import groups, layout
 from tests.torch.fakes import NotedStaging
@@ -29,7 +29,7 @@ def set_mode(
     changes: dict[str, Any] = {"overlaps": mode not in ("late", "in place")}
     if mode == "in place":
         monkeypatch.setattr(groups, "MOST_SHARED_BYTES", -1)
-        monkeypatch.setattr(Communicator, "allreduce_coalesced_async", as_one)
+        monkeypatch.setattr(Communicator, "allreduce_coalesced_async", one_by_one)
         changes["coalesces"] = True
     if "staged" in mode:
         monkeypatch.setattr(groups, "Staging", NotedStaging)
@@ -40,10 +40,9 @@ def set_mode(
     monkeypatch.setattr(Communicator, "capabilities", Capabilities(**changes))
 
 
-def as_one(communicator: Communicator, tensors: list[torch.Tensor], op: Op) -> Delivered:
-    vector = torch.cat([each.detach().view(-1) for each in tensors])
-    handle = communicator.allreduce_async(vector, op)
-    return Delivered(handle, lambda: copy_back(vector, tensors))
+def one_by_one(communicator: Communicator, tensors: list[torch.Tensor], op: Op) -> Delivered:
+    *others, last = [communicator.allreduce_async(each, op) for each in tensors]
+    return Delivered(last, lambda: [each.wait() for each in others])
 
 
 def only(mode: str) -> pytest.MarkDecorator:
