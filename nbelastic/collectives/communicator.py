@@ -177,10 +177,10 @@ class Communicator(TensorTransport):
         """Reduce `tensors`, one or more of the same type, over all ranks, in place."""
         check_together(tensors, "tensors")
         check_op(tensors[0], op)
-        import torch
-
         if self.capabilities.coalesces:
             return self._allreduce(tensors, op)
+        import torch
+
         vector = torch.cat([tensor.detach().view(-1) for tensor in tensors])
         return Delivered(self.allreduce_async(vector, op), lambda: copy_back(vector, tensors))
 
@@ -214,8 +214,8 @@ class Communicator(TensorTransport):
         if not any(tensor.numel() for tensor in found):
             return self.begin_nothing()
         in_place = bool(nodes) and found is nodes[0]
-        near = self._near(found, load=in_place)
-        ours = [near if node is found else self._near(node) for node in nodes]
+        near = self._near(found, "allreduce_tree", load=in_place)
+        ours = [near if node is found else self._near(node, "allreduce_tree") for node in nodes]
         return delivered(self.begin_allreduce_tree(ours, blocks, near), found, near)
 
     def broadcast_async(self, tensor: torch.Tensor, root: int = 0) -> Handle:
@@ -236,7 +236,8 @@ class Communicator(TensorTransport):
             check_alike(output, tensor, "every output", "the tensor gathered")
         if tensor.numel() == 0:
             return self.begin_nothing()
-        near, (source,) = self._near(outputs, load=False), self._near([tensor])
+        near = self._near(outputs, "allgather", load=False)
+        (source,) = self._near([tensor], "allgather")
         return delivered(self.begin_allgather(near, source), outputs, near)
 
     def reduce_scatter_async(
@@ -259,8 +260,9 @@ class Communicator(TensorTransport):
         check_together(inputs, "inputs", self.size)
         own = self.rank
         check_alike(outputs[own], inputs[own], f"outputs[{own}]", f"inputs[{own}]")
-        near = self._near(outputs, load=False)
-        return delivered(self.begin_all_to_all(near, self._near(inputs)), outputs, near)
+        near = self._near(outputs, "all_to_all", load=False)
+        handle = self.begin_all_to_all(near, self._near(inputs, "all_to_all"))
+        return delivered(handle, outputs, near)
 
     def barrier_async(self) -> Handle:
         """Complete when all ranks have arrived."""
@@ -287,9 +289,11 @@ class Communicator(TensorTransport):
         buffer = on_host(tensor, load=False)
         return delivered(self.begin_receive(buffer, source), [tensor], [buffer])
 
-    def _near(self, tensors: Tensors, *, load: bool = True) -> list[torch.Tensor]:
+    def _near(
+        self, tensors: Tensors, operation: str = "", *, load: bool = True
+    ) -> list[torch.Tensor]:
         """Return tensors, or staging buffers where the transport cannot work on a tensor."""
-        devices = self.capabilities.devices
+        devices = self.capabilities.devices if operation not in self.staged else ()
         return [
             tensor.detach()
             if devices and tensor.device.type in devices

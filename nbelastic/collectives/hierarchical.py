@@ -25,7 +25,6 @@ from nbelastic.collectives.rendezvous.client import Rendezvous
 from nbelastic.collectives.shm.segment import (
     abort_with,
     allocate,
-    error_type,
     reduction_codes,
     tree_of,
 )
@@ -122,7 +121,7 @@ class HierarchicalCommunicator(GlooCommunicator):
         blocks: Blocks | None = None,
         deliver: Callable[[], object] | None = None,
     ) -> Handle:
-        task = abortable(self._abort_signal, lambda: self._reduce(memory, op, blocks), error_type)
+        task = abortable(self._abort_signal, lambda: self._reduce(memory, op, blocks))
         return OperationHandle(self, self._executor.submit(task), deliver)
 
     def _reduce(self, memory: torch.Tensor, op: Op, blocks: Blocks | None) -> None:

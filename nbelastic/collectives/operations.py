@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from nbelastic.collectives.transport import Handle
 
 
-class OperationFailed(Exception):
-    """The transport's message for an operation that failed; `kind` is the error to raise."""
-
-    kind: type[CollectiveError] = CollectiveError
-
-
 class Operation(Protocol):
     """An operation under way."""
 
@@ -37,7 +31,7 @@ class Operation(Protocol):
     def wait(self, abort_signal: AbortSignal) -> bool:
         """Wait for its end or an abort; return whether it has succeeded.
 
-        Raises :class:`OperationFailed` if it has failed.
+        Raises ``CollectiveError`` if it has failed.
         """
 
 
@@ -64,8 +58,8 @@ class AsyncCommunicator(Communicator):
         self._waiting = True
         try:
             succeeded = operation.wait(self._abort_signal)
-        except OperationFailed as error:
-            failure, kind = str(error), error.kind  # raised later, without this error as context
+        except CollectiveError as error:
+            failure, kind = str(error), type(error)  # raised later, without this error as context
         finally:
             self._waiting = False
         if failure is not None:
@@ -131,19 +125,15 @@ Task: TypeAlias = Callable[[timedelta], object]
 """Work for an :class:`OrderedExecutor`, within a limit; it raises ``RuntimeError`` on a failure."""
 
 
-def abortable(
-    abort_signal: AbortSignal,
-    perform: Callable[[], object],
-    kind_of: Callable[[Exception], type[CollectiveError]] = lambda _: CollectiveError,
-) -> Task:
-    """Return a task of a communicator, which a failure breaks with an error of `kind_of` it."""
+def abortable(abort_signal: AbortSignal, perform: Callable[[], object]) -> Task:
+    """Return a task of a communicator, which a failure breaks."""
 
     def task(_limit: timedelta) -> None:
         try:
             abort_signal.check()  # it may have been queued before an abort
             perform()
         except Exception as error:  # any error: the other parts must not wait for this one
-            kind = type(error) if isinstance(error, CollectiveError) else kind_of(error)
+            kind = type(error) if isinstance(error, CollectiveError) else CollectiveError
             abort_signal.abort(str(error), kind=kind)  # before its end: one reason for all parts
             raise RuntimeError(str(error)) from None
 
@@ -180,7 +170,7 @@ class QueuedOperation(Operation):
                 if not self._ended and not wakeup.get():
                     return False
         if self._error is not None:
-            raise OperationFailed(self._error)
+            raise CollectiveError(self._error)
         return True
 
 

@@ -68,12 +68,7 @@ class SoloCommunicator(AsyncCommunicator):
     begin_allreduce = begin_broadcast = begin_barrier = _nothing
     begin_send = begin_receive = _nothing  # never called: a rank alone has no peer
 
-    def _near(
-        self,
-        tensors: Tensors,
-        *,
-        load: bool = True,  # noqa: ARG002
-    ) -> list[torch.Tensor]:
+    def _near(self, tensors: Tensors, *_: Any, **_options: Any) -> list[torch.Tensor]:
         return list(tensors)
 
     def _copied(self, outputs: Tensors, inputs: Tensors) -> Handle:

@@ -95,6 +95,9 @@ class TensorTransport(abc.ABC):
 
     capabilities: Capabilities = Capabilities()
 
+    staged: tuple[str, ...] = ()
+    """Operations whose tensors of devices are staged in host memory all the same."""
+
     rank: int
     size: int
 

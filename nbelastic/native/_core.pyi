@@ -2,19 +2,15 @@
 
 Pointers are addresses (``tensor.data_ptr()``), pairs an address and a length. Lengths are elements
 where a type (see `TYPES`) is given, else bytes. Calls that wait or move data release the GIL. What
-the system refuses is an ``OSError``; arguments that do not fit together, a ``ValueError``.
+the system refuses is an ``OSError``; arguments that do not fit together, a ``ValueError``. Once the
+segment is broken, by an abort or a dead peer, all raise ``CollectiveError``; if ranks were in
+different operations, ``RanksDisagree``.
 """
 
 from typing import Any
 
 TYPES: dict[str, int]  # codes of types that can be reduced, by torch's names
 OPS: dict[str, int]  # of reductions: ``sum``, ``average``, ``min``, ``max``, ``product``
-
-class Broken(Exception):
-    """The segment is broken: by an abort, a dead peer, or ranks that disagree."""
-
-class Disagreement(Broken):
-    """The segment is broken because ranks were in different operations."""
 
 def create(size: int) -> int:
     """Create a segment for `size` ranks, or fewer; return its descriptor, an unnamed memfd."""
@@ -114,7 +110,7 @@ class Group:
         """Return whether an operation has ended, or never will."""
 
     def wait(self, ticket: int) -> None:
-        """Wait for an operation. Raises `Broken` if the segment is broken."""
+        """Wait for an operation. Raises if the segment is broken."""
 
     @property
     def waiting(self) -> bool:
@@ -131,7 +127,7 @@ class Group:
     def abort(self, reason: str, differ: bool = False) -> None:
         """Break the segment for all ranks, and wake the waiting ones. The first reason stays.
 
-        It is a :class:`Disagreement` for them if ranks `differ`.
+        It is ``RanksDisagree`` for them if ranks `differ`.
         """
 
     def close(self) -> None:

@@ -275,11 +275,14 @@ nb::dict codes(const char* const (&names)[n]) {
 
 NB_MODULE(_core, m) {
     using NoGil = nb::call_guard<nb::gil_scoped_release>;
-    const nb::exception<Broken> broken(m, "Broken");
-    nb::exception<Disagreement>(m, "Disagreement", broken.ptr());
+    static const nb::handle errors = nb::module_::import_("nbelastic.errors").release();
     nb::register_exception_translator([](const std::exception_ptr& error, void*) {
         try {
             std::rethrow_exception(error);
+        } catch (const Disagreement& e) {
+            PyErr_SetString(errors.attr("RanksDisagree").ptr(), e.what());
+        } catch (const Broken& e) {
+            PyErr_SetString(errors.attr("CollectiveError").ptr(), e.what());
         } catch (const std::system_error& e) {
             errno = e.code().value();
             PyErr_SetFromErrno(PyExc_OSError);

@@ -62,6 +62,9 @@ def test_a_rank_that_waits_in_a_subgroup_waits_and_its_operations_count(pair):
     waiter.result(PATIENCE_S)
     pair.do(0, lambda c: c.close_subgroup("both"))
     assert pair[0].completed == before + 1
+    groups = pair.run(lambda c: [c.subgroup([0, 1], "again")])
+    groups[0][0].abort("enough")  # a part that fails breaks the whole
+    assert failure(pair.start(0, lambda c: c.barrier())) == "enough"
 
 
 def test_a_receive_that_cannot_complete_yet_holds_up_no_send(pair):

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from nbelastic.collectives.reduction_tree import Blocks
+from nbelastic.errors import CollectiveError
 from nbelastic.native import core
 
 SIZES = (1, 256, 5_000, 100_000, 1_500_000)
@@ -81,7 +82,7 @@ def serve(fd, rank, size, seed, line):
             steps += 1
             if steps == 1 and rank == 0:
                 line.send({})
-    except core.Broken as error:
+    except CollectiveError as error:
         line.send({"steps": steps, "reason": str(error), "wrong": wrong, "dead": group.dead})
     group.close()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nbelastic.collectives import Capabilities, Communicator, Op
-from nbelastic.collectives.communicator import _Handles
+from nbelastic.collectives.buffers import Delivered
 from nbelastic.elastic.ranks.context import Context
 from nbelastic.torch.gradients import groups, layout
 from tests.torch.fakes import NotedStaging
@@ -40,8 +40,9 @@ def set_mode(
     monkeypatch.setattr(Communicator, "capabilities", Capabilities(**changes))
 
 
-def one_by_one(communicator: Communicator, tensors: list[torch.Tensor], op: Op) -> _Handles:
-    return _Handles([communicator.allreduce_async(each, op) for each in tensors])
+def one_by_one(communicator: Communicator, tensors: list[torch.Tensor], op: Op) -> Delivered:
+    *others, last = [communicator.allreduce_async(each, op) for each in tensors]
+    return Delivered(last, lambda: [each.wait() for each in others])
 
 
 def only(mode: str) -> pytest.MarkDecorator:

@@ -146,7 +146,8 @@ class CudaIpcCommunicator(DeviceCommunicator):
     # the rank's calls.
 
     name = "cuda_ipc"
-    capabilities = Capabilities(coalesces=True, stops_sending_on_failure=True)
+    staged = ("allgather", "all_to_all")
+    capabilities = Capabilities(stops_sending_on_failure=True)
 
     def __init__(self, host: Host, exchange: Exchange, abort_signal: AbortSignal) -> None:
         super().__init__(host, exchange.device, abort_signal)

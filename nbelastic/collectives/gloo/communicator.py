@@ -9,8 +9,7 @@ divided on completion.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -78,11 +77,13 @@ class GlooCommunicator(AsyncCommunicator):
 
     def begin_allreduce_tree(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> Handle:
         vectors, target = flattened(nodes, outputs)
-        its = self._owner, self._abort_signal, self.rank  # not self, which a task must not keep
+        owner, signal, rank = self._owner, self._abort_signal, self.rank  # a task keeps no self
 
         def task(limit: timedelta) -> None:
-            exchange = functools.partial(exchange_messages, *its, limit)
-            sum_shares(its[-1], vectors, target, blocks, exchange).wait()
+            def exchange(received: Tensors, sent: Tensors) -> Handle:
+                return _Messages(owner, signal, rank, limit, received, sent)
+
+            sum_shares(rank, vectors, target, blocks, exchange).wait()
 
         return self._begin(lambda: task, lambda: copy_back(target, outputs), direction="tree")
 
@@ -178,37 +179,35 @@ class GlooCommunicator(AsyncCommunicator):
         self._owner.under_way.difference_update([operation])
 
 
-def exchange_messages(
-    owner: GlooGroupOwner,
-    abort_signal: AbortSignal,
-    rank: int,
-    limit: timedelta,
-    outputs: Tensors,
-    inputs: Tensors,
-) -> _Messages:
-    """Begin an all-to-all of a sum along a tree, by messages, which have an order of their own."""
-    # Gloo's own operations cannot be put together to a sum: ranks begin them in one order.
-    ranks = len(inputs)
-    outputs[rank].copy_(inputs[rank])
-    works = []
-    # Each rank begins with the next one, so that none is the first of all others.
-    for step in range(1, ranks):
-        to, source = (rank + step) % ranks, (rank - step) % ranks
-        with owner.use_lock:
-            abort_signal.check()
-            if inputs[to].numel():  # both ends know the blocks, so both leave it out
-                works.append(owner.group.send([as_bytes(inputs[to])], to, _TREE_TAG))
-            if outputs[source].numel():
-                works.append(owner.group.recv([as_bytes(outputs[source])], source, _TREE_TAG))
-    return _Messages(works, limit)
-
-
 class _Messages:
-    """A handle on messages under way."""
+    """An all-to-all of a sum along a tree, by messages, which have an order of their own.
 
-    def __init__(self, works: Sequence[Work], limit: timedelta) -> None:
-        self._works = works
+    Gloo's own operations cannot be put together to a sum: ranks begin them in one order.
+    """
+
+    def __init__(
+        self,
+        owner: GlooGroupOwner,
+        abort_signal: AbortSignal,
+        rank: int,
+        limit: timedelta,
+        outputs: Tensors,
+        inputs: Tensors,
+    ) -> None:
+        self._works: list[Work] = []
         self._limit = limit
+        ranks = len(inputs)
+        outputs[rank].copy_(inputs[rank])
+        # Each rank begins with the next one, so that none is the first of all others.
+        for step in range(1, ranks):
+            to, source = (rank + step) % ranks, (rank - step) % ranks
+            with owner.use_lock:
+                abort_signal.check()
+                if inputs[to].numel():  # both ends know the blocks, so both leave it out
+                    self._works.append(owner.group.send([as_bytes(inputs[to])], to, _TREE_TAG))
+                if outputs[source].numel():
+                    message = [as_bytes(outputs[source])]
+                    self._works.append(owner.group.recv(message, source, _TREE_TAG))
 
     def done(self) -> bool:
         return all(work.is_completed() for work in self._works)

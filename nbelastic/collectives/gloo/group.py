@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store, Wo
 from nbelastic.collectives.gloo.sockets import addresses_of, cut_connections
 from nbelastic.collectives.operations import (
     Operation,
-    OperationFailed,
     OrderedExecutor,
     QueuedOperation,
     first_sentence,
@@ -104,7 +103,7 @@ class GlooOperation(Operation):
         try:
             if self.done():
                 self._result()
-        except OperationFailed as error:
+        except CollectiveError as error:
             return str(error)
         return None
 
@@ -140,7 +139,7 @@ class GlooOperation(Operation):
             except RuntimeError as error:
                 if limit is not None:
                     return False  # whatever it is, it is still there after the end
-                raise OperationFailed(first_sentence(error)) from None
+                raise CollectiveError(first_sentence(error)) from None
             self._work, self._succeeded = None, True  # while the group lives, it may go
             return True
 

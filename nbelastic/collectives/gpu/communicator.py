@@ -12,8 +12,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from nbelastic.collectives.buffers import copy_back, on_host
-from nbelastic.collectives.communicator import check_op, check_together
 from nbelastic.collectives.operations import (
     AsyncCommunicator,
     OperationHandle,
@@ -46,6 +44,7 @@ class DeviceCommunicator(AsyncCommunicator):
         self.capabilities = dataclasses.replace(
             self.capabilities,
             devices=frozenset({device.kind}),
+            coalesces=True,
             carries_descriptions=host.capabilities.carries_descriptions,
         )
         self._host = host
@@ -73,42 +72,23 @@ class DeviceCommunicator(AsyncCommunicator):
         self._submit(lambda: found.append(self._host.allgather_bytes(record))).wait()
         return found[0]
 
-    def allreduce_coalesced_async(self, tensors: Tensors, op: Op = Op.SUM) -> Handle:
-        check_together(tensors, "tensors")
-        check_op(tensors[0], op)
-        return self._allreduce(tensors, op)
-
     def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
         return self._submit(lambda: self._host.allreduce_coalesced(tensors, op))
 
     def begin_allreduce_tree(self, nodes: Nodes, blocks: Blocks, outputs: Tensors) -> Handle:
-        staged, sums = [list(map(on_host, node)) for node in nodes], _empty_on_host(outputs)
-        return self._submit(
-            lambda: self._host.allreduce_tree(staged, blocks, sums),
-            lambda: copy_back(sums, outputs),
-        )
+        return self._submit(lambda: self._host.allreduce_tree(nodes, blocks, outputs))
 
     def begin_broadcast(self, tensor: torch.Tensor, root: int) -> Handle:
         return self._submit(lambda: self._host.broadcast(tensor, root))
 
     def begin_allgather(self, outputs: Tensors, tensor: torch.Tensor) -> Handle:
-        return self._staged(outputs, [tensor], lambda to, its: self._host.allgather(to, its[0]))
+        return self._submit(lambda: self._host.allgather(outputs, tensor))
 
     def begin_all_to_all(self, outputs: Tensors, inputs: Tensors) -> Handle:
-        return self._staged(outputs, inputs, self._host.all_to_all)
+        return self._submit(lambda: self._host.all_to_all(outputs, inputs))
 
     def begin_barrier(self) -> Handle:
         return self._submit(self._host.barrier)
-
-    def _staged(
-        self,
-        outputs: Tensors,
-        inputs: Tensors,
-        perform: Callable[[list[torch.Tensor], list[torch.Tensor]], object],
-    ) -> Handle:
-        """Perform an operation of the host on copies of tensors in its memory."""
-        sources, places = list(map(on_host, inputs)), _empty_on_host(outputs)
-        return self._submit(lambda: perform(places, sources), lambda: copy_back(places, outputs))
 
     def begin_send(self, parts: Tensors, to: int) -> Handle:
         return self._message(self._host.begin_send(parts, to))
@@ -117,7 +97,10 @@ class DeviceCommunicator(AsyncCommunicator):
         return self._message(self._host.begin_receive(tensor, source))
 
     def _message(self, handle: Handle) -> Handle:
-        return OperationHandle(self, _OnHost(handle))  # not queued behind sums
+        assert isinstance(handle, OperationHandle)
+        assert handle._its is not None
+        _, operation, _ = handle._its
+        return OperationHandle(self, operation)  # counted here, and not queued behind sums
 
     # -- in the executor's thread ----------------------------------------------------------------
 
@@ -174,21 +157,3 @@ class DeviceCommunicator(AsyncCommunicator):
     def __del__(self) -> None:
         if hasattr(self, "_closed"):
             self.close()
-
-
-def _empty_on_host(outputs: Tensors) -> list[torch.Tensor]:
-    return [on_host(output, load=False) for output in outputs]
-
-
-class _OnHost:
-    """An operation of the host's communicator, as this communicator's."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def done(self) -> bool:
-        return self._handle.done()
-
-    def wait(self, _abort_signal: AbortSignal) -> bool:
-        self._handle.wait()  # ends with an abort, because the signal is the same
-        return True

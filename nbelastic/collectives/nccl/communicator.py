@@ -43,6 +43,7 @@ class NcclCommunicator(DeviceCommunicator):
     """
 
     name = "nccl"
+    staged = ("allreduce_tree",)
 
     def __init__(
         self, host: Host, device: Device, group: NcclGroup, abort_signal: AbortSignal

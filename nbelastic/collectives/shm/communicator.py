@@ -33,14 +33,13 @@ from nbelastic.collectives.shm.segment import (
     SegmentOperation,
     abort_with,
     allocate,
-    error_type,
     memory_of,
     place_of,
     reduction_codes,
     tree_of,
 )
 from nbelastic.collectives.transport import Capabilities, Handle, Op
-from nbelastic.native import core
+from nbelastic.errors import CollectiveError
 
 if TYPE_CHECKING:
     from nbelastic.collectives.abort_signal import AbortSignal
@@ -91,8 +90,8 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         self._drop_lent()
         try:
             records = self._group.share(record)
-        except core.Broken as error:
-            self._fail(str(error), error_type(error))
+        except CollectiveError as error:
+            self._fail(str(error), type(error))
         self._completed += 1
         return records
 
@@ -111,8 +110,8 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         except KeyError:  # a type that is summed as another type
             self.allreduce_async(tensor, op).wait()
             return
-        except core.Broken as error:
-            self._fail(str(error), error_type(error))
+        except CollectiveError as error:
+            self._fail(str(error), type(error))
         self._completed += 1
 
     def begin_allreduce(self, tensors: Tensors, op: Op) -> Handle:
@@ -203,8 +202,8 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         self._drop_lent()
         try:
             operation = SegmentOperation(self._group, start(*arguments))
-        except core.Broken as error:
-            self._fail(str(error), error_type(error))
+        except CollectiveError as error:
+            self._fail(str(error), type(error))
         self._lent.append((operation, lent))  # a dropped handle must not free what peers read
         return OperationHandle(self, operation)
 
@@ -230,7 +229,7 @@ class SharedMemoryCommunicator(AsyncCommunicator):
         def transfer(_lent: object = lent) -> None:
             move(*arguments)
 
-        task = abortable(self._abort_signal, transfer, error_type)
+        task = abortable(self._abort_signal, transfer)
         return OperationHandle(self, self._executors[direction].submit(task))
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from nbelastic.collectives.buffers import as_number
-from nbelastic.collectives.operations import Operation, OperationFailed
+from nbelastic.collectives.operations import Operation
 from nbelastic.collectives.reduction_tree import additions
 from nbelastic.errors import CollectiveError, RanksDisagree
 from nbelastic.native import core
@@ -110,11 +110,6 @@ def abort_with(group: Group, abort_signal: AbortSignal, rank: int) -> None:
     abort_signal.on_abort(break_segment)
 
 
-def error_type(error: Exception) -> type[CollectiveError]:
-    """Return the error to raise for the native core's."""
-    return RanksDisagree if isinstance(error, core.Disagreement) else CollectiveError
-
-
 class SegmentOperation(Operation):
     """A collective operation under way in a segment, with its number there."""
 
@@ -128,10 +123,8 @@ class SegmentOperation(Operation):
     def wait(self, abort_signal: AbortSignal) -> bool:
         try:
             self._group.wait(self._number)
-        except core.Broken as error:
+        except CollectiveError:
             if abort_signal.reason is None:  # else the abort broke it, and gives the reason
-                failure = OperationFailed(str(error))
-                failure.kind = error_type(error)
-                raise failure from None
+                raise
             return False
         return True
