@@ -37,7 +37,7 @@ def with_hints(function: Callable[P, R]) -> Callable[P, R]:
             if unknown is not None:
                 hint = did_you_mean(unknown, known)
                 if "kwargs" in known:
-                    hint += f" Arguments of the function go into kwargs={{{unknown!r}: ...}}"
+                    hint += f" (arguments of the function go into kwargs={{{unknown!r}: ...}})"
                 raise UnknownOption(f"{function.__qualname__}: there is no option {unknown}{hint}")
             return function(*args, **kwargs)
         except OptionError as error:

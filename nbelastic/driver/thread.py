@@ -116,7 +116,7 @@ class Driver:
     # -- for all threads -----------------------------------------------------------------------
 
     def view(self) -> JobStatus:
-        """Return the job's status, as far as the machine knows it."""
+        """Return the part of the job's status that its machine knows."""
         with self._lock:
             status, why = view(self._machine), reasons(self._machine, self._now)
         return replace(status, reason="; ".join(map(self.log.in_words, why)))

@@ -1,4 +1,4 @@
-"""A job's status, as far as it follows from its roster, with the reasons for it."""
+"""The status of a job, from its roster, and the reasons for its state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BY_OTHERS = [reason for reason in m.UnusedReason if reason.name not in _KNOWN]
 
 
 def view(machine: Machine) -> JobStatus:
-    """Return the job's status, as far as the machine knows it."""
+    """Return the part of a job's status that its machine knows."""
     roster = machine.roster
     members = [] if roster.phase == Phase.GATHERING else roster.members()
     last = roster.plan if roster.phase == Phase.ENDED else None
@@ -70,7 +70,7 @@ def _rank_status(roster: Roster, start: int, slot: m.Slot, number: int | None) -
 
 
 def reasons(machine: Machine, now: float) -> list[m.Reason]:
-    """Return the cause of the job's wait or end, and its share if the share limits it."""
+    """Return the reasons for the state of a job: its wait or its end, and its share."""
     roster = machine.roster
     return [each for each in (_reason(roster, now), _sharing(roster)) if each is not None]
 
