@@ -7,6 +7,7 @@ from collections import Counter
 import dask
 import pytest
 from distributed.core import Status
+from msgspec.structs import replace
 
 from nbelastic import messages as m
 from nbelastic.cluster.scheduler.arbiter import read_rules
@@ -182,6 +183,17 @@ async def test_a_job_that_is_without_its_kernel_shrinks_and_does_not_grow():
         await cluster.attach("orphan")
         await settle(cluster)
         assert cluster.sizes()["orphan"] == 4
+
+
+async def test_a_job_is_dropped_when_its_lease_is_over():
+    async with a_cluster(2) as cluster:
+        await begin(cluster, "orphan")
+        cluster.kill_kernel("orphan")
+        record = cluster.plugin.jobs["orphan"]
+        record.terms = replace(record.terms, lease=0.0)
+        await asyncio.sleep(0.3)  # its caretaker looks after it
+        await settle(cluster)
+        assert "orphan" not in cluster.plugin.jobs
 
 
 async def test_of_suspended_jobs_that_keep_each_other_from_their_floors_the_younger_fails_in_time():

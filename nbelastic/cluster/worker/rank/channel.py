@@ -52,7 +52,7 @@ def frame(data: bytes) -> bytes:
 
 
 class RankChannel:
-    """A rank's end of its channel, served by a thread that reads and a thread that sends."""
+    """A rank's end of its channel, served by threads to read and to send."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
