@@ -2,11 +2,16 @@
 
 From version 3.1.3 on, cloudpickle writes ``<dynamic-code>`` instead. Then a traceback could not
 show the line in which a rank has failed.
+
+Functions of ``functools.lru_cache`` in ``__main__`` or within functions are sent like others there,
+by value, with empty caches; cloudpickle would send their names only. A ``cached_property`` has a
+lock up to Python 3.11, which is left out.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import io
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, ModuleType
@@ -28,10 +33,36 @@ def _restore(make: Callable[..., CodeType], arguments: tuple[Any, ...], filename
     return make(*arguments).replace(co_filename=filename)
 
 
+_Cached = type(functools.lru_cache(lambda: None))
+
+
+def _reduce_cached(function: Any) -> str | tuple[Any, ...]:
+    name = str(function.__qualname__)
+    if function.__module__ != "__main__" and "<" not in name:
+        return name
+    parameters = function.cache_parameters()
+    return _cached, (function.__wrapped__, parameters["maxsize"], parameters["typed"])
+
+
+def _cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> object:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def _reduce_property(found: functools.cached_property[Any]) -> tuple[Any, ...]:
+    named = {name: vars(found)[name] for name in ("attrname", "__doc__")}
+    return functools.cached_property, (found.func,), named  # without its lock
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle's, but for the names of files; for ``pickle.loads``."""
 
-    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({CodeType: _reduce})
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child(
+        {
+            CodeType: _reduce,
+            _Cached: _reduce_cached,
+            functools.cached_property: _reduce_property,
+        }
+    )
 
 
 def dumps(value: object) -> bytes:

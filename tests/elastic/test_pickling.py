@@ -1,7 +1,9 @@
 """What is sent to the workers keeps the names of its files, whatever cloudpickle does to them."""
 
+import functools
 import pickle
 import re
+import sys
 import threading
 import types
 import weakref
@@ -61,7 +63,49 @@ def test_functions_and_classes_of_a_cell_keep_their_file(send):
     assert (outer().__code__.co_firstlineno, outer()(), model.forward()) == (3, [1, 2], 3)
 
 
-def test_a_generator_is_not_sent():
+CACHED = """
+import functools
+
+@functools.lru_cache(maxsize=7, typed=True)
+def square(x):
+    return x * x
+
+@functools.cache
+def fib(n):
+    return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+class Table:
+    @functools.cached_property
+    def size(self):
+        return 5
+
+def outer():
+    @functools.cache
+    def inner():
+        return fib(30)
+    return inner
+"""
+
+
+def test_cached_functions_of_main_are_sent_by_value(monkeypatch):
+    space = {"__name__": "__main__"}
+    exec(compile(CACHED, "/tmp/cell.py", "exec"), space)
+    with monkeypatch.context() as main:
+        for name in ("square", "fib"):
+            main.setattr(sys.modules["__main__"], name, space[name], raising=False)
+        data = dumps((space["square"], space["outer"](), space["Table"]()))
+    square, inner, table = pickle.loads(data)  # as where __main__ has none of them
+    assert (square(3), inner(), table.size) == (9, 832040, 5)
+    assert square.cache_parameters() == {"maxsize": 7, "typed": True}
+
+
+@functools.cache
+def importable():
+    return 1
+
+
+def test_cached_functions_of_modules_are_sent_by_name_and_a_generator_is_not():
+    assert sent(importable) is importable
     with pytest.raises(TypeError, match="generator"):
         dumps(number for number in (1, 2))
 
